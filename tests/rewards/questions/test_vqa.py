@@ -10,7 +10,7 @@ import torch
 
 from tests.support.judges.vision_language import ONE, ScriptedEngine, images, noise, tiny_judge
 from visalign.rewards import RewardError, check_reward, load_reward
-from visalign.rewards.questions.vqa import SHOWS, SoftTifa, VqaScore
+from visalign.rewards.questions.vqa import GENEVAL2, SHOWS, SoftTifa, VqaScore
 from visalign.rewards.vlm.engine import Query
 from visalign.rewards.vlm.template import Template
 
@@ -35,6 +35,19 @@ def test_vqa_score_is_the_probability_of_yes_among_all_words():
     )
     with pytest.raises(RewardError, match="Did you mean 'attention'"):
         VqaScore("shapes-vlm", atention="eager")
+
+
+def test_the_question_and_spellings_of_geneval_2():
+    engine = tiny_judge()
+    judge = VqaScore(engine, rule="geneval2")
+    queries = [Query(images=[noise(16, 24, 1)], prompt="a cat")]
+    ids = range(len(engine.model.get_output_embeddings().weight))
+    prob = engine.answer_logits(GENEVAL2, queries, ids).logits.double().softmax(-1)[0]
+    first = [engine.processor.tokenizer.encode(form)[0] for form in ("Yes", "yes", " yes", " Yes")]
+    found = judge.score([noise(16, 24, 1)], ["a cat"]).value[0]
+    assert float(found) == pytest.approx(float(prob[first].sum()), rel=1e-5)
+    with pytest.raises(ValueError, match="rule is 'geneval'; allowed are 'vqascore' and 'geneval2'"):
+        VqaScore(engine, rule="geneval")  # type: ignore[arg-type]
 
 
 def test_soft_tifa_by_hand():

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,13 @@ from PIL import Image
 from torch import Tensor, nn
 
 from tests.support.models.clip import CONTEXT, SIZES, tiny_clip_config
-from tests.support.models.published_layouts import head, open_clip_vit, transformers_clip
+from tests.support.models.published_layouts import (
+    head,
+    mps_layers,
+    open_clip_vit,
+    save_pickled_module,
+    transformers_clip,
+)
 from tests.support.models.vision_language import TEMPLATE, tiny_seeing_model, tiny_seeing_tokenizer
 
 FROZEN = Path(__file__).parents[2] / "golden" / "official" / "judges.json"
@@ -266,6 +271,34 @@ def vqa_score(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     return VqaScore(folder / "vlm", answer="y"), official
 
 
+QUESTIONS = [["How many circles?", "four"], ["How many cats?", "seventy"], ["a cat on a mat?", "Yes"]]
+"""Of one record, for Soft-TIFA; its code reads a number above ten as "other"."""
+
+
+def soft_tifa(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
+    """GenEval 2's evaluation.py: the first token of each spelling, probabilities added; geometric mean."""
+    from visalign.rewards.questions.vqa import SoftTifa
+
+    model, processor = _seeing(folder / "vlm", 12)
+    counted = {"four": ("four", "Four", " four", " Four", "4", " 4")}
+    counted["seventy"] = ("seventy", "Seventy", " seventy", " Seventy", "other", " other")
+
+    def official() -> Tensor:
+        found = []
+        for image in pictures():
+            log = torch.zeros((), dtype=torch.float64)
+            for question, answer in QUESTIONS:
+                inputs = _asked(processor, f"{question} Answer in one word.", image)
+                prob = model(**inputs).logits[0, -1].double().softmax(-1)
+                forms = counted.get(answer, ("Yes", "yes", " yes", " Yes"))
+                first = [processor.tokenizer.encode(form)[0] for form in forms]
+                log += prob[first].sum().log()
+            found.append((log / len(QUESTIONS)).exp())
+        return torch.stack(found)
+
+    return SoftTifa(folder / "vlm", spellings="published"), official
+
+
 def hpsv3(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     """The released forward: embeddings with the picture's in their places, plain positions, the head on the
     state at the reward token; its mean.
@@ -426,61 +459,24 @@ def mps(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     return Mps(file), official
 
 
-def mps_layers(width: int, head: int, heads: int, *, layers: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of MPS's cross model under the published names, whose feedforward is four times as wide."""
-    inner, query, found = 4 * width, head * heads, {}
-    for number in range(layers):
-        cross, block = (f"cross_model.layers.{number}.{part}.fn." for part in (0, 1))
-        for one in (cross, block):
-            found |= {f"{one}norm.weight": (width,), f"{one}norm.bias": (width,)}
-        found |= {f"{cross}to_q.weight": (query, width), f"{cross}to_kv.weight": (2 * head, width)}
-        found |= {f"{cross}to_out.weight": (width, query), f"{cross}ff.0.weight": (2 * inner, width)}
-        found |= {f"{cross}ff.2.weight": (width, inner), f"{block}rotary_emb.inv_freq": (head // 2,)}
-        found |= {f"{block}fused_attn_ff_proj.weight": (query + 2 * head + 2 * inner, width)}
-        found |= {f"{block}attn_out.weight": (width, query), f"{block}ff_out.1.weight": (width, inner)}
-    return found
-
-
-def save_pickled_module(state: dict[str, Tensor], file: Path) -> None:
-    """Write a module of a class that nobody can import later, as MPS is published; the rotary frequencies are
-    written into the state.
-    """
-    place = ModuleType("trainer")
-    kind = type("CLIPModel", (nn.Module,), {"__module__": place.__name__})
-    place.CLIPModel = kind  # type: ignore[attr-defined]
-    root: Any = kind()
-    for key, held in state.items():
-        if key.endswith("inv_freq"):
-            state[key] = held = 1 / 10000 ** (torch.arange(0, 2 * len(held), 2).float() / (2 * len(held)))
-        *parents, name = key.split(".")
-        module: Any = root
-        for parent in parents:
-            if parent not in module._modules:
-                module.add_module(parent, kind())
-            module = module._modules[parent]
-        if held.is_floating_point() and not name.endswith(("bias", "inv_freq")):
-            module.register_parameter(name, nn.Parameter(held))
-        else:
-            module.register_buffer(name, held)
-    sys.modules[place.__name__] = place
-    try:
-        torch.save(root, file)
-    finally:
-        del sys.modules[place.__name__]
-
-
 _SPELLED = ["a red circle", "two squares", "a cat on a mat", "x"]
 """Prompts in letters of the tiny tokenizer."""
 JUDGES = {
     **{"pick_score": pick_score, "ict": ict, "hp": hp, "laion_aesthetic": laion_aesthetic, "hps_v2": hps_v2},
-    **{"vqa_score": vqa_score, "hpsv3": hpsv3, "edit_reward": edit_reward, "mps": mps},
+    **{
+        "vqa_score": vqa_score,
+        "soft_tifa": soft_tifa,
+        "hpsv3": hpsv3,
+        "edit_reward": edit_reward,
+        "mps": mps,
+    },
 }
 """Name -> (our judge on a checkpoint that it makes in a folder, the official scores of it)."""
 
 
 def prompts_of(name: str) -> list[str]:
     """What a judge is asked with."""
-    return _SPELLED if name in ("vqa_score", "hpsv3", "edit_reward") else PROMPTS
+    return _SPELLED if name in ("vqa_score", "soft_tifa", "hpsv3", "edit_reward") else PROMPTS
 
 
 def main() -> None:

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -202,3 +206,46 @@ IMAGE_REWARD = {
     "image": 224,
 }
 """ImageReward-v1.0: BLIP-large's image tower, BERT-base with cross-attention."""
+
+
+def save_pickled_module(state: dict[str, Tensor], file: Path) -> None:
+    """Write a module of a class that nobody can import later, as MPS is published; the rotary frequencies are
+    written into the state.
+    """
+    place = ModuleType("trainer")
+    kind = type("CLIPModel", (nn.Module,), {"__module__": place.__name__})
+    place.CLIPModel = kind  # type: ignore[attr-defined]
+    root: Any = kind()
+    for key, held in state.items():
+        if key.endswith("inv_freq"):
+            state[key] = held = 1 / 10000 ** (torch.arange(0, 2 * len(held), 2).float() / (2 * len(held)))
+        *parents, name = key.split(".")
+        module: Any = root
+        for parent in parents:
+            if parent not in module._modules:
+                module.add_module(parent, kind())
+            module = module._modules[parent]
+        if held.is_floating_point() and not name.endswith(("bias", "inv_freq")):
+            module.register_parameter(name, nn.Parameter(held))
+        else:
+            module.register_buffer(name, held)
+    sys.modules[place.__name__] = place
+    try:
+        torch.save(root, file)
+    finally:
+        del sys.modules[place.__name__]
+
+
+def mps_layers(width: int, head: int, heads: int, *, layers: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of MPS's cross model under the published names, whose feedforward is four times as wide."""
+    inner, query, found = 4 * width, head * heads, {}
+    for number in range(layers):
+        cross, block = (f"cross_model.layers.{number}.{part}.fn." for part in (0, 1))
+        for one in (cross, block):
+            found |= {f"{one}norm.weight": (width,), f"{one}norm.bias": (width,)}
+        found |= {f"{cross}to_q.weight": (query, width), f"{cross}to_kv.weight": (2 * head, width)}
+        found |= {f"{cross}to_out.weight": (width, query), f"{cross}ff.0.weight": (2 * inner, width)}
+        found |= {f"{cross}ff.2.weight": (width, inner), f"{block}rotary_emb.inv_freq": (head // 2,)}
+        found |= {f"{block}fused_attn_ff_proj.weight": (query + 2 * head + 2 * inner, width)}
+        found |= {f"{block}attn_out.weight": (width, query), f"{block}ff_out.1.weight": (width, inner)}
+    return found
