@@ -209,11 +209,12 @@ def _make(
 
 
 def _construct(name: str, kind: Callable[..., Any], options: dict[str, Any], run_device: str | None) -> Any:
+    own = options.get("device")
     if run_device is not None and "device" in inspect.signature(kind).parameters:
         options = {"device": run_device, **options}
     check_options(name, kind, options)
-    if isinstance(options.get("device"), str):
-        check_device(options["device"], RewardError)
+    if isinstance(own, str):
+        check_device(own, RewardError)
     return kind(**options)
 
 

@@ -15,7 +15,8 @@ code, and what it does with an answer is Python's own doing:
 - A module that the code imported under its own name (or numpy as np) is imported again for the test; names
   of builtins are Python's, unless a test names nothing else that the code could define.
 - Source that stands before the code is run here too, see `helpers`: its functions and plain values are its
-  own, whatever the code puts under their names. Its classes are the code's, so that their objects can be too.
+  own, whatever the code puts under their names (what a test hands to the code may be changed by it). Its
+  classes are the code's, so that their objects can be too, and so are functions that only hold a place.
 """
 
 from __future__ import annotations
@@ -437,12 +438,7 @@ def helpers(setup: str, link: Link) -> dict[str, Any]:
         tree = ast.parse(setup)
     except SyntaxError:  # the head of a function whose body is the code
         return {}
-    empty = {
-        node.name
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and all(isinstance(part, ast.Expr | ast.Pass | ast.Raise) for part in node.body)
-    }
+    empty = {node.name for node in tree.body if values.is_stub(node)}
     names = Names(link, tree, is_test=False)
     exec(compile(tree, "setup", "exec"), names)
 
@@ -472,8 +468,9 @@ def judge(setup: str, tests: list[dict[str, Any]], link: Link, channel: Channel)
     if (failed := link.ask("load")) is not None:
         channel.send(load_error=str(failed))
         return
+    mine: dict[str, Any] = {}
     with CatchAll() as attempt:
-        link.names.update(helpers(setup, link))
+        link.names.update(mine := helpers(setup, link))
     if attempt.error is not None:
         channel.send(load_error=f"{attempt.words()} in its setup")
         return
@@ -496,4 +493,6 @@ def judge(setup: str, tests: list[dict[str, Any]], link: Link, channel: Channel)
         if isinstance(attempt.error, AssertionError):
             with CatchAll():
                 words = f"{words.rstrip(': ')}; the code answered {shown(link.last)} last"
+                if own := mine.keys() & {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}:
+                    words += f"; {', '.join(sorted(own))} of the setup was taken"
         channel.send(test=number, error=words)

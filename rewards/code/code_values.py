@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import operator
@@ -225,3 +226,12 @@ def plain_content(value: Any) -> Any:
 def copied(value: Any, name: str) -> Any:
     """By a function of the copy module."""
     return getattr(importlib.import_module("copy"), name)(value)
+
+
+def is_stub(node: ast.stmt) -> bool:
+    """Whether it is a function that only holds the place of the code's: nothing, an error, a constant."""
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and all(
+        isinstance(part, ast.Expr | ast.Pass | ast.Raise)
+        or (isinstance(part, ast.Return) and isinstance(part.value, ast.Constant | None))
+        for part in node.body
+    )

@@ -265,7 +265,7 @@ def judged(answer: str, **options: Any) -> Any:
         non_tensors={
             "data_source": np.array(["sums"], dtype=object),
             "reward_model": np.array([{"ground_truth": "4"}], dtype=object),
-            "extra_info": np.array([{}], dtype=object),
+            "extra_info": np.array([{"answer": "2 + 2 = <<2+2=4>>4 #### 4", "split": "train"}], dtype=object),
             "raw_prompt": np.array([None], dtype=object),
         },
     )

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from visalign.integrations.judges import flow_grpo, text_scores
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.catalogue import load_reward, load_text_reward
+from visalign.rewards.catalogue import CATALOGUE, TEXT_CATALOGUE, load_reward, load_text_reward
 
 PICTURES = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
@@ -45,3 +47,10 @@ def test_texts_are_read_from_conversations() -> None:
     judge = load_text_reward("boxed_answer")
     turns = [[{"role": "assistant", "content": "\\boxed{4}"}], "\\boxed{3}"]
     assert text_scores(judge, turns, ["2+2?"] * 2, [{"answer": "4"}] * 2) == [1.0, 0.0]
+
+
+def test_judges_that_the_page_names_exist() -> None:
+    page = (Path(__file__).parents[2] / "docs/start/hosts.md").read_text()
+    named = set(re.findall(r'(?:judge[:=] ?|reward_function\("|flow_grpo\(")([a-z]\w+)', page))
+    assert {"hps_v2", "boxed_answer", "remote", "repetition"} <= named
+    assert named <= CATALOGUE.keys() | TEXT_CATALOGUE.keys()

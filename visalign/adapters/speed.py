@@ -19,7 +19,7 @@ def speed_up(
         compiled: `torch.compile` each of its repeated blocks (`_repeated_blocks`, or `_no_split_modules`),
             so that one compilation serves all of them.
         attention: a backend of diffusers' attention dispatch: native, flash, sage, xformers, ...
-        channels_last: keep the weights of convolutions with their channels last.
+        channels_last: keep the weights of 2D convolutions with their channels last; others stay.
 
     Raises:
         UserError: a network with no such blocks or without layers that take a backend, or a backend that is
@@ -27,7 +27,8 @@ def speed_up(
     """
     for network in module.values() if isinstance(module, nn.ModuleDict) else [module]:
         if channels_last:
-            network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's own keyword
+            for weight in (parameter for parameter in network.parameters() if parameter.ndim == 4):
+                weight.data = weight.data.contiguous(memory_format=torch.channels_last)
         if attention is not None:
             _attend_by(network, attention)
         if compiled:

@@ -2,7 +2,7 @@
 """A judge of pictures as a reward model of Flow-Factory, named by its path in a `rewards` section:
 
     rewards:
-      - {name: hps, reward_model: visalign.integrations.flow_factory.JudgeReward, judge: hpsv2}
+      - {name: hps, reward_model: visalign.integrations.flow_factory.JudgeReward, judge: hps_v2}
 
 Keys that Flow-Factory does not know are the judge's options.
 """

@@ -6,7 +6,7 @@ reward:
   backend:
     _target_: visalign.integrations.unirl.JudgeBackend
     base_device: cpu
-    judge: hpsv2
+    judge: hps_v2
     options: {}
 """
 

@@ -291,7 +291,9 @@ def compute_score(
     of_verl = ("reward_router_address", "reward_model_tokenizer", "model_name")
     held = {key: value for key, value in options.items() if key not in of_verl}
     made = _judge(judge, held, pictures=solution_image is not None)
-    record = {"answer": ground_truth, **(extra_info or {})}
+    record = dict(extra_info or {})
+    if ground_truth is not None:  # data sets of verl keep a worked solution as extra_info["answer"]
+        record["answer"] = ground_truth
     if solution_image is not None:
         prompt = record.get("prompt") or str(ground_truth)
         return image_scores(made, solution_image[None], [prompt], [record], on_failure)[0]

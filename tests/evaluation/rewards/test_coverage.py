@@ -75,6 +75,7 @@ def test_a_rank_correlation_of_few_takes_the_jackknife() -> None:
 def test_two_clusters_give_no_jackknife() -> None:
     assert math.isnan(jackknife_interval(0.3, np.array([0.2, 0.4])).low)
     assert math.isnan(jackknife_interval(0.3, np.array([0.2, math.nan, 0.4])).low)
+    assert math.isnan(jackknife_interval(1.0, np.ones(10)).high), "a perfect order says nothing of its error"
 
 
 @pytest.mark.slow

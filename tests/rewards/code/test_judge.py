@@ -876,5 +876,9 @@ math.isclose = isclose
 """
     assert share(forged, SETUP_TESTS[:6]) == 0
     stated = ("assert f(2) == 4",)
+    for stub in ("pass", "return", "return None", "'Twice.'\n    return 0", "raise NotImplementedError"):
+        assert share(right, stated, f"def f(x):\n    {stub}") == 1, stub
+    taken = reward.score([f"```python\n{right}\n```"], ["?"], [{"tests": [*stated], "setup": "f = abs"}])
+    assert taken.text is not None and "f of the setup was taken" in taken.text[0]
     assert share("    return 2 * x", stated, "def f(x):") == 1  # no module by itself
     assert share(right, stated, "def f(x): return 1 / 0\n1 / 0") == 0

@@ -261,7 +261,7 @@ def _slices(
                 statistics = {"srcc": lambda weights, a=a, b=b: weighted_srcc(a, b, weights)}
                 draws = _draws(statistics, numbers, clusters, settings)["srcc"]
                 number = interval(srcc(a, b), draws, clusters, level=settings.level)
-            entry["srcc"] = number.to_dict()
+            entry |= {"srcc": number.to_dict(), "clusters": clusters}
         found.setdefault(part.kind, []).append(entry)
     return found
 
@@ -292,7 +292,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
             "The judge runs against the opinions: if lower is better for its scores, say so "
             "(--lower-is-better)."
         )
-    slices = [entry["images"] for part in report["slices"].values() for entry in part if entry["srcc"]]
+    slices = [entry["clusters"] for part in report["slices"].values() for entry in part if entry["srcc"]]
     if min([counts["clusters"], *slices]) < FEWEST:
         found.append(
             f"With fewer than {FEWEST} prompts or pictures, overall or in a slice, the interval of a very "

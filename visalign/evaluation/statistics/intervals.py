@@ -233,7 +233,8 @@ def jackknife_interval(estimate: float, left_out: Array, *, level: float = 0.95)
 
     tanh(artanh r ± t_{K−1} s / (1 − r²)) with s² = (K−1)/K Σ_c (r_c − r̄)². For few clusters: a resample that
     repeats half of ten pictures has ties, which widen percentiles of a rank correlation too much. The ends
-    are NaN with fewer than three clusters, or where a value is undefined.
+    are NaN with fewer than three clusters, where a value is undefined, or where all are equal, as those of a
+    perfect order are: they say nothing of its error.
 
     Source: Efron and Stein, Annals of Statistics 9 (1981) 586.
     """
@@ -241,8 +242,10 @@ def jackknife_interval(estimate: float, left_out: Array, *, level: float = 0.95)
     if clusters < 3 or not (math.isfinite(estimate) and np.isfinite(left_out).all()):
         return Interval(estimate=estimate, level=level)
     s = float(left_out.std()) * math.sqrt(clusters - 1)
-    half = -float(stats.t.ppf((1 - level) / 2, clusters - 1)) * s / max(1 - estimate**2, 1e-9)
-    z = math.atanh(max(min(estimate, 1 - 1e-9), 1e-9 - 1))
+    if np.ptp(left_out) < 1e-12 or abs(estimate) > 1 - 1e-12:
+        return Interval(estimate=estimate, level=level)
+    half = -float(stats.t.ppf((1 - level) / 2, clusters - 1)) * s / (1 - estimate**2)
+    z = math.atanh(estimate)
     return Interval(estimate=estimate, low=math.tanh(z - half), high=math.tanh(z + half), level=level)
 
 
