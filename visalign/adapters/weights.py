@@ -42,15 +42,16 @@ class TrainedWeights:
     """
 
     def __init__(self, model: nn.Module, adapters: list[LoraLayer] | None, *, reference: bool = True) -> None:
-        self._named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+        self._model = model
+        self._names = [name for name, weight in model.named_parameters() if weight.requires_grad]
         self._adapters = adapters
         copied = reference and adapters is None
-        self._original = [w.detach().clone() for _, w in self._named] if copied else None
+        self._original = [weight.detach().clone() for _, weight in self.named()] if copied else None
         self._depth = 0
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Names and parameters, in the order of the model, also inside `reference`."""
-        return list(self._named)
+        return [(name, self._model.get_parameter(name)) for name in self._names]
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -68,7 +69,7 @@ class TrainedWeights:
                     "Make it with reference=True, which takes one more model in memory, or train adapters."
                 )
             else:
-                with swapped_weights([weight for _, weight in self._named], self._original):
+                with swapped_weights([weight for _, weight in self.named()], self._original):
                     yield
         finally:
             self._depth -= 1

@@ -49,6 +49,8 @@ class ToyCondition:
 class ToyNet(nn.Module):
     """v(x, σ, prompt) on [4, 4, 4] latents: a fixed part and a trained part that starts at zero."""
 
+    _repeated_blocks = ("Linear",)
+
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         draw = torch.Generator().manual_seed(0)

@@ -36,6 +36,7 @@ from visalign.training import (
     Trainer,
     end_processes,
 )
+from visalign.training.loop.sharding import gathered
 from visalign.training.process.label_fit import FitSettings, label_trainer
 from visalign.training.process.trainer import train_process_reward
 
@@ -146,6 +147,18 @@ def pictures(folder: Path, accelerator: Accelerator, row: str, **objective: Any)
     )
 
 
+def sharded(folder: Path, accelerator: Accelerator) -> Trainer[Any]:
+    """Pictures with weights divided among the processes, if there are several."""
+    return toy_trainer(
+        folder,
+        accelerator=accelerator,
+        rollout=UNEVEN,
+        optimizer={"micro_batch": 7, "lr": 1e-3},
+        run={"iterations": 2, "checkpoint_every": 1},
+        sharding=accelerator.num_processes > 1,
+    )
+
+
 MIXED = {"a": (Letters("a"), 1.0), "b": (Letters("b"), 0.5)}
 JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "slow": slow,
@@ -170,6 +183,7 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "process_reward": process_reward,
     "flow_grpo": lambda f, a: pictures(f, a, "flow_grpo"),
     "flow_gspo": lambda f, a: pictures(f, a, "flow_gspo"),
+    "flow_grpo+sharded": lambda f, a: sharded(f, a),
     "diffusion_nft": lambda f, a: pictures(f, a, "diffusion_nft"),
     "crd": lambda f, a: pictures(f, a, "crd"),
     "draft": lambda f, a: pictures(f, a, "draft"),
@@ -199,7 +213,7 @@ def _kept(trainer: Trainer[Any], gradients: list[torch.Tensor]) -> Any:
 
     def clipped(max_norm: float) -> float:
         found = [torch.zeros_like(m) if m.grad is None else m.grad for _, m in weights.masters]
-        gradients.append(torch.cat([gradient.flatten() for gradient in found]))
+        gradients.append(torch.cat([gathered(gradient).flatten() for gradient in found]))
         return clip(max_norm)
 
     return clipped

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training.pictures import outcome
+from tests.support.training.pictures import outcome, toy_trainer
 from tests.support.training.processes import JOBS, PAUSE, run, start
 from visalign.errors import UserError
 from visalign.training import read_metrics
 from visalign.training.loop import checkpoint
 from visalign.training.loop.metrics import without_times
 from visalign.training.loop.processes import ProcessLost, Shares, one_process, stretch, told_of_loss
+from visalign.training.loop.sharding import shard
 
 IN_FOUR = ("slow", "dapo+dynamic", "ppo_ptx", "sft")
 """Few of them in four processes, of which some have nothing to do."""
@@ -87,6 +88,27 @@ def test_a_killed_process_ends_the_others_and_any_number_goes_on(runs: Path, tmp
         torch.testing.assert_close(rest[name], weight, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_a_sharded_run_goes_on_in_any_number_of_processes(runs: Path, tmp_path: Path) -> None:
+    """From one checkpoint two processes are bit for bit the run that went through; one is up to rounding."""
+    name, ran = "flow_grpo+sharded", runs / "2" / "flow_grpo+sharded"
+    for count in ("one", "two"):
+        shutil.copytree(ran, tmp_path / count / name)
+        shutil.rmtree(checkpoint.step_folder(tmp_path / count / name / "checkpoints", 2))
+    started = start((tmp_path / "two", 2, [name]))
+    run(tmp_path / "one", [name])
+    said, _ = started.communicate(timeout=500)
+    assert started.returncode == 0, said
+    assert outcome(tmp_path / "two" / name) == outcome(ran)
+    rest, kept = (
+        checkpoint.load(checkpoint.step_folder(folder / "checkpoints", 2), {"seed": 0}).tensors
+        for folder in (tmp_path / "one" / name, ran)
+    )
+    for stem in ("trainable", "ema"):
+        for key, weight in kept[stem].items():
+            torch.testing.assert_close(rest[stem][key], weight, rtol=1e-3, atol=1e-5)
+
+
 class _Rank:
     """All that a share asks of its accelerator."""
 
@@ -118,6 +140,24 @@ def test_a_training_that_processes_cannot_share_says_so() -> None:
     two: Any = _Rank(0, 2)
     with pytest.raises(UserError, match="HEIE's heads train in one process, and 2 were started"):
         one_process(two, "HEIE's heads train")
+
+
+def test_what_cannot_be_sharded_is_refused_by_name() -> None:
+    two: Any = _Rank(0, 2)
+    with pytest.raises(UserError, match="sharding divides a model among processes, and one was started"):
+        shard(torch.nn.Linear(2, 2), _Rank(0, 1))  # type: ignore[arg-type]
+    bits = torch.nn.Linear(2, 2).requires_grad_(False)
+    bits.weight.data = torch.zeros(2, 2, dtype=torch.uint8)
+    with pytest.raises(UserError, match=r"cannot divide weight, which is torch\.uint8.*quantization"):
+        shard(bits, two)
+    with pytest.raises(UserError, match=r"sharding goes with trainings of log-probs.*not with VelocityReg"):
+        toy_trainer(Path(), objective={"algorithm": "diffusion_nft"}, sharding=True)
+    for objective, said in (
+        ({"algorithm": "flow_gspo", "changes": {"kl": 0.0}}, "the row 'flow_gspo', which joins the steps"),
+        ({"changes": {"kl": 0.1}}, r"a reference .* without LoRA"),
+    ):
+        with pytest.raises(UserError, match=f"sharding goes without {said}"):
+            toy_trainer(Path(), objective=objective, sharding=True)
 
 
 def test_other_errors_pass_where_a_lost_process_is_told() -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from visalign.core import PolicyOutput, Prepared, Trajectories
@@ -38,6 +39,7 @@ from visalign.interfaces import Condition, DiffusionPolicy
 from visalign.seeds import sample_seed
 from visalign.training.loop.judging import reward_weights
 from visalign.training.loop.processes import shared, unshared
+from visalign.training.loop.sharding import at_most, shard
 from visalign.training.loop.trainer import Collected, Context
 from visalign.training.policy.settings import MATRIX_ADVANTAGES
 from visalign.training.policy.update import (
@@ -96,17 +98,49 @@ class FlowGRPO(PictureAlgorithm):
             None makes one on the policy's device.
         strata: label per record, see `PromptSampler`.
         cycle: see `PromptSampler`.
+        sharding: divide the network, its gradients and AdamW's moments among the processes (FSDP2).
 
     Raises:
         UserError: settings that do not fit each other.
     """
 
+    shards = True
+
     def begin(self) -> None:
         """The objective, and the module that DDP wraps."""
         self.objective = self.settings.build(length=self.rollout.trained_per_image)
         self.step_weights = step_weights(self.settings, self.rollout, self.source.sigmas)
-        self.module = shared(ReplayModule(self.policy), self.accelerator)
+        self.module: nn.Module = ReplayModule(self.policy)
+        if self.sharding:
+            self._check_sharding()
+            shard(self.policy.module, self.accelerator)
+        else:
+            self.module = shared(self.module, self.accelerator)
         self.ratio_bound: float | None = self._ratio_bound()
+
+    def _check_sharding(self) -> None:
+        """Refuse what looks at all weights at once.
+
+        Raises:
+            UserError: names it.
+        """
+        adapters = any(isinstance(module, LoraLayer) for module in self.policy.module.modules())
+        refused = {
+            "objective.balance_every": self.settings.balance_every is not None,
+            "objective.reset_reference_every": self.settings.reset_reference_every is not None,
+            "objective.reset_reference_above": self.settings.reset_reference_above is not None,
+            "a reference (objective.changes.kl) without LoRA": self._needs_reference() and not adapters,
+            f"the row {self.settings.algorithm!r}, which joins the steps of a picture": couples_decisions(
+                self.objective
+            ),
+        }
+        given = [name for name, is_there in refused.items() if is_there]
+        if given:
+            raise UserError(f"sharding goes without {given[0]}. Leave one of the two out.")
+
+    def _needs_reference(self) -> bool:
+        objective = self.objective
+        return objective.kl > 0 or objective.kl_in_reward or objective.advantage == "prl"
 
     def _ratio_bound(self) -> float:
         """The bound grows with what the log-ratio is a sum over; the guard's is a mean under either norm."""
@@ -117,6 +151,10 @@ class FlowGRPO(PictureAlgorithm):
 
     def collect(self, run: Context) -> Collected:
         """Sample, decode and judge one iteration's groups; see `PictureSource.collect`."""
+        with self.whole():
+            return self._collect(run)
+
+    def _collect(self, run: Context) -> Collected:
         sde_steps, trained = choose_steps(self.rollout, self.seed, run.counters.iteration)
         made = self.constrained(self.source.collect(run.counters.iteration, run.clock, sde_steps), run)
         experience = Experience(
@@ -287,11 +325,16 @@ class FlowGRPO(PictureAlgorithm):
         meet."""
         steps = len(experience.trained)
         own = step.own(experience.first, len(experience.trajectory))
+        idle = int(not len(own))
+        if self.sharding:  # each forward gathers weights from all
+            count = math.ceil(len(own) * steps / size)
+            idle = at_most(max(1, count), self.accelerator) - count
+        first = torch.zeros(1, dtype=torch.int64)
+        one = flat_rows(step.prepared, first, first)
+        nothing = replace(one, weight=torch.zeros_like(one.weight)).to(self.policy.device)
+        for _ in range(idle):
+            yield nothing, self._output(experience, first, first)
         if not len(own):
-            first = torch.zeros(1, dtype=torch.int64)
-            one = flat_rows(step.prepared, first, first)
-            nothing = replace(one, weight=torch.zeros_like(one.weight))
-            yield nothing.to(self.policy.device), self._output(experience, first, first)
             return
         if couples_decisions(self.objective):
             whole = own.split(max(1, size // steps))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from visalign.core.groups.labels import group_index, group_sum
+from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
 from visalign.flow.rollout import asked_of, rollout
 from visalign.flow.trajectory import Trajectory
@@ -21,6 +23,7 @@ from visalign.training.loop.judging import check_failures, judge, oriented, rewa
 from visalign.training.loop.processes import Shares, accelerator_of
 from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import Batch, PromptSampler
+from visalign.training.loop.sharding import whole
 from visalign.training.loop.trainer import Algorithm, Context
 from visalign.training.policy.balance import RewardBalance
 from visalign.training.policy.constraints import RewardConstraints
@@ -223,6 +226,8 @@ class PictureAlgorithm(Algorithm):
 
     usual = "flow_grpo"
     """`objective.algorithm` where no objective is given."""
+    shards = False
+    """Whether the network may be divided among processes."""
 
     def __init__(
         self,
@@ -236,7 +241,14 @@ class PictureAlgorithm(Algorithm):
         accelerator: Accelerator | None = None,
         strata: Sequence[str] | None = None,
         cycle: Sequence[str] | None = None,
+        sharding: bool = False,
     ) -> None:
+        if sharding and not self.shards:
+            raise UserError(
+                f"sharding goes with trainings of log-probs (flow_grpo and its kin), not with "
+                f"{type(self).__name__}. Leave sharding out, or take another objective.algorithm."
+            )
+        self.sharding = sharding
         self.policy, self.seed, self.reward = policy, seed, reward
         self.settings = objective or DiffusionObjectiveSettings(algorithm=self.usual)
         self.rollout = rollout or RolloutSettings()
@@ -281,6 +293,10 @@ class PictureAlgorithm(Algorithm):
     def restore(self, run: Context) -> None:
         """Take up the reference of a checkpoint."""
         self.reference.restore(run)
+
+    def whole(self) -> AbstractContextManager[Any]:
+        """Inside, each process has all of the network."""
+        return whole(self.policy.module)
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """What of the policy is trained."""

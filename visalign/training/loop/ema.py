@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from .sharding import like
+
 
 class EMA:
     """ē ← d·ē + (1 − d)·θ after every `every`-th optimizer update, in float32.
@@ -97,4 +99,4 @@ class EMA:
                 f"EMA state and parameters differ in the names {odd[:5]}; it is another model's state."
             )
         for name, average in self._average.items():
-            average.copy_(state[name])
+            average.copy_(like(state[name], average))

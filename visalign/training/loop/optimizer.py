@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from visalign.errors import UserError, suggestion
 
 from .checkpoint import Checkpoint, CheckpointError
+from .sharding import gathered, like
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -182,7 +183,7 @@ class TrainedWeights:
 
     def clip(self, max_norm: float) -> float:
         """Clip the gradient's L2 norm; returns it as it was."""
-        return float(nn.utils.clip_grad_norm_([master for _, master in self.masters], max_norm))
+        return float(gathered(nn.utils.clip_grad_norm_([master for _, master in self.masters], max_norm)))
 
     def step(self) -> None:
         """One AdamW step; the weights follow their masters."""
@@ -206,7 +207,8 @@ class TrainedWeights:
                 if state := self.optimizer.state.get(master):
                     # v̂ = v / (1 − β₂ᵗ)
                     unbiased = 1 - group["betas"][1] ** float(state["step"])
-                    found.append((state["exp_avg_sq"].flatten()[::stride].double() / unbiased).cpu())
+                    squares = gathered(state["exp_avg_sq"]).flatten()[::stride]
+                    found.append((squares.double() / unbiased).cpu())
         seen = torch.cat(found) if found else torch.zeros(0)
         seen = seen[seen > 0]
         return float(seen.sqrt().median() / self.optimizer.defaults["eps"]) if len(seen) else math.nan
@@ -238,11 +240,11 @@ class TrainedWeights:
                 f"example {odd}: the model folder has changed. Resume with the model that the run began with."
             )
         for name, master in self.masters:
-            master.copy_(weights[name])
+            master.copy_(like(weights[name], master))
             if f"{name}.step" in moments:
                 own = {key: moments[f"{name}.{key}"] for key in MOMENTS}
                 self.optimizer.state[master] = {
-                    key: value if key == "step" else value.to(master.device) for key, value in own.items()
+                    key: value if key == "step" else like(value, master) for key, value in own.items()
                 }
         self.round()
 

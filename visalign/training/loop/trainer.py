@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -36,6 +36,7 @@ from .optimizer import AdamWSettings, OptimizerSettings, TrainedWeights
 from .processes import told_of_loss
 from .progress import TrainingProgress
 from .runtime import PhaseClock
+from .sharding import gathered
 
 Evaluate = Callable[[int], Mapping[str, float]]
 """Iterations finished -> name -> number."""
@@ -152,6 +153,10 @@ class Algorithm(Protocol):
     def finish(self, run: Context) -> None:
         """End an iteration, of which the counters count already: hand the weights to whoever else has to have
         them, put into `counters.own` what a resume needs."""
+
+    def whole(self) -> AbstractContextManager[Any]:
+        """Inside, each process has all of a model that is divided among them."""
+        return nullcontext()
 
     def restore(self, run: Context) -> None:
         """Go on from the counters of a checkpoint; the weights are in place."""
@@ -386,7 +391,7 @@ class Trainer(Generic[A]):
             return {}
         found: Mapping[str, float] = {}
         with self.clock.phase("evaluation"):
-            with self.averaged():
+            with self.averaged(), self.algorithm.whole():
                 found = self.evaluate(iteration)
         return {f"heldout/{name}": value for name, value in found.items()}
 
@@ -431,8 +436,10 @@ class Trainer(Generic[A]):
         Raises:
             CheckpointError: it could not be written, or the weights are not finite: the last one stands.
         """
+        held = {**self.context.tensors, **self.weights.tensors(), "ema": self.ema.state()}
+        tensors = {stem: self._whole(named) for stem, named in held.items()}
         if self.accelerator.is_main_process:
-            for name, value in self.weights.masters:
+            for name, value in tensors["trainable"].items():
                 if not bool(torch.isfinite(value).all()):
                     raise checkpoint.CheckpointError(
                         f"after iteration {self.counters.iteration} the weight {name} is not finite: the run "
@@ -442,12 +449,21 @@ class Trainer(Generic[A]):
             checkpoint.save(
                 self.run.folder / "checkpoints",
                 self.counters.iteration,
-                {**self.context.tensors, **self.weights.tensors(), "ema": self.ema.state()},
+                tensors,
                 asdict(self.counters),
                 self.run.config,
                 keep=self.run.keep_checkpoints,
             )
         self.accelerator.wait_for_everyone()
+
+    def _whole(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors that may be divided among the processes, whole on the main process's CPU; else empty."""
+        found = {}
+        for name, value in named.items():
+            full = gathered(value)
+            if self.accelerator.is_main_process:
+                found[name] = full if full is value else full.cpu()
+        return found
 
     def resume(self) -> bool:
         """Take up the newest whole checkpoint; says so, and why a newer one was passed over.

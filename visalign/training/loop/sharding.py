@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights, gradients and AdamW's moments divided among processes: FSDP2, torch's `fully_shard`.
+
+An update gathers one block of the network at a time. Where nothing is learnt (rollout, evaluation) each
+process holds the whole network, without gradients: forwards then wait for nobody, so that processes may make
+any number of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from visalign.errors import UserError
+
+
+def shard(network: nn.Module, accelerator: Accelerator) -> None:
+    """Divide a network's parameters among all processes, in place, block by block.
+
+    Blocks are the modules of the classes that diffusers (`_repeated_blocks`) or transformers
+    (`_no_split_modules`) name. The first process's weights and buffers are everybody's. The parameters are
+    new objects afterwards: look them up again.
+
+    Args:
+        network: on the accelerator's device.
+        accelerator: of the processes.
+
+    Raises:
+        UserError: one process, or weights that are quantised.
+    """
+    if accelerator.num_processes == 1:
+        raise UserError(
+            "sharding divides a model among processes, and one was started. Start several with torchrun or "
+            "accelerate launch, or leave sharding out."
+        )
+    for name, weight in network.named_parameters():
+        if not weight.is_floating_point() or type(weight.data) is not Tensor:
+            raise UserError(
+                f"sharding cannot divide {name}, which is {weight.dtype} ({type(weight).__name__}): it takes "
+                "weights in float32, bfloat16 or float16. Leave model.quantization out, or sharding."
+            )
+    with torch.no_grad():
+        for value in (*network.parameters(), *network.buffers()):
+            torch.distributed.broadcast(value.data, src=0)
+    names = {*(getattr(network, "_repeated_blocks", None) or ())}
+    names |= {*(getattr(network, "_no_split_modules", None) or ())}
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    blocks = [module for module in network.modules() if type(module).__name__ in names]
+    for module in (*blocks, network):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+
+
+@contextmanager
+def whole(network: nn.Module) -> Iterator[None]:
+    """Inside, each process has the whole network and its forwards wait for nobody; no gradient.
+
+    All processes enter and leave. A network that is not sharded is as it was.
+    """
+    parts = [module for module in network.modules() if isinstance(module, FSDPModule)]
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    try:
+        with torch.no_grad() if parts else nullcontext():
+            yield
+    finally:
+        for part in parts:
+            part.reshard()
+            part.set_reshard_after_forward(True, recurse=False)
+
+
+@contextmanager
+def whole_state(network: nn.Module) -> Iterator[None]:
+    """Inside, `network.state_dict()` has the whole weights, so that one process may save them.
+
+    All processes enter; it holds the whole model once in each. A network that is not sharded is as it was.
+    """
+    if not isinstance(network, FSDPModule):
+        yield
+        return
+    full = {name: gathered(value) for name, value in network.state_dict().items()}
+
+    def put(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state.update({prefix + name: value for name, value in full.items()})
+
+    handle = network.register_state_dict_post_hook(put)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def gathered(value: Tensor) -> Tensor:
+    """The whole of a tensor that may be divided among processes; all of them call it."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def like(value: Tensor, other: Tensor) -> Tensor:
+    """A whole tensor, equal on all processes, on the other's device and divided as it is."""
+    value = value.to(other.device)
+    if not isinstance(other, DTensor):
+        return value
+    return distribute_tensor(value, other.device_mesh, other.placements, src_data_rank=None)
+
+
+def at_most(count: int, accelerator: Accelerator) -> int:
+    """The largest count of all processes."""
+    counts: Any = accelerator.gather(torch.tensor([count], device=accelerator.device))
+    return int(counts.max())
