@@ -140,7 +140,7 @@ class FlowGRPO(PictureAlgorithm):
 
     def _needs_reference(self) -> bool:
         objective = self.objective
-        return objective.kl > 0 or objective.kl_in_reward or objective.advantage == "prl"
+        return objective.kl > 0 or bool(objective.kl_in_reward) or objective.advantage == "prl"
 
     def _ratio_bound(self) -> float:
         """The bound grows with what the log-ratio is a sum over; the guard's is a mean under either norm."""

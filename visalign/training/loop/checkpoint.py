@@ -110,6 +110,21 @@ def save(
     return folder
 
 
+def check_finite(weights: Mapping[str, Tensor], iteration: int) -> None:
+    """Refuse to keep weights that are not finite.
+
+    Raises:
+        CheckpointError: names the first such.
+    """
+    for name, value in weights.items():
+        if not bool(value.isfinite().all()):
+            raise CheckpointError(
+                f"after iteration {iteration} the weight {name} is not finite: the run has diverged, and no "
+                "checkpoint of it is kept. Go on from the last whole one with a lower optimizer.lr, or "
+                "compute in bfloat16 or float32 where the model is in float16."
+            )
+
+
 def _prune(root: Path, newest: Path, keep: int) -> None:
     """Delete all checkpoints but `newest` and the whole ones before it, `keep` in all.
 

@@ -8,7 +8,7 @@ any number of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -101,6 +101,17 @@ def whole_state(network: nn.Module) -> Iterator[None]:
 def gathered(value: Tensor) -> Tensor:
     """The whole of a tensor that may be divided among processes; all of them call it."""
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def whole_tensors(named: Mapping[str, Tensor], accelerator: Accelerator) -> dict[str, Tensor]:
+    """Tensors that may be divided, whole on the main process, those that were divided on its CPU; in the
+    others nothing. All processes call it."""
+    found = {}
+    for name, value in named.items():
+        full = gathered(value)
+        if accelerator.is_main_process:
+            found[name] = full if full is value else full.cpu()
+    return found
 
 
 def like(value: Tensor, other: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from .optimizer import AdamWSettings, OptimizerSettings, TrainedWeights
 from .processes import told_of_loss
 from .progress import TrainingProgress
 from .runtime import PhaseClock
-from .sharding import gathered
+from .sharding import whole_tensors
 
 Evaluate = Callable[[int], Mapping[str, float]]
 """Iterations finished -> name -> number."""
@@ -437,15 +437,9 @@ class Trainer(Generic[A]):
             CheckpointError: it could not be written, or the weights are not finite: the last one stands.
         """
         held = {**self.context.tensors, **self.weights.tensors(), "ema": self.ema.state()}
-        tensors = {stem: self._whole(named) for stem, named in held.items()}
+        tensors = {stem: whole_tensors(named, self.accelerator) for stem, named in held.items()}
         if self.accelerator.is_main_process:
-            for name, value in tensors["trainable"].items():
-                if not bool(torch.isfinite(value).all()):
-                    raise checkpoint.CheckpointError(
-                        f"after iteration {self.counters.iteration} the weight {name} is not finite: the run "
-                        "has diverged, and no checkpoint of it is kept. Go on from the last whole one with a "
-                        "lower optimizer.lr, or compute in bfloat16 or float32 where the model is in float16."
-                    )
+            checkpoint.check_finite(tensors["trainable"], self.counters.iteration)
             checkpoint.save(
                 self.run.folder / "checkpoints",
                 self.counters.iteration,
@@ -455,15 +449,6 @@ class Trainer(Generic[A]):
                 keep=self.run.keep_checkpoints,
             )
         self.accelerator.wait_for_everyone()
-
-    def _whole(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors that may be divided among the processes, whole on the main process's CPU; else empty."""
-        found = {}
-        for name, value in named.items():
-            full = gathered(value)
-            if self.accelerator.is_main_process:
-                found[name] = full if full is value else full.cpu()
-        return found
 
     def resume(self) -> bool:
         """Take up the newest whole checkpoint; says so, and why a newer one was passed over.
