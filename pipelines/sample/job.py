@@ -18,6 +18,7 @@ from visalign.errors import UserError
 from visalign.flow.rollout import asked_of, rollout
 from visalign.flow.steering import steered_rollout
 from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores
+from visalign.pipelines.shared.parts import check_texts
 from visalign.pipelines.shared.run_folder import check_place
 from visalign.precision import check_device
 from visalign.rewards.base.images import to_pil
@@ -148,6 +149,7 @@ def sample_pictures(
     rewards = rewards or {}
     if settings.best_of > 1 and not rewards:
         raise UserError(f"best_of is {settings.best_of} and nothing says what is best; give a reward (-r).")
+    check_texts(records)
     check_place(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} is no empty folder. Give another one, so that no picture is lost.")

@@ -211,12 +211,23 @@ def build_records(source: str, field: str) -> Records:
     """Prompt records of a set or file.
 
     Raises:
-        UserError: see `load_prompts`; the message begins with the field.
+        UserError: see `load_prompts` and `check_texts`; the message begins with the field.
     """
     try:
-        return load_prompts(source)
+        return check_texts(load_prompts(source))
     except UserError as error:
         raise UserError(f"{field}: {error}") from error
+
+
+def check_texts(records: Records) -> Records:
+    """The records, if every prompt can be written as UTF-8."""
+    for record in records:
+        if any("\ud800" <= sign <= "\udfff" for sign in record["prompt"]):
+            raise UserError(
+                f"The prompt {record['prompt']!r:.80} is no text in Unicode: it holds half of a surrogate "
+                "pair, as a byte that is not UTF-8 becomes one. Correct or leave it out."
+            )
+    return records
 
 
 def evenly_spaced(records: Records, most: int | None) -> Records:

@@ -116,6 +116,7 @@ def test_adapters_of_a_run_are_used(folder, tmp_path):
         (("--steer", "8", "--best-of", 2, "-r", "sharpness"), "of 10 steps give rising ones from 0 to 7"),
         (("--steer", "x"), "--steer is 'x'; give numbers from 0 up"),
         (("--device", "foo"), "The device 'foo' cannot be used"),
+        (("b\udcffc",), "The prompt 'b\\udcffc' is no text in Unicode"),
         (("--device", "meta"), "The device 'meta' cannot be used"),
         (("-m", "nowhere"), "There is no model folder nowhere"),
         (("--dtype", "int8"), "int8"),
