@@ -20,7 +20,7 @@ from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.runtime import peak_memory_bytes
 from visalign.versions import versions
 
-from .parts import Records, evenly_spaced, heldout_metrics, no_loading_bars
+from .parts import Records, check_alike, evenly_spaced, heldout_metrics, no_loading_bars
 from .run_folder import check_unchanged, claimed, write_beginning
 from .sections import FREE_KEYS
 
@@ -93,10 +93,10 @@ def run_job(config: Any, output: Path, resume: bool, build: Callable[[Any, Path]
         UserError: something in the configuration or the folder cannot be used.
         TrainingInterrupted: after Ctrl-C or SIGTERM.
     """
-    from visalign.training.loop.processes import told_of_loss
+    from visalign.training.loop.processes import lost_process_named
 
     output = Path(output)
-    with claimed(config, output, resume=resume, free=FREE_KEYS), told_of_loss():
+    with claimed(config, output, resume=resume, free=FREE_KEYS), lost_process_named():
         return _run_claimed(config, output, resume, build)
 
 
@@ -109,6 +109,10 @@ def _run_claimed(
         torch.set_num_threads(config.run.threads)
     job = build(config, output)
     accelerator = job.trainer.accelerator
+    if accelerator.num_processes > 1:
+        from accelerate.utils import gather_object
+
+        check_alike(gather_object([{"--resume": resume}]))
     if resume:
         check_unchanged(output, job.fingerprints)
     if accelerator.is_main_process:

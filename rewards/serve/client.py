@@ -244,12 +244,17 @@ class RemoteReward:
 
     def _health(self, server: _Server) -> Mapping[str, Any]:
         about: Any = None
-        status, end = 0, time.monotonic() + self._patience
+        status, end, broken = 0, time.monotonic() + self._patience, 0
         try:
             while True:
-                reply = server.client.get("/health")
-                if not _is_busy(reply) or time.monotonic() > end:
-                    break
+                try:
+                    reply = server.client.get("/health")
+                except (httpx.ReadError, httpx.RemoteProtocolError):  # a full server closes connections
+                    if (broken := broken + 1) >= self._attempts:
+                        raise
+                else:
+                    if not _is_busy(reply) or time.monotonic() > end:
+                        break
                 time.sleep(self._pause)
             status = reply.status_code
             about = reply.json() if status == 200 else None
@@ -463,7 +468,7 @@ def _is_busy(reply: httpx.Response) -> bool:
 
 def _retry_after(said: str) -> float:
     """Seconds that a server asks to wait; 0 where it does not say."""
-    return float(said) if said.isdigit() else 0.0
+    return float(said) if said.isascii() and said.isdecimal() else 0.0
 
 
 def _error_message(reply: Any) -> str:

@@ -57,6 +57,7 @@ def test_a_tracker_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch:
 def test_trackers_are_closed_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     accelerator = SimpleNamespace(
+        num_processes=1,
         is_main_process=True,
         wait_for_everyone=lambda: None,
         init_trackers=lambda *_, **__: calls.append("begin"),

@@ -61,6 +61,7 @@ def test_the_files_for_accelerate_and_skypilot_are_read() -> None:
     assert loaded.num_processes == 2 and loaded.use_cpu and loaded.mixed_precision == "no"
     cloud = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
     load_job(cloud["envs"]["CONFIG"], [])
+    assert "visalign[images]" in cloud["setup"]
     subprocess.run(["bash", "-n"], input=cloud["run"], text=True, check=True)
     assert '-m visalign train "$CONFIG" --output "$FOLDER"' in cloud["run"]
 

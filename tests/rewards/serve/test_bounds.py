@@ -35,7 +35,7 @@ LEVELS = torch.randint(0, 256, (4, 3, 8, 8), generator=torch.Generator().manual_
 SMALL: dict[str, Any] = {
     "max_bytes": 40_000,
     "max_header": 20_000,
-    "max_total_bytes": 1_900_000,
+    "max_total_bytes": 2_380_000,
     "room_timeout": 0.2,
 }
 
@@ -85,15 +85,15 @@ def assert_closed(line: socket.socket) -> None:
 
 
 def test_bytes_under_way_are_bounded_and_the_client_waits_for_room():
-    whole = 33 * 40_000
+    whole = 41 * 40_000
     with serving(app_of(Habits(), limits=Limits(**SMALL))) as url, ThreadPoolExecutor(1) as pool:
-        prompt = "7" + "x" * 19_500  # of which every request takes 33 bytes each
+        prompt = "7" + "x" * 19_500  # of which every request takes 41 bytes each
         with line_to(url, unfinished(40_000)):
             assert_held(url, whole)
             sent = pack_request(request(prompt))
             reply = httpx.post(f"{url}/v1/score", content=sent, headers={"Content-Type": MEDIA_TYPE})
             assert reply.status_code == 503 and reply.headers["retry-after"] == "1"
-            assert f"Busy: {whole} bytes are under way; at most 1900000 may be" in reply.json()["error"]
+            assert f"Busy: {whole} bytes are under way; at most 2380000 may be" in reply.json()["error"]
             given_up = RemoteReward(url, attempts=1, patience=0.0).score(LEVELS[:1], [prompt])
             assert not given_up.valid.any() and "(503)" in str(given_up.reason)
             waiting = pool.submit(RemoteReward(url, attempts=1).score, LEVELS[:1], [prompt])
@@ -105,12 +105,12 @@ def test_bytes_under_way_are_bounded_and_the_client_waits_for_room():
 
 def test_json_is_charged_for_what_it_becomes_and_bounded():
     async def run() -> None:
-        budget = ByteBudget(Limits(max_bytes=1 << 20, max_total_bytes=40 << 20, max_header=1 << 20))
+        budget = ByteBudget(Limits(max_bytes=1 << 20, max_total_bytes=48 << 20, max_header=1 << 20))
         async with budget.held(1 << 20) as charge:
-            assert budget.used == (1 << 20) + 32 * (64 << 10)
+            assert budget.used == (1 << 20) + 40 * (64 << 10)
             charge(1 << 20)
-            assert budget.used == 33 << 20
-            with pytest.raises(QueueFull, match="34603008 bytes are under way"):
+            assert budget.used == 41 << 20
+            with pytest.raises(QueueFull, match="42991616 bytes are under way"):
                 charge(1 << 20)
         assert budget.used == 0
 
@@ -179,6 +179,19 @@ def test_silent_connections_make_room_for_those_who_ask():
         assert remote.score(LEVELS, ["1", "2", "3", "4"]).valid.all()
         assert RemoteReward(url).score(LEVELS[:1], ["1"]).valid.all()
         assert_closed(lines[0])
+
+
+def test_a_connection_whose_answers_are_not_read_is_closed():
+    ask = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+    with serving(app_of(Habits()), http=bounds.bounded_protocol(1, 2.0)) as url, line_to(url) as line:
+        line.settimeout(0.5)
+        with suppress(OSError):
+            while True:
+                line.send(ask * 2000)
+        end = time.monotonic() + 15
+        while (status := httpx.get(f"{url}/health").status_code) != 200 and time.monotonic() < end:
+            time.sleep(0.2)
+        assert status == 200
 
 
 def test_a_connection_that_asks_nothing_is_closed():

@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ import torch
 from tests.support.training.pictures import outcome, toy_trainer
 from tests.support.training.processes import JOBS, PAUSE, run, start
 from visalign.errors import UserError
+from visalign.rewards.base.contract import RewardError
 from visalign.training import read_metrics
-from visalign.training.loop import checkpoint
+from visalign.training.loop import checkpoint, processes
 from visalign.training.loop.metrics import without_times
-from visalign.training.loop.processes import ProcessLost, Shares, one_process, stretch, told_of_loss
+from visalign.training.loop.processes import ProcessLost, Shares, lost_process_named, one_process, stretch
 from visalign.training.loop.sharding import shard
 
 IN_FOUR = ("slow", "dapo+dynamic", "ppo_ptx", "sft")
@@ -160,8 +162,24 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
             toy_trainer(Path(), objective=objective, sharding=True)
 
 
-def test_other_errors_pass_where_a_lost_process_is_told() -> None:
-    with pytest.raises(RuntimeError, match="something else"), told_of_loss():
+def test_other_errors_pass_where_a_lost_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = "[pair.cc:561] Connection closed by peer [127.0.0.1]:2260."
+    with pytest.raises(RuntimeError, match="closed by peer") as alone, lost_process_named():
+        raise RuntimeError(lost)
+    assert type(alone.value) is RuntimeError, "one process has lost nobody"
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(RewardError, match="reset by peer"), lost_process_named():
+        raise RewardError("server: [Errno 104] Connection reset by peer")
+    with pytest.raises(RuntimeError, match="something else"), lost_process_named():
         raise RuntimeError("something else")
-    with pytest.raises(ProcessLost, match="start all processes again with --resume"), told_of_loss():
-        raise RuntimeError("[pair.cc:561] Connection closed by peer [127.0.0.1]:2260.")
+    with pytest.raises(ProcessLost, match="start all processes again with --resume"), lost_process_named():
+        raise RuntimeError(lost)
+
+
+def test_a_column_that_one_process_lacks_is_nan_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    two: Any = SimpleNamespace(num_processes=2, process_index=1, device=torch.device("cpu"))
+    two.gather = lambda own: torch.cat([torch.tensor([[1.0, 2.0, 3.0]]), own])
+    monkeypatch.setattr(processes, "gather_object", lambda own: [["a", "b", "c"], *own])
+    found = Shares(two, [torch.tensor([0]), torch.tensor([1])]).table({"c": torch.tensor([9.0])})
+    assert [found[name][0].item() for name in "abc"] == [1, 2, 3] and found["c"][1] == 9
+    assert found["a"][1].isnan() and found["b"][1].isnan()

@@ -186,10 +186,9 @@ class PictureSource:
     def _gather(self, scores: Scores) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """(value [B] float64, valid [B], name -> part [B] float64) of all processes, on the CPU."""
         own = scores.value.float().cpu()
-        columns = [own, *(part.float().cpu() for part in scores.parts.values())]
-        table = self.of_all(torch.stack(columns, 1)).double()
+        parts = self.shares.table({"": own, **{name: part.float() for name, part in scores.parts.items()}})
         valid = self.of_all(scores.valid.cpu() & torch.isfinite(own))
-        return table[:, 0], valid, dict(zip(scores.parts, table.T[1:], strict=True))
+        return parts.pop(""), valid, parts
 
     @property
     def first(self) -> int:

@@ -8,14 +8,16 @@ settled everywhere alike; the update is then that of one process up to the order
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,12 +32,13 @@ class ProcessLost(UserError):
 
 
 @contextmanager
-def told_of_loss() -> Iterator[None]:
+def lost_process_named() -> Iterator[None]:
     """Inside, a collective that another process has left raises `ProcessLost`."""
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, distributed.DistError) and not LOST.search(str(error)):
+        said = type(error) is RuntimeError and LOST.search(str(error))  # a judge's own error is another type
+        if not distributed.is_initialized() or not (isinstance(error, distributed.DistError) or said):
             raise
         raise ProcessLost(
             "Another process of this run has ended, and this one ends too: what went wrong is said there, or "
@@ -167,6 +170,16 @@ class Shares:
         for place, block in zip(self.places, blocks, strict=True):
             found[place] = block[: len(place)]
         return found
+
+    def table(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Name -> [b] of this process's samples -> name -> [B] float64 of all, NaN where another process has
+        no column of a name: a reward may say more of some samples than of others."""
+        names = list(columns)
+        if len(self.places) > 1:
+            names = list(dict.fromkeys(name for held in gather_object([names]) for name in held))
+        absent = torch.full((len(self.own),), math.nan, dtype=torch.float64)
+        own = torch.stack([columns.get(name, absent).double().cpu() for name in names], 1)
+        return dict(zip(names, self.of_all(own).T, strict=True))
 
 
 def stretch(count: int, rank: int, world: int) -> slice:

@@ -33,7 +33,7 @@ from . import checkpoint
 from .ema import EMA
 from .metrics import MetricsFile
 from .optimizer import AdamWSettings, OptimizerSettings, TrainedWeights
-from .processes import told_of_loss
+from .processes import lost_process_named
 from .progress import TrainingProgress
 from .runtime import PhaseClock
 from .sharding import whole_tensors
@@ -267,7 +267,7 @@ class Trainer(Generic[A]):
         own = hold(folder / LOCK, what=f"The run's folder '{folder}'", instead="give another folder")
         first = self.accelerator.is_main_process
         held = own if first else nullcontext()
-        with told_of_loss(), held, InterruptFlag(self.progress.note) as interrupt:
+        with lost_process_named(), held, InterruptFlag(self.progress.note) as interrupt:
             metrics = MetricsFile(folder / "metrics.jsonl", after=counters.iteration) if first else None
             saved = counters.iteration
             self.clock.take()

@@ -182,8 +182,7 @@ def _round(
         "entropy": (rollout.entropy * rollout.loss_mask).sum(1),
         **{f"part/{name}": part for name, part in scores.parts.items()},
     }
-    table = shares.of_all(torch.stack([column.double().cpu() for column in own.values()], 1))
-    said = dict(zip(own, table.T, strict=True))
+    said = shares.table(own)
     valid, skipped = said.pop("valid") != 0, said.pop("skipped") != 0
     check_failures(scores, valid | skipped, settings.max_failure_rate, parts.reward.name)
     reward = said["value"].float()
