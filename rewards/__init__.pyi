@@ -26,6 +26,7 @@ from .checks import check_text_reward as check_text_reward
 from .code.reward import CodeTests as CodeTests
 from .combine.calibrated import Calibrated as Calibrated
 from .combine.ensemble import Ensemble as Ensemble
+from .combine.frames import Frames as Frames
 from .combine.uncertainty import UncertaintyUsed as UncertaintyUsed
 from .combine.weighted_sum import WeightedSum as WeightedSum
 from .heie.judge import HeatmapExplanation as HeatmapExplanation

@@ -52,6 +52,7 @@ CATALOGUE: dict[str, Entry] = {
     "vendi_gain": "visalign.rewards.scorers.set_gain:VendiGain",
     "frechet_gain": "visalign.rewards.scorers.set_gain:FrechetGain",
     "calibrated": "visalign.rewards.combine.calibrated:Calibrated",
+    "frames": "visalign.rewards.combine.frames:Frames",
     "remote": "visalign.rewards.serve.client:RemoteReward",
     "unified_reward": "visalign.rewards.chat.unified_reward:UnifiedReward",
     "unified_reward_pairs": "visalign.rewards.chat.unified_reward_pairs:UnifiedRewardPairs",

@@ -36,6 +36,8 @@ ACCEPTED = (
     "images, paths, or single images as tensors."
 )
 
+_CLIP = "This judge takes no clip of frames: load_judge('frames', reward=...) judges clips frame by frame."
+
 _DECODE_ERRORS = (
     OSError,  # holds FileNotFoundError and PIL.UnidentifiedImageError
     SyntaxError,  # PIL raises it for broken PNG chunks
@@ -142,11 +144,12 @@ def _read_item(item: Any, where: str) -> ImageBatch:
         if item.ndim != 3:
             raise ValueError(
                 f"{where} has shape {tuple(item.shape)}; an element of a list is one image with 3 "
-                f"dimensions. {ACCEPTED}"
+                f"dimensions. {ACCEPTED}{f' {_CLIP}' if item.ndim == 4 else ''}"
             )
         return _read_batch(item[None], where)
     if not isinstance(item, Image.Image | str | os.PathLike):
-        raise TypeError(f"{where} is a {type(item).__name__}. {ACCEPTED}")
+        clip = f" {_CLIP}" if isinstance(item, list | tuple) else ""
+        raise TypeError(f"{where} is a {type(item).__name__}. {ACCEPTED}{clip}")
     max_pixels()  # what is wrong with the limit is no fault of the picture
     try:
         with warnings.catch_warnings():
@@ -236,7 +239,8 @@ def _read_batch(items: Tensor | np.ndarray, where: str) -> ImageBatch:
     """A whole tensor or array [B, ...]: layout, type and range raise; NaN costs its row only."""
     shape = tuple(items.shape)
     if len(shape) != 4:
-        hint = " Add the batch dimension: images[None]." if len(shape) == 3 else ""
+        hints = {3: " Add the batch dimension: images[None].", 5: f" {_CLIP}"}
+        hint = hints.get(len(shape), "")
         raise ValueError(f"{where} has shape {shape}, which is not a batch of images.{hint} {ACCEPTED}")
     pixels = _as_tensor(items, where)
     levels = pixels.dtype == torch.uint8

@@ -56,6 +56,7 @@ class CachedReward(_Remembering):
         super().__init__(reward, cache, identity=identity)
         self.reward, self.unit, self.range = reward, reward.unit, reward.range
         self.higher_is_better = reward.higher_is_better
+        self.takes_clips = getattr(reward, "takes_clips", False)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Scores of B images; what is not known yet is asked in one call, each content once."""
@@ -148,6 +149,10 @@ def content_digest(item: Any) -> bytes | None:
             return hashlib.sha256(b"pil" + details.encode() + content).digest()
         except (OSError, SyntaxError, ValueError):
             return None
+    if isinstance(item, list | tuple):  # a clip
+        frames = [content_digest(frame) for frame in item]
+        joined = b"".join(digest for digest in frames if digest is not None)
+        return None if None in frames else hashlib.sha256(b"clip" + joined).digest()
     array = item.detach().cpu().contiguous() if isinstance(item, Tensor) else np.ascontiguousarray(item)
     raw = array.view(torch.uint8).numpy() if isinstance(array, Tensor) else array
     head = f"{tuple(item.shape)}{item.dtype}".replace("torch.", "").encode()

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from visalign.interfaces import Metadata, PointwiseReward, Scores
-from visalign.rewards.base.contract import RewardError, make_scores, read_request, without_group
+from visalign.rewards.base.contract import (
+    RewardError,
+    make_scores,
+    read_metadata,
+    read_request,
+    without_group,
+)
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.images import as_contract
 
@@ -64,6 +70,12 @@ class WeightedSum:
         _check_weights(rewards)
         name = name or ("weighted_sum" if self.noun == "image" else "weighted_text_sum")
         self.name, self.rewards = name, dict(rewards)
+        pictures = [label for label, (one, _) in rewards.items() if not getattr(one, "takes_clips", False)]
+        if self.takes_clips and pictures:
+            raise ValueError(
+                f"{name} would add judges of clips and of pictures: {', '.join(pictures)} takes no clip. Let "
+                "the reward 'frames' ask it, with frames=1 for the middle frame."
+            )
         self._normalise = dict(normalise) if isinstance(normalise, Mapping) else normalise
         units = {label: reward.unit for label, (reward, weight) in rewards.items() if weight}
         _check_normalise(self._normalise, list(units))
@@ -90,6 +102,11 @@ class WeightedSum:
         """Whether a term compares inside groups, so that the metadata must name them."""
         return any(getattr(reward, "needs_group", False) for reward, _ in self.rewards.values())
 
+    @property
+    def takes_clips(self) -> bool:
+        """Whether the terms judge clips, as `Frames` does."""
+        return any(getattr(reward, "takes_clips", False) for reward, _ in self.rewards.values())
+
     def gradient_terms(self) -> Iterator[tuple[str, Any, float, float]]:
         """(label, reward, w_m d_m / std_m, mean_m) of the terms w_m d_m (r_m − mean_m) / std_m.
 
@@ -108,6 +125,10 @@ class WeightedSum:
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Judge with every reward and add up; images are read once for all of them."""
+        if self.takes_clips:
+            rows = list(range(len(prompts)))
+            asked = list(prompts), without_group(read_metadata(self.name, metadata, len(rows), noun="clip"))
+            return self.add_up(lambda reward: reward.score(images, *asked), rows, [None] * len(rows))
         request = read_request(self.name, images, prompts, metadata)
         usable = [row for row, _ in request.images.readable()]
         loaded = as_contract([image for _, image in request.images.readable()])

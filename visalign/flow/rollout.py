@@ -174,6 +174,18 @@ def asked_of(policy: DiffusionPolicy, records: Sequence[Mapping[str, Any]]) -> S
     return [str(record["prompt"]) for record in records]
 
 
+def decoded(policy: DiffusionPolicy, latents: Tensor, *, clips: bool) -> Tensor:
+    """Pictures [B, 3, H, W] of latents, or all frames [B, F, 3, H, W] of a model of videos.
+
+    Args:
+        policy: with `decode_frames` where it makes videos.
+        latents: [B, ...].
+        clips: whether all frames are wanted, as a judge says by `takes_clips`.
+    """
+    all_frames = getattr(policy, "decode_frames", None)
+    return all_frames(latents) if clips and all_frames is not None else policy.decode(latents)
+
+
 def velocity_of(
     policy: DiffusionPolicy, x: Tensor, sigma: Tensor, condition: Condition, time: Tensor | None = None
 ) -> Tensor:

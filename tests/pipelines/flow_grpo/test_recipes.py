@@ -13,9 +13,15 @@ from tests.support.models.pipelines import tiny_pipeline
 from tests.support.training.pictures import Brightness
 from visalign.adapters import LoraSettings, PipelinePolicy
 from visalign.adapters.pipeline.families import FAMILIES
+from visalign.evaluation.heldout.images import evaluate
+from visalign.flow.rollout import rollout as sampled
 from visalign.pipelines.flow_grpo.plan import planned_cost
 from visalign.pipelines.jobs import load_job
+from visalign.rewards import Frames, WeightedSum
+from visalign.seeds import sample_seed
 from visalign.training import FlowGRPO, RunSettings, Trainer
+from visalign.training.diffusion.settings import RolloutSettings
+from visalign.training.loop.optimizer import OptimizerSettings
 
 RECIPES = {
     "sd35_flow_grpo": "sd3",
@@ -65,3 +71,41 @@ def test_a_recipe_runs_on_a_tiny_model_of_its_family(name, tmp_path):
     model = replace(config.model, path=str(tmp_path / "model"))
     planned = planned_cost(replace(config, model=model, rollout=rollout))
     assert policy.forward_count.equivalents - start == planned * 2 * 8
+
+
+def test_a_video_is_trained_and_evaluated_on_all_its_frames(tmp_path):
+    pipe, options = tiny_pipeline("wan")
+    policy = PipelinePolicy(pipe, lora=LoraSettings(rank=2, alpha=4), **options)
+    seen: list[int] = []
+
+    class Watched(Brightness):
+        def score(self, images, prompts, metadata=None):
+            seen.append(len(images))
+            return super().score(images, prompts, metadata)
+
+    judge = WeightedSum({"light": (Frames(Watched(), 3), 1.0)})
+    records = [{"prompt": "a red circle"}, {"prompt": "two blue squares!"}]
+    algorithm = FlowGRPO(
+        policy,
+        judge,
+        records,
+        rollout=RolloutSettings(prompts_per_iteration=2, group_size=2, steps=3),
+    )
+    before = [p.clone() for _, p in policy.trainable_parameters()]
+    trainer = Trainer(
+        algorithm,
+        optimizer=OptimizerSettings(lr=1e-3, updates_per_iteration=1),
+        run=RunSettings(folder=tmp_path, iterations=2),
+    )
+    result = trainer.train()
+    assert result.counters.updates == 2 and result.counters.skipped == 0 and seen == [4 * 3] * 2
+    assert any(not torch.equal(a, b) for a, (_, b) in zip(before, policy.trainable_parameters(), strict=True))
+    both = {"all": Frames(Brightness(), 5), "middle": Brightness()}
+    sigmas = policy.sigmas(3)
+    held = evaluate(policy, both, records, seeds=[0], sigmas=sigmas, batch_size=2, correctness=None)
+    drawn = [sample_seed("heldout", record["prompt"], 0) for record in records]
+    asked = policy.encode([record["prompt"] for record in records])
+    latents = sampled(policy, asked, sigmas=sigmas, seeds=drawn).latents
+    light = policy.decode_frames(latents).mean((2, 3, 4))
+    assert held.scores["all"].tolist() == pytest.approx(light.mean(1).tolist(), abs=2e-3)
+    assert held.scores["middle"].tolist() == pytest.approx(light[:, 2].tolist(), abs=2e-3)

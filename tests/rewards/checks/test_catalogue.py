@@ -105,6 +105,7 @@ def test_catalogue_names_load_lazily():
         "ocr",
         "remote",
         "calibrated",
+        "frames",
         "jpeg_size",
         "sharpness",
         "hpsv3",

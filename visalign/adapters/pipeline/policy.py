@@ -56,7 +56,7 @@ class PipelinePolicy:
 
     With LoRA the network is frozen but for float32 adapters, and the reference is the model without them (or,
     where training goes on from saved adapters, with those). Without, all of it is trained in float32, and the
-    reference is a copy of it. A video's pictures are judged by its middle frame; `decode_frames` gives all.
+    reference is a copy of it. A video is judged by its middle frame, by all where a reward `takes_clips`.
     """
 
     def __init__(

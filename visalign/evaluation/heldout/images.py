@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from visalign.errors import UserError
-from visalign.flow.rollout import asked_of, rollout
+from visalign.flow.rollout import asked_of, decoded, rollout
 from visalign.interfaces import DiffusionPolicy, PointwiseReward
 from visalign.seeds import sample_seed
 
@@ -69,11 +69,14 @@ def evaluate(
     kept = kept[(kept >= 0) & (kept < len(prompts))]
     tally = Tally(correctness=correctness, samples="images")
     with _inference(policy):
-        for rows, images in _drawn(policy, metadata, drawn, sigmas, batch_size):
+        clips = any(getattr(reward, "takes_clips", False) for reward in rewards.values())
+        for rows, frames in _drawn(policy, metadata, drawn, sigmas, batch_size, clips):
+            images = frames if frames.ndim == 4 else frames[:, frames.shape[1] // 2].contiguous()
             own = kept[(kept >= rows.start) & (kept < rows.stop)] - rows.start
             pictures.extend(_as_bytes(images[own], image_side))
             for name, reward in rewards.items():
-                tally.add(name, reward, reward.score(images, prompts[rows], metadata[rows]), len(images))
+                shown = frames if getattr(reward, "takes_clips", False) else images
+                tally.add(name, reward, reward.score(shown, prompts[rows], metadata[rows]), len(images))
             if progress is not None:
                 progress(rows.stop, len(prompts))
     return HeldoutResult(
@@ -92,15 +95,21 @@ def _drawn(
     drawn: NDArray,
     sigmas: Tensor,
     batch_size: int,
+    clips: bool,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Batch by batch the rows and their pictures, [B, 3, H, W] float32 in [0, 1] on the CPU."""
+    """Batch by batch the rows and their pictures, [B, 3, H, W] float32 in [0, 1] on the CPU, or with `clips`
+    all frames of videos, [B, F, 3, H, W].
+    """
     condition = policy.encode(asked_of(policy, records))
     for start in range(0, len(records), batch_size):
         rows = range(start, min(start + batch_size, len(records)))
         seeds = [sample_seed("heldout", str(records[row]["prompt"]), int(drawn[row])) for row in rows]
         part = condition.select(torch.tensor(rows))
         latents = rollout(policy, part, sigmas=sigmas, seeds=seeds).latents
-        yield slice(rows.start, rows.stop), policy.decode(latents).detach().to("cpu", torch.float32)
+        yield (
+            slice(rows.start, rows.stop),
+            decoded(policy, latents, clips=clips).detach().to("cpu", torch.float32),
+        )
 
 
 def _as_bytes(images: Tensor, side: int) -> NDArray[np.uint8]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from visalign.core.groups.labels import group_index, group_sum
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
-from visalign.flow.rollout import asked_of, rollout
+from visalign.flow.rollout import asked_of, decoded, rollout
 from visalign.flow.trajectory import Trajectory
 from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores
 from visalign.seeds import sample_seed
@@ -145,9 +145,10 @@ class PictureSource:
         """
         with clock.phase("decode"), torch.no_grad(), self.accelerator.autocast():
             chunks = latents.split(self.rollout.batch_size)
-            images = torch.cat([self.policy.decode(chunk).float().cpu() for chunk in chunks])
+            clips = getattr(self.reward, "takes_clips", False)
+            shown = [decoded(self.policy, chunk, clips=clips).float().cpu() for chunk in chunks]
         with clock.phase("reward"):
-            return judge(self.reward, images, records)
+            return judge(self.reward, torch.cat(shown), records)
 
     def sample_seeds(self, sample_id: Tensor) -> list[int]:
         """The seeds that samples' noise comes from."""

@@ -96,6 +96,7 @@ class Reversed:
         self.name, self.unit = reward.name, reward.unit
         self.range = (-reward.range[1], -reward.range[0])
         self.needs_group = getattr(reward, "needs_group", False)
+        self.takes_clips = getattr(reward, "takes_clips", False)
         self._reward = reward
 
     def score(self, samples: Any, prompts: Sequence[Any], metadata: Any = None) -> Any:

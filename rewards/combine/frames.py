@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A judge of pictures on video clips: the mean of its scores of evenly spaced frames."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from visalign.interfaces import Metadata, PointwiseReward, Scores
+from visalign.rewards.base.contract import RewardError, make_scores, read_metadata
+from visalign.rewards.base.failure import Naming, failure_reasons
+from visalign.rewards.base.identity import Identity
+from visalign.rewards.base.images import as_contract, load_images
+
+
+class Frames:
+    """A clip's score as the mean (1/n) Σ r(frame_k) of a judge of pictures, over n evenly spaced frames.
+
+    A clip of F frames is judged at its n = min(frames, F) frames ⌊(k + ½) F / n⌋, k = 0 ... n − 1, the
+    middles of n equal stretches: a single one is the middle frame. A clip is a sequence of pictures of one
+    size (PIL images, paths, ...), or an array [F, ...] of them, in any form that `load_images` takes; a single
+    picture is a clip of one frame. No order of frames is seen: motion is not judged.
+
+    The parts are "frames" (n), "lowest" and "highest" (of the n scores), and the judge's own parts, averaged.
+
+    Args:
+        reward: of pictures, or its name for `load_reward`.
+        frames: most frames of a clip that are judged.
+        device: where a reward given by name runs, if it has a network; see `load_judge`.
+        **options: of a reward given by name.
+
+    Raises:
+        RewardError: frames below 1, or a reward that compares inside groups.
+    """
+
+    takes_clips = True
+
+    def __init__(
+        self,
+        reward: PointwiseReward | str,
+        frames: int = 8,
+        *,
+        device: str | None = None,
+        **options: Any,
+    ) -> None:
+        from visalign.rewards.catalogue import load_reward
+
+        if isinstance(frames, bool) or not isinstance(frames, int) or frames < 1:
+            raise RewardError(f"frames is {frames!r}; give how many of a clip are judged, at least 1.")
+        self.reward = load_reward(reward, run_device=device, **options) if isinstance(reward, str) else reward
+        if getattr(self.reward, "needs_group", False):
+            raise RewardError(
+                f"{self.reward.name} compares the pictures of a group, so single frames have no score. "
+                "Give a judge of one picture."
+            )
+        self.frames, self.name = frames, f"{self.reward.name}_frames"
+        self.unit, self.range = self.reward.unit, self.reward.range
+        self.higher_is_better = self.reward.higher_is_better
+        self.needs_prompt = getattr(self.reward, "needs_prompt", True)
+
+    @property
+    def identity(self) -> Identity | None:
+        """The reward's own, with the number of frames."""
+        own = getattr(self.reward, "identity", None)
+        if not isinstance(own, Identity):
+            return None
+        return Identity(judge=self.name, model=own.digest, options={"frames": self.frames})
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Score B clips against B prompts; one with a frame that cannot be judged has no score.
+
+        Args:
+            images: B clips or pictures: a sequence, or an array [B, F, ...] or [B, ...].
+            prompts: B texts.
+            metadata: B records, or None.
+
+        Raises:
+            TypeError: no sequence of clips or pictures.
+            ValueError: a clip of no frames or of mixed sizes, or not one prompt per clip.
+        """
+        clips = _listed(self.name, images)
+        if len(clips) != len(prompts):
+            raise ValueError(f"{self.name}: {len(clips)} clips and {len(prompts)} prompts; give one each.")
+        records = read_metadata(self.name, metadata, len(clips), noun="clip")
+        frames: list[Tensor] = []
+        rows: list[int] = []
+        reasons: list[str | None] = [None] * len(clips)
+        for row, clip in enumerate(clips):
+            read, reasons[row] = self._read(row, clip)
+            frames += read
+            rows += [row] * len(read)
+        with Naming(self.reward.name):
+            asked = [prompts[row] for row in rows], [records[row] for row in rows]
+            scores = self.reward.score(as_contract(frames), *asked) if rows else None
+        return self._averaged(scores, rows, reasons)
+
+    def _read(self, row: int, clip: Any) -> tuple[list[Tensor], str | None]:
+        """The frames of a clip that are judged, or none of them and why."""
+        where = f"{self.name}: images[{row}]"
+        frames = _frames_of(where, clip)
+        n = min(self.frames, len(frames))
+        chosen = [(2 * k + 1) * len(frames) // (2 * n) for k in range(n)]
+        same = isinstance(frames, Tensor | np.ndarray)
+        batch = load_images(frames[chosen] if same else [frames[at] for at in chosen])
+        for at, reason in zip(chosen, batch.reasons, strict=True):
+            if reason is not None:
+                return [], f"frame {at}: {reason}"
+        read = [image for _, image in batch.readable()]
+        sizes = sorted({tuple(image.shape[1:]) for image in read})
+        if len(sizes) > 1:
+            listed = ", ".join(f"{height}×{width}" for height, width in sizes)
+            raise ValueError(f"{where} has frames of the sizes {listed}; the frames of a clip have one size.")
+        return read, None
+
+    def _averaged(self, scores: Scores | None, rows: list[int], reasons: list[str | None]) -> Scores:
+        """Scores of clips from those of frames; `rows` says whose frame each is."""
+        size, owner = len(reasons), torch.tensor(rows, dtype=torch.long)
+        count = torch.bincount(owner, minlength=size).double()
+        if scores is None:
+            return make_scores(torch.full((size,), torch.nan), reasons, self.unit)
+        seen = dict.fromkeys(range(size), 0)
+        for row, reason in zip(rows, failure_reasons(scores), strict=True):
+            if reason is not None and reasons[row] is None:
+                reasons[row] = f"frame {seen[row] + 1} of the {int(count[row])} judged: {reason}"
+            seen[row] += 1
+
+        def mean(column: Tensor) -> Tensor:
+            total = torch.zeros(size, dtype=torch.float64)
+            return (total.index_add_(0, owner, column.detach().cpu().double()) / count).float()
+
+        def end(reduce: str) -> Tensor:
+            found, value = torch.full((size,), torch.nan), scores.value.detach().cpu().float()
+            return found.scatter_reduce_(0, owner, value, reduce, include_self=False)
+
+        parts = {"frames": count.float(), "lowest": end("amin"), "highest": end("amax")}
+        own = {f"{self.reward.name}.{name}": mean(part) for name, part in scores.parts.items()}
+        return make_scores(mean(scores.value), reasons, self.unit, parts=parts | own)
+
+
+def _listed(name: str, images: Any) -> list[Any]:
+    """Clips one by one."""
+    if isinstance(images, Image.Image | str | bytes) or not isinstance(
+        images, Sequence | Tensor | np.ndarray
+    ):
+        raise TypeError(
+            f"{name}: images is a {type(images).__name__}; give a list of clips, each a list of pictures or "
+            "an array [F, H, W, 3]."
+        )
+    if isinstance(images, Tensor | np.ndarray) and images.ndim not in (4, 5):
+        raise ValueError(
+            f"{name}: images has shape {tuple(images.shape)}; give clips [B, F, 3, H, W] or pictures "
+            "[B, 3, H, W]."
+        )
+    return list(images)
+
+
+def _frames_of(where: str, clip: Any) -> Any:
+    """A clip's frames as `load_images` takes them."""
+    if isinstance(clip, Tensor | np.ndarray):
+        frames = clip[None] if clip.ndim == 3 else clip
+    elif isinstance(clip, Sequence) and not isinstance(clip, str | bytes):
+        frames = clip
+    else:
+        frames = [clip]
+    if len(frames) == 0:
+        raise ValueError(f"{where} is a clip of 0 frames; give at least one picture.")
+    return frames
