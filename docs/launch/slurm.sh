@@ -13,7 +13,7 @@ shift 2
 resume=()
 if [ -f "$folder/config.yaml" ]; then resume=(--resume); fi
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" # srun does not take it over by itself
+if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi # srun asks for it
 exec srun --kill-on-bad-exit torchrun \
   --nnodes "$SLURM_NNODES" --nproc_per_node "${SLURM_GPUS_ON_NODE:-1}" \
   --rdzv_id "$SLURM_JOB_ID" --rdzv_backend c10d --rdzv_endpoint "$head:29500" \

@@ -23,8 +23,8 @@ class Frames:
 
     A clip of F frames is judged at its n = min(frames, F) frames ⌊(k + ½) F / n⌋, k = 0 ... n − 1, the
     middles of n equal stretches: a single one is the middle frame. A clip is a sequence of pictures of one
-    middles of n equal stretches: a single one is the middle frame. A clip is a sequence of pictures of one
     size (PIL images, paths, ...), or an array [F, ...], in any form that `load_images` takes; a single
+    picture is a clip of one frame. No order of frames is seen: motion is not judged.
 
     The parts are "frames" (n), "lowest" and "highest" (of the n scores), and the judge's own parts, averaged.
 

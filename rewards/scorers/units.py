@@ -139,6 +139,7 @@ DEVIATIONS: dict[str, Deviation] = {
     "lift": Deviation("standard error", "√(Σ s²/n) / Q over Q questions with n readable answers each"),
     "deepseek_grm": Deviation("standard error", "K s/√n of the sum of K votes, n of them readable"),
     "unified_reward_pairs": Deviation("standard error", "½ √(s²/n + t²/m), of P(left better) in two orders"),
+    "frames": Deviation("none", "the judge's own deviations of frames say nothing of their mean's"),
     "calibrated": Deviation("none", "the judge's own goes into the place among the reference"),
     "lora_ensemble": Deviation("total", "√(mean of σ² + variance of μ) over the adapters' members"),
     "ensemble": Deviation("total", "√(mean of σ² + variance of μ) over the members"),

@@ -40,8 +40,7 @@ def evaluate(
 ) -> HeldoutResult:
     """Sample every record once per seed without noise on the way (Euler steps of the ODE) and judge them.
 
-    The starting noise is a function of (prompt, seed) alone: neither the batch size, the order of the records
-    nor the weights change it. No random state outside is read or moved.
+    The starting noise is a function of (prompt, seed) alone; no random state outside is read or moved.
 
     Args:
         policy: The model, with the weights it has now.
@@ -52,7 +51,7 @@ def evaluate(
         batch_size: Samples denoised, decoded and scored at once.
         correctness: The reward that says correct or wrong: by its part `correct`, else by its best value.
         max_images: Pictures kept, evenly spaced over the samples.
-        image_side: Kept pictures whose longer side is larger are reduced to it.
+        image_side: Their longer side at most.
         share: (r, w): the r-th of w equal stretches of the samples, w at most their number; see `joined`.
         progress: Called with (samples done, samples in all) after each batch.
 
@@ -69,14 +68,13 @@ def evaluate(
     kept = kept[(kept >= 0) & (kept < len(prompts))]
     tally = Tally(correctness=correctness, samples="images")
     with _inference(policy):
-        clips = any(getattr(reward, "takes_clips", False) for reward in rewards.values())
-        for rows, frames in _drawn(policy, metadata, drawn, sigmas, batch_size, clips):
-            images = frames if frames.ndim == 4 else frames[:, frames.shape[1] // 2].contiguous()
+        clips = [name for name, reward in rewards.items() if getattr(reward, "takes_clips", False)]
+        for rows, frames, images in _drawn(policy, metadata, drawn, sigmas, batch_size, bool(clips)):
             own = kept[(kept >= rows.start) & (kept < rows.stop)] - rows.start
             pictures.extend(_as_bytes(images[own], image_side))
             for name, reward in rewards.items():
-                shown = frames if getattr(reward, "takes_clips", False) else images
-                tally.add(name, reward, reward.score(shown, prompts[rows], metadata[rows]), len(images))
+                given = frames if name in clips else images, prompts[rows], metadata[rows]
+                tally.add(name, reward, reward.score(*given), len(images))
             if progress is not None:
                 progress(rows.stop, len(prompts))
     return HeldoutResult(
@@ -96,9 +94,9 @@ def _drawn(
     sigmas: Tensor,
     batch_size: int,
     clips: bool,
-) -> Iterator[tuple[slice, Tensor]]:
-    """Batch by batch the rows and their pictures, [B, 3, H, W] float32 in [0, 1] on the CPU, or with `clips`
-    all frames of videos, [B, F, 3, H, W].
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Batch by batch the rows; all frames of videos [B, F, 3, H, W] where `clips` are wanted, else what
+    follows; and the pictures [B, 3, H, W], float32 in [0, 1] on the CPU.
     """
     condition = policy.encode(asked_of(policy, records))
     for start in range(0, len(records), batch_size):
@@ -106,10 +104,9 @@ def _drawn(
         seeds = [sample_seed("heldout", str(records[row]["prompt"]), int(drawn[row])) for row in rows]
         part = condition.select(torch.tensor(rows))
         latents = rollout(policy, part, sigmas=sigmas, seeds=seeds).latents
-        yield (
-            slice(rows.start, rows.stop),
-            decoded(policy, latents, clips=clips).detach().to("cpu", torch.float32),
-        )
+        frames = decoded(policy, latents, clips=clips).detach().to("cpu", torch.float32)
+        images = frames if frames.ndim == 4 else frames[:, frames.shape[1] // 2].contiguous()
+        yield slice(rows.start, rows.stop), frames, images
 
 
 def _as_bytes(images: Tensor, side: int) -> NDArray[np.uint8]:

@@ -225,7 +225,11 @@ def _mean_entropy(trajectories: Trajectories) -> float:
 
 def _metrics(rounds: Sequence[_Round]) -> dict[str, float]:
     """Statistics of all completions that were made, those of dropped groups included."""
-    said = {name: torch.cat([made.said[name] for made in rounds]) for name in rounds[0].said}
+    names = dict.fromkeys(name for made in rounds for name in made.said)
+    absent = [torch.full_like(made.said["value"], math.nan) for made in rounds]
+    said = {
+        n: torch.cat([m.said.get(n, none) for m, none in zip(rounds, absent, strict=True)]) for n in names
+    }
     valid = torch.cat([made.valid for made in rounds])
     value, length = said["value"], said["length"]
     parts = {name.removeprefix("part/"): part for name, part in said.items() if name.startswith("part/")}
