@@ -103,6 +103,12 @@ class WeightedSum:
         return any(getattr(reward, "needs_group", False) for reward, _ in self.rewards.values())
 
     @property
+    def needs_batch(self) -> bool:
+        """Whether a score depends on all that are judged in the same call."""
+        several = (getattr(reward, "needs_batch", False) for reward, _ in self.rewards.values())
+        return self._normalise == "batch" or any(several)
+
+    @property
     def takes_clips(self) -> bool:
         """Whether the terms judge clips, as `Frames` does."""
         return any(getattr(reward, "takes_clips", False) for reward, _ in self.rewards.values())

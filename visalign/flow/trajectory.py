@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -101,3 +102,15 @@ class Trajectory:
         """Every (sample, step): two index tensors [B·S], the steps of a sample side by side."""
         samples, steps = torch.arange(len(self)), torch.arange(len(self.sde_steps))
         return samples.repeat_interleave(len(steps)), steps.repeat(len(samples))
+
+
+_OF_SAMPLES = ("latents", "x", "x_next", "log_prob", "mean", "std")
+
+
+def joined_trajectories(parts: Sequence[Trajectory]) -> Trajectory:
+    """Samples of several rollouts over the same steps as those of one."""
+    if len(parts) == 1:
+        return parts[0]
+    return replace(
+        parts[0], **{name: torch.cat([getattr(one, name) for one in parts]) for name in _OF_SAMPLES}
+    )

@@ -403,7 +403,7 @@ def test_a_group_can_share_its_start(tmp_path, schedule):
     trainer = toy_trainer(tmp_path, rollout={**shared, "sde_steps": [2]}, run={"iterations": 2})
     algorithm = trainer.algorithm
     batch = algorithm.source.sampler.batch(0, 0, 1)
-    start = algorithm.source._shared_noise(batch)
+    start = algorithm.source._shared_noise(batch.group_id)
     first = batch.group_id == batch.group_id[0]
     assert torch.equal(start[first], start[first][:1].expand_as(start[first]))
     assert not torch.equal(start[~first][:1], start[:1])
@@ -425,7 +425,7 @@ def test_a_group_makes_its_common_steps_once(tmp_path):
         sde_steps=[2, 3],
         noise_level=0.5,
         seeds=source.sample_seeds(made.batch.sample_id),
-        noise=source._shared_noise(made.batch),
+        noise=source._shared_noise(made.batch.group_id),
     )
     torch.testing.assert_close(made.trajectory.latents, alone.latents)
     torch.testing.assert_close(made.trajectory.x, alone.x)

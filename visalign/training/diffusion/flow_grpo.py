@@ -37,7 +37,7 @@ from visalign.flow.transitions import Kernel
 from visalign.flow.windows import window_places
 from visalign.interfaces import Condition, DiffusionPolicy
 from visalign.seeds import sample_seed
-from visalign.training.loop.judging import reward_weights
+from visalign.training.loop.judging import Ahead, reward_weights
 from visalign.training.loop.processes import shared, unshared
 from visalign.training.loop.sharding import at_most, shard
 from visalign.training.loop.trainer import Collected, Context
@@ -51,7 +51,7 @@ from visalign.training.policy.update import (
     update_metrics,
 )
 
-from .pictures import PictureAlgorithm, Pictures
+from .pictures import Drawn, PictureAlgorithm, Pictures
 from .settings import DiffusionObjectiveSettings, RolloutSettings
 
 
@@ -117,6 +117,7 @@ class FlowGRPO(PictureAlgorithm):
         else:
             self.module = shared(self.module, self.accelerator)
         self.ratio_bound: float | None = self._ratio_bound()
+        self._ahead: Ahead[tuple[Drawn, tuple[int, ...]]] = Ahead(self._draw, self.rollout.staleness)
 
     def _check_sharding(self) -> None:
         """Refuse what looks at all weights at once.
@@ -154,9 +155,14 @@ class FlowGRPO(PictureAlgorithm):
         with self.whole():
             return self._collect(run)
 
+    def _draw(self, iteration: int, run: Context) -> tuple[Drawn, tuple[int, ...]]:
+        """An iteration's samples, and which of their stochastic steps are trained on."""
+        sde_steps, trained = choose_steps(self.rollout, self.seed, iteration)
+        return self.source.draw(iteration, run.clock, sde_steps), trained
+
     def _collect(self, run: Context) -> Collected:
-        sde_steps, trained = choose_steps(self.rollout, self.seed, run.counters.iteration)
-        made = self.constrained(self.source.collect(run.counters.iteration, run.clock, sde_steps), run)
+        drawn, trained = self._ahead.take(run)
+        made = self.constrained(self.source.judged(drawn, run.clock), run)
         experience = Experience(
             condition=made.condition,
             trajectory=made.trajectory,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +16,16 @@ from visalign.core.groups.labels import group_index, group_sum
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
 from visalign.flow.rollout import asked_of, decoded, rollout
-from visalign.flow.trajectory import Trajectory
+from visalign.flow.trajectory import Trajectory, joined_trajectories
 from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores
 from visalign.seeds import sample_seed
-from visalign.training.loop.judging import check_failures, judge, oriented, reward_columns
+from visalign.training.loop.judging import (
+    Judging,
+    check_failures,
+    joined_scores,
+    oriented,
+    reward_columns,
+)
 from visalign.training.loop.processes import Shares, accelerator_of
 from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import Batch, PromptSampler
@@ -30,6 +36,18 @@ from visalign.training.policy.constraints import RewardConstraints
 from visalign.training.policy.reference import Reference
 
 from .settings import DiffusionObjectiveSettings, RolloutSettings, check_sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """b samples of this process, which are being judged."""
+
+    condition: Condition
+    trajectory: Trajectory
+    batch: Batch
+    records: Sequence[Mapping[str, Any]]
+    verdicts: Sequence[Callable[[], Scores]]
+    """Of one stretch of samples after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +105,7 @@ class PictureSource:
     ) -> None:
         self.policy, self.reward, self.records, self.seed = policy, oriented(reward), records, seed
         self.rollout, self.accelerator = rollout, accelerator
+        self._judging = Judging(self.reward, what="images", beside=rollout.judged_beside)
         size = rollout.prompts_per_iteration, rollout.group_size
         self.sampler = PromptSampler(len(records), *size, seed, strata=strata, cycle=cycle)
         self.samples = size[0] * size[1]
@@ -107,22 +126,50 @@ class PictureSource:
             RewardFailure: see `judge`.
             FloatingPointError: the rollout ended in latents that are not finite.
         """
+        return self.judged(self.draw(iteration, clock, sde_steps), clock)
+
+    def draw(self, iteration: int, clock: PhaseClock, sde_steps: Sequence[int] = ()) -> Drawn:
+        """Sample, decode and hand to the judge, a stretch of samples after the other."""
         process = self.accelerator
         batch = self.sampler.batch(iteration, process.process_index, process.num_processes)
         records = [dict(self.records[i]) for i in batch.prompt_index.tolist()]
+        group = batch.group_id.tolist()
         if getattr(self.reward, "needs_group", False):  # win rates: a prompt may stand in two groups
-            for record, group in zip(records, batch.group_id.tolist(), strict=True):
-                record["group_id"] = group
-        condition, trajectory = self._sample(batch, records, sde_steps, clock)
-        scores = self.judge(trajectory.latents, records, clock)
-        value, valid, parts = self._gather(scores)
-        group = self.of_all(batch.group_id)
-        check_failures(scores, valid, self.rollout.max_failure_rate, self.reward.name)
-        return Pictures(
+            for record, label in zip(records, group, strict=True):
+                record["group_id"] = label
+        shared = self.rollout.shared_noise
+        parts = self._judging.stretches(group, self.rollout.overlap, whole_groups=shared)
+        condition = self._encoded(records, clock)
+        made, verdicts = [], []
+        for places in parts:
+            one = condition if len(parts) == 1 else condition.select(places)
+            made.append(self._sample(one, batch, places, sde_steps, clock))
+            own = [records[i] for i in places.tolist()]
+            verdicts.append(self._ask(made[-1].latents, own, clock))
+        return Drawn(
             condition=condition,
-            trajectory=trajectory,
+            trajectory=joined_trajectories(made),
             batch=batch,
             records=records,
+            verdicts=verdicts,
+        )
+
+    def judged(self, drawn: Drawn, clock: PhaseClock) -> Pictures:
+        """What the judge says of drawn samples, once it has.
+
+        Raises:
+            RewardFailure: see `judge`.
+        """
+        with clock.phase("reward"):
+            scores = joined_scores([verdict() for verdict in drawn.verdicts])
+        value, valid, parts = self._gather(scores)
+        group = self.of_all(drawn.batch.group_id)
+        check_failures(scores, valid, self.rollout.max_failure_rate, self.reward.name)
+        return Pictures(
+            condition=drawn.condition,
+            trajectory=drawn.trajectory,
+            batch=drawn.batch,
+            records=drawn.records,
             value=value,
             valid=valid,
             group=group,
@@ -143,45 +190,56 @@ class PictureSource:
             records: b prompt records.
             clock: of the run.
         """
+        verdict = self._ask(latents, records, clock)
+        with clock.phase("reward"):
+            return verdict()
+
+    def _ask(
+        self, latents: Tensor, records: Sequence[Mapping[str, Any]], clock: PhaseClock
+    ) -> Callable[[], Scores]:
         with clock.phase("decode"), torch.no_grad(), self.accelerator.autocast():
             chunks = latents.split(self.rollout.batch_size)
             clips = getattr(self.reward, "takes_clips", False)
             shown = [decoded(self.policy, chunk, clips=clips).float().cpu() for chunk in chunks]
         with clock.phase("reward"):
-            return judge(self.reward, torch.cat(shown), records)
+            return self._judging.ask(torch.cat(shown), records)
 
     def sample_seeds(self, sample_id: Tensor) -> list[int]:
         """The seeds that samples' noise comes from."""
         return [sample_seed(self.seed, "sample", i) for i in sample_id.tolist()]
 
+    def _encoded(self, records: Sequence[Mapping[str, Any]], clock: PhaseClock) -> Condition:
+        with clock.phase("rollout"), torch.no_grad(), self.accelerator.autocast():
+            return self.policy.encode(asked_of(self.policy, records))
+
     def _sample(
         self,
+        condition: Condition,
         batch: Batch,
-        records: Sequence[Mapping[str, Any]],
+        places: Tensor,
         sde_steps: Sequence[int],
         clock: PhaseClock,
-    ) -> tuple[Condition, Trajectory]:
-        settings, policy = self.rollout, self.policy
+    ) -> Trajectory:
+        """The samples at `places` of the batch, whose condition it is."""
+        settings, group = self.rollout, batch.group_id[places]
         with clock.phase("rollout"), torch.no_grad(), self.accelerator.autocast():
-            condition = policy.encode(asked_of(policy, records))
-            trajectory = rollout(
-                policy,
+            return rollout(
+                self.policy,
                 condition,
                 sigmas=self.sigmas,
                 sde_steps=sde_steps,
                 schedule=settings.schedule,
                 noise_level=settings.noise_level,
-                seeds=self.sample_seeds(batch.sample_id),
-                noise=self._shared_noise(batch) if settings.shared_noise else None,
+                seeds=self.sample_seeds(batch.sample_id[places]),
+                noise=self._shared_noise(group) if settings.shared_noise else None,
                 log_prob_reduction=settings.log_prob_reduction,  # type: ignore[arg-type]  # checked by the settings
                 batch_size=settings.batch_size,
-                shared=batch.group_id if settings.shared_noise else None,
+                shared=group if settings.shared_noise else None,
             )
-        return condition, trajectory
 
-    def _shared_noise(self, batch: Batch) -> Tensor:
+    def _shared_noise(self, group: Tensor) -> Tensor:
         """One start per group, [b, ...]."""
-        seeds = [sample_seed(self.seed, "group", group) for group in batch.group_id.tolist()]
+        seeds = [sample_seed(self.seed, "group", label) for label in group.tolist()]
         return initial_noise(seeds, self.policy.latent_shape)
 
     def _gather(self, scores: Scores) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -29,7 +29,13 @@ from visalign.errors import UserError, suggestion
 from visalign.flow.transitions import LAST_IS_EXACT
 from visalign.flow.windows import WINDOW_ORDERS
 from visalign.training.loop.optimizer import at_least, choice
-from visalign.training.policy.settings import MATRIX_ADVANTAGES, ObjectiveSettings, merged_changes
+from visalign.training.policy.settings import (
+    MATRIX_ADVANTAGES,
+    ObjectiveSettings,
+    check_overlap,
+    check_stale,
+    merged_changes,
+)
 
 
 def _steps(name: str, given: Sequence[int], allowed: Sequence[int], which: str) -> None:
@@ -81,12 +87,20 @@ class RolloutSettings:
     """Log-probability of a step: "mean" over the latent's numbers, as published, or their "sum"."""
     batch_size: int = 64
     """Samples that go through the network together while sampling; memory only, no effect on a sample."""
+    overlap: int = 1
+    """Stretches that an iteration's samples are made in: while one is made, the one before is judged in a
+    thread. 1: all are made, then all are judged. It gains where the judge works elsewhere (a server, another
+    GPU, processes that run code), and changes no sample and no score."""
+    staleness: int = 0
+    """1: the samples of an iteration are made before the update of the one before, which hides the judge
+    behind it. They come from weights one iteration old, so the objective needs `importance_sampling`."""
     max_failure_rate: float = 0.2
     """Largest share of samples that the reward may fail on before the run stops."""
 
     def __post_init__(self) -> None:
         at_least("rollout.steps", self.steps, 1)
         at_least("rollout.batch_size", self.batch_size, 1)
+        check_overlap(self.overlap, self.staleness)
         if self.guidance is not None:
             at_least("rollout.guidance", self.guidance, 0.0)
         choice("rollout.timestep_schedule", self.timestep_schedule, ("diffusers", "plain"))
@@ -141,6 +155,11 @@ class RolloutSettings:
                 f"{self.schedule} adds no noise, so it has no log-probability. Take {self.steps - 1} out, or "
                 "set rollout.schedule to flow or dance."
             )
+
+    @property
+    def judged_beside(self) -> bool:
+        """Whether the judge is asked in a thread."""
+        return self.overlap > 1 or self.staleness > 0
 
     @property
     def stochastic(self) -> list[int]:
@@ -390,6 +409,15 @@ def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettin
         UserError: with what to set instead.
     """
     row = objective.regression
+    if rollout.staleness:
+        is_step = row is None and objective.ascent is None
+        check_stale(objective.build(length=1) if is_step else None, objective.algorithm)
+        if objective.credit == "turning_points":
+            raise UserError(
+                "objective.credit=turning_points completes pictures with the present weights, and "
+                "rollout.staleness=1 made them with others. Set rollout.staleness=0, or "
+                "objective.credit=one_step."
+            )
     if row is None:
         if objective.ascent is not None:
             _check_no_noise(objective, rollout, "through the reward's gradient")

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples judged by a reward: failures counted, direction turned."""
+"""Samples judged by a reward, at once or beside the making of others: failures counted, direction turned."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from visalign.errors import UserError
 from visalign.interfaces import Scores
+
+from .trainer import Context
 
 
 class RewardFailure(UserError):
@@ -40,6 +44,106 @@ def judge(reward: Any, samples: Any, records: Sequence[Mapping[str, Any]], *, wh
             "check_text_reward) finds the fault."
         )
     return scores
+
+
+class Judging:
+    """A reward that judges parts of an iteration in the order in which they are handed over.
+
+    Args:
+        reward: see `judge`.
+        what: see `judge`.
+        beside: judge in a thread, beside what the caller goes on with.
+    """
+
+    def __init__(self, reward: Any, *, what: str, beside: bool) -> None:
+        self.reward, self._what = reward, what
+        self._thread = None
+        if beside:  # a thread begins on the first GPU, whichever this process works on
+            same = (
+                partial(torch.cuda.set_device, torch.cuda.current_device())
+                if torch.cuda.is_available()
+                else None
+            )
+            self._thread = ThreadPoolExecutor(1, "judge", same)
+
+    def ask(self, samples: Any, records: Sequence[Mapping[str, Any]]) -> Callable[[], Scores]:
+        """Hand over a part; what is returned waits for its scores, and raises what the reward raised."""
+        if self._thread is not None:
+            return self._thread.submit(judge, self.reward, samples, records, what=self._what).result
+        scores = judge(self.reward, samples, records, what=self._what)
+        return lambda: scores
+
+    def stretches(self, group: Sequence[Any], count: int, *, whole_groups: bool = False) -> list[Tensor]:
+        """[b] places cut into at most `count` stretches; by whole groups, or not at all, where the reward
+        compares.
+
+        Args:
+            group: [b] labels, those of a group side by side.
+            count: wanted.
+            whole_groups: cut no group.
+        """
+        if getattr(self.reward, "needs_batch", False):
+            count = 1
+        alone = not (whole_groups or getattr(self.reward, "needs_group", False))
+        begins = [i for i in range(len(group)) if alone or i == 0 or group[i] != group[i - 1]]
+        parts = torch.tensor(begins).tensor_split(min(count, len(begins)))
+        return list(torch.arange(len(group)).tensor_split([int(part[0]) for part in parts[1:]]))
+
+
+def joined_scores(parts: Sequence[Scores]) -> Scores:
+    """Scores of stretches as those of all; a part or a deviation that a stretch lacks is NaN there."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def column(given: Sequence[Tensor | None]) -> Tensor:
+        pairs = zip(given, parts, strict=True)
+        return torch.cat([torch.full_like(one.value, torch.nan) if x is None else x for x, one in pairs])
+
+    def said(given: Sequence[Sequence[Any] | None], none: Any) -> list[Any] | None:
+        if not any(given):
+            return None
+        pairs = zip(given, parts, strict=True)
+        return [each for texts, one in pairs for each in (texts or [none] * len(one))]
+
+    names = dict.fromkeys(name for one in parts for name in one.parts)
+    return Scores(
+        value=torch.cat([one.value for one in parts]),
+        valid=torch.cat([one.valid for one in parts]),
+        unit=parts[0].unit,
+        std=column([one.std for one in parts]) if any(one.std is not None for one in parts) else None,
+        parts={name: column([one.parts.get(name) for one in parts]) for name in names},
+        text=said([one.text for one in parts], ""),
+        reason=said([one.reason for one in parts], None),
+    )
+
+
+Made = TypeVar("Made")
+
+
+class Ahead(Generic[Made]):
+    """What the next iteration learns from, made before the weights move and judged while they do.
+
+    It is one iteration old at most. Before a checkpoint nothing is made ahead, so that a resumed run begins
+    as one that goes on does.
+
+    Args:
+        make: (iterations finished, run) -> samples under the present weights, handed to the judge.
+        staleness: 0: make each iteration's own when it begins; 1: an iteration ahead.
+    """
+
+    def __init__(self, make: Callable[[int, Context], Made], staleness: int) -> None:
+        self._make, self._staleness = make, staleness
+        self._next: tuple[int, Made] | None = None
+
+    def take(self, run: Context) -> Made:
+        """Those of the present iteration; those of the next are begun if one follows without a checkpoint."""
+        iteration, waiting = run.counters.iteration, self._next
+        self._next = None
+        is_own = waiting is not None and waiting[0] == iteration
+        made = waiting[1] if waiting is not None and is_own else self._make(iteration, run)
+        if self._staleness and run.goes_on:
+            self._next = iteration + 1, self._make(iteration + 1, run)
+        return made
 
 
 def check_failures(scores: Scores, valid: Tensor, limit: float, name: str) -> None:
@@ -96,6 +200,7 @@ class Reversed:
         self.name, self.unit = reward.name, reward.unit
         self.range = (-reward.range[1], -reward.range[0])
         self.needs_group = getattr(reward, "needs_group", False)
+        self.needs_batch = getattr(reward, "needs_batch", False)
         self.takes_clips = getattr(reward, "takes_clips", False)
         self._reward = reward
 

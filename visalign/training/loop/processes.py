@@ -54,6 +54,23 @@ def accelerator_of(given: Accelerator | None, trained: Any) -> Accelerator:
     return Accelerator(cpu=torch.device(trained.device).type == "cpu", mixed_precision="no")
 
 
+def check_accelerator(accelerator: Accelerator) -> None:
+    """Refuse settings from the environment that would change the gradient without a word."""
+    steps = accelerator.gradient_accumulation_steps
+    if steps != 1:
+        raise UserError(
+            f"accelerate divides every gradient by {steps} (gradient_accumulation_steps, perhaps from the "
+            "environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS). An update here is one whole "
+            "batch, in micro-batches of optimizer.micro_batch: unset it."
+        )
+    if accelerator.mixed_precision != "no":
+        raise UserError(
+            f"accelerate computes in {accelerator.mixed_precision} (mixed_precision, perhaps from the "
+            "environment variable ACCELERATE_MIXED_PRECISION): it would scale or round beside the model's "
+            'own precision. Give Accelerator(mixed_precision="no"), and the model its dtype or autocast.'
+        )
+
+
 def one_process(accelerator: Accelerator, what: str) -> Accelerator:
     """The accelerator of a training that several processes cannot share.
 

@@ -33,7 +33,7 @@ from . import checkpoint
 from .ema import EMA
 from .metrics import MetricsFile
 from .optimizer import AdamWSettings, OptimizerSettings, TrainedWeights
-from .processes import lost_process_named
+from .processes import check_accelerator, lost_process_named
 from .progress import TrainingProgress
 from .runtime import PhaseClock
 from .sharding import whole_tensors
@@ -97,6 +97,9 @@ class Context:
     tensors: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """What the algorithm keeps, file stem -> name -> tensor, put here in `finish`; checkpoints hold it, and
     `restore` finds it here."""
+
+    goes_on: bool = False
+    """Whether another iteration follows the present one without a checkpoint between them."""
 
     @property
     def micro_batch(self) -> int:
@@ -223,7 +226,7 @@ class Trainer(Generic[A]):
     ) -> None:
         self.algorithm, self.run, self.evaluate = algorithm, run, evaluate
         self.accelerator = algorithm.accelerator
-        _check_accelerator(self.accelerator)
+        check_accelerator(self.accelerator)
         settings = OptimizerSettings() if optimizer is None else optimizer
         named = list(algorithm.parameters())
         if not named:
@@ -296,6 +299,8 @@ class Trainer(Generic[A]):
     def iterate(self) -> dict[str, Any]:
         """One iteration: collect, prepare, update, record; returns its record."""
         counters, algorithm = self.counters, self.algorithm
+        number = counters.iteration + 1
+        self.context.goes_on = number < self.run.iterations and number % self.run.checkpoint_every > 0
         spent = algorithm.forward_equivalents()
         collected = algorithm.collect(self.context)
         updated, sums = {}, []
@@ -481,20 +486,3 @@ class Trainer(Generic[A]):
         self.progress.go_on(self.counters.iteration, self.counters.seconds)
         self.progress.note(f"Resumed from {folder} after iteration {loaded.step}.")
         return True
-
-
-def _check_accelerator(accelerator: Accelerator) -> None:
-    """Refuse settings from the environment that would change the gradient without a word."""
-    steps = accelerator.gradient_accumulation_steps
-    if steps != 1:
-        raise UserError(
-            f"accelerate divides every gradient by {steps} (gradient_accumulation_steps, perhaps from the "
-            "environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS). An update here is one whole "
-            "batch, in micro-batches of optimizer.micro_batch: unset it."
-        )
-    if accelerator.mixed_precision != "no":
-        raise UserError(
-            f"accelerate computes in {accelerator.mixed_precision} (mixed_precision, perhaps from the "
-            "environment variable ACCELERATE_MIXED_PRECISION): it would scale or round beside the model's "
-            'own precision. Give Accelerator(mixed_precision="no"), and the model its dtype or autocast.'
-        )

@@ -170,3 +170,33 @@ def merged_changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[
         if isinstance(first[key], Mapping) and isinstance(second[key], Mapping):
             both[key] = {**first[key], **second[key]}
     return both
+
+
+def check_overlap(overlap: int, staleness: int) -> None:
+    """Refuse values of `rollout.overlap` and `rollout.staleness` that mean nothing.
+
+    Raises:
+        UserError: with what is allowed.
+    """
+    at_least("rollout.overlap", overlap, 1)
+    if staleness not in (0, 1):
+        raise UserError(f"rollout.staleness is {staleness}; it must be 0 or 1 iterations.")
+
+
+def check_stale(objective: Objective | None, algorithm: str) -> None:
+    """Refuse samples of older weights for an objective that would take them for its own.
+
+    Raises:
+        UserError: names what corrects for it, or that nothing does.
+    """
+    stale = f"rollout.staleness=1 hands on samples of older weights, and objective.algorithm={algorithm}"
+    if objective is None:
+        raise UserError(
+            f"{stale} has no log-probs to correct them by. Set rollout.staleness=0; rollout.overlap hides "
+            "the judge without it."
+        )
+    if objective.importance_sampling is None:
+        raise UserError(
+            f"{stale} takes them for the policy's own. Set objective.changes={{importance_sampling: {{level: "
+            "token, mode: truncate, high: 2.0}}, or rollout.staleness=0."
+        )

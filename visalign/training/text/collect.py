@@ -8,7 +8,7 @@ groups.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from visalign.core import Objective, Trajectories
+from visalign.interfaces import Scores
 from visalign.seeds import sample_seed
 from visalign.text import TextRollout, join_rollouts
-from visalign.training.loop.judging import check_failures, judge, reward_columns
+from visalign.training.loop.judging import check_failures, joined_scores, reward_columns
 from visalign.training.loop.processes import Shares
 from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import PromptSampler
@@ -63,16 +64,30 @@ class _Round:
     """Name -> [B] float64: value, length, truncated, entropy (summed over tokens), and part/NAME."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A round's completions, which are being judged."""
+
+    rollout: TextRollout
+    """Of this process's b samples, as everything below."""
+    records: Records
+    shares: Shares
+    group: list[int]
+    """Of all B."""
+    verdicts: Sequence[Callable[[], Scores]]
+    """Of one stretch of samples after the other."""
+
+
 def collect(
     parts: TextParts,
-    sampler: PromptSampler,
+    write: Callable[[int], Written],
     groups: DynamicGroups | None,
     iteration: int,
     settings: TextRolloutSettings,
     objective: Objective,
     clock: PhaseClock,
 ) -> Collected:
-    """Make, judge and prepare the completions of an iteration.
+    """Make, judge and prepare the completions of an iteration; `write` has those of a round by its number.
 
     Returns:
         The experience, None where dynamic sampling found no group with signal; and counts of all that was
@@ -84,12 +99,12 @@ def collect(
         BudgetSpent: dynamic sampling with when_spent "stop".
     """
     if groups is None:
-        rounds = [_round(parts, sampler, iteration, settings, objective, clock)]
+        rounds = [_judged(parts, write(iteration), settings, objective, clock)]
         kept = _Kept(rounds[0].rollout, rounds[0].shares, rounds[0].group, rounds[0].reward, rounds[0].valid)
     else:
         rounds = []
         while groups.wants_more:
-            made = _round(parts, sampler, groups.round, settings, objective, clock)
+            made = _judged(parts, write(groups.round), settings, objective, clock)
             payload = dict.fromkeys(made.group, len(rounds))
             groups.feed(made.group, made.said["value"].float(), made.valid, payload=payload)
             rounds.append(made)
@@ -145,33 +160,54 @@ GROUP_COUNTS = ("rounds", "generated", "kept", "dropped_right", "dropped_wrong",
 """Counts of `DynamicGroups` that are logged."""
 
 
-def _round(
+def write(
+    parts: TextParts, sampler: PromptSampler, number: int, settings: TextRolloutSettings, clock: PhaseClock
+) -> Written:
+    """P prompts, G completions each, written and handed to the judge, a stretch after the other; some of them
+    by this process."""
+    process, size = parts.accelerator, settings.group_size
+    batch = sampler.batch(number)
+    shares = Shares.even(len(batch), process)
+    group = batch.group_id[shares.own].tolist()
+    made, kept, verdicts = [], [], []
+    for places in parts.judging.stretches(group, settings.overlap):
+        at = shares.own[places]
+        # a stretch of whole groups names each prompt once; any other once for each sample
+        times = size if int(at[0]) % size == 0 and len(at) % size == 0 else 1
+        records = [parts.records[i] for i in batch.prompt_index[at].tolist()]
+        with clock.phase("rollout"), torch.no_grad():
+            rollout = parts.generator.generate(
+                [record["prompt"] for record in records[::times]],
+                seeds=[sample_seed(parts.seed, "sample", i) for i in batch.sample_id[at].tolist()],
+                num_generations=times,
+                sampling=settings.sampling,
+                stopping=settings.stopping(),
+                group=batch.group_id[at][::times].tolist(),
+            )
+        with clock.phase("reward"):
+            verdicts.append(parts.judging.ask(list(rollout.text), records))
+        made.append(rollout)
+        kept += records
+    return Written(
+        rollout=made[0] if len(made) == 1 else join_rollouts(made),
+        records=kept,
+        shares=shares,
+        group=batch.group_id.tolist(),
+        verdicts=verdicts,
+    )
+
+
+def _judged(
     parts: TextParts,
-    sampler: PromptSampler,
-    number: int,
+    written: Written,
     settings: TextRolloutSettings,
     objective: Objective,
     clock: PhaseClock,
 ) -> _Round:
-    """P prompts, G completions each, judged; a stretch of them by this process."""
-    process, size = parts.accelerator, settings.group_size
-    batch = sampler.batch(number)
-    shares = Shares.even(len(batch), process)
-    at = shares.own
-    # a stretch of whole groups names each prompt once; any other once for each sample
-    times = size if int(at[0]) % size == 0 and len(at) % size == 0 else 1
-    records = [parts.records[i] for i in batch.prompt_index[at].tolist()]
-    with clock.phase("rollout"), torch.no_grad():
-        rollout = parts.generator.generate(
-            [record["prompt"] for record in records[::times]],
-            seeds=[sample_seed(parts.seed, "sample", i) for i in batch.sample_id[at].tolist()],
-            num_generations=times,
-            sampling=settings.sampling,
-            stopping=settings.stopping(),
-            group=batch.group_id[at][::times].tolist(),
-        )
+    """A round's completions with what the judge says of all processes' samples."""
+    rollout, shares = written.rollout, written.shares
     with clock.phase("reward"):
-        scores = judge(parts.reward, list(rollout.text), records, what="completions")
+        scores = joined_scores([verdict() for verdict in written.verdicts])
     length = rollout.loss_mask.sum(1)
     own = {
         "value": scores.value,
@@ -188,13 +224,13 @@ def _round(
     reward = said["value"].float()
     if objective.advantage in MATRIX_ADVANTAGES:
         reward = shares.of_all(reward_columns(parts.reward, scores).float())
-    if process.num_processes > 1:
+    if parts.accelerator.num_processes > 1:
         rollout = join_rollouts([rollout], length=max(1, int(said["length"].max())))
     return _Round(
         rollout=rollout,
-        records=records,
+        records=written.records,
         shares=shares,
-        group=batch.group_id.tolist(),
+        group=written.group,
         reward=reward,
         valid=valid,
         said=said,

@@ -14,6 +14,7 @@ from visalign.core import Objective
 from visalign.errors import UserError
 from visalign.interfaces import TextReward
 from visalign.text import Prompt, Sampling, StoppingCriteria, TextPolicy, TextRollout
+from visalign.training.loop.judging import Judging
 from visalign.training.policy.reference import Reference
 
 Records = Sequence[Mapping[str, Any]]
@@ -99,6 +100,8 @@ class TextParts:
     """Writes the completions; the policy itself unless a server does."""
     reward: TextReward
     """Higher is better."""
+    judging: Judging
+    """How it is asked."""
     records: Records
     """Each has "prompt"; they are handed to the reward as metadata."""
     value_model: ValueFunction | None

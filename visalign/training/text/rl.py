@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,14 +26,14 @@ from torch import nn
 from visalign.core import Objective, PolicyOutput, Prepared, count_step, penalty_kl_coefficient
 from visalign.interfaces import TextReward
 from visalign.text import TextPolicy
-from visalign.training.loop.judging import oriented
+from visalign.training.loop.judging import Ahead, Judging, oriented
 from visalign.training.loop.processes import accelerator_of, shared, unshared
 from visalign.training.loop.sampler import PromptSampler, check_batch_algebra
 from visalign.training.loop.trainer import Algorithm, Collected, Context
 from visalign.training.policy.reference import Reference
 from visalign.training.policy.update import PolicyStep, backward, prepare_steps, update_metrics
 
-from .collect import TextExperience, collect
+from .collect import TextExperience, Written, collect, write
 from .parts import (
     Demonstrations,
     Generates,
@@ -43,7 +44,7 @@ from .parts import (
     check_parts,
 )
 from .replay import TextReplay
-from .settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings
+from .settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings, check_ahead
 
 AfterUpdate = Callable[[int], None]
 
@@ -99,11 +100,16 @@ class TextRL(Algorithm):
         self.rollout = rollout or TextRolloutSettings()
         self.settings = objective or TextObjectiveSettings()
         self.row = self.settings.build(length=self.rollout.max_new_tokens)
+        self._ahead: Ahead[Written] = Ahead(self._write, self.rollout.staleness)
+        is_dynamic = dynamic is not None and dynamic.enabled
+        check_ahead(self.rollout, self.settings, is_dynamic)
+        reward = oriented(reward)
         self.parts = TextParts(
             policy=policy,
             reference=Reference(policy, self.settings),
             generator=policy if generator is None else generator,
-            reward=oriented(reward),
+            reward=reward,
+            judging=Judging(reward, what="completions", beside=self.rollout.judged_beside),
             records=records,
             value_model=value_model,
             log_partition=log_partition,
@@ -121,7 +127,6 @@ class TextRL(Algorithm):
         size = self.rollout.prompts_per_iteration, self.rollout.group_size
         check_batch_algebra(*size, self.accelerator.num_processes)
         self.sampler = PromptSampler(len(records), *size, seed, strata=strata)
-        is_dynamic = dynamic is not None and dynamic.enabled
         self.groups = dynamic.groups(size[0]) if is_dynamic and dynamic is not None else None
         self.after_update = after_update
         value = bool(self.row.value)
@@ -161,11 +166,17 @@ class TextRL(Algorithm):
     def collect(self, run: Context) -> Collected:
         """Completions made, judged and, with dynamic sampling, chosen."""
         iteration = run.counters.iteration
-        made = collect(
-            self.parts, self.sampler, self.groups, iteration, self.rollout, self.objective, run.clock
-        )
+        write = partial(self._written, run)
+        made = collect(self.parts, write, self.groups, iteration, self.rollout, self.objective, run.clock)
         self._had_updates = made.experience is not None
         return made
+
+    def _write(self, number: int, run: Context) -> Written:
+        return write(self.parts, self.sampler, number, self.rollout, run.clock)
+
+    def _written(self, run: Context, number: int) -> Written:
+        """The completions of a round; of an iteration, perhaps made in the one before."""
+        return self._write(number, run) if self.groups is not None else self._ahead.take(run)
 
     def prepare(self, experience: TextExperience, run: Context) -> list[PolicyStep]:
         """Advantages, selections, denominators and the split into updates of whole groups."""

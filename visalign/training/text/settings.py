@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from visalign.errors import UserError
 from visalign.text import Sampling, StoppingCriteria
-from visalign.training.policy.settings import ObjectiveSettings
+from visalign.training.policy.settings import ObjectiveSettings, check_overlap, check_stale
 
 from .dynamic_groups import DynamicGroups
 
@@ -42,6 +42,13 @@ class TextRolloutSettings:
     allowed_gap: float = 0.5
     """Largest mean |log π_old − log μ| per token, nats, between the policy and another engine: beyond it the
     engine has other weights or reports other log-probs, and the run stops."""
+    overlap: int = 1
+    """Stretches that an iteration's samples are made in: while one is made, the one before is judged in a
+    thread. 1: all are made, then all are judged. It gains where the judge works elsewhere (a server, another
+    GPU, processes that run code), and changes no sample and no score."""
+    staleness: int = 0
+    """1: the samples of an iteration are made before the update of the one before, which hides the judge
+    behind it. They come from weights one iteration old, so the objective needs `importance_sampling`."""
     max_failure_rate: float = 0.1
     """Share of completions that may go unjudged before the run stops."""
 
@@ -52,12 +59,18 @@ class TextRolloutSettings:
             )
         if not 0 <= self.max_failure_rate <= 1:
             raise UserError(f"rollout.max_failure_rate is {self.max_failure_rate}; it is a share, 0 to 1.")
+        check_overlap(self.overlap, self.staleness)
         if self.sampling.greedy:
             raise UserError(
                 "rollout.temperature is 0, which draws nothing: there is no probability to learn from. Give "
                 "a temperature above 0, for example 1."
             )
         self.stopping()
+
+    @property
+    def judged_beside(self) -> bool:
+        """Whether the judge is asked in a thread."""
+        return self.overlap > 1 or self.staleness > 0
 
     @property
     def sampling(self) -> Sampling:
@@ -133,3 +146,19 @@ class TextObjectiveSettings(ObjectiveSettings):
                 f"objective.target_kl adapts the penalty of the surrogate ppo_kl, and {self.algorithm} has "
                 f"{objective.surrogate}. Set objective.algorithm=ppo_kl, or leave target_kl null."
             )
+
+
+def check_ahead(rollout: TextRolloutSettings, objective: TextObjectiveSettings, dynamic: bool) -> None:
+    """Refuse completions made ahead where nothing corrects for it, or their number is not known yet.
+
+    Raises:
+        UserError: with what to set instead.
+    """
+    if not rollout.staleness:
+        return
+    check_stale(objective.build(length=1), objective.algorithm)
+    if dynamic:
+        raise UserError(
+            "rollout.staleness=1 writes completions before the last ones are judged, and dynamic.enabled "
+            "decides by judgements how many there are. Leave one of the two out."
+        )

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judging beside the rollout and beside the update: same samples, same scores, no waiting."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.training.pictures import Brightness, ToyPolicy, outcome, toy_trainer
+from tests.support.training.text import Letters, toy_text_trainer, weights_of
+from visalign.errors import UserError
+from visalign.interfaces import Scores
+from visalign.training.loop.judging import Judging, RewardFailure, joined_scores
+from visalign.training.loop.metrics import read_metrics
+
+CORRECTED = {"changes": {"importance_sampling": {"level": "token", "mode": "truncate", "high": 2.0}}}
+MAKERS = {"pictures": toy_trainer, "text": toy_text_trainer}
+JUDGES: dict[str, Any] = {"pictures": Brightness, "text": Letters}
+
+
+def listening(kind: str, **more: Any) -> Any:
+    """A judge that keeps (thread, samples) of each call."""
+
+    class Listening(JUDGES[kind]):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[tuple[str, int]] = []
+            for name, value in more.items():
+                setattr(self, name, value)
+
+        def score(self, samples: Any, prompts: Any, metadata: Any = None) -> Scores:
+            self.calls.append((threading.current_thread().name, len(prompts)))
+            return super().score(samples, prompts, metadata)
+
+    return Listening()
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_stretches_change_no_sample_no_score_and_no_weight(tmp_path, kind):
+    at_once = MAKERS[kind](tmp_path / "a")
+    at_once.train()
+    judge = listening(kind)
+    parts = MAKERS[kind](tmp_path / "b", reward=judge, rollout={"overlap": 3})
+    parts.train()
+    assert len(judge.calls) == 9 and all(name.startswith("judge") for name, _ in judge.calls)
+    torch.testing.assert_close(weights_of(parts), weights_of(at_once), rtol=1e-5, atol=1e-6)
+    rows = zip(
+        read_metrics(tmp_path / "a/metrics.jsonl"), read_metrics(tmp_path / "b/metrics.jsonl"), strict=True
+    )
+    for one, other in rows:
+        assert one.keys() == other.keys()
+        assert other["reward_mean"] == pytest.approx(one["reward_mean"], rel=1e-5)
+        assert other["reward_std"] == pytest.approx(one["reward_std"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("more", "sizes"),
+    [({}, [10, 10, 10, 9, 9]), ({"needs_group": True}, [16, 8, 8, 8, 8]), ({"needs_batch": True}, [48])],
+)
+def test_a_stretch_holds_what_its_judge_compares(tmp_path, more, sizes):
+    judge = listening("pictures", **more)
+    toy_trainer(tmp_path, reward=judge, rollout={"overlap": 5}, run={"iterations": 1}).train()
+    assert [size for _, size in judge.calls] == sizes
+
+
+def test_a_stretch_of_shared_noise_holds_whole_groups(tmp_path):
+    judge = listening("pictures")
+    rollout = {"overlap": 4, "shared_noise": True, "sde_steps": [2]}
+    toy_trainer(tmp_path, reward=judge, rollout=rollout, run={"iterations": 1}).train()
+    assert [size for _, size in judge.calls] == [16, 16, 8, 8]
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_samples_made_ahead_are_of_the_weights_before_and_corrected(tmp_path, kind):
+    objective = (
+        {"algorithm": "grpo", **CORRECTED} if kind == "text" else {"algorithm": "flow_grpo", **CORRECTED}
+    )
+    objective["changes"] = {**CORRECTED["changes"], "kl": 0.0}
+    run = {"iterations": 4, "checkpoint_every": 100}
+    means = []
+    for staleness in (0, 1):
+        folder = tmp_path / str(staleness)
+        trainer = MAKERS[kind](folder, rollout={"staleness": staleness}, objective=dict(objective), run=run)
+        trainer.train()
+        means.append([row["reward_mean"] for row in read_metrics(folder / "metrics.jsonl")])
+    fresh, stale = means
+    assert stale[0] == fresh[0]
+    assert stale[1] != fresh[1], "the second iteration's samples come from the first weights"
+    untrained = MAKERS[kind](tmp_path / "still", objective=dict(objective), optimizer={"lr": 1e-30}, run=run)
+    untrained.train()
+    assert stale[1] == pytest.approx(
+        read_metrics(tmp_path / "still/metrics.jsonl")[1]["reward_mean"], rel=1e-6
+    )
+
+
+def test_a_resumed_run_that_makes_samples_ahead_equals_one_that_went_on(tmp_path):
+    how: dict[str, Any] = {"rollout": {"staleness": 1, "overlap": 2}, "objective": CORRECTED}
+    every = {"checkpoint_every": 2}
+    toy_trainer(tmp_path / "whole", **how, run={"iterations": 6, **every}).train()
+    toy_trainer(tmp_path / "cut", **how, run={"iterations": 4, **every}).train()
+    again = toy_trainer(tmp_path / "cut", **how, run={"iterations": 6, **every})
+    assert again.resume()
+    again.train()
+    assert outcome(tmp_path / "cut") == outcome(tmp_path / "whole")
+
+
+class Heard(ToyPolicy):
+    """A policy that says what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sampled, self.updated = threading.Event(), threading.Event()
+
+    def velocity(self, *given: Any, **more: Any) -> Any:
+        (self.updated if torch.is_grad_enabled() else self.sampled).set()
+        return super().velocity(*given, **more)
+
+
+@pytest.mark.parametrize(("how", "call"), [({"overlap": 2}, 1), ({"staleness": 1}, 2)])
+def test_a_judge_is_asked_beside_the_next_samples_and_beside_the_update(tmp_path, how, call):
+    """Of two stretches the first judgement ends only once the second is being sampled; of samples made ahead
+    only once the update runs: both would wait for ever if the judge was asked at once."""
+    policy, met = Heard(), []
+
+    class Waiting(Brightness):
+        calls = 0
+
+        def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
+            self.calls += 1
+            if self.calls == call:
+                event = policy.sampled if call == 1 else policy.updated
+                event.clear()
+                met.append(event.wait(20))
+            return super().score(images, prompts, metadata)
+
+    run = {"iterations": 2, "checkpoint_every": 100}
+    toy_trainer(tmp_path, policy=policy, reward=Waiting(), rollout=how, objective=CORRECTED, run=run).train()
+    assert met == [True]
+
+
+def test_what_the_judge_raises_beside_the_rollout_ends_the_run(tmp_path):
+    class Failing(Brightness):
+        def score(self, images: Any, prompts: Any, metadata: Any = None) -> Any:
+            return "seven"
+
+    with pytest.raises(RewardFailure, match="returned str for 24 images"):
+        toy_trainer(tmp_path, reward=Failing(), rollout={"overlap": 2}).train()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda f: toy_trainer(f, rollout={"overlap": 0}), "rollout.overlap is 0"),
+        (lambda f: toy_trainer(f, rollout={"staleness": 2}), "rollout.staleness is 2; it must be 0 or 1"),
+        (
+            lambda f: toy_trainer(f, rollout={"staleness": 1}),
+            "takes them for the policy's own. Set objective",
+        ),
+        (
+            lambda f: toy_trainer(f, rollout={"staleness": 1}, objective={"algorithm": "diffusion_nft"}),
+            "diffusion_nft has no log-probs to correct them by",
+        ),
+        (
+            lambda f: toy_trainer(
+                f, rollout={"staleness": 1}, objective={**CORRECTED, "credit": "turning_points"}
+            ),
+            "objective.credit=one_step",
+        ),
+        (lambda f: toy_text_trainer(f, rollout={"staleness": 1}), "grpo takes them for the policy's own"),
+        (
+            lambda f: toy_text_trainer(f, rollout={"staleness": 1}, objective=CORRECTED, dynamic={}),
+            "dynamic.enabled decides by judgements",
+        ),
+    ],
+)
+def test_what_cannot_be_made_ahead_is_refused(tmp_path, make, message):
+    with pytest.raises(UserError, match=message):
+        make(tmp_path)
+
+
+def test_scores_of_stretches_are_joined_with_what_one_of_them_lacks():
+    one, two = torch.ones(1), torch.zeros(2)
+    first = Scores(value=one, valid=one.bool(), unit="u", std=one, parts={"a": one}, reason=[None])
+    second = Scores(value=two, valid=two.bool(), unit="u", parts={"b": two})
+    found = joined_scores([first, second])
+    assert found.value.tolist() == [1, 0, 0] and found.valid.tolist() == [True, False, False]
+    assert found.std is not None and found.std.isnan().tolist() == [False, True, True]
+    assert {name: part.isnan().tolist() for name, part in found.parts.items()} == {
+        "a": [False, True, True],
+        "b": [True, False, False],
+    }
+    assert found.reason == [None, None, None] and found.text is None
+    assert Judging(Brightness(), what="images", beside=False).stretches([0, 0, 1], 9)[2].tolist() == [2]
