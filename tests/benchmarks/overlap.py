@@ -26,7 +26,7 @@ import visalign as va
 from visalign.interfaces import Scores
 from visalign.training import RunSettings
 
-WAYS: dict[str, dict[str, int]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "judged after": {},
     "overlap=4": {"overlap": 4},
     "staleness=1": {"staleness": 1},
@@ -49,7 +49,7 @@ class Elsewhere:
         return Scores(value=red, valid=torch.ones(len(red), dtype=torch.bool), unit=self.unit)
 
 
-def trainer(folder: Path, way: dict[str, int], reward: Elsewhere) -> va.Trainer[Any]:
+def trainer(folder: Path, way: dict[str, Any], reward: Elsewhere) -> va.Trainer[Any]:
     """A fresh run; samples made ahead need the correction, and all have it so that they do the same work."""
     policy = va.load_policy(va.resolve_model("shapes-sd3"), lora=va.LoraSettings(rank=8))
     rollout = va.RolloutSettings(
