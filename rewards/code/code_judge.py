@@ -463,17 +463,18 @@ def shown(value: Any) -> str:
 
 
 def judge(setup: str, tests: list[dict[str, Any]], link: Link, channel: Channel) -> None:
-    """Have the code loaded behind its setup, then run each test; one record per test."""
+    """Make the setup, have the code loaded behind it, then run each test; one record for each."""
     sys.modules["solution"] = solution = Solution(link)
+    mine: dict[str, Any] = {}
+    with CatchAll() as attempt:
+        mine = helpers(setup, link)
+    channel.send(ready=True, setup=None if attempt.error is None else f"raised {attempt.words()}")
+    if attempt.error is not None:
+        return
     if (failed := link.ask("load")) is not None:
         channel.send(load_error=str(failed))
         return
-    mine: dict[str, Any] = {}
-    with CatchAll() as attempt:
-        link.names.update(mine := helpers(setup, link))
-    if attempt.error is not None:
-        channel.send(load_error=f"{attempt.words()} in its setup")
-        return
+    link.names.update(mine)
     for number, test in enumerate(tests):
         link.last, value = None, None
         with CatchAll() as attempt:

@@ -146,14 +146,29 @@ class CodeTests:
         inside = [index for index, test in enumerate(listed) if "stdin" not in test]
         if inside:
             run = self._run(code, setup=setup, tests=[_without_answer(listed[index]) for index in inside])
+            made = next((entry["setup"] for entry in run.records if "setup" in entry), "did not end in time")
+            if setup and made:
+                raise RewardError(f"the source in {self._setup_field!r} {made}: it stands before the code")
             for number, index in enumerate(inside):
                 results[index] = _test_result(run, number, listed[index], self._tolerance)
         for index, test in enumerate(listed):
             if "stdin" in test:
-                results[index] = _program_result(
-                    self._run(code, setup=setup, stdin=test["stdin"]), test["stdout"]
-                )
+                run = self._run(code, setup=setup, stdin=test["stdin"])
+                if setup and (run.exit_code or run.timed_out):
+                    self._check_program(setup, test["stdin"])
+                results[index] = _program_result(run, test["stdout"])
         return [result for result in results if result is not None]
+
+    def _check_program(self, setup: str, stdin: str) -> None:
+        """Refuse a setup that ends by itself the program which it begins."""
+        try:
+            ast.parse(setup)
+        except SyntaxError:  # the head of a function whose body is the code
+            return
+        alone = self._run(setup, stdin=stdin)
+        if alone.exit_code or alone.timed_out:
+            why = _program_result(alone, "").remark
+            raise RewardError(f"the source in {self._setup_field!r} cannot run alone: {why}")
 
     def _run(self, code: str, **what: Any) -> Run:
         run = run_python(

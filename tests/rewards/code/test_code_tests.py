@@ -169,6 +169,26 @@ def test_no_tests_and_a_broken_sandbox_are_no_score(monkeypatch):
     assert "the sandbox did not start" in value and "no_such_file.py" in value
 
 
+@pytest.mark.parametrize(
+    ("setup", "why"),
+    [
+        ("import no_such_module", "raised ModuleNotFoundError"),
+        ("1 / 0", "raised ZeroDivisionError"),
+        ("while True: pass", "did not end in time"),
+    ],
+)
+@pytest.mark.parametrize("test", ["assert f() == 1", {"stdin": "", "stdout": "1"}])
+def test_a_setup_that_cannot_run_is_no_score_of_the_code(setup, why, test):
+    limits = {"cpu_seconds": 1, "wall_seconds": 3}
+    reward = CodeTests(setup_field="setup", limits=limits, isolation=HERE)
+    code = "```python\ndef f(): return 1\nprint(1)\n```"
+    found = reward.score([code, code], ["p", "p"], [{"tests": [test], "setup": s} for s in (setup, "x = 1")])
+    assert found.valid.tolist() == [False, True] and found.value[1] == 1
+    assert found.reason is not None and "'setup'" in str(found.reason[0])
+    if isinstance(test, str):
+        assert why in str(found.reason[0])
+
+
 def test_setup_code_comes_first():
     reward = CodeTests(setup_field="setup", limits=QUICK, isolation=HERE)
     scores = reward.score(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 
@@ -881,4 +882,4 @@ math.isclose = isclose
     taken = reward.score([f"```python\n{right}\n```"], ["?"], [{"tests": [*stated], "setup": "f = abs"}])
     assert taken.text is not None and "f of the setup was taken" in taken.text[0]
     assert share("    return 2 * x", stated, "def f(x):") == 1  # no module by itself
-    assert share(right, stated, "def f(x): return 1 / 0\n1 / 0") == 0
+    assert math.isnan(share(right, stated, "def f(x): return 1 / 0\n1 / 0"))
