@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.console import Console, Group, RenderableType
@@ -21,9 +21,10 @@ from rich.text import Text
 
 from visalign.atomic import write_atomic
 from visalign.config import config_folder, list_configs
-from visalign.evaluation.pages.base import short_names
 from visalign.harmless import visible
-from visalign.pipelines.score.score import ScoreRow, to_csv, to_json, to_jsonl
+
+if TYPE_CHECKING:
+    from visalign.pipelines.score.score import ScoreRow
 
 
 def config_header(text: str) -> list[str]:
@@ -218,6 +219,8 @@ def next_command(folder: Path) -> str:
 
 def show_scores(rows: Sequence[ScoreRow], form: str, output: Path | None) -> None:
     """Write scores to the screen or to a file."""
+    from visalign.pipelines.score.score import to_csv, to_json, to_jsonl
+
     writers = {"json": to_json, "jsonl": to_jsonl, "csv": to_csv}
     stream = sys.stdout if output is None else io.StringIO()
     if form in writers:
@@ -230,6 +233,8 @@ def show_scores(rows: Sequence[ScoreRow], form: str, output: Path | None) -> Non
 
 def score_table(rows: Sequence[ScoreRow]) -> Group:
     """One line per image, one column per reward; below it the reasons of what could not be judged."""
+    from visalign.evaluation.pages.base import short_names
+
     columns = {row.reward: f"{row.reward} ({row.unit})" for row in rows}
     names = short_names(row.image for row in rows)
     table = Table(Column("image", overflow="fold"), *(escape(title) for title in columns.values()))

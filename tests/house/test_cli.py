@@ -119,11 +119,11 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_python_m_visalign_is_the_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "visalign", "--help"], capture_output=True, text=True, cwd=ROOT, check=True
-    )
+def test_python_m_visalign_is_the_command_and_says_its_help_without_torch() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "visalign", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     assert "Usage: visalign [OPTIONS] COMMAND" in done.stdout
+    assert "| rich" in done.stderr.replace("  ", "") and "| torch" not in done.stderr.replace("  ", "")
 
 
 def test_an_unknown_command_exits_2_with_the_nearest() -> None:
