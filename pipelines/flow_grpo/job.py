@@ -66,6 +66,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         accelerator=accelerator,
         strata=inputs.strata,
         cycle=config.data.cycle,
+        sharding=config.run.sharding,
     )
     return PolicyRun(
         config=config,

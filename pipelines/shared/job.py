@@ -211,7 +211,7 @@ class PolicyRun(Job):
         (is_known,) = broadcast_object_list([path.is_file()])  # as the first process sees it
         if not first:
             if not is_known:
-                self.measure(self.heldout, self.config.evaluation.seeds)
+                self._measured()
             return None
         note, count, seeds = self.trainer.progress.note, len(self.heldout), self.config.evaluation.seeds
         if self.seen:
@@ -223,20 +223,27 @@ class PolicyRun(Job):
             result = load_heldout(path)
         else:
             note(f"Evaluating {count} held-out prompts × {len(seeds)} {self.samples} before training.")
-            result = self.measure(self.heldout, seeds)
+            result = self._measured()
             result.save(path)
         if self.grids is not None:
             self.grids.keep(0, result)
         return result
 
+    def _measured(self) -> HeldoutResult:
+        """The evaluation of all held-out prompts under the present weights; all processes take part."""
+        with self.trainer.algorithm.whole():
+            return self.measure(self.heldout, self.config.evaluation.seeds)
+
     def after(self, before: HeldoutResult | None, result: TrainResult, measuring: float) -> dict[str, Any]:
         """Save the averaged weights, evaluate them, write summary and report."""
+        from visalign.training.loop.sharding import whole_state
+
         begin = time.perf_counter()
         with self.trainer.averaged():
-            if before is not None:
-                with no_loading_bars():
+            with whole_state(self.policy.module), no_loading_bars():
+                if before is not None:
                     self.policy.save(result_folder(self.config, self.output))
-            after = self.measure(self.heldout, self.config.evaluation.seeds)
+            after = self._measured()
         if before is None:
             return {}
         if self.grids is not None:

@@ -142,5 +142,6 @@ FREE_KEYS = (
     "run.checkpoint_every",
     "run.keep_checkpoints",
     "run.trackers",
+    "run.sharding",
 )
 """Keys that may differ when a run is resumed: they do not change what an iteration computes."""

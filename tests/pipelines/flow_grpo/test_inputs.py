@@ -193,8 +193,10 @@ def test_the_curve_starts_with_the_samples_of_its_later_points(tmp_path: Path) -
             output=tmp_path,
             fingerprints={},
             title="a run",
-            policy=SimpleNamespace(save=lambda _: None),
-            trainer=cast(Any, SimpleNamespace(averaged=nullcontext)),
+            policy=SimpleNamespace(save=lambda _: None, module=None),
+            trainer=cast(
+                Any, SimpleNamespace(averaged=nullcontext, algorithm=SimpleNamespace(whole=nullcontext))
+            ),
             measure=lambda *_: make_result(0.75, prompts=12, seeds=2),
             heldout=heldout,
             samples="pictures",

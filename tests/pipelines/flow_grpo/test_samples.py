@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from PIL import Image
+from safetensors.torch import load_file
 
 from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.config import load_config
@@ -121,11 +123,11 @@ def test_without_a_grid_nothing_is_kept(finished, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_evaluate_as_one(finished, changes, tmp_path):
+def test_two_processes_that_divide_the_model_evaluate_and_save_as_one(finished, changes, tmp_path):
     script = tmp_path / "run.py"
     script.write_text(CODE)
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [sys.executable, *start, str(script), str(tmp_path / "two"), *changes]
+    command = [sys.executable, *start, str(script), str(tmp_path / "two"), *changes, "run.sharding=true"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -144,3 +146,10 @@ def test_two_processes_evaluate_as_one(finished, changes, tmp_path):
         for key in [key for key in mine if key.startswith("heldout/") and mine[key] is not None]:
             assert mine[key] == pytest.approx(other[key], rel=1e-4), key
     assert len(list((tmp_path / "two" / FOLDER).iterdir())) == 3
+    mine, other = (
+        load_file(folder / "lora/pytorch_lora_weights.safetensors") for folder in (finished, tmp_path / "two")
+    )
+    assert mine.keys() == other.keys()
+    difference = torch.cat([(mine[name] - other[name]).flatten() for name in mine])
+    moved = torch.cat([mine[name].flatten() for name in mine if "lora_B" in name or "lora.up" in name])
+    assert difference.abs().mean() < 1e-3 * moved.abs().mean()

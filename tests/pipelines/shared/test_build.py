@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState
 from visalign.errors import UserError
 from visalign.interfaces import Scores
 from visalign.pipelines.flow_grpo import job as flow_grpo
-from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
+from visalign.pipelines.flow_grpo.config import FlowGRPOConfig, PictureRunConfig
 from visalign.pipelines.shared import parts as build
 from visalign.pipelines.shared.parts import weighted_sum
 from visalign.pipelines.shared.sections import RewardsConfig, RewardTerm, RunConfig
@@ -71,7 +71,7 @@ def test_trackers_are_closed_after_an_interruption(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(flow_grpo, "_build", lambda *_: cast(Any, job))
     monkeypatch.setattr("visalign.pipelines.shared.job._work", stop)
     with pytest.raises(flow_grpo.TrainingInterrupted):
-        flow_grpo.run(FlowGRPOConfig(run=RunConfig(trackers=["tensorboard"])), tmp_path / "run")
+        flow_grpo.run(FlowGRPOConfig(run=PictureRunConfig(trackers=["tensorboard"])), tmp_path / "run")
     assert calls == ["begin", "end"]
 
 
