@@ -13,9 +13,14 @@ def main() -> None:
 
         command()
     except ModuleNotFoundError as error:
-        if mend := missing_extra(error):
+        if not (mend := missing_extra(error)):
+            raise
+        if sys.argv[1:] != ["doctor"]:
             sys.exit(f"Error: {mend}")
-        raise
+        from visalign.doctor import examine
+
+        print(examine().text)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from visalign.data.assets import PACKAGED, assets_folder
 
-from .config import config_folder, list_configs
 from .errors import UserError
 from .versions import NEEDED, installed_version, own_version
 
@@ -182,7 +181,8 @@ def _packages() -> str:
     missing = [name for name in NEEDED if installed_version(name) is None]
     if missing:
         raise UserError(
-            f"not installed: {', '.join(missing)}. Run: python -m pip install {' '.join(missing)}"
+            f"not installed: {', '.join(missing)}. Run: python -m pip install 'visalign[images]'; the core, "
+            "judges of text and clients go without"
         )
     return f"all {len(NEEDED)} needed are installed"
 
@@ -204,6 +204,8 @@ def _wings() -> str:
 
 
 def _configurations() -> str:
+    from .config import config_folder, list_configs
+
     names = list_configs()
     if not names:
         raise UserError(f"no YAML file in '{config_folder()}'. Install visalign anew.")

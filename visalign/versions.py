@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import platform
+import sys
 import tomllib
 from importlib import metadata
+from importlib.abc import MetaPathFinder
 from pathlib import Path
+from typing import Any
 
 NEEDED = (
     "torch",
@@ -58,6 +61,27 @@ def missing_extra(error: ModuleNotFoundError) -> str | None:
     if name not in IMAGES:
         return None
     return f"This needs {name}, which is not installed: python -m pip install 'visalign[images]'"
+
+
+class ExtraNamed(MetaPathFinder):
+    """Asked after all other finders: says which extra has a module that a file of this package wants.
+
+    Anybody else who asks, for example whether a module is there, hears nothing.
+    """
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        """Refuse by name, or leave it to Python's own error."""
+        mend = missing_extra(ModuleNotFoundError(name=fullname))
+        if mend and (importing_file() or "").partition(".")[0] == "visalign":
+            raise ModuleNotFoundError(mend, name=fullname)
+
+
+def importing_file() -> str | None:
+    """Name of the module whose import statement runs."""
+    frame = sys._getframe(1)
+    while frame and frame.f_globals.get("__name__") in (__name__, "importlib._bootstrap"):
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") if frame else None
 
 
 def installed_version(name: str) -> str | None:

@@ -486,7 +486,7 @@ def models(tmp_path: Path) -> Path:
 
 
 def test_doctor_passes_on_a_whole_installation(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "list_configs", lambda: ["toy"])
+    monkeypatch.setattr("visalign.config.list_configs", lambda: ["toy"])
     report = doctor.examine(models)
     assert report.passed, report.text
     for text in (
@@ -522,13 +522,13 @@ def test_doctor_names_what_is_broken(models: Path, monkeypatch: pytest.MonkeyPat
     weights.write_bytes(weights.read_bytes()[:-5])
     (models / "shapes-clip" / "model.safetensors").unlink()
     monkeypatch.setattr(doctor, "NEEDED", ("torch", "no-such-package"))
-    monkeypatch.setattr(doctor, "list_configs", lambda: [])
+    monkeypatch.setattr("visalign.config.list_configs", list)
     monkeypatch.setattr("visalign.core.advantages.group.group_advantages", lambda *_, **__: torch.ones(4))
     monkeypatch.setattr("visalign.data.shapes.verifier.verify", lambda *_: _raise(ValueError("broken")))
     report = doctor.examine(models)
     assert not report.passed
     for text in (
-        "FAIL  packages: not installed: no-such-package. Run: python -m pip install no-such-package",
+        "FAIL  packages: not installed: no-such-package. Run: python -m pip install 'visalign[images]'",
         "FAIL  configurations: no YAML file",
         "model.safetensors' is damaged",
         "FAIL  model shapes-clip: no weights in",

@@ -14,12 +14,15 @@ from visalign.versions import IMAGES
 BLOCK = f"""
 import sys
 
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {sorted(IMAGES)}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
 
-sys.meta_path.insert(0, Absent())
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in {sorted(IMAGES)}:
+            return self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 """
 
 ALONE = """
@@ -37,10 +40,14 @@ objective.loss(objective.prepare(step), PolicyOutput(log_prob=log_prob)).total.b
 judge = load_text_reward("boxed_answer")
 print(log_prob.grad.sign()[:, 0].tolist())
 print(judge.score(["\\\\boxed{4}"], ["2+2?"], [{"answer": "4"}]).value.tolist())
-try:
-    visalign.Trainer
-except ModuleNotFoundError as error:
-    print(error)
+import importlib, importlib.util
+wanted = "visalign.training", "visalign.evaluation", "visalign.config", "peft"
+for ask in (lambda: visalign.Trainer, *(lambda n=n: importlib.import_module(n) for n in wanted)):
+    try:
+        ask()
+    except ModuleNotFoundError as error:
+        print(error)
+assert importlib.util.find_spec("peft") is None
 sys.argv = ["visalign", "quickstart"]
 from visalign.__main__ import main
 main()
@@ -51,11 +58,25 @@ def test_the_core_needs_nothing_of_the_images() -> None:
     done = subprocess.run(
         [sys.executable, "-c", BLOCK + ALONE], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    gradient, score, said = done.stdout.splitlines()
+    gradient, score, *said, foreign = done.stdout.splitlines()
     assert gradient == "[1.0, -1.0, 1.0, -1.0]" and score == "[1.0]"
     mend = "not installed: python -m pip install 'visalign[images]'"
-    assert re.fullmatch(rf"visalign\.Trainer: This needs \w+, which is {re.escape(mend)}", said)
+    assert len(said) == 4 and all(
+        re.fullmatch(rf"This needs \w+, which is {re.escape(mend)}", s) for s in said
+    )
+    assert foreign == "No module named 'peft'"  # who is no file of this package hears what Python says
     assert done.returncode == 1 and done.stderr == f"Error: This needs typer, which is {mend}\n"
+
+
+def test_the_doctor_examines_what_lacks_the_images() -> None:
+    code = "sys.argv = ['visalign', 'doctor']\nfrom visalign.__main__ import main\nmain()"
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCK + code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and not done.stderr
+    assert "Run: python -m pip install 'visalign[images]'" in done.stdout
+    assert "FAIL  configurations: ModuleNotFoundError: This needs yaml" in done.stdout
+    assert "PASS  advantages" in done.stdout
 
 
 def test_the_extra_is_what_its_modules_come_from() -> None:
