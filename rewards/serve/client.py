@@ -62,9 +62,15 @@ class _Server:
         self.failures = 0
         """In a row."""
         self.rests_until = 0.0
+        self.is_other = False
+        """Came back with another judge."""
 
     def rest(self, seconds: float) -> None:
         self.rests_until = time.monotonic() + min(seconds, _LONGEST_REST)
+
+
+class _OtherJudge(RewardError):
+    """A server serves another judge than the one that was asked for."""
 
 
 class _Unanswered(RewardError):
@@ -231,7 +237,7 @@ class RemoteReward:
         with self._choosing:
             self._card = self._card or about["judge"]
             if any(about["judge"].get(name) != self._card.get(name) for name in _SAME):
-                raise RewardError(
+                raise _OtherJudge(
                     f"{server.url} serves {_described(about['judge'])}, and another server of {self.url} "
                     f"serves {_described(self._card)}; all must serve one version of one judge. Leave it out."
                 )
@@ -289,6 +295,9 @@ class RemoteReward:
                 if not server.is_known:
                     self._meet(server)
                 reply = server.client.post(path, content=body, headers={"Content-Type": MEDIA_TYPE})
+            except _OtherJudge as error:
+                self._leave_out(able, server, error)
+                continue
             except (httpx.TransportError, _Unanswered) as error:
                 why = f"the reward server did not answer ({type(error).__name__}: {error})"
                 failures += 1
@@ -297,8 +306,12 @@ class RemoteReward:
             finally:
                 self._let_go(server, len(asked))
             if reply.status_code == 200:
-                server.failures = 0
-                self._check_judge(server, reply.headers.get(JUDGE_HEADER, ""))
+                try:
+                    self._check_judge(server, reply.headers.get(JUDGE_HEADER, ""))
+                except _OtherJudge as error:
+                    self._leave_out(able, server, error)
+                    continue
+                server.failures, server.is_other = 0, False
                 try:
                     return _read_answer(reply.content, asked)
                 except WireError as error:
@@ -342,11 +355,20 @@ class RemoteReward:
         if server.failures == 1 and len(self._servers) > 1:
             warnings.warn(f"{server.url}: {why}. Other servers take its work.", stacklevel=2)
 
+    def _leave_out(self, able: list[_Server], server: _Server, error: _OtherJudge) -> None:
+        """Go on without a server that came back with another judge, if any other is left."""
+        if len(able) == 1:
+            raise error
+        able.remove(server)
+        if not server.is_other:
+            server.is_other, server.failures = True, 0  # it is told, whatever failed before
+        self._leave_alone(server, str(error))
+
     def _check_judge(self, server: _Server, digest: str) -> None:
         """Refuse answers of another judge than the one whose card was read."""
         known = getattr(self, "identity", None)
         if digest != ("" if known is None else known.weights):
-            raise RewardError(
+            raise _OtherJudge(
                 f"The server at {server.url} serves another judge, or another version of it, than "
                 f"{self.name!r} as it was when this client began. Make a new RemoteReward."
             )

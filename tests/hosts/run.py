@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,9 +31,9 @@ SOURCES = {
 
 def environment(host: str, folder: Path) -> Path:
     """The Python of a host's environment, made where it is absent: the host, and the core of visalign."""
-    python = folder / host / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(folder / host)], check=True)
+    python, finished = folder / host / "bin" / "python", folder / host / "finished"
+    if not finished.exists():  # absent, or begun and broken off
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder / host)], check=True)
         wanted = [
             *HOSTS[host],
             "pytest>=8.4",
@@ -40,6 +41,7 @@ def environment(host: str, folder: Path) -> Path:
             f"{ROOT}[images]" if host in SOURCES else str(ROOT),
         ]
         subprocess.run([str(python), "-m", "pip", "install", "--quiet", *wanted], check=True)
+        finished.touch()
     return python
 
 
@@ -50,8 +52,11 @@ def source(host: str, folder: Path) -> list[str]:
     repository, commit, part = SOURCES[host]
     place = folder / "src" / host
     if not place.exists():
-        subprocess.run(["git", "clone", "--quiet", repository, str(place)], check=True)
-        subprocess.run(["git", "-C", str(place), "checkout", "--quiet", commit], check=True)
+        fetched = place.with_name(f"{host}.part")
+        shutil.rmtree(fetched, ignore_errors=True)
+        subprocess.run(["git", "clone", "--quiet", repository, str(fetched)], check=True)
+        subprocess.run(["git", "-C", str(fetched), "checkout", "--quiet", commit], check=True)
+        fetched.rename(place)
     return [str(place / part)]
 
 

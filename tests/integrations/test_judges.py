@@ -29,6 +29,17 @@ def test_flow_grpo_gets_numbers_and_an_info() -> None:
     assert info == {} and [sign * x for x in scores] == judge.score(PICTURES, ["a", "b", "c"]).value.tolist()
 
 
+def told(images: torch.Tensor, prompts: list[str], metadata: list) -> list[float]:
+    """What the metadata say."""
+    return [float(record["level"]) for record in metadata]
+
+
+def test_flow_grpo_hands_over_metadata_of_each_and_of_all() -> None:
+    judge = flow_grpo(f"{__file__}:told")
+    assert judge(PICTURES, ["a"] * 3, [{"level": i} for i in range(3)])[0] == [0, 1, 2]
+    assert judge(PICTURES, ["a"] * 3, {"level": 4})[0] == [4, 4, 4]
+
+
 def test_a_lower_is_better_judge_turns_round() -> None:
     judge = f"{__file__}:dark"
     up = flow_grpo(judge, on_failure="nan")(PICTURES, ["a"] * 3, None)[0]

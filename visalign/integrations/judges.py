@@ -98,7 +98,7 @@ def flow_grpo(
 
     Returns:
         `f(images, prompts, metadata)` -> (B numbers, {}), what an entry of `flow_grpo.rewards.multi_score`
-        makes.
+        makes; metadata are B records, or one for all.
 
     Example:
         >>> import torch
@@ -108,7 +108,9 @@ def flow_grpo(
     judge = load_reward(name, **options)
 
     def score(images: Any, prompts: Any, metadata: Any = None) -> tuple[list[float], dict[str, Any]]:
-        records = None if isinstance(metadata, Mapping) or metadata is None else list(metadata)
+        records: Metadata | None = None if metadata is None else list(metadata)
+        if isinstance(metadata, Mapping):
+            records = [dict(metadata) for _ in prompts]
         return image_scores(judge, images, prompts, records, on_failure), {}
 
     return score

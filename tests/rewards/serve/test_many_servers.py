@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -127,10 +128,29 @@ def test_a_server_that_comes_late_is_met_before_it_is_asked(three: Any):
         assert remote._sizes["max_rows"] == 1
     with pytest.warns(UserWarning, match="1 of 2 reward servers do not answer"):
         remote = RemoteReward([f"http://127.0.0.1:{port}", urls[0]], pause=0.01)
+    other = Habits(version=2)
+    with serving(app_of(other), port=port):
+        with pytest.warns(UserWarning, match=f"127.0.0.1:{port} serves 'habits' .* Other servers take its"):
+            while not remote._servers[0].is_other:
+                assert remote.score(LEVELS, PROMPTS).valid.sum() == 8
+    assert not other.sizes
+
+
+def test_a_server_that_changes_its_judge_is_left_out_while_another_is_there(three: Any):
+    urls, _ = three
+    expected = RemoteReward(urls[0]).score(LEVELS, PROMPTS)
+    port = free_port()
+    with serving(app_of(Habits()), port=port):
+        remote = RemoteReward([f"http://127.0.0.1:{port}", urls[0]], pause=0.01)
+    other = Habits(version=2)
+    with serving(app_of(other), port=port), pytest.warns(UserWarning, match="serves another judge"):
+        while not other.sizes:
+            assert_equal(remote.score(LEVELS, PROMPTS), expected)
     with serving(app_of(Habits(version=2)), port=port):
-        with pytest.raises(RewardError, match=f"127.0.0.1:{port} serves 'habits'"):
-            for _ in range(1000):
-                remote.score(LEVELS, PROMPTS)
+        alone = RemoteReward(urls[0])
+        alone.identity = replace(alone.identity, weights="of before")
+        with pytest.raises(RewardError, match="serves another judge"):
+            alone.score(LEVELS, PROMPTS)
 
 
 def test_a_busy_server_is_no_failure_and_others_are_asked(three: Any):
