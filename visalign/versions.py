@@ -52,15 +52,16 @@ IMAGES = frozenset(
 
 
 def missing_extra(error: ModuleNotFoundError) -> str | None:
-    """What to install where a module of the extra `images` was not found; None for any other module.
+    """What to install where a module of the extra `images`, or `ray`, was not found; None for any other.
 
     >>> missing_extra(ModuleNotFoundError("No module named 'peft'", name="peft"))
     "This needs peft, which is not installed: python -m pip install 'visalign[images]'"
     """
     name = (error.name or "").partition(".")[0]
-    if name not in IMAGES:
+    if name not in IMAGES | {"ray"}:
         return None
-    return f"This needs {name}, which is not installed: python -m pip install 'visalign[images]'"
+    extra = "images" if name in IMAGES else name
+    return f"This needs {name}, which is not installed: python -m pip install 'visalign[{extra}]'"
 
 
 class ExtraNamed(MetaPathFinder):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -32,6 +32,9 @@ from .options import (
     keep_tables,
 )
 
+if TYPE_CHECKING:
+    from visalign.pipelines.score.on_ray import Done
+
 
 class Format(enum.StrEnum):
     """How scores are written."""
@@ -40,6 +43,13 @@ class Format(enum.StrEnum):
     json = "json"
     csv = "csv"
     jsonl = "jsonl"
+
+
+class Engine(enum.StrEnum):
+    """What runs the judges."""
+
+    local = "local"
+    ray = "ray"
 
 
 def score(
@@ -68,11 +78,29 @@ def score(
     cache: Cache = None,
     options: LabelOptions = None,
     batch_size: Batch = 32,
+    engine: Annotated[
+        Engine, typer.Option(help="ray: many workers, tar files too, a Parquet of scores for each file.")
+    ] = Engine.local,
+    workers: Annotated[
+        int | None, typer.Option(help="Of --engine ray: processes that judge; else one.", min=1)
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Of --engine ray: HOST:PORT of a cluster's head; else this machine.")
+    ] = None,
 ) -> None:
     """Score images with rewards. Exit code 1 when some image could not be judged; its row says why."""
     again = shlex.join(["visalign", *sys.argv[1:], *([] if resume else ["--resume"])])
     kept = output or page
+    if engine is Engine.ray:
+        with user_messages(resume=again):
+            local = {"--format": form, "--page": page, "--tables": tables, "--cache": cache}
+            _only("local", local)
+            asked = {"prompt": prompt, "options": options or [], "batch_size": batch_size}
+            found = _on_ray(images, reward, output, columns or [], asked, resume, workers or 1, address)
+        _tell(found.failed, found.rows, unread=found.unread)
+        return
     with user_messages(resume=again if kept is not None else None):
+        _only("ray", {"--workers": workers, "--address": address})
         _check_files(output, page, tables, resume)
         from visalign.data.sets.columns import parse_map
         from visalign.pipelines.score.image_rows import image_rows
@@ -100,11 +128,66 @@ def score(
             typer.echo(f"Page: {write_score_page(page, summary)}", err=True)
         if part is not None:
             part.unlink()
-    failed = [row.reason for row in rows if row.value is None]
+    _tell(sum(row.value is None for row in rows), len(rows))
+
+
+def _tell(failed: int, total: int, *, unread: Mapping[str, str] = {}) -> None:
+    """What could not be judged, with exit code 1."""
     if failed:
-        what = f"All {len(rows)}" if len(failed) == len(rows) else f"{len(failed)} of {len(rows)}"
+        what = f"All {total}" if failed == total else f"{failed} of {total}"
         typer.echo(f"{what} scores failed; the reasons stand in their rows.", err=True)
+    for path, reason in unread.items():
+        typer.echo(f"No scores of '{path}': {reason}", err=True)
+    if failed or unread:
         raise typer.Exit(1)
+
+
+def _only(engine: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that the other engine has alone."""
+    if given := [name for name, value in options.items() if value is not None]:
+        raise UserError(f"{', '.join(given)} needs --engine {engine}. Leave it away.")
+
+
+def _on_ray(
+    images: list[Path],
+    reward: list[str],
+    output: Path | None,
+    columns: list[str],
+    asked: dict[str, Any],
+    resume: bool,
+    workers: int,
+    address: str | None,
+) -> Done:
+    from visalign.data.sets.columns import parse_map
+    from visalign.pipelines.score.on_ray import loaded_ray, score_on_ray
+    from visalign.pipelines.score.parts import Asking
+    from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each
+    from visalign.rewards.catalogue import load_reward
+
+    from .show import tell_whose
+
+    loaded_ray()
+    if output is None:
+        raise UserError("--engine ray writes a file of scores for each file of images. Add --output FOLDER.")
+    with clean_output():
+        loaded = load_each(reward, asked["options"], load_reward)
+    needs_prompt, names = any_needs_prompt(loaded), parse_map(columns)
+    asking = Asking(rewards=reward, needs_prompt=needs_prompt, names=names, **asked)
+    with Progress(console=Console(stderr=True), transient=True) as progress, clean_output():
+        bar = progress.add_task("scoring", total=None)
+        found = score_on_ray(
+            images,
+            output,
+            asking,
+            loaded,
+            resume=resume,
+            workers=workers,
+            address=address,
+            on_part=lambda done, total: progress.update(bar, completed=done, total=total),
+        )
+    tell_whose(loaded, [])
+    typer.echo(f"Scores: {output} ({found.files} files now, {found.before} before)", err=True)
+    return found
 
 
 def _form(form: Format | None, output: Path | None) -> str:

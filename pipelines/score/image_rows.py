@@ -7,7 +7,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,10 @@ class ImageRow:
     prompt: str
     metadata: Mapping[str, Any] | None = None
     """The prompt's record for verifiers."""
+    content: bytes | None = field(default=None, repr=False)
+    """The picture's file, where it travels with the row."""
+    reason: str | None = None
+    """Why there is nothing to judge, where that is known."""
 
 
 def find_images(items: Sequence[Path]) -> list[Path]:
@@ -118,7 +122,7 @@ def image_rows(
         else:
             others.append(item)
     if others or not items:
-        rows += [_with_prompt(path, prompt, needs_prompt) for path in find_images(others)]
+        rows += [with_prompt(path, prompt, needs_prompt) for path in find_images(others)]
     return rows
 
 
@@ -133,7 +137,12 @@ def _inside(folder: Path) -> Iterator[Path]:
         yield from (Path(place, name) for name in sorted(names) if Path(name).suffix.lower() in IMAGE_ENDINGS)
 
 
-def _with_prompt(path: Path, prompt: str | None, needed: bool) -> ImageRow:
+def with_prompt(path: Path, prompt: str | None, needed: bool) -> ImageRow:
+    """A picture's file with its prompt: the given one, GenEval's record, or the text beside it.
+
+    Raises:
+        UserError: There is none, and one is needed.
+    """
     metadata, record = None, path.parent.parent / RECORD
     if path.parent.name == SAMPLES and record.is_file():
         _, metadata = next(read_rows(record), (1, {}))
@@ -165,7 +174,7 @@ def _from_table(
         if not count:
             require_columns(path, row, needed, purpose="a table of images")
         try:
-            rows.append(_row(path, number, row, prompt))
+            rows.append(table_row(path, number, row, prompt))
         except UserError as error:
             raise UserError(f"Row {number} of '{path}': {error}") from error
     if not rows:
@@ -173,7 +182,12 @@ def _from_table(
     return rows
 
 
-def _row(path: Path, number: int, row: Row, prompt: str | None) -> ImageRow:
+def table_row(path: Path, number: int, row: Row, prompt: str | None) -> ImageRow:
+    """A table's row under our names as an image to judge.
+
+    Raises:
+        UserError: It has no image, no prompt where none is given for all, or metadata that are no object.
+    """
     said = row.get("prompt", prompt)
     if not isinstance(said, str):
         raise UserError(f"'prompt' is {'missing' if said is None else repr(said)}, needed is a text.")

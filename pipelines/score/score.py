@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from visalign.data.sets.image_references import resolve_image
+from visalign.data.sets.image_references import open_bytes, resolve_image
 from visalign.errors import UserError
 from visalign.harmless import csv_cell
 from visalign.interfaces import PointwiseReward
@@ -106,7 +106,7 @@ def _batch_rows(label: str, reward: PointwiseReward, batch: Table, keeper: Keepe
             found[place] = known
             continue
         try:
-            images[place] = resolve_image(row.image)
+            images[place] = _picture(row)
         except UserError as error:
             found[place] = _row(label, reward.unit, row, reason=str(error))
     for places in _held_at_once(images):
@@ -116,6 +116,12 @@ def _batch_rows(label: str, reward: PointwiseReward, batch: Table, keeper: Keepe
         if keeper is not None:
             keeper.add(label, [(batch[place], row) for place, row in fresh.items()])
     return [found[place] for place in range(len(batch))]
+
+
+def _picture(row: ImageRow) -> Any:
+    if row.reason is not None:
+        raise UserError(row.reason)
+    return resolve_image(row.image) if row.content is None else open_bytes(row.content, row.image)
 
 
 def _held_at_once(images: Mapping[int, Any]) -> Iterator[list[int]]:

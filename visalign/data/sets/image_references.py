@@ -78,7 +78,19 @@ def _from_parquet(reference: str) -> Image.Image:
     content = value.get("bytes") if isinstance(value, dict) else value
     if not isinstance(content, bytes):
         raise UserError(f"Row {number} of '{column}' in '{path}' holds no picture.")
-    return Image.open(io.BytesIO(content))
+    return open_bytes(content, reference)
+
+
+def open_bytes(content: bytes, name: str) -> Image.Image:
+    """The picture that the bytes of a file hold, not decoded.
+
+    Raises:
+        UserError: They are no picture; the message names it.
+    """
+    try:
+        return Image.open(io.BytesIO(content))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"'{name}' holds no picture that can be read.") from error
 
 
 @lru_cache(maxsize=8)

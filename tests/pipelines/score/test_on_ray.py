@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of images scored one by one by `--engine ray`: reading, resuming, refusals; with Ray where it is."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import socket
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from visalign.data.sets.tables import read_rows
+from visalign.errors import UserError
+from visalign.pipelines.cli.app import app
+from visalign.pipelines.score.image_rows import ImageRow, image_rows
+from visalign.pipelines.score.on_ray import (
+    DEATHS,
+    Judge,
+    check_address,
+    finished,
+    score_on_ray,
+    shares,
+    state_of,
+    write_scores,
+)
+from visalign.pipelines.score.parts import Asking, Part, check_part, parts_of, read_batches, rows_of
+from visalign.pipelines.score.score import ScoreRow, score_rows
+from visalign.rewards import load_reward
+from visalign.versions import missing_extra
+
+ASKING = Asking(rewards=["saturation"], batch_size=3)
+
+
+def picture(level: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), (level, 30, 90)).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`tables`: Parquet (row 3 damaged, row 4 without a prompt) and a tar file; and seven `pictures`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tables/deep").mkdir(parents=True)
+    (tmp_path / "pictures").mkdir()
+    rows = [{"image": {"bytes": picture(20 * n), "path": None}, "prompt": f"wall {n}"} for n in range(8)]
+    rows[2]["image"] = {"bytes": b"no picture", "path": None}
+    rows[3]["prompt"] = None
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "tables/a.parquet")
+    with tarfile.open("tables/deep/b.tar", "w") as tar:
+        members = {"x/1.png": picture(9), "x/1.txt": b" a wall\n", "x/2.jpg": picture(5), "x/2.json": b"[1"}
+        members |= {"3.json": b'{"prompt": "two", "tag": "counting"}', "3.webp": picture(8), "4.txt": b"none"}
+        for name, content in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    for level in range(7):
+        Path(f"pictures/{level}.png").write_bytes(picture(30 * level))
+    return tmp_path
+
+
+def test_each_file_has_its_scores_and_loose_pictures_theirs(data: Path) -> None:
+    parts = parts_of([Path("tables"), Path("pictures")])
+    assert [part.output for part in parts] == ["a.parquet", "deep/b.tar.parquet", "images-00000.parquet"]
+    assert parts[0].source == data / "tables/a.parquet" and len(parts[2].source) == 7  # type: ignore[arg-type]
+    (data / "tables/deep/a.parquet").write_bytes(b"")
+    with pytest.raises(UserError, match=r"of '.*tables/a\.parquet' and of '.*deep/a\.parquet' would both be"):
+        parts_of([Path("tables/a.parquet"), Path("tables/deep/a.parquet")])
+
+
+def test_rows_are_those_of_the_local_engine_with_reasons_for_the_rest(data: Path) -> None:
+    table, tar, loose = parts_of([Path("tables"), Path("pictures")])
+    rows = list(rows_of(table, ASKING))
+    broken = rows.pop(3)
+    assert broken.reason == "'prompt' is missing, needed is a text." and broken.image.endswith("a.parquet#4")
+    written = pyarrow.parquet.read_table("tables/a.parquet").to_pylist()
+    written[3]["prompt"] = "wall 3"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(written), "tables/a.parquet")
+    local = image_rows([data / "tables/a.parquet"])
+    local.pop(3)
+    assert [(row.image, row.prompt) for row in rows] == [(row.image, row.prompt) for row in local]
+    reward = {"saturation": load_reward("saturation")}
+    assert score_rows(rows, reward) == score_rows(local, reward)
+    assert score_rows(rows, reward)[2].reason == f"'{rows[2].image}' holds no picture that can be read."
+
+    one, two, three, four = rows_of(tar, ASKING)
+    assert one.image == f"{tar.source}/x/1" and one.prompt == "a wall" and one.content == picture(9)
+    assert two.reason == "'prompt' is missing, needed is a text."
+    assert three.prompt == "two" and three.metadata == {"prompt": "two", "tag": "counting"}
+    assert four.reason == "'image' is missing, needed is a path."
+    mapped = Asking(rewards=[], names={"prompt": "tag"})
+    assert [row.prompt for row in rows_of(tar, mapped)][2] == "counting"
+    beside = Asking(rewards=[], needs_prompt=False)
+    assert list(rows_of(loose, beside)) == image_rows([data / "pictures"], needs_prompt=False)
+
+
+def test_batches_are_the_same_however_they_are_spread_and_say_which_is_the_last(data: Path) -> None:
+    [table] = parts_of([Path("tables/a.parquet")])
+    item = {"place": 5, "part": pickle.dumps(table)}
+    batches = list(read_batches(item, ASKING))
+    assert [(b["start"], b["is_last"], len(pickle.loads(b["rows"]))) for b in batches] == [
+        (0, False, 3),
+        (3, False, 3),
+        (6, True, 2),
+    ]
+    cut = data / "tables/cut.tar"
+    cut.write_bytes((data / "tables/deep/b.tar").read_bytes()[:1700])
+    last = list(read_batches(item | {"part": pickle.dumps(Part(source=cut, output=""))}, ASKING))[-1]
+    assert "cut.tar' cannot be read as a tar file" in last["unread"] and not last["is_last"]
+    pyarrow.parquet.write_table(pyarrow.table({"image": [], "prompt": []}), "none.parquet")
+    item["part"] = pickle.dumps(parts_of([Path("none.parquet")])[0])
+    assert [(b["is_last"], pickle.loads(b["rows"])) for b in read_batches(item, ASKING)] == [(True, [])]
+
+
+class Raises:
+    name, unit, range, higher_is_better = "raises", "", (0.0, 1.0), True
+
+    def score(self, images: Any, prompts: Any, metadata: Any = None) -> Any:
+        raise KeyError("weights")
+
+
+def test_a_worker_gives_scores_or_words_and_gives_up_what_kills_it(data: Path) -> None:
+    [part] = parts_of([Path("pictures")])
+    rows = image_rows([data / "pictures"], "a wall")
+    begun: list[tuple[int, int]] = []
+
+    def begin(place: int, start: int) -> int:
+        begun.append((place, start))
+        return begun.count((place, start))
+
+    item = {"place": 0, "start": 0, "is_last": True, "unread": "", "rows": pickle.dumps(rows)}
+    batch = pyarrow.Table.from_pylist([item])
+    judge = Judge(ASKING, ".", begin)
+    judge._rewards = {"saturation": load_reward("saturation")}
+    for _ in range(DEATHS):
+        found = pickle.loads(judge(batch)["rows"][0])
+        assert found == score_rows(rows, judge._rewards)
+    given_up = pickle.loads(judge(batch)["rows"][0])
+    assert [row.value for row in given_up] == [None] * 7 and "died 3 times" in given_up[0].reason
+    judge = Judge(ASKING, "no/such/folder", lambda *_: 1)
+    judge._rewards = {"raises": Raises()}
+    assert "Reward 'raises' raised KeyError: 'weights'" in judge(batch)["stop"][0]
+    assert part.output == "images-00000.parquet"
+
+
+def test_finished_files_stay_and_changed_ones_are_scored_again(data: Path) -> None:
+    parts, output = parts_of([Path("tables"), Path("pictures")]), data / "out"
+    rows = score_rows(image_rows([data / "pictures"], "a wall"), {"saturation": load_reward("saturation")})
+    rows.append(ScoreRow(image="x", reward="r", value=None, unit="", reason="why", parts={"half": 0.5}))
+    kept = {"judges": {"saturation": "1"}}
+    assert finished(output, parts, ASKING, kept["judges"]) == set()
+    for part in parts[:2]:
+        write_scores(output / part.output, rows, kept | {"input": state_of(part, ASKING)})
+    read = [row.get("value") for _, row in read_rows(output / "a.parquet")]
+    assert read == [row.value for row in rows]
+    last = pyarrow.parquet.read_table(output / "a.parquet").to_pylist()[-1]
+    assert last["value"] is None and last["reason"] == "why" and last["parts"] == [("half", 0.5)]
+    assert finished(output, parts, ASKING, kept["judges"]) == {0, 1}
+    with tarfile.open("tables/deep/b.tar", "a") as tar:
+        tar.add("pictures/1.png")
+    assert finished(output, parts, ASKING, kept["judges"]) == {0}
+    with pytest.raises(UserError, match=r"holds scores of saturation, which are other judges or other vers"):
+        finished(output, parts, ASKING, {"saturation": "2"})
+    pyarrow.parquet.write_table(pyarrow.table({"x": [1]}), output / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet' holds no scores of ours"):
+        finished(output, parts, ASKING, kept["judges"])
+
+
+def test_what_cannot_be_scored_is_refused_before_anything_is(data: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"picture": ["1.png"], "prompt": ["a"]}), "bad.parquet")
+    rewards = {"saturation": load_reward("saturation")}
+
+    def refused(*items: str, output: str = "out", **more: Any) -> str:
+        with pytest.raises(UserError) as error:
+            score_on_ray([Path(item) for item in items], Path(output), ASKING, rewards, **more)
+        return str(error.value)
+
+    assert "bad.parquet' lacks the column 'image'" in refused("tables", "bad.parquet")
+    assert "has no column 'img'" in _head("bad.parquet", names={"image": "img"})
+    assert "has no prompt" in refused("pictures")
+    assert "is to be scored. Give another" in refused("tables", output="tables/scores")
+    Path("full").mkdir()
+    Path("full/x").write_text("")
+    assert "is not empty" in refused("tables", output="full")
+    Path("cut.parquet").write_bytes(Path("tables/a.parquet").read_bytes()[:-20])
+    assert "cut.parquet' cannot be read as Parquet" in refused("cut.parquet")
+    Path("text.tar").write_text("no tar")
+    assert "text.tar' cannot be read as a tar file" in refused("text.tar")
+    assert "No images were named" in refused()
+    assert not Path("out").exists()
+
+
+def _head(path: str, **asking: Any) -> str:
+    with pytest.raises(UserError) as error:
+        check_part(parts_of([Path(path)])[0], Asking(rewards=[], **asking))
+    return str(error.value)
+
+
+def test_an_address_that_does_not_answer_is_said_at_once() -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        free = listening.getsockname()[1]
+    with pytest.raises(UserError, match=rf"No Ray cluster answers at 127\.0\.0\.1:{free} \("):
+        check_address(f"127.0.0.1:{free}")
+    for bad in ("head", "ray://head:10001", ":6379", "head:x"):
+        with pytest.raises(UserError, match="needed is HOST:PORT"):
+            check_address(bad)
+
+
+def test_the_command_line_names_the_extra_and_keeps_engines_apart(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(*more: str) -> Any:
+        return CliRunner().invoke(app, ["score", "pictures", "-r", "saturation", *more])
+
+    for more in (["--workers", "2"], ["--address", "head:6379"]):
+        assert f"{more[0]} needs --engine ray" in said(*more).output
+    assert (
+        "--format, --cache needs --engine local"
+        in said("--engine", "ray", "-f", "csv", "--cache", "c", "-o", "out").output
+    )
+    monkeypatch.setitem(sys.modules, "ray", None)
+    error = said("--engine", "ray", "-o", "out").exception
+    assert isinstance(error, ModuleNotFoundError) and "'visalign[ray]'" in str(missing_extra(error))
+
+
+def test_workers_leave_half_of_the_processors_to_reading() -> None:
+    assert shares(4, {"CPU": 4})["num_cpus"] == 0.5
+    assert shares(8, {"CPU": 64, "GPU": 3}) == {"num_cpus": 1.0, "num_gpus": 1 / 3}
+
+
+MINE = """
+import os, signal
+from pathlib import Path
+
+def mine(images, prompts, metadata=None):
+    if "wall 7" in prompts and not Path("killed").exists():
+        Path("killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [None if prompt == "wall 5" else float(image.mean()) for image, prompt in zip(images, prompts)]
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_worker_loses_nothing_and_a_stopped_scoring_goes_on(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")  # it takes seconds to start and to stop
+    Path("mine.py").write_text(MINE)
+    names = [f"{n}.parquet" for n in range(3)]
+    for name in names:
+        rows = [{"image": picture(20 * n), "prompt": f"wall {n}"} for n in range(8)]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), name)
+    asked = ["-r", "mine.py:mine", "--engine", "ray", "--workers", "2", "--batch-size", "3", "-o", "out"]
+    command = [sys.executable, "-m", "visalign", "score", *names, *asked]
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "3 of 24 scores failed" in done.stderr, done.stderr
+    assert Path("killed").exists()
+    reward = {"mine.py:mine": load_reward("mine.py:mine")}
+    for name in names:
+        found = [
+            (row["image"], row.get("value"), row["prompt"])
+            for row in pyarrow.parquet.read_table(f"out/{name}").to_pylist()
+        ]
+        local = score_rows(image_rows([data / name]), reward, batch_size=3)
+        assert found == [(row.image, row.value, row.prompt) for row in local]
+    before = {name: Path("out", name).stat().st_mtime_ns for name in names}
+    Path("out/1.parquet").unlink()
+    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=False)
+    assert "(1 files now, 2 before)" in done.stderr, done.stderr
+    assert [before[n] == Path("out", n).stat().st_mtime_ns for n in names] == [True, False, True]
+    values = [pyarrow.parquet.read_table(f"out/{name}")["value"].to_pylist() for name in names]
+    assert values[0] == values[1] == values[2]
+
+
+def test_rows_that_have_their_reason_are_never_asked() -> None:
+    rows = [
+        ImageRow(image="x.png", prompt="", reason="too old"),
+        ImageRow(image="y", prompt="", content=b"1"),
+    ]
+    found = score_rows(rows, {"saturation": load_reward("saturation")})
+    assert [row.reason for row in found] == ["too old", "'y' holds no picture that can be read."]
