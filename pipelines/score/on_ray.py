@@ -250,6 +250,7 @@ def score_parts(
     found: dict[int, dict[int, list[ScoreRow]]] = {place: {} for place in parts}
     last: dict[int, int] = {}
     unread: dict[str, str] = {}
+    states = {place: state_of(part, asking) for place, part in parts.items()}
     ray = loaded_ray()
     try:
         for item in _judged(parts, asking, workers).iter_rows():
@@ -264,7 +265,7 @@ def score_parts(
                 last[place] = start
             if place in last and len(found[place]) == last[place] // asking.batch_size + 1:
                 rows = [row for _, batch in sorted(found.pop(place).items()) for row in batch]
-                kept = {"input": state_of(parts[place], asking), "judges": dict(judges)}
+                kept = {"input": states[place], "judges": dict(judges)}
                 write_scores(output / parts[place].output, rows, kept)
                 on_part(rows)
     except ray.exceptions.RayError as error:
@@ -307,12 +308,13 @@ def shares(workers: int, resources: Mapping[str, float]) -> dict[str, Any]:
 
 
 def loaded_ray() -> Any:
-    """The library, which says little.
+    """The library, which says little here, and nothing to its makers.
 
     Raises:
         ModuleNotFoundError: It is not installed; the command line says then which extra brings it.
     """
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray  # type: ignore[import-not-found]  # optional
     import ray.data  # type: ignore[import-not-found]  # optional
 

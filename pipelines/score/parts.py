@@ -64,7 +64,11 @@ def parts_of(items: Sequence[Path]) -> list[Part]:
     found: dict[str, Path] = {}
     loose: list[Path] = []
     for item in (given.absolute() for given in items):
-        inside = sorted(path for path in item.rglob("*") if _is_table(path, (".parquet",)))
+        inside = sorted(
+            path
+            for path in item.rglob("*")
+            if _is_table(path, (".parquet",)) and "/." not in f"/{path.relative_to(item)}"
+        )
         for path in inside or ([item] if _is_table(item, tuple(READERS)) else []):
             name = str(path.relative_to(item)) if inside else path.name
             name = name if name.endswith(".parquet") else f"{name}.parquet"
@@ -86,7 +90,7 @@ def parts_of(items: Sequence[Path]) -> list[Part]:
 
 
 def _is_table(path: Path, endings: tuple[str, ...]) -> bool:
-    return path.name.lower().endswith((*endings, *TARS)) and path.is_file() and path.name[0] != "."
+    return path.name.lower().endswith((*endings, *TARS)) and path.is_file()
 
 
 def check_part(part: Part, asking: Asking) -> None:
