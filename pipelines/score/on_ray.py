@@ -13,7 +13,9 @@ import json
 import logging
 import os
 import pickle
+import signal
 import socket
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -40,6 +42,8 @@ DEATHS = 3
 """How often a batch may end the worker that judges it before its rows count as failed."""
 WAIT = 5.0
 """Seconds in which a cluster's address has to answer."""
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""How a client of gRPC begins (RFC 9113, section 3.4); a server answers with a frame of type 4, settings."""
 KEPT = b"visalign"
 """The key under which a file of scores says what was judged by whom."""
 READING = 0.5
@@ -336,13 +340,18 @@ def ray_running(address: str | None) -> Iterator[None]:
         check_address(address)
     ray = loaded_ray()
     quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    before = signal.getsignal(signal.SIGTERM)  # Ray puts a handler of its own there, which knows no --resume
     try:
         if address is None:
             ray.init("local", include_dashboard=False, **quiet)
         else:
             ray.init(address, **quiet)
     except (RuntimeError, ValueError, OSError) as error:
-        raise UserError(f"No Ray at {address or 'this machine'}: {error}") from error
+        raise UserError(
+            f"No Ray at {address or 'this machine'}: {error}. A cluster may want a token (RAY_AUTH_TOKEN)."
+        ) from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
     context.target_max_block_size = 1  # a block is a batch: what one worker gets, and what is judged again
@@ -365,7 +374,10 @@ def check_address(address: str) -> None:
             "given on a machine of the cluster."
         )
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=WAIT).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=WAIT) as line:
+            line.sendall(HELLO)
+            if line.recv(9)[3:4] != b"\4":
+                raise ConnectionError("what listens there is no Ray")
     except (OSError, OverflowError) as error:
         raise UserError(
             f"No Ray cluster answers at {address} ({error}). Start its head with 'ray start --head', or "

@@ -7,7 +7,7 @@ Needs `visalign[ray]`. The same Parquet files of shapes, 64 pixels, are scored b
 there are workers, each its share of the files; by Ray; and by Ray when kill -9 ends one worker once half of
 the files are done. Every row must be there once and have the plain processes' number, but for the rounding of
 what a judge computes for a prompt in other company. Said are the seconds of the commands, and the rate
-without what each takes to start, which a run of a few pictures measures.
+from the time when a tenth of the rows is judged, which leaves out what each takes to start.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,21 +57,33 @@ def make(folder: Path, count: int, size: int) -> list[Path]:
     return paths
 
 
-def timed(commands: Sequence[Sequence[str]], *, kill_after: tuple[Path, int] | None = None) -> float:
-    """Seconds of commands that start together; a worker is killed when a folder has so many files."""
+def timed(
+    commands: Sequence[Sequence[str]], count: int, judged: Callable[[], int], *, kill: bool = False
+) -> tuple[float, float]:
+    """(seconds of commands that start together, rows a second from the first tenth on).
+
+    Args:
+        commands: Arguments of `visalign score`.
+        count: Rows in all.
+        judged: How many rows are judged by now.
+        kill: End a worker when half of them are.
+    """
     begun = time.perf_counter()
     running = [subprocess.Popen([sys.executable, "-m", "visalign", "score", *c]) for c in commands]
+    seen = [(0.0, 0)]
     while any(process.poll() is None for process in running):
         time.sleep(0.05)
-        if kill_after and len(list(kill_after[0].glob("*.parquet"))) >= kill_after[1]:
-            worker = workers_of(running[0].pid)[0]
-            os.kill(worker, signal.SIGKILL)
-            print(f"killed worker {worker} after {time.perf_counter() - begun:.1f} s", flush=True)
-            kill_after = None
+        if (rows := judged()) > seen[-1][1]:
+            seen.append((time.perf_counter() - begun, rows))
+        if kill and rows >= count // 2:
+            os.kill(workers_of(running[0].pid)[0], signal.SIGKILL)
+            print(f"killed a worker after {seen[-1][0]:.1f} s", flush=True)
+            kill = False
     seconds = time.perf_counter() - begun
-    if any(process.returncode for process in running) or kill_after:
+    if any(process.returncode for process in running) or kill:
         raise SystemExit("A command failed, or nothing was killed.")
-    return seconds
+    start, first = next(found for found in seen if found[1] >= count // 10)
+    return seconds, (seen[-1][1] - first) / (seen[-1][0] - start)
 
 
 def workers_of(parent: int) -> list[int]:
@@ -103,23 +116,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     reward = ["-r", options.reward]
     ray = [*reward, "--engine", "ray", "--workers", str(options.workers), "-o"]
     paths = make(root / "data", options.count, options.size)
-    few = make(root / "few", 2 * options.workers, 2)
-
-    def plain(name: str, files: Sequence[Path]) -> float:
-        shares = [[str(path) for path in files[n :: options.workers]] for n in range(options.workers)]
-        return timed([[*own, *reward, "-o", f"{root}/{name}{n}.jsonl"] for n, own in enumerate(shares)])
-
-    starts = {
-        "plain": plain("few", few),
-        "ray": timed([[str(few[0].parent), *ray, f"{root}/few-out"]]),
+    shares = [[str(path) for path in paths[n :: options.workers]] for n in range(options.workers)]
+    logs = [root / f"plain{n}.jsonl" for n in range(options.workers)]
+    parts = [log.with_name(log.name + ".part") for log in logs]
+    found = {
+        "plain": timed(
+            [[*own, *reward, "-o", str(log)] for own, log in zip(shares, logs, strict=True)],
+            options.count,
+            lambda: sum(lines(part) - 1 for part in parts if part.is_file()),
+        )
     }
-    seconds = {"plain": plain("plain", paths), "ray": timed([[str(paths[0].parent), *ray, f"{root}/ray"]])}
-    killed = root / "killed"
-    command = [str(paths[0].parent), *ray, str(killed)]
-    seconds["killed"] = timed([command], kill_after=(killed, len(paths) // 2))
+    for name in ("ray", "killed"):
+        folder = root / name
+        command = [str(paths[0].parent), *ray, str(folder)]
+        found[name] = timed([command], options.count, partial(rows_in, folder), kill=name == "killed")
     expected = {}
-    for number in range(options.workers):
-        for line in (root / f"plain{number}.jsonl").read_text().splitlines():
+    for log in logs:
+        for line in log.read_text().splitlines():
             row = json.loads(line)
             expected[row["image"]] = row["value"]
     for name in ("ray", "killed"):
@@ -129,16 +142,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name}: {len(rows)} rows, {unique} unique, {off.count(0)} bit for bit, worst {max(off):.1g}")
         if not options.count == len(rows) == unique or max(off) > 1e-5:
             return 1
-    for name, took in seconds.items():
-        start = starts["plain" if name == "plain" else "ray"]
-        rate, bare = options.count / took, options.count / (took - start)
-        print(
-            f"{name}: {took:.1f} s, {rate:.1f} a second ({seconds['plain'] / took:.2f} of plain); "
-            f"without {start:.1f} s to start {bare:.1f} a second "
-            f"({bare / options.count * (seconds['plain'] - starts['plain']):.2f})"
-        )
+    for name, (seconds, rate) in found.items():
+        share = rate / found["plain"][1]
+        print(f"{name}: {seconds:.1f} s in all; {rate:.1f} rows a second, {share:.2f} of plain")
     shutil.rmtree(root)
     return 0
+
+
+def lines(path: Path) -> int:
+    """Of a file that may be gone by now."""
+    with suppress(FileNotFoundError):
+        return path.read_bytes().count(b"\n")
+    return 0
+
+
+def rows_in(folder: Path) -> int:
+    """Of all files of scores in a folder."""
+    return sum(pyarrow.parquet.read_metadata(path).num_rows for path in folder.glob("*.parquet"))
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from visalign.data.sets.tables import read_rows
 from visalign.errors import UserError
 from visalign.pipelines.cli.app import app
+from visalign.pipelines.score import on_ray
 from visalign.pipelines.score.image_rows import ImageRow, image_rows
 from visalign.pipelines.score.on_ray import (
     DEATHS,
@@ -205,12 +206,16 @@ def _head(path: str, **asking: Any) -> str:
     return str(error.value)
 
 
-def test_an_address_that_does_not_answer_is_said_at_once() -> None:
+def test_an_address_that_does_not_answer_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         free = listening.getsockname()[1]
     with pytest.raises(UserError, match=rf"No Ray cluster answers at 127\.0\.0\.1:{free} \("):
         check_address(f"127.0.0.1:{free}")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(on_ray, "WAIT", 0.1)
+        with pytest.raises(UserError, match=r"No Ray cluster answers .* \(timed out\)"):
+            check_address(f"127.0.0.1:{silent.getsockname()[1]}")
     for bad in ("head", "ray://head:10001", ":6379", "head:x"):
         with pytest.raises(UserError, match="needed is HOST:PORT"):
             check_address(bad)
