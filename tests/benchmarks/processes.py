@@ -46,7 +46,7 @@ main()
 """
 
 
-def run(job: str, processes: int, iterations: int, folder: Path) -> tuple[float, float]:
+def run(job: str, processes: int, iterations: int, folder: Path, more: Sequence[str]) -> tuple[float, float]:
     """Median (wall, CPU) seconds of the iterations but the first.
 
     Raises:
@@ -57,7 +57,14 @@ def run(job: str, processes: int, iterations: int, folder: Path) -> tuple[float,
     start = [sys.executable]
     if processes > 1:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    settings = [*SHARED, *JOBS[job], "run.device=cpu", "run.threads=1", f"run.iterations={iterations + 1}"]
+    settings = [
+        *SHARED,
+        *JOBS[job],
+        "run.device=cpu",
+        "run.threads=1",
+        f"run.iterations={iterations + 1}",
+        *more,
+    ]
     command = [*start, str(script), "train", job, *settings, "--output", str(output)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
@@ -74,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("jobs", nargs="*", default=list(JOBS))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--iterations", type=int, default=3, help="per run, besides the first")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="more settings of all runs")
     parser.add_argument("--cores", default="0,1", help="cores that all may use, as taskset -c takes them")
     options = parser.parse_args(arguments)
     os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
@@ -83,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for number in range(options.rounds):
                 found = {}
                 for processes in (1, 2) if number % 2 == 0 else (2, 1):
-                    found[processes] = run(job, processes, options.iterations, Path(name))
+                    found[processes] = run(job, processes, options.iterations, Path(name), options.set)
                 gains.append([found[1][kind] / found[2][kind] for kind in (0, 1)])
                 print(
                     f"{job} round {number + 1}: wall {found[1][0]:.2f} s in one, {found[2][0]:.2f} s in two; "

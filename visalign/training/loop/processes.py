@@ -149,6 +149,15 @@ class Shares:
         return cls(accelerator, [torch.arange(end.start, end.stop) for end in ends])
 
     @classmethod
+    def of_groups(cls, count: int, size: int, accelerator: Accelerator) -> Shares:
+        """A part of each group of `size` samples, so that all processes have as many to learn from wherever
+        signal is a matter of whole groups; `even` where the processes do not divide a group."""
+        world = accelerator.num_processes
+        if size % world:
+            return cls.even(count, accelerator)
+        return cls.of_owners(torch.arange(count) % size // (size // world), accelerator)
+
+    @classmethod
     def of_owners(cls, owner: Tensor, accelerator: Accelerator) -> Shares:
         """By the process [B] of each sample."""
         return cls(accelerator, [(owner == r).nonzero()[:, 0] for r in range(accelerator.num_processes)])

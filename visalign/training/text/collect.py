@@ -167,13 +167,14 @@ def write(
     by this process."""
     process, size = parts.accelerator, settings.group_size
     batch = sampler.batch(number)
-    shares = Shares.even(len(batch), process)
+    shares = Shares.of_groups(len(batch), size, process)
     group = batch.group_id[shares.own].tolist()
     made, kept, verdicts = [], [], []
     for places in parts.judging.stretches(group, settings.overlap):
         at = shares.own[places]
-        # a stretch of whole groups names each prompt once; any other once for each sample
-        times = size if int(at[0]) % size == 0 and len(at) % size == 0 else 1
+        # where it has as many of each group, it names a prompt once; else once for each sample
+        counts = batch.group_id[at].unique_consecutive(return_counts=True)[1]
+        times = int(counts[0]) if bool((counts == counts[0]).all()) else 1
         records = [parts.records[i] for i in batch.prompt_index[at].tolist()]
         with clock.phase("rollout"), torch.no_grad():
             rollout = parts.generator.generate(
