@@ -16,9 +16,9 @@ from visalign.pipelines.shared.sections import (
     HeldoutConfig,
     LoraConfig,
     Natural,
+    PolicyRunConfig,
     RewardsConfig,
     RewardTerm,
-    RunConfig,
 )
 from visalign.precision import Autocast
 from visalign.schema import STRICT
@@ -129,15 +129,6 @@ class ComparisonConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class PictureRunConfig(RunConfig):
-    """A run that several processes may divide a model for."""
-
-    sharding: bool = False
-    """Divide the network, its gradients and AdamW's moments among the processes (FSDP2); without, each has
-    them whole (DDP)."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
 class FlowGRPOConfig:
     """A Flow-GRPO job: model, prompts, rewards, and how to train."""
 
@@ -161,7 +152,7 @@ class FlowGRPOConfig:
     """How the weights move."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """What is measured before, on the way, and after."""
-    run: PictureRunConfig = field(default_factory=PictureRunConfig)
+    run: PolicyRunConfig = field(default_factory=PolicyRunConfig)
     """Length, checkpoints, machine."""
 
     def __post_init__(self) -> None:

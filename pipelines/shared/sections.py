@@ -136,6 +136,15 @@ class RunConfig(MachineConfig):
     """Trackers of accelerate besides metrics.jsonl: tensorboard, wandb, ..."""
 
 
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PolicyRunConfig(RunConfig):
+    """A run that several processes may divide a model for."""
+
+    sharding: bool = False
+    """Divide the network, its gradients and AdamW's moments among the processes (FSDP2); without, each has
+    them whole (DDP)."""
+
+
 FREE_KEYS = (
     "run.iterations",
     "run.max_seconds",

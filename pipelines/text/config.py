@@ -16,9 +16,9 @@ from visalign.pipelines.shared.sections import (
     HeldoutConfig,
     LoraConfig,
     Natural,
+    PolicyRunConfig,
     RewardsConfig,
     RewardTerm,
-    RunConfig,
 )
 from visalign.precision import Autocast
 from visalign.schema import STRICT
@@ -182,7 +182,7 @@ class TextConfig:
     """How the weights move; micro_batch counts completions, ema_decay 0 leaves averaging out."""
     evaluation: TextEvaluationConfig = field(default_factory=TextEvaluationConfig)
     """What is measured before, on the way, and after."""
-    run: RunConfig = field(default_factory=RunConfig)
+    run: PolicyRunConfig = field(default_factory=PolicyRunConfig)
     """Length, checkpoints, machine."""
 
     def __post_init__(self) -> None:

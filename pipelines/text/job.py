@@ -75,6 +75,7 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
         log_partition=build_log_partition(config, policy),
         process=build_process(config, policy),
         demonstrations=build_demonstrations(config, policy, inputs.demonstrations),
+        sharding=config.run.sharding,
     )
     read = {"data.train": inputs.records, "data.heldout": inputs.heldout}
     if inputs.demonstrations is not None:

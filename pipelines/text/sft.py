@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from visalign.errors import UserError
 from visalign.pipelines.shared.job import PolicyRun, run_job
 from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by
-from visalign.pipelines.shared.sections import Count, Natural, RunConfig
+from visalign.pipelines.shared.sections import Count, Natural, PolicyRunConfig
 from visalign.schema import STRICT
 from visalign.text import Sampling, StoppingCriteria
 from visalign.training.loop.optimizer import OptimizerSettings
@@ -99,7 +99,7 @@ class TextSFTConfig:
     """How the held-out completions are made."""
     evaluation: TextEvaluationConfig = field(default_factory=TextEvaluationConfig)
     """What is measured before, on the way, and after."""
-    run: RunConfig = field(default_factory=RunConfig)
+    run: PolicyRunConfig = field(default_factory=PolicyRunConfig)
     """Length, checkpoints, machine."""
 
     def __post_init__(self) -> None:
@@ -166,7 +166,7 @@ def _build(config: TextSFTConfig, output: Path) -> PolicyRun:
         output,
         "Supervised fine-tuning",
         policy,
-        SFT(policy, batches, accelerator=accelerator),
+        SFT(policy, batches, accelerator=accelerator, sharding=config.run.sharding),
         inputs.rewards,
         inputs.heldout,
         config.generation,

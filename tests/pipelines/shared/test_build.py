@@ -16,10 +16,10 @@ from accelerate.state import AcceleratorState
 from visalign.errors import UserError
 from visalign.interfaces import Scores
 from visalign.pipelines.flow_grpo import job as flow_grpo
-from visalign.pipelines.flow_grpo.config import FlowGRPOConfig, PictureRunConfig
+from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
 from visalign.pipelines.shared import parts as build
 from visalign.pipelines.shared.parts import weighted_sum
-from visalign.pipelines.shared.sections import RewardsConfig, RewardTerm, RunConfig
+from visalign.pipelines.shared.sections import PolicyRunConfig, RewardsConfig, RewardTerm, RunConfig
 from visalign.rewards import WeightedSum
 
 
@@ -71,7 +71,7 @@ def test_trackers_are_closed_after_an_interruption(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(flow_grpo, "_build", lambda *_: cast(Any, job))
     monkeypatch.setattr("visalign.pipelines.shared.job._work", stop)
     with pytest.raises(flow_grpo.TrainingInterrupted):
-        flow_grpo.run(FlowGRPOConfig(run=PictureRunConfig(trackers=["tensorboard"])), tmp_path / "run")
+        flow_grpo.run(FlowGRPOConfig(run=PolicyRunConfig(trackers=["tensorboard"])), tmp_path / "run")
     assert calls == ["begin", "end"]
 
 

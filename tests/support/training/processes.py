@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
 
 from tests.support.models.language import tiny_config, tiny_tokenizer
 from tests.support.training.pictures import Brightness, Loud, toy_trainer
@@ -36,7 +37,7 @@ from visalign.training import (
     Trainer,
     end_processes,
 )
-from visalign.training.loop.sharding import gathered
+from visalign.training.loop.sharding import gathered, whole_state
 from visalign.training.process.label_fit import FitSettings, label_trainer
 from visalign.training.process.trainer import train_process_reward
 
@@ -74,6 +75,7 @@ def text(folder: Path, accelerator: Accelerator, algorithm: str, **changes: Any)
     given = {"rollout": {**UNEVEN, **changes.pop("rollout", {})}, **changes}
     pace = {"micro_batch": 4, "ema_decay": 0.5, "lr": 1e-3, **given.pop("optimizer", {})}
     run = {"iterations": 2, "checkpoint_every": 1, **given.pop("run", {})}
+    given["sharding"] = given.get("sharding", False) and accelerator.num_processes > 1
     return toy_text_trainer(folder, algorithm, accelerator=accelerator, optimizer=pace, run=run, **given)
 
 
@@ -83,11 +85,16 @@ def slow(folder: Path, accelerator: Accelerator) -> Trainer[Any]:
     return text(folder, accelerator, "grpo", **options)
 
 
-def sft(folder: Path, accelerator: Accelerator) -> Trainer[Any]:
+def sft(folder: Path, accelerator: Accelerator, sharding: bool = False) -> Trainer[Any]:
     """Batches of three demonstrations."""
     policy = toy_policy()
     return Trainer(
-        SFT(policy, DemonstrationBatches(policy, DEMONSTRATIONS, size=3, seed=5), accelerator=accelerator),
+        SFT(
+            policy,
+            DemonstrationBatches(policy, DEMONSTRATIONS, size=3, seed=5),
+            accelerator=accelerator,
+            sharding=sharding and accelerator.num_processes > 1,
+        ),
         optimizer=OptimizerSettings(lr=1e-3, micro_batch=1, ema_decay=0.5, ema_every=1),
         run=RunSettings(folder=folder, iterations=2, checkpoint_every=1),
     )
@@ -184,6 +191,16 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "flow_grpo": lambda f, a: pictures(f, a, "flow_grpo"),
     "flow_gspo": lambda f, a: pictures(f, a, "flow_gspo"),
     "flow_grpo+sharded": lambda f, a: sharded(f, a),
+    "grpo+sharded": lambda f, a: text(f, a, "grpo", objective={"changes": {"kl": 0.0}}, sharding=True),
+    "gspo+lora+sharded": lambda f, a: text(
+        f,
+        a,
+        "gspo",
+        policy=toy_policy(lora=text_lora(rank=2, alpha=4.0)),
+        objective={"changes": {"kl": 0.05}},
+        sharding=True,
+    ),
+    "sft+sharded": lambda f, a: sft(f, a, sharding=True),
     "diffusion_nft": lambda f, a: pictures(f, a, "diffusion_nft"),
     "crd": lambda f, a: pictures(f, a, "crd"),
     "draft": lambda f, a: pictures(f, a, "draft"),
@@ -199,10 +216,16 @@ def run(folder: Path, names: Sequence[str]) -> None:
     accelerator = Accelerator(cpu=True)
     for name in names:
         trainer = JOBS[name](folder / name, accelerator)
+        divided = name.endswith("+sharded") and accelerator.num_processes > 1
+        assert all(isinstance(m, DTensor) == divided for _, m in trainer.weights.masters), name
         gradients: list[torch.Tensor] = []
         trainer.weights.clip = _kept(trainer, gradients)
         trainer.resume()
         trainer.train()
+        if name == "sft+sharded":
+            with whole_state(trainer.algorithm.policy.module):
+                if accelerator.is_main_process:
+                    trainer.algorithm.policy.save(folder / name / "saved")
         if accelerator.is_main_process:
             torch.save(gradients, folder / name / "gradients.pt")
 

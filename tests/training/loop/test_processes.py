@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.support.training.pictures import outcome, toy_trainer
 from tests.support.training.processes import JOBS, PAUSE, run, start
+from tests.support.training.text import toy_policy, toy_text_trainer
+from visalign.adapters.causal_lm.lora import text_lora
 from visalign.errors import UserError
 from visalign.rewards.base.contract import RewardError
 from visalign.training import read_metrics
@@ -52,6 +55,9 @@ def test_the_updates_of_several_processes_are_those_of_one(name: str, world: int
         reports = [(runs / str(count) / name / "reports.txt").read_text().split() for count in (1, world)]
         assert [float(x) for x in reports[1]] == pytest.approx([float(x) for x in reports[0]], rel=1e-5)
         return
+    if name == "sft+sharded":  # tied weights are saved once
+        kept = [load_file(runs / str(count) / name / "saved" / "model.safetensors") for count in (1, world)]
+        torch.testing.assert_close(kept[1], kept[0], rtol=1e-3, atol=1e-5)
     rows = [read_metrics(runs / str(count) / name / "metrics.jsonl") for count in (1, world)]
     assert len(rows[0]) == len(rows[1]) >= 2
     for mine, other in zip(*rows, strict=True):
@@ -160,6 +166,27 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     ):
         with pytest.raises(UserError, match=f"sharding goes without {said}"):
             toy_trainer(Path(), objective=objective, sharding=True)
+
+
+def test_what_of_text_cannot_be_sharded_is_refused_by_name() -> None:
+    free, lora = {"changes": {"kl": 0.0}}, text_lora(rank=2, alpha=4.0)
+    refused: list[tuple[str, dict[str, Any], str]] = [
+        ("grpo", {}, r"a reference \(objective\.changes\.kl\) without LoRA"),
+        (
+            "grpo",
+            {"objective": {"changes": {"kl": 0.1}, "reset_reference_every": 1}},
+            "objective.reset_reference_every",
+        ),
+        ("ppo", {"objective": free, "separate_value": True}, "a value model"),
+        ("grpo", {"objective": free, "policy": toy_policy(value=True)}, "experts, pictures in prompts and a"),
+        ("flowrl", {"policy": toy_policy(lora=lora)}, "a log-partition head"),
+        ("ppo_ptx", {"policy": toy_policy(lora=lora, value=True)}, r"demonstrations \(ptx\)"),
+    ]
+    for row, given, said in refused:
+        with pytest.raises(UserError, match=f"sharding goes without {said}"):
+            toy_text_trainer(Path(), row, sharding=True, **given)
+    with pytest.raises(UserError, match="sharding divides a model among processes, and one was started"):
+        toy_text_trainer(Path(), "grpo", sharding=True, objective=free)
 
 
 def test_other_errors_pass_where_a_lost_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ any number of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -30,7 +30,7 @@ def shard(network: nn.Module, accelerator: Accelerator) -> None:
     new objects afterwards: look them up again.
 
     Args:
-        network: on the accelerator's device.
+        network: on the accelerator's device; forwards with gradient go through it.
         accelerator: of the processes.
 
     Raises:
@@ -50,12 +50,14 @@ def shard(network: nn.Module, accelerator: Accelerator) -> None:
     with torch.no_grad():
         for value in (*network.parameters(), *network.buffers()):
             torch.distributed.broadcast(value.data, src=0)
-    names = {*(getattr(network, "_repeated_blocks", None) or ())}
-    names |= {*(getattr(network, "_no_split_modules", None) or ())}
+    keys = ("_repeated_blocks", "_no_split_modules")
+    names = {name for part in network.modules() for key in keys for name in getattr(part, key, None) or ()}
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     blocks = [module for module in network.modules() if type(module).__name__ in names]
     for module in (*blocks, network):
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    root: Any = network
+    root._get_fsdp_state()._lazy_init()  # else a block that is called before the network becomes the root
 
 
 @contextmanager
@@ -83,10 +85,12 @@ def whole_state(network: nn.Module) -> Iterator[None]:
 
     All processes enter; it holds the whole model once in each. A network that is not sharded is as it was.
     """
-    if not isinstance(network, FSDPModule):
+    if not any(isinstance(module, FSDPModule) for module in network.modules()):
         yield
         return
-    full = {name: gathered(value) for name, value in network.state_dict().items()}
+    held = network.state_dict(keep_vars=True)
+    once = {id(value): gathered(value.detach()) for value in {id(v): v for v in held.values()}.values()}
+    full = {name: once[id(value)] for name, value in held.items()}  # tied weights stay one tensor
 
     def put(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         state.update({prefix + name: value for name, value in full.items()})
@@ -120,6 +124,19 @@ def like(value: Tensor, other: Tensor) -> Tensor:
     if not isinstance(other, DTensor):
         return value
     return distribute_tensor(value, other.device_mesh, other.placements, src_data_rank=None)
+
+
+def is_divided(network: nn.Module) -> bool:
+    """Whether each forward of a network gathers weights from all processes."""
+    return isinstance(network, FSDPModule)
+
+
+def as_many(parts: Iterable[Tensor], network: nn.Module, accelerator: Accelerator) -> list[Tensor]:
+    """Micro-batches, and after them empty ones where the network is divided and another process has more."""
+    own = list(parts)
+    if not is_divided(network):
+        return own
+    return own + [own[-1][:0]] * (at_most(len(own), accelerator) - len(own))
 
 
 def at_most(count: int, accelerator: Accelerator) -> int:

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from visalign.core import PolicyOutput
-from visalign.text import TextPolicy, TextRollout
+from visalign.errors import UserError
+from visalign.text import Sampling, TextPolicy, TextRollout
+from visalign.training.loop.sharding import is_divided, shard
 
 from .parts import LogPartition, ValueFunction
 
@@ -65,7 +69,9 @@ class TextReplay(nn.Module):
         """
         out = self._policy.log_probs(rollout, rows)
         log_prob = out.log_prob
-        if not len(rows):  # the exchange of gradients waits for those of every process
+        if not len(rows) and is_divided(self):  # the others wait for its weights
+            log_prob = log_prob + 0.0 * self._policy.log_probs(_token()).log_prob.sum()
+        elif not len(rows):  # the exchange of gradients waits for those of every process
             trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
             for parameter in trained[:1] if self.may_skip else trained:
                 log_prob = log_prob + 0.0 * parameter.sum()
@@ -79,3 +85,37 @@ class TextReplay(nn.Module):
             more["ptx_log_prob"] = self._policy.log_probs(given, given_rows).log_prob
             more["ptx_weight"] = given.loss_mask[given_rows].to(log_prob.device)
         return PolicyOutput(log_prob=log_prob, entropy=out.entropy, **more)
+
+
+def _token() -> TextRollout:
+    """One token after another."""
+    zero = torch.zeros(1, 1)
+    return TextRollout(
+        prompt_ids=zero.long(),
+        prompt_mask=zero + 1,
+        completion_ids=zero.long(),
+        loss_mask=zero + 1,
+        log_prob=zero,
+        full_log_prob=zero,
+        entropy=zero,
+        text=[""],
+        stop_reason=["length"],
+        group=[0],
+        prompt=[""],
+        seed=[0],
+        sampling=Sampling(),
+    )
+
+
+def divide(replay: TextReplay, accelerator: Accelerator) -> None:
+    """Divide the policy among the processes; see `shard`.
+
+    Raises:
+        UserError: a forward may leave out weights that the other processes wait for, or see `shard`.
+    """
+    if replay.may_skip:
+        raise UserError(
+            "sharding goes without experts, pictures in prompts and a value head, of which a process may use "
+            "fewer than another. Leave sharding out, or train such a model without them."
+        )
+    shard(replay, accelerator)

@@ -15,6 +15,7 @@ Where this deviates from what trainers usually do, always on purpose:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,11 +25,13 @@ from accelerate import Accelerator
 from torch import nn
 
 from visalign.core import Objective, PolicyOutput, Prepared, count_step, penalty_kl_coefficient
+from visalign.errors import UserError
 from visalign.interfaces import TextReward
 from visalign.text import TextPolicy
 from visalign.training.loop.judging import Ahead, Judging, oriented
 from visalign.training.loop.processes import accelerator_of, shared, unshared
 from visalign.training.loop.sampler import PromptSampler, check_batch_algebra
+from visalign.training.loop.sharding import as_many, whole
 from visalign.training.loop.trainer import Algorithm, Collected, Context
 from visalign.training.policy.reference import Reference
 from visalign.training.policy.update import PolicyStep, backward, prepare_steps, update_metrics
@@ -43,8 +46,9 @@ from .parts import (
     ValueFunction,
     check_parts,
 )
-from .replay import TextReplay
+from .replay import TextReplay, divide
 from .settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings, check_ahead
+from .trajectories import needs_reference
 
 AfterUpdate = Callable[[int], None]
 
@@ -72,6 +76,7 @@ class TextRL(Algorithm):
         strata: label per record, see `PromptSampler`.
         after_update: called by all processes with the iterations finished after the update, for a server
             that has to take over the weights.
+        sharding: divide the model, its gradients and AdamW's moments among the processes (FSDP2).
 
     Raises:
         UserError: settings that do not fit each other, or an algorithm that lacks a part.
@@ -95,6 +100,7 @@ class TextRL(Algorithm):
         demonstrations: Demonstrations | None = None,
         strata: Sequence[str] | None = None,
         after_update: AfterUpdate | None = None,
+        sharding: bool = False,
     ) -> None:
         self.accelerator = accelerator_of(accelerator, policy)
         self.rollout = rollout or TextRolloutSettings()
@@ -131,11 +137,41 @@ class TextRL(Algorithm):
         self.after_update = after_update
         value = bool(self.row.value)
         replay = TextReplay(policy, value=value, value_model=value_model, log_partition=log_partition)
-        self.module = shared(replay, self.accelerator, may_skip=replay.may_skip)
+        self.module: nn.Module = replay
+        if sharding:
+            self._check_sharding()
+            divide(replay, self.accelerator)
+        else:
+            self.module = shared(replay, self.accelerator, may_skip=replay.may_skip)
         self.ratio_bound = self.settings.ratio_bound
         self._penalty: float | None = None
         self._divergence: float | None = None
         self._had_updates = False
+
+    def _check_sharding(self) -> None:
+        """Refuse what looks at all weights at once, or at them beside the policy.
+
+        Raises:
+            UserError: names it.
+        """
+        parts, settings = self.parts, self.settings
+        refused = {
+            "a value model": parts.value_model is not None,
+            "a log-partition head": parts.log_partition is not None,
+            "demonstrations (ptx)": parts.demonstrations is not None,
+            "an engine that writes the completions": parts.generator is not parts.policy,
+            "objective.reset_reference_every": settings.reset_reference_every is not None,
+            "objective.reset_reference_above": settings.reset_reference_above is not None,
+            "a reference (objective.changes.kl) without LoRA": needs_reference(self.row)
+            and getattr(parts.policy, "lora", None) is None,
+        }
+        given = [name for name, is_there in refused.items() if is_there]
+        if given:
+            raise UserError(f"sharding goes without {given[0]}. Leave one of the two out.")
+
+    def whole(self) -> AbstractContextManager[Any]:
+        """Inside, each process has all of the model."""
+        return whole(self.module)
 
     def rates(self, lr: float) -> Mapping[str, float]:
         """Factor of the learning rate `lr` for the heads."""
@@ -167,7 +203,8 @@ class TextRL(Algorithm):
         """Completions made, judged and, with dynamic sampling, chosen."""
         iteration = run.counters.iteration
         write = partial(self._written, run)
-        made = collect(self.parts, write, self.groups, iteration, self.rollout, self.objective, run.clock)
+        with self.whole():
+            made = collect(self.parts, write, self.groups, iteration, self.rollout, self.objective, run.clock)
         self._had_updates = made.experience is not None
         return made
 
@@ -245,7 +282,8 @@ class TextRL(Algorithm):
     def _moved(self, experience: TextExperience) -> float:
         """KL(π_old‖π) per token after the last step, k3."""
         t = experience.trajectories
-        now = experience.shares.of_all(self.parts.policy.log_probs(experience.rollout).log_prob)
+        with self.whole():
+            now = experience.shares.of_all(self.parts.policy.log_probs(experience.rollout).log_prob)
         log_ratio = (now - t.old_log_prob).double()
         return float((log_ratio.expm1() - log_ratio)[t.weight != 0].mean())
 
@@ -258,7 +296,7 @@ class TextRL(Algorithm):
         local = experience.shares.local[step.sample]
         places = (step.live & (local >= 0)).nonzero()[:, 0]
         places = places[torch.argsort((prepared.weight[places] != 0).sum(1), stable=True, descending=True)]
-        parts, shares = places.split(size), []
+        parts, shares = as_many(places.split(size), self.module, process), []
         if given is not None:
             own = torch.arange(len(given)).tensor_split(process.num_processes)[process.process_index]
             shares = own.chunk(len(parts))

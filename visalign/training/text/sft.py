@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ from visalign.core import aggregate, count_step
 from visalign.errors import UserError
 from visalign.text import TextPolicy, TextRollout
 from visalign.training.loop.processes import accelerator_of, shared, unshared
+from visalign.training.loop.sharding import as_many, whole
 from visalign.training.loop.trainer import Algorithm, Collected, Context
 
 from .parts import Demonstrations
-from .replay import TextReplay
+from .replay import TextReplay, divide
 
 
 class SFT(Algorithm):
@@ -36,15 +38,32 @@ class SFT(Algorithm):
         demonstrations: the stream of batches (`visalign.adapters.DemonstrationBatches`); each update takes
             one of its own.
         accelerator: processes, which share each batch, and trackers. None makes one on the policy's device.
+        sharding: divide the model, its gradients and AdamW's moments among the processes (FSDP2).
+
+    Raises:
+        UserError: a model that cannot be divided.
     """
 
     def __init__(
-        self, policy: TextPolicy, demonstrations: Demonstrations, *, accelerator: Accelerator | None = None
+        self,
+        policy: TextPolicy,
+        demonstrations: Demonstrations,
+        *,
+        accelerator: Accelerator | None = None,
+        sharding: bool = False,
     ) -> None:
         self.accelerator = accelerator_of(accelerator, policy)
         self.policy, self.demonstrations = policy, demonstrations
         replay = TextReplay(policy)
-        self.module = shared(replay, self.accelerator, may_skip=replay.may_skip)
+        self.module: nn.Module = replay
+        if sharding:
+            divide(replay, self.accelerator)
+        else:
+            self.module = shared(replay, self.accelerator, may_skip=replay.may_skip)
+
+    def whole(self) -> AbstractContextManager[Any]:
+        """Inside, each process has all of the model."""
+        return whole(self.module)
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """What of the policy is trained."""
@@ -113,7 +132,8 @@ def backward_nll(
     counts = count_step(batch.loss_mask)
     longest_first = live[torch.argsort((batch.loss_mask[live] != 0).sum(1), stable=True, descending=True)]
     world, total = accelerator.num_processes, torch.zeros((), dtype=torch.float64, device=accelerator.device)
-    parts = longest_first[accelerator.process_index :: world].split(micro_batch)
+    own = longest_first[accelerator.process_index :: world].split(micro_batch)
+    parts = as_many(own, module, accelerator)
     for number, rows in enumerate(parts):
         with unshared(module, accelerator, last=number == len(parts) - 1):
             log_prob = module(batch, rows).log_prob
