@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from visalign.core import PolicyOutput
 from visalign.errors import UserError
 from visalign.text import Sampling, TextPolicy, TextRollout
+from visalign.training.loop.processes import shared
 from visalign.training.loop.sharding import is_divided, shard
 
 from .parts import LogPartition, ValueFunction
@@ -107,15 +108,18 @@ def _token() -> TextRollout:
     )
 
 
-def divide(replay: TextReplay, accelerator: Accelerator) -> None:
-    """Divide the policy among the processes; see `shard`.
+def spread(replay: TextReplay, accelerator: Accelerator, sharding: bool) -> nn.Module:
+    """The module that the processes share (`shared`), or divide (`shard`).
 
     Raises:
         UserError: a forward may leave out weights that the other processes wait for, or see `shard`.
     """
+    if not sharding:
+        return shared(replay, accelerator, may_skip=replay.may_skip)
     if replay.may_skip:
         raise UserError(
             "sharding goes without experts, pictures in prompts and a value head, of which a process may use "
             "fewer than another. Leave sharding out, or train such a model without them."
         )
     shard(replay, accelerator)
+    return replay

@@ -29,7 +29,7 @@ from visalign.errors import UserError
 from visalign.interfaces import TextReward
 from visalign.text import TextPolicy
 from visalign.training.loop.judging import Ahead, Judging, oriented
-from visalign.training.loop.processes import accelerator_of, shared, unshared
+from visalign.training.loop.processes import accelerator_of, unshared
 from visalign.training.loop.sampler import PromptSampler, check_batch_algebra
 from visalign.training.loop.sharding import as_many, whole
 from visalign.training.loop.trainer import Algorithm, Collected, Context
@@ -46,7 +46,7 @@ from .parts import (
     ValueFunction,
     check_parts,
 )
-from .replay import TextReplay, divide
+from .replay import TextReplay, spread
 from .settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings, check_ahead
 from .trajectories import needs_reference
 
@@ -137,19 +137,14 @@ class TextRL(Algorithm):
         self.after_update = after_update
         value = bool(self.row.value)
         replay = TextReplay(policy, value=value, value_model=value_model, log_partition=log_partition)
-        self.module: nn.Module = replay
-        if sharding:
-            self._check_sharding()
-            divide(replay, self.accelerator)
-        else:
-            self.module = shared(replay, self.accelerator, may_skip=replay.may_skip)
+        self.module = spread(replay, self.accelerator, self._checked(sharding))
         self.ratio_bound = self.settings.ratio_bound
         self._penalty: float | None = None
         self._divergence: float | None = None
         self._had_updates = False
 
-    def _check_sharding(self) -> None:
-        """Refuse what looks at all weights at once, or at them beside the policy.
+    def _checked(self, sharding: bool) -> bool:
+        """`sharding`; refuses to divide what looks at all weights at once, or at them beside the policy.
 
         Raises:
             UserError: names it.
@@ -166,8 +161,9 @@ class TextRL(Algorithm):
             and getattr(parts.policy, "lora", None) is None,
         }
         given = [name for name, is_there in refused.items() if is_there]
-        if given:
+        if sharding and given:
             raise UserError(f"sharding goes without {given[0]}. Leave one of the two out.")
+        return sharding
 
     def whole(self) -> AbstractContextManager[Any]:
         """Inside, each process has all of the model."""

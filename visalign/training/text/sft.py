@@ -22,12 +22,12 @@ from torch import nn
 from visalign.core import aggregate, count_step
 from visalign.errors import UserError
 from visalign.text import TextPolicy, TextRollout
-from visalign.training.loop.processes import accelerator_of, shared, unshared
+from visalign.training.loop.processes import accelerator_of, unshared
 from visalign.training.loop.sharding import as_many, whole
 from visalign.training.loop.trainer import Algorithm, Collected, Context
 
 from .parts import Demonstrations
-from .replay import TextReplay, divide
+from .replay import TextReplay, spread
 
 
 class SFT(Algorithm):
@@ -54,12 +54,7 @@ class SFT(Algorithm):
     ) -> None:
         self.accelerator = accelerator_of(accelerator, policy)
         self.policy, self.demonstrations = policy, demonstrations
-        replay = TextReplay(policy)
-        self.module: nn.Module = replay
-        if sharding:
-            divide(replay, self.accelerator)
-        else:
-            self.module = shared(replay, self.accelerator, may_skip=replay.may_skip)
+        self.module = spread(TextReplay(policy), self.accelerator, sharding)
 
     def whole(self) -> AbstractContextManager[Any]:
         """Inside, each process has all of the model."""
