@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--count", type=int, default=10_000)
-    parser.add_argument("--size", type=int, default=512)
+    parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--reward", default="clip_score")
     options = parser.parse_args(arguments)
