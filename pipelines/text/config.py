@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import field
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from visalign.data.assets import assets_folder
 from visalign.errors import UserError
 from visalign.pipelines.shared.sections import (
     Count,
@@ -146,6 +148,9 @@ class ServerConfig:
     """Iterations between two loads of the adapters into the server; above 1 is off-policy on purpose."""
     server_folder: str | None = None
     """The run's folder `server_adapter` as the server sees it; null: the same path."""
+    model_folder: str | None = None
+    """Without model.lora: the folder that the server was started on, as it is seen here. The whole model is
+    written there and read anew by the server."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -194,11 +199,8 @@ class TextConfig:
                 f"objective.algorithm={self.objective.algorithm} fits a value function, and model.value is "
                 "none. Set model.value to shared (a head on the policy) or separate (a network of its own)."
             )
-        if self.server is not None and self.model.lora is None:
-            raise UserError(
-                "server loads adapters between two iterations, and model.lora is null: whole models cannot "
-                "be handed over. Set model.lora={rank: 16, alpha: 32}, or leave server out."
-            )
+        if self.server is not None:
+            self._check_handed_over(self.server)
         if self.server is not None and objective.importance_sampling is None:
             raise UserError(
                 "server: another engine's log-probs differ a little from the policy's, and nothing corrects "
@@ -210,6 +212,27 @@ class TextConfig:
                 f"objective.algorithm={self.objective.algorithm} has a ptx term, and data.demonstrations is "
                 "null. Set data.demonstrations to a file of records with prompt and completion, or to "
                 "tasks:train."
+            )
+
+    def _check_handed_over(self, server: ServerConfig) -> None:
+        """How the server gets new weights: adapters, or a folder that is written for it alone."""
+        folder, adapters = server.model_folder, self.model.lora is not None
+        if folder is None and not adapters:
+            raise UserError(
+                "server.model_folder is null, and so is model.lora: nothing could be handed over between two "
+                "iterations. Set model.lora={rank: 16, alpha: 32}, or copy the model into a folder, start "
+                "the server on it, and set server.model_folder to it."
+            )
+        if folder is not None and adapters:
+            raise UserError(
+                "server.model_folder takes whole models, and model.lora trains adapters, which are handed "
+                "over by themselves. Leave one of the two out."
+            )
+        begins = {Path(self.model.path).resolve(), (assets_folder() / self.model.path).resolve()}
+        if folder is not None and Path(folder).resolve() in begins:
+            raise UserError(
+                f"server.model_folder is {folder}, which is model.path: the run would write over the model "
+                "that it begins with. Copy it, and start the server on the copy."
             )
 
 

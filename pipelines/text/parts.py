@@ -300,26 +300,38 @@ def build_server(config: TextConfig, policy: CausalLMPolicy) -> Any:
 def syncing(
     config: TextConfig, policy: CausalLMPolicy, generator: Any, output: Path, accelerator: Accelerator
 ) -> Any:
-    """What hands the adapters to the server after an iteration's update, or None without a server.
+    """What hands the weights to the server after an iteration's update, or None without a server.
 
     The first process does so; all processes call it, wait, and ask for the new adapter from then on.
+
+    Raises:
+        UserError: `server.model_folder` is no folder with a model.
     """
     server = config.server
     if server is None:
         return None
     from accelerate import utils
 
-    folder = output / "server_adapter"
+    from visalign.training.loop.sharding import whole_state
 
+    folder = Path(server.model_folder or output / "server_adapter")
+    if server.model_folder and not (folder / "config.json").is_file():
+        raise UserError(
+            f"server.model_folder is {folder}, where no model stands. Copy the one that is trained there, "
+            "and start the server on it."
+        )
     last: list[int] = []
 
     def sync(iteration: int) -> None:
         if not last or iteration - last[0] >= server.sync_every:
             last[:] = [iteration]
-            if accelerator.is_main_process:
-                with no_loading_bars():
+            with whole_state(policy.module), no_loading_bars():
+                if accelerator.is_main_process and server.model_folder:
+                    policy.model.save_pretrained(folder)
+                    generator.reload(folder)
+                elif accelerator.is_main_process:
                     policy.save(folder)
-                generator.sync(folder, server_folder=server.server_folder)
+                    generator.sync(folder, server_folder=server.server_folder)
             (generator.model,) = utils.broadcast_object_list([generator.model])
 
     return sync

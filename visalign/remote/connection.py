@@ -108,7 +108,9 @@ class ServerConnection:
         self._tls = ssl.create_default_context() if base_url.startswith("https") else False
 
     def url(self, path: str) -> str:
-        """The whole address of `path`, e.g. "completions"."""
+        """The whole address of `path`, e.g. "completions"; "/health" stands at the server's root."""
+        if path.startswith("/"):
+            return str(httpx.URL(self._address).copy_with(raw_path=path.encode()))
         return f"{self._address}/{path}"
 
     def get(self, path: str) -> Mapping[str, Any]:

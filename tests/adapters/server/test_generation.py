@@ -575,9 +575,32 @@ def test_an_adapter_is_loaded_under_a_name_of_its_own(tmp_path) -> None:
         assert server.asked[-1] == ("/v1/unload_lora_adapter", {"lora_name": other})
 
 
+def test_a_whole_model_is_read_anew_from_the_folder_of_the_server(tmp_path) -> None:
+    policy = tiny_policy()
+    with torch.no_grad():
+        for _, weight in policy.trainable_parameters():
+            weight.mul_(1.1)
+    with serving(tiny_policy()) as server:
+        source = generator(policy, server)
+        with pytest.raises(UserError, match=r"holds no weights \(\*\.safetensors\)"):
+            source.reload(tmp_path)
+        policy.save(tmp_path)
+        with pytest.raises(ServerError, match=r"404 .*VLLM_SERVER_DEV_MODE=1.*from the folder"):
+            source.reload(tmp_path)
+        assert rescored(drawn(source), policy, allowed_gap=None).mean_gap > 0.01, "not there yet"
+        server.folder = tmp_path
+        server.failures = [(503, "starting again", {}), (0, "", {})]
+        source.reload(tmp_path)
+        assert [path for path, _ in server.asked[-2:]] == ["/collective_rpc", "/reset_prefix_cache"]
+        assert rescored(drawn(source), policy).largest_gap < 1e-4
+        server.failures = [(400, COMPLAINT, {})]
+        with pytest.raises(ServerError, match="400 Bad Request: max_tokens is too large vLLM reads whole"):
+            source.reload(tmp_path)
+
+
 def test_an_adapter_that_is_not_taken(policy, server, tmp_path) -> None:
     source = generator(policy, server)
-    with pytest.raises(UserError, match=r"holds no LoRA adapter .* restart the server on the saved folder"):
+    with pytest.raises(UserError, match=r"holds no LoRA adapter .* that the server was started on"):
         source.sync(tmp_path)
     moved(0.1, tmp_path / "one")
     with pytest.raises(

@@ -8,16 +8,17 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from visalign.config import list_configs, load_config
-from visalign.data.assets import resolve_model
+from visalign.data.assets import assets_folder, resolve_model
 from visalign.errors import ConfigError, UserError
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.cli.show import result_files
@@ -227,7 +228,11 @@ def test_packaged_configurations_are_whole(name):
         ("evaluation.seeds=[1, 1]", "give different numbers"),
         ("rewards.terms={task_anwser: {}}", "task_answer"),
         ("rewards.terms={task_answer: {bound: 0.5}}", "constraints are held in trainings of pictures alone"),
-        ("server={base_url: 'http://x/v1', model: m}", "whole models cannot be handed over"),
+        ("server={base_url: 'http://x/v1', model: m}", "nothing could be handed over between two"),
+        (
+            f"server={{base_url: 'http://x/v1', model: m, model_folder: '{assets_folder()}/tasks-qwen3'}}",
+            "the run would write over the model that it begins with",
+        ),
         ("objective.changes={ptx: 0.1}", r"has a ptx term, and data\.demonstrations is null"),
     ],
 )
@@ -254,7 +259,7 @@ def test_the_first_process_hands_the_adapters_over_and_all_ask_for_them(
 ) -> None:
     done: list[str] = []
     generator = SimpleNamespace(model="base", sync=lambda folder, server_folder: done.append("sync"))
-    policy: Any = SimpleNamespace(save=lambda folder: done.append("save"))
+    policy: Any = SimpleNamespace(save=lambda folder: done.append("save"), module=nn.Identity())
     monkeypatch.setattr("accelerate.utils.broadcast_object_list", lambda given: ["visalign-1"])
     config: Any = SimpleNamespace(server=ServerConfig(base_url="http://x/v1", model="base", sync_every=2))
     process: Any = SimpleNamespace(is_main_process=first)
@@ -264,3 +269,18 @@ def test_the_first_process_hands_the_adapters_over_and_all_ask_for_them(
     generator.model = "kept"
     sync(2)
     assert generator.model == "kept"
+
+
+def test_a_whole_model_is_handed_over_in_the_folder_of_the_server(tmp_path: Path) -> None:
+    done: list[str] = []
+    generator = SimpleNamespace(model="base", reload=lambda folder: done.append(f"reload {folder.name}"))
+    model = SimpleNamespace(save_pretrained=lambda folder: done.append(f"save {folder.name}"))
+    policy: Any = SimpleNamespace(model=model, module=nn.Identity())
+    server = ServerConfig(base_url="http://x/v1", model="base", model_folder=str(tmp_path / "served"))
+    config, process = SimpleNamespace(server=server), SimpleNamespace(is_main_process=True)
+    with pytest.raises(UserError, match="served, where no model stands"):
+        syncing(cast(Any, config), policy, generator, tmp_path, cast(Any, process))
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served/config.json").touch()
+    syncing(cast(Any, config), policy, generator, tmp_path, cast(Any, process))(1)
+    assert done == ["save served", "reload served"] and generator.model == "base"

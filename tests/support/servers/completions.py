@@ -33,6 +33,8 @@ class TinyServer:
         self.max_model_len: int | None = 64
         self.adapters: dict[str, str] = {}
         self.takes_adapters = True
+        self.folder: Path | None = None
+        """In vLLM's development mode, what it was started on."""
         self.failures: list[tuple[int, str, dict[str, str]]] = []
         """Given out first, one per request; status 0 hangs up without an answer."""
         self.alter: Callable[[Reply], Any] = lambda reply: reply
@@ -74,6 +76,12 @@ class TinyServer:
         if path == "/v1/unload_lora_adapter" and body["lora_name"] in self.adapters:
             del self.adapters[body["lora_name"]]
             return 200, "Success: LoRA adapter removed."
+        if path == "/collective_rpc" and self.folder is not None and body == {"method": "reload_weights"}:
+            with self._lock:
+                self.policy.load(self.folder)
+            return 200, {"results": [None]}
+        if path == "/reset_prefix_cache" and self.folder is not None:
+            return 200, ""
         return 404, {"detail": "Not Found"}
 
     def _complete(self, body: Reply) -> Reply:

@@ -35,7 +35,7 @@ from visalign.text import Prompt, Sampling, StoppingCriteria, TextRollout, check
 from .completions import Completion, CompletionRequest, read_completion
 from .requests import LogprobsMode, check_processed, check_sampling, needs_processed, request_body
 from .rollout import server_rollout
-from .weights import adapter_name, load_adapter, served_models, unload_adapter
+from .weights import adapter_name, load_adapter, reload_weights, served_models, unload_adapter
 
 
 class ServerGenerator:
@@ -209,6 +209,22 @@ class ServerGenerator:
         if before != self.base_model:
             unload_adapter(self._connection, before)
         return name
+
+    def reload(self, folder: str | Path) -> None:
+        """Let a vLLM server read the whole model anew that was saved into the folder it was started on.
+
+        Args:
+            folder: that folder as it is seen here.
+
+        Raises:
+            UserError: a folder without a model's weights.
+            ServerError: the server refused; says how it must be started.
+        """
+        if not any(Path(folder).glob("*.safetensors")):
+            raise UserError(
+                f"{folder} holds no weights (*.safetensors). Save the model there and start the server on it."
+            )
+        reload_weights(self._connection)
 
     def _completions(
         self,

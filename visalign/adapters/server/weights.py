@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New weights for a vLLM server: a LoRA adapter under a name that is made from its bytes."""
+"""New weights for a vLLM server: an adapter under a name made from its bytes, or its folder read anew."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def adapter_files(folder: Path) -> tuple[Path, Path]:
     if not (folder / _CONFIG).is_file() or not weights:
         raise UserError(
             f"{folder} holds no LoRA adapter ({_CONFIG} and {' or '.join(_WEIGHTS)}). Give the folder that "
-            "policy.save wrote of a policy with lora=text_lora(). A whole model cannot be sent while the "
-            "server runs: restart the server on the saved folder."
+            "policy.save wrote of a policy with lora=text_lora(). A whole model goes into the folder that "
+            "the server was started on: see `reload`."
         )
     return folder / _CONFIG, weights[0]
 
@@ -62,6 +62,26 @@ def unload_adapter(connection: ServerConnection, name: str) -> None:
     except ServerError as error:
         if error.status not in (400, 404):
             raise
+
+
+def reload_weights(connection: ServerConnection) -> None:
+    """Let the server read its folder anew, and forget what it computed with the weights before.
+
+    These are vLLM's own calls of development mode, which it has for waking from sleep.
+
+    Raises:
+        ServerError: the server has no such calls, or could not read the folder; says how to start it.
+    """
+    try:
+        connection.tell("/collective_rpc", {"method": "reload_weights"})
+        connection.tell("/reset_prefix_cache", {})
+    except ServerError as error:
+        raise ServerError(
+            f"{error} vLLM reads whole models anew if it was started with the environment variable "
+            "VLLM_SERVER_DEV_MODE=1, on a network that only you reach, from the folder that the weights are "
+            "written to.",
+            status=error.status,
+        ) from error
 
 
 def served_models(connection: ServerConnection) -> dict[str, dict[str, object]]:
