@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Annotated
 
 import typer
@@ -18,9 +19,15 @@ def plan(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Changes: key.sub=value ...", show_default=False)
     ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Devices; memory is that of each.", show_default=False),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """What a run needs before its model is fetched: memory by part, forward-equivalents, hours by device."""
+    if processes is not None:
+        os.environ["WORLD_SIZE"] = str(processes)  # as torchrun says it
     with user_messages():
         from visalign.pipelines.jobs import load_job
 

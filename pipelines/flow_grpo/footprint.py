@@ -13,7 +13,14 @@ import torch
 from visalign.errors import UserError
 from visalign.flow.rollout import asked_of
 from visalign.pipelines.shared.devices import hours_by_device
-from visalign.pipelines.shared.memory import GB, dtype_name, judge_bytes, trained_memory, weight_bytes
+from visalign.pipelines.shared.memory import (
+    GB,
+    dtype_name,
+    judge_bytes,
+    on_each_device,
+    trained_memory,
+    weight_bytes,
+)
 
 from .config import FlowGRPOConfig
 from .inputs import Inputs, prepare
@@ -33,7 +40,7 @@ def estimate(config: FlowGRPOConfig) -> dict[str, Any]:
 
 
 def footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[str, Any]:
-    """Memory in GB, operations and hours of a run on one device, in groups.
+    """Memory in GB, operations and hours of a run on each device, in groups.
 
     Operations and stored activations are those of the policy's own velocity on the meta device: counted, not
     fitted. On tiny pipelines of five families the operations are exactly those of a real velocity on a CPU,
@@ -61,7 +68,11 @@ def footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[st
     memory = _memory(config, policy, images / world)
     ascent = config.objective.ascent
     graphs = 1 if ascent is None or ascent.stop_range else min(ascent.last, settings.steps)
-    memory["activations_of_a_micro_batch"] = (trace.held * graphs + trace.largest_block) / GB
+    activations = memory["activations_of_a_micro_batch"] = (trace.held * graphs + trace.largest_block) / GB
+    own = getattr(policy, "networks", {"transformer": None})
+    network = [name for name in memory if name.partition(", ")[0] in own or name == "trained_weights"]
+    sharding = config.run.sharding
+    memory = on_each_device(memory, network, world=world, sharding=sharding, spare=activations)
     judges, later = judge_bytes({**inputs.rewards, "the sum": inputs.reward})
     memory["judges"] = judges / GB
     memory["in_all"] = math.fsum(memory.values())

@@ -52,15 +52,44 @@ def trained_memory(trained: Sequence[Tensor], *, ema: bool, copies: int) -> dict
     numbers = sum(weight.numel() for weight in trained)
     stored = sum(weight.numel() * weight.element_size() for weight in trained)
     masters = 4 * sum(weight.numel() for weight in trained if weight.element_size() < 4)
-    sizes = {
-        "trained_weights": stored,
-        "float32_masters": masters,
-        "gradients": stored,
-        "adamw_moments": 8 * numbers,
-        "averaged_weights": 4 * numbers * ema,
-        "reference_and_old_policy": 4 * numbers * copies,
-    }
-    return {name: size / GB for name, size in sizes.items()}
+    sizes = stored, masters, stored, 8 * numbers, 4 * numbers * ema, 4 * numbers * copies
+    return {name: size / GB for name, size in zip(TRAINED, sizes, strict=True)}
+
+
+TRAINED = (
+    "trained_weights",
+    "float32_masters",
+    "gradients",
+    "adamw_moments",
+    "averaged_weights",
+    "reference_and_old_policy",
+)
+"""The parts of `trained_memory`."""
+
+
+def on_each_device(
+    memory: Mapping[str, float], network: Collection[str], *, world: int, sharding: bool, spare: float = 0.0
+) -> dict[str, float]:
+    """GB that each of several processes holds, by part.
+
+    With DDP that is everything, and the gradients once more, in the buckets that they are exchanged in. With
+    FSDP2 it is a share of the network and of what belongs to its training; while nothing is learnt each holds
+    the network whole besides.
+
+    Args:
+        memory: of a run in one process.
+        network: the parts that are weights of the trained network, frozen ones too.
+        world: processes.
+        sharding: FSDP2 and not DDP.
+        spare: GB of `memory` that are free while nothing is learnt.
+    """
+    if world == 1:
+        return dict(memory)
+    if not sharding:
+        return {**memory, "buckets_of_ddp": memory["gradients"]}
+    shared = {*network, *TRAINED}
+    found = {name: size / world if name in shared else size for name, size in memory.items()}
+    return found | {"network_gathered": max(0.0, sum(memory[name] for name in network) - spare)}
 
 
 def judge_bytes(judges: Mapping[str, Any]) -> tuple[int, list[str]]:

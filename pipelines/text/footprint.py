@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import torch
@@ -11,7 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from visalign.data.assets import resolve_model
 from visalign.pipelines.shared.devices import hours_by_device, tokens_by_device
-from visalign.pipelines.shared.memory import GB, dtype_name, judge_bytes, trained_memory, weight_bytes
+from visalign.pipelines.shared.memory import (
+    GB,
+    dtype_name,
+    judge_bytes,
+    on_each_device,
+    trained_memory,
+    weight_bytes,
+)
 
 from .config import TextConfig
 from .parts import TextInputs, prompt_encoder, text_adapters
@@ -22,7 +30,7 @@ NOT_COUNTED = "kernels' workspaces, the allocator's gaps, activations of generat
 
 
 def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
-    """Memory in GB, operations, hours and tokens a second on one device, in groups.
+    """Memory in GB, operations, hours and tokens a second on each device, in groups.
 
     Completions are counted at their full length and every prompt at the longest one, so all of it is an upper
     bound but for what `not_counted` names. Empty where the model sees pictures.
@@ -51,6 +59,9 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
     held, flops = _replayed(network, min(config.optimizer.micro_batch, completions), length, config)
     memory = _weights(config, network)
     generating = cache + 4 * rows * network.config.vocab_size
+    parts = [name for name in memory if name.startswith("frozen_weights, ") or name == "trained_weights"]
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    memory = on_each_device(memory, parts, world=world, sharding=config.run.sharding)
     memory["generation_or_activations_of_a_micro_batch"] = max(generating, held) / GB
     judges, later = judge_bytes({**inputs.rewards, "the sum": inputs.reward})
     memory["judges"] = judges / GB
@@ -73,7 +84,7 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
             "of_that_logits_of_a_step": 4 * rows * network.config.vocab_size / GB,
             "not_counted": ", ".join([NOT_COUNTED, *later]),
         },
-        "hours": hours_by_device(operations, memory["in_all"]),
+        "hours": hours_by_device(operations / world, memory["in_all"]),
         **found,
     }
 

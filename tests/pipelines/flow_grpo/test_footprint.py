@@ -24,7 +24,13 @@ from visalign.flow.rollout import rollout
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, estimate, run
 from visalign.pipelines.flow_grpo.parts import build_policy
-from visalign.pipelines.shared.memory import GB, judge_bytes, weight_bytes
+from visalign.pipelines.shared.memory import (
+    GB,
+    judge_bytes,
+    on_each_device,
+    trained_memory,
+    weight_bytes,
+)
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.optimizer import OptimizerSettings, TrainedWeights
 
@@ -144,6 +150,33 @@ def test_memory_by_part_is_what_a_run_holds(folders):
     full = estimate(configured(folders, "sd3", "model.lora=null", "model.dtype=bfloat16"))["memory_in_GB"]
     assert full["transformer, trained"] < 1e-5  # its table of positions
     assert full["reference_and_old_policy"] == pytest.approx(full["trained_weights"])
+
+
+def test_memory_of_several_processes_is_what_they_held():
+    """100.9 M weights trained in full, of which tests/benchmarks/sharding.py measured 2369 and 1220 MiB."""
+    weights = [torch.empty(100_900_000, device="meta")]
+    alone = trained_memory(weights, ema=True, copies=0)
+    assert on_each_device(alone, ["trained_weights"], world=1, sharding=False) == alone
+    for sharding, held in ((False, 2369), (True, 1220)):
+        found = on_each_device(alone, ["trained_weights"], world=2, sharding=sharding)
+        assert 0.9 < sum(found.values()) * GB / (held * 2**20) < 1.15
+    spared = on_each_device(alone, ["trained_weights"], world=2, sharding=True, spare=0.3)
+    assert spared["network_gathered"] == pytest.approx(alone["trained_weights"] - 0.3)
+
+
+def test_the_plan_of_several_processes_says_what_each_holds(folders, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    found = {}
+    for name, change in (("ddp", "seed=0"), ("fsdp2", "run.sharding=true")):
+        found[name] = estimate(configured(folders, "sd3", change))["memory_in_GB"]
+    frozen = "transformer, float32"
+    assert found["fsdp2"][frozen] == found["ddp"][frozen] / 2 > 0
+    assert found["fsdp2"]["adamw_moments"] == found["ddp"]["adamw_moments"] / 2
+    assert found["fsdp2"]["vae, float32"] == found["ddp"]["vae, float32"]
+    assert found["ddp"]["buckets_of_ddp"] == found["ddp"]["gradients"]
+    command = ["plan", "shapes_flow_grpo", "--processes", "3", "--json"]
+    said = json.loads(CliRunner().invoke(app, command).stdout)
+    assert said["batch"]["processes"] == 3 and "buckets_of_ddp" in said["memory_in_GB"]
 
 
 def test_no_weight_is_read(folders, tmp_path):
