@@ -70,8 +70,10 @@ def finished(output: Path, parts: Sequence[Part], asking: Asking, judges: Mappin
         if not path.is_file():
             continue
         columns_of(path)
-        said = json.loads((pyarrow.parquet.read_schema(path).metadata or {}).get(KEPT, b"{}"))
-        if not said:
+        said: Any = None
+        with suppress(ValueError):
+            said = json.loads((pyarrow.parquet.read_schema(path).metadata or {}).get(KEPT, b"{}"))
+        if not isinstance(said, dict) or not said.keys() >= {"judges", "input"}:
             raise UserError(f"'{path}' holds no scores of ours. Give another --output, or remove it.")
         if said["judges"] != dict(judges):
             raise UserError(
@@ -206,6 +208,11 @@ def score_on_ray(
     if above := [item for item in items if item.is_dir() and output.is_relative_to(item.absolute())]:
         raise UserError(f"The output '{output}' lies in '{above[0]}', which is to be scored. Give another.")
     check_run_folder(output, resume=resume)
+    if whole := [label for label, reward in rewards.items() if getattr(reward, "needs_batch", False)]:
+        raise UserError(
+            f"{', '.join(whole)} judges all pictures of a call together, and --engine ray judges them in "
+            "batches of each file. Leave --engine ray out."
+        )
     parts = parts_of(items)
     for part in parts:
         check_part(part, asking)
@@ -263,6 +270,8 @@ def score_parts(
                 raise RewardError(item["stop"])
             if item["unread"]:
                 unread[str(parts[place].source)] = item["unread"]
+                found.pop(place, None)
+            if place not in found:
                 continue
             found[place][start] = pickle.loads(item["rows"])
             if item["is_last"]:
@@ -376,7 +385,10 @@ def check_address(address: str) -> None:
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=WAIT) as line:
             line.sendall(HELLO)
-            if line.recv(9)[3:4] != b"\4":
+            answer = b""
+            while len(answer) < 4 and (more := line.recv(4 - len(answer))):
+                answer += more
+            if answer[3:] != b"\4":
                 raise ConnectionError("what listens there is no Ray")
     except (OSError, OverflowError) as error:
         raise UserError(

@@ -203,14 +203,14 @@ def _member(ending: str, content: bytes, row: Row) -> Row:
         return {"prompt": text.strip()}
     if ending != ".json":
         return {}
-    with suppress(json.JSONDecodeError):
+    with suppress(ValueError, RecursionError):
         record = json.loads(text)
         return {"metadata": record} | record | row if isinstance(record, dict) else {"metadata": record}
     return {"metadata": text}
 
 
 def read_batches(item: Row, asking: Asking) -> Iterator[Row]:
-    """A part in batches, the unit that a worker judges: the same as without Ray, so that scores are equal."""
+    """A part in batches, the unit that a worker judges; each part begins a new one."""
     part: Part = pickle.loads(item["part"])
     rows, start = rows_of(part, asking), 0
     more: Row = {"place": item["place"], "unread": "", "is_last": False}

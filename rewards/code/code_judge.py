@@ -438,7 +438,7 @@ def helpers(setup: str, link: Link) -> dict[str, Any]:
         tree = ast.parse(setup)
     except SyntaxError:  # the head of a function whose body is the code
         return {}
-    empty = {node.name for node in tree.body if values.is_stub(node)}
+    empty = {getattr(node, "name", "") for node in tree.body if values.is_stub(node)}
     names = Names(link, tree, is_test=False)
     exec(compile(tree, "setup", "exec"), names)
 

@@ -84,7 +84,8 @@ class CodeTests:
 
         Args:
             field: metadata field with the tests.
-            setup_field: metadata field with source that is put before the code (imports, helpers), or None.
+            setup_field: metadata field with source that is put before the code (imports, helpers), or None. It
+                runs before the code is there; where it cannot, the sample is invalid.
                 For the tests its functions with a body and its plain values are as it made them, its classes
                 and their objects as the code left them.
             credit: "all" (1 where every test passes, else 0) or "share" (passed / tests).
@@ -146,15 +147,15 @@ class CodeTests:
         inside = [index for index, test in enumerate(listed) if "stdin" not in test]
         if inside:
             run = self._run(code, setup=setup, tests=[_without_answer(listed[index]) for index in inside])
-            made = next((entry["setup"] for entry in run.records if "setup" in entry), "did not end in time")
-            if setup and made:
-                raise RewardError(f"the source in {self._setup_field!r} {made}: it stands before the code")
+            ended = "did not end in time" if run.timed_out else f"ended the process ({run.exit_code})"
+            if setup and (why := next((entry["setup"] for entry in run.records if "setup" in entry), ended)):
+                raise RewardError(f"what stands before the code ({self._setup_field}) {why}")
             for number, index in enumerate(inside):
                 results[index] = _test_result(run, number, listed[index], self._tolerance)
         for index, test in enumerate(listed):
             if "stdin" in test:
                 run = self._run(code, setup=setup, stdin=test["stdin"])
-                if setup and (run.exit_code or run.timed_out):
+                if setup and not _program_result(run, test["stdout"]).passed:
                     self._check_program(setup, test["stdin"])
                 results[index] = _program_result(run, test["stdout"])
         return [result for result in results if result is not None]
@@ -165,10 +166,10 @@ class CodeTests:
             ast.parse(setup)
         except SyntaxError:  # the head of a function whose body is the code
             return
-        alone = self._run(setup, stdin=stdin)
-        if alone.exit_code or alone.timed_out:
-            why = _program_result(alone, "").remark
-            raise RewardError(f"the source in {self._setup_field!r} cannot run alone: {why}")
+        alone = self._run(f"{setup}\nprint({END!r})", stdin=stdin)
+        if END not in alone.stdout:
+            ended = "did not end in time" if alone.timed_out else f"ended the process ({alone.exit_code})"
+            raise RewardError(f"what stands before the code ({self._setup_field}) {ended}")
 
     def _run(self, code: str, **what: Any) -> Run:
         run = run_python(
@@ -211,6 +212,10 @@ class CodeTests:
         if code is None and self._whole and not has_fence(text):
             code = text
         return (code, None) if code is not None and code.strip() else ("", "no closed code block")
+
+
+END = "the setup has ended"
+"""Printed behind a setup by itself."""
 
 
 def _limits(name: str, given: Mapping[str, float] | None) -> Limits:

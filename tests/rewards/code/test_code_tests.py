@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -174,7 +175,9 @@ def test_no_tests_and_a_broken_sandbox_are_no_score(monkeypatch):
     [
         ("import no_such_module", "raised ModuleNotFoundError"),
         ("1 / 0", "raised ZeroDivisionError"),
-        ("while True: pass", "did not end in time"),
+        ("while True: pass", "did not end in time|ended the process"),
+        ("import os\nos._exit(0)", r"ended the process \(0\)"),
+        ("import sys\nsys.exit(0)", "raised SystemExit"),
     ],
 )
 @pytest.mark.parametrize("test", ["assert f() == 1", {"stdin": "", "stdout": "1"}])
@@ -184,9 +187,9 @@ def test_a_setup_that_cannot_run_is_no_score_of_the_code(setup, why, test):
     code = "```python\ndef f(): return 1\nprint(1)\n```"
     found = reward.score([code, code], ["p", "p"], [{"tests": [test], "setup": s} for s in (setup, "x = 1")])
     assert found.valid.tolist() == [False, True] and found.value[1] == 1
-    assert found.reason is not None and "'setup'" in str(found.reason[0])
+    assert found.reason is not None and "before the code (setup)" in str(found.reason[0])
     if isinstance(test, str):
-        assert why in str(found.reason[0])
+        assert re.search(why, str(found.reason[0]))
 
 
 def test_setup_code_comes_first():
@@ -260,7 +263,7 @@ def test_nothing_survives_the_run(isolation, tmp_path, monkeypatch):
         "for _ in range(2):\n"
         "    if os.fork() == 0:\n        os.setsid()\n        time.sleep(300)\n        os._exit(0)\n"
     )
-    for _ in range(5):  # the limit of processes is the user's, and other tests' may be ending
+    for _ in range(5):  # what has ended counts among its processes for a moment
         run = run_python(daemon, limits=QUICK, isolation=isolation)
         if "temporarily unavailable" not in run.stderr:
             break
@@ -424,7 +427,7 @@ def test_ordinary_code_works_inside():
         "    print(asyncio.run(f()), get_context('fork').Pool(2).map(abs, [-1, -2]))\n"
         "    print(list({'b', 'a', 'c', 'd'}))"
     )
-    limits = Limits(wall_seconds=60)
+    limits = Limits(wall_seconds=60, processes=8)  # threads that have ended count for a moment
     first, second = (run_python(code, isolation=HERE, limits=limits) for _ in range(2))
     assert (
         first.stdout.startswith("4\n3 [1, 2]\n") and first.stdout == second.stdout

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -139,6 +140,28 @@ def test_a_judge_is_asked_beside_the_next_samples_and_beside_the_update(tmp_path
     run = {"iterations": 2, "checkpoint_every": 100}
     toy_trainer(tmp_path, policy=policy, reward=Waiting(), rollout=how, objective=CORRECTED, run=run).train()
     assert met == [True]
+
+
+def test_an_evaluation_waits_for_what_is_being_judged(tmp_path):
+    """Samples made ahead are judged for longer than the update takes; the evaluation asks later."""
+    busy, met = threading.Event(), []
+
+    class Slow(Brightness):
+        def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
+            busy.set()
+            time.sleep(0.3)
+            busy.clear()
+            return super().score(images, prompts, metadata)
+
+    def evaluate(_iteration: int) -> dict[str, float]:
+        met.append(busy.is_set())
+        return {}
+
+    run = {"iterations": 3, "checkpoint_every": 100, "evaluate_every": 1}
+    toy_trainer(
+        tmp_path, reward=Slow(), rollout={"staleness": 1}, objective=CORRECTED, run=run, evaluate=evaluate
+    ).train()
+    assert met == [False] * 3
 
 
 def test_what_the_judge_raises_beside_the_rollout_ends_the_run(tmp_path):

@@ -105,7 +105,7 @@ class PictureSource:
     ) -> None:
         self.policy, self.reward, self.records, self.seed = policy, oriented(reward), records, seed
         self.rollout, self.accelerator = rollout, accelerator
-        self._judging = Judging(self.reward, what="images", beside=rollout.judged_beside)
+        self.judging = Judging(self.reward, what="images", beside=rollout.judged_beside)
         size = rollout.prompts_per_iteration, rollout.group_size
         self.sampler = PromptSampler(len(records), *size, seed, strata=strata, cycle=cycle)
         self.samples = size[0] * size[1]
@@ -138,7 +138,7 @@ class PictureSource:
             for record, label in zip(records, group, strict=True):
                 record["group_id"] = label
         shared = self.rollout.shared_noise
-        parts = self._judging.stretches(group, self.rollout.overlap, whole_groups=shared)
+        parts = self.judging.stretches(group, self.rollout.overlap, whole_groups=shared)
         condition = self._encoded(records, clock)
         made, verdicts = [], []
         for places in parts:
@@ -202,7 +202,7 @@ class PictureSource:
             clips = getattr(self.reward, "takes_clips", False)
             shown = [decoded(self.policy, chunk, clips=clips).float().cpu() for chunk in chunks]
         with clock.phase("reward"):
-            return self._judging.ask(torch.cat(shown), records)
+            return self.judging.ask(torch.cat(shown), records)
 
     def sample_seeds(self, sample_id: Tensor) -> list[int]:
         """The seeds that samples' noise comes from."""
@@ -343,6 +343,10 @@ class PictureAlgorithm(Algorithm):
 
     divergence: float | None
     """From the reference, of the iteration's updates; None where none was measured."""
+
+    def settle(self) -> None:
+        """Wait until nothing is being judged."""
+        self.source.judging.settle()
 
     def finish(self, run: Context) -> None:
         """Reset the reference where it is due."""

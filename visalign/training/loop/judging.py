@@ -73,6 +73,11 @@ class Judging:
         scores = judge(self.reward, samples, records, what=self._what)
         return lambda: scores
 
+    def settle(self) -> None:
+        """Wait until nothing is being judged: others, such as an evaluation, may ask the same reward then."""
+        if self._thread is not None:
+            self._thread.submit(int).result()
+
     def stretches(self, group: Sequence[Any], count: int, *, whole_groups: bool = False) -> list[Tensor]:
         """[b] places cut into at most `count` stretches; by whole groups, or not at all, where the reward
         compares.
@@ -123,8 +128,8 @@ Made = TypeVar("Made")
 class Ahead(Generic[Made]):
     """What the next iteration learns from, made before the weights move and judged while they do.
 
-    It is one iteration old at most. Before a checkpoint nothing is made ahead, so that a resumed run begins
-    as one that goes on does.
+    It is one iteration old at most. Before a scheduled checkpoint nothing is made ahead, so that a run which
+    is resumed from it begins as one that goes on does; a run that was stopped in between makes it anew.
 
     Args:
         make: (iterations finished, run) -> samples under the present weights, handed to the judge.

@@ -153,6 +153,9 @@ class Algorithm(Protocol):
         """Metrics of the updates of an iteration."""
         ...
 
+    def settle(self) -> None:
+        """Wait for what goes on beside the training, before an evaluation asks the same reward."""
+
     def finish(self, run: Context) -> None:
         """End an iteration, of which the counters count already: hand the weights to whoever else has to have
         them, put into `counters.own` what a resume needs."""
@@ -396,6 +399,7 @@ class Trainer(Generic[A]):
             return {}
         found: Mapping[str, float] = {}
         with self.clock.phase("evaluation"):
+            self.algorithm.settle()
             with self.averaged(), self.algorithm.whole():
                 found = self.evaluate(iteration)
         return {f"heldout/{name}": value for name, value in found.items()}

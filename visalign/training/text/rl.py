@@ -253,6 +253,10 @@ class TextRL(Algorithm):
             found |= {"kl_old": moved, "penalty": used}
         return found
 
+    def settle(self) -> None:
+        """Wait until nothing is being judged."""
+        self.parts.judging.settle()
+
     def finish(self, run: Context) -> None:
         """Keep the counters of dynamic sampling and of PPO-KL; hand the weights to a server."""
         self.parts.reference.finish(run, self._divergence)

@@ -45,7 +45,8 @@ class TextRolloutSettings:
     overlap: int = 1
     """Stretches that an iteration's samples are made in: while one is made, the one before is judged in a
     thread. 1: all are made, then all are judged. It gains where the judge works elsewhere (a server, another
-    GPU, processes that run code), and changes no sample and no score."""
+    GPU, processes that run code), and changes no sample, nor a score that neither the batch nor torch's
+    own random numbers are part of."""
     staleness: int = 0
     """1: the samples of an iteration are made before the update of the one before, which hides the judge
     behind it. They come from weights one iteration old, so the objective needs `importance_sampling`."""
