@@ -84,8 +84,8 @@ class CodeTests:
 
         Args:
             field: metadata field with the tests.
-            setup_field: metadata field with source that is put before the code (imports, helpers), or None. It
-                runs before the code is there; where it cannot, the sample is invalid.
+            setup_field: metadata field with source that is put before the code (imports, helpers), or None.
+                It runs before the code is there; where it cannot, the sample is invalid.
                 For the tests its functions with a body and its plain values are as it made them, its classes
                 and their objects as the code left them.
             credit: "all" (1 where every test passes, else 0) or "share" (passed / tests).
