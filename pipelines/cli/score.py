@@ -56,7 +56,8 @@ def score(
     images: Annotated[
         list[Path],
         typer.Argument(
-            help="Image files, folders of images, tables with the columns image, prompt.", show_default=False
+            help="Image files, folders of images or clips, tables with the columns image, prompt.",
+            show_default=False,
         ),
     ],
     reward: Rewards,
@@ -106,7 +107,7 @@ def score(
         from visalign.pipelines.score.image_rows import image_rows
         from visalign.pipelines.score.log import part_of
         from visalign.pipelines.score.report import file_tables, score_summary, write_score_page
-        from visalign.pipelines.score.score import score_rows
+        from visalign.pipelines.score.score import score_rows, takes_clips
         from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each, with_cache
         from visalign.rewards.catalogue import load_reward
 
@@ -115,7 +116,8 @@ def score(
         started, names = time.perf_counter(), parse_map(columns or [])
         with clean_output():
             loaded = load_each(reward, options or [], load_reward)
-        table = image_rows(images, prompt, needs_prompt=any_needs_prompt(loaded), names=names)
+        clips = any(map(takes_clips, loaded.values()))
+        table = image_rows(images, prompt, needs_prompt=any_needs_prompt(loaded), names=names, clips=clips)
         rewards = with_cache(loaded, cache)
         part = None if kept is None else part_of(kept)
         with scoring(part, rewards, len(table), resume=resume) as keeping, clean_output():
@@ -161,6 +163,7 @@ def _on_ray(
     from visalign.data.sets.columns import parse_map
     from visalign.pipelines.score.on_ray import loaded_ray, score_on_ray
     from visalign.pipelines.score.parts import Asking
+    from visalign.pipelines.score.score import takes_clips
     from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each
     from visalign.rewards.catalogue import load_reward
 
@@ -172,7 +175,8 @@ def _on_ray(
     with clean_output():
         loaded = load_each(reward, asked["options"], load_reward)
     needs_prompt, names = any_needs_prompt(loaded), parse_map(columns)
-    asking = Asking(rewards=reward, needs_prompt=needs_prompt, names=names, **asked)
+    clips = any(map(takes_clips, loaded.values()))
+    asking = Asking(rewards=reward, needs_prompt=needs_prompt, names=names, clips=clips, **asked)
     with Progress(console=Console(stderr=True), transient=True) as progress, clean_output():
         bar = progress.add_task("scoring", total=None)
         found = score_on_ray(

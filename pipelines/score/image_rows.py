@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,12 +27,17 @@ RECORD, SAMPLES = "metadata.jsonl", "samples"
 """GenEval's folders: a record, with its prompt, beside the folder of the samples."""
 
 
+_NUMBERED = re.compile(r"(.*?)([0-9]+)(\.[A-Za-z]+)")
+"""The name of a frame of a clip: what all share, the number, the ending."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ImageRow:
-    """One image to judge."""
+    """One image, or one clip, to judge."""
 
     image: str
-    """A path, or a reference that `visalign.data.sets.image_references.resolve_image` reads."""
+    """A path, or a reference that `visalign.data.sets.image_references.resolve_image` reads; a folder where
+    `numbered_frames` finds a clip in it."""
     prompt: str
     metadata: Mapping[str, Any] | None = None
     """The prompt's record for verifiers."""
@@ -41,11 +47,12 @@ class ImageRow:
     """Why there is nothing to judge, where that is known."""
 
 
-def find_images(items: Sequence[Path]) -> list[Path]:
+def find_images(items: Sequence[Path], *, clips: bool = False) -> list[Path]:
     """The files to score: those named, and the images in the folders named and the folders below, sorted.
 
     Args:
         items: files and folders. A named file that does not exist stays: it becomes a row with its reason.
+        clips: a folder in which `numbered_frames` finds a clip is found itself, not its frames.
 
     Returns:
         Paths, each once, in the order given; a warning says which were named twice.
@@ -58,7 +65,7 @@ def find_images(items: Sequence[Path]) -> list[Path]:
     for item in items:
         inside = [item]
         if item.is_dir():
-            inside = list(_inside(item))
+            inside = list(_inside(item, clips))
             if not inside:
                 raise UserError(
                     f"The folder '{item}' holds no image. Allowed endings: {', '.join(IMAGE_ENDINGS)}; "
@@ -98,18 +105,21 @@ def image_rows(
     *,
     needs_prompt: bool = True,
     names: Mapping[str, str] | None = None,
+    clips: bool = False,
 ) -> list[ImageRow]:
     """Images with prompts.
 
     Args:
         items: Image files; folders, whose images may have their prompts beside them (`cat.png`, `cat.txt`) or
-            lie as GenEval writes them (`00000/metadata.jsonl`, `00000/samples/`);
+            lie as GenEval writes them (`00000/metadata.jsonl`, `00000/samples/`); clips likewise (a folder
+            `roll` of frames, `roll.txt` beside it);
             tables (`visalign.data.sets.tables.READERS`) with the columns image, prompt and, if wanted,
             metadata (an object, or JSON text). Paths in a table start at its folder; a Parquet table may hold
             the pictures.
         prompt: Of all images of files and folders, and of table rows that have none.
         needs_prompt: False where no reward looks at it; what has none then gets an empty one.
         names: Our name of a table's column -> the table's.
+        clips: As of `find_images`.
 
     Raises:
         UserError: Nothing was named, a table lacks columns or cannot be read, or an image has no prompt.
@@ -122,15 +132,45 @@ def image_rows(
         else:
             others.append(item)
     if others or not items:
-        rows += [with_prompt(path, prompt, needs_prompt) for path in find_images(others)]
+        rows += [with_prompt(path, prompt, needs_prompt) for path in find_images(others, clips=clips)]
     return rows
 
 
-def _inside(folder: Path) -> Iterator[Path]:
+def numbered_frames(folder: str | Path) -> list[Path]:
+    """The frames of a folder that holds one clip, in the order of their numbers; of any other none.
+
+    Such a folder has nothing in it, but hidden files, than two or more images whose names differ in their
+    numbers alone: `1.png`, `2.png`, or `roll_001.jpg`, `roll_002.jpg`. GenEval's samples are no clip.
+    """
+    folder = Path(folder)
+    if folder.name == SAMPLES and (folder.parent / RECORD).is_file():
+        return []
+    found: dict[Path, int] = {}
+    kinds = set()
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                match = _NUMBERED.fullmatch(entry.name)
+                if entry.name.startswith("."):
+                    continue
+                if match is None or match[3].lower() not in IMAGE_ENDINGS or not entry.is_file():
+                    return []
+                kinds.add((match[1], match[3]))
+                found[folder / entry.name] = int(match[2])
+    except (OSError, ValueError):  # a file, none at all, or one that may not be read
+        return []
+    is_clip = len(kinds) == 1 and len(found) > 1
+    return sorted(found, key=lambda path: (found[path], path.name)) if is_clip else []
+
+
+def _inside(folder: Path, clips: bool) -> Iterator[Path]:
     """Images in a folder, then in those below it, sorted at each step; hidden folders are left out, and the
     `grid.png` of all samples that GenEval and `visalign sample` write.
     """
     for place, below, names in os.walk(folder):
+        if clips and numbered_frames(place):
+            yield Path(place)
+            continue
         below[:] = sorted(name for name in below if not name.startswith("."))
         if {RECORD, "images.jsonl"} & set(names):
             names = [name for name in names if name != "grid.png"]
@@ -148,7 +188,7 @@ def with_prompt(path: Path, prompt: str | None, needed: bool) -> ImageRow:
         _, metadata = next(read_rows(record), (1, {}))
         said = metadata.get("prompt")
         prompt = said if prompt is None and isinstance(said, str) else prompt
-    beside = path.with_suffix(PROMPT_ENDING)
+    beside = Path(f"{path.resolve()}{PROMPT_ENDING}") if path.is_dir() else path.with_suffix(PROMPT_ENDING)
     if path.suffix != PROMPT_ENDING and prompt is None and beside.is_file():
         try:
             prompt = beside.read_text(encoding="utf-8").strip()

@@ -18,7 +18,7 @@ from visalign.errors import UserError
 from visalign.locks import LOCK, check_free, hold
 from visalign.rewards.base.identity import Identity
 
-from .image_rows import ImageRow
+from .image_rows import ImageRow, numbered_frames
 from .score import ScoreRow
 from .whose import judge_identity
 
@@ -171,13 +171,15 @@ def number(value: Any) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def _state(reference: str) -> tuple[int, int] | tuple[()]:
-    """Size and time of change of the file that holds a picture: another picture has another score."""
+def _state(reference: str) -> tuple[Any, ...]:
+    """Size and time of change of the file that holds a picture, or of each frame of a clip's folder: another
+    picture has another score.
+    """
     if reference.startswith(PARQUET):
         reference = reference.removeprefix(PARQUET).rsplit("#", 2)[0]
     place = Path(reference)
     if "://" in reference or not place.is_file():
-        return ()
+        return tuple((frame.name, *_state(str(frame))) for frame in numbered_frames(place))
     found = place.stat()
     return found.st_size, found.st_mtime_ns
 

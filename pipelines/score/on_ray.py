@@ -213,7 +213,7 @@ def score_on_ray(
             f"{', '.join(whole)} judges all pictures of a call together, and --engine ray judges them in "
             "batches of each file. Leave --engine ray out."
         )
-    parts = parts_of(items)
+    parts = parts_of(items, clips=asking.clips)
     for part in parts:
         check_part(part, asking)
     judges = {label: judge_identity(reward).digest for label, reward in rewards.items()}

@@ -40,6 +40,8 @@ class Asking:
     names: Mapping[str, str] = field(default_factory=dict)
     """Our name of a table's column -> the table's."""
     batch_size: int = 32
+    clips: bool = False
+    """Whether folders of numbered frames are clips, as of `find_images`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +53,13 @@ class Part:
     """The file of its scores, under the folder of all."""
 
 
-def parts_of(items: Sequence[Path]) -> list[Part]:
+def parts_of(items: Sequence[Path], *, clips: bool = False) -> list[Part]:
     """What is to be scored, file by file.
 
     Args:
         items: Tables, tar files, folders, images. A folder that holds Parquet or tar files, at any depth, is
             read as these alone; else as the images in it.
+        clips: As of `find_images`.
 
     Raises:
         UserError: Nothing was named, a folder holds none of these, or two files would have one output.
@@ -80,7 +83,7 @@ def parts_of(items: Sequence[Path]) -> list[Part]:
         if not inside and not _is_table(item, tuple(READERS)):
             loose.append(item)
     parts = [Part(source=path, output=name) for name, path in found.items()]
-    pictures = find_images(loose) if loose or not items else []
+    pictures = find_images(loose, clips=clips) if loose or not items else []
     for start in range(0, len(pictures), PICTURES):
         name = f"images-{start // PICTURES:05}.parquet"
         if name in found:

@@ -18,6 +18,7 @@ from visalign.evaluation.pages.table_files import FileTable
 from visalign.interfaces import PointwiseReward
 from visalign.rewards.base.images import load_images
 
+from .image_rows import numbered_frames
 from .score import ScoreRow
 from .whose import foreign, whose
 
@@ -93,7 +94,8 @@ def shown_pictures(names: Iterable[str]) -> dict[str, dict[str, Any] | None]:
     found: dict[str, dict[str, Any] | None] = {}
     for name in names:
         try:
-            image = load_images([resolve_image(name)]).images[0]
+            frames = numbered_frames(name)
+            image = load_images([frames[len(frames) // 2] if frames else resolve_image(name)]).images[0]
         except UserError:
             image = None
         found[name] = None if image is None else embedded(image, side=SHOWN_SIDE)

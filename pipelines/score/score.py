@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -16,10 +17,10 @@ from visalign.errors import UserError
 from visalign.harmless import csv_cell
 from visalign.interfaces import PointwiseReward
 from visalign.rewards.base.failure import Naming
-from visalign.rewards.base.images import pixels_of
+from visalign.rewards.base.images import animation_length, pixels_of
 from visalign.rewards.base.memory import max_pixels
 
-from .image_rows import ImageRow
+from .image_rows import ImageRow, numbered_frames
 from .whose import judge_identity
 
 Table = Sequence[ImageRow]
@@ -46,6 +47,11 @@ class ScoreRow:
     """The judge's explanation, where it writes one."""
     judge: str = ""
     """Whose number it is: model, revision or fingerprint, and digest of the identity."""
+
+
+def takes_clips(reward: object) -> bool:
+    """Whether a reward judges clips, as `Frames` does, and not pictures alone."""
+    return bool(getattr(reward, "takes_clips", False))
 
 
 class Keeper(Protocol):
@@ -106,10 +112,10 @@ def _batch_rows(label: str, reward: PointwiseReward, batch: Table, keeper: Keepe
             found[place] = known
             continue
         try:
-            images[place] = _picture(row)
+            images[place] = _picture(row, label, reward)
         except UserError as error:
             found[place] = _row(label, reward.unit, row, reason=str(error))
-    for places in _held_at_once(images):
+    for places in _held_at_once(images, pixels_of_clip if takes_clips(reward) else pixels_of):
         rows = _ask(label, reward, [batch[n] for n in places], [images[n] for n in places])
         fresh = dict(zip(places, rows, strict=True))
         found |= fresh
@@ -118,13 +124,42 @@ def _batch_rows(label: str, reward: PointwiseReward, batch: Table, keeper: Keepe
     return [found[place] for place in range(len(batch))]
 
 
-def _picture(row: ImageRow) -> Any:
+def _picture(row: ImageRow, label: str, reward: PointwiseReward) -> Any:
+    """What the reward is given: a picture, or for one that takes clips also an animation or a list of frames.
+
+    Raises:
+        UserError: There is nothing to judge, or a clip for a judge of pictures.
+    """
     if row.reason is not None:
         raise UserError(row.reason)
-    return resolve_image(row.image) if row.content is None else open_bytes(row.content, row.image)
+    found = resolve_image(row.image) if row.content is None else open_bytes(row.content, row.image)
+    is_folder = isinstance(found, str) and os.path.isdir(found)
+    frames = numbered_frames(row.image) if is_folder else []
+    if takes_clips(reward):
+        if is_folder and not frames:
+            raise UserError(
+                f"'{row.image}' is a folder, but no clip: one holds numbered images alone, of one name and "
+                "ending, such as 1.png, 2.png."
+            )
+        return frames or found
+    length = len(frames) or animation_length(found)
+    if length > 1:
+        raise UserError(
+            f"'{row.image}' is a clip of {length} frames, and {label} judges pictures. Let the reward "
+            f"'frames' ask it: -r frames --option reward={label}; --option frames=1 takes the middle frame."
+        )
+    return found
 
 
-def _held_at_once(images: Mapping[int, Any]) -> Iterator[list[int]]:
+def pixels_of_clip(item: Any) -> int:
+    """Pixels of all frames of a clip, told without decoding; what is more than a single picture may have
+    counts as that, since it is judged by fewer frames or not at all.
+    """
+    pixels = sum(map(pixels_of, item)) if isinstance(item, list) else pixels_of(item) * animation_length(item)
+    return min(pixels, max_pixels())
+
+
+def _held_at_once(images: Mapping[int, Any], pixels_of: Callable[[Any], int]) -> Iterator[list[int]]:
     """Places of images which together have no more pixels than a single one may."""
     places: list[int] = []
     most, pixels = max_pixels(), 0

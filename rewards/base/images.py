@@ -14,7 +14,8 @@ import stat
 import struct
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,9 @@ _KINDS = {
     stat.S_IFSOCK: "socket",
     stat.S_IFDIR: "folder",
 }
+_ANIMATED = ("GIF", "PNG", "WEBP")
+"""PIL's formats whose frames are moments; those of others are pages, sizes or views."""
+
 _DEEP_MODES = {"I;16": 65535.0, "I;16L": 65535.0, "I;16B": 65535.0, "I;16N": 65535.0, "I": 65535.0, "F": 1.0}
 """Modes deeper than 8 bits, with the value that counts as white."""
 
@@ -162,7 +166,60 @@ def _read_item(item: Any, where: str) -> ImageBatch:
     return ImageBatch([pixels], [None])
 
 
-def _explain(error: BaseException, item: Any) -> str:
+def animation_length(item: Any) -> int:
+    """Frames of an animated GIF, PNG or WebP (a path or a PIL image), told without decoding; else 1."""
+    if not isinstance(item, Image.Image | str | os.PathLike):
+        return 1
+    try:
+        with _borrowed(item) as image:
+            return getattr(image, "n_frames", 1) if image.format in _ANIMATED else 1
+    except _DECODE_ERRORS:
+        return 1
+
+
+def load_animation(item: Image.Image | str | os.PathLike[str], places: Sequence[int]) -> ImageBatch:
+    """Frames of an animation, as `load_images` reads pictures: all of them, or none with one reason.
+
+    All its frames together may have as many pixels as a single picture, since those between are decoded too.
+
+    Args:
+        item: of which `animation_length` says that it is animated.
+        places: numbers of frames from 0, best in rising order.
+    """
+    max_pixels()  # what is wrong with the limit is no fault of the picture
+    length = animation_length(item)
+    try:
+        with _borrowed(item) as image:
+            if image.width * image.height * length > _most_pixels():
+                raise Image.DecompressionBombError
+            read: list[Tensor | None] = []
+            for at in places:
+                image.seek(at)
+                read.append(_from_pil(image.copy()))
+    except _DECODE_ERRORS as error:
+        reason = _explain(error, item, having=f"pixels in its {length} frames")
+        return ImageBatch([None] * len(places), [reason] * len(places))
+    return ImageBatch(read, [None] * len(places))
+
+
+@contextmanager
+def _borrowed(item: Image.Image | str | os.PathLike[str]) -> Iterator[Image.Image]:
+    """A picture or the one of a file, with the decoders' warnings off; it is left at the frame it was at."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if not isinstance(item, Image.Image):
+            with _opened(Path(item)) as image:
+                yield image
+            return
+        place = item.tell()
+        try:
+            yield item
+        finally:
+            if item.tell() != place:
+                item.seek(place)
+
+
+def _explain(error: BaseException, item: Any, *, having: str = "pixels") -> str:
     """The reason that a row gets for a decoding error."""
     name = f"a PIL image of mode {item.mode}" if isinstance(item, Image.Image) else os.fspath(item)
     if isinstance(error, Image.DecompressionBombError | Image.DecompressionBombWarning):
@@ -170,7 +227,7 @@ def _explain(error: BaseException, item: Any) -> str:
         is_pil = limit is not None and limit < most
         knob = "PIL.Image.MAX_IMAGE_PIXELS" if is_pil else "the environment variable VISALIGN_MAX_PIXELS"
         return (
-            f"{name} has more than {limit if is_pil else most} pixels and may be a decompression bomb; "
+            f"{name} has more than {limit if is_pil else most} {having} and may be a decompression bomb; "
             f"shrink it, or raise {knob} if you trust it and have the memory"
         )
     if isinstance(error, FileNotFoundError):
@@ -214,13 +271,17 @@ def _from_pil(image: Image.Image) -> Tensor:
     width, height = image.size
     if width * height == 0:
         raise ValueError(f"it has no pixels: {width}×{height}")
-    if width * height > min(max_pixels(), Image.MAX_IMAGE_PIXELS or math.inf):
+    if width * height > _most_pixels():
         raise Image.DecompressionBombError
     upright = first_frame_upright(image)
     if upright.mode in _DEEP_MODES:
         return _from_deep(upright)
     array = np.array(over_white(upright))
     return torch.from_numpy(array).permute(2, 0, 1).to(torch.float32) / 255
+
+
+def _most_pixels() -> float:
+    return min(max_pixels(), Image.MAX_IMAGE_PIXELS or math.inf)
 
 
 def _from_deep(image: Image.Image) -> Tensor:

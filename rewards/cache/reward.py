@@ -17,6 +17,7 @@ from torch import Tensor
 from visalign.interfaces import Metadata, PointwiseReward, Preferences, Scores
 from visalign.rewards.base.contract import RewardError, answer_of, columns_of
 from visalign.rewards.base.identity import Identity
+from visalign.rewards.base.images import animation_length, load_animation
 
 from .store import ScoreCache, key_of
 
@@ -140,6 +141,11 @@ def content_digest(item: Any) -> bytes | None:
         try:
             return hashlib.sha256(b"file" + Path(item).read_bytes()).digest()
         except OSError:
+            return None
+    if (length := animation_length(item)) > 1 and isinstance(item, Image.Image):
+        frames = load_animation(item, range(length)).images
+        item = [frame for frame in frames if frame is not None]
+        if not item:
             return None
     if isinstance(item, Image.Image):
         try:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,14 @@ from visalign.interfaces import Metadata, PointwiseReward, Scores
 from visalign.rewards.base.contract import RewardError, make_scores, read_metadata
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.identity import Identity
-from visalign.rewards.base.images import as_contract, load_images
+from visalign.rewards.base.images import (
+    animation_length,
+    as_contract,
+    load_animation,
+    load_images,
+    pixels_of,
+)
+from visalign.rewards.base.memory import max_pixels
 
 
 class Frames:
@@ -23,8 +31,10 @@ class Frames:
 
     A clip of F frames is judged at its n = min(frames, F) frames ⌊(k + ½) F / n⌋, k = 0 ... n − 1, the
     middles of n equal stretches: a single one is the middle frame. A clip is a sequence of pictures of one
-    size (PIL images, paths, ...), or an array [F, ...], in any form that `load_images` takes; a single
-    picture is a clip of one frame. No order of frames is seen: motion is not judged.
+    size (PIL images, paths, ...), or an array [F, ...], in any form that `load_images` takes; an animated
+    GIF, PNG or WebP (a path or a PIL image) is a clip of its frames, any other single picture one of one
+    frame. No order of frames is seen: motion is not judged. The frames of files that are judged, and all of
+    an animation, may together have as many pixels as a single picture.
 
     The parts are "frames" (n), "lowest" and "highest" (of the n scores), and the judge's own parts, averaged.
 
@@ -102,14 +112,27 @@ class Frames:
     def _read(self, row: int, clip: Any) -> tuple[list[Tensor], str | None]:
         """The frames of a clip that are judged, or none of them and why."""
         where = f"{self.name}: images[{row}]"
-        frames = _frames_of(where, clip)
-        n = min(self.frames, len(frames))
-        chosen = [(2 * k + 1) * len(frames) // (2 * n) for k in range(n)]
-        same = isinstance(frames, Tensor | np.ndarray)
-        batch = load_images(frames[chosen] if same else [frames[at] for at in chosen])
+        frames, length = _frames_of(where, clip), animation_length(clip)
+        is_animated, length = length > 1, max(length, len(frames))
+        n = min(self.frames, length)
+        chosen = [(2 * k + 1) * length // (2 * n) for k in range(n)]
+        if is_animated:
+            batch = load_animation(clip, chosen)
+        elif isinstance(frames, Tensor | np.ndarray):
+            batch = load_images(frames[chosen])
+        else:
+            shown = [frames[at] for at in chosen]
+            files = [frame for frame in shown if isinstance(frame, str | os.PathLike)]
+            if len(files) > 1 and sum(map(pixels_of, files)) > max_pixels():
+                return [], (
+                    f"the {len(files)} frames that would be judged have more than {max_pixels()} pixels "
+                    "together; judge fewer, shrink them, or raise the environment variable "
+                    "VISALIGN_MAX_PIXELS if you have the memory"
+                )
+            batch = load_images(shown)
         for at, reason in zip(chosen, batch.reasons, strict=True):
             if reason is not None:
-                return [], f"frame {at}: {reason}"
+                return [], reason if is_animated else f"frame {at}: {reason}"
         read = [image for _, image in batch.readable()]
         sizes = sorted({tuple(image.shape[1:]) for image in read})
         if len(sizes) > 1:

@@ -57,6 +57,25 @@ def test_a_picture_is_a_clip_of_one_frame_and_the_contract_holds():
     assert torch.equal(Frames("sharpness").score(images, ["p"] * 3).value, own)
 
 
+def test_an_animation_is_a_clip_and_is_left_as_it_was(tmp_path: Path):
+    shades = [Image.new("RGB", (6, 4), (round(255 * level),) * 3) for level in LEVELS]
+    shades[0].save(tmp_path / "a.gif", save_all=True, append_images=shades[1:])
+    judge = Frames(Brightness(), 2)
+    expected = judge.score([shades], ["p"]).value
+    with Image.open(tmp_path / "a.gif") as opened:
+        opened.seek(3)
+        found = judge.score([tmp_path / "a.gif", opened], ["p"] * 2)
+        assert opened.tell() == 3
+    assert found.value.tolist() == pytest.approx([float(expected)] * 2, abs=1e-6)
+    kept = CachedReward(Frames("sharpness", 2), ScoreCache(tmp_path / "cache"))
+    for last in (0, 255):  # the same first frame, another clip
+        shades[-2].putpixel((2, 2), (last, 0, 0))
+        shades[0].save(tmp_path / "b.gif", save_all=True, append_images=shades[1:])
+        with Image.open(tmp_path / "b.gif") as opened:
+            scored = kept.score([opened], ["p"]).value
+        assert torch.equal(scored, kept.score([tmp_path / "b.gif"], ["p"]).value)
+
+
 def test_frames_that_cannot_be_judged_cost_their_clip_alone(tmp_path: Path):
     clips = [grey([0.1, 0.3]), [tmp_path / "none.png", Image.new("RGB", (4, 4))], grey([0.5])]
     found = Frames(Brightness(), 2).score(clips, ["p"] * 3)
