@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Judges on random checkpoints in their published layouts, and what the published recipes make of them.
 
-The recipes run the libraries' own classes and image transforms, none of ours. `python -m
-tests.support.judges.official` writes their scores to tests/golden/official/judges.json, which
-tests/rewards/scorers/test_official.py holds ours against.
+The recipes run the libraries' and the judges' own classes and image transforms, none of ours. `python -m
+tests.support.judges.official [NAME ...]` writes the scores of all judges, or of those named, to
+tests/golden/official/judges.json, which tests/rewards/scorers/test_official.py holds ours against.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +26,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
+from tests.support.models import published_layouts
 from tests.support.models.clip import CONTEXT, SIZES, tiny_clip_config
 from tests.support.models.published_layouts import (
     head,
@@ -33,6 +36,7 @@ from tests.support.models.published_layouts import (
     transformers_clip,
 )
 from tests.support.models.vision_language import TEMPLATE, tiny_seeing_model, tiny_seeing_tokenizer
+from visalign.rewards.chat.unified_reward import Mode
 
 FROZEN = Path(__file__).parents[2] / "golden" / "official" / "judges.json"
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -459,6 +463,93 @@ def mps(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     return Mps(file), official
 
 
+def image_reward(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
+    """ImageReward's own classes, by the Python that IMAGE_REWARD_PYTHON names on the copy of its code that
+    IMAGE_REWARD_CODE names; without them the frozen numbers.
+    """
+    from visalign.rewards.scorers.image_reward import ImageReward
+
+    signs = [*"abcdefghijklmnopqrstuvwxyz0123456789&;,.'日本", "two", "blue", "square", "##s"]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *signs]
+    words += [f"##{sign}" for sign in signs if len(sign) == 1]
+    (folder / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
+    reading = {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(reading))
+    vocabulary, width = len(words) + 2, 32
+    layout = published_layouts.image_reward(
+        text=(width, 64, 2), vision=(24, 96, 2), vocabulary=vocabulary, context=40, patch=8, image=SIDE
+    )
+    torch.save(weights(layout, 18), folder / "ImageReward.pt")
+    med = {"architectures": ["BertModel"], "hidden_size": width, "intermediate_size": 64}
+    med |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 40}
+    med |= {"vocab_size": vocabulary, "add_cross_attention": True, "layer_norm_eps": 1e-12}
+    (folder / "med_config.json").write_text(json.dumps(med))
+    sizes = {"img_size": SIDE, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "width": width}
+    (folder / "sizes.json").write_text(json.dumps(sizes))
+    (folder / "prompts.json").write_text(json.dumps(PROMPTS))
+    (folder / "pictures").mkdir()
+    for number, picture in enumerate(pictures()):
+        picture.save(folder / f"pictures/{number}.png")
+
+    def official() -> Tensor:
+        if "IMAGE_REWARD_PYTHON" not in os.environ:
+            return torch.tensor(json.loads(FROZEN.read_text())["image_reward"])
+        script = Path(__file__).with_name("image_reward_official.py")
+        asked = [os.environ["IMAGE_REWARD_PYTHON"], script, os.environ["IMAGE_REWARD_CODE"], folder]
+        told = subprocess.run(asked, check=True, capture_output=True, text=True).stdout
+        return torch.tensor(json.loads(told.splitlines()[-1]))
+
+    return ImageReward(folder, vision_heads=3), official
+
+
+NUMBERS = 48
+"""Answers that the random UnifiedReward can give, each one token."""
+
+
+def unified_reward(folder: Path, *, mode: Mode) -> tuple[Any, Callable[[], Tensor]]:
+    """The released script: Qwen2.5-VL's own `generate` after its processor, and the numbers of the text.
+
+    Random weights write nothing that can be read. So the vocabulary has whole answers as tokens, which alone
+    have rows in the output layer, and an answer's embedding is the direction of the end's row.
+    """
+    from visalign.rewards.chat.published_wording import PUBLISHED
+    from visalign.rewards.chat.unified_reward import UnifiedReward
+
+    draws = np.random.default_rng(20).integers(100, 501, (NUMBERS, 3)) / 100
+    forms = {
+        "aspects": "Alignment Score (1-5): {}\nCoherence Score (1-5): {}\nStyle Score (1-5): {}",
+        "final": "cat (animal): 1\nFinal Score: {}",
+    }
+    spelled = [forms[mode].format(*row) for row in draws]
+    points = draws.mean(1) if mode == "aspects" else draws[:, 0]
+    _, processor = _seeing(folder, 34)
+    processor.tokenizer.add_tokens(spelled)
+    first, end = processor.tokenizer.convert_tokens_to_ids(spelled[0]), processor.tokenizer.eos_token_id
+    model: Any = tiny_seeing_model("qwen2_5_vl", vocab_size=first + NUMBERS, max_position_embeddings=8192)
+    model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = False
+    model.lm_head = nn.Linear(32, first + NUMBERS, bias=False)
+    state = weights({key: tuple(value.shape) for key, value in model.state_dict().items()}, 34)
+    rows = weights({"answers": (NUMBERS, 32), "end": (32,)}, 20)
+    state["lm_head.weight"] = torch.zeros(first + NUMBERS, 32)
+    state["lm_head.weight"][first:] = rows["answers"]
+    state["lm_head.weight"][end] = F.normalize(rows["end"], dim=0) * 1.2
+    state["model.language_model.embed_tokens.weight"][first:] = 500 * rows["end"]
+    model.load_state_dict(state)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+    def official() -> Tensor:
+        found = []
+        for image, prompt in zip(pictures(), _SPELLED, strict=True):
+            inputs = _asked(processor, PUBLISHED[mode].replace("{prompt}", prompt), image)
+            ids = model.eval().generate(**inputs, max_new_tokens=512)[:, inputs["input_ids"].shape[1] :]
+            text = processor.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            found.append(points[spelled.index(text[0])])
+        return torch.tensor(found)
+
+    return UnifiedReward(model=str(folder), mode=mode, **PIXELS), official
+
+
 _SPELLED = ["a red circle", "two squares", "a cat on a mat", "x"]
 """Prompts in letters of the tiny tokenizer."""
 JUDGES = {
@@ -469,6 +560,9 @@ JUDGES = {
         "hpsv3": hpsv3,
         "edit_reward": edit_reward,
         "mps": mps,
+        "image_reward": image_reward,
+        "unified_reward": partial(unified_reward, mode="aspects"),
+        "unified_reward_final": partial(unified_reward, mode="final"),
     },
 }
 """Name -> (our judge on a checkpoint that it makes in a folder, the official scores of it)."""
@@ -476,20 +570,21 @@ JUDGES = {
 
 def prompts_of(name: str) -> list[str]:
     """What a judge is asked with."""
-    return _SPELLED if name in ("vqa_score", "soft_tifa", "hpsv3", "edit_reward") else PROMPTS
+    spelled = ("vqa_score", "soft_tifa", "hpsv3", "edit_reward", "unified_reward", "unified_reward_final")
+    return _SPELLED if name in spelled else PROMPTS
 
 
-def main() -> None:
-    """Write what the official recipes give."""
-    found = {}
+def main(names: Sequence[str]) -> None:
+    """Write what the official recipes give, of the judges named or of all."""
+    found = json.loads(FROZEN.read_text()) if names else {}
     with tempfile.TemporaryDirectory() as place, torch.no_grad():
-        for name, make in JUDGES.items():
+        for name in names or JUDGES:
             folder = Path(place) / name
             folder.mkdir()
-            found[name] = make(folder)[1]().double().tolist()
+            found[name] = JUDGES[name](folder)[1]().double().tolist()
     FROZEN.parent.mkdir(exist_ok=True)
     FROZEN.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
