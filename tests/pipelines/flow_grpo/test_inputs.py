@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from torch import nn
 
 from tests.support.evaluation_samples import make_result
 from visalign.config import load_config
@@ -193,7 +194,7 @@ def test_the_curve_starts_with_the_samples_of_its_later_points(tmp_path: Path) -
             output=tmp_path,
             fingerprints={},
             title="a run",
-            policy=SimpleNamespace(save=lambda _: None, module=None),
+            policy=SimpleNamespace(save=lambda _: None, module=nn.Identity()),
             trainer=cast(
                 Any, SimpleNamespace(averaged=nullcontext, algorithm=SimpleNamespace(whole=nullcontext))
             ),
