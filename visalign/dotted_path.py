@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from visalign.errors import Caught, UserError, said_by, suggestion
+from visalign.versions import missing_extra
 
 
 def named_object(path: str, *, what: str, error: type[Exception] = UserError) -> Any:
@@ -87,8 +88,9 @@ def _from_file(file: Path, what: str, error: type[Exception]) -> ModuleType:
 def _broken(what: str, problem: BaseException, error: type[Exception]) -> Exception:
     """A user's module that raised while it was imported."""
     if isinstance(problem, ModuleNotFoundError):
-        mend = f" It imports {problem.name!r}, which is not installed: python -m pip install {problem.name}."
-        return error(f"{what} cannot be imported.{mend}")
+        name = problem.name
+        mend = f"It imports {name!r}, which is not installed: python -m pip install {name}"
+        return error(f"{what} cannot be imported. {missing_extra(problem) or mend}.")
     return error(f"{what} cannot be imported: it raised {said_by(problem)}.")
 
 

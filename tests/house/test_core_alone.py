@@ -29,7 +29,8 @@ ALONE = """
 import torch
 import visalign, visalign.flow, visalign.text
 from visalign.core import PolicyOutput, Trajectories, named_objective
-from visalign.rewards import load_text_reward
+from visalign.errors import UserError
+from visalign.rewards import RewardError, load_text_reward
 from visalign.rewards.serve.client import RemoteReward
 
 log_prob = torch.zeros(4, 3, requires_grad=True)
@@ -42,10 +43,11 @@ print(log_prob.grad.sign()[:, 0].tolist())
 print(judge.score(["\\\\boxed{4}"], ["2+2?"], [{"answer": "4"}]).value.tolist())
 import importlib, importlib.util
 wanted = "visalign.training", "visalign.evaluation", "visalign.config", "peft"
-for ask in (lambda: visalign.Trainer, *(lambda n=n: importlib.import_module(n) for n in wanted)):
+named = lambda: visalign.load_judge("vision_reward"), lambda: visalign.load_policy("assets/shapes-sd3")
+for ask in (*named, lambda: visalign.Trainer, *(lambda n=n: importlib.import_module(n) for n in wanted)):
     try:
         ask()
-    except ModuleNotFoundError as error:
+    except (ModuleNotFoundError, RewardError, UserError) as error:
         print(error)
 assert importlib.util.find_spec("peft") is None
 sys.argv = ["visalign", "quickstart"]
@@ -61,8 +63,9 @@ def test_the_core_needs_nothing_of_the_images() -> None:
     gradient, score, *said, foreign = done.stdout.splitlines()
     assert gradient == "[1.0, -1.0, 1.0, -1.0]" and score == "[1.0]"
     mend = "not installed: python -m pip install 'visalign[images]'"
-    assert len(said) == 4 and all(
-        re.fullmatch(rf"This needs \w+, which is {re.escape(mend)}", s) for s in said
+    assert len(said) == 6 and all(
+        re.fullmatch(rf"('.*cannot be imported\. )?This needs \w+, which is {re.escape(mend)}\.?", s)
+        for s in said
     )
     assert foreign == "No module named 'peft'"  # who is no file of this package hears what Python says
     assert done.returncode == 1 and done.stderr == f"Error: This needs typer, which is {mend}\n"
