@@ -124,7 +124,7 @@ def rank(
     with user_messages():
         from visalign.evaluation.pages.rank_page import file_tables
         from visalign.pipelines.compare.rank_images import ranking_page, ranking_record
-        from visalign.pipelines.score.image_rows import find_images
+        from visalign.pipelines.score.image_rows import find_images, require_still
         from visalign.pipelines.shared.reward_options import load_each, needed_prompt, with_cache
         from visalign.pipelines.shared.run_folder import new_file
         from visalign.rewards.catalogue import load_judge
@@ -133,6 +133,8 @@ def rank(
         new_file(output, endings=(".html", ".json"))
         new_file(tables)
         paths = find_images(images)
+        for path in paths:
+            require_still(path)
         names = [str(path) for path in paths]
         with clean_output():
             loaded = load_each([reward], options or [], load_judge)

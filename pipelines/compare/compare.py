@@ -14,7 +14,7 @@ from torch import Tensor
 from visalign.core.preference.ranking import MAX_LOG_ODDS
 from visalign.errors import UserError
 from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences, Scores
-from visalign.pipelines.score.image_rows import require_text_name
+from visalign.pipelines.score.image_rows import require_still, require_text_name
 from visalign.pipelines.score.log import number
 from visalign.pipelines.score.whose import foreign, whose
 from visalign.rewards.base.contract import RewardError
@@ -38,10 +38,11 @@ def read_two(paths: Sequence[Path]) -> list[Tensor]:
     """The two pictures [3, H, W] in [0, 1]; sizes may differ.
 
     Raises:
-        UserError: One of them cannot be read, or has a name that is not UTF-8.
+        UserError: One of them cannot be read, is an animation, or has a name that is not UTF-8.
     """
     for path in paths:
         require_text_name(path)
+        require_still(path)
     batch = load_images([str(path) for path in paths])
     for side, reason in zip(SIDES, batch.reasons, strict=True):
         if reason is not None:

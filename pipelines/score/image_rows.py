@@ -99,6 +99,21 @@ def require_text_name(path: Path) -> None:
         ) from error
 
 
+def require_still(path: Path) -> None:
+    """Refuse an animation where pictures alone are judged, which would be its first frame.
+
+    Raises:
+        UserError: It has more than one frame.
+    """
+    from visalign.rewards.base.images import animation_length  # torch, which readers of files do without
+
+    if (length := animation_length(path)) > 1:
+        raise UserError(
+            f"'{path}' is a clip of {length} frames, and pictures are compared here. Score clips with "
+            "visalign score -r frames, or give one of the frames."
+        )
+
+
 def image_rows(
     items: Sequence[Path],
     prompt: str | None = None,

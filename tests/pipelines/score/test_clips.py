@@ -79,6 +79,14 @@ def test_a_judge_of_pictures_names_what_judges_clips(clips: Path) -> None:
     assert "'clips/roll' is a clip of 11 frames, and saturation judges pictures" in rows[1]["reason"]
 
 
+@pytest.mark.parametrize("command", ["rank", "compare"])
+@pytest.mark.parametrize("reward", [["sharpness"], ["frames", "--option", "reward=sharpness"]])
+def test_first_frames_are_not_compared_in_silence(clips: Path, command: str, reward: list[str]) -> None:
+    asked = [command, "clips/still.png", "clips/move.webp", "-p", "x", "-r", *reward]
+    ran = CliRunner().invoke(app, asked)
+    assert ran.exit_code == 2 and "'clips/move.webp' is a clip of 11 frames, and pictures" in ran.stderr
+
+
 def test_a_folder_is_a_clip_where_it_holds_numbered_frames_alone(clips: Path) -> None:
     assert [path.name for path in numbered_frames(clips / "roll")][8:] == ["f_9.png", "f_10.png", "f_11.png"]
     assert find_images([Path("clips")], clips=True)[-1] == Path("clips/roll")
