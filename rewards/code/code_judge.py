@@ -466,9 +466,10 @@ def judge(setup: str, tests: list[dict[str, Any]], link: Link, channel: Channel)
     """Make the setup, have the code loaded behind it, then run each test; one record for each."""
     sys.modules["solution"] = solution = Solution(link)
     mine: dict[str, Any] = {}
+    channel.send(ready=True)  # the setup may end this process before the code's has said so
     with CatchAll() as attempt:
         mine = helpers(setup, link)
-    channel.send(ready=True, setup=None if attempt.error is None else f"raised {attempt.words()}")
+    channel.send(setup=None if attempt.error is None else f"raised {attempt.words()}")
     if attempt.error is not None:
         return
     if (failed := link.ask("load")) is not None:
