@@ -69,7 +69,7 @@ def serve_reward(
         raise UserError(
             "A reward server needs uvicorn, which is not installed: python -m pip install 'visalign[serve]'."
         )
-    _check_free(host, port)
+    check_free(host, port)
     from visalign.rewards.serve import bounds
     from visalign.rewards.serve.server import judge_server
     from visalign.rewards.serve.worker import JudgeWorker
@@ -135,7 +135,7 @@ def _end_in_order(server: Any, app: Any, worker: Any) -> None:
     server.handle_exit = interrupted
 
 
-def _check_free(host: str, port: int) -> None:
+def check_free(host: str, port: int) -> None:
     """Refuse an address that cannot be listened on before the judge is loaded, which may take minutes."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -160,7 +160,7 @@ def _token(host: str, token_env: str | None) -> str | None:
                 "a line break, a space or an umlaut perhaps. Use printable ASCII without spaces."
             )
         return token
-    if not _is_loopback(host):
+    if not is_loopback(host):
         raise UserError(
             f"--host is {host}, which other machines can reach, and there is no token. Put one into an "
             "environment variable and name it with --token-env, or listen on 127.0.0.1."
@@ -168,7 +168,8 @@ def _token(host: str, token_env: str | None) -> str | None:
     return None
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether this machine alone reaches an address."""
     if host == "localhost":
         return True
     try:

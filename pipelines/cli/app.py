@@ -17,6 +17,7 @@ from rich.console import Console
 from visalign.versions import own_version
 
 from .agree import agree
+from .collect import collect
 from .compare import compare, rank
 from .evaluate import evaluate
 from .export_lora import export_lora
@@ -169,6 +170,7 @@ command("probe-reward")(probe_reward)
 command()(compare)
 command()(rank)
 command()(agree)
+command()(collect)
 
 
 @command()

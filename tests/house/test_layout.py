@@ -30,6 +30,7 @@ WINGS = ("rewards", "pipelines")
 LOOK_AGAIN_LINES = 500
 LOOK_AGAIN_FUNCTION = 60
 LOOKED_AT = {
+    "pipelines/cli/collect.py:collect": "an option a line, and what each of four uses calls",
     "pipelines/cli/evaluate.py:evaluate": "an option a line, and one call",
     "pipelines/cli/score.py:score": "an option a line, and one call",
     "rewards/serve/bounds.py:bounded_protocol": "one class of uvicorn's, made where uvicorn is there",

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `visalign collect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from visalign.errors import UserError
+
+from .messages import user_messages
+from .options import LabelOptions, Prompt, Seed, Tables, clean_output, keep_tables
+
+if TYPE_CHECKING:
+    from visalign.pipelines.collect.store import VoteStore
+
+
+def collect(
+    votes: Annotated[
+        Path, typer.Argument(help="The file of votes (SQLite), which is made.", show_default=False)
+    ],
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Of a new file: pictures, folders, tables (prompt, image_left, image_right), sets.",
+            show_default=False,
+        ),
+    ] = None,
+    single: Annotated[bool, typer.Option("--single", help="One picture at a time, not two.")] = False,
+    prompt: Prompt = None,
+    slider: Annotated[
+        str | None, typer.Option(help="A slider with these words, by commas; of --single also by itself.")
+    ] = None,
+    question: Annotated[
+        list[str] | None, typer.Option("--question", "-q", help="Of a checklist; repeat for several.")
+    ] = None,
+    boxes: Annotated[bool, typer.Option("--boxes", help="Faults can be boxed.")] = False,
+    text: Annotated[bool, typer.Option("--text", help="Something may be written.")] = False,
+    gold: Annotated[str | None, typer.Option(help="Pairs whose answer is known: a preference set.")] = None,
+    votes_each: Annotated[int, typer.Option(help="Votes wanted of each task; 0: of everybody.", min=0)] = 3,
+    gold_every: Annotated[int, typer.Option(help="Each n-th task is gold; 0: none.", min=0)] = 10,
+    repeat_every: Annotated[
+        int, typer.Option(help="Each n-th task is one that came before; 0: none.", min=0)
+    ] = 15,
+    per_prompt: Annotated[int, typer.Option(help="Most pairs of one prompt's pictures.", min=1)] = 10,
+    voter: Annotated[
+        list[str] | None, typer.Option("--voter", help="A name that may vote; repeat. Else everybody may.")
+    ] = None,
+    seed: Seed = 0,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 lets phones in, by invitation.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8080,
+    judge: Annotated[
+        str | None, typer.Option(help="Instead of the page: have this judge vote under its name.")
+    ] = None,
+    options: LabelOptions = None,
+    export: Annotated[
+        Path | None, typer.Option(help="Instead: write the votes as a set (.jsonl) to train on.")
+    ] = None,
+    model: Annotated[
+        bool, typer.Option("--model", help="Of --export: labels of the annotator model, not shares of votes.")
+    ] = False,
+    report: Annotated[
+        Path | None, typer.Option(help="Instead: a page (.html) on voters and agreement.")
+    ] = None,
+    tables: Tables = None,
+    leave_out: Annotated[
+        list[str] | None, typer.Option("--leave-out", help="Of --export, --report: not this voter; repeat.")
+    ] = None,
+) -> None:
+    """Collect votes on pictures: a local page for people, judges that vote, agreement, a set to train on."""
+    with user_messages():
+        from visalign.pipelines.collect.store import Plan, VoteStore
+
+        if model and export is None:
+            raise UserError("--model says how --export writes labels. Add --export FILE.jsonl.")
+        if sources:
+            from visalign.pipelines.collect.tasks import QUALITY_WORDS, Form, gold_tasks, read_tasks
+
+            words = QUALITY_WORDS if slider is None and single and not question else _words(slider)
+            form = Form(slider=words, checklist=tuple(question or ()), boxes=boxes, text=text)
+            plan = Plan(
+                votes=votes_each,
+                gold_every=gold_every,
+                repeat_every=repeat_every,
+                seed=seed,
+                allowed=tuple(voter or ()),
+            )
+            tasks = read_tasks(sources, single=single, prompt=prompt, per_prompt=per_prompt, seed=seed)
+            store = VoteStore.make(votes, [*tasks, *(gold_tasks(gold) if gold else [])], form, plan)
+        else:
+            _only_new(single, slider, question, boxes, text, gold, voter, prompt)
+            store = VoteStore(votes)
+        try:
+            if judge is not None:
+                _judge(store, judge, options or [])
+            if export is not None:
+                _export(store, export, model, leave_out or [])
+            if report is not None or tables is not None:
+                _report(store, report, tables, leave_out or [])
+            if judge is None and export is None and report is None and tables is None:
+                _serve(store, host, port)
+        finally:
+            store.close()
+
+
+def _words(slider: str | None) -> tuple[str, ...]:
+    return tuple(word.strip() for word in slider.split(",")) if slider else ()
+
+
+def _only_new(*given: Any) -> None:
+    if any(given):
+        raise UserError(
+            "What is asked, and of whom, stands in the file of votes since it was begun. To ask something "
+            "else begin another file: visalign collect OTHER.sqlite SOURCE …"
+        )
+
+
+def _serve(store: VoteStore, host: str, port: int) -> None:
+    from visalign.pipelines.collect.serve import serve_votes
+
+    def ready(url: str) -> None:
+        typer.echo(
+            f"{len(store.tasks)} tasks. Vote at {url} (Ctrl-C ends it; the votes are in {store.path}).",
+            err=True,
+        )
+
+    serve_votes(store, host=host, port=port, on_ready=ready)
+    typer.echo(f"{len(store.votes())} votes are in {store.path}.", err=True)
+
+
+def _judge(store: VoteStore, name: str, options: list[str]) -> None:
+    from visalign.pipelines.collect.judge_votes import judge_votes
+    from visalign.pipelines.shared.reward_options import load_each
+    from visalign.rewards.catalogue import load_judge
+
+    with clean_output():
+        loaded = load_each([name], options, load_judge)[name]
+        new, reasons = judge_votes(store, loaded, name)
+    typer.echo(f"{name} voted on {new} pairs.", err=True)
+    for reason in reasons[:5]:
+        typer.echo(f"! {reason}", err=True)
+    if reasons:
+        typer.echo(f"{len(reasons)} pairs could not be judged and have no vote of it.", err=True)
+        raise typer.Exit(1)
+
+
+def _export(store: VoteStore, path: Path, model: bool, leave_out: list[str]) -> None:
+    from visalign.pipelines.collect.votes import exported, votes_of, write_rows
+    from visalign.pipelines.shared.run_folder import new_file
+
+    new_file(path, endings=(".jsonl",))
+    rows = exported(store, votes_of(store, leave_out), model=model)
+    write_rows(path, rows)
+    typer.echo(f"{len(rows)} records: {path}")
+
+
+def _report(store: VoteStore, path: Path | None, tables: Path | None, leave_out: list[str]) -> None:
+    from visalign.atomic import write_atomic
+    from visalign.evaluation.pages.votes_page import file_tables, votes_page
+    from visalign.evaluation.rewards.judged_pairs import IntervalSettings
+    from visalign.pipelines.collect.votes import report, votes_of, with_pictures
+    from visalign.pipelines.shared.run_folder import new_file, pretty
+
+    new_file(path, endings=(".html", ".json"))
+    new_file(tables)
+    result = report(store, votes_of(store, leave_out), IntervalSettings())
+    show_report(Console(), result)
+    keep_tables(tables, lambda: file_tables(result))
+    if path is not None:
+        is_page = path.suffix.lower() == ".html"
+        write_atomic(path, votes_page(result, with_pictures(store, result)) if is_page else pretty(result))
+        typer.echo(f"{'Page' if is_page else 'JSON'}: {path}")
+
+
+def show_report(console: Console, result: dict[str, Any]) -> None:
+    """A line per voter, and the agreement."""
+    from visalign.evaluation.pages.base import plain, share
+    from visalign.evaluation.pages.votes_page import headlines, sentences
+
+    table = Table("voter", "votes", "seconds", "the rest", "repeats", "gold", "reliability")
+    for row in result["annotators"]:
+        known = [row.get("rest"), row["repeats"], row["gold"]]
+        cells = [share(cell["estimate"]) if cell and cell["estimate"] is not None else "–" for cell in known]
+        table.add_row(
+            Text(row["name"]),
+            str(row["votes"]),
+            plain(row["seconds"], 2),
+            *cells,
+            plain(row.get("reliability"), 2),
+        )
+    for what, number, more in headlines(result):
+        console.print(Text(f"{what}: {number} {more}".rstrip()))
+    console.print(table)
+    for sentence in [*result["notes"], *sentences(result)]:
+        console.print(Text(sentence))

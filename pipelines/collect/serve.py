@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of `visalign collect` on this machine, or on all that reach it."""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+import socket
+from collections.abc import Callable
+
+from visalign.errors import UserError
+from visalign.pipelines.serve_reward import check_free, is_loopback
+
+from .store import VoteStore
+
+
+def serve_votes(
+    store: VoteStore, *, host: str = "127.0.0.1", port: int = 8080, on_ready: Callable[[str], object]
+) -> None:
+    """Serve the page until interrupted.
+
+    Args:
+        store: of the votes.
+        host: address to listen on. On one that others reach, new people need the invitation that is a part of
+            the address which `on_ready` is told; it is another at each start, and who has joined stays in.
+        port: to listen on.
+        on_ready: called with the page's address when the server listens.
+
+    Raises:
+        UserError: the address cannot be listened on, or Starlette or uvicorn is not installed.
+    """
+    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"The page needs {' and '.join(missing)}, which is not installed: python -m pip install "
+            "'visalign[serve]'."
+        )
+    check_free(host, port)
+    import uvicorn
+
+    from .server import vote_server
+
+    local = is_loopback(host)
+    invite = None if local else secrets.token_urlsafe(9)
+    app = vote_server(
+        store, invite=invite, hosts=["127.0.0.1", "localhost", "[::1]", host] if local else None
+    )
+    config = uvicorn.Config(
+        app, host=host, port=port, log_level="error", limit_concurrency=256, timeout_keep_alive=30, ws="none"
+    )
+    server = uvicorn.Server(config)
+    shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    start = server.startup
+
+    async def startup(sockets: list[socket.socket] | None = None) -> None:
+        await start(sockets=sockets)
+        if server.started:
+            on_ready(f"http://{shown}:{port}/" + (f"?invite={invite}" if invite else ""))
+
+    server.startup = startup
+    server.run()

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server of the page: who one is, what it takes, what it refuses; the page itself in a real browser."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.support.browser import Browser, find_browser
+from tests.support.servers.rewards import serving
+from visalign.pipelines.collect.store import Plan, VoteStore
+from visalign.pipelines.collect.tasks import QUALITY_WORDS, Form, Task
+
+pytest.importorskip("starlette")
+httpx = pytest.importorskip("httpx")
+vote_server = pytest.importorskip("visalign.pipelines.collect.server").vote_server
+
+ALL = Form(checklist=("Is it red?", "Is it <b>round</b>?"), boxes=True, text=True)
+
+
+def made(tmp_path: Path, form: Form | None = None, *, single: bool = False, count: int = 6) -> VoteStore:
+    for number in range(count):
+        for side, level in (("l", 60), ("r", 200)):
+            Image.new("RGB", (60, 40), (level, number * 30, 0)).save(tmp_path / f"{side}{number}.png")
+    Image.new("RGB", (4, 4)).save(tmp_path / "r1.bmp")
+    tasks = []
+    for number in range(count):
+        right = "r1.bmp" if number == 1 else f"r{number}.png"
+        places = (str(tmp_path / f"l{number}.png"), str(tmp_path / right))
+        tasks.append(Task(prompt=f"picture <i>{number}</i>", images=places[: 1 if single else 2]))
+    return VoteStore.make(tmp_path / "v.sqlite", tasks, form or Form(), Plan(repeat_every=0))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> VoteStore:
+    return made(tmp_path, ALL)
+
+
+@pytest.fixture
+def url(store: VoteStore) -> Iterator[str]:
+    with serving(vote_server(store)) as url:
+        yield url
+
+
+CLIENTS: list[httpx.Client] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while CLIENTS:
+        CLIENTS.pop().close()
+
+
+def client_of(url: str, **more) -> httpx.Client:
+    CLIENTS.append(httpx.Client(base_url=url, **more))
+    return CLIENTS[-1]
+
+
+def joined(url: str, name: str, **more: str) -> httpx.Client:
+    client = client_of(url)
+    assert client.post("/join", json={"name": name, **more}).json()["name"] == name
+    return client
+
+
+def test_a_vote_from_the_first_question_to_the_file(store, url):
+    ada = joined(url, "Ada")
+    shown = ada.post("/next", json={}).json()
+    assert shown["answered"] == 0 and shown["total"] == 6 and set(shown) == {
+        "name", "link", "answered", "total", "assignment", "prompt", "images", "answer",
+    }  # fmt: skip
+    for side, place in shown["images"].items():
+        found = ada.get(place)
+        assert found.headers["content-type"] == "image/png", side
+        assert "l0" not in str(found.headers) and found.content[:4] == b"\x89PNG"
+    answer = {
+        "choice": "left",
+        "checklist": {"Is it red?": False},
+        "text": "Händ 🖐",
+        "boxes": [["left", 0, 0, 0.5, 1]],
+    }
+    sent = {"client": "c1", "assignment": shown["assignment"], "answer": answer, "seconds": 2.5}
+    for _ in range(2):
+        assert ada.post("/vote", json=sent).json() == {"kept": "c1"}
+    (vote,) = store.votes()
+    side = "right" if vote.swapped else "left"
+    assert vote.answer["choice"] == side and vote.answer["boxes"] == [[side, 0, 0, 0.5, 1]]
+    assert vote.answer["text"] == "Händ 🖐" and vote.seconds == 2.5
+    back = ada.post("/back", json={}).json()
+    assert back["assignment"] == shown["assignment"] and back["answer"] == answer
+    assert ada.post("/back", json={"assignment": shown["assignment"]}).status_code == 404
+    link = ada.post("/next", json={}).json()["link"]
+    other = client_of(url, follow_redirects=True)  # the same person at another machine
+    assert other.get(link).status_code == 200 and other.post("/next", json={}).json()["name"] == "Ada"
+    ada.post("/leave", json={})
+    assert ada.post("/next", json={}).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "why"),
+    [
+        ({"assignment": 99}, 403, "Task 99 was not given to Ada"),
+        ({"assignment": "1"}, 422, "assignment is '1'; needed is a number"),
+        ({"assignment": 10**30}, 422, "assignment is 1"),
+        ({"assignment": True}, 422, "assignment is True"),
+        ({"client": ""}, 422, "client is ''; needed are 1 to 80 letters"),
+        ({"client": "x" * 81}, 422, "needed are 1 to 80 letters"),
+        ({"seconds": -1}, 422, "seconds is -1; needed is a number, at least 0"),
+        ({"seconds": "NaN"}, 422, "seconds is 'NaN'"),
+        ({"answer": [1]}, 422, r"answer is \[1\]; needed is an object"),
+        ({"answer": {}}, 422, "choice is None; allowed are left, right, tie"),
+        ({"answer": {"choice": "LEFT"}}, 422, "choice is 'LEFT'; allowed are left, right, tie"),
+        ({"answer": {"choice": ["left"]}}, 422, "allowed are left, right, tie"),
+        (
+            {"answer": {"choice": "left", "slider": 3}},
+            422,
+            "slider was not asked; asked were choice, checklist",
+        ),
+        ({"answer": {"choice": "left", "<script>": 1}}, 422, "<script> was not asked"),
+        ({"answer": {"choice": "left", "text": "x" * 4001}}, 422, "text is 4001 letters; allowed are 4000"),
+        ({"answer": {"choice": "left", "text": {"a": 1}}}, 422, "text is a dict"),
+        (
+            {"answer": {"choice": "left", "checklist": {"Is it red?": "yes"}}},
+            422,
+            "needed is question: true or",
+        ),
+        (
+            {"answer": {"choice": "left", "checklist": {"Is it blue?": True}}},
+            422,
+            "Not on the checklist: Is it",
+        ),
+        (
+            {"answer": {"choice": "left", "boxes": [["left", 0, 0, 2, 1]]}},
+            422,
+            "in shares of the picture, 0 to 1",
+        ),
+        (
+            {"answer": {"choice": "left", "boxes": [["top", 0, 0, 1, 1]]}},
+            422,
+            "in shares of the picture, 0 to 1",
+        ),
+        (
+            {"answer": {"choice": "left", "boxes": [["left", 1, 0, 0, 1]]}},
+            422,
+            "in shares of the picture, 0 to 1",
+        ),
+        ({"answer": {"choice": "left", "boxes": [["left", 0, 0, 1, 1]] * 33}}, 422, "a list of at most 32"),
+        ({"answer": {"choice": "left", "boxes": "x"}}, 422, "boxes are 'x'; needed is a list"),
+    ],
+)
+def test_rubbish_is_refused_by_name_and_nothing_is_kept(store, url, changes, status, why):
+    ada = joined(url, "Ada")
+    number = ada.post("/next", json={}).json()["assignment"]
+    sent = {"client": "c", "assignment": number, "answer": {"choice": "left"}, "seconds": 1}
+    found = ada.post("/vote", json=sent | changes)
+    assert found.status_code == status
+    assert re.search(why, found.json()["error"]) and store.votes() == []
+
+
+def test_another_s_vote_too_much_and_what_is_no_json(store, url):
+    ada, bob = joined(url, "Ada"), joined(url, "Bob")
+    number = ada.post("/next", json={}).json()["assignment"]
+    sent = {"client": "c", "assignment": number, "answer": {"choice": "left"}, "seconds": 1}
+    assert "was not given to Bob" in bob.post("/vote", json=sent).json()["error"]
+    assert bob.get(f"/image/{number}/left").status_code == 403
+    assert httpx.get(f"{url}/image/{number}/left").status_code == 401
+    assert httpx.get(f"{url}/image/{10**30}/left", cookies=dict(ada.cookies)).status_code == 403
+    assert ada.get(f"/image/{number}/top").status_code == 404
+    head = {"Content-Type": "application/json"}
+    for content, status in (
+        (b"x" * 10_000_000, 413),
+        (b"{", 400),
+        (b"[" * 60_000, 400),
+        (b"[]", 400),
+        (b"\xff", 400),
+    ):
+        assert ada.post("/vote", content=content, headers=head).status_code == status
+    assert ada.post("/vote", content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
+    foreign = ada.post("/vote", json=sent, headers={"Origin": "http://evil.example"})
+    assert foreign.status_code == 403 and "only the page of this server" in foreign.json()["error"]
+    assert ada.post("/join", json={"name": "Bob"}).status_code == 409
+    assert ada.post("/join", json={"name": 7}).status_code == 422
+    assert ada.get("/?me=wrong").status_code == 401 and ada.get("/vote").status_code == 405
+    assert store.votes() == []
+
+
+def test_who_is_not_invited_and_who_asks_under_another_name(store):
+    with serving(vote_server(store, invite="code", hosts=["127.0.0.1"])) as url:
+        found = httpx.post(f"{url}/join", json={"name": "Eve", "invite": "guess"})
+        assert found.status_code == 403 and "Only who was invited" in found.json()["error"]
+        joined(url, "Ada", invite="code")
+        assert httpx.get(url, headers={"Host": "evil.example"}).status_code == 400
+
+
+def test_a_picture_that_has_gone_is_said(store, url):
+    ada = joined(url, "Ada")
+    shown = ada.post("/next", json={}).json()
+    for path in (*store.path.parent.glob("*.png"), *store.path.parent.glob("*.bmp")):
+        path.unlink()
+    found = ada.get(shown["images"]["left"])
+    assert (
+        found.status_code == 404 and found.json()["error"] == "The picture cannot be read: FileNotFoundError."
+    )
+
+
+SIDES = ("left", "top", "width", "height")
+BROWSER = find_browser()
+in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium on the path; the page is unchecked")
+
+
+def open_page(browser: Browser, url: str, width: int, height: int) -> None:
+    browser.call(
+        "Emulation.setDeviceMetricsOverride",
+        width=width,
+        height=height,
+        deviceScaleFactor=1,
+        mobile=width < 600,
+    )
+    browser._navigate(url)
+
+
+def until(browser: Browser, expression: str, wanted: object = True) -> None:
+    end = time.monotonic() + 20
+    while (found := browser.value(expression)) != wanted:
+        assert time.monotonic() < end, (expression, found, browser.value("document.body.innerText"))
+        time.sleep(0.05)
+
+
+def type_name(browser: Browser, name: str) -> None:
+    until(browser, "document.activeElement.id", "name")
+    browser.call("Input.insertText", text=name)
+    browser.press("Enter", 13)
+    until(browser, "document.querySelector('#task').hidden", False)
+
+
+@pytest.mark.slow
+@in_browser
+@pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
+def test_pairs_by_keyboard_alone(tmp_path, width, height):
+    store = made(tmp_path, ALL)
+    browser = Browser(str(BROWSER))
+    try:
+        with serving(vote_server(store)) as url:
+            open_page(browser, url, width, height)
+            type_name(browser, "Ada")
+            assert browser.value("document.documentElement.scrollWidth") <= width
+            assert browser.value("document.querySelector('#prompt').textContent").startswith("picture <i>")
+            until(browser, "[...document.images].every((image) => image.naturalWidth > 0)")
+            browser.press("Enter", 13)
+            until(browser, "document.querySelector('#said').textContent.startsWith('Choose a picture')")
+            browser.press("ArrowLeft", 37)
+            assert browser.value("document.querySelector('[aria-pressed=true]').dataset.choice") == "left"
+            browser.value("document.querySelectorAll('.add')[1].focus()")
+            browser.press("Enter", 13)
+            browser.press("ArrowRight", 39)
+            browser.value("document.activeElement.blur()")
+            browser.press("Enter", 13)
+            until(browser, "document.querySelector('#progress').value", 1)
+            (vote,) = store.votes()
+            sides = {"left": "right", "right": "left"} if vote.swapped else {"left": "left", "right": "right"}
+            assert vote.answer["choice"] == sides["left"]
+            (box,) = vote.answer["boxes"]
+            assert box[0] == sides["right"] and box[1:] == pytest.approx([0.42, 0.4, 0.62, 0.6])
+            browser.press("ArrowDown", 40)
+            browser.press("Enter", 13)
+            until(browser, "document.querySelector('#progress').value", 2)
+            browser.press("Backspace", 8)
+            until(browser, "document.querySelector('[aria-pressed=true]')?.dataset.choice", "tie")
+            browser.press("ArrowRight", 39)
+            browser.press("Enter", 13)
+            until(browser, "document.querySelector('[aria-pressed=true]') === null")
+            assert [v.answer["choice"] for v in store.votes()][1] != "tie" and len(store.votes()) == 2
+            assert not browser.seen("Runtime.exceptionThrown")
+    finally:
+        browser.close()
+        store.close()
+
+
+@pytest.mark.slow
+@in_browser
+def test_one_picture_with_a_slider_and_a_box_drawn_by_pointer(tmp_path):
+    store = made(tmp_path, Form(slider=QUALITY_WORDS, boxes=True, text=True), single=True, count=2)
+    browser = Browser(str(BROWSER))
+    try:
+        with serving(vote_server(store)) as url:
+            open_page(browser, url, 390, 844)
+            type_name(browser, "Ada")
+            browser.press("4", 52)
+            assert browser.value("document.querySelector('#word').textContent") == "good"
+            area = [browser.value(f"document.images[0].getBoundingClientRect().{s}") for s in SIDES]
+            for kind, share in (("mousePressed", 0.25), ("mouseMoved", 0.5), ("mouseReleased", 0.5)):
+                x, y = area[0] + share * area[2], area[1] + share * area[3]
+                browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+            browser.value("document.querySelector('#text').value = 'a blur'")
+            browser.press("Enter", 13)
+            until(browser, "document.querySelector('#progress').value", 1)
+            (vote,) = store.votes()
+            assert vote.answer["slider"] == 4 and vote.answer["text"] == "a blur"
+            assert vote.answer["boxes"][0][1:] == pytest.approx([0.25, 0.25, 0.5, 0.5], abs=0.02)
+            browser.press("2", 50)
+            browser.press("Enter", 13)
+            until(browser, "document.querySelector('#end').hidden", False)
+    finally:
+        browser.close()
+        store.close()

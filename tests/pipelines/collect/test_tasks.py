@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked: from folders, tables and sets; what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from visalign.errors import UserError
+from visalign.pipelines.collect.tasks import Form, gold_tasks, read_tasks
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> list[Path]:
+    found = [tmp_path / f"{name}.png" for name in "abcde"]
+    for number, path in enumerate(found):
+        Image.new("RGB", (8, 8), (number * 40, 0, 0)).save(path)
+    return found
+
+
+def table(tmp_path: Path, *rows: dict) -> str:
+    path = tmp_path / "table.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+def test_a_folder_makes_pairs_that_show_each_picture_as_often(pictures, tmp_path):
+    tasks = read_tasks([str(tmp_path)], single=False, prompt="a cat", per_prompt=5)
+    assert len(tasks) == 5 and {task.prompt for task in tasks} == {"a cat"}
+    assert set(Counter(image for task in tasks for image in task.images).values()) == {2}
+    assert len(read_tasks([str(tmp_path)], single=False, prompt="a cat", per_prompt=99)) == 10
+    other = read_tasks([str(tmp_path)], single=False, prompt="a cat", per_prompt=5, seed=1)
+    assert {t.key for t in other} != {t.key for t in tasks}
+    single = read_tasks([str(tmp_path)], single=True, prompt="a cat")
+    assert [Path(task.images[0]).name for task in single] == [path.name for path in pictures]
+
+
+def test_a_table_keeps_its_other_columns_and_forgets_what_was_said(pictures, tmp_path):
+    row = {"prompt": "x", "image_left": "a.png", "image_right": "b.png", "label": 1, "generator_left": "m"}
+    mirrored = {"prompt": "x", "image_left": "b.png", "image_right": "a.png"}
+    (task,) = read_tasks([table(tmp_path, row, mirrored)], single=False)
+    assert task.images == (str(pictures[1]), str(pictures[0])) or task.images == (
+        str(pictures[0]),
+        str(pictures[1]),
+    )
+    assert "label" not in task.more
+    (task,) = read_tasks([table(tmp_path, row)], single=False)
+    assert task.more == {"generator_left": "m"} and task.gold is None
+    (gold,) = gold_tasks(table(tmp_path, row))
+    assert gold.gold == "left" and gold.key != task.key
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        (
+            [{"prompt": "x", "image_left": "a.png", "image_right": "a.png"}],
+            "1 pairs show a picture beside itself",
+        ),
+        (
+            [{"prompt": "x", "image_left": "a.png", "image_right": "z.png"}],
+            "1 pictures do not exist: .*z.png",
+        ),
+        (
+            [{"prompt": "x", "image_left": "a.png"}],
+            "Row 1 of .* needs texts in prompt, image_left and image_right",
+        ),
+        (
+            [{"prompt": "x", "image": "a.png"}, {"prompt": "y", "image": "b.png"}],
+            "no two pictures share a prompt",
+        ),
+        ([], "holds no row"),
+    ],
+)
+def test_what_is_refused(pictures, tmp_path, rows, why):
+    with pytest.raises(UserError, match=why):
+        read_tasks([table(tmp_path, *rows)], single=False)
+
+
+def test_single_of_pairs_split_gold_and_forms_are_refused(pictures, tmp_path):
+    pair = {"prompt": "x", "image_left": "a.png", "image_right": "b.png", "votes": [2, 1, 0]}
+    with pytest.raises(UserError, match="--single shows one picture, and the set holds pairs"):
+        read_tasks([table(tmp_path, pair)], single=True)
+    with pytest.raises(UserError, match=r"Rows 1 of .* are split votes"):
+        gold_tasks(table(tmp_path, pair))
+    with pytest.raises(UserError, match="A slider has 2 to 11 words; got 1: bad"):
+        Form(slider=("bad",))
+    with pytest.raises(UserError, match="said once, in 1 to 200 letters; got red, red"):
+        Form(checklist=("red", "red"))
+    with pytest.raises(UserError, match="41 questions; a checklist has at most 40"):
+        Form(checklist=tuple(map(str, range(41))))
+    form = Form(slider=("bad", "good"), checklist=("red?",), boxes=True)
+    assert Form.from_json(form.to_json()) == form

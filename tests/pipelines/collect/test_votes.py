@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What votes say: numbers by hand, the page, the export and its readers; judges that vote; the command."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from tests.support.judges.brightness import Brightness, BrightnessPairs
+from visalign.data.sets.checks import check_preferences
+from visalign.data.sets.sources import load_preferences, load_quality
+from visalign.errors import UserError
+from visalign.evaluation.pages.votes_page import file_tables, votes_page
+from visalign.evaluation.rewards.judged_pairs import IntervalSettings
+from visalign.interfaces import Preferences
+from visalign.pipelines.cli.app import app
+from visalign.pipelines.collect.judge_votes import judge_votes
+from visalign.pipelines.collect.store import Plan, VoteStore
+from visalign.pipelines.collect.tasks import QUALITY_WORDS, Form, Task
+from visalign.pipelines.collect.votes import exported, report, votes_of, with_pictures, write_rows
+
+SETTINGS = IntervalSettings(resamples=200)
+
+
+def made(tmp_path: Path, count: int = 8, *, single: bool = False, gold: int = 0, **form) -> VoteStore:
+    """Pairs of a dark left and a bright right picture."""
+    tasks = []
+    for number in range(count):
+        places = [tmp_path / f"{side}{number}.png" for side in "lr"]
+        for path, level in zip(places, (50, 150), strict=True):
+            Image.new("RGB", (8, 8), (level + number,) * 3).save(path)
+        tasks.append(
+            Task(
+                prompt=f"p{number}",
+                images=tuple(map(str, places[: 1 if single else 2])),
+                gold="right" if number < gold else None,
+                more={"generator_left": "old", "seed": number},
+            )
+        )
+    plan = Plan(votes=0, repeat_every=3, gold_every=2)
+    return VoteStore.make(tmp_path / "v.sqlite", tasks, Form(**form), plan)
+
+
+def vote_all(store: VoteStore, name: str, said) -> None:
+    """Answer everything; `said` gives the answer to a task, sides as in the task."""
+    store.join(name)
+    while (shown := store.next(name)) is not None:
+        answer = said(shown.task)
+        other = {"left": "right", "right": "left"}
+        if shown.swapped and answer.get("choice") in other:
+            answer = answer | {"choice": other[answer["choice"]]}
+        store.vote(name, shown.assignment, answer, client=f"{name} {shown.assignment}", seconds=2.0)
+
+
+def number_of(task: Task) -> int:
+    return int(task.prompt[1:])
+
+
+def test_three_voters_by_hand(tmp_path):
+    """a and b say right always, c for every other pair: 4 of 8 pairs are 2 to 1, the others unanimous."""
+    store = made(tmp_path)
+    for name in "ab":
+        vote_all(store, name, lambda task: {"choice": "right"})
+    vote_all(store, "c", lambda task: {"choice": "left" if number_of(task) % 2 else "right"})
+    votes = votes_of(store)
+    found = report(store, votes, SETTINGS)
+    # each voter answered 8 pairs and 1 to 3 of them again
+    assert found["tasks"] == found["voted"] == 8 and found["votes"] == len(votes) > 24
+    # observed disagreement 4·2·2/(3−1)... of 24 votes and their mirror images: expected ½ of all pairs
+    apart, total, sides = 2 * 4 * (9 - 5) / 2, 48, 24
+    assert found["alpha"]["estimate"] == pytest.approx(1 - (total - 1) * apart / (total**2 - 2 * sides**2))
+    a, _, c = found["annotators"]
+    assert a["rest"]["estimate"] == pytest.approx((4 + 4 * 0.5) / 8) and c["rest"]["estimate"] == 0.5
+    assert a["repeats"]["estimate"] == 1.0 and a["seconds"] == 2.0 and a["gold"]["estimate"] is None
+    assert a["reliability"] > c["reliability"]
+    assert found["split"] == 4 and {d["task"] % 2 for d in found["disputed"]} == {0}
+    page = votes_page(found, with_pictures(store, found))
+    assert page.count("data:image/png") == 8 and "Most disputed" in page
+    (table,) = file_tables(found)
+    assert [row[0] for row in table.rows] == ["a", "b", "c"]
+
+
+def test_gold_is_asked_for_the_voter_alone(tmp_path):
+    store = made(tmp_path, gold=2)
+    vote_all(store, "a", lambda task: {"choice": "left"})
+    found = report(store, votes_of(store), SETTINGS)
+    assert found["annotators"][0]["gold"]["estimate"] == 0.0 and found["voted"] == 6
+    assert len(exported(store, votes_of(store))) == 6
+    assert "No pair has two votes" in " ".join(found["notes"])
+    assert "All votes are for the left picture of the table" in " ".join(found["notes"])
+
+
+def test_ties_alone_teach_nothing_and_it_is_said(tmp_path):
+    store = made(tmp_path)
+    for name in "ab":
+        vote_all(store, name, lambda task: {"choice": "tie"})
+    found = report(store, votes_of(store), SETTINGS)
+    assert found["alpha"]["estimate"] is None and found["notes"][0].startswith("All votes are ties")
+    path = tmp_path / "ties.jsonl"
+    write_rows(path, exported(store, votes_of(store)))
+    with pytest.raises(UserError, match="All 8 pairs of 'ties' are ties"):
+        check_preferences(load_preferences(path))
+
+
+def test_the_export_is_a_preference_set_with_all_that_was_said(tmp_path):
+    store = made(tmp_path, text=True, checklist=("bright?",))
+    vote_all(store, "a", lambda task: {"choice": "right", "text": "dark", "checklist": {"bright?": False}})
+    vote_all(store, "b", lambda task: {"choice": "left" if number_of(task) < 2 else "right"})
+    path = tmp_path / "votes.jsonl"
+    write_rows(path, exported(store, votes_of(store)))
+    found = load_preferences(path)
+    assert [pair.votes for pair in found.pairs[:3]] == [(1, 1, 0), (1, 1, 0), (0, 2, 0)]
+    assert [pair.label for pair in found.pairs[:3]] == [0.5, 0.5, 0.0]
+    first = found.pairs[0]
+    assert first.ballots == (("a", 0.0), ("b", 1.0)) and first.generator_left == "old"
+    assert first.extra["answers"] == [{"annotator": "a", "text": "dark"}] and first.extra["seed"] == 0
+    assert first.extra["checklist"] == {"bright?": [0, 1]}
+    assert json.loads(path.read_text().split("\n")[0])["image_left"] == "l0.png"  # goes where its folder goes
+    assert check_preferences(found) is not None
+    soft = exported(store, votes_of(store), model=True)
+    write_rows(tmp_path / "soft.jsonl", soft)
+    labels = [pair.label for pair in load_preferences(tmp_path / "soft.jsonl").pairs]
+    assert 0 < labels[2] < labels[0] < 1 and soft[0]["vote_share"] == 0.5
+    only = exported(store, votes_of(store, ["b"]))
+    assert [row["votes"] for row in only] == [[0, 1, 0]] * 8
+    with pytest.raises(UserError, match="Nobody voted as 'c'"):
+        votes_of(store, ["c"])
+
+
+def test_grades_of_single_pictures_become_a_quality_set(tmp_path):
+    store = made(tmp_path, single=True, slider=QUALITY_WORDS)
+    for name, shift in (("a", 0.0), ("b", 0.5), ("c", 1.0)):
+        vote_all(store, name, lambda task, shift=shift: {"slider": 1 + number_of(task) / 4 + shift})
+    found = report(store, votes_of(store), SETTINGS)
+    assert found["alphas"]["slider"]["estimate"] > 0.5
+    a, b, _ = found["annotators"]
+    assert a["above_the_rest"] == pytest.approx(-0.75) and b["above_the_rest"] == pytest.approx(0.0)
+    path = tmp_path / "quality.jsonl"
+    write_rows(path, exported(store, votes_of(store)))
+    records = load_quality(path).records
+    assert records[2].mos == pytest.approx(2.0) and records[2].std == pytest.approx(0.5)
+    assert "apart" in votes_page(found, with_pictures(store, found))
+    with pytest.raises(UserError, match="The annotator model is of pairs"):
+        exported(store, votes_of(store), model=True)
+    with pytest.raises(UserError, match="A judge votes on pairs"):
+        judge_votes(store, Brightness(), "bright")
+
+
+def test_judges_vote_under_their_own_names_and_go_on(tmp_path):
+    store = made(tmp_path)
+    assert judge_votes(store, Brightness(), "bright", batch_size=3) == (8, [])
+    assert judge_votes(store, Brightness(), "bright") == (0, [])
+    judge_votes(store, BrightnessPairs(), "pairs")
+    vote_all(store, "a", lambda task: {"choice": "right"})
+    votes = votes_of(store)
+    assert {v.answer["choice"] for v in votes if v.is_judge} == {"right"}
+    found = report(store, votes, SETTINGS)
+    assert (found["people"], found["judges"]) == (1, 2)
+    assert [row["votes"] for row in exported(store, votes_of(store, ["bright", "pairs"]))] == [[0, 1, 0]] * 8
+
+
+class Halting:
+    name = "halting"
+
+    def compare(self, left, right, prompts, metadata=None):
+        """The first pair fails; of the others the left is better by its place alone."""
+        valid = torch.tensor([prompt != "p0" for prompt in prompts])
+        prob = torch.where(valid, 0.8, math.nan)
+        return Preferences(
+            prob=prob, valid=valid, reason=[None if ok else "too dark" for ok in valid.tolist()]
+        )
+
+
+def test_failures_are_no_votes_and_a_place_is_no_opinion(tmp_path):
+    store = made(tmp_path)
+    new, reasons = judge_votes(store, Halting(), "halting")
+    assert new == 7 and len(reasons) == 1 and reasons[0].endswith("l0.png: too dark")
+    votes = store.votes()
+    assert {v.answer["choice"] for v in votes} == {"tie"}
+    assert np.allclose([v.answer["prob"] for v in votes], 0.5, atol=1e-6)
+
+
+def test_the_command(tmp_path):
+    run = CliRunner()
+    store = made(tmp_path)
+    store.close()
+    (tmp_path / "v.sqlite").unlink()
+    file = str(tmp_path / "new.sqlite")
+    table = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": "p", "image_left": f"l{n}.png", "image_right": f"r{n}.png"} for n in range(4)]
+    table.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = run.invoke(app, ["collect", file, str(table), "--judge", "sharpness"])
+    assert found.exit_code == 0 and "sharpness voted on 4 pairs" in found.output
+    found = run.invoke(
+        app, ["collect", file, "--export", str(tmp_path / "e.jsonl"), "--report", str(tmp_path / "r.html")]
+    )
+    assert found.exit_code == 0 and "4 records" in found.output and (tmp_path / "r.html").is_file()
+    for arguments, why in (
+        ([file, str(table)], "exists. Leave the pictures out"),
+        ([file, "--single", "--export", "x.jsonl"], "What is asked, and of whom, stands in the file"),
+        ([file, "--model"], "--model says how --export writes labels"),
+        ([file, "--export", "x.txt"], ".jsonl"),
+        ([str(tmp_path / "none.sqlite")], "There is no file of votes"),
+        (
+            [file, "--report", str(tmp_path / "s.html"), "--leave-out", "sharpness"],
+            "no vote beside those left",
+        ),
+    ):
+        found = run.invoke(app, ["collect", *arguments])
+        assert found.exit_code == 2 and why in found.output.replace("\n", " "), found.output
