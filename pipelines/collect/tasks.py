@@ -17,7 +17,7 @@ from visalign.data.sets.records import PreferencePair, PreferenceSet, QualityRec
 from visalign.data.sets.sources import GENERATED, load_source
 from visalign.data.sets.tables import READERS, listed, read_rows
 from visalign.errors import UserError
-from visalign.pipelines.score.image_rows import ImageRow, image_rows
+from visalign.pipelines.score.image_rows import SAMPLED, ImageRow, image_rows
 
 QUALITY_WORDS = ("bad", "poor", "fair", "good", "excellent")
 """Of the slider: the five grades of ITU-T P.910."""
@@ -89,8 +89,9 @@ def read_tasks(
     """Tasks of what a user names.
 
     Args:
-        sources: pictures, folders of pictures, tables (`image_left`, `image_right`, prompt; or image,
-            prompt), "LAYOUT:FOLDER", "shapes:pairs", "shapes:quality". What a set says already is not shown.
+        sources: pictures, folders of pictures, also those of `visalign sample`, tables (prompt, `image_left`,
+            `image_right`; or prompt, image), "LAYOUT:FOLDER", "shapes:pairs", "shapes:quality". What a set
+            says of them already is not shown.
         single: one picture at a time; else pairs, which pictures of one prompt make with one another.
         prompt: of pictures that have none.
         per_prompt: most pairs that the pictures of one prompt make, drawn so that each comes about as often.
@@ -155,6 +156,8 @@ def _read(source: str, prompt: str | None) -> list[Task] | list[ImageRow]:
             return [_of_pair(pair) for pair in found.pairs]
         return [_of_record(record) for record in found.records]
     path = Path(source)
+    if (path / SAMPLED).is_file():
+        path /= SAMPLED
     if path.suffix.lower() in READERS and path.is_file() and _has_pairs(path):
         return [_of_row(path, number, row, prompt) for number, row in read_rows(path)]
     return image_rows([path], prompt)

@@ -25,6 +25,8 @@ PROMPT_ENDING = ".txt"
 
 RECORD, SAMPLES = "metadata.jsonl", "samples"
 """GenEval's folders: a record, with its prompt, beside the folder of the samples."""
+SAMPLED = "images.jsonl"
+"""The table that `visalign sample` writes beside its pictures."""
 
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)(\.[A-Za-z]+)")
@@ -187,7 +189,7 @@ def _inside(folder: Path, clips: bool) -> Iterator[Path]:
             yield Path(place)
             continue
         below[:] = sorted(name for name in below if not name.startswith("."))
-        if {RECORD, "images.jsonl"} & set(names):
+        if {RECORD, SAMPLED} & set(names):
             names = [name for name in names if name != "grid.png"]
         yield from (Path(place, name) for name in sorted(names) if Path(name).suffix.lower() in IMAGE_ENDINGS)
 
