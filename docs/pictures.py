@@ -8,9 +8,13 @@ the report by `visalign quickstart`. Pictures that are there are replaced.
 from __future__ import annotations
 
 import argparse
+import base64
+import math
 import os
+import random
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from PIL import Image
@@ -18,7 +22,11 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.support.browser import Browser, find_browser
+from tests.support.servers.rewards import serving
 from visalign.pipelines.cli.app import app
+from visalign.pipelines.collect.server import vote_server
+from visalign.pipelines.collect.store import Plan, VoteStore
+from visalign.pipelines.collect.tasks import Form, read_tasks
 
 FOLDER = Path(__file__).parent / "pictures"
 WIDTH, HEIGHT, SHOWN = 1180, 860, 1000
@@ -51,6 +59,11 @@ PAGES = {
         "agree/agreement.html#overall",
         ("agree", "shapes:pairs", "--limit", "150", *JUDGES, "-r", "sharpness", "-o", "agree"),
     ),
+    "collect": ("collect.png", ()),
+    "votes": (
+        "votes.html",
+        ("collect", "votes.sqlite", "--report", "votes.html"),
+    ),
     "probe": ("probe/probe.html", ("probe-reward", "clip_score", "--count", "48", "-o", "probe")),
 }
 """Name -> (its page, from which section on it is shown, and the command that writes it)."""
@@ -72,8 +85,56 @@ def picture(browser: Browser, page: Path, section: str, to: Path) -> None:
         browser.picture(Path(folder) / "page.png")
         with Image.open(Path(folder) / "page.png") as image:
             part = image.convert("RGB").crop((0, top, image.width, min(top + HEIGHT, image.height)))
+    save(part, to)
+
+
+def save(image: Image.Image, to: Path) -> None:
+    """A small WebP."""
     to.parent.mkdir(exist_ok=True)
-    part.resize((SHOWN, SHOWN * part.height // part.width)).save(to, quality=70, method=6)
+    shown = image.convert("RGB").resize((SHOWN, SHOWN * image.height // image.width))
+    shown.save(to, quality=70, method=6)
+
+
+def voting(browser: Browser) -> None:
+    """The page of `visalign collect` with a vote half made, and votes of three who differ in care."""
+    store = VoteStore.make(
+        Path("votes.sqlite"),
+        read_tasks(["shapes:pairs"], single=False),
+        Form(checklist=("Is every object there?", "Are the colours right?"), boxes=True, text=True),
+        Plan(votes=0, seed=3),
+    )
+    draws = random.Random(0)
+    for name, care in (("Ada", 3.0), ("Bob", 1.5), ("Eve", 0.0)):
+        store.join(name)
+        for _ in range(120):
+            shown = store.next(name)
+            assert shown is not None
+            gap = float(shown.task.more["utility_left"]) - float(shown.task.more["utility_right"])
+            left = draws.random() < 1 / (1 + math.exp(-care * gap * (-1 if shown.swapped else 1)))
+            answer = {"choice": "left" if left else "right"}
+            store.vote(
+                name, shown.assignment, answer, client=str(shown.assignment), seconds=draws.expovariate(0.3)
+            )
+    with serving(vote_server(store)) as url:
+        browser.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=WIDTH,
+            height=HEIGHT,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        browser.visit(url)
+        browser.value("document.querySelector('#name').value = 'Zoe'")
+        browser.value("document.querySelector('#join form').requestSubmit()")
+        while not browser.value(
+            "document.images.length && [...document.images].every((i) => i.naturalWidth)"
+        ):
+            time.sleep(0.1)
+        browser.press("ArrowLeft", 37)
+        browser.value("document.querySelectorAll('.add')[1].click()")
+        found = browser.call("Page.captureScreenshot", captureBeyondViewport=False)
+    store.close()
+    Path("collect.png").write_bytes(base64.b64decode(found["data"]))
 
 
 def main() -> None:
@@ -94,6 +155,11 @@ def main() -> None:
         if name in ("score", "compare", "rank") and not Path("drawn").is_dir():
             visalign(*DRAWN, "--seeds", "0-7", "-o", "drawn")
             visalign("sample", PROMPT, "--seeds", "0-7", "-o", "one")
+        if name in ("collect", "votes") and not Path("votes.sqlite").is_file():
+            voting(browser)
+        if name == "collect":
+            save(Image.open(page), FOLDER / "collect.webp")
+            continue
         if not Path(page).is_file():
             visalign(*command)
         picture(browser, Path(page), section, FOLDER / f"{name}.webp")

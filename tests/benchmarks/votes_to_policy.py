@@ -25,7 +25,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from visalign.data.shapes.prompts import parse_prompt, train_prompts
+from visalign.data.shapes.prompts import Record, heldout_prompts, parse_prompt, train_prompts
 from visalign.pipelines.collect.store import Plan, VoteStore
 from visalign.pipelines.collect.tasks import Form, read_tasks
 from visalign.pipelines.collect.votes import exported, votes_of, write_rows
@@ -44,11 +44,11 @@ def command(*arguments: str) -> None:
         raise SystemExit(f"visalign {' '.join(arguments)}: {done.stderr[-2000:]}")
 
 
-def pictures(folder: Path, prompts: int, seed: int) -> None:
+def pictures(folder: Path, known: list[Record], prompts: int, seed: int) -> None:
     """Samples of the packaged generator, with their records."""
-    order = torch.randperm(len(train_prompts()), generator=torch.Generator().manual_seed(seed)).tolist()
+    order = torch.randperm(len(known), generator=torch.Generator().manual_seed(seed)).tolist()
     records = folder.with_suffix(".jsonl")
-    lines = [json.dumps(train_prompts()[place]) for place in order[:prompts]]
+    lines = [json.dumps(known[place]) for place in order[:prompts]]
     records.parent.mkdir(parents=True, exist_ok=True)
     records.write_text("".join(f"{line}\n" for line in lines))
     command("sample", str(records), "-o", str(folder), "--seeds", f"0-{PICTURES - 1}", "--batch-size", "96")
@@ -84,11 +84,11 @@ def collect(folder: Path, path: Path, votes: int, seed: int) -> None:
 def run(output: Path, votes: int, seed: int, iterations: int) -> None:
     folder = output / f"seed{seed}"
     if not (folder / "votes.jsonl").is_file():
-        pictures(folder / "pictures", votes // PICTURES, seed)
+        pictures(folder / "pictures", train_prompts(), votes // PICTURES, seed)
         collect(folder / "pictures", folder / "votes.sqlite", votes, seed)
     heldout = f"data.heldout={folder / 'test.jsonl'}"
-    if not (folder / "test.jsonl").is_file():  # how good the judge is, on votes of the most careful kind
-        pictures(folder / "test_pictures", 60, seed + 1_000)
+    if not (folder / "test.jsonl").is_file():  # of the same voters, on held-out prompts
+        pictures(folder / "test_pictures", heldout_prompts(), 60, seed)
         collect(folder / "test_pictures", folder / "test.sqlite", 240, seed)
     if not (folder / "judge" / "summary.json").is_file():
         data = [f"data.train={folder / 'votes.jsonl'}", heldout, f"seed={seed}"]

@@ -97,11 +97,12 @@ class Browser:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self._navigate("about:blank")
-        self._navigate(page.resolve().as_uri())
+        self.visit("about:blank")
+        self.visit(page.resolve().as_uri())
         self.call("Page.bringToFront")
 
-    def _navigate(self, url: str) -> None:
+    def visit(self, url: str) -> None:
+        """Load a page; events of earlier ones are forgotten."""
         self.events.clear()
         self.call("Page.navigate", url=url)
         self._wait(lambda: self.seen("Page.loadEventFired") or None, "loading")

@@ -221,7 +221,7 @@ def open_page(browser: Browser, url: str, width: int, height: int) -> None:
         deviceScaleFactor=1,
         mobile=width < 600,
     )
-    browser._navigate(url)
+    browser.visit(url)
 
 
 def until(browser: Browser, expression: str, wanted: object = True) -> None:
