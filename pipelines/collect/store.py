@@ -163,6 +163,8 @@ class VoteStore:
                 prompt=prompt, images=tuple(json.loads(images)), gold=gold, more=json.loads(more)
             )
         self._orders: dict[str, list[int]] = {}
+        self._gold = [number for number, task in self.tasks.items() if task.gold is not None]
+        self._asked = len(self.tasks) - len(self._gold)
 
     @staticmethod
     def make(path: Path, tasks: Sequence[Task], form: Form, plan: Plan) -> VoteStore:
@@ -327,20 +329,15 @@ class VoteStore:
     def progress(self, name: str) -> tuple[int, int]:
         """(answered by somebody, at least as many as they can answer in all)."""
         with self._lock:
-            done = self._db.execute(
-                "SELECT COUNT(*) FROM assignments a JOIN annotators n ON n.id = a.annotator WHERE n.name = ? "
+            mine = self._db.execute(
+                "SELECT a.task FROM assignments a JOIN annotators n ON n.id = a.annotator WHERE n.name = ? "
                 "AND EXISTS (SELECT 1 FROM votes WHERE assignment = a.id)",
                 (name,),
-            ).fetchone()[0]
-            left = self._db.execute(
-                "SELECT COUNT(*) FROM tasks t WHERE gold IS NULL AND NOT EXISTS (SELECT 1 FROM assignments a "
-                "JOIN annotators n ON n.id = a.annotator WHERE a.task = t.id AND n.name = ? AND EXISTS "
-                "(SELECT 1 FROM votes WHERE assignment = a.id)) AND (? = 0 OR (SELECT COUNT(*) FROM "
-                "assignments a JOIN annotators n ON n.id = a.annotator WHERE a.task = t.id AND NOT a.again "
-                "AND n.secret IS NOT NULL AND EXISTS (SELECT 1 FROM votes WHERE assignment = a.id)) < ?)",
-                (name, self.plan.votes, self.plan.votes),
-            ).fetchone()[0]
-        return done, done + left
+            ).fetchall()
+            full = self._full(self._db) if self.plan.votes else set()
+        closed = full | {task for (task,) in mine}
+        gold = sum(self.tasks[task].gold is not None for task in closed)
+        return len(mine), len(mine) + max(0, self._asked - len(closed) + gold)
 
     def votes(self) -> list[Vote]:
         """All votes that count, by voter in the order in which they were shown."""
@@ -396,7 +393,7 @@ class VoteStore:
         place, plan = len(seen), self.plan
         known = {task for task, _, _ in seen}
         order = self._order(name)
-        gold = [task for task in order if self.tasks[task].gold is not None and task not in known]
+        gold = [task for task in self._gold if task not in known]
         if plan.repeat_every and (place + 1) % plan.repeat_every == 0:
             twice = {task for task, again, _ in seen if again}
             earlier = [s for s in seen[: max(0, place - GAP)] if s[0] not in twice and self._is_asked(s[0])]
@@ -407,7 +404,7 @@ class VoteStore:
             gold = []
         full = self._full(db) if plan.votes and not gold else set()
         fresh = (task for task in order if task not in known and task not in full and self._is_asked(task))
-        task = gold[0] if gold else next(fresh, None)
+        task = gold[_drawn(plan.seed, name, place) % len(gold)] if gold else next(fresh, None)
         if task is None:
             return None
         is_pair = len(self.tasks[task].images) == 2
