@@ -37,7 +37,8 @@ class RewardTerm:
     """One reward of the sum."""
 
     weight: float = 1.0
-    """At least 0; a weight of 0 only records the reward. Direction is the reward's own matter."""
+    """At least 0; a weight of 0 only records the reward, and how far it agrees with what is optimised.
+    Direction is the reward's own matter."""
     name: str | None = None
     """Catalogue name, package.module:Name or path/to/file.py:Name; null: the label of the term."""
     options: dict[str, Any] = field(default_factory=dict)

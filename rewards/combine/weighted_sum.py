@@ -34,8 +34,8 @@ class WeightedSum:
     reward.
 
     The parts hold, for each m, "m" (raw, in its own unit), "m.weighted" (its term of the sum) and "m.x" for
-    each part x of m. Normalisation within a group of one prompt belongs to the advantage (`visalign.core`),
-    which gets the raw columns from the parts.
+    each part x of m; "m.std" is the judge's own standard deviation where it gives one. Normalisation within a
+    group of one prompt belongs to the advantage (`visalign.core`), which gets the raw columns from the parts.
     """
 
     higher_is_better = True
@@ -96,6 +96,15 @@ class WeightedSum:
     def term_weights(self) -> dict[str, float]:
         """Label -> weight of the terms that are added; the part "label.weighted" is each by itself."""
         return {label: weight for label, (_, weight) in self.rewards.items() if weight}
+
+    @property
+    def recorded_terms(self) -> dict[str, float]:
+        """Label -> 1, or -1 where lower is better, of the terms of weight 0."""
+        return {
+            label: 1.0 if reward.higher_is_better else -1.0
+            for label, (reward, weight) in self.rewards.items()
+            if not weight
+        }
 
     @property
     def needs_group(self) -> bool:
@@ -162,7 +171,8 @@ class WeightedSum:
                 answer = judge(reward)
             scores = _spread(_checked(label, answer, len(usable), self.noun), usable, len(reasons))
             parts[label] = scores.value
-            parts |= {f"{label}.{key}": part for key, part in scores.parts.items()}
+            stds = {} if scores.std is None else {"std": scores.std}
+            parts |= {f"{label}.{key}": part for key, part in {**stds, **scores.parts}.items()}
             if not weight:
                 continue
             term = weight * self._oriented(label, scores)
@@ -260,7 +270,10 @@ def _spread(scores: Scores, rows: list[int], size: int) -> Scores:
     for row, reason, ok in zip(rows, failure_reasons(scores), own.tolist(), strict=True):
         reasons[row] = reason if ok or reason is not None else "the score is not a finite number"
     parts = {key: fill(part) for key, part in scores.parts.items()}
-    return Scores(value=fill(scores.value), valid=valid, unit=scores.unit, parts=parts, reason=reasons)
+    std = None if scores.std is None else fill(scores.std)
+    return Scores(
+        value=fill(scores.value), valid=valid, unit=scores.unit, std=std, parts=parts, reason=reasons
+    )
 
 
 def _add_reasons(reasons: list[str | None], label: str, scores: Scores) -> None:

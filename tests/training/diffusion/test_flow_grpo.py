@@ -188,6 +188,9 @@ def test_each_iteration_logs_the_table(tmp_path):
         "loss_scale",
         "reward_weight/*",
         "reward_multiplier/*",
+        "agreement/*",
+        "recorded/*",
+        "recorded_std/*",
     }
     assert record["heldout/accuracy"] == 0.5
     assert record["ratio_floor"] < 1e-5 < record["ratio_std"]

@@ -12,7 +12,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from visalign.core.groups.labels import group_index, group_sum
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
 from visalign.flow.rollout import asked_of, decoded, rollout
@@ -23,6 +22,7 @@ from visalign.training.loop.judging import (
     Judging,
     check_failures,
     joined_scores,
+    judged_metrics,
     oriented,
     reward_columns,
 )
@@ -176,10 +176,7 @@ class PictureSource:
             parts=parts,
             columns=self.of_all(reward_columns(self.reward, scores)),
             first=self.first,
-            metrics={
-                **reward_metrics(value, valid, group),
-                **{f"reward_part/{name}": float(part.nanmean()) for name, part in parts.items()},
-            },
+            metrics=judged_metrics(self.reward, value, valid, group, parts),
         )
 
     def judge(self, latents: Tensor, records: Sequence[Mapping[str, Any]], clock: PhaseClock) -> Scores:
@@ -245,7 +242,8 @@ class PictureSource:
     def _gather(self, scores: Scores) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """(value [B] float64, valid [B], name -> part [B] float64) of all processes, on the CPU."""
         own = scores.value.float().cpu()
-        parts = self.shares.table({"": own, **{name: part.float() for name, part in scores.parts.items()}})
+        said = {**({} if scores.std is None else {"std": scores.std}), **scores.parts}
+        parts = self.shares.table({"": own, **{name: part.float() for name, part in said.items()}})
         valid = self.of_all(scores.valid.cpu() & torch.isfinite(own))
         return parts.pop(""), valid, parts
 
@@ -253,27 +251,6 @@ class PictureSource:
     def first(self) -> int:
         """Place of this process's first sample among all B."""
         return int(self.shares.own[0])
-
-
-def reward_metrics(value: Tensor, valid: Tensor, group: Tensor) -> dict[str, float]:
-    """Mean and spreads of the reward over the samples that could be judged.
-
-    Args:
-        value: [B].
-        valid: bool [B].
-        group: [B] integer labels.
-    """
-    known = value[valid]
-    index, groups = group_index(group[valid], len(known))
-    count = group_sum(torch.ones(len(known), 1, dtype=torch.float64), index, groups)[:, 0]
-    mean = group_sum(known[:, None], index, groups)[:, 0] / count
-    spread = group_sum((known - mean[index]).square()[:, None], index, groups)[:, 0] / count
-    return {
-        "reward_mean": float(known.mean()),
-        "reward_std": float(known.std(correction=0)),
-        "reward_group_std": float(spread.sqrt().mean()),
-        "valid_share": float(valid.double().mean()),
-    }
 
 
 class PictureAlgorithm(Algorithm):
@@ -338,7 +315,8 @@ class PictureAlgorithm(Algorithm):
         if not self.constraints.bounds:
             return made
         value, multipliers = self.constraints.apply(made.valid, made.parts, run)
-        metrics = {**made.metrics, **reward_metrics(value, made.valid, made.group), **multipliers}
+        judged = judged_metrics(self.source.reward, value, made.valid, made.group, made.parts)
+        metrics = {**made.metrics, **judged, **multipliers}
         return replace(made, value=value, metrics=metrics)
 
     divergence: float | None

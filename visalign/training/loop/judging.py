@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from visalign.core.groups.labels import group_index, group_sum
 from visalign.errors import UserError
 from visalign.interfaces import Scores
 
@@ -193,6 +195,75 @@ def reward_columns(reward: Any, scores: Scores) -> Tensor:
         return scores.value.double().cpu()[:, None]
     columns = [scores.parts[f"{label}.weighted"].double().cpu() / w for label, w in weights.items()]
     return torch.stack(columns, 1)
+
+
+def judged_metrics(
+    reward: Any, value: Tensor, valid: Tensor, group: Tensor, parts: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """What an iteration's judged samples say: the reward, its parts, and the rewards that are only recorded.
+
+    Args:
+        reward: that `value` is of; with `recorded_terms`, label -> sign, as `visalign.rewards.WeightedSum`
+            has them.
+        value: [B] float64, what is optimised.
+        valid: bool [B].
+        group: [B] integer labels.
+        parts: name -> [B] float64.
+    """
+    found = reward_metrics(value, valid, group)
+    found |= {f"reward_part/{name}": float(part.nanmean()) for name, part in parts.items()}
+    for label, sign in getattr(reward, "recorded_terms", {}).items():
+        recorded = sign * parts[label]
+        known = recorded[recorded.isfinite()]
+        found[f"recorded/{label}"] = float(known.mean())
+        found[f"recorded_std/{label}"] = float(known.std(correction=0))
+        found[f"agreement/{label}"] = rank_agreement(torch.where(valid, value, torch.nan), recorded, group)
+    return found
+
+
+def reward_metrics(value: Tensor, valid: Tensor, group: Tensor) -> dict[str, float]:
+    """Mean and spreads of the reward over the samples that could be judged.
+
+    Args:
+        value: [B].
+        valid: bool [B].
+        group: [B] integer labels.
+    """
+    known = value[valid]
+    index, groups = group_index(group[valid], len(known))
+    count = group_sum(torch.ones(len(known), 1, dtype=torch.float64), index, groups)[:, 0]
+    mean = group_sum(known[:, None], index, groups)[:, 0] / count
+    spread = group_sum((known - mean[index]).square()[:, None], index, groups)[:, 0] / count
+    return {
+        "reward_mean": float(known.mean()),
+        "reward_std": float(known.std(correction=0)),
+        "reward_group_std": float(spread.sqrt().mean()),
+        "valid_share": float(valid.double().mean()),
+    }
+
+
+def rank_agreement(first: Tensor, second: Tensor, group: Tensor) -> float:
+    """Kendall's τ-b within groups, the mean over those in which both rewards vary.
+
+    τ_b = Σ_{i<j} s_ij t_ij / √(Σ s_ij² Σ t_ij²), s and t the signs of a pair's differences (Kendall 1945). A
+    tie counts for neither side, so that a reward of 0 and 1 reaches 1 only against another of its kind.
+
+    Args:
+        first: [B], NaN where it is missing.
+        second: [B].
+        group: [B] integer labels.
+
+    Returns:
+        −1 to 1; NaN where no group has two samples that each of the two tells apart.
+    """
+    found = []
+    for label in group.unique():
+        own = (group == label) & first.isfinite() & second.isfinite()
+        s, t = (torch.sign(each[own, None] - each[own]) for each in (first, second))
+        scale = float((s.square().sum() * t.square().sum()).sqrt())
+        if scale:
+            found.append(float((s * t).sum()) / scale)
+    return sum(found) / len(found) if found else math.nan
 
 
 class Reversed:

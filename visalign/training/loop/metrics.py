@@ -23,7 +23,12 @@ METRICS: dict[str, str] = {
     "with rewards.terms.LABEL.bound that of what is optimised, which moves with its multiplier",
     "reward_std": "standard deviation of the reward over the valid samples, in the reward's unit",
     "reward_group_std": "mean over groups of the standard deviation within a group, in the reward's unit",
-    "reward_part/*": "mean of one named part of the reward over the samples that have it",
+    "reward_part/*": "mean of one named part of the reward over the samples that have it; LABEL.std is the "
+    "standard deviation that the judge itself gives",
+    "agreement/*": "rank agreement of what is optimised with one reward that is only recorded (a term of "
+    "weight 0): Kendall's τ-b within groups, mean over groups, −1 to 1",
+    "recorded/*": "mean of that reward over the samples, in its unit, higher is better",
+    "recorded_std/*": "its standard deviation over the samples",
     "reward_multiplier/*": "Lagrange multiplier of one reward that has a bound (rewards.terms.LABEL.bound)",
     "reward_weight/*": "weight of one reward in the sum of the advantages (objective.balance_every)",
     "valid_share": "share of samples that the reward could judge, 0 to 1",

@@ -19,7 +19,7 @@ from visalign.core import Objective, Trajectories
 from visalign.interfaces import Scores
 from visalign.seeds import sample_seed
 from visalign.text import TextRollout, join_rollouts
-from visalign.training.loop.judging import check_failures, joined_scores, reward_columns
+from visalign.training.loop.judging import check_failures, joined_scores, judged_metrics, reward_columns
 from visalign.training.loop.processes import Shares
 from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import PromptSampler
@@ -109,7 +109,7 @@ def collect(
             groups.feed(made.group, made.said["value"].float(), made.valid, payload=payload)
             rounds.append(made)
         kept = _taken(groups, rounds)
-    metrics = _metrics(rounds)
+    metrics = _metrics(parts.reward, rounds)
     if groups is not None:
         metrics |= {f"groups/{key}": float(getattr(groups.last, key)) for key in GROUP_COUNTS}
     tokens = int(sum(float(made.said["length"].sum()) for made in rounds))
@@ -217,6 +217,7 @@ def _judged(
         "length": length,
         "truncated": rollout.truncated,
         "entropy": (rollout.entropy * rollout.loss_mask).sum(1),
+        **({} if scores.std is None else {"part/std": scores.std}),
         **{f"part/{name}": part for name, part in scores.parts.items()},
     }
     said = shares.table(own)
@@ -260,7 +261,7 @@ def _mean_entropy(trajectories: Trajectories) -> float:
     return math.nan if entropy is None else float((entropy * weight).sum() / weight.sum().clamp(min=1))
 
 
-def _metrics(rounds: Sequence[_Round]) -> dict[str, float]:
+def _metrics(reward: Any, rounds: Sequence[_Round]) -> dict[str, float]:
     """Statistics of all completions that were made, those of dropped groups included."""
     names = dict.fromkeys(name for made in rounds for name in made.said)
     absent = [torch.full_like(made.said["value"], math.nan) for made in rounds]
@@ -269,13 +270,11 @@ def _metrics(rounds: Sequence[_Round]) -> dict[str, float]:
     }
     valid = torch.cat([made.valid for made in rounds])
     value, length = said["value"], said["length"]
+    group = torch.tensor([label for made in rounds for label in made.group])
     parts = {name.removeprefix("part/"): part for name, part in said.items() if name.startswith("part/")}
     return {
-        "reward_mean": float(value[valid].mean()),
-        "reward_std": float(value[valid].std(correction=0)),
-        "valid_share": float(valid.double().mean()),
+        **judged_metrics(reward, value, valid, group, parts),
         "length_mean": float(length.mean()),
         "truncated_share": float(said["truncated"].mean()),
         "entropy": float(said["entropy"].sum()) / max(float(length.sum()), 1.0),
-        **{f"reward_part/{name}": float(part.nanmean()) for name, part in parts.items()},
     }
