@@ -23,6 +23,7 @@ from visalign.pipelines.shared.sections import (
 from visalign.precision import Autocast
 from visalign.schema import STRICT
 from visalign.training.diffusion.settings import DiffusionObjectiveSettings, RolloutSettings, check_sampling
+from visalign.training.loop.monitor import MonitorSettings
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.sampler import check_batch_algebra
 
@@ -152,6 +153,8 @@ class FlowGRPOConfig:
     """How the weights move."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """What is measured before, on the way, and after."""
+    monitor: MonitorSettings = field(default_factory=MonitorSettings)
+    """What warns and stops while the policy moves."""
     run: PolicyRunConfig = field(default_factory=PolicyRunConfig)
     """Length, checkpoints, machine."""
 
@@ -159,6 +162,7 @@ class FlowGRPOConfig:
         check_batch_algebra(self.rollout.prompts_per_iteration, self.rollout.group_size)
         check_sampling(self.objective, self.rollout)
         self.evaluation.check_correctness(*self.rewards.terms)
+        self.rewards.check_monitor(self.monitor)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from visalign.config import flatten
 from visalign.signals import Stopped
 from visalign.training.loop.metrics import read_metrics
+from visalign.training.loop.monitor import said_by_monitor
 from visalign.training.loop.runtime import peak_memory_bytes
 from visalign.versions import versions
 
@@ -159,6 +160,7 @@ def build_trainer(
             keep_checkpoints=length.keep_checkpoints,
             evaluate_every=config.evaluation.every,
             max_seconds=length.max_seconds,
+            monitor=getattr(config, "monitor", None),
             config=asdict(config),
             free_keys=FREE_KEYS,
         ),
@@ -264,12 +266,14 @@ class PolicyRun(Job):
                 name = key.removeprefix("seconds/")
                 phases[name] = phases.get(name, 0.0) + value
         phases["evaluation"] += evaluating
+        warnings = said_by_monitor(result.counters.own)
         costs = {
             **self.costs(result, evaluating),
             "phases": phases,
             **self.counts(result.counters),
         }
         spent = costs if self.seen is None else {**costs, "heldout_prompts_trained_on": self.seen}
+        spent = {**spent, "warnings": warnings}
         shared: dict[str, Any] = {"config": asdict(self.config), "versions": found}
         path = write_summary(output / "summary.json", before=before, after=after, costs=spent, **shared)
         accuracy = math.nan
@@ -287,6 +291,7 @@ class PolicyRun(Job):
             resume_command=resume_command(str(output / "config.yaml"), [], output),
             start={"heldout/accuracy": accuracy} if math.isfinite(accuracy) else None,
             seen=self.seen,
+            warnings=warnings,
             over_time=() if self.grids is None else self.grids.files(),
             **shared,
         )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import field, fields
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from visalign.errors import UserError, suggestion
 from visalign.schema import STRICT
+from visalign.training.loop.monitor import MonitorLimits, MonitorSettings
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 MOST = 2**32 - 1
@@ -76,6 +77,12 @@ class RewardsConfig:
             raise UserError(
                 "rewards.terms is empty; name at least one reward, e.g. shapes_verifier: {weight: 1}."
             )
+
+    def check_monitor(self, monitor: MonitorSettings, **more: tuple[bool, str]) -> None:
+        """Refuse a monitor that would stop by what is not measured; `more` as `MonitorSettings.check`."""
+        remedy = "Hold a reward out with rewards.terms.LABEL.weight=0, or leave it null."
+        recorded = any(term.weight == 0 for term in self.terms.values()), remedy
+        monitor.check({"agreement_change": recorded, "recorded_change": recorded, **more})
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -153,5 +160,6 @@ FREE_KEYS = (
     "run.keep_checkpoints",
     "run.trackers",
     "run.sharding",
+    *(f"monitor.{rule}.{limit.name}" for rule in ("warn", "stop") for limit in fields(MonitorLimits)),
 )
 """Keys that may differ when a run is resumed: they do not change what an iteration computes."""

@@ -24,6 +24,7 @@ from visalign.pipelines.shared.sections import (
 )
 from visalign.precision import Autocast
 from visalign.schema import STRICT
+from visalign.training.loop.monitor import MonitorSettings
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.sampler import check_batch_algebra
 from visalign.training.text.settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings
@@ -187,12 +188,15 @@ class TextConfig:
     """How the weights move; micro_batch counts completions, ema_decay 0 leaves averaging out."""
     evaluation: TextEvaluationConfig = field(default_factory=TextEvaluationConfig)
     """What is measured before, on the way, and after."""
+    monitor: MonitorSettings = field(default_factory=MonitorSettings)
+    """What warns and stops while the policy moves."""
     run: PolicyRunConfig = field(default_factory=PolicyRunConfig)
     """Length, checkpoints, machine."""
 
     def __post_init__(self) -> None:
         check_batch_algebra(self.rollout.prompts_per_iteration, self.rollout.group_size)
         self.evaluation.check_correctness(*self.rewards.terms)
+        self.rewards.check_monitor(self.monitor)
         objective = self.objective.build(length=self.rollout.max_new_tokens)
         if objective.value and self.model.value == "none":
             raise UserError(

@@ -17,6 +17,7 @@ from visalign.evaluation.pages.curves import (
     WIDTH,
     Curve,
     at_zero,
+    known_curves,
     panels,
     running_mean,
 )
@@ -167,3 +168,15 @@ def test_titles_are_escaped() -> None:
     curve = Curve(keys=("reward_mean",), title='<script>"', unit="u", meaning="m")
     svg = draw([1.0, 2.0], curve)
     assert "<script>" not in svg and "&lt;script&gt;&#34;" in svg
+
+
+def test_what_a_run_names_itself_gets_panels_of_its_own() -> None:
+    row = {"agreement/shapes_verifier": 0.5, "recorded/shapes_verifier": 0.7, "reward_part/hps.std": 0.1}
+    rows = [{"iteration": 1, **row, "reward_part/hps": 3.0}, {"iteration": 2, "reward_part/std": 0.2}]
+    titles = [panel.curve.title for panel in panels(rows, known_curves(rows))]
+    assert titles == [
+        "Agreement with shapes verifier",
+        "shapes verifier, held out",
+        "Judge's own std: hps",
+        "Judge's own std",
+    ]

@@ -104,6 +104,12 @@ def test_numbers_equal_the_inputs(tmp_path: Path) -> None:
     assert "improved 12" in page.text and "got worse 0" in page.text
 
 
+def test_what_the_monitor_said_stands_above_the_curves(tmp_path: Path) -> None:
+    said = "Stopped: agreement_change/clip_score is -0.4, below monitor.stop.agreement_change (-0.3)."
+    page = report(tmp_path, make_result(0.25), make_result(0.75), warnings=[said])
+    assert page.text.index("last value at the right end") < page.text.index(said)
+
+
 def test_tracks_stand_where_the_intervals_are(tmp_path: Path) -> None:
     before, after = make_result(0.25), make_result(0.75)
     page = report(tmp_path, before, after)

@@ -3,18 +3,27 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from scipy.stats import kendalltau
 
-from tests.support.training.pictures import Brightness, Loud, toy_trainer
+from tests.support.training.pictures import Brightness, Loud, outcome, toy_trainer
 from tests.support.training.text import toy_text_trainer
+from visalign.config import load_config
+from visalign.errors import ConfigError, UserError
 from visalign.interfaces import Scores
+from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
+from visalign.pipelines.text.config import TextGRPOConfig
 from visalign.rewards.combine.weighted_sum import WeightedSum
 from visalign.training.loop.judging import judged_metrics, rank_agreement
+from visalign.training.loop.metrics import read_metrics
+from visalign.training.loop.monitor import Monitor, MonitorLimits, MonitorSettings, said_by_monitor
+from visalign.training.loop.progress import TrainingProgress
 
 NAN = math.nan
 
@@ -44,7 +53,7 @@ def test_recorded_rewards_are_turned_so_that_higher_is_better():
     a, group = torch.tensor([1.0, 2, 3, 4]).double(), torch.tensor([0, 0, 1, 1])
     found = judged_metrics(reward, a, torch.tensor([True] * 3 + [False]), group, {"a": a, "b": 2 * a})
     assert found["agreement/b"] == -1 and found["recorded/b"] == -5 and found["reward_part/b"] == 5
-    assert found["recorded_std/b"] == pytest.approx(math.sqrt(5))
+    assert found["recorded_std/b"] == 1
     assert found["reward_mean"] == 2 and found["reward_group_std"] == pytest.approx(0.25)
 
 
@@ -78,3 +87,95 @@ def test_pictures_are_judged_by_rewards_that_they_are_not_trained_on(tmp_path):
 def test_completions_log_the_spread_within_their_groups(tmp_path):
     record = toy_text_trainer(tmp_path).iterate()
     assert 0 < record["reward_group_std"] <= record["reward_std"]
+
+
+def _followed(rows: list[dict[str, float]], **settings: Any) -> tuple[dict[str, float], list[str], dict]:
+    """Trends of the last row, what was said, and what the counters keep."""
+    progress, own, said = TrainingProgress(9, enabled=False), {}, []
+    progress.note = said.append  # type: ignore[method-assign]
+    monitor, trends = Monitor(MonitorSettings(**{"window": 2, **settings}), progress), {}
+    for number, row in enumerate(rows, start=1):
+        trends = monitor.follow({"iteration": number, **row}, own)
+        own = json.loads(json.dumps(own))  # as a checkpoint keeps it
+    monitor.stops(own)
+    return trends, said, own
+
+
+def test_trends_are_the_latest_iterations_against_the_first():
+    rows = [
+        {"agreement/a": 0.5, "recorded/a": 10.0, "recorded_std/a": 4.0, "reward_group_std": 2.0},
+        {"agreement/a": 0.7, "recorded/a": 12.0, "recorded_std/a": 6.0, "reward_group_std": 4.0},
+        {"agreement/a": NAN, "recorded/a": 99.0, "recorded_std/a": 1.0, "reward_group_std": 9.0},
+        {"agreement/a": 0.2, "recorded/a": 6.0, "recorded_std/a": 1.0, "reward_group_std": 0.5},
+        {"agreement/a": 0.4, "recorded/a": 4.0, "recorded_std/a": 1.0, "reward_group_std": 1.0},
+    ]
+    rows = [
+        {**row, "reward_part/b.std": std} for row, std in zip(rows, (1.0, 3.0, 5.0, 5.0, 7.0), strict=True)
+    ]
+    off = MonitorLimits()
+    assert _followed(rows[:3], warn=off)[0] == {}, "the first iterations, and one more"
+    trends, said, _ = _followed(rows, warn=off)
+    assert trends == pytest.approx(
+        {
+            "agreement_change/a": (0.2 + 0.4) / 2 - (0.5 + 0.7) / 2,
+            "recorded_change/a": (5.0 - 11.0) / 5.0,
+            "group_std_ratio": 0.75 / 3.0,
+            "judge_std_ratio/b": 6.0 / 2.0,
+        }
+    )
+    assert said == []
+
+
+def test_what_crosses_a_limit_is_said_once_with_both_numbers():
+    rows = [{"agreement/a": tau} for tau in (0.6, 0.6, 0.1, 0.1, 0.0)]
+    _, said, own = _followed(rows)
+    assert said == ["Warning: agreement_change/a is -0.5, below monitor.warn.agreement_change (-0.3)."]
+    assert said_by_monitor(own) == [said[0].replace("Warning", "Iteration 4")]
+    limits = MonitorLimits(judge_std_ratio=1.5, feature_drift=0.2)
+    rows = [{"reward_part/std": 1.0}] * 2 + [{"reward_part/std": 2.0}] * 2 + [{"heldout/feature_drift": 0.3}]
+    _, said, own = _followed(rows, warn=MonitorLimits(), stop=limits)
+    assert said == [
+        "The monitor stops the run: judge_std_ratio/reward is 2, above monitor.stop.judge_std_ratio (1.5). "
+        "Go on with --resume and another monitor.stop.",
+        "The monitor stops the run: feature_drift is 0.3, above monitor.stop.feature_drift (0.2). Go on with "
+        "--resume and another monitor.stop.",
+    ]
+    assert said_by_monitor(own)[0].startswith("Stopped: judge_std_ratio/reward is 2, above")
+
+
+def test_limits_that_cannot_be_crossed_are_refused():
+    with pytest.raises(UserError, match=r"monitor: the limit group_std_ratio is nan; give a number, or null"):
+        MonitorLimits(group_std_ratio=NAN)
+    with pytest.raises(UserError, match=r"monitor.window is 0; it must be .* at least 1"):
+        MonitorSettings(window=0)
+    for schema in (FlowGRPOConfig, TextGRPOConfig):
+        with pytest.raises(ConfigError, match=r"agreement_change is -0.2, and this run does not measure it"):
+            load_config(schema, overrides=["monitor.stop.agreement_change=-0.2"])
+
+
+def _hacked(folder: Path, stop: MonitorLimits, iterations: int = 5) -> Any:
+    """Brightness is trained on; its negative is held out, whose mean can only fall."""
+
+    class Dark(Brightness):
+        higher_is_better = False
+
+    reward = WeightedSum({"brightness": (Brightness(), 1.0), "dark": (Dark(), 0.0)})
+    settings = MonitorSettings(window=1, warn=MonitorLimits(), stop=stop)
+    return toy_trainer(folder, reward=reward, run={"iterations": iterations, "monitor": settings})
+
+
+def test_a_run_that_crosses_a_limit_ends_in_order_and_resumes_under_another(tmp_path):
+    strict = MonitorLimits(recorded_change=-2.0)
+    trainer = _hacked(tmp_path / "cut", strict)
+    result = trainer.train()
+    stopped = result.counters.iteration
+    rows = read_metrics(tmp_path / "cut" / "metrics.jsonl")
+    assert result.stopped == "monitor" and 1 < stopped < 5 and len(rows) == stopped
+    assert rows[-1]["recorded_change/dark"] < -2 <= rows[-2].get("recorded_change/dark", 0.0)
+    again = _hacked(tmp_path / "cut", strict)
+    assert again.resume() and again.train().stopped == "monitor"
+    assert again.counters.iteration == stopped, "under the same limit nothing is trained"
+    looser = _hacked(tmp_path / "cut", MonitorLimits())
+    assert looser.resume() and looser.train().stopped == "finished"
+    _hacked(tmp_path / "whole", MonitorLimits()).train()
+    assert outcome(tmp_path / "cut")[1:] == outcome(tmp_path / "whole")[1:]

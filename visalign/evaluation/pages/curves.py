@@ -43,6 +43,9 @@ CURVES = (
         "held-out prompts, the same seeds each time",
         percent=True,
     ),
+    Curve(
+        ("reward_group_std",), "Spread within groups", "reward", "standard deviation, mean", from_zero=True
+    ),
     Curve(("loss",), "Loss", "nats or reward", "mean over updates"),
     Curve(
         ("perplexity",), "Perplexity", "exp of nats per token", "of the demonstrations, before each update"
@@ -84,6 +87,26 @@ CURVES = (
     Curve(("grad_norm",), "Gradient norm", "L2", "before clipping, mean over updates", from_zero=True),
 )
 """The panels of a run, each drawn where the run recorded it."""
+
+FAMILIES = {
+    "agreement": ("Agreement with {}", "Kendall's τ-b", "of the trained reward with one that is held out"),
+    "recorded": ("{}, held out", "its unit", "mean of a reward that is not trained on, higher is better"),
+}
+"""Family of metrics -> title, unit and meaning of the panel that each of them gets."""
+
+
+def known_curves(metrics: Sequence[Mapping[str, Any]]) -> tuple[Curve, ...]:
+    """`CURVES`, and those of `FAMILIES` that the rows have."""
+    found = [*CURVES]
+    for key in dict.fromkeys(key for row in metrics for key in row):
+        family, _, name = key.partition("/")
+        if family in FAMILIES:
+            title, unit, meaning = FAMILIES[family]
+            found.append(Curve((key,), title.format(name.replace("_", " ")), unit, meaning))
+        elif family == "reward_part" and (name == "std" or name.endswith(".std")):
+            title = f"Judge's own std{': ' if name != 'std' else ''}{name.removesuffix('std').rstrip('.')}"
+            found.append(Curve((key,), title, "its unit", "mean over samples", from_zero=True))
+    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from visalign.evaluation.heldout.result import HeldoutResult
 
 from . import wording
 from .base import PIXELATED_SIDE, data_uri, render_page, setting
-from .curves import CURVES, Curve, at_zero, panels
+from .curves import at_zero, known_curves, panels
 from .samples import failures, galleries
 
 
@@ -38,8 +38,8 @@ def write_report(
     resume_command: str,
     start: Mapping[str, float] | None = None,
     seen: int | None = None,
+    warnings: Sequence[str] = (),
     over_time: Sequence[tuple[int, Path]] = (),
-    curves: Sequence[Curve] = CURVES,
 ) -> Path:
     """Write `report.html` into a run's folder and return its path: no network, no script, pictures inside.
 
@@ -60,10 +60,9 @@ def write_report(
         resume_command: The command that continues the run.
         start: Metric -> value before training, measured on the same samples as in `metrics`: the first points
             of the curves.
-        seen: How many of the held-out prompts were trained on, which the page then says; None where that is
-            not known.
+        seen: How many held-out prompts were trained on, which the page then says; None: not known.
+        warnings: What the monitor said while the policy moved, or that it stopped the run.
         over_time: (iterations finished, PNG) of the same prompts on the way, side by side in each.
-        curves: Panels of the training section, each drawn where the metrics have it.
 
     Raises:
         UserError: If before and after are not of the same samples.
@@ -73,9 +72,10 @@ def write_report(
         "report.html.j2",
         **_results(before, after, seen),
         title=title,
-        panels=panels(metrics, curves, start=start or {}),
+        panels=panels(metrics, known_curves(metrics), start=start or {}),
+        warnings=warnings,
         over_time=[(number, data_uri(np.asarray(Image.open(path)))) for number, path in over_time],
-        at_zero=at_zero(metrics, curves, start),
+        at_zero=at_zero(metrics, known_curves(metrics), start),
         config=[(name, setting(value)) for name, value in flatten(config).items()],
         versions=versions,
         costs=wording.cost_rows(costs),

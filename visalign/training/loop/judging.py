@@ -214,9 +214,9 @@ def judged_metrics(
     found |= {f"reward_part/{name}": float(part.nanmean()) for name, part in parts.items()}
     for label, sign in getattr(reward, "recorded_terms", {}).items():
         recorded = sign * parts[label]
-        known = recorded[recorded.isfinite()]
-        found[f"recorded/{label}"] = float(known.mean())
-        found[f"recorded_std/{label}"] = float(known.std(correction=0))
+        own = reward_metrics(recorded, recorded.isfinite(), group)
+        found[f"recorded/{label}"] = own["reward_mean"]
+        found[f"recorded_std/{label}"] = own["reward_group_std"]
         found[f"agreement/{label}"] = rank_agreement(torch.where(valid, value, torch.nan), recorded, group)
     return found
 

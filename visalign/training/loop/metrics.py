@@ -28,7 +28,13 @@ METRICS: dict[str, str] = {
     "agreement/*": "rank agreement of what is optimised with one reward that is only recorded (a term of "
     "weight 0): Kendall's τ-b within groups, mean over groups, −1 to 1",
     "recorded/*": "mean of that reward over the samples, in its unit, higher is better",
-    "recorded_std/*": "its standard deviation over the samples",
+    "recorded_std/*": "mean over groups of its standard deviation within a group",
+    "agreement_change/*": "mean of agreement/LABEL over the latest `monitor.window` iterations less that "
+    "over the first",
+    "recorded_change/*": "the same of recorded/LABEL, divided by recorded_std/LABEL of the first iterations",
+    "group_std_ratio": "mean of reward_group_std over the latest iterations over that of the first: a reward "
+    "that no longer tells a prompt's samples apart",
+    "judge_std_ratio/*": "the same of the judge's own standard deviation, reward_part/LABEL.std",
     "reward_multiplier/*": "Lagrange multiplier of one reward that has a bound (rewards.terms.LABEL.bound)",
     "reward_weight/*": "weight of one reward in the sum of the advantages (objective.balance_every)",
     "valid_share": "share of samples that the reward could judge, 0 to 1",
@@ -105,6 +111,17 @@ REGRESSION_ONLY = ("match_error", "anchor_distance")
 
 ASCENT_ONLY = ("reward_gradient",)
 """Keys that only training through the reward's gradient logs."""
+
+MONITOR_ONLY = (
+    "agreement/*",
+    "recorded/*",
+    "recorded_std/*",
+    "agreement_change/*",
+    "recorded_change/*",
+    "group_std_ratio",
+    "judge_std_ratio/*",
+)
+"""Keys that need a reward of weight 0, or the run's monitor."""
 
 TIMES = ("seconds", "samples_per_second")
 """Families that differ between two runs of the same seed; every other value is reproducible on CPU."""

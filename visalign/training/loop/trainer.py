@@ -32,6 +32,7 @@ from visalign.signals import InterruptFlag
 from . import checkpoint
 from .ema import EMA
 from .metrics import MetricsFile
+from .monitor import Monitor, MonitorSettings
 from .optimizer import AdamWSettings, OptimizerSettings, TrainedWeights
 from .processes import check_accelerator, lost_process_named
 from .progress import TrainingProgress
@@ -186,6 +187,8 @@ class RunSettings:
     max_seconds: float | None = None
     """Stop at the end of the iteration in which the run's training time reaches this; where that is depends
     on the machine, so two such runs may differ in length."""
+    monitor: MonitorSettings | None = None
+    """What warns and stops while the policy moves; None: nothing."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The run's configuration as JSON values; a resume under another one is refused."""
     free_keys: Collection[str] = ()
@@ -198,7 +201,7 @@ class TrainResult:
 
     counters: Counters
     stopped: str
-    """"finished", "interrupted" (Ctrl-C, SIGTERM) or "max_seconds"."""
+    """"finished", "interrupted" (Ctrl-C, SIGTERM), "max_seconds" or "monitor"."""
     signal: int | None = None
     """That interrupted this process."""
 
@@ -242,6 +245,7 @@ class Trainer(Generic[A]):
             self.weights.masters, decay=settings.ema_decay, every=every, warmup=settings.ema_warmup
         )
         self.progress = progress or TrainingProgress(run.iterations, enabled=False)
+        self.monitor = Monitor(run.monitor, self.progress)
         low = algorithm.compute_dtype() == torch.float16
         counters = Counters(loss_scale=FIRST_LOSS_SCALE if low else 1.0)
         self.context = Context(counters=counters, optimizer=settings, clock=PhaseClock())
@@ -258,7 +262,7 @@ class Trainer(Generic[A]):
         return self.context.clock
 
     def train(self) -> TrainResult:
-        """Run until the last iteration, the time budget, Ctrl-C or SIGTERM; the last state is always saved.
+        """Run to the last iteration, the budget, a monitor's limit, Ctrl-C or SIGTERM; save the last state.
 
         A resumed run whose budget is spent does nothing, as one that has reached its last iteration.
 
@@ -277,7 +281,7 @@ class Trainer(Generic[A]):
             metrics = MetricsFile(folder / "metrics.jsonl", after=counters.iteration) if first else None
             saved = counters.iteration
             self.clock.take()
-            stopped = "max_seconds" if self._agreed(self._is_over_budget()) else "finished"
+            stopped = self._why_stop(interrupt)
             while stopped == "finished" and counters.iteration < self.run.iterations:
                 record = self.iterate()
                 if metrics is not None:
@@ -327,7 +331,8 @@ class Trainer(Generic[A]):
             **updated,
             **self._passes(algorithm.forward_equivalents() - spent, samples),
         }
-        return {**record, **self._evaluated(), **self._timed(samples)}
+        record |= self._evaluated()
+        return {**record, **self.monitor.follow(record, counters.own), **self._timed(samples)}
 
     def _update(self, experience: Any) -> tuple[dict[str, float], list[dict[str, float]]]:
         """The optimizer updates of an iteration: their metrics, and the sums of each."""
@@ -418,6 +423,8 @@ class Trainer(Generic[A]):
         """What all processes agree on: "finished" means go on."""
         if self._agreed(interrupt.raised):
             return "interrupted"
+        if self._agreed(self.monitor.stops(self.counters.own)):
+            return "monitor"
         return "max_seconds" if self._agreed(self._is_over_budget()) else "finished"
 
     def _is_over_budget(self) -> bool:
