@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.heldout.correctness import check_judge
@@ -18,6 +19,7 @@ from visalign.pipelines.shared.parts import Records, build_records, load_terms, 
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.pipelines.shared.sections import RewardsConfig
 from visalign.training.diffusion.flow_grpo import step_weights
+from visalign.training.diffusion.pictures import Features
 from visalign.training.diffusion.regression import checked_row
 from visalign.training.diffusion.reward_gradient import check_differentiable, checked_ascent
 from visalign.training.loop.sampler import PromptSampler, check_batch_algebra
@@ -35,6 +37,8 @@ class Inputs:
     """label -> reward to report on held-out pictures: all that can judge one picture by itself."""
     reward: PointwiseReward
     """The sum that is optimized."""
+    features: Features | None
+    """Of pictures, for the monitor."""
     strata: list[str] | None
     """Label per training record, with data.balance."""
     seen: int
@@ -89,6 +93,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         step_weights(config.objective, rollout, grid)
     else:
         checked_row(config.objective, rollout, world)
+    features = build_features(config, judges, device)
     judge = config.evaluation.correctness
     if judge is not None:
         check_judge(judge, rewards[judge], heldout[0])
@@ -97,10 +102,60 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         heldout=heldout,
         rewards=rewards,
         reward=reward,
+        features=features,
         strata=strata,
         seen=len(_prompts(records) & _prompts(heldout)),
         fingerprints=_fingerprints(config, records, heldout),
     )
+
+
+def build_features(config: FlowGRPOConfig, judges: Mapping[str, Any], device: str | None) -> Features | None:
+    """Pictures [b, 3, H, W] -> [b, d] of an image tower, by `monitor.features`; None where there is none.
+
+    Raises:
+        UserError: `monitor.stop` has what is not measured; later, of a picture that the tower cannot take.
+    """
+    from visalign.rewards.base.contract import read_request
+    from visalign.rewards.clip.towers import ClipTowers
+
+    name = config.monitor.features
+    found = {label: one.towers for label, one in judges.items() if hasattr(one, "towers")}
+    is_there = name is not None and (name != "auto" or bool(found))
+    _check_monitor(config, is_there)
+    if name is None or not is_there:
+        return None
+    towers = next(iter(found.values())) if name == "auto" else found.get(name)
+    if towers is None:
+        towers = ClipTowers(name, device=device or "cpu", cache_bytes=0)
+
+    def features(images: Tensor) -> Tensor:
+        reasons: list[str | None] = [None] * len(images)
+        request = read_request("monitor.features", images, [""] * len(images), None)
+        rows, values = towers.image_features(request, reasons)
+        if len(rows) < len(images):
+            why = next(why for why in reasons if why)
+            raise UserError(f"monitor.features: a picture has none: {why}. Set monitor.features to null.")
+        return values
+
+    return features
+
+
+def _check_monitor(config: FlowGRPOConfig, features: bool) -> None:
+    """Refuse a monitor that would stop a run by what it does not measure."""
+    remedy = "Set monitor.features to a CLIP model, or leave it null."
+    drift = features and config.evaluation.every > 0
+    own = {
+        "diversity_ratio": (features, remedy),
+        "feature_drift": (
+            drift,
+            f"{remedy.removesuffix(', or leave it null.')} and evaluation.every above 0.",
+        ),
+    }
+    if config.objective.ascent is not None:
+        other = "The reward's gradient is all that its samples are asked for; take group_std_ratio."
+        names = ("agreement_change", "recorded_change", "judge_std_ratio", "diversity_ratio")
+        own |= dict.fromkeys(names, (False, other))
+    config.rewards.check_monitor(config.monitor, **own)
 
 
 def _prompts(records: Records) -> set[str]:

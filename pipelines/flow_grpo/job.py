@@ -21,7 +21,7 @@ from visalign.pipelines.shared.parts import build_accelerator, evenly_spaced
 from .config import FlowGRPOConfig, PrefGRPOConfig
 from .footprint import estimate
 from .inputs import prepare
-from .parts import build_evaluator, build_policy
+from .parts import build_drift, build_evaluator, build_policy
 from .plan import plan
 
 __all__ = ["FlowGRPOConfig", "PrefGRPOConfig", "TrainingInterrupted", "estimate", "plan", "run"]
@@ -54,6 +54,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         seed=config.evaluation.seeds[0],
         most=config.evaluation.grid,
     )
+    drift = build_drift(inputs.features, output / "before.npz", accelerator.is_main_process)
     objective = config.objective
     kind = VelocityRegression if objective.regression else RewardGradient if objective.ascent else FlowGRPO
     algorithm = kind(
@@ -67,12 +68,13 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         strata=inputs.strata,
         cycle=config.data.cycle,
         sharding=config.run.sharding,
+        features=inputs.features,
     )
     return PolicyRun(
         config=config,
         output=output,
         trainer=build_trainer(
-            config, output, algorithm, on_the_way(config, measure, inputs.heldout, grids.keep)
+            config, output, algorithm, on_the_way(config, measure, inputs.heldout, grids.keep, drift)
         ),
         fingerprints=inputs.fingerprints,
         title=f"{_title(config)} on {config.model.path}",

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from visalign.data.assets import resolve_model
@@ -13,6 +15,8 @@ from visalign.errors import UserError
 from visalign.interfaces import DiffusionPolicy, PointwiseReward
 from visalign.pipelines.shared.parts import Records, no_loading_bars, spread
 from visalign.precision import autocast_dtype
+from visalign.training.diffusion.picture_statistics import feature_drift
+from visalign.training.diffusion.pictures import Features
 
 from .config import EvaluationConfig, ModelConfig
 
@@ -108,3 +112,36 @@ def build_evaluator(
         return spread(accelerator, len(records) * len(seeds), stretch)
 
     return measure
+
+
+def build_drift(
+    features: Features | None, before: Path, first: bool
+) -> Callable[[HeldoutResult], dict[str, float]]:
+    """How far an evaluation's pictures are from those of the same prompts and seeds before training.
+
+    Args:
+        features: None measures nothing.
+        before: file of the evaluation before training.
+        first: whether this process has that file; the others measure nothing.
+    """
+    base: dict[tuple[str, int], torch.Tensor] = {}
+
+    def looked_at(result: HeldoutResult) -> dict[tuple[str, int], torch.Tensor]:
+        assert features is not None
+        images = torch.from_numpy(np.ascontiguousarray(result.images.transpose(0, 3, 1, 2))).float() / 255
+        names = [(result.prompts[row], int(result.seeds[row])) for row in result.image_index.tolist()]
+        return dict(zip(names, features(images), strict=True))
+
+    def drift(result: HeldoutResult) -> dict[str, float]:
+        from visalign.evaluation import load_heldout
+
+        if features is None or not first:
+            return {}
+        if not base:
+            base.update(looked_at(load_heldout(before)))
+        now = {name: one for name, one in looked_at(result).items() if name in base}
+        if len(now) < 2:
+            return {}
+        return feature_drift(torch.stack([*now.values()]), torch.stack([base[name] for name in now]))
+
+    return drift

@@ -303,14 +303,15 @@ def on_the_way(
     measure: Measure,
     heldout: Records,
     keep: Callable[[int, HeldoutResult], None] = lambda *_: None,
+    more: Callable[[HeldoutResult], Mapping[str, float]] = lambda _: {},
 ) -> Callable[[int], dict[str, float]]:
     """The evaluation while a policy is trained: some held-out prompts, the first seed; `keep` gets the
-    iterations finished and the result."""
+    iterations finished and the result, and `more` makes numbers of it."""
     some = evenly_spaced(heldout, config.evaluation.prompts_on_the_way)
 
     def evaluate(iteration: int) -> dict[str, float]:
         result = measure(some, config.evaluation.seeds[:1])
         keep(iteration, result)
-        return heldout_metrics(result)
+        return {**heldout_metrics(result), **more(result)}
 
     return evaluate

@@ -196,7 +196,7 @@ class TextConfig:
     def __post_init__(self) -> None:
         check_batch_algebra(self.rollout.prompts_per_iteration, self.rollout.group_size)
         self.evaluation.check_correctness(*self.rewards.terms)
-        self.rewards.check_monitor(self.monitor)
+        self.rewards.check_monitor(self.monitor, feature_drift=(False, "It is of pictures."))
         objective = self.objective.build(length=self.rollout.max_new_tokens)
         if objective.value and self.model.value == "none":
             raise UserError(

@@ -34,6 +34,7 @@ BASE = (
     "objective.changes={surrogate_options: {eps_low: 0.01, eps_high: 0.01}, kl: 0.01}",
     "optimizer={lr: 1e-3, updates_per_iteration: 2, micro_batch: 7, ema_every: 1}",
     "evaluation={seeds: [0, 1], every: 1, prompts_on_the_way: 2, rewards: {shapes_verifier: {}}}",
+    "monitor={features: shapes-clip, window: 1, warn: {feature_drift: 0}}",
     "run={iterations: 2, checkpoint_every: 1, device: cpu}",
 )
 
@@ -93,6 +94,29 @@ def test_the_report_is_true_and_can_be_copied(finished):
     assert "2 prompts, all of which the model was also trained on" in page
     assert f"load_lora_weights(&#34;{output}/lora&#34;)" in page
     assert f"visalign train {output}/config.yaml --output {output} --resume" in page
+
+
+def test_the_monitor_is_in_log_report_and_summary(finished):
+    output, summary = finished
+    rows, page = read_metrics(output / "metrics.jsonl"), (output / "report.html").read_text()
+    for key in ("agreement/sharpness", "diversity", "image/contrast", "heldout/feature_distance"):
+        assert all(key in row for row in rows), key
+    drift = rows[0]["heldout/feature_drift"]
+    assert drift > 0 and "recorded_change/sharpness" in rows[1]
+    (said,) = summary["warnings"]
+    limit = "monitor.warn.feature_drift (0)"
+    assert said == f"Iteration 1: feature_drift is {drift:.3g}, above {limit}." and limit in page
+    for title in ("Agreement with sharpness", "Diversity within groups", "Drift of held-out pictures"):
+        assert f"<h4>{title}</h4>" in page, title
+
+
+def test_a_run_that_the_monitor_stops_is_whole_and_goes_on_under_another_limit(inputs, tmp_path):
+    stop, output = "monitor.stop.feature_drift=0", tmp_path / "run"
+    first = run(_config(inputs, stop), output)
+    assert first["stopped"] == "monitor" and first["iterations"] == 1
+    assert "Stopped: feature_drift is" in (output / "report.html").read_text()
+    again = run(_config(inputs, "monitor.stop.feature_drift=9"), output, resume=True)
+    assert again["stopped"] == "finished" and again["iterations"] == 2
 
 
 def test_resume_notices_other_prompts_under_the_same_name(finished, inputs):

@@ -46,6 +46,9 @@ def config(*overrides: str) -> FlowGRPOConfig:
         ("data.train=absent.txt", r"data\.train: no prompt set 'absent\.txt'"),
         ("evaluation.rewards={sharpnes: {}}", "There is no reward 'sharpnes'"),
         ("evaluation.correctness=sharpness", r"'sharpness' cannot say correct or wrong"),
+        ("monitor.stop.agreement_change=-0.2", r"-0.2, and this run does not measure it. Hold a reward out"),
+        ("monitor={features: null, stop: {diversity_ratio: 0.5}}", "Set monitor.features to a CLIP model"),
+        ("monitor.stop.feature_drift=1", "Set monitor.features to a CLIP model and evaluation.every above 0"),
     ],
 )
 def test_what_the_run_refuses_the_plan_refuses(tmp_path: Path, override: str, message: str) -> None:

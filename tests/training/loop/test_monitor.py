@@ -17,7 +17,6 @@ from tests.support.training.text import toy_text_trainer
 from visalign.config import load_config
 from visalign.errors import ConfigError, UserError
 from visalign.interfaces import Scores
-from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
 from visalign.pipelines.text.config import TextGRPOConfig
 from visalign.rewards.combine.weighted_sum import WeightedSum
 from visalign.training.loop.judging import judged_metrics, rank_agreement
@@ -110,7 +109,8 @@ def test_trends_are_the_latest_iterations_against_the_first():
         {"agreement/a": 0.4, "recorded/a": 4.0, "recorded_std/a": 1.0, "reward_group_std": 1.0},
     ]
     rows = [
-        {**row, "reward_part/b.std": std} for row, std in zip(rows, (1.0, 3.0, 5.0, 5.0, 7.0), strict=True)
+        {**row, "reward_part/b.std": std, "diversity": std / 8}
+        for row, std in zip(rows, (1.0, 3.0, 5.0, 5.0, 7.0), strict=True)
     ]
     off = MonitorLimits()
     assert _followed(rows[:3], warn=off)[0] == {}, "the first iterations, and one more"
@@ -121,6 +121,7 @@ def test_trends_are_the_latest_iterations_against_the_first():
             "recorded_change/a": (5.0 - 11.0) / 5.0,
             "group_std_ratio": 0.75 / 3.0,
             "judge_std_ratio/b": 6.0 / 2.0,
+            "diversity_ratio": 3.0,
         }
     )
     assert said == []
@@ -148,9 +149,12 @@ def test_limits_that_cannot_be_crossed_are_refused():
         MonitorLimits(group_std_ratio=NAN)
     with pytest.raises(UserError, match=r"monitor.window is 0; it must be .* at least 1"):
         MonitorSettings(window=0)
-    for schema in (FlowGRPOConfig, TextGRPOConfig):
-        with pytest.raises(ConfigError, match=r"agreement_change is -0.2, and this run does not measure it"):
-            load_config(schema, overrides=["monitor.stop.agreement_change=-0.2"])
+    for limit, remedy in (
+        ("agreement_change=-0.2", "Hold a reward out"),
+        ("feature_drift=1", "It is of pic"),
+    ):
+        with pytest.raises(ConfigError, match=f"monitor.stop.*this run does not measure it. {remedy}"):
+            load_config(TextGRPOConfig, overrides=[f"monitor.stop.{limit}"])
 
 
 def _hacked(folder: Path, stop: MonitorLimits, iterations: int = 5) -> Any:

@@ -74,6 +74,21 @@ CURVES = (
         percent=True,
         from_zero=True,
     ),
+    Curve(("diversity",), "Diversity within groups", "cosine distance or share", "of one prompt's samples"),
+    Curve(
+        ("heldout/feature_distance",),
+        "Drift of held-out pictures",
+        "cosine distance",
+        "from the same prompt and seed before training, in features",
+        from_zero=True,
+    ),
+    Curve(
+        ("heldout/feature_frechet",),
+        "Fréchet distance of held-out pictures",
+        "features of unit norm, squared",
+        "from those before training",
+        from_zero=True,
+    ),
     Curve(("entropy",), "Entropy", "nats", "per token, mean", from_zero=True),
     Curve(("length_mean",), "Length", "tokens", "mean of the completions", from_zero=True),
     Curve(
@@ -90,6 +105,7 @@ CURVES = (
 
 FAMILIES = {
     "agreement": ("Agreement with {}", "Kendall's τ-b", "of the trained reward with one that is held out"),
+    "image": ("Pictures: {}", "0 to 1", "mean over the iteration's pictures"),
     "recorded": ("{}, held out", "its unit", "mean of a reward that is not trained on, higher is better"),
 }
 """Family of metrics -> title, unit and meaning of the panel that each of them gets."""

@@ -99,6 +99,8 @@ class FlowGRPO(PictureAlgorithm):
         strata: label per record, see `PromptSampler`.
         cycle: see `PromptSampler`.
         sharding: divide the network, its gradients and AdamW's moments among the processes (FSDP2).
+        features: of pictures [b, 3, H, W], by which the diversity of a group is measured, [b, d]; None: it is
+            not.
 
     Raises:
         UserError: settings that do not fit each other.

@@ -35,7 +35,11 @@ from visalign.training.policy.balance import RewardBalance
 from visalign.training.policy.constraints import RewardConstraints
 from visalign.training.policy.reference import Reference
 
+from .picture_statistics import STATISTICS, group_diversity, middle_frame, picture_statistics
 from .settings import DiffusionObjectiveSettings, RolloutSettings, check_sampling
+
+Features = Callable[[Tensor], Tensor]
+"""Pictures [b, 3, H, W] -> features [b, d] of any unit, by which their distances are measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,8 @@ class Drawn:
     records: Sequence[Mapping[str, Any]]
     verdicts: Sequence[Callable[[], Scores]]
     """Of one stretch of samples after the other."""
+    looks: Tensor
+    """[b, 4 + d]: `picture_statistics`, and features."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +92,7 @@ class PictureSource:
         accelerator: without mixed precision: that is the policy's own matter.
         strata: label per record, see `PromptSampler`.
         cycle: see `PromptSampler`.
+        features: see `Features`; None measures no distances.
 
     Raises:
         UserError: sizes that do not fit each other.
@@ -102,7 +109,9 @@ class PictureSource:
         accelerator: Accelerator,
         strata: Sequence[str] | None = None,
         cycle: Sequence[str] | None = None,
+        features: Features | None = None,
     ) -> None:
+        self.features = features
         self.policy, self.reward, self.records, self.seed = policy, oriented(reward), records, seed
         self.rollout, self.accelerator = rollout, accelerator
         self.judging = Judging(self.reward, what="images", beside=rollout.judged_beside)
@@ -140,18 +149,21 @@ class PictureSource:
         shared = self.rollout.shared_noise
         parts = self.judging.stretches(group, self.rollout.overlap, whole_groups=shared)
         condition = self._encoded(records, clock)
-        made, verdicts = [], []
+        made, verdicts, looks = [], [], []
         for places in parts:
             one = condition if len(parts) == 1 else condition.select(places)
             made.append(self._sample(one, batch, places, sde_steps, clock))
             own = [records[i] for i in places.tolist()]
-            verdicts.append(self._ask(made[-1].latents, own, clock))
+            shown = self._shown(made[-1].latents, clock)
+            verdicts.append(self._ask(shown, own, clock))
+            looks.append(self._looked_at(shown, clock))
         return Drawn(
             condition=condition,
             trajectory=joined_trajectories(made),
             batch=batch,
             records=records,
             verdicts=verdicts,
+            looks=torch.cat(looks),
         )
 
     def judged(self, drawn: Drawn, clock: PhaseClock) -> Pictures:
@@ -176,7 +188,10 @@ class PictureSource:
             parts=parts,
             columns=self.of_all(reward_columns(self.reward, scores)),
             first=self.first,
-            metrics=judged_metrics(self.reward, value, valid, group, parts),
+            metrics={
+                **judged_metrics(self.reward, value, valid, group, parts),
+                **self._look_metrics(self.of_all(drawn.looks), group),
+            },
         )
 
     def judge(self, latents: Tensor, records: Sequence[Mapping[str, Any]], clock: PhaseClock) -> Scores:
@@ -187,19 +202,39 @@ class PictureSource:
             records: b prompt records.
             clock: of the run.
         """
-        verdict = self._ask(latents, records, clock)
+        verdict = self._ask(self._shown(latents, clock), records, clock)
         with clock.phase("reward"):
             return verdict()
 
-    def _ask(
-        self, latents: Tensor, records: Sequence[Mapping[str, Any]], clock: PhaseClock
-    ) -> Callable[[], Scores]:
+    def _shown(self, latents: Tensor, clock: PhaseClock) -> Tensor:
+        """Pictures [b, 3, H, W], or clips [b, F, 3, H, W] for a judge of clips, on the CPU."""
         with clock.phase("decode"), torch.no_grad(), self.accelerator.autocast():
             chunks = latents.split(self.rollout.batch_size)
             clips = getattr(self.reward, "takes_clips", False)
-            shown = [decoded(self.policy, chunk, clips=clips).float().cpu() for chunk in chunks]
+            return torch.cat([decoded(self.policy, chunk, clips=clips).float().cpu() for chunk in chunks])
+
+    def _ask(
+        self, shown: Tensor, records: Sequence[Mapping[str, Any]], clock: PhaseClock
+    ) -> Callable[[], Scores]:
         with clock.phase("reward"):
-            return self.judging.ask(torch.cat(shown), records)
+            return self.judging.ask(shown, records)
+
+    def _looked_at(self, shown: Tensor, clock: PhaseClock) -> Tensor:
+        """[b, 4 + d] float64."""
+        with clock.phase("monitor"), torch.no_grad():
+            found = [picture_statistics(shown)]
+            if self.features is not None:
+                found.append(self.features(middle_frame(shown)).double().cpu())
+            return torch.cat(found, 1)
+
+    def _look_metrics(self, looks: Tensor, group: Tensor) -> dict[str, float]:
+        """Of all B samples' looks."""
+        count = len(STATISTICS)
+        means = looks[:, :count].mean(0).tolist()
+        found = {f"image/{name}": value for name, value in zip(STATISTICS, means, strict=True)}
+        if self.features is not None:
+            found["diversity"] = group_diversity(looks[:, count:], group)
+        return found
 
     def sample_seeds(self, sample_id: Tensor) -> list[int]:
         """The seeds that samples' noise comes from."""
@@ -277,6 +312,7 @@ class PictureAlgorithm(Algorithm):
         strata: Sequence[str] | None = None,
         cycle: Sequence[str] | None = None,
         sharding: bool = False,
+        features: Features | None = None,
     ) -> None:
         if sharding and not self.shards:
             raise UserError(
@@ -298,6 +334,7 @@ class PictureAlgorithm(Algorithm):
             accelerator=self.accelerator,
             strata=strata,
             cycle=cycle,
+            features=features,
         )
         self.reference, self.divergence = Reference(policy, self.settings), None
         every = self.settings.balance_every

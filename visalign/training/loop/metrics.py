@@ -35,6 +35,10 @@ METRICS: dict[str, str] = {
     "group_std_ratio": "mean of reward_group_std over the latest iterations over that of the first: a reward "
     "that no longer tells a prompt's samples apart",
     "judge_std_ratio/*": "the same of the judge's own standard deviation, reward_part/LABEL.std",
+    "image/*": "means over the pictures: brightness (luma), saturation, contrast (std of the luma), "
+    "high_frequency (share of its energy above half of the finest that can be shown), all 0 to 1",
+    "diversity": "pictures: mean cosine distance of two of a group in the features of `monitor.features`",
+    "diversity_ratio": "mean of diversity over the latest iterations over that of the first",
     "reward_multiplier/*": "Lagrange multiplier of one reward that has a bound (rewards.terms.LABEL.bound)",
     "reward_weight/*": "weight of one reward in the sum of the advantages (objective.balance_every)",
     "valid_share": "share of samples that the reward could judge, 0 to 1",
@@ -83,10 +87,13 @@ METRICS: dict[str, str] = {
     "counts two",
     "seconds": "wall-clock seconds of the iteration",
     "seconds/*": "wall-clock seconds of one phase: rollout, decode, reward, replay (log-probs before the "
-    "update), update, sync, evaluation, checkpoint, other",
+    "update), update, sync, monitor, evaluation, checkpoint, other",
     "samples_per_second": "training samples per second of the iteration, evaluation and checkpoint "
     "not counted",
     "heldout/*": "evaluation on held-out prompts with the averaged weights, fixed seeds and ODE sampling; "
+    "feature_distance, mean cosine distance of a picture from that of the same prompt and seed before "
+    "training, feature_frechet, squared Fréchet distance from these, feature_drift, the former over the mean "
+    "distance of two of these; "
     "of a judge on held-out labels: accuracy (where the truth is clear), accuracy_all, nll (nats per "
     "vote), ece, std_mean, std_auroc, std_auroc_votes, std_auroc_lead, mass_low; of ratings mae, srcc and "
     "mass_low",
@@ -120,6 +127,8 @@ MONITOR_ONLY = (
     "recorded_change/*",
     "group_std_ratio",
     "judge_std_ratio/*",
+    "diversity",
+    "diversity_ratio",
 )
 """Keys that need a reward of weight 0, or the run's monitor."""
 

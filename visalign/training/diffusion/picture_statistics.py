@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What pictures look like, whatever they are worth: light, colour, detail; and how far apart they are."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from visalign.core import frechet_distance
+
+STATISTICS = ("brightness", "saturation", "contrast", "high_frequency")
+
+
+def picture_statistics(images: Tensor) -> Tensor:
+    """[B, 4] float64 of images [B, 3, H, W] or clips [B, F, 3, H, W] (their middle frame) in [0, 1].
+
+    Brightness: mean luma, Y = .299 R + .587 G + .114 B (ITU-R BT.601). Saturation: mean of (max − min)/max
+    over the colours, 0 for black. Contrast: standard deviation of Y (Peli 1990). High frequency: the share of
+    the energy of Y about its mean at more than a quarter of a cycle per pixel, half of what can be shown, 0
+    for a flat picture.
+    """
+    images = middle_frame(images).double()
+    most, least = images.amax(1), images.amin(1)
+    luma = torch.einsum("bchw,c->bhw", images, images.new_tensor([0.299, 0.587, 0.114]))
+    mean = luma.mean((1, 2))
+    energy = torch.fft.fft2(luma - mean[:, None, None]).abs().square()
+    down, across = (torch.fft.fftfreq(side).abs() for side in luma.shape[1:])
+    fine = torch.maximum(down[:, None], across[None]) > 0.25
+    total = energy.sum((1, 2))
+    flat = total <= 1e-12 * luma[0].numel() ** 2
+    share = (energy * fine).sum((1, 2)) / torch.where(flat, 1.0, total)
+    return torch.stack(
+        [
+            mean,
+            ((most - least) / torch.where(most > 0, most, 1.0)).mean((1, 2)),
+            luma.std((1, 2), correction=0),
+            torch.where(flat, 0.0, share),
+        ],
+        1,
+    )
+
+
+def middle_frame(images: Tensor) -> Tensor:
+    """[B, 3, H, W] of images, or of the middle of clips [B, F, 3, H, W]."""
+    return images if images.ndim == 4 else images[:, images.shape[1] // 2]
+
+
+def mean_distance(features: Tensor) -> Tensor:
+    """Mean cosine distance of the pairs of a set [n, d], n ≥ 2: (n² − |Σ z|²)/(n (n − 1)), z of unit norm."""
+    count, total = len(features), normalize(features.double(), dim=1).sum(0)
+    return (count**2 - total @ total).clamp(min=0) / (count * (count - 1))
+
+
+def group_diversity(features: Tensor, group: Tensor) -> float:
+    """Mean over groups of more than one sample of their mean pairwise cosine distance; NaN without one.
+
+    Args:
+        features: [B, d].
+        group: [B] integer labels.
+    """
+    sets = [features[group == label] for label in group.unique()]
+    found = [float(mean_distance(own)) for own in sets if len(own) > 1]
+    return sum(found) / len(found) if found else math.nan
+
+
+def feature_drift(features: Tensor, base: Tensor) -> dict[str, float]:
+    """How far samples have moved from those of the same prompts and seeds before training.
+
+    Args:
+        features: [N, d], N ≥ 2.
+        base: [N, d], in the same order.
+
+    Returns:
+        "feature_distance", mean cosine distance of a sample from its own; "feature_frechet", the squared
+        Fréchet distance of the two sets, of features of unit norm; "feature_drift", the distance over the
+        mean distance of two of the base's samples.
+    """
+    z, z0 = (normalize(each.double(), dim=1) for each in (features, base))
+    distance = float((1 - (z * z0).sum(1)).mean())
+    apart = float(mean_distance(base))
+    return {
+        "feature_distance": distance,
+        "feature_frechet": float(frechet_distance(z, z0)),
+        "feature_drift": distance / apart if apart else math.nan,
+    }
