@@ -125,6 +125,8 @@ def test_trends_are_the_latest_iterations_against_the_first():
         }
     )
     assert said == []
+    stale = _followed([*rows, {**rows[-1], "agreement/a": NAN}], warn=off)[0]
+    assert "agreement_change/a" not in stale and "group_std_ratio" in stale
 
 
 def test_what_crosses_a_limit_is_said_once_with_both_numbers():

@@ -118,14 +118,15 @@ class Monitor:
             return {}
         seen = own.setdefault(KEY, {"first": {}, "latest": {}, "now": {}, "said": {}})
         window = self.settings.window
-        for key, value in record.items():
-            if source_of(key) and math.isfinite(value):
-                first = seen["first"].setdefault(key, [])
-                if len(first) < window:
-                    first.append(value)
-                else:
-                    seen["latest"][key] = [*seen["latest"].get(key, []), value][-window:]
-        trends = dict(_trends(seen["first"], seen["latest"], window))
+        known = [key for key, value in record.items() if source_of(key) and math.isfinite(value)]
+        for key in known:
+            first = seen["first"].setdefault(key, [])
+            if len(first) < window:
+                first.append(record[key])
+            else:
+                seen["latest"][key] = [*seen["latest"].get(key, []), record[key]][-window:]
+        latest = {key: seen["latest"][key] for key in known if key in seen["latest"]}
+        trends = dict(_trends(seen["first"], latest, window))
         drift = record.get("heldout/feature_drift", math.nan)
         seen["now"] |= trends | ({"feature_drift": drift} if math.isfinite(drift) else {})
         for key, message in crossed(seen["now"], self.settings.warn, "warn"):
