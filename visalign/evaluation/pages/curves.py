@@ -90,6 +90,7 @@ CURVES = (
         from_zero=True,
     ),
     Curve(("entropy",), "Entropy", "nats", "per token, mean", from_zero=True),
+    Curve(("repetition",), "Repetition", "share", "of runs of four tokens, mean", from_zero=True),
     Curve(("length_mean",), "Length", "tokens", "mean of the completions", from_zero=True),
     Curve(
         ("truncated_share",),

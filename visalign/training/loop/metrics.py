@@ -37,7 +37,8 @@ METRICS: dict[str, str] = {
     "judge_std_ratio/*": "the same of the judge's own standard deviation, reward_part/LABEL.std",
     "image/*": "means over the pictures: brightness (luma), saturation, contrast (std of the luma), "
     "high_frequency (share of its energy above half of the finest that can be shown), all 0 to 1",
-    "diversity": "pictures: mean cosine distance of two of a group in the features of `monitor.features`",
+    "diversity": "pictures: mean cosine distance of two of a group in the features of `monitor.features`; "
+    "completions: distinct-2, different pairs of neighbouring tokens of a group over all of them",
     "diversity_ratio": "mean of diversity over the latest iterations over that of the first",
     "reward_multiplier/*": "Lagrange multiplier of one reward that has a bound (rewards.terms.LABEL.bound)",
     "reward_weight/*": "weight of one reward in the sum of the advantages (objective.balance_every)",
@@ -48,6 +49,7 @@ METRICS: dict[str, str] = {
     "above zero",
     "advantage_abs": "mean absolute advantage over the valid samples; of a text policy over its tokens",
     "length_mean": "mean length of the iteration's completions, tokens",
+    "repetition": "mean share of a completion's runs of four tokens that it had before (seq-rep-4), 0 to 1",
     "truncated_share": "share of completions that met the length limit, 0 to 1",
     "entropy": "mean entropy of the distribution that each token was drawn from, nats",
     "engine_gap": "mean |log π_old - log μ| per token between the policy and who wrote the completions, nats",
@@ -103,6 +105,7 @@ METRICS: dict[str, str] = {
 TEXT_ONLY = (
     "tokens",
     "length_mean",
+    "repetition",
     "truncated_share",
     "entropy",
     "engine_gap",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from visalign.training.loop.sampler import PromptSampler
 from visalign.training.loop.trainer import Collected
 from visalign.training.policy.settings import MATRIX_ADVANTAGES
 
+from .completion_statistics import distinct_pairs, repetition
 from .dynamic_groups import DynamicGroups
 from .parts import Records, TextParts
 from .settings import TextRolloutSettings
@@ -60,6 +62,8 @@ class _Round:
     reward: Tensor
     """[B], or [B, M] where the objective normalises the terms one by one."""
     valid: Tensor
+    tokens: Tensor
+    """[B, T] int64, −1 where there is none."""
     said: Mapping[str, Tensor]
     """Name -> [B] float64: value, length, truncated, entropy (summed over tokens), and part/NAME."""
 
@@ -235,6 +239,7 @@ def _judged(
         group=written.group,
         reward=reward,
         valid=valid,
+        tokens=shares.of_all(torch.where(rollout.loss_mask != 0, rollout.completion_ids, -1)),
         said=said,
     )
 
@@ -274,6 +279,8 @@ def _metrics(reward: Any, rounds: Sequence[_Round]) -> dict[str, float]:
     parts = {name.removeprefix("part/"): part for name, part in said.items() if name.startswith("part/")}
     return {
         **judged_metrics(reward, value, valid, group, parts),
+        "diversity": fmean(distinct_pairs(made.tokens, torch.tensor(made.group)) for made in rounds),
+        "repetition": float(torch.cat([repetition(made.tokens) for made in rounds]).nanmean()),
         "length_mean": float(length.mean()),
         "truncated_share": float(said["truncated"].mean()),
         "entropy": float(said["entropy"].sum()) / max(float(length.sum()), 1.0),

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Repetition within completions and between those of a group, counted by hand and by plain sets."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from visalign.training.text.completion_statistics import distinct_pairs, repetition
+
+
+def test_repetition_counts_runs_of_four_that_came_before():
+    """1 2 1 2 1 2 1 has the runs 1212, 2121, 1212, 2121: half of them are new."""
+    tokens = torch.tensor([[1, 2, 1, 2, 1, 2, 1], [1, 2, 3, 4, 5, -1, -1], [1, 1, 1, -1, -1, -1, -1]])
+    found = repetition(tokens).tolist()
+    assert found[:2] == [0.5, 0.0] and math.isnan(found[2])
+
+
+def test_pairs_are_counted_over_a_group():
+    """Group 7: 12 23, 12 24: 3 of 4 differ. Group 5: 11 11: 1 of 2."""
+    tokens = torch.tensor([[1, 2, 3], [1, 1, 1], [1, 2, 4]])
+    assert distinct_pairs(tokens, torch.tensor([7, 5, 7])) == pytest.approx((0.75 + 0.5) / 2)
+    assert math.isnan(distinct_pairs(tokens[:, :1], torch.tensor([7, 5, 7])))
+
+
+def test_they_are_what_sets_of_tuples_say():
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 3, (6, 30), generator=draw) * 10**5
+    rows = tokens.tolist()
+    runs = [[tuple(row[i : i + 4]) for i in range(27)] for row in rows]
+    assert repetition(tokens).tolist() == pytest.approx([1 - len(set(own)) / 27 for own in runs])
+    pairs = {pair for row in rows for pair in pairwise(row)}
+    assert distinct_pairs(tokens, torch.zeros(6, dtype=torch.int64)) == pytest.approx(len(pairs) / 174)
