@@ -4,9 +4,9 @@
 B samples, T decisions, `group` any labels, `weight` 0 for what is absent. An `Objective` is a row of choices,
 `named_objective("dapo")` such a row; the names of `__all__` are those one meets first. The rest stands in the
 rooms `advantages`, `rewards`, `surrogates` (ratios, losses, KL, averages), `tokens` (log-probs, entropy,
-selection), `preference` (losses of judges), `standalone` and `groups`; `from visalign.core import NAME` finds
-those of `ROOMS` too. README.md here has the paper of each function. It needs torch; no model, no file and no
-configuration comes in.
+selection), `preference` (losses of judges, DPO and kin), `standalone` and `groups`; `from visalign.core
+import NAME` finds those of `ROOMS` too. README.md here has the paper of each function. It needs torch; no
+model, no file and no configuration comes in.
 
 Everywhere: shapes that do not fit, and an argument outside what its entry below `Args` allows, are a
 ValueError that says what was given and what is allowed. A `Raises` below a function names only what is more.
@@ -55,6 +55,9 @@ ROOMS = {
     "preference.bradley_terry": (
         "average_pairs bradley_terry_loss margin_ranking_loss outcome_loss soft_labels tie_log_prob "
         "vote_shares vote_weights"
+    ),
+    "preference.direct": (
+        "DIRECT DirectRow direct_preference_loss implicit_reward kto_loss kto_reference_point"
     ),
     "preference.fidelity": (
         "answer_statistics fidelity fidelity_loss fidelity_rewards quality_preferences "

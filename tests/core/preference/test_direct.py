@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Direct preference optimisation: hand values, identities between the rows, gradients, bad input.
+
+Values and gradients of TRL's trainers stand in tests/golden/I_direct_preferences.json.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from tests.support.core import assert_values, f64, normal
+from visalign.core.preference.direct import (
+    DIRECT,
+    direct_preference_loss,
+    implicit_reward,
+    kto_loss,
+    kto_reference_point,
+)
+
+PAIRED = [name for name, row in DIRECT.items() if row.loss is not None]
+ANSWERS = (f64(-3, -8), f64(-5, -6), f64(-4, -7), f64(-4, -7), f64(2, 4), f64(1, 3))
+"""Chosen, rejected, their references, their lengths: log-ratios 1 and −1 of the chosen, −1 and 1 of the
+rejected."""
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "wanted"),
+    [
+        ("sigmoid", {"beta": 0.5}, [math.log1p(math.exp(-1)), math.log1p(math.exp(1))]),
+        (
+            "sigmoid",
+            {"beta": 0.5, "eps": 0.1},
+            [math.log1p(math.exp(-1)) + 0.1, math.log1p(math.exp(1)) - 0.1],
+        ),
+        ("hinge", {"beta": 0.25}, [0.5, 1.5]),
+        ("ipo", {"beta": 0.5}, [0.25, (-7 / 12 - 1) ** 2]),
+        ("simpo", {"beta": 2.0, "gamma": 1.0}, [math.log1p(math.exp(-6)), math.log1p(math.exp(1))]),
+    ],
+)
+def test_hand_values(row: str, options: dict[str, Any], wanted: list[float]) -> None:
+    assert_values(direct_preference_loss(*ANSWERS, row=row, **options), *wanted)
+
+
+def test_a_policy_that_is_its_reference_has_no_reward_and_the_loss_of_a_coin() -> None:
+    better, worse = f64(-3.0, -9), f64(-5.0, -1)
+    lengths = (f64(2, 3), f64(4, 1))
+    for row in PAIRED:
+        if not DIRECT[row].reference:
+            continue
+        loss = direct_preference_loss(better, worse, better, worse, *lengths, row=row)
+        wanted = {"hinge": 1.0, "ipo": 25.0}.get(row, math.log(2))
+        assert_values(loss, wanted, wanted)
+        assert_values(implicit_reward(better, better, lengths[0], row=row), 0, 0)
+
+
+def test_the_gradient_of_dpo_is_beta_times_the_probability_of_the_wrong_order() -> None:
+    """DPO, section 4: −β σ(r_l − r_w) for the chosen, its negative for the rejected."""
+    better, worse = normal(6, seed=0).requires_grad_(), normal(6, seed=1).requires_grad_()
+    refs = normal(6, seed=2), normal(6, seed=3)
+    loss = direct_preference_loss(better, worse, *refs, beta=0.3).sum()
+    up, down = torch.autograd.grad(loss, [better, worse])
+    lead = 0.3 * (better - refs[0] - worse + refs[1])
+    torch.testing.assert_close(up, -0.3 * torch.sigmoid(-lead))
+    torch.testing.assert_close(down, -up)
+
+
+def test_robust_is_unbiased_under_flipped_labels() -> None:
+    """Of pairs of which a share ε is flipped, its mean is the loss of the clean ones."""
+    answers = [normal(5, seed=seed) for seed in range(4)]
+    flipped = [answers[i] for i in (1, 0, 3, 2)]
+    kept, turned = (direct_preference_loss(*each, row="robust", eps=0.2) for each in (answers, flipped))
+    torch.testing.assert_close(0.8 * kept + 0.2 * turned, direct_preference_loss(*answers))
+
+
+def test_answers_of_one_token_need_no_division() -> None:
+    answers, one = [normal(5, seed=seed) for seed in range(4)], torch.ones(5)
+    found = direct_preference_loss(
+        *answers, chosen_length=one, rejected_length=one, row="sigmoid_norm", beta=0.4
+    )
+    torch.testing.assert_close(found, direct_preference_loss(*answers, beta=0.4))
+    twice = direct_preference_loss(
+        *answers, chosen_length=2 * one, rejected_length=2 * one, row="sigmoid_norm", beta=0.4
+    )
+    torch.testing.assert_close(twice, direct_preference_loss(*answers, beta=0.2))
+
+
+def test_far_pairs_stay_finite_and_half_precision_is_computed_in_float32() -> None:
+    far = (torch.tensor([-1e4, 0.0]), torch.tensor([0.0, -1e4]))
+    zero = torch.zeros(2)
+    assert_values(direct_preference_loss(*far, zero, zero, beta=1.0).double(), 1e4, 0.0)
+    assert direct_preference_loss(*(each.bfloat16() for each in (*far, zero, zero))).dtype == torch.float32
+
+
+def test_gradients_by_differences() -> None:
+    given = [normal(4, seed=seed).requires_grad_() for seed in range(2)]
+    rest = [normal(4, seed=2), normal(4, seed=3), f64(1, 2, 3, 4), f64(4, 3, 2, 1)]
+    for row in PAIRED:
+        assert torch.autograd.gradcheck(
+            lambda better, worse, row=row: direct_preference_loss(better, worse, *rest, row=row, beta=0.7),
+            given,
+        )
+
+
+class TestVotes:
+    def test_hand_values(self) -> None:
+        good = torch.tensor([True, False])
+        loss = kto_loss(
+            f64(-3, -3), f64(-5, -5), good, f64(1)[0], beta=0.5, desirable_weight=2, undesirable_weight=3
+        )
+        assert_values(loss, 2 / (1 + math.exp(0.5)), 3 / (1 + math.exp(-0.5)))
+
+    def test_the_reference_point_is_no_less_than_zero_and_has_no_gradient(self) -> None:
+        said = f64(-1, -2).requires_grad_()
+        point = kto_reference_point(said, f64(-3, -3))
+        assert point == 1.5 and not point.requires_grad
+        assert kto_reference_point(said, f64(0, 0)) == 0
+
+    def test_a_vote_moves_its_answer_towards_it(self) -> None:
+        said = f64(-3, -3).requires_grad_()
+        loss = kto_loss(said, f64(-3, -3), torch.tensor([True, False]), f64(0)[0])
+        (slope,) = torch.autograd.grad(loss.sum(), said)
+        assert_values(slope, -0.1 / 4, 0.1 / 4)
+
+    def test_two_votes_are_no_pair(self) -> None:
+        """Their sum has less to say where both are far on their side: its gradient is σ'(r) of each alone."""
+        pair = [f64(4).requires_grad_(), f64(-4).requires_grad_()]
+        votes = kto_loss(torch.cat(pair), f64(0, 0), torch.tensor([True, False]), f64(0)[0], beta=1.0)
+        (slope, _) = torch.autograd.grad(votes.sum(), pair)
+        assert_values(slope, -torch.sigmoid(f64(4)).item() * torch.sigmoid(f64(-4)).item())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"row": "dpo"}, "row must be one of sigmoid, robust, hinge, ipo, sigmoid_norm, simpo; got 'dpo'"),
+        ({"row": "kto"}, "got 'kto'"),
+        ({"beta": 0.0}, "beta must be positive and finite; got 0.0"),
+        ({"gamma": -1.0}, "gamma must be finite and ≥ 0; got -1.0"),
+        ({"eps": 0.5}, r"eps is a share of wrong labels in \[0, 1/2\); got 0.5"),
+        (
+            {"eps": 0.1, "row": "ipo"},
+            "row ipo has no place for wrong labels .* sigmoid, robust, sigmoid_norm",
+        ),
+        ({"ref_chosen": None}, "row sigmoid measures from a reference; give ref_log_prob, or take simpo"),
+        ({"row": "simpo"}, "row simpo divides by the tokens of an answer; give their number as length"),
+        ({"rejected": f64(1)}, r"log_prob must be \[B\] and ref_log_prob \[B\]; got \(1,\) and \(2,\)"),
+        (
+            {"rejected": f64(1), "ref_rejected": f64(1)},
+            r"chosen must be \[B\] and rejected \[B\]; got \(2,\)",
+        ),
+    ],
+)
+def test_bad_input_by_its_message(options: dict[str, Any], message: str) -> None:
+    names = ("chosen", "rejected", "ref_chosen", "ref_rejected")
+    with pytest.raises(ValueError, match=message):
+        direct_preference_loss(**{**dict(zip(names, ANSWERS, strict=False)), **options})
+
+
+def test_logistic_rows_agree_with_torch() -> None:
+    answers = [normal(5, seed=seed) for seed in range(4)]
+    lead = answers[0] - answers[1] - answers[2] + answers[3]
+    torch.testing.assert_close(direct_preference_loss(*answers), -logsigmoid(0.1 * lead))
