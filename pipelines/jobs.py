@@ -14,6 +14,7 @@ from visalign.errors import ConfigError, suggestion
 PIPELINES = {
     "flow_grpo": "visalign.pipelines.flow_grpo.job:FlowGRPOConfig",
     "pref_grpo": "visalign.pipelines.flow_grpo.job:PrefGRPOConfig",
+    "text_dpo": "visalign.pipelines.text.dpo:TextDPOConfig",
     "text_grpo": "visalign.pipelines.text.job:TextGRPOConfig",
     "text_ppo": "visalign.pipelines.text.job:TextPPOConfig",
     "text_sample": "visalign.pipelines.text.sample:TextSampleConfig",

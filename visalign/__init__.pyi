@@ -26,8 +26,10 @@ from .rewards import load_judge as load_judge
 from .rewards import load_reward as load_reward
 from .rewards import load_text_reward as load_text_reward
 from .rewards import rank as rank
+from .training import DPO as DPO
 from .training import SFT as SFT
 from .training import DiffusionObjectiveSettings as DiffusionObjectiveSettings
+from .training import DPOSettings as DPOSettings
 from .training import FlowGRPO as FlowGRPO
 from .training import OptimizerSettings as OptimizerSettings
 from .training import PromptSampler as PromptSampler

@@ -24,6 +24,7 @@ from visalign.pipelines.shared.sections import (
 )
 from visalign.precision import Autocast
 from visalign.schema import STRICT
+from visalign.text import Sampling, StoppingCriteria
 from visalign.training.loop.monitor import MonitorSettings
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.sampler import check_batch_algebra
@@ -112,6 +113,37 @@ class TextEvaluationConfig(HeldoutConfig):
     """label -> reward to report besides those trained on; weights play no part."""
     correctness: str | None = "task_answer"
     """The reward that says right or wrong; null where none does."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GenerationConfig:
+    """How the held-out completions are made."""
+
+    temperature: float = 1.0
+    """τ of the sampled completions; the greedy ones need none."""
+    top_p: float = 1.0
+    """Nucleus; 1: all."""
+    max_new_tokens: int = 256
+    """Tokens of a completion at most, its end token included."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a completion."""
+
+    def __post_init__(self) -> None:
+        if self.sampling.greedy:
+            raise UserError(
+                "generation.temperature is 0; greedy completions are measured besides the sampled ones. Give "
+                "a temperature above 0, for example 1."
+            )
+        self.stopping()
+
+    @property
+    def sampling(self) -> Sampling:
+        """The distribution that tokens are drawn from."""
+        return Sampling(temperature=self.temperature, top_p=self.top_p)
+
+    def stopping(self) -> StoppingCriteria:
+        """What ends a completion."""
+        return StoppingCriteria(max_new_tokens=self.max_new_tokens, strings=tuple(self.stop))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

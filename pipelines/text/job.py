@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reinforcement learning of a text policy as a job, and what it shares with supervised fine-tuning."""
+"""The reinforcement learning of a text policy as a job, and what it shares with the other jobs of texts."""
 
 from __future__ import annotations
 
@@ -98,8 +98,10 @@ def text_run(
     *,
     said: Callable[[Any], Mapping[str, Any]] = lambda _: {},
     seen: int | None = None,
+    beside: Callable[[], Mapping[str, float]] = dict,
 ) -> PolicyRun:
-    """The run of a text policy."""
+    """The run of a text policy; `said` has more entries of the summary, `beside` more of each evaluation on
+    the way."""
 
     def measure(records: Records, seeds: Any) -> HeldoutResult:
         def stretch(rank: int, shares: int) -> HeldoutResult:
@@ -116,10 +118,11 @@ def text_run(
 
         return spread(algorithm.accelerator, len(records), stretch)
 
+    way = on_the_way(config, measure, heldout)
     return PolicyRun(
         config=config,
         output=output,
-        trainer=build_trainer(config, output, algorithm, on_the_way(config, measure, heldout)),
+        trainer=build_trainer(config, output, algorithm, lambda done: {**way(done), **beside()}),
         fingerprints={key: fingerprint(records) for key, records in read.items()},
         title=f"{method} on {config.model.path}",
         policy=policy,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -134,6 +135,11 @@ def text_demonstrations(
         return load_demonstrations(source, written)
     except UserError as error:
         raise UserError(f"data.{key}: {error}") from error
+
+
+def prompt_keys(records: Records) -> set[str]:
+    """The different prompts of some records, as text."""
+    return {json.dumps(record["prompt"], sort_keys=True) for record in records}
 
 
 def text_rewards(terms: Mapping[str, RewardTerm], device: str | None = None) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import field
@@ -17,12 +16,11 @@ from visalign.pipelines.shared.job import PolicyRun, run_job
 from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by
 from visalign.pipelines.shared.sections import Count, Natural, PolicyRunConfig
 from visalign.schema import STRICT
-from visalign.text import Sampling, StoppingCriteria
 from visalign.training.loop.optimizer import OptimizerSettings
 
-from .config import HeldoutPromptsConfig, TextEvaluationConfig, TextModelConfig
+from .config import GenerationConfig, HeldoutPromptsConfig, TextEvaluationConfig, TextModelConfig
 from .job import planned_evaluation, text_run
-from .parts import build_text_policy, heldout_inputs, text_demonstrations
+from .parts import build_text_policy, heldout_inputs, prompt_keys, text_demonstrations
 
 __all__ = ["TextSFTConfig", "plan", "run"]
 
@@ -44,37 +42,6 @@ class DemonstrationsDataConfig(HeldoutPromptsConfig):
     def __post_init__(self) -> None:
         if self.field == "":
             raise UserError("data.field is empty; name the field of the completions, or null.")
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class GenerationConfig:
-    """How the held-out completions are made."""
-
-    temperature: float = 1.0
-    """τ of the sampled completions; the greedy ones need none."""
-    top_p: float = 1.0
-    """Nucleus; 1: all."""
-    max_new_tokens: int = 256
-    """Tokens of a completion at most, its end token included."""
-    stop: list[str] = field(default_factory=list)
-    """Texts that end a completion."""
-
-    def __post_init__(self) -> None:
-        if self.sampling.greedy:
-            raise UserError(
-                "generation.temperature is 0; greedy completions are measured besides the sampled ones. Give "
-                "a temperature above 0, for example 1."
-            )
-        self.stopping()
-
-    @property
-    def sampling(self) -> Sampling:
-        """The distribution that tokens are drawn from."""
-        return Sampling(temperature=self.temperature, top_p=self.top_p)
-
-    def stopping(self) -> StoppingCriteria:
-        """What ends a completion."""
-        return StoppingCriteria(max_new_tokens=self.max_new_tokens, strings=tuple(self.stop))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -136,11 +103,6 @@ def prepare_sft(config: TextSFTConfig, device: str | None = None) -> SFTInputs:
     demonstrations = text_demonstrations("train", data, config.seed, data.field, data.field)
     seen = len(prompt_keys(demonstrations) & prompt_keys(heldout))
     return SFTInputs(demonstrations=demonstrations, heldout=heldout, rewards=rewards, seen=seen)
-
-
-def prompt_keys(records: Records) -> set[str]:
-    """The different prompts of some records, as text."""
-    return {json.dumps(record["prompt"], sort_keys=True) for record in records}
 
 
 def run(config: TextSFTConfig, output: Path, resume: bool = False) -> dict[str, Any]:

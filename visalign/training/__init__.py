@@ -20,17 +20,20 @@ from .loop.trainer import Algorithm, Counters, RunSettings, Trainer, TrainResult
 from .policy.settings import ObjectiveSettings
 from .reward.settings import RewardObjectiveSettings, RewardOptimizerSettings
 from .reward.trainer import RewardModeling
+from .text.dpo import DPO, DPOSettings
 from .text.rl import TextRL
 from .text.settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings
 from .text.sft import SFT
 
 __all__ = [
+    "DPO",
     "METRICS",
     "SFT",
     "AdamWSettings",
     "Algorithm",
     "CheckpointError",
     "Counters",
+    "DPOSettings",
     "DiffusionObjectiveSettings",
     "DynamicSettings",
     "FlowGRPO",

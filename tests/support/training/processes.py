@@ -24,12 +24,14 @@ from tests.support.models.language import tiny_config, tiny_tokenizer
 from tests.support.training.pictures import Brightness, Loud, toy_trainer
 from tests.support.training.rewards import ToyJudge, ToyPairs
 from tests.support.training.text import DEMONSTRATIONS, Letters, toy_policy, toy_text_trainer
-from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches
+from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, with_mismatched
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.rewards import WeightedSum
 from visalign.rewards.text.weighted_sum import WeightedTextSum
 from visalign.training import (
+    DPO,
     SFT,
+    DPOSettings,
     OptimizerSettings,
     RewardModeling,
     RewardObjectiveSettings,
@@ -92,6 +94,26 @@ def sft(folder: Path, accelerator: Accelerator, sharding: bool = False) -> Train
         SFT(
             policy,
             DemonstrationBatches(policy, DEMONSTRATIONS, size=3, seed=5),
+            accelerator=accelerator,
+            sharding=sharding and accelerator.num_processes > 1,
+        ),
+        optimizer=OptimizerSettings(lr=1e-3, micro_batch=1, ema_decay=0.5, ema_every=1),
+        run=RunSettings(folder=folder, iterations=2, checkpoint_every=1),
+    )
+
+
+def dpo(folder: Path, accelerator: Accelerator, loss: str, sharding: bool = False) -> Trainer[Any]:
+    """Batches of three pairs or votes, of which four are there."""
+    policy, settings = toy_policy(), DPOSettings(row=loss)
+    records = [{**r, "chosen": "zz", "rejected": "a b"} for r in (*DEMONSTRATIONS, DEMONSTRATIONS[0])]
+    votes = [number % 2 == 0 for number in range(4)] if settings.votes else None
+    records = with_mismatched(policy, records) if settings.votes else records
+    return Trainer(
+        DPO(
+            policy,
+            DemonstrationBatches(policy, records, size=3, seed=5, field=settings.fields),
+            settings=settings,
+            good=votes,
             accelerator=accelerator,
             sharding=sharding and accelerator.num_processes > 1,
         ),
@@ -186,6 +208,8 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "ppo_kl": lambda f, a: text(f, a, "ppo_kl", objective={"target_kl": 0.01}),
     "grpo+head": lambda f, a: text(f, a, "grpo", policy=toy_policy(value=True)),
     "sft": sft,
+    "dpo": lambda f, a: dpo(f, a, "sigmoid"),
+    "kto": lambda f, a: dpo(f, a, "kto"),
     "judge": judge,
     "process_reward": process_reward,
     "flow_grpo": lambda f, a: pictures(f, a, "flow_grpo"),
@@ -200,6 +224,7 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
         objective={"changes": {"kl": 0.05}},
         sharding=True,
     ),
+    "kto+sharded": lambda f, a: dpo(f, a, "kto", sharding=True),
     "sft+sharded": lambda f, a: sft(f, a, sharding=True),
     "diffusion_nft": lambda f, a: pictures(f, a, "diffusion_nft"),
     "crd": lambda f, a: pictures(f, a, "crd"),

@@ -27,7 +27,7 @@ from visalign.training.loop.metrics import without_times
 from visalign.training.loop.processes import ProcessLost, Shares, lost_process_named, one_process, stretch
 from visalign.training.loop.sharding import shard
 
-IN_FOUR = ("slow", "dapo+dynamic", "ppo_ptx", "sft")
+IN_FOUR = ("slow", "dapo+dynamic", "ppo_ptx", "sft", "kto")
 """Few of them in four processes, of which some have nothing to do."""
 
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Demonstrations (prompts with completions): as a rollout, in batches, and how long they are for a model.
 
-Supervised fine-tuning and PPO-ptx learn from them.
+Supervised fine-tuning, PPO-ptx and direct preference optimisation learn from them.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -86,10 +88,10 @@ class DemonstrationBatches:
 
     Args:
         policy: whose tokenizer and prompt encoding are used.
-        records: each with "prompt" and the completion.
-        size: demonstrations per batch; each epoch visits every record once, in a new order.
+        records: each with "prompt" and the completion, or several.
+        size: records per batch; each epoch visits every record once, in a new order.
         seed: of the order.
-        field: of the completion in a record.
+        field: of the completion in a record, or of several completions.
 
     Raises:
         UserError: no records, one without a completion, or a size below 1.
@@ -102,26 +104,38 @@ class DemonstrationBatches:
         *,
         size: int,
         seed: int,
-        field: str = "completion",
+        field: str | Sequence[str] = "completion",
     ) -> None:
+        fields = (field,) if isinstance(field, str) else tuple(field)
         if not records or size < 1:
             raise UserError(f"{len(records)} records in batches of {size}; both must be at least 1.")
         for place, record in enumerate(records):
-            if not isinstance(record.get(field), str):
+            if missing := [name for name in fields if not isinstance(record.get(name), str)]:
                 raise UserError(
-                    f"Record {place} has no text in the field {field!r}: its fields are {', '.join(record)}. "
-                    "Each record needs a prompt and its completion."
+                    f"Record {place} has no text in the field {missing[0]!r}: its fields are "
+                    f"{', '.join(record)}. Each record needs a prompt and its completion."
                 )
-        self._policy, self._records, self._field = policy, records, field
+        self._policy, self._records, self._fields = policy, records, fields
         self.size, self._seed = size, seed
         self._orders: dict[int, Any] = {}
 
+    def __len__(self) -> int:
+        return len(self._records)
+
     def batch(self, number: int) -> TextRollout:
         """Batch 0, 1, 2, ... as a rollout."""
-        chosen = [self._records[self._at(i)] for i in range(number * self.size, (number + 1) * self.size)]
-        return demonstration_rollout(
-            self._policy, [r["prompt"] for r in chosen], [r[self._field] for r in chosen]
+        return self.rows([self._at(i) for i in range(number * self.size, (number + 1) * self.size)])
+
+    def rows(self, places: Sequence[int]) -> TextRollout:
+        """Some records as a rollout, whose groups are their places: their completions in the first field,
+        after them those in the next."""
+        chosen = [self._records[place] for place in places]
+        rollout = demonstration_rollout(
+            self._policy,
+            [record["prompt"] for record in chosen] * len(self._fields),
+            [record[field] for field in self._fields for record in chosen],
         )
+        return replace(rollout, group=list(places) * len(self._fields))
 
     def _at(self, visit: int) -> int:
         epoch, place = divmod(visit, len(self._records))
@@ -158,13 +172,42 @@ def fitting_demonstrations(
     if long and too_long == "refuse":
         raise UserError(
             f"{len(long)} of {len(records)} records are longer than the {room} tokens that the model reads: "
-            f"record {long[0]} has {lengths[long[0]]} in prompt and completion (the first record is 0). "
+            f"record {long[0]} has {lengths[long[0]]} in prompt and {field} (the first record is 0). "
             "Leave them out or shorten them; data.too_long=drop leaves them out."
         )
     kept = [record for record, length in zip(records, lengths, strict=True) if length <= room]
     if not kept:
         raise UserError(
             f"None of the {len(records)} records fits the {room} tokens that the model reads; the shortest "
-            f"has {min(lengths)} in prompt and completion. Shorten them, or take a model of a longer context."
+            f"has {min(lengths)} in prompt and {field}. Shorten them, or take a model of a longer context."
         )
     return kept
+
+
+def with_mismatched(
+    policy: CausalLMPolicy, records: Sequence[Mapping[str, Any]], field: str = "mismatched"
+) -> list[dict[str, Any]]:
+    """Each record with the completion of another prompt as `field`: that of the next record which the model
+    can read behind this one's prompt, the first after the last.
+
+    Raises:
+        UserError: a record without such another.
+    """
+    keys = [json.dumps(record["prompt"], sort_keys=True) for record in records]
+    found, count, room = [dict(record) for record in records], len(records), policy.context_length
+    alone = list(range(count))
+    for step in range(1, count):
+        for place in alone:
+            found[place][field] = records[(place + step) % count]["completion"]
+        lengths = demonstration_lengths(policy, [found[place] for place in alone], field)
+        alone = [
+            place
+            for place, length in zip(alone, lengths, strict=True)
+            if keys[place] == keys[(place + step) % count] or (room is not None and length > room)
+        ]
+        if not alone:
+            return found
+    raise UserError(
+        f"Record {alone[0]} of {count} has no completion of another prompt that the model could read behind "
+        "its own prompt, and the reference point of KTO is measured on such. Give answers to several prompts."
+    )

@@ -2,17 +2,7 @@
 """Direct preference optimisation: a policy learns which of two answers is better, without a reward model.
 
 The policy is its own reward model, r(x, y) = β log π(y|x)/π_ref(y|x), and each row of `DIRECT` is a loss of
-the lead m = r_w − r_l − γ of the chosen answer over the rejected one:
-
-| row | reward r | loss |
-|---|---|---|
-| sigmoid | β log-ratio | −(1 − ε) ln σ(m) − ε ln σ(−m), cDPO for ε > 0 |
-| robust | β log-ratio | [−(1 − ε) ln σ(m) + ε ln σ(−m)] / (1 − 2ε) |
-| hinge | β log-ratio | max(0, 1 − m) |
-| ipo | β log-ratio per token | ((m − 1/2)/β)² |
-| sigmoid_norm | β log-ratio per token | as sigmoid |
-| simpo | β log π per token, no reference | as sigmoid, γ > 0 |
-| kto | β log-ratio; answers with a vote each, no pairs | `kto_loss` |
+the lead m = r_w − r_l − γ of the chosen answer over the rejected one; that of `kto` is of single answers.
 """
 
 from __future__ import annotations
@@ -34,6 +24,8 @@ class DirectRow:
 
     source: str
     """Paper, arXiv id, equation."""
+    formula: str
+    """Of the loss, in m, β and ε; of votes in r and z₀."""
     loss: Callable[[Tensor, float, float], Tensor] | None
     """(m, β, ε) -> loss; None for votes without pairs."""
     beta: float = 0.1
@@ -64,30 +56,51 @@ def _squared(m: Tensor, beta: float, eps: float) -> Tensor:
     return ((m - 0.5) / beta).square()
 
 
+_LOGISTIC = "−(1 − ε) ln σ(m) − ε ln σ(−m)"
 DIRECT = {
-    "sigmoid": DirectRow(source="DPO, arXiv 2305.18290, eq. 7; ε > 0: cDPO, Mitchell 2023", loss=_logistic),
-    "robust": DirectRow(source="robust DPO, arXiv 2403.00409, eq. 12", loss=_robust),
+    "sigmoid": DirectRow(
+        source="DPO, arXiv 2305.18290, eq. 7; ε > 0: cDPO, Mitchell 2023", formula=_LOGISTIC, loss=_logistic
+    ),
+    "robust": DirectRow(
+        source="robust DPO, arXiv 2403.00409",
+        formula="(−(1 − ε) ln σ(m) + ε ln σ(−m)) / (1 − 2ε)",
+        loss=_robust,
+    ),
     "hinge": DirectRow(
-        source="SLiC-HF, arXiv 2305.10425, from a reference as in RSO, 2309.06657", loss=_hinge, smooths=False
+        source="SLiC-HF, arXiv 2305.10425, from a reference as in RSO, 2309.06657",
+        formula="max(0, 1 − m)",
+        loss=_hinge,
+        smooths=False,
     ),
     "ipo": DirectRow(
-        source="IPO, arXiv 2310.12036, eq. 17, per token", loss=_squared, per_token=True, smooths=False
+        source="IPO, arXiv 2310.12036, eq. 17, per token",
+        formula="((m − 1/2)/β)²",
+        loss=_squared,
+        per_token=True,
+        smooths=False,
     ),
     "sigmoid_norm": DirectRow(
-        source="length-normalised DPO, Tülu 3, arXiv 2411.15124, eq. 6",
+        source="length-normalised DPO, Tülu 3, arXiv 2411.15124",
+        formula=_LOGISTIC,
         loss=_logistic,
         beta=5.0,
         per_token=True,
     ),
     "simpo": DirectRow(
         source="SimPO, arXiv 2405.14734, eq. 6",
+        formula=_LOGISTIC,
         loss=_logistic,
         beta=2.0,
         gamma=1.0,
         reference=False,
         per_token=True,
     ),
-    "kto": DirectRow(source="KTO, arXiv 2402.01306, eq. 8", loss=None, smooths=False),
+    "kto": DirectRow(
+        source="KTO, arXiv 2402.01306, section 4",
+        formula="λ_D σ(β z₀ − r) of good answers, λ_U σ(r − β z₀) of bad ones",
+        loss=None,
+        smooths=False,
+    ),
 }
 """Row -> method."""
 
@@ -149,7 +162,7 @@ def direct_preference_loss(
 ) -> Tensor:
     """Loss of each pair by a row of `DIRECT`, of the lead m = r_w − r_l − γ; sigmoid: ℓ = −ln σ(m).
 
-    The forms stand at the head of this file. IPO is divided by the tokens, as its authors' results are; its
+    IPO is divided by the tokens, as its authors' results are; its
     eq. 17 has sums.
 
     Args:
@@ -212,7 +225,7 @@ def kto_loss(
     Returns:
         [B], float32 or better.
 
-    Ethayarajh et al., arXiv 2402.01306, eq. 8; weights: eq. 9.
+    Ethayarajh et al., arXiv 2402.01306, section 4.
     """
     check_positive(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     check_axes(log_prob=(log_prob, "B"), desirable=(desirable, "B"))
@@ -234,7 +247,7 @@ def kto_reference_point(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
     Returns:
         Scalar without gradient, nats: an estimate of KL(π‖π_ref) of low variance, biased.
 
-    Ethayarajh et al., arXiv 2402.01306, section 4.1.
+    Ethayarajh et al., arXiv 2402.01306, section 4.
     """
     check_axes(log_prob=(log_prob, "B"), ref_log_prob=(ref_log_prob, "B"))
     return (float32(log_prob) - ref_log_prob).detach().mean().clamp(min=0)

@@ -169,7 +169,7 @@ def _prompt_record(path: Path, number: int, line: str) -> Record:
 
 def _demonstration(where: str, line: str, field: str | None) -> Record:
     record = _json(line, where)
-    if not isinstance(record, dict) or not _is_prompt(record.get("prompt")):
+    if not isinstance(record, dict) or not is_prompt(record.get("prompt")):
         raise UserError(
             f'{where} needs a JSON object with a "prompt" that is text or a list of messages, such as '
             f"{EXAMPLE}; got {line.strip()[:80]}."
@@ -177,7 +177,8 @@ def _demonstration(where: str, line: str, field: str | None) -> Record:
     return with_completion(record, where, field)
 
 
-def _is_prompt(prompt: Any) -> bool:
+def is_prompt(prompt: Any) -> bool:
+    """Whether it is a text that is not blank, or a list of messages."""
     if isinstance(prompt, str):
         return bool(prompt.strip())
     messages = prompt if isinstance(prompt, list) else []

@@ -16,8 +16,9 @@ METRICS: dict[str, str] = {
     "updates": "optimizer updates done so far in the run",
     "updates_skipped": "updates skipped so far because a gradient was not finite",
     "samples": "images or completions generated for training so far, all processes, those of groups that "
-    "were dropped included; of supervised fine-tuning, demonstrations read so far, repeats included; of the "
-    "training of a judge, labelled examples (pairs, triples, pictures)",
+    "were dropped included; of supervised fine-tuning, demonstrations read so far, repeats included; of "
+    "direct preference optimisation, pairs or votes; of the training of a judge, labelled examples (pairs, "
+    "triples, pictures)",
     "tokens": "tokens of these completions so far",
     "reward_mean": "mean reward of the valid samples of the iteration, in the reward's unit; "
     "with rewards.terms.LABEL.bound that of what is optimised, which moves with its multiplier",
@@ -73,7 +74,12 @@ METRICS: dict[str, str] = {
     "gradient, whatever rule took it: the clip at 1 - eps_low, a mask",
     "clip_high": "the same of decisions with a positive advantage: the clip at 1 + eps_high, a mask",
     "kl": "mean Gaussian KL to the reference over trained pairs, nats (per latent number with "
-    "log_prob_reduction mean); of a text policy the k3 estimate per token",
+    "log_prob_reduction mean); of a text policy the k3 estimate per token; of KTO its reference "
+    "point, per answer",
+    "rewards/*": "direct preference optimisation: mean implicit reward of chosen and rejected answers (of "
+    "votes, good and bad ones) as the loss has it, β log π/π_ref, their margins, and accuracies: the share "
+    "of pairs whose chosen answer has the higher one, of votes that are on the right side of kl",
+    "logps/*": "direct preference optimisation: mean log π of a whole answer, chosen and rejected, nats",
     "match_error": "regressions of pictures: mean |v − (ε − x0)|² per latent number over trained pairs, the "
     "pretraining loss on the policy's own samples",
     "anchor_distance": "regressions of pictures: mean |v − v_anchor|² over trained pairs, the anchor the old "
@@ -113,6 +119,8 @@ TEXT_ONLY = (
     "penalty",
     "value_explained",
     "perplexity",
+    "rewards/*",
+    "logps/*",
 )
 """Keys that only trainers of text policies log."""
 

@@ -89,6 +89,19 @@ class Demonstrations(Protocol):
         ...
 
 
+class Answers(Demonstrations, Protocol):
+    """A stream of records with two answers each: a batch has the first of all its records, then the second,
+    and its groups are the places of the records."""
+
+    def __len__(self) -> int:
+        """N, records."""
+        ...
+
+    def rows(self, places: Sequence[int]) -> TextRollout:
+        """Some records, as a batch has them."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextParts:
     """What all phases of a run work with."""

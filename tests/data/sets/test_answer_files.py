@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs and votes from files: three layouts, what is left out, bad input by its message."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from visalign.data.sets.answer_files import load_pairs, load_votes
+from visalign.errors import UserError
+
+
+def _file(folder: Path, *rows: dict[str, Any]) -> Path:
+    path = folder / "a.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+def _judged(*said: tuple[str, str, float | str]) -> list[dict[str, Any]]:
+    return [{"prompt": prompt, "completion": text, "reward": reward} for prompt, text, reward in said]
+
+
+PAIR = {"prompt": "p", "chosen": "good", "rejected": "bad"}
+VOTE = {"prompt": "p", "completion": "good", "label": True}
+
+
+def test_pairs_are_read_with_conversations(tmp_path):
+    """TRL's conversational layout: a list of messages, and answers of one message."""
+    asked = [{"role": "user", "content": "hello?"}]
+    said = {"chosen": "Hi.", "rejected": "No."}
+    talk = {n: [{"role": "assistant", "content": text}] for n, text in said.items()}
+    found = load_pairs(_file(tmp_path, {**PAIR, "more": 1}, {"prompt": asked, **talk}))
+    assert found.records == [{**PAIR, "more": 1}, {"prompt": asked, **said}] and not found.left_out
+
+
+def test_parquet_holds_the_same(tmp_path):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    talk = [{"role": "assistant", "content": "good"}]
+    table = pa.Table.from_pylist(
+        [{"prompt": "p", "chosen": talk, "rejected": [{**talk[0], "content": "bad"}]}]
+    )
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert load_pairs(tmp_path / "a.parquet").records == [PAIR]
+
+
+def test_the_best_and_the_worst_of_judged_answers_become_a_pair(tmp_path):
+    rows = _judged(("p", "mid", 0.5), ("q", "x", 1), ("p", "bad", 0), ("p", "good", 1), ("q", "y", 1))
+    found = load_pairs(_file(tmp_path, *rows, *_judged(("r", "same", 0), ("r", "same", 1))))
+    assert found.records == [PAIR] and found.left_out == {"equal": 1, "ties": 1}
+    with pytest.raises(UserError, match="gives no pair of answers of which one is better: left out 1 ties"):
+        load_pairs(_file(tmp_path, *_judged(("q", "x", 1), ("q", "y", 1))))
+
+
+def test_votes_come_from_labels_pairs_and_rewards(tmp_path):
+    bad = {"prompt": "p", "completion": "bad", "label": False}
+    assert load_votes(_file(tmp_path, VOTE, {**bad, "label": 0})).records == [VOTE, bad]
+    assert load_votes(_file(tmp_path, PAIR)).records == [VOTE, bad]
+    judged = _file(tmp_path, *_judged(("p", "good", 0.7), ("p", "bad", 0.2)))
+    assert [r["label"] for r in load_votes(judged, threshold=0.5).records] == [True, False]
+    with pytest.raises(UserError, match="all 2 votes are bad; KTO learns from good and bad"):
+        load_votes(judged)
+
+
+@pytest.mark.parametrize("load", [load_pairs, load_votes])
+def test_empty_answers_are_refused_or_left_out(load, tmp_path):
+    path = _file(tmp_path, PAIR, {**PAIR, "rejected": " "})
+    with pytest.raises(UserError, match=r"1 of \d records .* have an empty answer.*rows 2\. .*unusable=drop"):
+        load(path)
+    assert load(path, unusable="drop").left_out == {"empty": 1}
+
+
+def test_equal_answers_are_refused_or_left_out(tmp_path):
+    path = _file(tmp_path, {**PAIR, "rejected": "good"}, PAIR)
+    with pytest.raises(UserError, match=r"1 of 2 records of .* have two equal answers, .*: rows 1\."):
+        load_pairs(path)
+    found = load_pairs(path, unusable="drop")
+    assert found.records == [PAIR] and found.left_out == {"equal": 1}
+
+
+@pytest.mark.parametrize(
+    ("load", "row", "message"),
+    [
+        (
+            load_pairs,
+            {"prompt": "p", "chosen": "a", "rejcted": "b"},
+            "lacks the column 'rejected'.*'rejcted'",
+        ),
+        (load_pairs, VOTE, r"lacks the columns 'chosen', 'rejected', .*or prompt with completion, reward"),
+        (load_votes, {"prompt": "p", "completion": "a"}, "lacks the column 'label', needed for votes"),
+        (load_votes, {**VOTE, "label": "maybe"}, "Row 1 of .*: label 'maybe' is neither true"),
+        (load_pairs, {**PAIR, "prompt": " "}, "Row 1 of .* has no prompt"),
+        (
+            load_pairs,
+            {**PAIR, "chosen": [{"content": "a"}] * 2},
+            "chosen is neither a text nor a list of one",
+        ),
+        (load_pairs, _judged(("p", "a", "x"))[0], "Row 1 of .*: reward 'x' is no number"),
+    ],
+)
+def test_bad_rows_by_their_message(load, row, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        load(_file(tmp_path, row))
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(UserError, match="There is no file"):
+        load_pairs(tmp_path / "no.jsonl")
+    with pytest.raises(UserError, match="holds no row"):
+        load_pairs(_file(tmp_path))

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Direct preference optimisation: the gradient is that of the whole batch, it learns, a resume is the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.nn.functional import logsigmoid
+
+from tests.support.models.language import tiny_model, tiny_tokenizer
+from tests.support.training.pictures import outcome
+from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, with_mismatched
+from visalign.adapters.causal_lm.lora import text_lora
+from visalign.adapters.causal_lm.policy import CausalLMPolicy
+from visalign.core.preference.direct import DIRECT
+from visalign.errors import UserError
+from visalign.training.loop.metrics import read_metrics
+from visalign.training.loop.optimizer import OptimizerSettings
+from visalign.training.loop.trainer import Context, Counters, PhaseClock, RunSettings, Trainer
+from visalign.training.text.dpo import DPO, DPOSettings
+
+PAIRS = [
+    {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    for prompt, chosen, rejected in (
+        ("ab", "a", "bb b"),
+        ("cd", "cc c", "d"),
+        ("e", "a long answer", "e!"),
+        ("fg", "f!", "g g g"),
+        ("h", "hi hi", "h"),
+    )
+]
+VOTES = [
+    {"prompt": p["prompt"], "completion": p[side], "label": side == "chosen"}
+    for p in PAIRS
+    for side in ("chosen", "rejected")
+]
+
+
+def _policy(**options: Any) -> CausalLMPolicy:
+    return CausalLMPolicy(tiny_model(seed=3), tiny_tokenizer(), reference=False, **options)
+
+
+def _dpo(policy: CausalLMPolicy, size: int = 5, heldout: bool = False, **settings: Any) -> DPO:
+    made = DPOSettings(**settings)
+    records = with_mismatched(policy, VOTES) if made.votes else PAIRS
+    stream = DemonstrationBatches(policy, records, size=size, seed=5, field=made.fields)
+    good = [bool(record["label"]) for record in records] if made.votes else None
+    return DPO(
+        policy,
+        stream,
+        settings=made,
+        good=good,
+        heldout=stream if heldout else None,
+        heldout_good=good if heldout else None,
+        accelerator=Accelerator(cpu=True),
+    )
+
+
+def _trainer(folder: Path, iterations: int = 6, *, policy: Any = None, **settings: Any) -> Trainer[DPO]:
+    updates = settings.pop("updates", 2)
+    run = {"folder": folder, "iterations": iterations, "config": {"seed": 0}, "checkpoint_every": 2}
+    return Trainer(
+        _dpo(policy or _policy(), settings.pop("size", 3), **settings),
+        optimizer=OptimizerSettings(
+            lr=1e-2,
+            weight_decay=0.0,
+            micro_batch=2,
+            ema_decay=0.0,
+            ema_every=1,
+            updates_per_iteration=updates,
+        ),
+        run=RunSettings(**run),
+    )
+
+
+def _moved(policy: CausalLMPolicy) -> None:
+    """Other weights than those of the reference."""
+    with torch.no_grad():
+        for number, (_, weight) in enumerate(policy.trainable_parameters()):
+            weight += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
+
+
+def _gradient(algorithm: DPO, micro_batch: int) -> tuple[dict[str, float], torch.Tensor]:
+    """Of the first batch."""
+    policy: Any = algorithm.policy
+    policy.model.zero_grad()
+    context = Context(
+        counters=Counters(), optimizer=OptimizerSettings(micro_batch=micro_batch), clock=PhaseClock()
+    )
+    found = algorithm.backward(None, algorithm.trained.answers.batch(0), context)
+    return found, torch.cat([p.grad.flatten() for _, p in policy.trainable_parameters()])
+
+
+def _said(policy: CausalLMPolicy, prompt: str, answer: str) -> torch.Tensor:
+    """log π of an answer and its end by transformers' own logits."""
+    before = policy.tokenizer(prompt)["input_ids"]
+    after = [*policy.tokenizer(answer)["input_ids"], policy.tokenizer.eos_token_id]
+    logits = policy.model(input_ids=torch.tensor([before + after])).logits[0, len(before) - 1 : -1]
+    return logits.float().log_softmax(-1)[torch.arange(len(after)), torch.tensor(after)].sum()
+
+
+def test_the_loss_is_dpos_by_the_models_own_logits():
+    policy = _policy()
+    with torch.no_grad():
+        ref = [[_said(policy, p["prompt"], p[side]) for side in ("chosen", "rejected")] for p in PAIRS]
+    algorithm = _dpo(policy, beta=0.3)
+    torch.testing.assert_close(algorithm.trained.ref, torch.tensor(ref), rtol=1e-5, atol=1e-5)
+    _moved(policy)
+    found, gradient = _gradient(algorithm, micro_batch=2)
+    policy.model.zero_grad()
+    losses = []
+    for pair, (ref_chosen, ref_rejected) in zip(PAIRS, ref, strict=True):
+        chosen, rejected = (_said(policy, pair["prompt"], pair[side]) for side in ("chosen", "rejected"))
+        losses.append(-logsigmoid(0.3 * (chosen - ref_chosen - rejected + ref_rejected)))
+    wanted = torch.stack(losses).mean()
+    assert found["loss"] == pytest.approx(wanted.item(), rel=1e-4)
+    wanted.backward()
+    own = torch.cat([p.grad.flatten() for _, p in policy.trainable_parameters() if p.grad is not None])
+    torch.testing.assert_close(gradient, own, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss", [*DIRECT])
+def test_micro_batches_change_nothing(loss):
+    policy = _policy()
+    algorithm = _dpo(policy, row=loss, label_smoothing=0.1 if loss == "robust" else 0.0)
+    _moved(policy)
+    whole, expected = _gradient(algorithm, micro_batch=64)
+    for size in (1, 3):
+        found, gradient = _gradient(algorithm, micro_batch=size)
+        assert found == pytest.approx(whole, rel=1e-4, abs=1e-5)
+        assert float((gradient - expected).norm()) < 1e-4 * float(expected.norm())
+    assert float(expected.norm()) > 0
+
+
+def test_a_random_model_learns_which_answer_is_better(tmp_path):
+    policy = _policy()
+    trainer = _trainer(tmp_path, 16, policy=policy, size=5, beta=0.5, heldout=True, updates=1)
+    assert trainer.algorithm.measure()["rewards/chosen"] == pytest.approx(0.0, abs=1e-4)
+    trainer.train()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    names = {"rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"}
+    assert {*names, "logps/chosen", "logps/rejected", "loss", "length_mean"} <= rows[0].keys()
+    assert rows[0]["loss"] == pytest.approx(0.6931, abs=1e-3) and rows[-1]["loss"] < 0.1
+    assert rows[-1]["rewards/accuracies"] == 1 and rows[-1]["samples"] == 5 * 16
+    first, last = rows[0], trainer.algorithm.measure()
+    assert last["rewards/accuracies"] == 1 and last["loss"] < 0.1
+    assert last["rewards/margins"] == pytest.approx(last["rewards/chosen"] - last["rewards/rejected"])
+    assert last["logps/chosen"] - last["logps/rejected"] > first["logps/chosen"] - first["logps/rejected"] + 4
+
+
+def test_votes_raise_good_answers_and_lower_bad_ones(tmp_path):
+    trainer = _trainer(tmp_path, 16, size=10, row="kto", beta=0.5, heldout=True, updates=1)
+    trainer.train()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert rows[0]["loss"] == pytest.approx(0.5, abs=1e-3) and rows[-1]["loss"] < 0.2
+    assert all(row["kl"] >= 0 for row in rows) and rows[-1]["rewards/accuracies"] == 1
+    assert rows[-1]["rewards/margins"] > 4
+    assert trainer.algorithm.measure()["rewards/accuracies"] == 1
+
+
+def test_the_reference_point_is_of_mismatched_answers_of_the_whole_batch():
+    policy = _policy()
+    algorithm = _dpo(policy, size=10, row="kto")
+    _moved(policy)
+    algorithm.trained.ref[:, 1] -= 9.0  # a reference that thinks less of them, so that the point is above 0
+    found, _ = _gradient(algorithm, micro_batch=3)
+    records = with_mismatched(policy, VOTES)
+    assert all(r["mismatched"] != r["completion"] for r in records)
+    with torch.no_grad():
+        now = torch.stack([_said(policy, r["prompt"], r["mismatched"]) for r in records])
+    gained = float((now - algorithm.trained.ref[:, 1]).mean())
+    assert found["kl"] == pytest.approx(gained, rel=1e-4) and gained > 1
+
+
+def test_with_adapters_the_reference_is_the_model_without_them(tmp_path):
+    policy = _policy(lora=text_lora(rank=4, seed=0))
+    trainer = _trainer(tmp_path, 2, policy=policy)
+    trainer.train()
+    answers = trainer.algorithm.trained
+    with torch.no_grad(), policy.reference():
+        said = policy.log_probs(answers.answers.rows(range(5))).log_prob.sum(1)
+    torch.testing.assert_close(answers.ref, said.view(2, -1).T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "kto"])
+def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(loss, tmp_path):
+    """The whole model is trained: the reference of the resumed run is still that of before training."""
+    _trainer(tmp_path / "whole", 4, row=loss).train()
+    _trainer(tmp_path / "cut", 2, row=loss).train()
+    again = _trainer(tmp_path / "cut", 4, row=loss)
+    assert again.resume()
+    again.train()
+    assert outcome(tmp_path / "whole") == outcome(tmp_path / "cut")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"row": "dpo"}, "loss.row is 'dpo'; it must be one of sigmoid, robust"),
+        ({"beta": -1.0}, "loss: beta must be positive"),
+        ({"row": "ipo", "label_smoothing": 0.1}, "loss: row ipo has no place for wrong labels"),
+        ({"row": "robust"}, "loss.row=robust without label_smoothing is sigmoid"),
+        ({"row": "kto", "gamma": 1.0}, "row=kto learns from single votes: gamma and label_smoothing"),
+        ({"row": "kto", "undesirable_weight": 0.0}, "undesirable_weight must be positive"),
+        ({"desirable_weight": 2.0}, "desirable_weight and undesirable_weight are those of kto"),
+    ],
+)
+def test_settings_that_cannot_be(settings, message):
+    with pytest.raises(UserError, match=message):
+        DPOSettings(**settings)
+
+
+def test_votes_and_pairs_are_not_mistaken_for_each_other():
+    policy = _policy()
+    stream = DemonstrationBatches(policy, PAIRS, size=2, seed=0, field=("chosen", "rejected"))
+    with pytest.raises(UserError, match="row=kto and no votes: kto takes a vote for each answer"):
+        DPO(policy, stream, settings=DPOSettings(row="kto"))
+    with pytest.raises(UserError, match="row=sigmoid and 5 votes of 5 answers"):
+        DPO(policy, stream, good=[True] * 5)
+    with pytest.raises(UserError, match="no text in the field 'chosen': its fields are prompt, completion"):
+        DemonstrationBatches(policy, VOTES, size=2, seed=0, field=("chosen", "rejected"))
+
+
+def test_mismatched_answers_are_of_other_prompts_and_fit():
+    policy = _policy()
+    records = [
+        {"prompt": "a", "completion": "1"},
+        {"prompt": "a", "completion": "2"},
+        {"prompt": "b" * 40, "completion": "3"},
+        {"prompt": "c", "completion": "4" * 60},
+    ]
+    assert [r["mismatched"] for r in with_mismatched(policy, records)] == ["3", "3", "1", "1"]
+    with pytest.raises(UserError, match="Record 0 of 2 has no completion of another prompt"):
+        with_mismatched(policy, records[:2])
