@@ -15,7 +15,7 @@ from visalign.core.advantages.copo import (
     copo_advantages,
     copo_weight,
 )
-from visalign.core.advantages.entropy import aem_advantages, aem_scale
+from visalign.core.advantages.entropy import aem_advantages, aem_scale, empg_advantages, empg_scale
 from visalign.core.advantages.group import group_advantages
 from visalign.core.advantages.returns import discounted_returns
 from visalign.core.advantages.rules import conditional_advantages, prl_advantages
@@ -27,8 +27,6 @@ from visalign.core.rewards.steps import (
     turning_point_rewards,
 )
 from visalign.core.standalone.entropy_weights import (
-    empg_advantages,
-    empg_scale,
     tea_weights,
     weighted_entropy,
 )

@@ -69,6 +69,7 @@ def step(seed: int = 0, *, move: float = 0.3, rewards: int = 0) -> tuple[Traject
         rollout_log_prob=old + 0.1 * draw(b, t),
         value=draw(b, t),
         entropy=draw(b, t).abs(),
+        step=torch.arange(t).expand(b, t) // 2,
         greedy_reward=draw(b),
         uniform=torch.rand(b, t, generator=g, dtype=torch.float64),
         ptx_weight=torch.ones(2, 3, dtype=torch.float64),

@@ -38,7 +38,10 @@ ROOMS = {
     "advantages.baselines": "best_of_group_advantages gpg_advantages opo_advantages pass_at_k_advantages",
     "advantages.combine": "gdpo_advantages normalise_then_sum weighted_mean weighted_sum",
     "advantages.copo": "between_group_advantages consistency_entropy copo_advantages copo_weight",
-    "advantages.entropy": "aem_advantages aem_scale",
+    "advantages.entropy": (
+        "aem_advantages aem_scale empg_advantages empg_scale perplexity_advantages position_advantages "
+        "step_entropy"
+    ),
     "advantages.gradient_balance": "combine_gradients min_norm_weights smooth_weights",
     "advantages.group": "clamp_advantages whiten",
     "advantages.process": "aggregate_steps process_advantages span_index span_rewards",
@@ -98,7 +101,7 @@ ROOMS = {
         "shrink_advantages"
     ),
     "standalone.clip_losses": "listwise_choice_loss paired_cosine pickscore_loss rank_margin_loss",
-    "standalone.entropy_weights": "empg_advantages empg_scale tea_weights weighted_entropy",
+    "standalone.entropy_weights": "tea_weights weighted_entropy",
     "standalone.off_policy_pairs": "off_policy_pair_weights relative_log_density",
     "standalone.replay": "replay_advantages replay_weight",
     "standalone.risk": (

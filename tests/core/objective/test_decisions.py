@@ -25,6 +25,7 @@ NOT_ON_STEPS = {
     "top_entropy": r"selection='top_entropy'.*denoising steps of fixed variance.*FlowRL",
     "clip_cov": r"selection='clip_cov'.*denoising steps of fixed variance.*FlowRL",
     "kl_cov": r"selection='kl_cov'.*denoising steps of fixed variance.*FlowRL",
+    **{name: rf"advantage='{name}'.*'canon'" for name in ("aem", "empg", "perplexity")},
     "flowrl": r"surrogate='flow_balance'.*log Z.*'grpo'",
 }
 

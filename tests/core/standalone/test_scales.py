@@ -16,11 +16,14 @@ from visalign.core.advantages.copo import (
     copo_advantages,
     copo_weight,
 )
-from visalign.core.advantages.entropy import aem_advantages, aem_scale
-from visalign.core.advantages.group import group_advantages
-from visalign.core.standalone.entropy_weights import (
+from visalign.core.advantages.entropy import (
+    aem_advantages,
+    aem_scale,
     empg_advantages,
     empg_scale,
+)
+from visalign.core.advantages.group import group_advantages
+from visalign.core.standalone.entropy_weights import (
     tea_weights,
     weighted_entropy,
 )

@@ -111,6 +111,25 @@ NAMED: dict[str, Objective] = {
         advantage="pass_at_k",
         advantage_options={"k": 2},
     ),
+    "aem": replace(_GROUP, source="AEM, arXiv 2605.00425 (λ = 1, range 0.1 nats)", advantage="aem"),
+    "empg": replace(
+        _GROUP,
+        source="EMPG, arXiv 2509.09265 (k = k′ = 1, ζ = 0.1); the steps of a completion stand for turns",
+        advantage="empg",
+        advantage_options={"k": 1.0, "k_bonus": 1.0, "zeta": 0.1},
+    ),
+    "perplexity": replace(
+        _GROUP,
+        source="Deng et al., arXiv 2508.02260: low perplexity counts more; α is ours",
+        advantage="perplexity",
+        advantage_options={"alpha": 0.1},
+    ),
+    "position": replace(
+        _GROUP,
+        source="Deng et al., arXiv 2508.02260: late decisions count more; γ is ours",
+        advantage="position",
+        advantage_options={"gamma": 0.1},
+    ),
     "dapo": replace(
         _GROUP,
         source="Yu et al., arXiv 2503.14476, eq. 8 and 10, averaged as its code does",

@@ -69,8 +69,10 @@ def pad_samples(t: Trajectories, left: int, right: int, below: int) -> Trajector
         value = getattr(t, name)
         if value is not None:
             new[name] = _frame(value.masked_fill(absent, nan), left, right, below, nan)
-    if t.uniform is not None:
-        new["uniform"] = _frame(t.uniform, left, right, below, 0.5)
+    for name, fill in (("uniform", 0.5), ("step", -1)):
+        value = getattr(t, name)
+        if value is not None:
+            new[name] = _frame(value, left, right, below, fill)
     for name in ("reward", "greedy_reward", "metric", "valid", "advantage"):
         value = getattr(t, name)
         if value is None:

@@ -51,6 +51,8 @@ class Trajectories:
     """[B, T] V of the rollout."""
     entropy: Tensor | None = None
     """[B, T] nats, under the policy at the beginning of the step."""
+    step: Tensor | None = None
+    """[B, T] int64, which step of its sample a decision belongs to, −1 none, for advantage="empg"."""
     greedy_reward: Tensor | None = None
     """[B] reward of the greedy completion to the same prompt, for ReMax."""
     uniform: Tensor | None = None
@@ -76,6 +78,7 @@ class Trajectories:
             "rollout_log_prob",
             "value",
             "entropy",
+            "step",
             "uniform",
             "loss_weight",
         ):

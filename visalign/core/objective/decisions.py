@@ -33,7 +33,10 @@ ON_STEPS: dict[tuple[str, Any], tuple[str, str]] = {
     ("selection", "kl_cov"): (NO_STEP_ENTROPY, _DIVERSITY),
     ("selection", "clip_b"): (NO_STEP_ENTROPY, _DIVERSITY),
     ("selection", "steer"): (NO_STEP_ENTROPY, _DIVERSITY),
-    ("advantage", "aem"): (NO_STEP_ENTROPY, "'canon' with another measure of the samples, or 'grpo'"),
+    **dict.fromkeys(
+        [("advantage", "aem"), ("advantage", "empg"), ("advantage", "perplexity")],
+        (NO_STEP_ENTROPY, "'canon' with another measure of the samples, or 'grpo'"),
+    ),
     ("advantage", "opo"): (
         "its baseline weighs rewards by the length of a completion, and all samples have one number of steps",
         "'dr_grpo' or 'gpg', which is what it comes down to",

@@ -13,7 +13,13 @@ from torch import Tensor
 from visalign.core.advantages import baselines, returns, rules
 from visalign.core.advantages.combine import gdpo_advantages, normalise_then_sum, weighted_sum
 from visalign.core.advantages.copo import consistency_entropy, copo_advantages, copo_weight
-from visalign.core.advantages.entropy import aem_advantages
+from visalign.core.advantages.entropy import (
+    aem_advantages,
+    empg_advantages,
+    perplexity_advantages,
+    position_advantages,
+    step_entropy,
+)
 from visalign.core.advantages.group import Scale, group_advantages, whiten
 from visalign.core.rewards.terms import kl_in_reward, place_terminal
 from visalign.core.surrogates import balance as surrogate_balance
@@ -170,6 +176,36 @@ def _aem(
     return aem_advantages(gain, mean, t.group, lam=lam, min_range=min_range), None
 
 
+def _empg(
+    t: Trajectories,
+    beta: float,
+    *,
+    k: float = 1.0,
+    k_bonus: float = 1.0,
+    zeta: float = 0.1,
+    centre: bool = True,
+    scale: Scale = "group",
+) -> Advantages:
+    """A completion's steps stand for the turns of the paper's agents."""
+    assert t.entropy is not None and t.step is not None
+    gain = group_advantages(sample_reward(t, beta), t.group, scale=scale, valid=t.valid)
+    gain = torch.where(t.present(), gain, torch.nan)
+    entropy, count = step_entropy(t.entropy, t.step, t.weight)
+    made = empg_advantages(gain, entropy, count, k=k, k_bonus=k_bonus, zeta=zeta, centre=centre)
+    return torch.where(t.weight != 0, made.gather(1, t.step.clamp(min=0)), 0.0), None
+
+
+def _perplexity(t: Trajectories, beta: float, *, alpha: float = 0.1, scale: Scale = "group") -> Advantages:
+    gain = group_advantages(sample_reward(t, beta), t.group, scale=scale, valid=t.valid)
+    gain = torch.where(t.present(), gain, torch.nan)
+    return perplexity_advantages(gain, t.old_log_prob, t.weight, t.group, alpha=alpha), None
+
+
+def _position(t: Trajectories, beta: float, *, gamma: float = 0.1, scale: Scale = "group") -> Advantages:
+    gain = group_advantages(sample_reward(t, beta), t.group, scale=scale, valid=t.valid)
+    return position_advantages(gain, t.weight, gamma=gamma), None
+
+
 def _given(t: Trajectories, _beta: float) -> Advantages:
     assert t.advantage is not None
     return t.advantage, None
@@ -194,6 +230,9 @@ ADVANTAGES = {
     "steps": Stage(group_advantages, _steps, ("process_reward",)),
     "prl": Stage(_prl, _prl, ("ref_log_prob",)),
     "aem": Stage(_aem, _aem, ("entropy",)),
+    "empg": Stage(_empg, _empg, ("entropy", "step")),
+    "perplexity": Stage(_perplexity, _perplexity),
+    "position": Stage(_position, _position),
     "given": Stage(_given, _given, ("advantage",)),
 }
 """Name -> how rewards become advantages."""

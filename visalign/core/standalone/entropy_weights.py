@@ -1,88 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entropy as a weight: EMPG's advantages per segment, and TEA's protected entropy.
-
-Entropies in nats. Statistics are over all that is passed in, so pass the whole optimizer step (all devices).
-Only `weighted_entropy` has a gradient.
-"""
+"""TEA's protected entropy."""
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from visalign.core.checks import check_axes, check_not_negative, check_same
+from visalign.core.checks import check_same
 from visalign.core.precision import float32_dtype
-from visalign.core.rewards.steps import next_present
-
-
-def empg_scale(entropy: Tensor, weight: Tensor | None = None, *, k: float = 1.0, eps: float = 1e-8) -> Tensor:
-    """EMPG's confidence, g = exp(−k H̃)/mean exp(−k H̃), H̃ = (H − min)/(max − min + eps).
-
-    Minimum, maximum and mean are over all present segments, so that g has mean 1: confident segments move the
-    policy more, unsure ones less.
-
-    Args:
-        entropy: [B, S] mean entropy of each segment; what is not finite is absent.
-        weight: [B, S], 0 for absent segments.
-        k: steepness, ≥ 0; 0 switches it off.
-        eps: against equal entropies, in nats.
-
-    Returns:
-        [B, S], float32 or better; 0 where absent, 1 where all are equal.
-
-    EMPG, arXiv 2509.09265.
-    """
-    present = _present_segments(entropy, weight)
-    sure = _confidence(entropy, present, k, eps)
-    mean = sure.sum() / present.sum().clamp(min=1)
-    return (sure / torch.where(mean == 0, 1.0, mean)).to(float32_dtype(entropy))
-
-
-def empg_advantages(
-    advantage: Tensor,
-    entropy: Tensor,
-    weight: Tensor | None = None,
-    *,
-    k: float = 1.0,
-    k_bonus: float = 1.0,
-    zeta: float = 0.1,
-    centre: bool = True,
-    eps: float = 1e-8,
-) -> Tensor:
-    """EMPG: scale each segment by its confidence and reward the clarity of the next one.
-
-    A_s = A g_s + ζ exp(−k′ H̃_{s+1}), without the bonus on a row's last segment; then minus the mean over all
-    present segments.
-
-    Args:
-        advantage: [B], from the outcome; what is not finite is missing, and its segments are absent.
-        entropy: [B, S], as in `empg_scale`.
-        weight: [B, S], 0 for absent segments; the next segment is the next present one.
-        k: steepness of g, ≥ 0; 0 switches it off.
-        k_bonus: k′ ≥ 0.
-        zeta: ζ, weight of the bonus, in the unit of the advantage.
-        centre: take the mean off.
-        eps: against equal entropies, in nats.
-
-    Returns:
-        [B, S], float32 or better; 0 where absent.
-
-    EMPG, arXiv 2509.09265 (k = k′ = 1, ζ = 0.1).
-    """
-    present = _present_segments(entropy, weight)
-    check_axes(entropy=(entropy, "B S"), advantage=(advantage, "B"))
-    present = present & torch.isfinite(advantage)[:, None]
-    gain = torch.where(present, advantage.detach().double()[:, None], 0.0)
-    clear = _confidence(entropy, present, k_bonus, eps)
-    ahead = pad(clear, (0, 1)).gather(1, next_present(present))
-    scale = empg_scale(entropy.double(), present, k=k, eps=eps)
-    result = torch.where(present, gain * scale + zeta * ahead, 0.0)
-    if centre:
-        result = torch.where(present, result - result.sum() / present.sum().clamp(min=1), 0.0)
-    return result.to(torch.promote_types(advantage.dtype, float32_dtype(entropy)))
 
 
 def tea_weights(
@@ -132,19 +57,3 @@ def weighted_entropy(entropy: Tensor, weights: Tensor) -> Tensor:
     check_same(entropy=entropy, weights=weights)
     value = torch.where(weights != 0, entropy.to(float32_dtype(entropy)), 0.0)
     return (weights.detach() * value).sum()
-
-
-def _confidence(entropy: Tensor, present: Tensor, k: float, eps: float) -> Tensor:
-    """exp(−k H̃), [B, S] float64; 0 where absent."""
-    check_not_negative(k=k, eps=eps)
-    value = torch.where(present, entropy.detach().double(), math.inf)
-    low, high = value.amin(), torch.where(present, value, -math.inf).amax()
-    # The clamp stands for 0/0 alone: equal entropies with eps = 0.
-    reach = (high - low + eps).clamp(min=torch.finfo(value.dtype).tiny)
-    return torch.where(present, torch.exp(-k * (value - low) / reach), 0.0)
-
-
-def _present_segments(entropy: Tensor, weight: Tensor | None) -> Tensor:
-    check_axes(entropy=(entropy, "B S"), weight=(weight, "B S"))
-    finite = torch.isfinite(entropy)
-    return finite if weight is None else finite & (weight != 0)

@@ -145,6 +145,7 @@ def _rehearse(objective: Objective, decisions: Decisions, given: Sequence[str]) 
     says: dict[str, Any] = {"kl": some, "divergence": some}
     if decisions == "tokens":
         more = {**dict.fromkeys(("value", "entropy", "uniform"), some), "greedy_reward": some[:, 0]}
+        more["step"] = some.long()
         says = {"value": some, "entropy": some, "log_z": some[:, 0], "ptx_log_prob": some, "ptx_weight": some}
     prepared = objective.prepare(
         Trajectories(

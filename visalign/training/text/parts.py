@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from visalign.core import Objective
+from visalign.core.objective.stages import ADVANTAGES
 from visalign.errors import UserError
 from visalign.interfaces import TextReward
 from visalign.text import Prompt, Sampling, StoppingCriteria, TextPolicy, TextRollout
@@ -125,6 +126,11 @@ class TextParts:
     accelerator: Accelerator
     """Of the processes that share the samples."""
 
+    @property
+    def tokenizer(self) -> Any:
+        """The policy's; None where it has none."""
+        return getattr(self.policy, "tokenizer", None)
+
 
 PER_DECISION = ("gae", "remax", "reinforce_pp")
 """Advantages that take rewards of single tokens."""
@@ -144,6 +150,11 @@ def check_parts(parts: TextParts, objective: Objective, *, name: str, recomputed
         )
     if objective.surrogate == "flow_balance" and parts.log_partition is None:
         raise UserError(f"objective.algorithm={name} needs a log-partition head, and none was given.")
+    if "step" in ADVANTAGES[objective.advantage].needs and parts.tokenizer is None:
+        raise UserError(
+            f"objective.algorithm={name} looks at the steps of completions, which are found by the policy's "
+            "tokenizer, and this policy has none. Give it the attribute `tokenizer`, or take 'grpo'."
+        )
     if parts.process is not None and objective.advantage not in PER_DECISION:
         raise UserError(
             f"objective.algorithm={name} has one advantage per completion (advantage {objective.advantage}), "

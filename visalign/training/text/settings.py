@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from visalign.errors import UserError
 from visalign.text import Sampling, StoppingCriteria
+from visalign.text.steps import StepReading
 from visalign.training.policy.settings import ObjectiveSettings, check_overlap, check_stale
 
 from .dynamic_groups import DynamicGroups
@@ -33,6 +34,8 @@ class TextRolloutSettings:
     """Tokens of a completion at most, its end token included."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a completion."""
+    separator: str = "\n"
+    """What ends a step of a completion, for rows that look at steps (empg)."""
     truncated: str = "keep"
     """What becomes of completions that met the length limit: keep, or mask (overlong filtering of DAPO: they
     keep their place in the group's statistics and leave the loss)."""
@@ -67,6 +70,7 @@ class TextRolloutSettings:
                 "a temperature above 0, for example 1."
             )
         self.stopping()
+        StepReading(separator=self.separator)
 
     @property
     def judged_beside(self) -> bool:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from visalign.core import Objective, Trajectories, filter_overlong
+from visalign.core.objective.stages import ADVANTAGES
 from visalign.errors import UserError
 from visalign.text import Sampling, TextRollout
+from visalign.text.steps import StepReading, step_index
 from visalign.training.loop.judging import judge, reward_weights
 from visalign.training.policy.settings import needs_reference
 
@@ -64,6 +66,8 @@ def trajectories_of(
         if len(rollout):  # where no sample of this process is trained on, there is nothing to judge
             made = parts.process.score_rollout(rollout)
             more["process_reward"], valid = made.tokens("last").float().cpu(), valid & made.valid.cpu()
+    if "step" in ADVANTAGES[objective.advantage].needs:
+        more["step"] = step_index(rollout, parts.tokenizer, StepReading(separator=settings.separator))
     if settings.truncated == "mask":
         more["weight"] = filter_overlong(rollout.loss_mask, rollout.truncated)
     if reward.ndim == 2:

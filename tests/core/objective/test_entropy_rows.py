@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that look at entropies and log-probs, through `Objective`: golden cases and hand values."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.core import assert_values, f64
+from visalign.core.objective.algorithms import named_objective
+from visalign.core.objective.data import Trajectories
+
+NAN = float("nan")
+
+
+def golden(name: str) -> dict[str, Any]:
+    """A case of the papers' rules."""
+    path = Path(__file__).parents[2] / "golden" / "H_paper_rules.json"
+    (case,) = [c for c in json.loads(path.read_text(encoding="utf-8"))["cases"] if c["name"] == name]
+    return case
+
+
+def with_advantages(advantage: Tensor, **held: Tensor) -> Trajectories:
+    """Samples whose group advantage, without a scale, is given: each has a partner without tokens."""
+    size, wide = len(advantage), next(v for v in held.values() if v.ndim == 2)
+    partners = {name: torch.cat([value, torch.zeros_like(value)]) for name, value in held.items()}
+    full = {"weight": torch.ones_like(wide).double(), "old_log_prob": -torch.ones_like(wide).double()}
+    full["weight"] = torch.cat([full["weight"], 0 * full["weight"]])
+    full["old_log_prob"] = torch.cat([full["old_log_prob"]] * 2)
+    reward = torch.cat([2 * advantage, torch.zeros_like(advantage)])
+    return Trajectories(group=[*range(size)] * 2, reward=reward, **{**full, **partners})
+
+
+def prepared(name: str, t: Trajectories, **options: Any) -> Tensor:
+    """[B, T] advantages of the samples that have tokens."""
+    row = named_objective(name, advantage_options={"scale": "none", **options})
+    return row.prepare(t).advantage[: len(t.weight) // 2]
+
+
+def test_empg_is_the_golden_case_where_each_token_is_a_step_and_where_a_step_has_several() -> None:
+    case = golden("empg_s1")
+    entropy, advantage = (torch.tensor(case["inputs"][k]).double() for k in ("segment_entropy", "advantages"))
+    step = torch.arange(entropy.shape[1]).expand_as(entropy)
+    expected = torch.tensor(case["outputs"]["centred"]).double()
+    t = with_advantages(advantage, entropy=entropy, step=step)
+    torch.testing.assert_close(prepared("empg", t), expected, rtol=1e-6, atol=1e-8)
+    twice = [torch.stack([x, x], 2).flatten(1) for x in (entropy, step)]
+    apart = torch.tensor([0.1, -0.1]).repeat(entropy.shape[1])  # the mean of a step counts
+    t = with_advantages(advantage, entropy=twice[0] + apart, step=twice[1])
+    torch.testing.assert_close(prepared("empg", t)[:, ::2], expected, rtol=1e-6, atol=1e-8)
+    assert bool((prepared("empg", t)[:, ::2] == prepared("empg", t)[:, 1::2]).all())
+
+
+def test_low_perplexity_and_late_tokens_count_more() -> None:
+    log_prob = -f64(0.2, 0.4, 0.6)[:, None].expand(3, 2)
+    t = with_advantages(f64(1, 1, -1), old_log_prob=log_prob)
+    reward = f64(3, 3, -3, -3, NAN, -1)  # of one group: mean 0, the fifth has none
+    t.old_log_prob[3:] = -100.0  # of nobody's tokens
+    one = replace(t, group=[0] * 6, reward=reward / 3)
+    row = named_objective("perplexity", advantage_options={"scale": "none"})
+    plain = named_objective("grpo", kl=0.0, advantage_options={"scale": "none"}).prepare(one).advantage
+    assert_values(row.prepare(one).advantage[:3, 0] / plain[:3, 0], 1.1, 1.0, 0.9)
+    row = named_objective("perplexity", advantage_options={"scale": "none", "alpha": 20.0})
+    assert_values(row.prepare(one).advantage[:3, 1] / plain[:3, 1], 21, 1, 0)  # no sign turns
+    assert_values(prepared("perplexity", t)[:, 0], 1.0, 1.0, -1.0)  # alone in its group
+    low, high = 1 / (1 + f64(-0.5).exp()), 1 / (1 + f64(-1.0).exp())
+    found = prepared("position", t)
+    torch.testing.assert_close(found[0], torch.cat([1 + 0.1 * low, 1 + 0.1 * high]))
+    torch.testing.assert_close(found[2], -found[0])
+
+
+def test_aem_is_the_golden_case() -> None:
+    case = golden("aem_worked")
+    entropy = torch.tensor(case["inputs"]["response_entropy"]).double()[:, None].expand(-1, 2)
+    advantage = torch.tensor(case["inputs"]["advantages"]).double()
+    t = replace(with_advantages(advantage, entropy=entropy), group=case["inputs"]["group"] * 2)
+    assert_values(prepared("aem", t)[:, 0], *case["outputs"]["advantages"])
