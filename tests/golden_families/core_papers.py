@@ -26,10 +26,6 @@ from visalign.core.rewards.steps import (
     implicit_step_rewards,
     turning_point_rewards,
 )
-from visalign.core.standalone.entropy_weights import (
-    tea_weights,
-    weighted_entropy,
-)
 from visalign.core.standalone.replay import replay_advantages, replay_weight
 from visalign.core.standalone.risk import (
     conditional_value_at_risk,
@@ -40,6 +36,7 @@ from visalign.core.standalone.risk import (
 )
 from visalign.core.standalone.shaping import jepo_credit, preference_as_reward
 from visalign.core.tokens.entropy import covariance_statistics, token_covariance
+from visalign.core.tokens.entropy_terms import tea_weights
 
 Outputs = dict[str, Any]
 
@@ -217,7 +214,7 @@ def _tea(case: Any) -> Outputs:
     return {
         "covariance": covariance,
         "weight": weight,
-        "weighted_entropy": weighted_entropy(case.tensor("entropy"), weight),
+        "weighted_entropy": (weight * case.tensor("entropy")).sum(),
     }
 
 

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.core.standalone.siren import (
+from visalign.core.surrogates.aggregation import MODES, aggregate, count_step
+from visalign.core.surrogates.ppo import ppo_clip
+from visalign.core.surrogates.ratios import log_ratio
+from visalign.core.tokens.entropy import entrocraft_direction, entrocraft_keep, token_covariance
+from visalign.core.tokens.entropy_terms import (
     anchored_entropy_loss,
     nucleus_entropy,
     nucleus_mask,
     peak_entropy,
     siren_keep,
 )
-from visalign.core.surrogates.aggregation import MODES, aggregate, count_step
-from visalign.core.surrogates.ppo import ppo_clip
-from visalign.core.surrogates.ratios import log_ratio
-from visalign.core.tokens.entropy import entrocraft_direction, entrocraft_keep, token_covariance
 from visalign.core.tokens.selection import (
     clip_cov_keep,
     clip_cov_thresholds,

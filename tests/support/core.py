@@ -69,6 +69,8 @@ def step(seed: int = 0, *, move: float = 0.3, rewards: int = 0) -> tuple[Traject
         rollout_log_prob=old + 0.1 * draw(b, t),
         value=draw(b, t),
         entropy=draw(b, t).abs(),
+        nucleus_entropy=draw(b, t).abs(),
+        entropy_before=0.3,
         step=torch.arange(t).expand(b, t) // 2,
         greedy_reward=draw(b),
         uniform=torch.rand(b, t, generator=g, dtype=torch.float64),
@@ -77,6 +79,7 @@ def step(seed: int = 0, *, move: float = 0.3, rewards: int = 0) -> tuple[Traject
     policy = PolicyOutput(
         log_prob=log_prob,
         entropy=draw(b, t).abs(),
+        nucleus_entropy=draw(b, t).abs(),
         value=draw(b, t),
         log_z=draw(b),
         divergence=draw(b, t).abs() * 1e-6,

@@ -101,7 +101,6 @@ ROOMS = {
         "shrink_advantages"
     ),
     "standalone.clip_losses": "listwise_choice_loss paired_cosine pickscore_loss rank_margin_loss",
-    "standalone.entropy_weights": "tea_weights weighted_entropy",
     "standalone.off_policy_pairs": "off_policy_pair_weights relative_log_density",
     "standalone.replay": "replay_advantages replay_weight",
     "standalone.risk": (
@@ -110,7 +109,6 @@ ROOMS = {
     "standalone.shaping": (
         "jepo_credit likelihood_reward neighbour_weights preference_as_reward reward_fusion"
     ),
-    "standalone.siren": "anchored_entropy_loss nucleus_entropy nucleus_mask peak_entropy siren_keep",
     "surrogates.aggregation": "MODES Counts row_tokens",
     "surrogates.balance": "dro flow_balance",
     "surrogates.forms": "gmpo gradient_keeping_clip ppo_kl sapo",
@@ -122,6 +120,10 @@ ROOMS = {
     "tokens.entropy": (
         "adapt_entropy_coefficient covariance_statistics entrocraft_direction entrocraft_keep entropy_bonus "
         "fit_entropy_curve gated_entropy_coefficient predicted_entropy_change token_covariance"
+    ),
+    "tokens.entropy_terms": (
+        "anchored_entropy_loss entropy_band_penalty nucleus_entropy nucleus_mask peak_entropy siren_keep "
+        "tea_weights"
     ),
     "tokens.selection": (
         "clip_cov_keep clip_cov_thresholds kl_cov_penalty kl_cov_select kl_cov_thresholds top_entropy_keep "

@@ -50,6 +50,8 @@ def no_loss(row: Objective) -> str | None:
         return "it is a row of denoising steps; its decisions are no tokens"
     if row.selection is not None:
         return f"selection={row.selection!r} needs thresholds over the whole optimizer step"
+    if row.entropy and row.entropy_term != "bonus":
+        return f"entropy_term={row.entropy_term!r} is settled over the whole optimizer step"
     if row.aggregation == "group_token_mean" or row.mean_rows is not None:
         return "its mean is taken per group of samples, whose tokens lie in several micro-batches"
     if row.ptx:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,8 @@ class TokenOutput:
     """[b, T] float32 log π of the drawn tokens, differentiable."""
     entropy: Tensor
     """[b, T] float32 nats, differentiable."""
+    statistic: Tensor | None = None
+    """[b, T] float32, differentiable, of each token's distribution; only where one was asked for."""
     value: Tensor | None = None
     """[b, T] float32 V of the state before each token, differentiable; only with a value head."""
 
@@ -75,6 +77,7 @@ class TextPolicy(Protocol):
         rows: Tensor | slice | None = None,
         *,
         distribution: Distribution = "sampled",
+        statistic: Callable[[Tensor], Tensor] | None = None,
     ) -> TokenOutput:
         """Log-prob and entropy of the rollout's tokens, differentiable unless gradients are off.
 
@@ -82,6 +85,7 @@ class TextPolicy(Protocol):
             rollout: B samples.
             rows: which of them; None is all.
             distribution: whose log-probs.
+            statistic: of that distribution, [n, V] log-probs to [n]; its logits are made in pieces.
         """
         ...
 

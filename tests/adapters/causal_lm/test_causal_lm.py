@@ -2,6 +2,7 @@
 """The policy around a language model: gradients, reference, LoRA, other architectures, saved files."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tests.support.models.language import (
 )
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
+from visalign.core.tokens.entropy_terms import nucleus_entropy
 from visalign.errors import UserError
 from visalign.text import Sampling, StoppingCriteria, TextRollout
 
@@ -111,6 +113,26 @@ def test_micro_batches_and_recomputed_activations_change_nothing(sampling) -> No
     with torch.no_grad():
         given.score_batch = 2
         torch.testing.assert_close(given.log_probs(rollout).log_prob, rollout.log_prob, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), NUCLEUS])
+def test_a_statistic_is_of_the_distribution_that_was_sampled(sampling) -> None:
+    """With a nucleus of 1 it is the entropy, in value and gradient; smaller ones hold less."""
+    given = policy()
+    rollout = rollout_of(given, sampling)
+    perturb(given)
+    plain = given.log_probs(rollout)
+    asked = given.log_probs(rollout, statistic=partial(nucleus_entropy, p=1.0))
+    assert asked.statistic is not None and plain.statistic is None
+    torch.testing.assert_close(asked.log_prob, plain.log_prob, rtol=0, atol=1e-5)
+    torch.testing.assert_close(asked.statistic, plain.entropy, rtol=0, atol=1e-5)
+    for ours, expected in zip(
+        gradients(given, asked.statistic.sum()), gradients(given, plain.entropy.sum()), strict=True
+    ):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    smaller = given.log_probs(rollout, statistic=partial(nucleus_entropy, p=0.5)).statistic
+    assert smaller is not None and bool((smaller <= asked.statistic + 1e-5).all())
+    assert float(smaller.sum().detach()) < 0.9 * float(asked.statistic.sum().detach())
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ NOT_ON_STEPS = {
     "clip_cov": r"selection='clip_cov'.*denoising steps of fixed variance.*FlowRL",
     "kl_cov": r"selection='kl_cov'.*denoising steps of fixed variance.*FlowRL",
     **{name: rf"advantage='{name}'.*'canon'" for name in ("aem", "empg", "perplexity")},
+    **{name: r"entropy=0.*denoising steps of fixed variance.*FlowRL" for name in ("siren", "epo", "tea")},
     "flowrl": r"surrogate='flow_balance'.*log Z.*'grpo'",
 }
 

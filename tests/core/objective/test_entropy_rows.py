@@ -8,12 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from tests.support.core import assert_values, f64
 from visalign.core.objective.algorithms import named_objective
-from visalign.core.objective.data import Trajectories
+from visalign.core.objective.data import PolicyOutput, Trajectories
+from visalign.core.objective.entropy_stage import entropy_memory
+from visalign.core.tokens.entropy_terms import nucleus_entropy
 
 NAN = float("nan")
 
@@ -33,7 +36,8 @@ def with_advantages(advantage: Tensor, **held: Tensor) -> Trajectories:
     full["weight"] = torch.cat([full["weight"], 0 * full["weight"]])
     full["old_log_prob"] = torch.cat([full["old_log_prob"]] * 2)
     reward = torch.cat([2 * advantage, torch.zeros_like(advantage)])
-    return Trajectories(group=[*range(size)] * 2, reward=reward, **{**full, **partners})
+    given: dict[str, Any] = {**full, **partners}
+    return Trajectories(group=[*range(size)] * 2, reward=reward, **given)
 
 
 def prepared(name: str, t: Trajectories, **options: Any) -> Tensor:
@@ -80,3 +84,70 @@ def test_aem_is_the_golden_case() -> None:
     advantage = torch.tensor(case["inputs"]["advantages"]).double()
     t = replace(with_advantages(advantage, entropy=entropy), group=case["inputs"]["group"] * 2)
     assert_values(prepared("aem", t)[:, 0], *case["outputs"]["advantages"])
+
+
+def test_siren_is_the_golden_case_and_zero_where_it_starts() -> None:
+    case = golden("siren_s0")
+    logits = torch.tensor(case["inputs"]["logits"]).double().requires_grad_()
+    weight, expected = torch.tensor(case["inputs"]["mask"]).double(), case["outputs"]
+    entropy = nucleus_entropy(logits, p=0.8)
+    t = Trajectories(
+        weight=weight,
+        old_log_prob=-torch.ones_like(weight),
+        group=range(3),
+        reward=f64(1, 2, 3),
+        nucleus_entropy=torch.where(weight != 0, entropy.detach(), NAN),
+        entropy_before=case["params"]["anchor"],
+    )
+    row = named_objective("siren")
+    policy = PolicyOutput(log_prob=t.old_log_prob, nucleus_entropy=entropy)
+    term = row.loss(row.prepare(t), policy).terms["entropy"]
+    assert_values(term[None], expected["term"])
+    (gradient,) = torch.autograd.grad(term, logits, retain_graph=True)
+    peaks = torch.tensor(expected["peak_mask"]).bool()
+    assert bool((gradient[~peaks] == 0).all()) and bool((gradient[peaks] != 0).any())
+    assert entropy_memory("siren", t, [], p=0.8) == [pytest.approx(expected["aggregate"]), 1.0]
+    assert entropy_memory("siren", t, [0.3, 1.0]) == [0.3, 1.0]  # the first one stays
+    start = row.loss(row.prepare(replace(t, entropy_before=None)), policy).terms["entropy"]
+    assert float(start.detach()) == 0 and not bool(torch.autograd.grad(start, logits)[0].any())
+
+
+def test_epo_draws_a_completion_back_into_the_band_of_the_past() -> None:
+    weight = torch.tensor([[1.0, 1, 0], [1, 1, 1]]).double()
+    entropy = torch.tensor([[1.4, 1.6, NAN], [1.0, 1.0, 1.0]]).double().requires_grad_()
+    t = Trajectories(
+        weight=weight,
+        old_log_prob=-torch.ones_like(weight),
+        group=[0, 1],
+        reward=f64(1, 2),
+        entropy=entropy.detach(),
+        entropy_before=1.0,
+    )
+    row, c = named_objective("epo", entropy=0.01), 0.01
+    policy = PolicyOutput(log_prob=t.old_log_prob, entropy=entropy)
+    # mean_i −c (H̄_i − λ_s pen_i): 1.5 is 0.3 above 1.2, 1.0 inside
+    term = row.loss(row.prepare(t), policy).terms["entropy"]
+    assert_values(term[None].detach(), -c * ((1.5 - 0.1 * 0.3) + 1.0) / 2)
+    (gradient,) = torch.autograd.grad(term, entropy)
+    assert_values(gradient[0], *[-c * 0.9 / 4] * 2, 0)
+    assert_values(gradient[1], *[-c / 6] * 3)
+    below = row.loss(row.prepare(replace(t, entropy_before=2.0)), policy).terms["entropy"]
+    assert_values(below[None].detach(), -c * ((1.5 - 0.1 * 0.1) + (1.0 - 0.1 * 0.6)) / 2)
+    first = row.loss(row.prepare(replace(t, entropy_before=None)), policy).terms["entropy"]
+    assert_values(first[None].detach(), -c * 2.5 / 2)
+    kept = entropy_memory("epo", t, [])
+    assert kept == [pytest.approx(6 / 5), 1.0]
+    assert entropy_memory("epo", t, [0.3, 2.0]) == [pytest.approx((0.3 * 2 + 1.2) / 3), 3.0]
+    with pytest.raises(ValueError, match=r"0 ≤ low ≤ high .*got low=2"):
+        named_objective("epo", entropy_term_options={"low": 2.0}).prepare(t)
+
+
+def test_tea_is_the_golden_case() -> None:
+    case = golden("tea_covariance_worked")
+    log_prob, advantage, entropy = (
+        torch.tensor(case["inputs"][name]).double()[None] for name in ("log_prob", "advantages", "entropy")
+    )
+    t = Trajectories(weight=torch.ones_like(log_prob), old_log_prob=log_prob, group=[0], advantage=advantage)
+    row = named_objective("tea", advantage="given")
+    policy = PolicyOutput(log_prob=log_prob, entropy=entropy)
+    assert_values(row.loss(row.prepare(t), policy).terms["entropy"][None], -0.05 * 0.75)

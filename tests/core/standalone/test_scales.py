@@ -23,10 +23,6 @@ from visalign.core.advantages.entropy import (
     empg_scale,
 )
 from visalign.core.advantages.group import group_advantages
-from visalign.core.standalone.entropy_weights import (
-    tea_weights,
-    weighted_entropy,
-)
 from visalign.core.standalone.risk import (
     conditional_value_at_risk,
     mixed_value_at_risk,
@@ -34,6 +30,7 @@ from visalign.core.standalone.risk import (
     soft_minimum,
     track_quantile,
 )
+from visalign.core.tokens.entropy_terms import tea_weights
 
 NAN = float("nan")
 INF = float("inf")
@@ -204,7 +201,6 @@ class TestTea:
     def test_hand_values(self) -> None:
         weight = tea_weights(self.covariance)
         assert_values(weight[0], 0.4349458, 0.0650542, 0.0650542, 0.4349458, atol=1e-7)
-        assert weighted_entropy(f64(0.3, 1.2, 0.3, 1.2)[None], weight).item() == pytest.approx(0.75)
 
     def test_infinite_temperature_is_the_plain_mean_and_a_cap_caps(self) -> None:
         assert_values(tea_weights(self.covariance, tau=INF)[0], *[0.25] * 4)
@@ -215,11 +211,6 @@ class TestTea:
         weight = torch.tensor([[1, 0, 1], [0, 1, 1]])
         ours = tea_weights(covariance, weight)
         assert_values(ours.flatten(), 0.4349458, 0, 0.0650542, 0, 0.0650542, 0.4349458, atol=1e-7)
-        entropy = torch.where(weight == 1, 1.0, NAN).requires_grad_()
-        bonus = weighted_entropy(entropy, ours)
-        (slope,) = torch.autograd.grad(bonus, entropy)
-        assert bonus.item() == pytest.approx(1)
-        torch.testing.assert_close(slope, ours.float())
         assert tea_weights(covariance, 0 * weight).eq(0).all()
 
 
@@ -255,7 +246,6 @@ class TestTea:
         (lambda: aem_advantages(f64(1), f64(1, 2), [0, 0]), r"with entropy \[B\]; got \(1,\), \(2,\)"),
         (lambda: tea_weights(f64(1), tau=0), "tau and cap must be positive; got tau=0, cap=None"),
         (lambda: tea_weights(f64(1), f64(1, 1)), r"covariance \(1,\) and weight \(2,\) must have one shape"),
-        (lambda: weighted_entropy(f64(1), f64(1, 1)), r"entropy \(1,\) and weights \(2,\) must have"),
     ],
 )
 def test_bad_input(call: Callable[[], object], message: str) -> None:

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from visalign.core.standalone.siren import (
+from visalign.core.surrogates.aggregation import aggregate, count_step
+from visalign.core.tokens.entropy_terms import (
     anchored_entropy_loss,
     nucleus_entropy,
     nucleus_mask,
     peak_entropy,
     siren_keep,
 )
-from visalign.core.surrogates.aggregation import aggregate, count_step
 from visalign.core.tokens.selection_rules import (
     clip_b_keep,
     clip_b_thresholds,

@@ -187,7 +187,9 @@ def test_a_reward_of_the_wrong_length_is_refused(tmp_path):
         toy_text_trainer(tmp_path, reward=Short()).iterate()
 
 
-@pytest.mark.parametrize(("algorithm", "dynamic"), [("ppo", None), ("dapo", {"max_rounds": 3})])
+@pytest.mark.parametrize(
+    ("algorithm", "dynamic"), [("ppo", None), ("siren", None), ("dapo", {"max_rounds": 3})]
+)
 def test_a_resumed_run_is_the_uninterrupted_one(algorithm, dynamic, tmp_path):
     def trainer(folder, iterations):
         keeping = {"iterations": iterations, "free_keys": ()}

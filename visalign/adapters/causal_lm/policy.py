@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -224,6 +224,7 @@ class CausalLMPolicy:
         rows: Tensor | slice | None = None,
         *,
         distribution: Distribution = "sampled",
+        statistic: Callable[[Tensor], Tensor] | None = None,
     ) -> TokenOutput:
         """Log-prob and entropy (and V with a value head) of the rollout's tokens, by the present weights.
 
@@ -236,6 +237,9 @@ class CausalLMPolicy:
             rows: b of them, integers, booleans or a slice; None is all. With gradient all b go through the
                 model together; without, `score_batch` at a time, sorted by length.
             distribution: whose log-probs.
+            statistic: of that distribution, [n, V] log-probs, −∞ outside it, to [n]. A quantile of the
+                vocabulary needs all logits of a token at once, so they are made, in pieces that are forgotten
+                and made again for the gradient.
 
         Returns:
             [b, T] each, float32, 0 where the loss mask is 0; differentiable unless gradients are off.
@@ -254,6 +258,7 @@ class CausalLMPolicy:
                 sampling=sampling,
                 encoder=self._encoder,
                 value=self.value_head,
+                statistic=statistic,
                 batch=None if grad else self.score_batch,
             )
 

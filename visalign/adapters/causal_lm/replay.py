@@ -12,14 +12,16 @@ from torch.utils.checkpoint import checkpoint
 
 from visalign.core.tokens.fused_head import LogProbEntropy
 from visalign.errors import UserError
-from visalign.text import Sampling, TextRollout, TokenOutput, TokenSets, sampled_log_prob
+from visalign.text import Sampling, TextRollout, TokenOutput, TokenSets
+from visalign.text.distribution import chosen_log_prob, log_distribution
 from visalign.vision.pictures import Picture
 
 from .network import CausalNetwork
 from .prompts import Encoder
 
 LOGIT_NUMBERS = 1 << 24
-"""Logits alive at a time where top-k or top-p need them: 64 MB of float32, computed again in the backward."""
+"""Logits alive at a time where top-k, top-p or a statistic need them: 64 MB of float32, made again in the
+backward."""
 
 
 @dataclass(frozen=True)
@@ -91,16 +93,17 @@ def token_output(
     sampling: Sampling,
     encoder: Encoder,
     value: Callable[[Tensor], Tensor] | None = None,
+    statistic: Callable[[Tensor], Tensor] | None = None,
     batch: int | None = None,
 ) -> TokenOutput:
-    """Log-prob, entropy and value [b, T] float32 of the tokens of some samples, 0 where the loss mask is 0;
-    masked samples cost nothing. `value` maps [n, H] last hidden states to [n]; `batch` samples go
-    through the model at a time, sorted by length, None takes all together.
+    """Log-prob, entropy, value and statistic [b, T] float32 of the tokens of some samples, 0 where the loss
+    mask is 0; masked samples cost nothing. `value` maps [n, H] last hidden states to [n], `statistic` [n, V]
+    log-probs; `batch` samples go through the model at a time, sorted by length, None takes all together.
     """
     device = network.model.device
     mask = rollout.loss_mask[chosen] != 0
     live = mask.any(1).nonzero()[:, 0]
-    outputs = [torch.zeros(mask.shape, device=device) for _ in range(3)]
+    outputs = [torch.zeros(mask.shape, device=device) for _ in range(4)]
     if len(live) == 0:
         outputs = [blank.requires_grad_(torch.is_grad_enabled()) for blank in outputs]
     if batch is not None:
@@ -112,14 +115,21 @@ def token_output(
         packed = pack(rollout, chosen[part])
         kept = rollout.kept.rows(chosen[part]) if rollout.kept is not None and sampling.truncates else None
         pictures = _pictures(encoder, rollout, chosen[part])
-        terms = replay(network, packed, pictures, sampling=sampling, kept=kept, value=value)
+        terms = replay(
+            network, packed, pictures, sampling=sampling, kept=kept, value=value, statistic=statistic
+        )
         place = part[packed.row].to(device), packed.column.to(device)
-        found = (terms.chosen.log_prob, terms.chosen.entropy, terms.value)
+        found = (terms.chosen.log_prob, terms.chosen.entropy, terms.value, terms.statistic)
         outputs = [
             blank if new is None else blank.index_put(place, new.float())
             for blank, new in zip(outputs, found, strict=True)
         ]
-    return TokenOutput(log_prob=outputs[0], entropy=outputs[1], value=outputs[2] if value else None)
+    return TokenOutput(
+        log_prob=outputs[0],
+        entropy=outputs[1],
+        value=outputs[2] if value else None,
+        statistic=outputs[3] if statistic else None,
+    )
 
 
 def _pictures(encoder: Encoder, rollout: TextRollout, rows: Tensor) -> list[list[Picture]] | None:
@@ -139,6 +149,8 @@ class TokenTerms:
     """[n] each."""
     value: Tensor | None
     """[n]."""
+    statistic: Tensor | None = None
+    """[n]."""
 
 
 def replay(
@@ -149,40 +161,47 @@ def replay(
     sampling: Sampling,
     kept: TokenSets | None = None,
     value: Callable[[Tensor], Tensor] | None = None,
+    statistic: Callable[[Tensor], Tensor] | None = None,
 ) -> TokenTerms:
     """Log-prob and entropy of the n packed tokens, differentiable. `kept` are the sets of the packed samples
-    where `sampling` truncates; `value` maps [n, H] last hidden states to [n].
+    where `sampling` truncates; `value` maps [n, H] last hidden states to [n], `statistic` [n, V] log-probs.
     """
     device = network.model.device
     features, _ = network.features(packed.ids.to(device), packed.mask.to(device), pictures=pictures)
     states = features[packed.row.to(device), packed.before.to(device)]
     target = packed.target.to(device)
     values = None if value is None else value(states)
-    if not sampling.truncates and network.head is not None:
+    if statistic is None and not sampling.truncates and network.head is not None:
         return TokenTerms(network.head.log_prob_entropy(states, target, sampling.scale), values)
-    return TokenTerms(_through_logits(network, states, packed, sampling, kept), values)
+    return _through_logits(network, states, packed, sampling, kept, statistic, values)
 
 
 def _through_logits(
-    network: CausalNetwork, states: Tensor, packed: Packed, sampling: Sampling, kept: TokenSets | None
-) -> LogProbEntropy:
+    network: CausalNetwork,
+    states: Tensor,
+    packed: Packed,
+    sampling: Sampling,
+    kept: TokenSets | None,
+    statistic: Callable[[Tensor], Tensor] | None,
+    values: Tensor | None,
+) -> TokenTerms:
     """In pieces whose logits are forgotten and made again for the gradient."""
     chunk = max(1, LOGIT_NUMBERS // network.vocabulary)
-    log_probs, entropies = [], []
 
-    def piece(state: Tensor, chosen: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
-        found = sampled_log_prob(network.logits(state), chosen, sampling, allowed)
-        return found.log_prob, found.entropy
+    def piece(state: Tensor, chosen: Tensor, allowed: Tensor | None) -> tuple[Tensor, ...]:
+        log_p = log_distribution(network.logits(state), sampling.scale, allowed)
+        found = chosen_log_prob(log_p, chosen)
+        return (found.log_prob, found.entropy, *(() if statistic is None else (statistic(log_p),)))
 
+    found = []
     for start in range(0, len(states), chunk):
         part, allowed = slice(start, start + chunk), None
         if kept is not None:
             allowed = kept.mask(packed.row[part], packed.column[part], network.vocabulary).to(states.device)
         inputs = states[part], packed.target[part].to(states.device), allowed
         if torch.is_grad_enabled():
-            log_prob, entropy = checkpoint(piece, *inputs, use_reentrant=False, preserve_rng_state=False)
+            found.append(checkpoint(piece, *inputs, use_reentrant=False, preserve_rng_state=False))
         else:
-            log_prob, entropy = piece(*inputs)
-        log_probs.append(log_prob)
-        entropies.append(entropy)
-    return LogProbEntropy(torch.cat(log_probs), torch.cat(entropies))
+            found.append(piece(*inputs))
+    log_prob, entropy, *more = (torch.cat(pieces) for pieces in zip(*found, strict=True))
+    return TokenTerms(LogProbEntropy(log_prob, entropy), values, more[0] if more else None)

@@ -130,6 +130,28 @@ NAMED: dict[str, Objective] = {
         advantage="position",
         advantage_options={"gamma": 0.1},
     ),
+    "siren": replace(
+        _GROUP,
+        source="SIREN, arXiv 2509.25133 (p = 0.8, β = 0.005): anchored entropy of the nucleus at peak tokens",
+        entropy=0.005,
+        entropy_term="siren",
+        entropy_term_options={"p": 0.8, "quantile": 0.8},
+    ),
+    "epo": replace(
+        _GROUP,
+        source="EPO, arXiv 2509.22576 (κ 0.8 and 1.2, λ_s 0.1; c is ours), its smoothing as a hinge",
+        entropy=0.001,
+        entropy_term="epo",
+        entropy_term_options={"low": 0.8, "high": 1.2, "smoothing": 0.1},
+    ),
+    "tea": replace(
+        _GROUP,
+        source="TEA in Light-IF, arXiv 2508.03178; τ, λ and the cap are a third party's",
+        entropy=0.05,
+        entropy_term="tea",
+        entropy_term_options={"tau": 1.0, "cap": 100.0},
+        aggregation="token_mean",
+    ),
     "dapo": replace(
         _GROUP,
         source="Yu et al., arXiv 2503.14476, eq. 8 and 10, averaged as its code does",

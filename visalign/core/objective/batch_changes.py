@@ -18,9 +18,10 @@ PER_DECISION = (
     "rollout_log_prob",
     "value",
     "entropy",
+    "nucleus_entropy",
     "loss_weight",
 )
-POLICY_PER_DECISION = ("log_prob", "entropy", "value", "kl", "divergence")
+POLICY_PER_DECISION = ("log_prob", "entropy", "nucleus_entropy", "value", "kl", "divergence")
 
 
 def labels(t: Trajectories) -> list[object]:

@@ -51,6 +51,10 @@ class Trajectories:
     """[B, T] V of the rollout."""
     entropy: Tensor | None = None
     """[B, T] nats, under the policy at the beginning of the step."""
+    nucleus_entropy: Tensor | None = None
+    """[B, T] nats, of the same policy inside its nucleus, for entropy_term="siren"."""
+    entropy_before: float | None = None
+    """What `entropy_memory` keeps of earlier rollouts; None at the first."""
     step: Tensor | None = None
     """[B, T] int64, which step of its sample a decision belongs to, −1 none, for advantage="empg"."""
     greedy_reward: Tensor | None = None
@@ -78,6 +82,7 @@ class Trajectories:
             "rollout_log_prob",
             "value",
             "entropy",
+            "nucleus_entropy",
             "step",
             "uniform",
             "loss_weight",
@@ -106,7 +111,7 @@ class Trajectories:
     def rows(self, index: Tensor | slice) -> Trajectories:
         """The samples `index` (integers, booleans or a slice); ptx_weight stays whole."""
         rows = torch.arange(self.weight.shape[0])[index.cpu() if isinstance(index, Tensor) else index]
-        whole = ("group", "reward_weights", "ptx_weight", "decisions")
+        whole = ("group", "reward_weights", "ptx_weight", "decisions", "entropy_before")
         held = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in whole}
         picked = {name: value[rows.to(value.device)] for name, value in held.items() if value is not None}
         labels = self.group
@@ -133,6 +138,8 @@ class PolicyOutput:
     """[b, T] log π, differentiable."""
     entropy: Tensor | None = None
     """[b, T] nats, differentiable, for an entropy term."""
+    nucleus_entropy: Tensor | None = None
+    """[b, T] nats, differentiable, for entropy_term="siren"."""
     value: Tensor | None = None
     """[b, T] V, differentiable, for a value term."""
     log_z: Tensor | None = None
@@ -170,6 +177,10 @@ class Prepared:
     """bool [B, T]: decisions that bear a penalty (KL-Cov)."""
     loss_weight: Tensor | None = None
     """[B, T] factor of the policy's loss; 0 where absent."""
+    entropy_weight: Tensor | None = None
+    """[B, T] factor of each decision's entropy in the entropy term."""
+    entropy_level: Tensor | None = None
+    """[B, n] what it is held at."""
     returns: Tensor | None = None
     """[B, T] targets of the value function."""
     ref_log_prob: Tensor | None = None

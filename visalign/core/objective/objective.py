@@ -25,12 +25,12 @@ from visalign.core.surrogates.kl import Estimator, kl_penalty
 from visalign.core.surrogates.off_policy import importance_weights, off_policy_mask
 from visalign.core.surrogates.ratios import LEVELS, Level, log_ratio, ratio_level
 from visalign.core.surrogates.value import value_loss
-from visalign.core.tokens.entropy import entropy_bonus
 from visalign.errors import suggestion
 
 from . import stages
 from .data import Decisions, Loss, PolicyOutput, Prepared, Trajectories, check_finite
 from .decisions import EXTRA, check_decisions
+from .entropy_stage import ENTROPY_TERMS, entropy_loss
 from .loss_statistics import loss_statistics
 from .options import pick
 
@@ -102,13 +102,17 @@ class Objective:
     """Weight of the value loss, which is averaged over decisions."""
     value_clip: float | None = None
     entropy: float = 0.0
-    """Weight of the entropy bonus, aggregated as the policy's loss is."""
+    """Weight of the entropy term; 0 is off."""
+    entropy_term: str = "bonus"
+    """A key of `ENTROPY_TERMS`. "bonus" is aggregated as the policy's loss is."""
+    entropy_term_options: Mapping[str, Any] = field(default_factory=dict)
     ptx: float = 0.0
     """γ of −log π on pretraining tokens, averaged over them."""
 
     def __post_init__(self) -> None:
         pick("advantage", self.advantage, stages.ADVANTAGES, self.advantage_options)
         pick("surrogate", self.surrogate, stages.SURROGATES, self.surrogate_options)
+        pick("entropy_term", self.entropy_term, ENTROPY_TERMS, self.entropy_term_options)
         if self.selection is not None:
             penalty, rest = self._penalty_options()
             pick("selection", self.selection, stages.SELECTIONS, rest)
@@ -182,6 +186,7 @@ class Objective:
             "ref_log_prob",
             "rollout_log_prob",
             "value",
+            "nucleus_entropy",
             "process_reward",
             "loss_weight",
         )
@@ -212,16 +217,22 @@ class Objective:
         group = t.group if self.aggregation == "group_token_mean" else None
         if self.mean_rows is not None:
             group = torch.arange(len(weight)) // self.mean_rows
+        counts = count_step(weight, length=self.length, group=group, empty=self.empty)
+        held = ENTROPY_TERMS[self.entropy_term if self.entropy else "bonus"].apply(
+            t, advantage, weight, counts, **(self.entropy_term_options if self.entropy else {})
+        )
         return Prepared(
             weight=weight,
             old_log_prob=t.old_log_prob.detach(),
             advantage=advantage,
             row_tokens=row_tokens(weight, group),
-            counts=count_step(weight, length=self.length, group=group, empty=self.empty),
+            counts=counts,
             importance_weight=self._importance_weight(t, weight),
             keep=chosen.keep,
             selected=chosen.penalised,
             loss_weight=_product(weight, t.loss_weight, chosen.loss_weight),
+            entropy_weight=held.weight,
+            entropy_level=held.level,
             returns=returns,
             ref_log_prob=None if t.ref_log_prob is None else t.ref_log_prob.detach(),
             value=None if t.value is None else t.value.detach(),
@@ -245,12 +256,13 @@ class Objective:
         decisions = {"policy": self._policy_loss(rows, policy)}
         if self.kl:
             decisions["kl"] = self.kl * self._kl(rows, policy)
+        mode: Mode = self.aggregation if self.mean_rows is None else "group_token_mean"
+        modes: dict[str, Mode] = {"policy": mode, "kl": mode}
         if self.entropy:
-            assert policy.entropy is not None
-            decisions["entropy"] = entropy_bonus(policy.entropy, self.entropy)
-        mode = self.aggregation if self.mean_rows is None else "group_token_mean"
+            found = entropy_loss(self.entropy_term, self.entropy, rows, policy, mode)
+            decisions["entropy"], modes["entropy"] = found
         terms = {
-            name: aggregate(value, rows.weight, mode, rows.counts, denominator=rows.row_tokens)
+            name: aggregate(value, rows.weight, modes[name], rows.counts, denominator=rows.row_tokens)
             for name, value in decisions.items()
         }
         if self.value:
@@ -326,11 +338,13 @@ class Objective:
         return penalty, {k: v for k, v in self.selection_options.items() if k not in own}
 
     def _check_needs(self, t: Trajectories) -> None:
+        term = ENTROPY_TERMS[self.entropy_term]
         needs = {
             **dict.fromkeys(stages.ADVANTAGES[self.advantage].needs, f"advantage={self.advantage!r}"),
             **({"ref_log_prob": "kl_in_reward"} if self.kl_in_reward else {}),
             **({"rollout_log_prob": "importance_sampling"} if self.importance_sampling is not None else {}),
             **({"ptx_weight": "ptx"} if self.ptx else {}),
+            **(dict.fromkeys(term.needs, f"entropy_term={self.entropy_term!r}") if self.entropy else {}),
             **({"loss_weight": f"step_weight={self.step_weight!r}"} if self.step_weight != "uniform" else {}),
         }
         if self.selection is not None:
@@ -366,7 +380,8 @@ class Objective:
                     "there are no log-probs to estimate it from."
                 )
             needs["ref_log_prob"] = "kl (without PolicyOutput.kl)"
-        for name, coefficient in (("value", self.value), ("entropy", self.entropy)):
+        term = "nucleus_entropy" if self.entropy_term == "siren" else "entropy"
+        for name, coefficient in (("value", self.value), (term, self.entropy)):
             if coefficient:
                 needs[name] = f"{name}={coefficient}"
         for name, why in needs.items():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class TextReplay(nn.Module):
         value: whether values are asked for.
         value_model: whose values are taken in place of the policy's own.
         log_partition: FlowRL's.
+        nucleus: log-probs of the vocabulary to the nucleus entropy, for SIREN.
     """
 
     may_skip: bool
@@ -39,12 +41,13 @@ class TextReplay(nn.Module):
         value: bool = False,
         value_model: ValueFunction | None = None,
         log_partition: LogPartition | None = None,
+        nucleus: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.network, self.value = policy.module, value
         self.value_model: Any = value_model
         self.log_z = None if log_partition is None else log_partition.head
-        self._policy = policy
+        self._policy, self._nucleus = policy, nucleus
         blind = getattr(policy, "processor", None) is None
         idle = getattr(policy, "value_head", None) is not None and (not value or value_model is not None)
         experts = any("experts" in name for name, _ in policy.trainable_parameters())
@@ -68,7 +71,7 @@ class TextReplay(nn.Module):
             given: pretraining text of PPO-ptx.
             given_rows: which of it.
         """
-        out = self._policy.log_probs(rollout, rows)
+        out = self._policy.log_probs(rollout, rows, statistic=self._nucleus)
         log_prob = out.log_prob
         if not len(rows) and is_divided(self):  # the others wait for its weights
             log_prob = log_prob + 0.0 * self._policy.log_probs(_token()).log_prob.sum()
@@ -85,7 +88,7 @@ class TextReplay(nn.Module):
         if given is not None and given_rows is not None:
             more["ptx_log_prob"] = self._policy.log_probs(given, given_rows).log_prob
             more["ptx_weight"] = given.loss_mask[given_rows].to(log_prob.device)
-        return PolicyOutput(log_prob=log_prob, entropy=out.entropy, **more)
+        return PolicyOutput(log_prob=log_prob, entropy=out.entropy, nucleus_entropy=out.statistic, **more)
 
 
 def _token() -> TextRollout:

@@ -25,6 +25,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from visalign.core import Objective, PolicyOutput, Prepared, count_step, penalty_kl_coefficient
+from visalign.core.objective.entropy_stage import REMEMBER, entropy_memory
 from visalign.errors import UserError
 from visalign.interfaces import TextReward
 from visalign.text import TextPolicy
@@ -48,7 +49,7 @@ from .parts import (
 )
 from .replay import TextReplay, spread
 from .settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings, check_ahead
-from .trajectories import needs_reference
+from .trajectories import needs_reference, nucleus_of
 
 AfterUpdate = Callable[[int], None]
 
@@ -135,13 +136,13 @@ class TextRL(Algorithm):
         self.sampler = PromptSampler(len(records), *size, seed, strata=strata)
         self.groups = dynamic.groups(size[0]) if is_dynamic and dynamic is not None else None
         self.after_update = after_update
-        value = bool(self.row.value)
-        replay = TextReplay(policy, value=value, value_model=value_model, log_partition=log_partition)
+        heads = {"value_model": value_model, "log_partition": log_partition}
+        replay = TextReplay(policy, value=bool(self.row.value), nucleus=nucleus_of(self.row), **heads)
         self.module = spread(replay, self.accelerator, self._checked(sharding))
         self.ratio_bound = self.settings.ratio_bound
         self._penalty: float | None = None
         self._divergence: float | None = None
-        self._had_updates = False
+        self._had_updates, self._entropies = False, list[float]()
 
     def _checked(self, sharding: bool) -> bool:
         """`sharding`; refuses to divide what looks at all weights at once, or at them beside the policy.
@@ -202,7 +203,17 @@ class TextRL(Algorithm):
         with self.whole():
             made = collect(self.parts, write, self.groups, iteration, self.rollout, self.objective, run.clock)
         self._had_updates = made.experience is not None
+        if made.experience is not None:
+            self._remember(made.experience)
         return made
+
+    def _remember(self, experience: TextExperience) -> None:
+        """Hand on what the entropy term keeps of earlier iterations, and keep what it wants of this one."""
+        row, t = self.row, experience.trajectories
+        if row.entropy and row.entropy_term in REMEMBER:
+            before, options = self._entropies, row.entropy_term_options
+            self._entropies = entropy_memory(row.entropy_term, t, before, **options)
+            experience.trajectories = replace(t, entropy_before=before[0] if before else None)
 
     def _write(self, number: int, run: Context) -> Written:
         return write(self.parts, self.sampler, number, self.rollout, run.clock)
@@ -264,6 +275,8 @@ class TextRL(Algorithm):
             run.counters.own["groups"] = self.groups.state_dict()
         if self._penalty is not None:
             run.counters.own["penalty"] = self._penalty
+        if self._entropies:
+            run.counters.own["entropies"] = self._entropies
         if self.after_update is not None and self._had_updates:
             with run.clock.phase("sync"):
                 self.after_update(run.counters.iteration)
@@ -273,6 +286,7 @@ class TextRL(Algorithm):
         own = run.counters.own
         self.parts.reference.restore(run)
         self._penalty = own.get("penalty")
+        self._entropies = own.get("entropies", [])
         if self.groups is not None and "groups" in own:
             self.groups.load_state_dict(own["groups"])
         if self.after_update is not None:

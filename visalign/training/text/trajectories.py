@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from visalign.core import Objective, Trajectories, filter_overlong
 from visalign.core.objective.stages import ADVANTAGES
+from visalign.core.tokens.entropy_terms import nucleus_entropy
 from visalign.errors import UserError
 from visalign.text import Sampling, TextRollout
 from visalign.text.steps import StepReading, step_index
@@ -68,11 +70,21 @@ def trajectories_of(
             more["process_reward"], valid = made.tokens("last").float().cpu(), valid & made.valid.cpu()
     if "step" in ADVANTAGES[objective.advantage].needs:
         more["step"] = step_index(rollout, parts.tokenizer, StepReading(separator=settings.separator))
+    if (nucleus := nucleus_of(objective)) is not None:
+        found = policy.log_probs(rollout, statistic=nucleus).statistic
+        more["nucleus_entropy"] = None if found is None else found.cpu()
     if settings.truncated == "mask":
         more["weight"] = filter_overlong(rollout.loss_mask, rollout.truncated)
     if reward.ndim == 2:
         more["reward_weights"] = list(reward_weights(parts.reward).values())
     return rollout.trajectories(reward, valid=valid, **more)
+
+
+def nucleus_of(objective: Objective) -> Callable[[Tensor], Tensor] | None:
+    """[n, V] log-probs -> [n] entropies of the nucleus, where the row asks for them."""
+    if not (objective.entropy and objective.entropy_term == "siren"):
+        return None
+    return partial(nucleus_entropy, p=objective.entropy_term_options.get("p", 0.8))
 
 
 def engine_gap(trajectories: Trajectories, allowed: float) -> float:

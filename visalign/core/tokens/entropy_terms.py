@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIREN: entropy inside the nucleus only, at peak tokens only, anchored at a reference value.
+"""Terms of a loss that hold a token policy's entropy: SIREN's anchor, EPO's band, TEA's protected tokens.
 
-Order of use: `nucleus_entropy` of the logits; `siren_keep` for the peak tokens (a row needs no other row);
-`peak_entropy` of both; once per optimizer step its aggregate over all micro-batches; then
+SIREN, in order of use: `nucleus_entropy` of the logits; `siren_keep` for the peak tokens (a row needs no
+other row); `peak_entropy` of both; once per optimizer step its aggregate over all micro-batches; then
 `anchored_entropy_loss` on each of them.
 """
 
@@ -13,12 +13,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from visalign.core.checks import check_axes, check_choice, check_share
-from visalign.core.precision import float32
-from visalign.core.tokens.statistics import (
-    masked_quantile,
-    present_decisions,
-)
+from visalign.core.checks import check_axes, check_choice, check_same, check_share
+from visalign.core.precision import float32, float32_dtype
+
+from .statistics import masked_quantile, present_decisions
 
 Boundary = Literal["inside", "crossing"]
 
@@ -140,3 +138,63 @@ def anchored_entropy_loss(
     mean, goal = (torch.as_tensor(number, dtype=value.dtype).detach() for number in (measured, anchor))
     away = mean - goal
     return coefficient * away * (away + 2 * (value - value.detach()))
+
+
+def entropy_band_penalty(
+    entropy: Tensor, weight: Tensor, low: float | Tensor, high: float | Tensor
+) -> Tensor:
+    """EPO's smoothing as a hinge: how far a sample's mean entropy has left its band.
+
+    pen_i = max(0, H̄_i − high) + max(0, low − H̄_i), H̄_i = Σ_t w H/Σ_t w; gradient ±∂H̄_i outside, 0 inside.
+
+    Args:
+        entropy: [B, T], in nats, differentiable; rows are whole samples.
+        weight: [B, T], 0 for absent decisions.
+        low: κ_l times the mean entropy of the past, in nats, a number or [B, 1]; NaN, no past, gives 0.
+        high: κ_r times it.
+
+    Returns:
+        [B, T], the row's penalty at each of its decisions, float32 or better, to be aggregated like any other
+        loss.
+
+    EPO, arXiv 2509.22576 (κ = 0.8 and 1.2). Deviation from the released code, whose penalty is a constant
+    outside the band and has no gradient.
+    """
+    check_axes(entropy=(entropy, "B T"), weight=(weight, "B T"))
+    value, share = torch.where(weight != 0, float32(entropy), 0.0), float32(weight)
+    mean = (value * share).sum(1, keepdim=True) / share.sum(1, keepdim=True).clamp(min=1e-12)
+    edges = [torch.as_tensor(edge, dtype=value.dtype, device=value.device).detach() for edge in (low, high)]
+    below, above = (torch.where(edge.isnan(), mean.detach(), edge) for edge in edges)
+    return ((mean - above).relu() + (below - mean).relu()).expand(entropy.shape)
+
+
+def tea_weights(
+    covariance: Tensor, weight: Tensor | None = None, *, tau: float = 1.0, cap: float | None = None
+) -> Tensor:
+    """TEA's weights of the entropy bonus: w = softmax(cov/τ) over all present decisions.
+
+    Decisions whose likelihood rises with their advantage would lose entropy fastest; they are protected most.
+    Clip-Cov drops the same decisions instead.
+
+    Args:
+        covariance: [B, T] (A_t − Ā)(log π_t − mean log π), from `token_covariance`; no gradient.
+        weight: [B, T], 0 for absent decisions, such as those outside the reasoning.
+        tau: temperature τ > 0, in the unit of the covariance; infinity weighs all alike.
+        cap: c: no weight above c/n, n present decisions; None for no cap. Capped weights sum to less than 1.
+
+    Returns:
+        [B, T], ≥ 0, float32 or better; 0 where absent. They sum to 1 without a cap.
+
+    Light-IF, arXiv 2508.03178. Deviation: weights sum to 1, where the paper's n Σ w H grows with the number
+    of decisions and swamps the policy loss. The constants of the paper are not published.
+    """
+    if not tau > 0 or (cap is not None and not cap > 0):
+        raise ValueError(f"tau and cap must be positive; got tau={tau}, cap={cap}.")
+    check_same(covariance=covariance, weight=weight)
+    present = torch.isfinite(covariance) if weight is None else torch.isfinite(covariance) & (weight != 0)
+    score = torch.where(present, covariance.detach().double() / tau, float("-inf"))
+    score = torch.where(present.any(), score, 0.0)
+    share = torch.where(present, score.flatten().softmax(0).reshape(score.shape), 0.0)
+    if cap is not None:
+        share = torch.minimum(share, cap / present.sum().clamp(min=1))
+    return share.to(float32_dtype(covariance))
