@@ -69,6 +69,7 @@ def step(seed: int = 0, *, move: float = 0.3, rewards: int = 0) -> tuple[Traject
         rollout_log_prob=old + 0.1 * draw(b, t),
         value=draw(b, t),
         entropy=draw(b, t).abs(),
+        expected_score=0.1 * draw(b, t),
         nucleus_entropy=draw(b, t).abs(),
         entropy_before=0.3,
         step=torch.arange(t).expand(b, t) // 2,

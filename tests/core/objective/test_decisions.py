@@ -22,9 +22,10 @@ NOT_ON_STEPS = {
     "opo": r"advantage='opo'.*length.*'dr_grpo'",
     "dppo_tv": r"divergence='tv'.*'flow_dppo'",
     "dppo_kl": r"divergence='kl'.*'flow_dppo'",
-    "top_entropy": r"selection='top_entropy'.*denoising steps of fixed variance.*FlowRL",
-    "clip_cov": r"selection='clip_cov'.*denoising steps of fixed variance.*FlowRL",
-    "kl_cov": r"selection='kl_cov'.*denoising steps of fixed variance.*FlowRL",
+    **{
+        name: rf"selection='{name}'.*denoising steps of fixed variance.*FlowRL"
+        for name in ("top_entropy", "clip_cov", "kl_cov", "clip_b", "clip_v", "steer", "entrocraft")
+    },
     **{name: rf"advantage='{name}'.*'canon'" for name in ("aem", "empg", "perplexity")},
     **{name: r"entropy=0.*denoising steps of fixed variance.*FlowRL" for name in ("siren", "epo", "tea")},
     "flowrl": r"surrogate='flow_balance'.*log Z.*'grpo'",

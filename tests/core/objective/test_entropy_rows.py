@@ -16,7 +16,9 @@ from tests.support.core import assert_values, f64
 from visalign.core.objective.algorithms import named_objective
 from visalign.core.objective.data import PolicyOutput, Trajectories
 from visalign.core.objective.entropy_stage import entropy_memory
+from visalign.core.objective.objective import Objective
 from visalign.core.tokens.entropy_terms import nucleus_entropy
+from visalign.core.tokens.selection_rules import discriminator_scores
 
 NAN = float("nan")
 
@@ -151,3 +153,59 @@ def test_tea_is_the_golden_case() -> None:
     row = named_objective("tea", advantage="given")
     policy = PolicyOutput(log_prob=log_prob, entropy=entropy)
     assert_values(row.loss(row.prepare(t), policy).terms["entropy"][None], -0.05 * 0.75)
+
+
+def chosen(name: str, advantage: Tensor, **held: Any) -> tuple[Objective, Trajectories]:
+    """A row on given advantages [B, T]."""
+    one = torch.ones_like(advantage)
+    t = Trajectories(
+        **{"weight": one, "old_log_prob": -one, "group": range(len(one)), **held}, advantage=advantage
+    )
+    return named_objective(name, advantage="given", kl=0.0), t
+
+
+def test_clip_v_drops_the_tokens_of_the_golden_case() -> None:
+    case = golden("clip_v_entropy_dynamics_s0")
+    log_p = torch.tensor(case["inputs"]["logits"]).double().log_softmax(-1)
+    ids, advantage = torch.tensor(case["inputs"]["ids"]), torch.tensor(case["inputs"]["advantages"]).double()
+    found = discriminator_scores(log_p)
+    row, t = chosen(
+        "clip_v",
+        advantage[None],
+        old_log_prob=log_p.gather(-1, ids[:, None]).T,
+        entropy=found.entropy[None],
+        expected_score=found.expected[None],
+    )
+    options = {key: case["params"][key] for key in ("mu", "max_fraction")}
+    drop = replace(row, selection_options=options).prepare(t).weight == 0
+    assert drop[0].tolist() == [bool(d) for d in case["outputs"]["drop"]] and bool(drop.any())
+    assert bool((row.prepare(t).weight != 0).all())  # of 24 tokens none is 1e-4
+
+
+def test_steer_and_entrocraft_are_their_golden_cases() -> None:
+    case = golden("steer_worked")
+    names = {"old_log_prob": "old_log_prob", "entropy": "entropy", "weight": "mask"}
+    held = {name: torch.tensor(case["inputs"][key]).double() for name, key in names.items()}
+    row, t = chosen("steer", torch.tensor(case["inputs"]["advantages"]).double(), **held)
+    weights = row.prepare(t).loss_weight
+    assert weights is not None
+    assert_values(weights[0], *case["outputs"]["weight_linear"][0])
+    for name in ("entrocraft_low", "entrocraft_high", "entrocraft_inside"):
+        case = golden(name)
+        advantage = torch.tensor(case["inputs"]["advantages"]).double()[:, None].expand(-1, 2)
+        entropy = case["inputs"]["entropy"] + torch.tensor([-0.2, 0.2]).double().expand_as(advantage)
+        row, t = chosen("entrocraft", advantage, entropy=entropy)
+        made = row.prepare(t)
+        assert (made.weight[:, 0] != 0).tolist() == [bool(k) for k in case["outputs"]["keep"]]
+        assert float(made.counts.sequences) == sum(case["outputs"]["keep"])
+
+
+def test_entrocrafts_band_moves_and_may_leave_nothing() -> None:
+    advantage = f64(1, 1, -1)[:, None].expand(3, 2)
+    row, t = chosen("entrocraft", advantage, entropy=torch.full((3, 2), 0.45).double())
+    kept = [(row.prepare(replace(t, iteration=i)).weight[:, 0] != 0).tolist() for i in (0, 49, 51, 200, 900)]
+    assert kept[:2] == [[False, False, True]] * 2 and kept[2:] == [[True] * 3] * 3
+    none = row.prepare(replace(t, advantage=advantage.abs()))
+    assert not bool(none.weight.any()) and float(none.counts.sequences) == 0
+    with pytest.raises(ValueError, match=r"entrocraft needs low ≤ high .*high_end=0\.5, over=0"):
+        replace(row, selection_options={**row.selection_options, "over": 0}).prepare(t)

@@ -18,6 +18,7 @@ PER_DECISION = (
     "rollout_log_prob",
     "value",
     "entropy",
+    "expected_score",
     "nucleus_entropy",
     "loss_weight",
 )

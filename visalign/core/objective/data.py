@@ -51,6 +51,8 @@ class Trajectories:
     """[B, T] V of the rollout."""
     entropy: Tensor | None = None
     """[B, T] nats, under the policy at the beginning of the step."""
+    expected_score: Tensor | None = None
+    """[B, T] E_p[S] of `discriminator_scores`, for selection="clip_v"."""
     nucleus_entropy: Tensor | None = None
     """[B, T] nats, of the same policy inside its nucleus, for entropy_term="siren"."""
     entropy_before: float | None = None
@@ -68,6 +70,8 @@ class Trajectories:
     1/(−dt) of `guard_step_weight`, windows of denoising steps."""
     ptx_weight: Tensor | None = None
     """[B', T'] weights of the step's pretraining tokens, for PPO-ptx."""
+    iteration: int = 0
+    """Rollouts before this one, for bounds that move."""
     decisions: Decisions = "tokens"
     """What T counts."""
 
@@ -82,6 +86,7 @@ class Trajectories:
             "rollout_log_prob",
             "value",
             "entropy",
+            "expected_score",
             "nucleus_entropy",
             "step",
             "uniform",
@@ -111,7 +116,7 @@ class Trajectories:
     def rows(self, index: Tensor | slice) -> Trajectories:
         """The samples `index` (integers, booleans or a slice); ptx_weight stays whole."""
         rows = torch.arange(self.weight.shape[0])[index.cpu() if isinstance(index, Tensor) else index]
-        whole = ("group", "reward_weights", "ptx_weight", "decisions", "entropy_before")
+        whole = ("group", "reward_weights", "ptx_weight", "decisions", "entropy_before", "iteration")
         held = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in whole}
         picked = {name: value[rows.to(value.device)] for name, value in held.items() if value is not None}
         labels = self.group

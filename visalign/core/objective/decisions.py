@@ -28,11 +28,7 @@ _GROUP_ROWS = "'grpo' or 'reinforce_pp_baseline', whose baseline is the other sa
 
 ON_STEPS: dict[tuple[str, Any], tuple[str, str]] = {
     ("entropy", _NONZERO): (NO_STEP_ENTROPY, _DIVERSITY),
-    ("selection", "top_entropy"): (NO_STEP_ENTROPY, _DIVERSITY),
-    ("selection", "clip_cov"): (NO_STEP_ENTROPY, _DIVERSITY),
-    ("selection", "kl_cov"): (NO_STEP_ENTROPY, _DIVERSITY),
-    ("selection", "clip_b"): (NO_STEP_ENTROPY, _DIVERSITY),
-    ("selection", "steer"): (NO_STEP_ENTROPY, _DIVERSITY),
+    **{("selection", name): (NO_STEP_ENTROPY, _DIVERSITY) for name in stages.SELECTIONS},
     **dict.fromkeys(
         [("advantage", "aem"), ("advantage", "empg"), ("advantage", "perplexity")],
         (NO_STEP_ENTROPY, "'canon' with another measure of the samples, or 'grpo'"),

@@ -28,6 +28,8 @@ from visalign.core.surrogates import off_policy
 from visalign.core.surrogates import weighted as surrogate_weighted
 from visalign.core.surrogates.ppo import ppo_clip
 from visalign.core.tokens import selection, selection_rules, steer
+from visalign.core.tokens.entropy import entrocraft_direction, entrocraft_keep
+from visalign.core.tokens.statistics import weighted_mean
 
 from .data import PolicyOutput, Prepared, Trajectories
 from .options import Stage
@@ -357,6 +359,40 @@ def _clip_b(t: Trajectories, advantage: Tensor, weight: Tensor, **options: Any) 
     return Selected(weight=weight * selection_rules.clip_b_keep(score, advantage, weight, found))
 
 
+def _clip_v(t: Trajectories, advantage: Tensor, weight: Tensor, **options: Any) -> Selected:
+    assert t.entropy is not None and t.expected_score is not None
+    score = selection_rules.entropy_discriminator(t.old_log_prob, t.entropy)
+    given = (score, t.expected_score, advantage, weight)
+    found = selection_rules.clip_v_thresholds(*given, **options)
+    return Selected(weight=weight * selection_rules.clip_v_keep(*given, found))
+
+
+def _entrocraft(
+    t: Trajectories,
+    advantage: Tensor,
+    weight: Tensor,
+    *,
+    low: float = 0.5,
+    high: float = 0.7,
+    low_end: float | None = None,
+    high_end: float | None = None,
+    over: int = 1,
+) -> Selected:
+    """The band of the mean token entropy goes from (low, high) to (low_end, high_end), where they are given,
+    in so many iterations."""
+    assert t.entropy is not None
+    ends = low if low_end is None else low_end, high if high_end is None else high_end
+    if not (low <= high and ends[0] <= ends[1] and over >= 1):
+        raise ValueError(
+            "entrocraft needs low ≤ high at both ends, in nats, and over ≥ 1 iterations; got low="
+            f"{low}, high={high}, low_end={ends[0]}, high_end={ends[1]}, over={over}."
+        )
+    share = min(1.0, t.iteration / over)
+    band = [start + share * (end - start) for start, end in zip((low, high), ends, strict=True)]
+    monitor = weighted_mean(t.entropy.detach().double(), (weight != 0).double())
+    return Selected(weight=weight * entrocraft_keep(advantage, entrocraft_direction(monitor, *band)))
+
+
 def _steer(
     t: Trajectories, advantage: Tensor, weight: Tensor, *, decay: steer.Decay = "linear", **options: Any
 ) -> Selected:
@@ -372,6 +408,8 @@ SELECTIONS = {
     "clip_cov": Stage(selection.clip_cov_thresholds, _clip_cov, ("uniform",)),
     "kl_cov": Stage(selection.kl_cov_thresholds, _kl_cov),
     "clip_b": Stage(selection_rules.clip_b_thresholds, _clip_b, ("entropy",)),
+    "clip_v": Stage(selection_rules.clip_v_thresholds, _clip_v, ("entropy", "expected_score")),
+    "entrocraft": Stage(_entrocraft, _entrocraft, ("entropy",)),
     "steer": Stage(steer.steer_thresholds, _steer, ("entropy",)),
 }
 """Name -> which decisions are left out of the mean, lose their loss or a part of it, or bear a penalty."""

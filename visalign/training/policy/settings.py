@@ -144,19 +144,10 @@ def _rehearse(objective: Objective, decisions: Decisions, given: Sequence[str]) 
     more: dict[str, Any] = {"loss_weight": some + 1, **{name: rows[name] for name in given}}
     says: dict[str, Any] = {"kl": some, "divergence": some}
     if decisions == "tokens":
-        more = {
-            **dict.fromkeys(("value", "entropy", "nucleus_entropy", "uniform"), some),
-            "greedy_reward": some[:, 0],
-        }
-        more["step"] = some.long()
-        says = {
-            "value": some,
-            "entropy": some,
-            "nucleus_entropy": some,
-            "log_z": some[:, 0],
-            "ptx_log_prob": some,
-            "ptx_weight": some,
-        }
+        names = ("value", "entropy", "expected_score", "nucleus_entropy", "uniform")
+        more = {**dict.fromkeys(names, some), "greedy_reward": some[:, 0], "step": some.long()}
+        names = ("value", "entropy", "nucleus_entropy", "ptx_log_prob", "ptx_weight")
+        says = {**dict.fromkeys(names, some), "log_z": some[:, 0]}
     prepared = objective.prepare(
         Trajectories(
             weight=some + 1,

@@ -125,7 +125,7 @@ def collect(
         asked = {g: record for r in rounds for g, record in zip(r.rollout.group, r.records, strict=True)}
         said = trajectories_of(parts, rollout, kept.reward[own], kept.valid[own], settings, objective, asked)
         features = None if parts.log_partition is None else parts.log_partition.features(rollout)
-    trajectories = _of_all(said, kept)
+    trajectories = replace(_of_all(said, kept), iteration=iteration)
     if objective.selection == "clip_cov":
         generator = torch.Generator().manual_seed(sample_seed(parts.seed, "uniform", iteration))
         uniform = torch.rand(trajectories.weight.shape, generator=generator)

@@ -13,6 +13,7 @@ from torch import Tensor
 from visalign.core import Objective, Trajectories, filter_overlong
 from visalign.core.objective.stages import ADVANTAGES
 from visalign.core.tokens.entropy_terms import nucleus_entropy
+from visalign.core.tokens.selection_rules import discriminator_scores
 from visalign.errors import UserError
 from visalign.text import Sampling, TextRollout
 from visalign.text.steps import StepReading, step_index
@@ -70,6 +71,9 @@ def trajectories_of(
             more["process_reward"], valid = made.tokens("last").float().cpu(), valid & made.valid.cpu()
     if "step" in ADVANTAGES[objective.advantage].needs:
         more["step"] = step_index(rollout, parts.tokenizer, StepReading(separator=settings.separator))
+    if objective.selection == "clip_v":
+        found = policy.log_probs(rollout, statistic=_expected_score).statistic
+        more["expected_score"] = None if found is None else found.cpu()
     if (nucleus := nucleus_of(objective)) is not None:
         found = policy.log_probs(rollout, statistic=nucleus).statistic
         more["nucleus_entropy"] = None if found is None else found.cpu()
@@ -78,6 +82,10 @@ def trajectories_of(
     if reward.ndim == 2:
         more["reward_weights"] = list(reward_weights(parts.reward).values())
     return rollout.trajectories(reward, valid=valid, **more)
+
+
+def _expected_score(log_p: Tensor) -> Tensor:
+    return discriminator_scores(log_p).expected
 
 
 def nucleus_of(objective: Objective) -> Callable[[Tensor], Tensor] | None:
