@@ -95,7 +95,7 @@ def run(output: Path, votes: int, seed: int, iterations: int) -> None:
         command("train-reward", "shapes_reward_dance", *data, f"run.iterations={iterations}", "run.threads=2",
                 "optimizer.decay_updates=" + str(12 * iterations), "-o", str(folder / "judge"))  # fmt: skip
     for name, options in (
-        ("trained", f"{{model: {folder / 'judge'}}}"),
+        ("trained", f"{{model: {folder / 'judge' / 'judge'}}}"),
         ("untrained", "{model: shapes-vlm}"),
     ):
         place = folder / f"policy_{name}"

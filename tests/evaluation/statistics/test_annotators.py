@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Annotators: hand values, what a careless one looks like, and labels that are nearer the truth than shares."""
+"""Annotators: hand values, what a careless one looks like, labels that are nearer the truth than shares."""
 
 from __future__ import annotations
 

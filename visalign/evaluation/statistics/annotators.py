@@ -8,7 +8,8 @@ left picture with
 
 so γ_a, what a difference is worth to a, is near 0 for somebody who clicks without looking, and c_a is what
 the place on the screen is worth. A tie is half a vote for either side. γ and c maximise the likelihood with
-d integrated out (Gauss-Hermite), with weak normal priors: γ_a ~ N(mean γ, 1), mean γ ~ N(1.5, 1), c_a ~ N(0, 1).
+d integrated out (Gauss-Hermite), with weak
+normal priors: γ_a ~ N(mean γ, 1), mean γ ~ N(1.5, 1), c_a ~ N(0, 1).
 
 Source: Bradley and Terry 1952 with the two-parameter logistic model of item response (Birnbaum 1968), by
 marginal maximum likelihood: Bock and Aitkin, Psychometrika 46 (1981) 443.
