@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -47,7 +48,7 @@ def url(store: VoteStore) -> Iterator[str]:
         yield url
 
 
-CLIENTS: list[httpx.Client] = []
+CLIENTS: list[Any] = []
 
 
 @pytest.fixture(autouse=True)
@@ -57,12 +58,12 @@ def closed() -> Iterator[None]:
         CLIENTS.pop().close()
 
 
-def client_of(url: str, **more) -> httpx.Client:
+def client_of(url: str, **more: Any) -> Any:
     CLIENTS.append(httpx.Client(base_url=url, **more))
     return CLIENTS[-1]
 
 
-def joined(url: str, name: str, **more: str) -> httpx.Client:
+def joined(url: str, name: str, **more: str) -> Any:
     client = client_of(url)
     assert client.post("/join", json={"name": name, **more}).json()["name"] == name
     return client

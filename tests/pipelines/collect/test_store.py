@@ -39,6 +39,13 @@ def answer_all(
     return seen
 
 
+def given(store: VoteStore, name: str) -> votes_store.Shown:
+    """The next task, which there must be."""
+    shown = store.next(name)
+    assert shown is not None
+    return shown
+
+
 def test_order_and_sides_are_drawn_for_each_voter_and_recorded(tmp_path):
     store = made(tmp_path / "v.sqlite", count=40, votes=0, repeat_every=0)
     for name in "ab":
@@ -75,22 +82,23 @@ def test_enough_votes_are_enough_and_what_lapsed_is_given_again(tmp_path, monkey
     store = made(tmp_path / "v.sqlite", count=3, votes=1, repeat_every=0)
     for name in "abcd":
         store.join(name)
-    held = store.next("a")
+    held = given(store, "a")
     assert len(answer_all(store, "b")) == 2 and store.next("c") is None  # a looks at the third
     monkeypatch.setattr(votes_store, "LAPSES", -1.0)
-    late = store.next("c")
+    late = given(store, "c")
     assert late is not None and late.task.key == held.task.key
-    assert store.next("a").assignment == held.assignment  # still theirs
+    assert given(store, "a").assignment == held.assignment  # still theirs
 
 
 def test_the_same_vote_twice_counts_once_and_a_correction_replaces(tmp_path):
     store = made(tmp_path / "v.sqlite")
     store.join("a")
-    shown = store.next("a")
+    shown = given(store, "a")
     for _ in range(3):
         store.vote("a", shown.assignment, {"choice": "left"}, client="one", seconds=2)
-    assert store.next("a").assignment != shown.assignment
+    assert given(store, "a").assignment != shown.assignment
     back = store.before("a", None)
+    assert back is not None
     assert back.assignment == shown.assignment and back.answer == {"choice": "left"}
     store.vote("a", back.assignment, {"choice": "tie"}, client="two", seconds=1)
     store.vote("a", back.assignment, {"choice": "left"}, client="one", seconds=2)  # late, from a slow net
@@ -111,11 +119,11 @@ def test_nobody_votes_for_another(tmp_path):
         store.join("  ")
     with pytest.raises(Unknown, match="You are not known here"):
         store.who("x")
-    shown = store.next("ada")
+    shown = given(store, "ada")
     with pytest.raises(NotYours, match=f"Task {shown.assignment} was not given to bob"):
         store.vote("bob", shown.assignment, {"choice": "left"}, client="c", seconds=None)
     store.vote("ada", shown.assignment, {"choice": "left"}, client="c", seconds=None)
-    other = store.next("ada")
+    other = given(store, "ada")
     with pytest.raises(NotYours, match="The vote 'c' is of another task"):
         store.vote("ada", other.assignment, {"choice": "left"}, client="c", seconds=None)
     assert len(store.votes()) == 1
@@ -172,6 +180,7 @@ def test_a_vote_that_was_answered_for_survives_kill_9(tmp_path):
         with subprocess.Popen(
             [sys.executable, "-c", VOTER, str(path)], stdout=subprocess.PIPE, text=True
         ) as voter:
+            assert voter.stdout is not None
             lines = [voter.stdout.readline() for _ in range(40 + 17 * kill)]
             os.kill(voter.pid, signal.SIGKILL)
             said += [*lines, *voter.stdout]
