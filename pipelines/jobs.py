@@ -20,6 +20,7 @@ PIPELINES = {
     "text_sample": "visalign.pipelines.text.sample:TextSampleConfig",
     "text_sft": "visalign.pipelines.text.sft:TextSFTConfig",
     "train_reward": "visalign.pipelines.train_reward.job:TrainRewardConfig",
+    "ugda": "visalign.pipelines.ugda.job:UGDAConfig",
 }
 """`pipeline:` in a file -> module:dataclass; the module offers run(config, output, resume), plan(config)."""
 

@@ -146,10 +146,14 @@ def with_pictures(store: VoteStore, result: Mapping[str, Any]) -> list[dict[str,
     pairs = []
     for pair in result.get("disputed", ()):
         task = store.tasks[pair["task"]]
-        found = load_images([resolve_image(image) for image in task.images])
-        pictures = [None if image is None else embedded(image, side=256) for image in found.images]
-        pairs.append({**pair, "prompt": task.prompt, "pictures": pictures})
+        pairs.append({**pair, "prompt": task.prompt, "pictures": pictures_of(task)})
     return pairs
+
+
+def pictures_of(task: Task) -> list[dict[str, Any] | None]:
+    """The pictures of a task as a page shows them; None where one cannot be read."""
+    found = load_images([resolve_image(image) for image in task.images])
+    return [None if image is None else embedded(image, side=256) for image in found.images]
 
 
 def _pair_row(task: Task, votes: Sequence[Vote], soft: tuple[float, float] | None) -> dict[str, Any]:

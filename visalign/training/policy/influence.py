@@ -2,8 +2,8 @@
 """How far the reward of one sample moves the policy: gradient influence, aware of Adam, in sketches.
 
 The policy learns along u = Σ_y A_y g_y / N, g_y the gradient of what it gains from sample y (its log-prob, or
-minus its matching error) and A_y its advantage, and Adam scales u by P = 1 / (√v + ε). To first order a change
-of the reward of x by one unit then moves what the policy gains by
+minus its matching error) and A_y its advantage, and Adam scales u by P = 1 / (√v + ε). To first order a
+change of the reward of x by one unit then moves what the policy gains by
 
     I_x = g_xᵀ P u
 

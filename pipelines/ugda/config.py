@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration of UGDA rounds. YAML files hold only what differs from these."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import field
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from visalign.errors import UserError
+from visalign.pipelines.shared.sections import Count, Natural
+from visalign.schema import STRICT
+
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LabelConfig:
+    """Which pairs of samples are labelled, and by whom."""
+
+    prompts: Count = 75
+    """Training prompts that each round samples, drawn anew."""
+    pictures: Annotated[int, Field(ge=2)] = 4
+    """Samples of each; the pairs among them are what may be labelled."""
+    first: Count = 150
+    """Pairs of the first round, drawn by lot, as there is no ensemble yet."""
+    more: Count = 75
+    """Pairs of each later round at most, where both shares leave so many."""
+    select: Literal["ugda", "uncertainty", "random"] = "ugda"
+    """ugda: half of the pairs by the ensemble's variance, of these half by influence; random: by lot."""
+    uncertain: Share = 0.5
+    """Share of the pairs that is kept by the ensemble's variance of their difference."""
+    influential: Share = 0.5
+    """Share of these that is kept by the influence on the policy."""
+    by: str = "truth"
+    """Who labels: truth (the verifier of the shapes world), people (visalign collect), or a judge's name."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of that judge."""
+    votes: Count = 1
+    """Wanted of each pair where people label."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PartConfig:
+    """One of the jobs of a round."""
+
+    config: str
+    """A packaged configuration or a YAML file."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """key.sub -> value over it, such as {run.iterations: 3}."""
+
+    def items(self) -> list[str]:
+        """As the command line takes them."""
+        return [f"{key}={json.dumps(value)}" for key, value in self.changes.items()]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class UGDAConfig:
+    """UGDA (Sun et al., ICLR 2025): an ensemble as reward, refitted where it is unsure and it matters.
+
+    A round samples from the policy so far, labels pairs of these samples, fits the members of the ensemble on
+    all labels so far, each from another seed, and trains the policy from its start on their mean. Differs
+    from the publication, which has no code: pictures for texts, pairs for answers, and the influence of
+    `visalign.training.policy.influence`.
+    """
+
+    pipeline: ClassVar[str] = "ugda"
+
+    seed: Natural = 0
+    """Of prompts, lots and members."""
+    rounds: Count = 2
+    """The first labels by lot."""
+    members: Annotated[int, Field(ge=2)] = 3
+    """Of the ensemble."""
+    labels: LabelConfig = field(default_factory=LabelConfig)
+    """What is labelled."""
+    judge: PartConfig = field(default_factory=lambda: PartConfig(config="shapes_reward_dance"))
+    """How a member learns: a configuration of train_reward on pairs."""
+    reward: str = "reward_dance"
+    """The judge's name under which a member is loaded."""
+    policy: PartConfig = field(default_factory=lambda: PartConfig(config="shapes_quickstart"))
+    """How the policy learns: a configuration of flow_grpo; its rewards.terms become the ensemble."""
+
+    def __post_init__(self) -> None:
+        for name, part in (("judge", self.judge), ("policy", self.policy)):
+            taken = {"judge": ("data.train", "data.heldout"), "policy": ("rewards",)}[name]
+            wrong = [change for change in part.changes if change.startswith(taken)]
+            if wrong:
+                raise UserError(f"{name}.changes sets {', '.join(wrong)}, which each round sets itself.")

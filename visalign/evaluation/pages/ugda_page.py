@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of UGDA rounds: labels, where the ensemble was wrong, what the policy became."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .base import render_page, share
+
+
+def ugda_page(rounds: Sequence[Mapping[str, Any]], shown: Sequence[Mapping[str, Any]]) -> str:
+    """The page of the rounds so far.
+
+    Args:
+        rounds: records of `round.json`.
+        shown: pairs of the last round with `prompt` and `pictures`, as `embedded` gives them or None.
+    """
+    first, last = rounds[0]["policy"]["before"], rounds[-1]["policy"]["after"]
+    headlines: list[tuple[str, str, str]] = [
+        ("Labelled pairs", str(rounds[-1]["pairs"]), f"in {len(rounds)} rounds"),
+    ]
+    if first.get("accuracy") is not None:
+        more = f"{share(first['accuracy'])} before, both on held-out prompts"
+        headlines.append(("Right pictures", share(last["accuracy"]), more))
+    return render_page(
+        "ugda_page.html.j2",
+        title="Rounds of reward and policy",
+        command="visalign train",
+        rounds=rounds,
+        headlines=headlines,
+        shown=shown,
+    )
