@@ -6,14 +6,24 @@ It needs the package installed; no sentence that only a person can write comes i
 
 from collections.abc import Callable
 
-from .catalogues import algorithms, ascents, cards, families, judges, refusals, regressions, text_rewards
+from .catalogues import (
+    algorithms,
+    ascents,
+    cards,
+    families,
+    judges,
+    preference_losses,
+    refusals,
+    regressions,
+    text_rewards,
+)
 from .curves import curves
 from .reference import api, commands, face, include, python
 from .runs import configs, metrics
 from .settings import settings
 
 _GROUPS = (
-    (algorithms, ascents, cards, families, judges, refusals, regressions, text_rewards),
+    (algorithms, ascents, cards, families, judges, preference_losses, refusals, regressions, text_rewards),
     (configs, curves, metrics, settings),
     (api, commands, face, include, python),
 )

@@ -127,6 +127,16 @@ def ascents() -> str:
     return table(("row", "steps with gradient", "forward-equivalents of 10 steps", "source"), rows)
 
 
+def preference_losses() -> str:
+    """The rows of direct preference optimisation: what a reward is, its loss, the published constants."""
+    rows = []
+    for name, row in importlib.import_module("visalign.core").DIRECT.items():
+        reward = "β log π/π_ref" if row.reference else "β log π"
+        reward += " per token" if row.per_token else ""
+        rows.append((code(name), reward, row.formula, f"{row.beta:g}", f"{row.gamma:g}", prose(row.source)))
+    return table(("`loss.row`", "reward r", "loss, with m = r_w − r_l − γ", "β", "γ", "source"), rows)
+
+
 def refusals() -> str:
     """Rows that a trainer refuses, with what it says."""
     names = importlib.import_module("visalign.core").NAMED

@@ -36,8 +36,8 @@ class AnswersDataConfig(HeldoutPromptsConfig):
     train: str = "tasks:train"
     """A .jsonl, .json, .csv, .tsv or .parquet file with the columns prompt, chosen, rejected; or prompt,
     completion, label (kto); or prompt, completion, reward, such as the dataset.jsonl of text_sample with
-    selection.rule=all, of which the best and the worst answer to each prompt become a pair. tasks:train: the
-    solution of each task against that of another."""
+    selection.rule=all, of which the best and the worst answer to each prompt become a pair. Or
+    tasks:train, where the solution of each task stands against that of another."""
     threshold: float = 1.0
     """With kto, reward from which a judged answer is good."""
     unusable: Literal["refuse", "drop"] = "refuse"

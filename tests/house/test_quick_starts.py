@@ -36,6 +36,7 @@ BUDGETS = {
     "pref_grpo": PICTURES,
     "text_grpo": (*TEXT, *COMPLETIONS),
     "text_ppo": (*TEXT, *COMPLETIONS),
+    "text_dpo": (*TEXT, "data.batch=4"),
     "text_sft": (*TEXT, "data.batch=4"),
     "text_sample": ("data.tasks=[add]", "data.size=4", "rollout.samples=2"),
     "train_reward": (

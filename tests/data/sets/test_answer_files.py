@@ -98,6 +98,7 @@ def test_equal_answers_are_refused_or_left_out(tmp_path):
             "chosen is neither a text nor a list of one",
         ),
         (load_pairs, _judged(("p", "a", "x"))[0], "Row 1 of .*: reward 'x' is no number"),
+        (load_votes, _judged(("p", "a", float("nan")))[0], "Row 1 of .*: reward nan is no number"),
     ],
 )
 def test_bad_rows_by_their_message(load, row, message, tmp_path):

@@ -5,6 +5,7 @@ pairs and votes made of answers that a reward has judged."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,9 +137,12 @@ def _text(path: str | Path, number: int, name: str, value: Any) -> str:
 
 def _number(path: str | Path, number: int, value: Any) -> float:
     try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"Row {number} of '{path}': reward {value!r} is no number.") from error
+        found = float(value)
+    except (TypeError, ValueError):
+        found = math.nan
+    if math.isnan(found):
+        raise UserError(f"Row {number} of '{path}': reward {value!r} is no number. Leave the answer out.")
+    return found
 
 
 def _truth(path: str | Path, number: int, value: Any) -> bool:
