@@ -51,6 +51,23 @@ CURVES = (
         ("perplexity",), "Perplexity", "exp of nats per token", "of the demonstrations, before each update"
     ),
     Curve(
+        ("rewards/accuracies",),
+        "Pairs the right way round",
+        "%",
+        "whose chosen answer has the higher implicit reward",
+        percent=True,
+    ),
+    Curve(
+        ("heldout/rewards/accuracies",),
+        "Held-out pairs the right way round",
+        "%",
+        "of prompts that are not learnt",
+        percent=True,
+    ),
+    Curve(
+        ("logps/chosen",), "Log-prob of chosen answers", "nats per answer", "falls where both get unlikely"
+    ),
+    Curve(
         ("ratio_std",),
         "Ratio spread",
         "root mean square of r − 1",
