@@ -59,11 +59,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
 
     rollout, data = config.rollout, config.data
     check_batch_algebra(rollout.prompts_per_iteration, rollout.group_size, world)
-    if config.rewards.normalise == "batch" and world > 1:
-        raise UserError(
-            f"rewards.normalise is batch and there are {world} processes, each of which would have its own "
-            "scale. Set rewards.normalise to fixed (each term's mean and std) or none, or use one process."
-        )
+    config.rewards.check_processes(world)
     records = build_records(data.train, "data.train")
     heldout = build_records(data.heldout, "data.heldout")
     judges = load_terms({**config.evaluation.rewards, **config.rewards.terms}, load_judge, device)

@@ -195,7 +195,11 @@ def weighted_sum(config: RewardsConfig, rewards: Mapping[str, Any], kind: Callab
         label: rewards[label]
         if term.uncertainty == "none"
         else UncertaintyUsed(
-            rewards[label], how=term.uncertainty, strength=term.strength, reference=term.reference
+            rewards[label],
+            how=term.uncertainty,
+            strength=term.strength,
+            reference=term.reference,
+            over="batch" if term.uncertainty == "bhattacharyya" else "pool",
         )
         for label, term in config.terms.items()
     }

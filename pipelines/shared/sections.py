@@ -48,9 +48,10 @@ class RewardTerm:
     """With rewards.normalise=fixed: what is taken off ..."""
     std: float = 1.0
     """... and what divides."""
-    uncertainty: Literal["none", "lower_bound", "weight"] = "none"
-    """Use of the standard deviation σ that a judge gives: lower_bound (μ − λ σ) or weight (Ctrl-U's
-    exp(−λ σ) on what it says beyond `reference`)."""
+    uncertainty: Literal["none", "lower_bound", "weight", "bhattacharyya"] = "none"
+    """Use of the standard deviation σ that a judge gives: lower_bound (μ − λ σ), weight (Ctrl-U's exp(−λ σ)
+    on what it says beyond `reference`) or bhattacharyya (PURM's μ − λ u, u the mean overlap of N(μ, σ²) with
+    those of the iteration's other samples; one process only)."""
     strength: float = 1.0
     """λ."""
     bound: float | None = None
@@ -77,6 +78,26 @@ class RewardsConfig:
             raise UserError(
                 "rewards.terms is empty; name at least one reward, e.g. shapes_verifier: {weight: 1}."
             )
+
+    def check_processes(self, world: int) -> None:
+        """Refuse what compares all samples of an iteration where several processes judge them.
+
+        Raises:
+            UserError: names it.
+        """
+        if self.normalise == "batch" and world > 1:
+            raise UserError(
+                f"rewards.normalise is batch and there are {world} processes, each of which would have its "
+                "own scale. Set rewards.normalise to fixed (each term's mean and std) or none, or use one "
+                "process."
+            )
+        for label, term in self.terms.items():
+            if term.uncertainty == "bhattacharyya" and world > 1:
+                raise UserError(
+                    f"rewards.terms.{label}.uncertainty is bhattacharyya and there are {world} processes, "
+                    "each of which would compare with its own samples. Set it to lower_bound or weight, or "
+                    "use one process."
+                )
 
     def check_monitor(self, monitor: MonitorSettings, **more: tuple[bool, str]) -> None:
         """Refuse a monitor that would stop by what is not measured; `more` as `MonitorSettings.check`."""

@@ -54,6 +54,7 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
     from visalign.training.text.trajectories import needs_reference
 
     accelerator = build_accelerator(config, output)
+    config.rewards.check_processes(accelerator.num_processes)
     inputs = prepare(config, str(accelerator.device))
     objective = config.objective.build(length=config.rollout.max_new_tokens)
     policy = build_text_policy(

@@ -8,7 +8,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,7 +33,8 @@ class UncertaintyUsed:
       in [0, 1]: how little this reward can be told from the others.
 
     Where lower is better penalties are added. The pool is given, or grows with `remember=True`: then a score
-    depends on what was scored in earlier calls (never on its own batch), as in PURM's rolling list. The parts
+    depends on what was scored in earlier calls (never on its own batch), as in PURM's rolling list; or it is
+    the rest of the call with `over="batch"`, which needs no memory and so goes on after a resume. The parts
     hold "mean", "uncertainty" (σ or u), and for "weight" the factor, "weight".
 
     Ctrl-U: Zhang et al., arXiv 2410.11236. PURM: arXiv 2503.22480.
@@ -49,6 +50,7 @@ class UncertaintyUsed:
         pool: tuple[Tensor, Tensor] | None = None,
         remember: bool = False,
         pool_size: int = 100_000,
+        over: Literal["pool", "batch"] = "pool",
     ) -> None:
         """Choose the rule.
 
@@ -60,10 +62,12 @@ class UncertaintyUsed:
             pool: (means [M], standard deviations [M]) to begin with, for "bhattacharyya".
             remember: add each call's valid scores to the pool, after the call.
             pool_size: the oldest are forgotten beyond.
+            over: compare with a "pool", or with the others of the same call, the "batch": then a score
+                depends on its neighbours.
 
         Raises:
             ValueError: an unknown rule, a number out of range, or "bhattacharyya" with an empty pool that
-                nothing is added to.
+                nothing is added to, or with a pool beside "batch".
         """
         if how not in HOW:
             raise ValueError(f"how is {how!r}; allowed are {', '.join(HOW)}.")
@@ -71,8 +75,12 @@ class UncertaintyUsed:
             raise ValueError(
                 f"strength is {strength}, reference {reference}; needed are finite, strength ≥ 0."
             )
-        if how == "bhattacharyya" and pool is None and not remember:
-            raise ValueError("bhattacharyya needs a pool: give pool=(means, stds), or remember=True.")
+        self.needs_batch = how == "bhattacharyya" and over == "batch"
+        if how == "bhattacharyya" and (pool is not None or remember) == self.needs_batch:
+            raise ValueError(
+                'bhattacharyya needs a pool: give pool=(means, stds), or remember=True, or over="batch" '
+                "without either."
+            )
         if pool is not None and (pool[0].ndim != 1 or pool[0].shape != pool[1].shape):
             raise ValueError(
                 f"pool must be two tensors [M]; got {tuple(pool[0].shape)} and {tuple(pool[1].shape)}."
@@ -94,9 +102,9 @@ class UncertaintyUsed:
 
     @property
     def identity(self) -> Identity | None:
-        """What the scores depend on; None where the reward has none, or earlier calls move the scores."""
+        """What the scores depend on; None where the reward has none, or other samples move the scores."""
         found = getattr(self.reward, "identity", None)
-        if not isinstance(found, Identity) or self.remember:
+        if not isinstance(found, Identity) or self.remember or self.needs_batch:
             return None
         pool = hashlib.sha256(repr(self._start).encode()).hexdigest()[:32] if self._start else ""
         used = {"how": self.how, "strength": self.strength, "reference": self.reference, "pool": pool}
@@ -139,9 +147,11 @@ class UncertaintyUsed:
         )
 
     def _overlap(self, mean: Tensor, std: Tensor, known: Tensor) -> Tensor:
-        """[B] u against the pool as it was before this call; 0 while it is empty."""
+        """[B] u against the rest of the batch, or the pool as it was before this call; 0 if it is empty."""
         result = torch.zeros_like(mean)
-        if self.pool and bool(known.any()):
+        if self.needs_batch:
+            result[known] = bhattacharyya_overlap(mean[known], std[known])
+        elif self.pool and bool(known.any()):
             pool = torch.tensor(list(self.pool), dtype=torch.float64)
             found = bhattacharyya_overlap(mean[known], std[known], pool_mean=pool[:, 0], pool_std=pool[:, 1])
             result[known] = found

@@ -86,6 +86,11 @@ def test_batch_scales_are_refused_with_several_processes() -> None:
     assert prepare(given, 1).reward.unit == "batch standard deviations"
     with pytest.raises(UserError, match=r"rewards\.normalise is batch and there are 2 processes.*fixed"):
         prepare(given, 2)
+    given = config("rewards.terms={hpsv3: {uncertainty: bhattacharyya}}")
+    with pytest.raises(
+        UserError, match=r"terms\.hpsv3\.uncertainty is bhattacharyya and there are 2 processes"
+    ):
+        prepare(given, 2)
 
 
 def test_a_bound_is_refused_where_no_sum_is_learnt_from() -> None:

@@ -85,12 +85,17 @@ class _Doubtful:
         return Scores(value=value, std=std, valid=torch.ones(2, dtype=torch.bool), unit="level")
 
 
+OVERLAP = math.sqrt(2 / 4.25) * math.exp(-4 / (4 * 4.25))
+"""Of N(2, 0.25) and N(4, 4): √(2 σ τ/(σ² + τ²)) exp(−(μ − ν)²/(4 (σ² + τ²)))."""
+
+
 @pytest.mark.parametrize(
     ("term", "expected"),
     [
         ({}, [2.0, 4.0]),
         ({"uncertainty": "lower_bound", "strength": 2.0}, [1.0, 0.0]),
         ({"uncertainty": "weight", "reference": 1.0}, [1 + math.exp(-0.5), 1 + 3 * math.exp(-2)]),
+        ({"uncertainty": "bhattacharyya", "strength": 3.0}, [2 - 3 * OVERLAP, 4 - 3 * OVERLAP]),
     ],
 )
 def test_a_term_uses_its_judges_standard_deviation(term: dict[str, Any], expected: list[float]):

@@ -152,7 +152,9 @@ def test_identities_follow_members_and_rules() -> None:
     ]
     assert len({one.identity.digest for one in used if one.identity is not None}) == 5
     # What a rolling pool gives depends on earlier calls, so that no identity is true of it.
-    assert UncertaintyUsed(Named("m", std=0.1), how="bhattacharyya", remember=True).identity is None
+    for more in ({"remember": True}, {"over": "batch"}):
+        found = UncertaintyUsed(Named("m", std=0.1), how="bhattacharyya", **more)
+        assert found.identity is None and found.needs_batch == ("over" in more)
 
 
 def test_ensembles_keep_the_contract() -> None:
@@ -250,6 +252,7 @@ def test_uncertainty_keeps_the_contract_and_needs_a_std() -> None:
         ({"how": "entropy"}, "how is 'entropy'; allowed are lower_bound, weight, bhattacharyya"),
         ({"strength": NAN}, "strength is nan"),
         ({"how": "bhattacharyya"}, "needs a pool"),
+        ({"how": "bhattacharyya", "over": "batch", "remember": True}, "over=.batch. without either"),
         ({"pool": (torch.zeros(2), torch.zeros(3))}, r"two tensors \[M\]"),
     ],
 )
