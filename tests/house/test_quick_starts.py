@@ -62,7 +62,7 @@ def runnable(block: Block) -> list[list[str]]:
 def test_every_trainer_page_has_the_five_parts_and_a_start_that_runs() -> None:
     parts = ["What", "Quick start", "What to expect", "Metrics to watch", "Settings"]
     pages = [page for page in PAGES if page.parent == SITE / "trainers"]
-    tables = {"index.md", "metrics.md", "configs.md"}
+    tables = {"index.md", "metrics.md", "monitor.md", "configs.md"}
     for page in pages:
         heads = [line.removeprefix("## ") for line in PAGES[page].splitlines() if line.startswith("## ")]
         assert heads == ([] if page.name in tables else parts), page.name
