@@ -88,6 +88,7 @@ ROOMS = {
     "rewards.best_of": (
         "answer_counts best_of_n_kl_bound best_of_n_kl_estimate expected_best_of_k majority_at_k pass_at_k"
     ),
+    "rewards.entropy": "difficulty_entropy_reward difficulty_of phase_entropy_reward window_entropy",
     "rewards.sets": "frechet_distance frechet_gains set_gains vendi_gains vendi_score",
     "rewards.steps": (
         "clip_step_rewards delta_step_rewards implicit_prm_loss implicit_step_rewards turning_point_rewards"

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from visalign.core import NAMED, Objective, check_decisions
-from visalign.core.objective.entropy_stage import ENTROPY_TERMS, REMEMBER
+from visalign.core.objective.entropy_stage import ENTROPY_TERMS, remembers
 from visalign.core.objective.stages import ADVANTAGES, SELECTIONS, SURROGATES
 
 INSTALL = {
@@ -51,8 +51,8 @@ def asked_by(objective: Objective) -> dict[str, str]:
         found["ref_log_prob"] = f"kl={o.kl:g}" if o.kl else f"kl_in_reward={o.kl_in_reward:g}"
     if o.entropy:
         found |= dict.fromkeys(ENTROPY_TERMS[o.entropy_term].needs, f"entropy_term={o.entropy_term!r}")
-        if o.entropy_term in REMEMBER:
-            found["entropy_before"] = f"entropy_term={o.entropy_term!r}"
+    if (name := remembers(o)) is not None:
+        found["entropy_before"] = repr(name)
     if o.importance_sampling is not None:
         found["rollout_log_prob"] = "importance_sampling"
     if o.value:

@@ -26,7 +26,7 @@ NOT_ON_STEPS = {
         name: rf"selection='{name}'.*denoising steps of fixed variance.*FlowRL"
         for name in ("top_entropy", "clip_cov", "kl_cov", "clip_b", "clip_v", "steer", "entrocraft")
     },
-    **{name: rf"advantage='{name}'.*'canon'" for name in ("aem", "empg", "perplexity")},
+    **{name: rf"advantage='{name}'.*'canon'" for name in ("aem", "empg", "perplexity", "pear", "ares")},
     **{name: r"entropy=0.*denoising steps of fixed variance.*FlowRL" for name in ("siren", "epo", "tea")},
     "flowrl": r"surrogate='flow_balance'.*log Z.*'grpo'",
 }

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,12 @@ from visalign.core.objective.algorithms import named_objective
 from visalign.core.objective.data import PolicyOutput, Trajectories
 from visalign.core.objective.entropy_stage import entropy_memory
 from visalign.core.objective.objective import Objective
+from visalign.core.rewards.entropy import (
+    difficulty_entropy_reward,
+    difficulty_of,
+    phase_entropy_reward,
+    window_entropy,
+)
 from visalign.core.tokens.entropy_terms import nucleus_entropy
 from visalign.core.tokens.selection_rules import discriminator_scores
 
@@ -98,6 +105,7 @@ def test_siren_is_the_golden_case_and_zero_where_it_starts() -> None:
         old_log_prob=-torch.ones_like(weight),
         group=range(3),
         reward=f64(1, 2, 3),
+        entropy=torch.ones_like(weight),
         nucleus_entropy=torch.where(weight != 0, entropy.detach(), NAN),
         entropy_before=case["params"]["anchor"],
     )
@@ -108,8 +116,8 @@ def test_siren_is_the_golden_case_and_zero_where_it_starts() -> None:
     (gradient,) = torch.autograd.grad(term, logits, retain_graph=True)
     peaks = torch.tensor(expected["peak_mask"]).bool()
     assert bool((gradient[~peaks] == 0).all()) and bool((gradient[peaks] != 0).any())
-    assert entropy_memory("siren", t, [], p=0.8) == [pytest.approx(expected["aggregate"]), 1.0]
-    assert entropy_memory("siren", t, [0.3, 1.0]) == [0.3, 1.0]  # the first one stays
+    assert entropy_memory(row, t, []) == [pytest.approx(expected["aggregate"]), 1.0]
+    assert entropy_memory(row, t, [0.3, 1.0]) == [0.3, 2.0]  # the first one stays
     start = row.loss(row.prepare(replace(t, entropy_before=None)), policy).terms["entropy"]
     assert float(start.detach()) == 0 and not bool(torch.autograd.grad(start, logits)[0].any())
 
@@ -137,9 +145,9 @@ def test_epo_draws_a_completion_back_into_the_band_of_the_past() -> None:
     assert_values(below[None].detach(), -c * ((1.5 - 0.1 * 0.1) + (1.0 - 0.1 * 0.6)) / 2)
     first = row.loss(row.prepare(replace(t, entropy_before=None)), policy).terms["entropy"]
     assert_values(first[None].detach(), -c * 2.5 / 2)
-    kept = entropy_memory("epo", t, [])
+    kept = entropy_memory(row, t, [])
     assert kept == [pytest.approx(6 / 5), 1.0]
-    assert entropy_memory("epo", t, [0.3, 2.0]) == [pytest.approx((0.3 * 2 + 1.2) / 3), 3.0]
+    assert entropy_memory(row, t, [0.3, 2.0]) == [pytest.approx((0.3 * 2 + 1.2) / 3), 3.0]
     with pytest.raises(ValueError, match=r"0 ≤ low ≤ high .*got low=2"):
         named_objective("epo", entropy_term_options={"low": 2.0}).prepare(t)
 
@@ -209,3 +217,64 @@ def test_entrocrafts_band_moves_and_may_leave_nothing() -> None:
     assert not bool(none.weight.any()) and float(none.counts.sequences) == 0
     with pytest.raises(ValueError, match=r"entrocraft needs low ≤ high .*high_end=0\.5, over=0"):
         replace(row, selection_options={**row.selection_options, "over": 0}).prepare(t)
+
+
+def test_pear_takes_the_entropy_of_thinking_off_a_right_answer() -> None:
+    """H̄ of thinking and answer: (.8, .3), (.3, .5), (.8, none), wrong, right with a reward of 2."""
+    phases = [(0.8, 0.3), (0.3, 0.5), (0.8, 0.8), (0.9, 0.1), (0.3, 0.3)]
+    entropy = torch.tensor([[think, think, answer, NAN] for think, answer in phases]).double()
+    step = torch.tensor([[0, 0, 1, -1]] * 5)
+    step[2] = 0
+    weight = torch.tensor([[1.0, 1, 1, 0]] * 5).double()
+    reward = f64(1, 1, 1, 0.25, 2)
+    found = phase_entropy_reward(reward, entropy, step > 0, weight)
+    assert_values(found, 0.5, 1, 0.2, 0.25, 1)
+    t = Trajectories(
+        weight=weight, old_log_prob=-weight, group=[0] * 5, reward=reward, entropy=entropy, step=step
+    )
+    row = named_objective("pear", advantage_options={"scale": "none"})
+    assert_values(row.prepare(t).advantage[:, 0], *(found - found.mean()).tolist())
+    halved = named_objective("pear", advantage_options={"scale": "none", "alpha": 0.0}).prepare(t).advantage
+    assert float(halved[0, 0] - halved[1, 0]) == pytest.approx(-0.5)
+
+
+def test_ares_by_hand() -> None:
+    """Easy, target 10 and 14 windows: d − m = 2.5, Huber over κ = 2 is 1.5, 0.5 · 1.5/(1.5 + 2)."""
+    right = torch.tensor([True] * 6 + [False] * 3)
+    hard, count = torch.tensor([0, 0, 1, 2, 2, 1, 0, 1, 2]), f64(14, 11.5, 5, 10, 2, 10, 10, 30, 8)
+    found = difficulty_entropy_reward(count, torch.full((9,), 10.0).double(), right, hard)
+    assert_values(found[:3], -0.2142857142857143, 0, -0.5 * (2.5**2 / 6) / 5.5)
+    assert_values(found[3:6], 0.6 / (1 + math.exp(-3.5 / 3)), -0.5 * 0.6 * (4.5 - 2) / 7.5, 0)
+    assert_values(found[6:], 0, 0.4 * (2 / (1 + math.exp(-17.5 / 2.5)) - 1), 0)
+    assert difficulty_of(f64(1, 2 / 3, 0.5, 1 / 3, 0.3)).tolist() == [0, 0, 1, 1, 2]
+    entropy = torch.tensor([[1.0, NAN, 3, 5, 7], [1, 2, NAN, NAN, NAN]]).double()
+    weight = torch.tensor([[1, 0, 1, 1, 1], [1, 1, 0, 0, 0]])
+    means, there = window_entropy(entropy, weight, window=3)
+    assert means[0, :2].tolist() == [3, 5] and there.tolist() == [
+        [True, True, False, False, False],
+        [False] * 5,
+    ]
+
+
+def test_ares_compares_completions_of_one_difficulty_and_keeps_its_threshold() -> None:
+    entropy = torch.full((4, 20), 0.1).double()
+    entropy[0, :12] = 1.0
+    t = Trajectories(
+        weight=torch.ones_like(entropy),
+        old_log_prob=-torch.ones_like(entropy),
+        group=[0] * 4,
+        reward=f64(1, 1, 1, 0),
+        entropy=entropy,
+        entropy_before=0.5,
+    )
+    options = {"scale": "none", "window": 1}
+    # an easy prompt: 12, 0, 0, 0 windows of high entropy, usual are 3; d − m = 9 − 1
+    row = named_objective("ares", advantage_options=options)
+    reward = f64(1 - 0.5 * min(1, (8 - 1) / 3), 1, 1, 0)
+    assert_values(row.prepare(t).advantage[:, 0], *(reward - reward.mean()).tolist())
+    unusual = row.prepare(replace(t, entropy_before=2.0)).advantage[:, 0]  # nothing is above it
+    assert_values(unusual, 0.25, 0.25, 0.25, -0.75)
+    assert entropy_memory(row, t, []) == [1.0, 1.0]
+    assert entropy_memory(row, t, [0.5, 3.0]) == [pytest.approx(0.505), 4.0]
+    with pytest.raises(ValueError, match="'ares' and entropy_term='epo' each keep a number of their own"):
+        named_objective("ares", entropy=0.1, entropy_term="epo")

@@ -118,6 +118,18 @@ NAMED: dict[str, Objective] = {
         advantage="empg",
         advantage_options={"k": 1.0, "k_bonus": 1.0, "zeta": 0.1},
     ),
+    "pear": replace(
+        _GROUP,
+        source="PEAR, arXiv 2510.08026 (α = 1); rollout.separator ends the thinking",
+        advantage="pear",
+        advantage_options={"alpha": 1.0, "right_at": 1.0},
+    ),
+    "ares": replace(
+        _GROUP,
+        source="ARES, arXiv 2510.08457 (quantile 0.95), its reward alone; the window is ours",
+        advantage="ares",
+        advantage_options={"window": 4, "quantile": 0.95, "right_at": 1.0},
+    ),
     "perplexity": replace(
         _GROUP,
         source="Deng et al., arXiv 2508.02260: low perplexity counts more; α is ours",

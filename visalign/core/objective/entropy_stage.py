@@ -7,9 +7,10 @@ A rule that looks at earlier steps finds what it keeps of them in `Trajectories.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from visalign.core.tokens.entropy_terms import (
 
 from .data import PolicyOutput, Prepared, Trajectories
 from .options import Stage
+from .stages import ares_threshold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +38,6 @@ class Held:
     """[B, T] factor of each decision's entropy."""
     level: Tensor | None = None
     """[B, n] numbers that it is held at, the same in each row."""
-
-
-class _Settles(Protocol):
-    def __call__(
-        self, t: Trajectories, advantage: Tensor, weight: Tensor, counts: Counts, /, **options: Any
-    ) -> Held: ...
 
 
 def _bonus(_t: Trajectories, _advantage: Tensor, _weight: Tensor, _counts: Counts) -> Held:
@@ -108,8 +104,13 @@ ENTROPY_TERMS: dict[str, Stage] = {
 }
 """Name -> what it settles over the step; `Objective.entropy` is its coefficient."""
 
-REMEMBER = ("siren", "epo")
-"""Terms that keep something of earlier steps."""
+
+def remembers(objective: Any) -> str | None:
+    """What of an `Objective` keeps something of earlier rollouts: "siren", "epo", "ares", or None."""
+    if objective.advantage == "ares":
+        return "ares"
+    term = objective.entropy_term if objective.entropy else None
+    return term if term in ("siren", "epo") else None
 
 
 def entropy_loss(
@@ -143,29 +144,40 @@ def entropy_loss(
     return loss, mode
 
 
-def entropy_memory(name: str, t: Trajectories, before: Sequence[float], **options: Any) -> list[float]:
-    """What a term keeps of the rollouts so far: [what the next one goes by, how many there were].
+def entropy_memory(objective: Any, t: Trajectories, before: Sequence[float]) -> list[float]:
+    """What a row keeps of the rollouts so far: [what the next one goes by, how many there were].
 
-    SIREN keeps H_agg of the first, EPO the mean of the mean entropies of all.
+    SIREN keeps H_agg of the first, EPO the mean of the mean entropies of all, ARES a moving average (0.99) of
+    the threshold.
 
     Args:
-        name: a key of `ENTROPY_TERMS`.
+        objective: an `Objective` that `remembers`.
         t: a whole rollout.
         before: what was kept of those before it, empty at the beginning.
-        options: of the term.
+
+    Returns:
+        Two numbers; `before` where the rollout has nothing to say.
     """
+    name, options = remembers(objective), objective.entropy_term_options
+    assert t.entropy is not None
     weight = torch.where(t.present()[:, None], t.weight, 0.0)
-    if name == "siren":
-        entropy, counts = t.nucleus_entropy, count_step(weight)
-        assert entropy is not None
+    counts = count_step(weight)
+    if name == "ares":
+        known = ("window", "quantile")
+        given = {key: objective.advantage_options[key] for key in known if key in objective.advantage_options}
+        now = float(ares_threshold(t, **given))
+    elif name == "siren":
+        assert t.nucleus_entropy is not None
         held = _siren(t, weight, weight, counts, **options).weight
         assert held is not None
-        now = aggregate(_times(entropy, held), weight, "seq_mean_token_mean", counts)
-        return list(before) or [float(now), 1.0]
-    assert t.entropy is not None
-    mean, count = before or (0.0, 0.0)
-    now = float(aggregate(t.entropy, weight, "token_mean", count_step(weight)))
-    return [mean + (now - mean) / (count + 1), count + 1]
+        now = float(aggregate(_times(t.nucleus_entropy, held), weight, "seq_mean_token_mean", counts))
+    else:
+        now = float(aggregate(t.entropy, weight, "token_mean", counts))
+    if math.isnan(now):
+        return list(before)
+    mean, count = before or (now, 0.0)
+    share = {"siren": 0.0, "epo": 1 / (count + 1), "ares": 0.01}[name or ""]
+    return [mean + share * (now - mean), count + 1]
 
 
 def _times(entropy: Tensor, factor: Tensor) -> Tensor:

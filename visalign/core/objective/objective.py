@@ -147,6 +147,11 @@ class Objective:
             raise ValueError(
                 f"decisions is {self.decisions!r}. Choose one of: {', '.join(get_args(Decisions))}, None."
             )
+        if self.advantage == "ares" and self.entropy and self.entropy_term in ("siren", "epo"):
+            raise ValueError(
+                f"advantage='ares' and entropy_term={self.entropy_term!r} each keep a number of their own in "
+                "Trajectories.entropy_before. Take one of the two, or entropy_term='bonus'."
+            )
         if self.ratio == "guard" and (self.kl_in_reward or self.importance_sampling is not None):
             choice = "kl_in_reward" if self.kl_in_reward else "importance_sampling"
             raise ValueError(

@@ -21,6 +21,14 @@ from visalign.core.advantages.entropy import (
     step_entropy,
 )
 from visalign.core.advantages.group import Scale, group_advantages, whiten
+from visalign.core.groups.group_statistics import group_mean
+from visalign.core.groups.labels import group_index
+from visalign.core.rewards.entropy import (
+    difficulty_entropy_reward,
+    difficulty_of,
+    phase_entropy_reward,
+    window_entropy,
+)
 from visalign.core.rewards.terms import kl_in_reward, place_terminal
 from visalign.core.surrogates import balance as surrogate_balance
 from visalign.core.surrogates import forms as surrogate_forms
@@ -29,7 +37,7 @@ from visalign.core.surrogates import weighted as surrogate_weighted
 from visalign.core.surrogates.ppo import ppo_clip
 from visalign.core.tokens import selection, selection_rules, steer
 from visalign.core.tokens.entropy import entrocraft_direction, entrocraft_keep
-from visalign.core.tokens.statistics import weighted_mean
+from visalign.core.tokens.statistics import masked_quantile, weighted_mean
 
 from .data import PolicyOutput, Prepared, Trajectories
 from .options import Stage
@@ -208,6 +216,49 @@ def _position(t: Trajectories, beta: float, *, gamma: float = 0.1, scale: Scale 
     return position_advantages(gain, t.weight, gamma=gamma), None
 
 
+def _pear(
+    t: Trajectories, beta: float, *, alpha: float = 1.0, right_at: float = 1.0, scale: Scale = "group"
+) -> Advantages:
+    """The first step is the thinking, what follows it the answer."""
+    assert t.entropy is not None and t.step is not None
+    reward = sample_reward(t, beta)
+    shaped = phase_entropy_reward(reward, t.entropy, t.step > 0, t.weight, alpha=alpha, right_at=right_at)
+    return group_advantages(shaped, t.group, scale=scale, valid=t.valid), None
+
+
+def ares_threshold(t: Trajectories, *, window: int = 4, quantile: float = 0.95) -> Tensor:
+    """The quantile of all entropies of windows of a rollout; 0-dim float64, NaN without a window."""
+    assert t.entropy is not None
+    found, there = window_entropy(t.entropy, t.weight * t.present()[:, None], window=window)
+    return masked_quantile(found, there.double(), quantile)
+
+
+def _ares(
+    t: Trajectories,
+    beta: float,
+    *,
+    window: int = 4,
+    quantile: float = 0.95,
+    right_at: float = 1.0,
+    scale: Scale = "group",
+) -> Advantages:
+    """The threshold is that of the earlier rollouts (at first this one's own), the target the mean of the
+    completions of the same difficulty."""
+    assert t.entropy is not None
+    reward, present = sample_reward(t, beta), t.present()
+    threshold = t.entropy_before
+    if threshold is None:
+        threshold = ares_threshold(t, window=window, quantile=quantile)
+    found, there = window_entropy(t.entropy, t.weight, window=window)
+    count = (there & (found > threshold)).sum(1).double()
+    index, groups = group_index(t.group, len(reward), reward.device)
+    right = present & (reward >= right_at)
+    difficulty = difficulty_of(group_mean(right.double(), present, index, groups)[index])
+    target = group_mean(count, present, difficulty, 3)[difficulty]
+    shaped = reward + difficulty_entropy_reward(count, target, right, difficulty).to(reward.dtype)
+    return group_advantages(shaped, t.group, scale=scale, valid=t.valid), None
+
+
 def _given(t: Trajectories, _beta: float) -> Advantages:
     assert t.advantage is not None
     return t.advantage, None
@@ -235,6 +286,8 @@ ADVANTAGES = {
     "empg": Stage(_empg, _empg, ("entropy", "step")),
     "perplexity": Stage(_perplexity, _perplexity),
     "position": Stage(_position, _position),
+    "pear": Stage(_pear, _pear, ("entropy", "step")),
+    "ares": Stage(_ares, _ares, ("entropy",)),
     "given": Stage(_given, _given, ("advantage",)),
 }
 """Name -> how rewards become advantages."""

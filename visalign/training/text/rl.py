@@ -25,7 +25,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from visalign.core import Objective, PolicyOutput, Prepared, count_step, penalty_kl_coefficient
-from visalign.core.objective.entropy_stage import REMEMBER, entropy_memory
+from visalign.core.objective.entropy_stage import entropy_memory, remembers
 from visalign.errors import UserError
 from visalign.interfaces import TextReward
 from visalign.text import TextPolicy
@@ -208,11 +208,11 @@ class TextRL(Algorithm):
         return made
 
     def _remember(self, experience: TextExperience) -> None:
-        """Hand on what the entropy term keeps of earlier iterations, and keep what it wants of this one."""
+        """Hand on what the row keeps of earlier iterations, and keep what it wants of this one."""
         row, t = self.row, experience.trajectories
-        if row.entropy and row.entropy_term in REMEMBER:
-            before, options = self._entropies, row.entropy_term_options
-            self._entropies = entropy_memory(row.entropy_term, t, before, **options)
+        if remembers(row) is not None:
+            before = self._entropies
+            self._entropies = entropy_memory(row, t, before)
             experience.trajectories = replace(t, entropy_before=before[0] if before else None)
 
     def _write(self, number: int, run: Context) -> Written:

@@ -34,8 +34,9 @@ class TextRolloutSettings:
     """Tokens of a completion at most, its end token included."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a completion."""
-    separator: str = "\n"
-    """What ends a step of a completion, for rows that look at steps (empg)."""
+    separator: str | None = None
+    """What ends a step of a completion, for rows that look at steps; null: a newline, and for pear </think>,
+    the end of the thinking."""
     truncated: str = "keep"
     """What becomes of completions that met the length limit: keep, or mask (overlong filtering of DAPO: they
     keep their place in the group's statistics and leave the loss)."""
@@ -70,7 +71,8 @@ class TextRolloutSettings:
                 "a temperature above 0, for example 1."
             )
         self.stopping()
-        StepReading(separator=self.separator)
+        if self.separator is not None:
+            StepReading(separator=self.separator)
 
     @property
     def judged_beside(self) -> bool:

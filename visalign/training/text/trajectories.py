@@ -70,7 +70,9 @@ def trajectories_of(
             made = parts.process.score_rollout(rollout)
             more["process_reward"], valid = made.tokens("last").float().cpu(), valid & made.valid.cpu()
     if "step" in ADVANTAGES[objective.advantage].needs:
-        more["step"] = step_index(rollout, parts.tokenizer, StepReading(separator=settings.separator))
+        usual = "</think>" if objective.advantage == "pear" else "\n"
+        reading = StepReading(separator=settings.separator or usual)
+        more["step"] = step_index(rollout, parts.tokenizer, reading)
     if objective.selection == "clip_v":
         found = policy.log_probs(rollout, statistic=_expected_score).statistic
         more["expected_score"] = None if found is None else found.cpu()
