@@ -10,6 +10,7 @@ from .catalogues import (
     algorithms,
     ascents,
     cards,
+    choices,
     families,
     judges,
     preference_losses,
@@ -23,7 +24,18 @@ from .runs import configs, metrics
 from .settings import settings
 
 _GROUPS = (
-    (algorithms, ascents, cards, families, judges, preference_losses, refusals, regressions, text_rewards),
+    (
+        algorithms,
+        ascents,
+        cards,
+        choices,
+        families,
+        judges,
+        preference_losses,
+        refusals,
+        regressions,
+        text_rewards,
+    ),
     (configs, curves, metrics, settings),
     (api, commands, face, include, python),
 )

@@ -92,13 +92,61 @@ def algorithms() -> str:
     rows = []
     for name, row in core.NAMED.items():
         stages = [row.advantage, row.level, row.surrogate, row.aggregation]
-        terms = {"kl": row.kl, "kl in reward": row.kl_in_reward, "value": row.value, "ptx": row.ptx}
+        terms = {
+            "kl": row.kl,
+            "kl in reward": row.kl_in_reward,
+            "value": row.value,
+            "ptx": row.ptx,
+            "entropy": row.entropy,
+        }
         also = [f"{key} {value:g}" for key, value in terms.items() if value]
         also += [row.selection] if row.selection else []
+        also += [row.entropy_term] if row.entropy else []
+        options = [
+            row.advantage_options,
+            row.surrogate_options,
+            row.selection_options,
+            row.entropy_term_options,
+        ]
+        also += [f"{key} {value}" for each in options for key, value in each.items()]
         fits = ["–" if _refusal(name, kind) else "✓" for kind in TRAINED]
         shown = " · ".join(code(stage) for stage in stages)
         rows.append((code(name), *fits, shown, ", ".join(also), prose(row.source)))
     return table(("row", *TRAINED, "advantage · ratio · surrogate · mean", "also", "source"), rows)
+
+
+def choices() -> str:
+    """What may be picked at each stage: formula, options with their defaults, paper and what differs."""
+    core = "visalign.core.objective"
+    stages = importlib.import_module(f"{core}.stages")
+    tables = {
+        "advantage": stages.ADVANTAGES,
+        "surrogate": stages.SURROGATES,
+        "selection": stages.SELECTIONS,
+        "entropy_term": importlib.import_module(f"{core}.entropy_stage").ENTROPY_TERMS,
+    }
+    unshown = importlib.import_module(f"{core}.options").TENSORS
+    rows = []
+    for stage, table_of in tables.items():
+        for name, chosen in table_of.items():
+            said = (inspect.getdoc(chosen.function) or "").split("\n\n")
+            sections = [i for i, part in enumerate(said) if part.startswith(SECTIONS)]
+            lead, tail = (said[: sections[0]], said[sections[-1] + 1 :]) if sections else (said[:1], said[1:])
+            own = inspect.getdoc(chosen.apply) if chosen.apply is not chosen.function else None
+            options = {
+                option.name: option.default
+                for function in (chosen.function, chosen.apply)
+                for option in inspect.signature(function).parameters.values()
+                if option.kind is option.KEYWORD_ONLY and option.name not in unshown
+            }
+            given = [n if v is inspect.Parameter.empty else f"{n}={v}" for n, v in options.items()]
+            cells = (prose(" ".join([*lead, own or ""])), ", ".join(map(code, given)), prose(" ".join(tail)))
+            rows.append((stage, code(name), *cells))
+    return table(("stage", "choice", "what it does", "options", "paper, and what differs from it"), rows)
+
+
+SECTIONS = ("Args:", "Returns:", "Raises:", "Example:")
+"""Beginnings of the sections of a docstring."""
 
 
 def regressions() -> str:

@@ -54,6 +54,9 @@ def test_what_rows_ask_for() -> None:
     assert asked_by(NAMED["grpo"]) == {"ref_log_prob": "kl=0.04"}
     assert asked_by(NAMED["ppo_ptx"]).keys() == {"value", "ref_log_prob", "ptx_weight"}
     assert asked_by(NAMED["flow_dppo"]) == {"divergence": "divergence='exact'"}
+    assert asked_by(NAMED["siren"]).keys() == {"nucleus_entropy", "entropy_before"}
+    assert asked_by(NAMED["ares"]).keys() == {"entropy", "entropy_before"}
+    assert asked_by(NAMED["entrocraft"]).keys() == {"entropy", "iteration", "ref_log_prob"}
     assert asked_by(NAMED["clip_cov"]) == {"uniform": "selection='clip_cov'"}
 
 

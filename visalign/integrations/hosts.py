@@ -51,6 +51,8 @@ def asked_by(objective: Objective) -> dict[str, str]:
         found["ref_log_prob"] = f"kl={o.kl:g}" if o.kl else f"kl_in_reward={o.kl_in_reward:g}"
     if o.entropy:
         found |= dict.fromkeys(ENTROPY_TERMS[o.entropy_term].needs, f"entropy_term={o.entropy_term!r}")
+    if {"low_end", "high_end"} & o.selection_options.keys():
+        found["iteration"] = f"selection={o.selection!r}"
     if (name := remembers(o)) is not None:
         found["entropy_before"] = repr(name)
     if o.importance_sampling is not None:

@@ -78,9 +78,8 @@ def no_advantage(row: Objective) -> str | None:
     for field in ("metric", "process_reward", "advantage", "entropy"):
         if field in asked:
             return f"{asked[field]} needs {field}, which verl does not hand to an estimator"
-    return (
-        "advantage='prl' needs ref_log_prob, which verl does not hand on" if row.advantage == "prl" else None
-    )
+    unsaid = {"prl": "ref_log_prob", "perplexity": "old_log_prob"}.get(row.advantage)
+    return unsaid and f"advantage={row.advantage!r} needs {unsaid}, which verl does not hand on"
 
 
 def policy_loss(row: Objective) -> Callable[..., tuple[Tensor, dict[str, float]]]:
@@ -147,6 +146,7 @@ def advantage_estimator(row: Objective) -> Callable[..., tuple[Tensor, Tensor]]:
         row,
         kl=0.0,
         kl_in_reward=0.0,
+        entropy=0.0,
         value=0.0,
         ptx=0.0,
         drop_zero_signal=False,

@@ -278,3 +278,30 @@ def test_ares_compares_completions_of_one_difficulty_and_keeps_its_threshold() -
     assert entropy_memory(row, t, [0.5, 3.0]) == [pytest.approx(0.505), 4.0]
     with pytest.raises(ValueError, match="'ares' and entropy_term='epo' each keep a number of their own"):
         named_objective("ares", entropy=0.1, entropy_term="epo")
+
+
+def test_the_rest_of_the_rows_are_their_golden_cases() -> None:
+    """80/20, Clip_B and the gradient-keeping clip."""
+    case = golden("top_entropy_s0")
+    entropy, mask = (torch.tensor(case["inputs"][key]).double()[None] for key in ("entropy", "mask"))
+    row, t = chosen("top_entropy", torch.ones_like(mask), entropy=entropy, weight=mask)
+    keep = replace(row, selection_options={"fraction": case["params"]["rho"]}).prepare(t).keep
+    assert keep is not None and keep[0].tolist() == [bool(k) for k in case["outputs"]["mask"]]
+    for name in ("clip_b_worked25", "clip_b_worked20"):
+        case = golden(name)
+        score, advantage = (torch.tensor(case["inputs"][key]).double()[None] for key in ("S", "advantages"))
+        # with log p = −1, S = e⁻¹ (H − 1)
+        row, t = chosen("clip_b", advantage, entropy=score * math.e + 1)
+        kept = replace(row, selection_options={"mu": case["params"]["mu"]}).prepare(t).weight[0] != 0
+        assert kept.tolist() == [bool(k) for k in case["outputs"]["keep"]]
+    case = golden("aepo_clip_s0")
+    new, old, advantage = (
+        torch.tensor(case["inputs"][key]).double() for key in ("log_prob", "old_log_prob", "advantages")
+    )
+    row, t = chosen("aepo_clip", advantage, old_log_prob=old)
+    row = replace(row, surrogate_options=case["params"])
+    policy = PolicyOutput(log_prob=new.requires_grad_())
+    loss = row.loss(row.prepare(t), policy).decisions["policy"]
+    torch.testing.assert_close(loss, torch.tensor(case["outputs"]["loss_per_token"]).double())
+    (gradient,) = torch.autograd.grad(loss.sum(), new)
+    torch.testing.assert_close(gradient, torch.tensor(case["outputs"]["grad_of_sum"]).double())

@@ -459,3 +459,22 @@ def test_the_table_of_metrics_lists_what_a_run_logs(tmp_path):
 def test_dynamic_settings_are_refused_at_once(settings, message):
     with pytest.raises(UserError, match=message):
         DynamicSettings(**settings)
+
+
+def test_a_row_of_steps_needs_a_tokenizer_and_a_separator(tmp_path):
+    policy = toy_policy()
+    policy.tokenizer = None
+    with pytest.raises(UserError, match=r"algorithm=empg looks at the steps .* has none\. Give it"):
+        toy_text_trainer(tmp_path, "empg", policy=policy)
+    with pytest.raises(UserError, match="separator is empty"):
+        toy_text_trainer(tmp_path, "empg", rollout={"separator": ""})
+
+
+@pytest.mark.parametrize(("name", "separator"), [("empg", "a"), ("pear", "a"), ("pear", None)])
+def test_completions_are_cut_where_the_row_says(name, separator, tmp_path):
+    trainer = toy_text_trainer(tmp_path, name, rollout={"separator": separator, "max_new_tokens": 12})
+    experience = trainer.algorithm.collect(trainer.context).experience
+    step, texts = experience.trajectories.step, experience.rollout.text
+    assert bool((step[experience.trajectories.weight == 0] == -1).all())
+    steps = [len([piece for piece in text.split(separator or "</think>") if piece.strip()]) for text in texts]
+    assert [int(row.max()) + 1 for row in step] == steps and (max(steps) > 1) == (separator is not None)

@@ -53,8 +53,13 @@ def _siren(
     p: float = 0.8,
     quantile: float = 0.8,
 ) -> Held:
-    """H_agg and peaks are of the policy that the rollout was made by, for all its updates; `p` is that of the
-    nucleus in which the entropies were taken, and `quantile` each completion's own."""
+    """Hold the nucleus entropy of peak tokens where it began: L = β (H_agg − H_anchor)².
+
+    H_agg and peaks are of the policy that the rollout was made by, for all its updates; `p` is that of the
+    nucleus in which the entropies were taken, and `quantile` each completion's own.
+
+    SIREN, arXiv 2509.25133. Deviation from the released code: its H_agg and its anchor are a micro-batch's.
+    """
     entropy = t.nucleus_entropy
     assert entropy is not None
     peaks = peak_entropy(torch.ones_like(entropy), weight, siren_keep(entropy, weight, quantile=quantile))
@@ -97,10 +102,10 @@ def _tea(
 
 
 ENTROPY_TERMS: dict[str, Stage] = {
-    "bonus": Stage(_bonus, _bonus),
+    "bonus": Stage(entropy_bonus, _bonus),
     "siren": Stage(_siren, _siren, ("nucleus_entropy",)),
-    "epo": Stage(_epo, _epo),
-    "tea": Stage(_tea, _tea),
+    "epo": Stage(entropy_band_penalty, _epo),
+    "tea": Stage(tea_weights, _tea),
 }
 """Name -> what it settles over the step; `Objective.entropy` is its coefficient."""
 

@@ -176,53 +176,38 @@ def _prl(
     return rules.prl_advantages(gain, away, t.weight, eta=eta, block=block), None
 
 
-def _aem(
-    t: Trajectories, beta: float, *, lam: float = 1.0, min_range: float = 0.1, scale: Scale = "group"
-) -> Advantages:
+def _aem(t: Trajectories, beta: float, *, scale: Scale = "group", **options: Any) -> Advantages:
     assert t.entropy is not None
     gain = group_advantages(sample_reward(t, beta), t.group, scale=scale, valid=t.valid)
     present = t.weight != 0
     mean = torch.where(present, t.entropy, 0.0).sum(1) / present.sum(1)  # NaN, missing, without a token
-    return aem_advantages(gain, mean, t.group, lam=lam, min_range=min_range), None
+    return aem_advantages(gain, mean, t.group, **options), None
 
 
-def _empg(
-    t: Trajectories,
-    beta: float,
-    *,
-    k: float = 1.0,
-    k_bonus: float = 1.0,
-    zeta: float = 0.1,
-    centre: bool = True,
-    scale: Scale = "group",
-) -> Advantages:
-    """A completion's steps stand for the turns of the paper's agents."""
+def _empg(t: Trajectories, beta: float, *, scale: Scale = "group", **options: Any) -> Advantages:
+    """The steps of a completion stand for the turns of the paper's agents."""
     assert t.entropy is not None and t.step is not None
     gain = group_advantages(sample_reward(t, beta), t.group, scale=scale, valid=t.valid)
     gain = torch.where(t.present(), gain, torch.nan)
-    entropy, count = step_entropy(t.entropy, t.step, t.weight)
-    made = empg_advantages(gain, entropy, count, k=k, k_bonus=k_bonus, zeta=zeta, centre=centre)
+    made = empg_advantages(gain, *step_entropy(t.entropy, t.step, t.weight), **options)
     return torch.where(t.weight != 0, made.gather(1, t.step.clamp(min=0)), 0.0), None
 
 
-def _perplexity(t: Trajectories, beta: float, *, alpha: float = 0.1, scale: Scale = "group") -> Advantages:
+def _perplexity(t: Trajectories, beta: float, *, scale: Scale = "group", **options: Any) -> Advantages:
     gain = group_advantages(sample_reward(t, beta), t.group, scale=scale, valid=t.valid)
     gain = torch.where(t.present(), gain, torch.nan)
-    return perplexity_advantages(gain, t.old_log_prob, t.weight, t.group, alpha=alpha), None
+    return perplexity_advantages(gain, t.old_log_prob, t.weight, t.group, **options), None
 
 
-def _position(t: Trajectories, beta: float, *, gamma: float = 0.1, scale: Scale = "group") -> Advantages:
+def _position(t: Trajectories, beta: float, *, scale: Scale = "group", **options: Any) -> Advantages:
     gain = group_advantages(sample_reward(t, beta), t.group, scale=scale, valid=t.valid)
-    return position_advantages(gain, t.weight, gamma=gamma), None
+    return position_advantages(gain, t.weight, **options), None
 
 
-def _pear(
-    t: Trajectories, beta: float, *, alpha: float = 1.0, right_at: float = 1.0, scale: Scale = "group"
-) -> Advantages:
+def _pear(t: Trajectories, beta: float, *, scale: Scale = "group", **options: Any) -> Advantages:
     """The first step is the thinking, what follows it the answer."""
     assert t.entropy is not None and t.step is not None
-    reward = sample_reward(t, beta)
-    shaped = phase_entropy_reward(reward, t.entropy, t.step > 0, t.weight, alpha=alpha, right_at=right_at)
+    shaped = phase_entropy_reward(sample_reward(t, beta), t.entropy, t.step > 0, t.weight, **options)
     return group_advantages(shaped, t.group, scale=scale, valid=t.valid), None
 
 
@@ -275,19 +260,19 @@ ADVANTAGES = {
         baselines.best_of_group_advantages, _of_reward(baselines.best_of_group_advantages)
     ),
     "gae": Stage(returns.gae, _gae, ("value",)),
-    "remax": Stage(_remax, _remax, ("greedy_reward",)),
+    "remax": Stage(returns.remax_advantages, _remax, ("greedy_reward",)),
     "reinforce_pp": Stage(returns.reinforce_pp_advantages, _reinforce_pp),
     "reinforce_pp_baseline": Stage(returns.reinforce_pp_baseline_advantages, _reinforce_pp_baseline),
     "canon": Stage(rules.conditional_advantages, _canon, ("metric",)),
-    "copo": Stage(_copo, _copo),
+    "copo": Stage(copo_advantages, _copo),
     "steps": Stage(group_advantages, _steps, ("process_reward",)),
-    "prl": Stage(_prl, _prl, ("ref_log_prob",)),
-    "aem": Stage(_aem, _aem, ("entropy",)),
-    "empg": Stage(_empg, _empg, ("entropy", "step")),
-    "perplexity": Stage(_perplexity, _perplexity),
-    "position": Stage(_position, _position),
-    "pear": Stage(_pear, _pear, ("entropy", "step")),
-    "ares": Stage(_ares, _ares, ("entropy",)),
+    "prl": Stage(rules.prl_advantages, _prl, ("ref_log_prob",)),
+    "aem": Stage(aem_advantages, _aem, ("entropy",)),
+    "empg": Stage(empg_advantages, _empg, ("entropy", "step")),
+    "perplexity": Stage(perplexity_advantages, _perplexity),
+    "position": Stage(position_advantages, _position),
+    "pear": Stage(phase_entropy_reward, _pear, ("entropy", "step")),
+    "ares": Stage(difficulty_entropy_reward, _ares, ("entropy",)),
     "given": Stage(_given, _given, ("advantage",)),
 }
 """Name -> how rewards become advantages."""
@@ -359,8 +344,8 @@ SURROGATES = {
     ),
     "sapo": Stage(surrogate_forms.sapo, _of_ratio(surrogate_forms.sapo)),
     "gmpo": Stage(surrogate_forms.gmpo, _gmpo),
-    "reinforce": Stage(_policy_gradient, _policy_gradient),
-    "weighted_reinforce": Stage(_weighted_policy_gradient, _weighted_policy_gradient),
+    "reinforce": Stage(surrogate_weighted.reinforce, _policy_gradient),
+    "weighted_reinforce": Stage(surrogate_weighted.reinforce, _weighted_policy_gradient),
     "cispo": Stage(surrogate_weighted.cispo, _of_log_prob(surrogate_weighted.cispo)),
     "vespo": Stage(surrogate_weighted.vespo, _of_log_prob(surrogate_weighted.vespo)),
     "dppo": Stage(surrogate_weighted.dppo, _dppo),
@@ -462,7 +447,7 @@ SELECTIONS = {
     "kl_cov": Stage(selection.kl_cov_thresholds, _kl_cov),
     "clip_b": Stage(selection_rules.clip_b_thresholds, _clip_b, ("entropy",)),
     "clip_v": Stage(selection_rules.clip_v_thresholds, _clip_v, ("entropy", "expected_score")),
-    "entrocraft": Stage(_entrocraft, _entrocraft, ("entropy",)),
+    "entrocraft": Stage(entrocraft_keep, _entrocraft, ("entropy",)),
     "steer": Stage(steer.steer_thresholds, _steer, ("entropy",)),
 }
 """Name -> which decisions are left out of the mean, lose their loss or a part of it, or bear a penalty."""
