@@ -181,7 +181,7 @@ def test_advantages_in_verl_are_those_of_the_objective(name: str, per_token: boo
     )
     made = compute_advantage(batch, adv_estimator=f"visalign:{name}", config=AlgoConfig()).batch
     row = replace(NAMED[name], kl=0.0, kl_in_reward=0.0, drop_zero_signal=False, selection=None)
-    row = replace(row, selection_options={}, surrogate="reinforce", surrogate_options={})
+    row = replace(row, selection_options={}, surrogate="reinforce", surrogate_options={}, entropy=0.0)
     wanted = row.prepare(
         Trajectories(
             weight=mask.float(),
