@@ -110,7 +110,7 @@ def picture_influence(
     """[N] influence of each sample's reward on the policy that made it.
 
     The gain of a sample is minus its matching error, mean over `LEVELS` levels of |v_θ − (ε − x0)|²,
-    which stands in for its log-prob as in the policy's own regressions; x0 is drawn again from prompt and seed.
+    which stands in for its log-prob as in the policy's own regressions; x0 is drawn again by prompt and seed.
     """
     policy = load_sampler(sampling)
     grid = policy.sigmas(sampling.steps, timestep_schedule=sampling.timestep_schedule)
