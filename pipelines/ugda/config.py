@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -51,10 +50,6 @@ class PartConfig:
     """A packaged configuration or a YAML file."""
     changes: dict[str, Any] = field(default_factory=dict)
     """key.sub -> value over it, such as {run.iterations: 3}."""
-
-    def items(self) -> list[str]:
-        """As the command line takes them."""
-        return [f"{key}={json.dumps(value)}" for key, value in self.changes.items()]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from visalign.atomic import write_atomic
+from visalign.config import PIPELINE_KEY, read_config, resolve_config
 from visalign.data.shapes.prompts import parse_prompt
 from visalign.errors import UserError
 from visalign.evaluation.pages.ugda_page import ugda_page
@@ -38,7 +39,7 @@ from visalign.rewards.catalogue import load_judge, load_reward
 from visalign.rewards.combine.ensemble import Ensemble
 from visalign.seeds import sample_seed
 
-from .config import UGDAConfig
+from .config import PartConfig, UGDAConfig
 from .selection import Candidate, by_lot, candidates, selected
 
 __all__ = ["UGDAConfig", "plan", "run"]
@@ -213,25 +214,34 @@ def _require_votes(store: VoteStore, wanted: int) -> None:
 
 
 def _judge_job(config: UGDAConfig, member: int, pairs: Path) -> Job:
-    given = [f"data.train={json.dumps(str(pairs))}", "data.heldout=null", f"seed={config.seed + member}"]
-    job = load_job(config.judge.config, [*given, *config.judge.items()])
-    if job.config.pipeline != "train_reward":
-        raise UserError(f"judge.config is '{config.judge.config}', which trains no judge (train_reward).")
-    return job
+    given = {"data.train": str(pairs), "data.heldout": None, "seed": config.seed + member}
+    return _job("judge", config.judge, "train_reward", given)
 
 
 def _policy_job(config: UGDAConfig, members: Sequence[Path]) -> Job:
-    given = [f"seed={config.seed}"]
+    given: dict[str, Any] = {"seed": config.seed}
     if members:
         share = {"name": config.reward, "weight": 1 / len(members)}  # their sum is the ensemble's mean
-        terms = {f"member{n}": share | {"options": {"model": str(m)}} for n, m in enumerate(members)}
-        given.append(f"rewards.terms={json.dumps(terms)}")
-    job = load_job(config.policy.config, [*given, *config.policy.items()])
-    if job.config.pipeline != "flow_grpo":
+        given["rewards.terms"] = {
+            f"member{n}": share | {"options": {"model": str(m)}} for n, m in enumerate(members)
+        }
+    return _job("policy", config.policy, "flow_grpo", given)
+
+
+def _job(name: str, part: PartConfig, pipeline: str, given: Mapping[str, Any]) -> Job:
+    """The job of a part with what the round gives it.
+
+    Raises:
+        UserError: its configuration is of another pipeline.
+    """
+    found = read_config(resolve_config(part.config)).get(PIPELINE_KEY)
+    if found != pipeline:
         raise UserError(
-            f"policy.config is '{config.policy.config}', which trains no policy by scores (flow_grpo)."
+            f"{name}.config is '{part.config}', of the pipeline '{found}'; needed is one of '{pipeline}'."
         )
-    return job
+    return load_job(
+        part.config, [f"{key}={json.dumps(value)}" for key, value in {**given, **part.changes}.items()]
+    )
 
 
 def _fitted(config: UGDAConfig, folder: Path, member: int) -> Path:

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""UGDA rounds: which pairs are chosen, who labels, that nothing is done twice, the page, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.support.judges.brightness import Brightness
+from visalign.config import load_config, resolve_config
+from visalign.data.shapes.prompts import parse_prompt
+from visalign.errors import UserError
+from visalign.evaluation.pages.ugda_page import ugda_page
+from visalign.pipelines.collect.store import VoteStore
+from visalign.pipelines.collect.tasks import Task
+from visalign.pipelines.ugda.config import LabelConfig, PartConfig, UGDAConfig
+from visalign.pipelines.ugda.job import WaitingForVotes, plan, run
+from visalign.pipelines.ugda.selection import Candidate, by_lot, member_scores, selected
+from visalign.rewards.combine.ensemble import Ensemble
+
+
+def candidate(number: int, deviation: float, influence: float) -> Candidate:
+    task = Task(prompt=f"p{number}", images=(f"/l{number}", f"/r{number}"))
+    return Candidate(task=task, margin=0.0, deviation=deviation, influence=influence)
+
+
+def test_half_by_deviation_then_half_by_influence():
+    """Of 8 the deviations 8 to 5 stay, of these the influences 40 and 30; influence alone is not enough."""
+    found = [candidate(n, d, i) for n, (d, i) in enumerate(
+        [(1, 999), (2, 50), (3, 1), (4, 1), (5, 10), (6, 40), (7, 20), (8, 30)]
+    )]  # fmt: skip
+    chosen = selected(found, 75, uncertain=0.5, influential=0.5)
+    assert [c.task.prompt for c in chosen] == ["p5", "p7"]
+    assert selected(found, 1, uncertain=0.5, influential=0.5) == chosen[:1]
+    alone = selected(found, 75, uncertain=0.5, influential=1.0)
+    assert {c.task.prompt for c in alone} == {"p4", "p5", "p6", "p7"}
+
+
+def test_by_lot_is_of_the_seed():
+    found = [candidate(n, 0, 0) for n in range(40)]
+    assert by_lot(found, 10, seed=1) == by_lot(found, 10, seed=1) != by_lot(found, 10, seed=2)
+    assert len(by_lot(found, 99, seed=1)) == 40
+
+
+def test_members_are_asked_apart_and_failures_are_nan(tmp_path):
+    for name, level in (("a", 0), ("b", 255)):
+        Image.new("RGB", (4, 4), (level,) * 3).save(tmp_path / f"{name}.png")
+    images = [str(tmp_path / f"{name}.png") for name in "abc"]  # c is missing
+    ensemble = Ensemble({"0": Brightness(), "1": Brightness()})
+    scores = member_scores(ensemble, images, ["p"] * 3)
+    assert scores.shape == (2, 3) and torch.isnan(scores[:, 2]).all() and (scores[:, 1] > scores[:, 0]).all()
+
+
+def tiny(tmp_path: Path, **labels: Any) -> UGDAConfig:
+    heldout = tmp_path / "heldout.jsonl"
+    heldout.write_text(json.dumps(parse_prompt("a purple triangle")) + "\n")
+    small: dict[str, Any] = {"prompts": 3, "pictures": 3, "first": 4, "more": 2}
+    return UGDAConfig(
+        rounds=2,
+        members=2,
+        labels=LabelConfig(**small | labels),
+        judge=PartConfig(
+            config="shapes_reward_dance",
+            changes={
+                "run.iterations": 1,
+                "optimizer.updates_per_iteration": 1,
+                "data.batch": 4,
+                "data.micro_batch": 4,
+            },
+        ),
+        policy=PartConfig(
+            config="shapes_quickstart",
+            changes={
+                "run.iterations": 1,
+                "data.heldout": str(heldout),
+                "evaluation.seeds": [0],
+                "evaluation.every": 0,
+                "rollout.prompts_per_iteration": 2,
+                "rollout.group_size": 2,
+                "rollout.steps": 4,
+                "optimizer.updates_per_iteration": 1,
+                "run.max_seconds": None,
+            },
+        ),
+    )
+
+
+@pytest.mark.slow
+def test_two_rounds_with_people_who_label(tmp_path):
+    config, output = tiny(tmp_path, by="people"), tmp_path / "run"
+    with pytest.raises(
+        WaitingForVotes, match=r"4 of 4 pairs wait for votes\. Collect them: visalign collect"
+    ):
+        run(config, output)
+    made = {path: path.stat().st_mtime_ns for path in output.rglob("*.png")}
+    for number in range(2):
+        store = VoteStore(output / f"round_{number:02d}" / "votes.sqlite")
+        store.join("Ada")
+        while (shown := store.next("Ada")) is not None:
+            client = f"{number} {shown.assignment}"
+            store.vote("Ada", shown.assignment, {"choice": "left"}, client=client, seconds=1)
+        store.close()
+        if number == 0:
+            with pytest.raises(WaitingForVotes, match="of 2 pairs wait for votes"):
+                run(config, output, resume=True)
+    summary = run(config, output, resume=True)
+    assert all(path.stat().st_mtime_ns == when for path, when in made.items())
+    first, second = summary["rounds"]
+    assert (first["labelled"], second["labelled"], second["pairs"]) == (4, 2, 6)
+    assert first.get("deviation_all") is None
+    assert second["deviation_queued"] > 0 and second["influence_queued"] > 0
+    rows = [json.loads(line) for line in (output / "round_01" / "candidates.jsonl").read_text().splitlines()]
+    assert len(rows) == 9 and sum(row["queued"] for row in rows) == 2
+    least = min(row["deviation"] for row in rows if row["queued"])
+    assert sum(row["deviation"] > least for row in rows) < 5  # of the upper half
+    page = (output / "report.html").read_text()
+    assert "Labelled in the last round" in page and page.count("data:image") == 4
+    before = json.dumps(summary)
+    assert json.dumps(run(config, output, resume=True)) == before
+
+
+def test_the_page_and_the_plan(tmp_path):
+    policy = {when: {"accuracy": 0.5} for when in ("before", "after")}
+    record = {
+        "round": 0,
+        "candidates": 9,
+        "labelled": 4,
+        "ties": 1,
+        "pairs": 4,
+        "seconds": 60.0,
+        "ensemble_wrong": None,
+        "policy": policy,
+    }
+    assert "50.0" in ugda_page([record], [])
+    found = plan(tiny(tmp_path))
+    assert found["pairs_labelled"] == 6 and found["judges_trained"] == 4 and "policy" in found
+
+
+def test_what_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"policy.changes sets rewards.terms, which each round sets itself"):
+        UGDAConfig(policy=PartConfig(config="shapes_quickstart", changes={"rewards.terms": {}}))
+    wrong = UGDAConfig(policy=PartConfig(config="text_grpo"))
+    with pytest.raises(
+        UserError,
+        match=r"policy.config is 'text_grpo', of the pipeline 'text_grpo'; needed is one of 'flow_grpo'",
+    ):
+        plan(wrong)
+    wrong = UGDAConfig(judge=PartConfig(config="shapes_quickstart"))
+    with pytest.raises(UserError, match=r"judge.config is 'shapes_quickstart', of the pipeline 'flow_grpo'"):
+        plan(wrong)
+    assert load_config(UGDAConfig, resolve_config("shapes_ugda"), []).labels.more == 75
