@@ -12,6 +12,7 @@ from .diffusion.settings import DiffusionObjectiveSettings, RolloutSettings
 from .loop.checkpoint import CheckpointError
 from .loop.judging import RewardFailure
 from .loop.metrics import METRICS, read_metrics
+from .loop.monitor import MonitorLimits, MonitorSettings
 from .loop.optimizer import AdamWSettings, OptimizerSettings
 from .loop.progress import TrainingProgress
 from .loop.runtime import end_processes, peak_memory_bytes
@@ -37,6 +38,8 @@ __all__ = [
     "DiffusionObjectiveSettings",
     "DynamicSettings",
     "FlowGRPO",
+    "MonitorLimits",
+    "MonitorSettings",
     "ObjectiveSettings",
     "OptimizerSettings",
     "PromptSampler",
