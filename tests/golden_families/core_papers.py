@@ -18,6 +18,12 @@ from visalign.core.advantages.copo import (
 from visalign.core.advantages.entropy import aem_advantages, aem_scale, empg_advantages, empg_scale
 from visalign.core.advantages.group import group_advantages
 from visalign.core.advantages.returns import discounted_returns
+from visalign.core.advantages.risk import (
+    conditional_value_at_risk,
+    mixed_value_at_risk,
+    range_value_at_risk,
+    track_quantile,
+)
 from visalign.core.advantages.rules import conditional_advantages, prl_advantages
 from visalign.core.rewards.steps import (
     clip_step_rewards,
@@ -26,14 +32,8 @@ from visalign.core.rewards.steps import (
     implicit_step_rewards,
     turning_point_rewards,
 )
+from visalign.core.standalone.critics import soft_minimum
 from visalign.core.standalone.replay import replay_advantages, replay_weight
-from visalign.core.standalone.risk import (
-    conditional_value_at_risk,
-    mixed_value_at_risk,
-    range_value_at_risk,
-    soft_minimum,
-    track_quantile,
-)
 from visalign.core.standalone.shaping import jepo_credit, preference_as_reward
 from visalign.core.tokens.entropy import covariance_statistics, token_covariance
 from visalign.core.tokens.entropy_terms import tea_weights

@@ -73,6 +73,8 @@ def step(seed: int = 0, *, move: float = 0.3, rewards: int = 0) -> tuple[Traject
         nucleus_entropy=draw(b, t).abs(),
         entropy_before=0.3,
         step=torch.arange(t).expand(b, t) // 2,
+        bundle=torch.tensor([0, 1, 0, 1, 2, 2, 0, 1]),
+        quantiles=(-0.5, 1.5),
         greedy_reward=draw(b),
         uniform=torch.rand(b, t, generator=g, dtype=torch.float64),
         ptx_weight=torch.ones(2, 3, dtype=torch.float64),

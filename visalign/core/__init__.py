@@ -48,6 +48,10 @@ ROOMS = {
     "advantages.returns": (
         "discounted_returns reinforce_pp_advantages reinforce_pp_baseline_advantages remax_advantages"
     ),
+    "advantages.risk": (
+        "bundle_scores conditional_value_at_risk mixed_value_at_risk range_value_at_risk riskpo_advantages "
+        "track_quantile"
+    ),
     "advantages.rules": "conditional_advantages prl_advantages",
     "groups.labels": "group_index",
     "objective.data": "Decisions",
@@ -102,11 +106,9 @@ ROOMS = {
         "shrink_advantages"
     ),
     "standalone.clip_losses": "listwise_choice_loss paired_cosine pickscore_loss rank_margin_loss",
+    "standalone.critics": "soft_minimum",
     "standalone.off_policy_pairs": "off_policy_pair_weights relative_log_density",
     "standalone.replay": "replay_advantages replay_weight",
-    "standalone.risk": (
-        "conditional_value_at_risk mixed_value_at_risk range_value_at_risk soft_minimum track_quantile"
-    ),
     "standalone.shaping": (
         "jepo_credit likelihood_reward neighbour_weights preference_as_reward reward_fusion"
     ),

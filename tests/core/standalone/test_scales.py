@@ -23,13 +23,13 @@ from visalign.core.advantages.entropy import (
     empg_scale,
 )
 from visalign.core.advantages.group import group_advantages
-from visalign.core.standalone.risk import (
+from visalign.core.advantages.risk import (
     conditional_value_at_risk,
     mixed_value_at_risk,
     range_value_at_risk,
-    soft_minimum,
     track_quantile,
 )
+from visalign.core.standalone.critics import soft_minimum
 from visalign.core.tokens.entropy_terms import tea_weights
 
 NAN = float("nan")

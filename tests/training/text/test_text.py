@@ -22,6 +22,7 @@ from visalign.text import StoppingCriteria
 from visalign.training.loop.judging import RewardFailure
 from visalign.training.loop.metrics import METRICS, TEXT_ONLY, check_keys, read_metrics, without_times
 from visalign.training.text.settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings
+from visalign.training.text.trajectories import bundle_index
 
 LEARNERS = [
     "grpo",
@@ -188,7 +189,7 @@ def test_a_reward_of_the_wrong_length_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "dynamic"), [("ppo", None), ("siren", None), ("dapo", {"max_rounds": 3})]
+    ("algorithm", "dynamic"), [("ppo", None), ("siren", None), ("riskpo", None), ("dapo", {"max_rounds": 3})]
 )
 def test_a_resumed_run_is_the_uninterrupted_one(algorithm, dynamic, tmp_path):
     def trainer(folder, iterations):
@@ -210,6 +211,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(algorithm, dynamic, tmp_path):
         one, other = whole.algorithm.groups, second.algorithm.groups
         assert one is not None and other is not None
         assert one.total == other.total and one.total.rounds >= 4
+
+
+def test_riskpos_bundles_have_one_sample_of_each_prompt() -> None:
+    group = [4, 4, 7, 7, 5, 5, 4, 6, 6]
+    assert bundle_index(group, 2).tolist() == [0, 1, 0, 1, 9, 10, 2, 9, 10]
+    assert bundle_index(group, 9).tolist() == [0, 1, 0, 1, 0, 1, 2, 0, 1]
 
 
 def test_dynamic_sampling_goes_on_until_groups_carry_signal(tmp_path):

@@ -164,6 +164,12 @@ NAMED: dict[str, Objective] = {
         entropy_term_options={"tau": 1.0, "cap": 100.0},
         aggregation="token_mean",
     ),
+    "riskpo": replace(
+        _GROUP,
+        source="RiskPO, arXiv 2510.00911 (bundles of 5, levels 0.2 and 0.8, ω = 1.5, η = 0.1)",
+        advantage="riskpo",
+        advantage_options={"bundle": 5, "level_down": 0.2, "level_up": 0.8, "tail_weight": 1.5},
+    ),
     "dapo": replace(
         _GROUP,
         source="Yu et al., arXiv 2503.14476, eq. 8 and 10, averaged as its code does",

@@ -75,14 +75,14 @@ def pad_samples(t: Trajectories, left: int, right: int, below: int) -> Trajector
         value = getattr(t, name)
         if value is not None:
             new[name] = _frame(value, left, right, below, fill)
-    for name in ("reward", "greedy_reward", "metric", "valid", "advantage"):
+    for name in ("reward", "greedy_reward", "metric", "valid", "advantage", "bundle"):
         value = getattr(t, name)
         if value is None:
             continue
         if name == "advantage" and value.ndim == 2:
             new[name] = _frame(value.masked_fill(absent, nan), left, right, below, nan)
         else:
-            filler = value.new_full((below, *value.shape[1:]), 0 if name == "valid" else nan)
+            filler = value.new_full((below, *value.shape[1:]), {"valid": 0, "bundle": -1}.get(name, nan))
             new[name] = torch.cat([value, filler])
     return replace(t, **new, group=[*labels(t), *(("absent", i) for i in range(below))])  # type: ignore[arg-type]
 

@@ -59,6 +59,10 @@ class Trajectories:
     """What `entropy_memory` keeps of earlier rollouts; None at the first."""
     step: Tensor | None = None
     """[B, T] int64, which step of its sample a decision belongs to, −1 none, for advantage="empg"."""
+    bundle: Tensor | None = None
+    """[B] int64, which samples are scored together, one to each of some prompts, for advantage="riskpo"."""
+    quantiles: tuple[float, float] | None = None
+    """What `riskpo_quantiles` tracked over the earlier rollouts; None at the first."""
     greedy_reward: Tensor | None = None
     """[B] reward of the greedy completion to the same prompt, for ReMax."""
     uniform: Tensor | None = None
@@ -93,7 +97,7 @@ class Trajectories:
             "loss_weight",
         ):
             _same(name, getattr(self, name), shape)
-        for name in ("valid", "greedy_reward", "metric"):
+        for name in ("valid", "greedy_reward", "metric", "bundle"):
             _same(name, getattr(self, name), shape[:1])
         if self.reward is not None:
             if self.reward.ndim not in (1, 2) or self.reward.shape[0] != shape[0]:
@@ -116,7 +120,15 @@ class Trajectories:
     def rows(self, index: Tensor | slice) -> Trajectories:
         """The samples `index` (integers, booleans or a slice); ptx_weight stays whole."""
         rows = torch.arange(self.weight.shape[0])[index.cpu() if isinstance(index, Tensor) else index]
-        whole = ("group", "reward_weights", "ptx_weight", "decisions", "entropy_before", "iteration")
+        whole = (
+            "group",
+            "reward_weights",
+            "ptx_weight",
+            "decisions",
+            "entropy_before",
+            "quantiles",
+            "iteration",
+        )
         held = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in whole}
         picked = {name: value[rows.to(value.device)] for name, value in held.items() if value is not None}
         labels = self.group

@@ -60,6 +60,7 @@ EXTRA: dict[str, tuple[str, str]] = {
         "it needs a second number of each sample",
         "objective.metric=PART, the name of a part of the reward (a term of weight 0 is one), or 'grpo'",
     ),
+    "bundle": ("it needs bundles of samples of several prompts", "'copo', which compares prompts, or 'grpo'"),
     "ptx_weight": ("it needs tokens to go on learning by heart", "ptx=0"),
 }
 """What a policy of denoising steps rarely has, why a row asks for it, and what to take instead."""

@@ -41,6 +41,7 @@ from visalign.core.tokens.statistics import masked_quantile, weighted_mean
 
 from .data import PolicyOutput, Prepared, Trajectories
 from .options import Stage
+from .reward_stage import riskpo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,10 @@ def _of_reward(function: Callable[..., Tensor]) -> Callable[..., Advantages]:
         return function(sample_reward(t, beta), t.group, valid=t.valid, **options), None
 
     return apply
+
+
+def _of_step(function: Callable[..., Tensor]) -> Callable[..., Advantages]:
+    return lambda t, beta, **options: (function(t, sample_reward(t, beta), **options), None)
 
 
 def _opo(t: Trajectories, beta: float, **options: Any) -> Advantages:
@@ -273,6 +278,7 @@ ADVANTAGES = {
     "position": Stage(position_advantages, _position),
     "pear": Stage(phase_entropy_reward, _pear, ("entropy", "step")),
     "ares": Stage(difficulty_entropy_reward, _ares, ("entropy",)),
+    "riskpo": Stage(riskpo, _of_step(riskpo), ("bundle",)),
     "given": Stage(_given, _given, ("advantage",)),
 }
 """Name -> how rewards become advantages."""

@@ -145,7 +145,12 @@ def _rehearse(objective: Objective, decisions: Decisions, given: Sequence[str]) 
     says: dict[str, Any] = {"kl": some, "divergence": some}
     if decisions == "tokens":
         names = ("value", "entropy", "expected_score", "nucleus_entropy", "uniform")
-        more = {**dict.fromkeys(names, some), "greedy_reward": some[:, 0], "step": some.long()}
+        more = {
+            **dict.fromkeys(names, some),
+            "greedy_reward": some[:, 0],
+            "step": some.long(),
+            "bundle": some[:, 0].long(),
+        }
         names = ("value", "entropy", "nucleus_entropy", "ptx_log_prob", "ptx_weight")
         says = {**dict.fromkeys(names, some), "log_z": some[:, 0]}
     prepared = objective.prepare(

@@ -31,7 +31,7 @@ from .completion_statistics import distinct_pairs, repetition
 from .dynamic_groups import DynamicGroups
 from .parts import Records, TextParts
 from .settings import TextRolloutSettings
-from .trajectories import engine_gap, trajectories_of
+from .trajectories import bundle_index, engine_gap, trajectories_of
 
 
 @dataclass(kw_only=True)
@@ -130,6 +130,9 @@ def collect(
         generator = torch.Generator().manual_seed(sample_seed(parts.seed, "uniform", iteration))
         uniform = torch.rand(trajectories.weight.shape, generator=generator)
         trajectories = replace(trajectories, uniform=uniform)
+    if objective.advantage == "riskpo":
+        size = objective.advantage_options.get("bundle", 5)
+        trajectories = replace(trajectories, bundle=bundle_index(kept.group, size))
     if trajectories.rollout_log_prob is not None:
         metrics["engine_gap"] = engine_gap(trajectories, settings.allowed_gap)
         metrics["entropy"] = _mean_entropy(trajectories)  # the policy's: another engine may not say

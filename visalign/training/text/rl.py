@@ -26,6 +26,8 @@ from torch import nn
 
 from visalign.core import Objective, PolicyOutput, Prepared, count_step, penalty_kl_coefficient
 from visalign.core.objective.entropy_stage import entropy_memory, remembers
+from visalign.core.objective.reward_stage import riskpo_quantiles
+from visalign.core.objective.stages import sample_reward
 from visalign.errors import UserError
 from visalign.interfaces import TextReward
 from visalign.text import TextPolicy
@@ -204,16 +206,20 @@ class TextRL(Algorithm):
             made = collect(self.parts, write, self.groups, iteration, self.rollout, self.objective, run.clock)
         self._had_updates = made.experience is not None
         if made.experience is not None:
-            self._remember(made.experience)
+            self._remember(made.experience, run)
         return made
 
-    def _remember(self, experience: TextExperience) -> None:
+    def _remember(self, experience: TextExperience, run: Context) -> None:
         """Hand on what the row keeps of earlier iterations, and keep what it wants of this one."""
         row, t = self.row, experience.trajectories
         if remembers(row) is not None:
             before = self._entropies
             self._entropies = entropy_memory(row, t, before)
-            experience.trajectories = replace(t, entropy_before=before[0] if before else None)
+            experience.trajectories = t = replace(t, entropy_before=before[0] if before else None)
+        if row.advantage == "riskpo":
+            experience.trajectories = t = replace(t, quantiles=run.counters.own.get("quantiles"))
+            reward = sample_reward(t, row.kl_in_reward)
+            run.counters.own["quantiles"] = riskpo_quantiles(t, reward, **row.advantage_options)
 
     def _write(self, number: int, run: Context) -> Written:
         return write(self.parts, self.sampler, number, self.rollout, run.clock)

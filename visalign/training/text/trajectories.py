@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -84,6 +84,25 @@ def trajectories_of(
     if reward.ndim == 2:
         more["reward_weights"] = list(reward_weights(parts.reward).values())
     return rollout.trajectories(reward, valid=valid, **more)
+
+
+def bundle_index(group: Sequence[int], size: int) -> Tensor:
+    """Bundles for RiskPO: the j-th samples of `size` prompts are one.
+
+    Args:
+        group: B labels.
+        size: prompts in a bundle; N prompts make N // size bundles for each j, at least one, as even as can
+            be.
+
+    Returns:
+        [B] int64.
+    """
+    seen, number = {label: 0 for label in group}, {label: n for n, label in enumerate(dict.fromkeys(group))}
+    bundles, most, found = max(1, len(seen) // size), len(group), []
+    for label in group:
+        found.append(number[label] * bundles // len(seen) * most + seen[label])
+        seen[label] += 1
+    return torch.tensor(found)
 
 
 def _expected_score(log_p: Tensor) -> Tensor:

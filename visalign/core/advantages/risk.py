@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages that look at the tail: RiskPO's mixed value at risk, the cautious value of several critics."""
+"""Advantages that look at the tail: RiskPO's mixed value at risk."""
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from visalign.core.checks import check_not_negative, check_positive
+from visalign.core.checks import check_not_negative
+from visalign.core.groups.group_statistics import group_mean
+from visalign.core.groups.labels import group_index, group_sum
 from visalign.core.precision import float32
 
 
@@ -126,28 +128,58 @@ def track_quantile(quantile: Tensor | float, score: Tensor, *, level: float, rat
     return torch.where(present.any(), now + rate * (level - below), now)
 
 
-def soft_minimum(values: Tensor, *, temperature: float = 0.3) -> Tensor:
-    """Cautious value of several critics, V = −a [ln Σ_h exp(−v_h/a) − ln n].
+def bundle_scores(reward: Tensor, bundle: Tensor, *, size: int = 5) -> tuple[Tensor, Tensor]:
+    """The scores of bundles of samples, one to each of `size` prompts: size · mean of their rewards.
 
-    Between the minimum (a → 0) and the mean (a → ∞) of the n critics; equal critics give their value.
+    It is their sum where the bundle is whole; a bundle of another size, or with a reward that is missing,
+    stays comparable.
 
     Args:
-        values: [..., n], differentiable.
-        temperature: a > 0, in the unit of the values.
+        reward: [B]; what is not finite is missing.
+        bundle: [B] int64 labels.
+        size: prompts in a bundle, ≥ 1.
 
     Returns:
-        [...], float32 or better.
+        (scores [N] float64 of the N bundles, NaN without a reward; [B] which of them a sample is in).
 
-    Raises:
-        ValueError: no critics, or a temperature that is not positive and finite.
-
-    SAFE (two critics, a = 0.3).
+    RiskPO, arXiv 2510.00911 (5 prompts).
     """
-    check_positive(temperature=temperature)
-    if not values.ndim or not values.shape[-1]:
-        raise ValueError(f"values must be [..., n] with at least one critic; got {tuple(values.shape)}.")
-    total = torch.logsumexp(-float32(values) / temperature, -1) - math.log(values.shape[-1])
-    return -temperature * total
+    if size < 1:
+        raise ValueError(f"bundle must be at least 1 prompt; got {size}.")
+    index, count = group_index(bundle, len(reward), reward.device)
+    known = torch.isfinite(reward)
+    there = group_sum(known.double()[:, None], index, count)[:, 0] > 0
+    return torch.where(there, size * group_mean(reward, known, index, count), torch.nan), index
+
+
+def riskpo_advantages(
+    score: Tensor,
+    q_down: Tensor | float,
+    q_up: Tensor | float,
+    *,
+    eps: float = 1e-6,
+    **options: Any,
+) -> Tensor:
+    """`mixed_value_at_risk` of the scores of bundles, over their std (n − 1).
+
+    Args:
+        score: [N]; what is not finite is missing.
+        q_down: lower quantile of the scores.
+        q_up: upper quantile.
+        eps: added to the std.
+        options: of `mixed_value_at_risk`.
+
+    Returns:
+        [N], float32 or better, no gradient; NaN where missing, 0 where all scores are equal.
+
+    RiskPO, arXiv 2510.00911. The std is that of all scores that are passed in.
+    """
+    known = torch.isfinite(score)
+    value = mixed_value_at_risk(score, q_down, q_up, **options)
+    inside = score.detach().double()[known]
+    if len(inside) < 2 or bool((inside == inside[0]).all()):
+        return torch.where(known, torch.zeros_like(value), torch.nan)
+    return torch.where(known, value / (inside.std() + eps), torch.nan)
 
 
 def _check_levels(down: float, up: float) -> None:

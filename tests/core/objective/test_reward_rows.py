@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that shape rewards or look at batches of them, through `Objective`: golden cases and hand values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tests.core.objective.test_entropy_rows import golden
+from tests.support.core import assert_values, f64
+from visalign.core.objective.algorithms import named_objective
+from visalign.core.objective.data import Trajectories
+from visalign.core.objective.objective import Objective
+from visalign.core.objective.reward_stage import riskpo_quantiles
+
+NAN = float("nan")
+
+
+def samples(reward: torch.Tensor, **held: Any) -> Trajectories:
+    """One sample of two decisions for each reward."""
+    wide = torch.ones(len(reward), 2, dtype=torch.float64)
+    held.setdefault("group", [0] * len(reward))
+    return Trajectories(weight=wide, old_log_prob=-wide, reward=reward, **held)
+
+
+def tracked(row: Objective, t: Trajectories) -> torch.Tensor:
+    """The quantiles after a rollout."""
+    assert t.reward is not None
+    return f64(*riskpo_quantiles(t, t.reward, **row.advantage_options))
+
+
+def test_riskpo_is_the_golden_case_over_its_std_and_tracks_its_quantiles() -> None:
+    """A score of one sample is that of a bundle of five whose mean is a fifth."""
+    for name in ("riskpo_worked", "riskpo_s0", "riskpo_s1"):
+        case = golden(name)
+        score = torch.tensor(case["inputs"]["scores"]).double()
+        down, up = case["inputs"]["q_down"], case["inputs"]["q_up"]
+        bundle = torch.arange(len(score)).repeat(5)
+        t = samples((score / 5).repeat(5), bundle=bundle, quantiles=(down, up))
+        row = named_objective("riskpo")
+        found = row.prepare(t).advantage[:, 0]
+        expected = torch.tensor(case["outputs"]["mixed"]).double() / (score.std() + 1e-6)
+        torch.testing.assert_close(found, expected.repeat(5), rtol=1e-6, atol=1e-8)
+        assert_values(
+            tracked(row, t),
+            *[case["outputs"][f"q_{x}_next"] for x in ("down", "up")],
+        )
+
+
+def test_riskpo_begins_with_the_rollouts_own_quantiles_and_leaves_out_what_is_missing() -> None:
+    """Sums of two: 1, 3, 5; the fourth bundle has one reward alone, 2, which counts twice."""
+    bundle = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4])
+    t = samples(f64(0, 1, 2, 2, 1, 2, 3, NAN, NAN), bundle=bundle)
+    row = named_objective("riskpo", advantage_options={"bundle": 2, "natural_baseline": False})
+    low, high = 2.2, 4.4  # quantiles 0.2 and 0.8 of 1, 3, 4, 5
+    raw = f64(1.5 * -(low - 1) / 0.2, (3 - low) / 0.6, (4 - low) / 0.6, (high - low) / 0.6) / 2.5
+    expected = raw / (f64(1, 3, 4, 5).std() + 1e-6)
+    prepared = row.prepare(t)
+    assert_values(prepared.advantage[:, 0], *expected[torch.tensor([0, 1, 3, 2, 0, 1, 3])].tolist(), 0, 0)
+    assert prepared.weight.bool()[:, 0].tolist() == [True] * 7 + [False] * 2
+    assert_values(
+        tracked(row, t),
+        2.2 + 0.1 * (0.2 - 0.25),
+        4.4 + 0.1 * (0.8 - 0.75),
+    )
+    same = replace(t, reward=torch.ones(9, dtype=torch.float64))
+    assert float(row.prepare(same).advantage.abs().max()) == 0.0

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Advantages of rewards that are shaped, or scored together with those of other samples."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from visalign.core.advantages.risk import bundle_scores, riskpo_advantages, track_quantile
+
+from .data import Trajectories
+
+
+def riskpo(
+    t: Trajectories,
+    reward: Tensor,
+    *,
+    bundle: int = 5,
+    rate: float = 0.1,
+    level_down: float = 0.2,
+    level_up: float = 0.8,
+    tail_weight: float = 1.5,
+    natural_baseline: bool = True,
+    eps: float = 1e-6,
+) -> Tensor:
+    """`riskpo_advantages` of the bundles, each sample's that of its own.
+
+    The quantiles are those that `riskpo_quantiles` tracked over the earlier rollouts (`rate` is its η), at
+    first this one's own.
+    """
+    assert t.bundle is not None
+    score, index = bundle_scores(reward, t.bundle, size=bundle)
+    low, high = t.quantiles or _own_quantiles(score, (level_down, level_up))
+    return riskpo_advantages(
+        score,
+        low,
+        high,
+        eps=eps,
+        level_down=level_down,
+        level_up=level_up,
+        tail_weight=tail_weight,
+        natural_baseline=natural_baseline,
+    )[index]
+
+
+def riskpo_quantiles(
+    t: Trajectories,
+    reward: Tensor,
+    *,
+    bundle: int = 5,
+    rate: float = 0.1,
+    level_down: float = 0.2,
+    level_up: float = 0.8,
+    **_others: object,
+) -> tuple[float, float]:
+    """What RiskPO goes by in the next rollout, the lower and the upper quantile of the scores of bundles.
+
+    Args:
+        t: a whole rollout, with the quantiles that it went by; None at the first.
+        reward: [B] of it, see `sample_reward`.
+        bundle: as the others an option of advantage="riskpo".
+        rate: η of `track_quantile`.
+        level_down: of the lower one.
+        level_up: of the upper one.
+    """
+    assert t.bundle is not None
+    score, _ = bundle_scores(reward, t.bundle, size=bundle)
+    before = t.quantiles or _own_quantiles(score, (level_down, level_up))
+    low = float(track_quantile(before[0], score, level=level_down, rate=rate))
+    return low, max(low, float(track_quantile(before[1], score, level=level_up, rate=rate)))
+
+
+def _own_quantiles(score: Tensor, levels: tuple[float, float]) -> tuple[float, float]:
+    known = score[torch.isfinite(score)]
+    low, high = (float(known.quantile(level)) if len(known) else 0.0 for level in levels)
+    return low, high
