@@ -15,7 +15,7 @@ from visalign.core.advantages.group import group_advantages, whiten
 from visalign.core.regression.groupwise import gdro_loss, soft_plackett_luce
 from visalign.core.regression.losses import reward_probability
 from visalign.core.rewards.sets import vendi_gains, vendi_score
-from visalign.core.standalone.shaping import neighbour_weights, reward_fusion
+from visalign.core.standalone.fusion import neighbour_weights, reward_fusion
 from visalign.evaluation.statistics.diversity import effective_rank, starc_distance, support_metrics
 
 Outputs = dict[str, Any]

@@ -94,6 +94,7 @@ ROOMS = {
     ),
     "rewards.entropy": "difficulty_entropy_reward difficulty_of phase_entropy_reward window_entropy",
     "rewards.sets": "frechet_distance frechet_gains set_gains vendi_gains vendi_score",
+    "rewards.shaping": "preference_as_reward",
     "rewards.steps": (
         "clip_step_rewards delta_step_rewards implicit_prm_loss implicit_step_rewards turning_point_rewards"
     ),
@@ -107,11 +108,10 @@ ROOMS = {
     ),
     "standalone.clip_losses": "listwise_choice_loss paired_cosine pickscore_loss rank_margin_loss",
     "standalone.critics": "soft_minimum",
+    "standalone.fusion": "neighbour_weights reward_fusion",
+    "standalone.likelihood": "jepo_credit likelihood_reward",
     "standalone.off_policy_pairs": "off_policy_pair_weights relative_log_density",
     "standalone.replay": "replay_advantages replay_weight",
-    "standalone.shaping": (
-        "jepo_credit likelihood_reward neighbour_weights preference_as_reward reward_fusion"
-    ),
     "surrogates.aggregation": "MODES Counts row_tokens",
     "surrogates.balance": "dro flow_balance",
     "surrogates.forms": "gmpo gradient_keeping_clip ppo_kl sapo",

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from tests.core.objective.test_entropy_rows import golden
@@ -67,3 +68,22 @@ def test_riskpo_begins_with_the_rollouts_own_quantiles_and_leaves_out_what_is_mi
     )
     same = replace(t, reward=torch.ones(9, dtype=torch.float64))
     assert float(row.prepare(same).advantage.abs().max()) == 0.0
+
+
+def test_par_is_the_golden_case_before_the_group_and_takes_the_kl_off_what_it_shaped() -> None:
+    case = golden("par_worked")
+    reward, reference = (torch.tensor(case["inputs"][k]).double() for k in ("rewards", "reference_rewards"))
+    t = samples(reward, reference_reward=reference, ref_log_prob=-torch.ones(3, 2).double())
+    options = {"references": 2, "scale": "none"}
+    row = named_objective("par", advantage_options=options)
+    shaped = torch.tensor(case["outputs"]["shaped"]).double()
+    assert_values(row.prepare(t).advantage[:, 0], *(shaped - shaped.mean()).tolist())
+    assert t.ref_log_prob is not None
+    t.ref_log_prob[0, 0] = -3.0  # k1 = 2
+    moved = shaped - 0.1 * f64(2, 0, 0)
+    row = named_objective("par", advantage_options=options, kl_in_reward=0.1)
+    assert_values(row.prepare(t).advantage[:, 0], *(moved - moved.mean()).tolist())
+    with pytest.raises(ValueError, match=r"reference_reward must be \[B, 1\]; got \(3, 2\)"):
+        named_objective("par").prepare(t)
+    with pytest.raises(ValueError, match=r"reference_reward must be \[3, M\]; got shape \(2, 2\)"):
+        replace(t, reference_reward=torch.zeros(2, 2))

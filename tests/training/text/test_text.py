@@ -159,6 +159,25 @@ def test_remax_compares_with_the_greedy_completion_to_the_same_record(tmp_path):
     assert sorted(greedy) == sorted(sampled[::6]) == ["a", "b"]
 
 
+def test_pars_references_are_what_the_start_policy_makes_of_the_prompt(tmp_path):
+    """The same for all samples of a group, of other completions than theirs, and not of the weights now."""
+    found = []
+    for moved in (False, True):
+        options = {"changes": {"advantage_options": {"references": 3}}}
+        trainer = toy_text_trainer(tmp_path / str(moved), "par", objective=options)
+        algorithm, start = trainer.algorithm, weights_of(trainer).clone()
+        if moved:
+            with torch.no_grad():
+                for _, parameter in trainer.weights.named:
+                    parameter.add_(0.3 * torch.ones_like(parameter))
+        t = algorithm.collect(trainer.context).experience.trajectories
+        groups = t.reference_reward.view(4, 6, 3)
+        assert bool((groups == groups[:, :1]).all()) and len(groups[:, 0].unique()) > 1
+        assert torch.equal(start, weights_of(trainer)) != moved
+        found.append((groups, t.reward))
+    assert torch.equal(found[0][0], found[1][0]) and not torch.equal(found[0][1], found[1][1])
+
+
 def test_a_clip_is_seen_beside_a_kl_term(tmp_path):
     """The KL's gradient flows through clipped tokens too; the share that was clipped is the policy's."""
     shares = []

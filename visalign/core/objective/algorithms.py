@@ -164,6 +164,13 @@ NAMED: dict[str, Objective] = {
         entropy_term_options={"tau": 1.0, "cap": 100.0},
         aggregation="token_mean",
     ),
+    "par": replace(
+        _GROUP,
+        source="PAR, arXiv 2502.18770 (k = 1, one completion of the reference, KL 0.005)",
+        advantage="par",
+        advantage_options={"k": 1.0, "references": 1},
+        kl=0.005,
+    ),
     "riskpo": replace(
         _GROUP,
         source="RiskPO, arXiv 2510.00911 (bundles of 5, levels 0.2 and 0.8, ω = 1.5, η = 0.1)",

@@ -75,7 +75,7 @@ def pad_samples(t: Trajectories, left: int, right: int, below: int) -> Trajector
         value = getattr(t, name)
         if value is not None:
             new[name] = _frame(value, left, right, below, fill)
-    for name in ("reward", "greedy_reward", "metric", "valid", "advantage", "bundle"):
+    for name in ("reward", "greedy_reward", "reference_reward", "metric", "valid", "advantage", "bundle"):
         value = getattr(t, name)
         if value is None:
             continue

@@ -65,6 +65,8 @@ class Trajectories:
     """What `riskpo_quantiles` tracked over the earlier rollouts; None at the first."""
     greedy_reward: Tensor | None = None
     """[B] reward of the greedy completion to the same prompt, for ReMax."""
+    reference_reward: Tensor | None = None
+    """[B, M] rewards of M completions of the reference to the same prompt, for advantage="par"."""
     uniform: Tensor | None = None
     """[B, T] numbers in [0, 1), drawn once per step, for Clip-Cov."""
     metric: Tensor | None = None
@@ -111,6 +113,10 @@ class Trajectories:
                     f"reward {tuple(self.reward.shape)} needs {rewards} reward_weights; got "
                     f"{len(self.reward_weights)}."
                 )
+        if self.reference_reward is not None and self.reference_reward.shape[:1] != shape[:1]:
+            raise ValueError(
+                f"reference_reward must be [{shape[0]}, M]; got shape {tuple(self.reference_reward.shape)}."
+            )
         if self.advantage is not None and self.advantage.shape not in (shape, shape[:1]):
             raise ValueError(
                 f"advantage must be [B] or [B, T], {tuple(shape[:1])} or {tuple(shape)}; got shape "

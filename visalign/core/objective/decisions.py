@@ -54,6 +54,10 @@ EXTRA: dict[str, tuple[str, str]] = {
         "it needs the reward of a greedy completion, and a picture has none: its initial noise is drawn",
         "'rloo', whose baseline is the other samples of the prompt",
     ),
+    "reference_reward": (
+        "it needs rewards of what the reference makes of the same prompts",
+        "'pref_grpo', which compares the pictures of a group",
+    ),
     "log_z": ("it needs a learned log Z of each prompt", "'grpo' with a KL term, kl=0.04"),
     "process_reward": ("it needs a reward of each step", "objective.credit=turning_points or one_step"),
     "metric": (

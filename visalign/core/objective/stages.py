@@ -29,6 +29,7 @@ from visalign.core.rewards.entropy import (
     phase_entropy_reward,
     window_entropy,
 )
+from visalign.core.rewards.shaping import preference_as_reward
 from visalign.core.rewards.terms import kl_in_reward, place_terminal
 from visalign.core.surrogates import balance as surrogate_balance
 from visalign.core.surrogates import forms as surrogate_forms
@@ -249,6 +250,18 @@ def _ares(
     return group_advantages(shaped, t.group, scale=scale, valid=t.valid), None
 
 
+def _par(t: Trajectories, beta: float, *, k: float = 1.0, references: int = 1, **options: Any) -> Advantages:
+    """What the KL costs is taken off the shaped reward; `references` is how many there are, M."""
+    assert t.reference_reward is not None
+    if t.reference_reward.shape[1] != references:
+        raise ValueError(
+            f"reference_reward must be [B, {references}]; got {tuple(t.reference_reward.shape)}."
+        )
+    plain = sample_reward(t, 0.0)
+    shaped = preference_as_reward(plain, t.reference_reward, k=k) + (sample_reward(t, beta) - plain)
+    return group_advantages(shaped, t.group, valid=t.valid, **options), None
+
+
 def _given(t: Trajectories, _beta: float) -> Advantages:
     assert t.advantage is not None
     return t.advantage, None
@@ -278,6 +291,7 @@ ADVANTAGES = {
     "position": Stage(position_advantages, _position),
     "pear": Stage(phase_entropy_reward, _pear, ("entropy", "step")),
     "ares": Stage(difficulty_entropy_reward, _ares, ("entropy",)),
+    "par": Stage(group_advantages, _par, ("reference_reward",)),
     "riskpo": Stage(riskpo, _of_step(riskpo), ("bundle",)),
     "given": Stage(_given, _given, ("advantage",)),
 }

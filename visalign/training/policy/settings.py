@@ -122,7 +122,7 @@ class ObjectiveSettings:
 
 def needs_reference(objective: Objective) -> bool:
     """Whether a loss asks for the policy before training."""
-    asks = objective.surrogate == "flow_balance" or objective.advantage == "prl"
+    asks = objective.surrogate == "flow_balance" or objective.advantage in ("prl", "par")
     return bool(objective.kl or objective.kl_in_reward or asks)
 
 
@@ -145,11 +145,13 @@ def _rehearse(objective: Objective, decisions: Decisions, given: Sequence[str]) 
     says: dict[str, Any] = {"kl": some, "divergence": some}
     if decisions == "tokens":
         names = ("value", "entropy", "expected_score", "nucleus_entropy", "uniform")
+        references = objective.advantage_options.get("references", 1)
         more = {
             **dict.fromkeys(names, some),
             "greedy_reward": some[:, 0],
             "step": some.long(),
             "bundle": some[:, 0].long(),
+            "reference_reward": torch.zeros(4, references),
         }
         names = ("value", "entropy", "nucleus_entropy", "ptx_log_prob", "ptx_weight")
         says = {**dict.fromkeys(names, some), "log_z": some[:, 0]}

@@ -15,12 +15,13 @@ from visalign.core.objective.stages import ADVANTAGES
 from visalign.core.tokens.entropy_terms import nucleus_entropy
 from visalign.core.tokens.selection_rules import discriminator_scores
 from visalign.errors import UserError
+from visalign.seeds import sample_seed
 from visalign.text import Sampling, TextRollout
 from visalign.text.steps import StepReading, step_index
 from visalign.training.loop.judging import judge, reward_weights
 from visalign.training.policy.settings import needs_reference
 
-from .parts import TextParts
+from .parts import Generates, TextParts
 from .settings import TextRolloutSettings
 
 
@@ -42,10 +43,10 @@ def trajectories_of(
         valid: [B] bool, False where the reward failed.
         settings: how the completions were made.
         objective: says what is needed.
-        records: group label -> prompt record, for ReMax's greedy completions.
+        records: group label -> prompt record, for ReMax's greedy completions and PAR's reference.
 
     Raises:
-        RewardFailure: ReMax's greedy completions came back with another number of scores.
+        RewardFailure: the completions of ReMax or PAR came back with another number of scores.
     """
     policy, more = parts.policy, {}
     if needs_reference(objective):
@@ -62,8 +63,7 @@ def trajectories_of(
             more["value"] = now.value.cpu()
     if has_value and parts.value_model is not None:
         more["value"] = parts.value_model.values(rollout).cpu()
-    if objective.advantage == "remax":
-        more["greedy_reward"] = _greedy_reward(parts, rollout, records, settings)
+    more |= _beside(parts, rollout, records, settings, objective)
     if parts.process is not None:
         more["process_reward"] = torch.zeros_like(rollout.loss_mask)
         if len(rollout):  # where no sample of this process is trained on, there is nothing to judge
@@ -136,27 +136,48 @@ def engine_gap(trajectories: Trajectories, allowed: float) -> float:
     return gap
 
 
-def _greedy_reward(
+def _beside(
     parts: TextParts,
     rollout: TextRollout,
     records: Mapping[Hashable, Mapping[str, Any]],
     settings: TextRolloutSettings,
+    objective: Objective,
+) -> dict[str, Tensor]:
+    """Rewards of other completions to the same prompts, where the objective asks for them."""
+    given = parts, rollout, records, settings
+    if objective.advantage == "remax":
+        return {"greedy_reward": _rewards(*given, parts.generator, Sampling(temperature=0.0), 1)[:, 0]}
+    if objective.advantage == "par":
+        count = objective.advantage_options.get("references", 1)
+        with parts.reference.applied():
+            return {"reference_reward": _rewards(*given, parts.policy, settings.sampling, count)}
+    return {}
+
+
+def _rewards(
+    parts: TextParts,
+    rollout: TextRollout,
+    records: Mapping[Hashable, Mapping[str, Any]],
+    settings: TextRolloutSettings,
+    writer: Generates,
+    sampling: Sampling,
+    count: int,
 ) -> Tensor:
-    """[B] reward of the likeliest completion to each sample's prompt; NaN where it could not be judged."""
+    """[B, count] rewards of as many completions by `writer` to each sample's prompt, the same for all samples
+    of a group; NaN where one could not be judged."""
     if not len(rollout):
-        return torch.zeros(0)
+        return torch.zeros(0, count)
     first = {label: place for place, label in reversed(list(enumerate(rollout.group)))}
-    places = list(first.values())
-    asked = [records[label] for label in first]
-    greedy = parts.generator.generate(
-        [rollout.prompt[i] for i in places],
-        seeds=[0] * len(places),
-        num_generations=1,
-        sampling=Sampling(temperature=0.0),
+    asked = [records[label] for label in first for _ in range(count)]
+    made = writer.generate(
+        [rollout.prompt[i] for i in first.values()],
+        seeds=[sample_seed(parts.seed, "beside", str(label), i) for label in first for i in range(count)],
+        num_generations=count,
+        sampling=sampling,
         stopping=settings.stopping(),
         group=list(first),
     )
-    scores = judge(parts.reward, list(greedy.text), asked, what="completions")
-    value = torch.where(scores.valid, scores.value, torch.nan).float().cpu()
-    found = dict(zip(first, value.tolist(), strict=True))
-    return torch.tensor([found[label] for label in rollout.group])
+    scores = judge(parts.reward, list(made.text), asked, what="completions")
+    value = torch.where(scores.valid.cpu(), scores.value.cpu(), torch.nan).float().view(len(first), count)
+    number = {label: n for n, label in enumerate(first)}
+    return value[[number[label] for label in rollout.group]]
