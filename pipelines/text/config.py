@@ -154,6 +154,12 @@ class ProcessConfig:
     """A transformers folder or hub id of a token classifier with two labels."""
     separator: str = "\n"
     """What ends a step in a completion."""
+    clip: float | None = None
+    """η of Clip (arXiv 2410.15115): a step's reward is min(r − η, 0), so that a step can only cost. A
+    probability of being right has it between 0 and 1; null leaves it out."""
+    delta: bool = False
+    """Delta, of the same paper, after Clip: a step counts by its difference to the next, the last by nothing,
+    so that repeating good steps earns nothing."""
     options: dict[str, Any] = field(default_factory=dict)
     """Other arguments of `ProcessRewardModel`."""
 

@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from visalign.evaluation.heldout.text import check_text_judge
 from visalign.pipelines.shared.parts import Records, build_records, load_terms, no_loading_bars, weighted_sum
 from visalign.pipelines.shared.sections import RewardsConfig, RewardTerm
 from visalign.precision import autocast_dtype
+from visalign.text import TextRollout
 from visalign.training.loop.sampler import PromptSampler
 
 from .config import (
@@ -270,7 +270,12 @@ def build_process(config: TextConfig, policy: CausalLMPolicy) -> Any:
     from visalign.rewards.text.process_reward import ProcessRewardModel
 
     model = ProcessRewardModel(model=process.model, separator=process.separator, **process.options)
-    return SimpleNamespace(score_rollout=partial(model.score_rollout, tokenizer=policy.tokenizer))
+
+    def score_rollout(rollout: TextRollout) -> Any:
+        scores = model.score_rollout(rollout, tokenizer=policy.tokenizer)
+        return scores.bounded(clip=process.clip, delta=process.delta)
+
+    return SimpleNamespace(score_rollout=score_rollout)
 
 
 def build_server(config: TextConfig, policy: CausalLMPolicy) -> Any:

@@ -10,13 +10,14 @@ last. A token that ends one step and begins the next belongs to the earlier.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from visalign.core.advantages.process import Place, Reduction, aggregate_steps, span_index, span_rewards
+from visalign.core.rewards.steps import clip_step_rewards, delta_step_rewards
 from visalign.errors import UserError
 
 from .rollout import TextRollout
@@ -153,6 +154,20 @@ class StepRewards:
             [B, T] float32, 0 outside the steps and in invalid completions.
         """
         return span_rewards(torch.where(self.valid[:, None], self.reward, 0.0), self.step, place=place)
+
+    def bounded(self, *, clip: float | None = None, delta: bool = False) -> StepRewards:
+        """The same with Clip and then Delta, so that more steps earn no more; see `clip_step_rewards` and
+        `delta_step_rewards`.
+
+        Args:
+            clip: η, the reward that a step must reach to cost nothing; None leaves Clip out.
+            delta: count the difference to the next step alone.
+        """
+        exists = torch.isfinite(self.reward)
+        value = torch.where(exists, self.reward, 0.0)
+        value = value if clip is None else clip_step_rewards(value, exists, eta=clip)
+        value = delta_step_rewards(value, exists) if delta else value
+        return replace(self, reward=torch.where(exists, value, torch.nan))
 
     def aggregate(self, how: Reduction = "min") -> Tensor:
         """One number per completion.

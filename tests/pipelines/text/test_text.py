@@ -14,9 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForTokenClassification
 from typer.testing import CliRunner
 
+from tests.support.models.language import tiny_config, tiny_tokenizer
+from tests.support.training.text import toy_policy, toy_text_trainer
 from visalign.config import list_configs, load_config
 from visalign.data.assets import assets_folder, resolve_model
 from visalign.errors import ConfigError, UserError
@@ -96,6 +98,28 @@ def test_a_run_leaves_the_page_of_a_picture_run(finished):
         "for AutoModelForCausalLM.from_pretrained)",
     ]
     assert scope["model"].config.vocab_size and scope["tokenizer"].chat_template
+
+
+def test_clip_and_delta_reach_the_rewards_of_steps(tmp_path):
+    """One iteration with a process reward model, its rewards clipped."""
+    from visalign.pipelines.text.parts import build_process
+
+    torch.manual_seed(0)
+    Qwen3ForTokenClassification(tiny_config(num_labels=2)).save_pretrained(tmp_path / "prm")
+    tiny_tokenizer().save_pretrained(tmp_path / "prm")
+    bounds = ["process.clip=2.0", "process.delta=true", "process.separator=e"]
+    config = _grpo("objective.algorithm=reinforce_pp", f"process.model={tmp_path / 'prm'}", *bounds)
+    policy = toy_policy()
+    trainer = toy_text_trainer(
+        tmp_path / "run", "reinforce_pp", policy=policy, process=build_process(config, policy)
+    )
+    found = trainer.algorithm.collect(trainer.context).experience.trajectories
+    assert found.process_reward is not None
+    lone = (found.process_reward != 0).sum(1) == 0  # a single step is the last one
+    assert bool(lone.any()) and not bool(lone.all())
+    returns = found.process_reward.flip(1).cumsum(1).flip(1)
+    assert -2 < float(returns.min()) < -1 and float(returns.max()) < 1e-6
+    assert trainer.iterate()["updates"] == 2
 
 
 def test_the_code_loads_adapters_and_models_that_see():

@@ -246,6 +246,27 @@ def test_a_rollout_gets_rewards_on_the_last_tokens_of_its_steps() -> None:
     batch.trajectories(made.aggregate(), process_reward=made.tokens(), valid=made.valid)
 
 
+def test_clip_and_delta_bound_what_the_steps_of_an_answer_can_earn() -> None:
+    nan = math.nan
+    made = StepRewards(
+        reward=torch.tensor([[0.2, 0.9, 0.6, 0.8], [0.3, 0.7, nan, nan], [nan, nan, nan, nan]]),
+        step=torch.tensor([[0, 0, 1, 2, 3], [0, 1, 1, -1, -1], [-1] * 5]),
+        valid=torch.tensor([True, True, False]),
+        reason=[None, None, "nothing"],
+    )
+    delta = made.bounded(delta=True).tokens()
+    torch.testing.assert_close(delta[0], torch.tensor([0, -0.7, 0.3, 0.6, 0]))
+    torch.testing.assert_close(delta[1:, :3], torch.tensor([[0.3, 0, 0], [0, 0, 0]]))
+    clipped = made.bounded(clip=0.5)
+    assert_close = torch.testing.assert_close
+    assert_close(
+        clipped.reward, torch.tensor([[-0.3, 0, 0, 0], [-0.2, 0, nan, nan], [nan] * 4]), equal_nan=True
+    )
+    both = made.bounded(clip=0.75, delta=True).tokens()
+    assert_close(both[0], torch.tensor([0, -0.55, 0.15, -0.15, 0]))
+    assert torch.equal(made.bounded().tokens(), made.tokens())
+
+
 def test_folders_and_the_catalogue(tmp_path) -> None:
     torch.manual_seed(0)
     Qwen3ForTokenClassification(tiny_config(num_labels=2)).save_pretrained(tmp_path / "prm")
