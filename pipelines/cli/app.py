@@ -19,6 +19,7 @@ from visalign.versions import own_version
 from .agree import agree
 from .collect import collect
 from .compare import compare, rank
+from .diagnose import diagnose
 from .evaluate import evaluate
 from .export_lora import export_lora
 from .messages import user_messages
@@ -170,6 +171,7 @@ command("probe-reward")(probe_reward)
 command()(compare)
 command()(rank)
 command()(agree)
+command()(diagnose)
 command()(collect)
 
 

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `visalign diagnose`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .messages import user_messages
+from .options import AsJson, Seed, clean_output, tell
+
+
+def diagnose(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run of a text policy.")],
+    second: Annotated[
+        Path | None,
+        typer.Argument(help="A later run; RUN's policy is the base then.", show_default=False),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Completions of each policy to a prompt.", min=2)] = 32,
+    prompts: Annotated[
+        int | None, typer.Option(help="Held-out prompts at most; else all.", min=2, show_default=False)
+    ] = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """What training did to a text policy: pass@k of it and of what it began with, and who solves what."""
+    with user_messages():
+        from visalign.pipelines.text.diagnose import diagnose as compared
+
+        with clean_output():
+            result = compared(run, second, samples=samples, prompts=prompts, seed=seed)
+        tell(result, show_diagnosis, as_json, None)
+
+
+def show_diagnosis(console: Console, result: Mapping[str, Any]) -> None:
+    """A table for each question, and what it answers."""
+    console.print(
+        Text(
+            f"{result['tuned']} against {result['base']}: {result['prompts']} held-out prompts, "
+            f"{result['samples']} completions each, solved by {result['correctness']}"
+        )
+    )
+    _show_support(console, result["support"])
+
+
+def _show_support(console: Console, support: Mapping[str, Any]) -> None:
+    from visalign.evaluation.pages.base import share, signed, span, whole
+
+    table = Table("k", "pass@k, base", "tuned", "change", title="Support", title_justify="left", box=None)
+    for point in support["pass_at_k"]:
+        rates = [point[name] for name in ("base", "tuned")]
+        cells = [f"{share(rate['estimate'])} ({span(rate, whole)})" for rate in rates]
+        change = f"{signed(point['change']['estimate'], 3)} ({span(point['change'])})"
+        table.add_row(str(point["k"]), *cells, change)
+    console.print(table)
+    where = support["crossing"]
+    crossed = "do not cross" if where["k"] is None else f"cross at k = {where['k']}"
+    if where["k"] is not None and not where["shown"]:
+        crossed += ", within the intervals"
+    console.print(
+        Text(
+            f"The curves {crossed}. Of {support['problems']} prompts both solve {support['preserved']}, "
+            f"the tuned policy alone {support['expanded']}, the base alone {support['shrunk']}."
+        )
+    )

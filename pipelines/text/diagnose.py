@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What training did to a text policy: it and the policy that it came from on the same held-out prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visalign.errors import UserError
+from visalign.evaluation.heldout.correctness import valid_of, verdict
+from visalign.evaluation.heldout.text import prompt_text
+from visalign.evaluation.statistics.diversity import support_metrics
+from visalign.evaluation.statistics.two_policies import crossing, pass_at_k_curves
+from visalign.pipelines.jobs import load_job
+from visalign.pipelines.shared.job import result_folder
+from visalign.pipelines.shared.parts import evenly_spaced, no_loading_bars
+from visalign.pipelines.shared.run_folder import summary_json
+from visalign.seeds import sample_seed
+from visalign.text import TextRollout
+
+from .parts import build_text_policy, heldout_inputs, text_sum
+
+__all__ = ["diagnose"]
+
+TRAINED = ("text_dpo", "text_grpo", "text_ppo", "text_sft")
+"""Pipelines whose runs leave a text policy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answers:
+    """P·n completions of one policy, judged; the completions of a prompt side by side."""
+
+    rollout: TextRollout
+    reward: Tensor
+    """[P, n] float64; NaN where it could not be judged."""
+    solved: Tensor
+    """[P, n] float64 1 or 0; NaN where it could not be judged."""
+
+
+def diagnose(
+    run: Path, second: Path | None = None, *, samples: int = 32, prompts: int | None = None, seed: int = 0
+) -> dict[str, Any]:
+    """Sample a trained text policy and the one that it is compared with, and say what training did.
+
+    Prompts, rewards and the sampled distribution are those of the held-out evaluation of the last run.
+
+    Args:
+        run: folder of a finished run of a text policy.
+        second: a later run: its policy is the tuned one then, and that of `run` the base; None: the tuned
+            policy is that of `run`, the base the model that it began with.
+        samples: n, completions of each policy to a prompt.
+        prompts: of the held-out prompts take so many at most, evenly spaced; None: all.
+        seed: of the completions and the intervals.
+
+    Returns:
+        JSON-able: what was compared, and `support`.
+
+    Raises:
+        UserError: a folder without a finished run of a text policy, two models whose tokens differ, or
+            completions that cannot be judged.
+    """
+    config, first = _config(second or run), _config(run)
+    judge, answers = _Judge(config), {}
+    records = evenly_spaced(judge.records, prompts or len(judge.records))
+    generation = getattr(config, "generation", None) or config.rollout
+    policies = {
+        "base": _policy(first, None if second is None else run),
+        "tuned": _policy(config, second or run),
+    }
+    for name, policy in policies.items():
+        seeds = [sample_seed(seed, prompt_text(r["prompt"]), i) for r in records for i in range(samples)]
+        with torch.no_grad():
+            rollout = policy.generate(
+                [record["prompt"] for record in records],
+                seeds=seeds,
+                num_generations=samples,
+                sampling=generation.sampling,
+                stopping=generation.stopping(),
+            )
+        answers[name] = judge.answers(rollout, [r for r in records for _ in range(samples)], samples)
+    generator = torch.Generator().manual_seed(seed)
+    result = {
+        "base": first.model.path if second is None else str(run),
+        "tuned": str(second or run),
+        "prompts": len(records),
+        "samples": samples,
+        "correctness": judge.correctness,
+        "support": _support(answers["base"], answers["tuned"], records, generator),
+    }
+    return json.loads(summary_json(result))
+
+
+class _Judge:
+    """The held-out records of a run, and what judges their completions."""
+
+    def __init__(self, config: Any) -> None:
+        terms = config.rewards.terms if hasattr(config, "rewards") else None
+        self.records, self.rewards = heldout_inputs(
+            config.data, config.evaluation, config.seed, None, trained=terms
+        )
+        self.correctness = config.evaluation.correctness
+        if self.correctness is None:
+            raise UserError(
+                "The run's evaluation.correctness is null, so nothing says which completions solve a prompt. "
+                "Diagnose a run whose config.yaml names such a reward."
+            )
+        judge = self.rewards[self.correctness]
+        self.reward = judge if terms is None else text_sum(config.rewards, self.rewards)
+
+    def answers(self, rollout: TextRollout, records: Sequence[Mapping[str, Any]], samples: int) -> _Answers:
+        """A rollout to the records [B], judged."""
+        judge = self.rewards[self.correctness]
+        said, paid = (
+            reward.score(list(rollout.text), list(rollout.prompt), records) for reward in (judge, self.reward)
+        )
+        solved = torch.where(valid_of(said), verdict(self.correctness, judge, said).double(), torch.nan)
+        reward = torch.where(valid_of(paid), paid.value.cpu().double(), torch.nan)
+        for values in (solved, reward):
+            values[~rollout.generated] = torch.nan
+        if not bool((solved + reward).isfinite().any()):
+            why = next((reason for reason in said.reason or paid.reason or [] if reason), "no reason given")
+            raise UserError(f"None of {len(records)} completions could be judged ({why}).")
+        return _Answers(
+            rollout=rollout, reward=reward.reshape(-1, samples), solved=solved.reshape(-1, samples)
+        )
+
+
+def _config(run: Path) -> Any:
+    """The configuration of a finished run of a text policy."""
+    if not (run / "config.yaml").is_file():
+        raise UserError(
+            f"There is no run in '{run}': it has no config.yaml. Give the folder that `visalign train` wrote."
+        )
+    config = load_job(str(run / "config.yaml")).config
+    if config.pipeline not in TRAINED:
+        raise UserError(
+            f"'{run}' is a run of {config.pipeline}, which trains no text policy. Give a run of "
+            f"{', '.join(TRAINED)}."
+        )
+    if not result_folder(config, run).is_dir():
+        raise UserError(
+            f"The run in '{run}' is not finished: {result_folder(config, run)} is missing. Go on with "
+            f"visalign train {run / 'config.yaml'} --output {run} --resume."
+        )
+    return config
+
+
+def _policy(config: Any, run: Path | None) -> Any:
+    """The policy that a run began with, or with `run` the one that it left there."""
+    model = replace(config.model, value="none") if hasattr(config.model, "value") else config.model
+    cuda = config.run.device == "auto" and torch.cuda.is_available()
+    if run is None:
+        model = replace(model, lora=None)
+    policy = build_text_policy(model, torch.device("cuda" if cuda else "cpu"), config.seed, reference=False)
+    if run is not None:
+        with no_loading_bars():
+            policy.load(result_folder(config, run))
+    return policy
+
+
+def _support(
+    base: _Answers, tuned: _Answers, records: Sequence[Mapping[str, Any]], generator: torch.Generator
+) -> dict[str, Any]:
+    """pass@k of both, where the curves cross, and what only one of them solves."""
+    points = pass_at_k_curves(base.solved, tuned.solved, generator=generator)
+    known = base.solved.isfinite().all(1) & tuned.solved.isfinite().all(1)
+    before, after = ((answers.solved == 1).any(1) & known for answers in (base, tuned))
+    where, shown = crossing(points)
+    counts = {
+        "preserved": int((before & after).sum()),
+        "expanded": int((after & ~before).sum()),
+        "shrunk": int((before & ~after).sum()),
+    }
+    only = {
+        name: [prompt_text(records[i]["prompt"]) for i in mask.nonzero()[:, 0].tolist()]
+        for name, mask in (("tuned", after & ~before), ("base", before & ~after))
+    }
+    return {
+        "pass_at_k": [
+            {"k": p.k, **{name: getattr(p, name).to_dict() for name in ("base", "tuned", "change")}}
+            for p in points
+        ],
+        "crossing": {"k": where, "shown": shown},
+        "problems": int(known.sum()),
+        **counts,
+        **asdict(support_metrics(**counts)),
+        "solved_only_by": only,
+    }

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two policies on the same problems: hand values, identities, bad input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from visalign.evaluation.statistics.two_policies import crossing, doublings, pass_at_k_curves
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def test_attempts_are_doubled_up_to_all() -> None:
+    assert doublings(1) == [1] and doublings(8) == [1, 2, 4, 8] and doublings(6) == [1, 2, 4, 6]
+
+
+def test_curves_by_hand_cross_where_the_base_knows_more() -> None:
+    base = torch.tensor([[1.0, 0, 0, 0], [0, 1, 0, 0]]).repeat(20, 1)
+    tuned = torch.tensor([[1.0, 1, 1, 1], [0, 0, 0, 0]]).repeat(20, 1)
+    points = pass_at_k_curves(base, tuned, generator=_generator())
+    assert [point.k for point in points] == [1, 2, 4]
+    assert [point.base.estimate for point in points] == pytest.approx([0.25, 0.5, 1.0])
+    assert [point.tuned.estimate for point in points] == pytest.approx([0.5] * 3)
+    assert [point.change.estimate for point in points] == pytest.approx([0.25, 0.0, -0.5])
+    assert points[2].change.high < 0 < points[0].change.low
+    assert crossing(points) == (4, True)
+    assert crossing(points[:2]) == (None, False)
+
+
+def test_a_policy_against_itself_changes_nothing() -> None:
+    solved = (torch.rand(9, 8, generator=_generator()) < 0.4).float()
+    points = pass_at_k_curves(solved, solved, generator=_generator())
+    assert all((p.change.estimate, p.change.low, p.change.high) == (0, 0, 0) for p in points)
+    assert crossing(points) == (None, False)
+
+
+def test_a_crossing_within_the_noise_is_not_shown() -> None:
+    tuned = torch.tensor([[1.0, 1], [0, 0], [0, 0], [1, 1]])
+    base = torch.tensor([[1.0, 0], [0, 1], [1, 0], [0, 0]])
+    found = pass_at_k_curves(base, tuned, generator=_generator())
+    assert [p.change.estimate for p in found] == pytest.approx([0.125, -0.25])
+    assert crossing(found) == (2, False)
+
+
+def test_a_problem_counts_where_both_have_enough_known_samples() -> None:
+    base = torch.tensor([[1.0, torch.nan], [0, 0]])
+    points = pass_at_k_curves(base, torch.tensor([[0.0, 0], [1, 0]]), generator=_generator())
+    assert points[0].base.estimate == 0.5 and points[0].tuned.estimate == 0.25
+    assert points[1].base.estimate == 0 and points[1].tuned.estimate == 1
+
+
+def test_different_problems_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"the same problems; got \(2, 3\) and \(2, 4\)"):
+        pass_at_k_curves(torch.zeros(2, 3), torch.zeros(2, 4), generator=_generator())

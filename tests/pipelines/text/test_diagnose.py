@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What training did to a text policy: on two tiny models whose answers are known, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.support.training.text_jobs import QUESTIONS, text_inputs
+from visalign.config import load_config
+from visalign.pipelines.cli.app import app
+from visalign.pipelines.shared.run_folder import write_beginning
+from visalign.pipelines.text.sft import TextSFTConfig
+from visalign.pipelines.text.sft import run as sft
+
+JUDGE = '''
+import torch
+from visalign.interfaces import Scores
+
+
+class Starts:
+    """Whether a completion starts as the answer does."""
+
+    name, unit, range, higher_is_better = "starts", "1 = correct", (0.0, 1.0), True
+
+    def score(self, completions, prompts, metadata=None):
+        right = [t[:1] == m["answer"] for t, m in zip(completions, metadata)]
+        valid = torch.ones(len(right), dtype=bool)
+        return Scores(value=torch.tensor(right).float(), valid=valid, unit=self.unit)
+'''
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """A folder with `tuned`, a run learned by heart, and `idle`, untrained."""
+    inputs = text_inputs(tmp_path_factory.mktemp("inputs"))
+    (inputs / "starts.py").write_text(JUDGE)
+    config = load_config(
+        TextSFTConfig,
+        None,
+        [
+            f"model.path={inputs}/model",
+            f"data={{train: '{inputs}/demonstrations.jsonl', heldout: '{inputs}/prompts.jsonl', batch: 8}}",
+            "generation={max_new_tokens: 3}",
+            "optimizer={lr: 1e-2, updates_per_iteration: 8, ema_decay: 0.0}",
+            "evaluation={seeds: [0], every: 0, correctness: starts}",
+            f"evaluation.rewards={{starts: {{name: '{inputs}/starts.py:Starts'}}}}",
+            "run={iterations: 4, device: cpu}",
+        ],
+    )
+    sft(config, inputs / "tuned")
+    write_beginning(inputs / "idle", config, "text_sft", {})
+    shutil.copytree(inputs / "model", inputs / "idle" / "model")
+    return inputs
+
+
+def _said(*arguments: object, code: int = 0) -> str:
+    done = CliRunner().invoke(app, ["diagnose", *map(str, arguments)])
+    assert done.exit_code == code, done.output
+    return done.stdout if code == 0 else " ".join(done.output.split())
+
+
+def test_a_run_that_learned_its_prompts_solves_what_its_base_does_not(runs):
+    found = json.loads(_said(runs / "tuned", "--samples", 4, "--json"))
+    assert (found["prompts"], found["samples"], found["correctness"]) == (8, 4, "starts")
+    support = found["support"]
+    assert [point["k"] for point in support["pass_at_k"]] == [1, 2, 4]
+    first = support["pass_at_k"][0]
+    assert first["base"]["estimate"] < 0.3 and first["tuned"]["estimate"] > 0.9
+    assert support["preserved"] + support["expanded"] == 8 and support["expanded"] > 3
+    assert len(support["solved_only_by"]["tuned"]) == support["expanded"]
+    assert set(support["solved_only_by"]["tuned"]) <= {question["prompt"] for question in QUESTIONS}
+    assert support["crossing"] == {"k": None, "shown": False}
+    assert "The curves do not cross. Of 8 prompts" in " ".join(_said(runs / "tuned", "--samples", 2).split())
+
+
+def test_a_second_run_is_compared_with_the_first(runs):
+    found = json.loads(_said(runs / "tuned", runs / "idle", "--samples", 4, "--json"))
+    assert found["base"].endswith("tuned") and found["tuned"].endswith("idle")
+    assert found["support"]["expanded"] == 0 < found["support"]["shrunk"]
+
+
+def test_what_is_no_run_of_a_text_policy_is_refused(runs, tmp_path):
+    assert "There is no run in" in _said(tmp_path, code=2)
+    (tmp_path / "config.yaml").write_text("pipeline: flow_grpo\n")
+    assert "is a run of flow_grpo, which trains no text policy" in _said(tmp_path, code=2)
+    (tmp_path / "config.yaml").write_text((runs / "tuned" / "config.yaml").read_text())
+    assert "is not finished" in _said(tmp_path, code=2)
+    text = (runs / "tuned" / "config.yaml").read_text().replace("correctness: starts", "correctness: null")
+    shutil.copytree(runs / "idle" / "model", tmp_path / "model")
+    (tmp_path / "config.yaml").write_text(text)
+    assert "evaluation.correctness is null" in _said(tmp_path, code=2)
