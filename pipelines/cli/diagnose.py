@@ -47,6 +47,7 @@ def show_diagnosis(console: Console, result: Mapping[str, Any]) -> None:
         )
     )
     _show_support(console, result["support"])
+    _show_best_of_n(console, result["best_of_n"])
 
 
 def _show_support(console: Console, support: Mapping[str, Any]) -> None:
@@ -69,3 +70,25 @@ def _show_support(console: Console, support: Mapping[str, Any]) -> None:
             f"the tuned policy alone {support['expanded']}, the base alone {support['shrunk']}."
         )
     )
+
+
+def _show_best_of_n(console: Console, found: Mapping[str, Any]) -> None:
+    from visalign.evaluation.pages.base import signed, span
+
+    tuned, title = found["tuned"], "Reward against KL (nats)"
+    table = Table("policy", "reward", "KL", "KL at most", title=title, title_justify="left", box=None)
+    for point in found["base"]:
+        reward = f"{signed(point['reward']['estimate'], 3)} ({span(point['reward'])})"
+        name = f"base, best of {point['n']}"
+        table.add_row(name, reward, f"{point['kl_estimate']:.3f}", f"{point['kl_bound']:.3f}")
+    cells = [f"{signed(tuned[key]['estimate'], 3)} ({span(tuned[key])})" for key in ("reward", "kl")]
+    table.add_row("tuned", *cells, "")
+    console.print(table)
+    if found["equal_n"] is None:
+        console.print(Text("No best of n of the base reaches the tuned policy's reward."))
+    else:
+        less = "less" if found["cheaper_than_bound"] else "more"
+        n = found["equal_n"]
+        console.print(
+            Text(f"Best of {n} of the base reaches it; the tuned policy moved {less} than its bound.")
+        )

@@ -16,7 +16,13 @@ from visalign.errors import UserError
 from visalign.evaluation.heldout.correctness import valid_of, verdict
 from visalign.evaluation.heldout.text import prompt_text
 from visalign.evaluation.statistics.diversity import support_metrics
-from visalign.evaluation.statistics.two_policies import crossing, pass_at_k_curves
+from visalign.evaluation.statistics.two_policies import (
+    best_of_n_curve,
+    crossing,
+    matching_n,
+    mean_interval,
+    pass_at_k_curves,
+)
 from visalign.pipelines.jobs import load_job
 from visalign.pipelines.shared.job import result_folder
 from visalign.pipelines.shared.parts import evenly_spaced, no_loading_bars
@@ -59,7 +65,7 @@ def diagnose(
         seed: of the completions and the intervals.
 
     Returns:
-        JSON-able: what was compared, and `support`.
+        JSON-able: what was compared, `support` and `best_of_n`.
 
     Raises:
         UserError: a folder without a finished run of a text policy, two models whose tokens differ, or
@@ -73,6 +79,12 @@ def diagnose(
         "base": _policy(first, None if second is None else run),
         "tuned": _policy(config, second or run),
     }
+    vocabularies = [policy.tokenizer.get_vocab() for policy in policies.values()]
+    if vocabularies[0] != vocabularies[1]:
+        raise UserError(
+            f"'{run}' and '{second}' are of models with different tokens: no log-probs to compare. "
+            "Diagnose each against the model that it began with."
+        )
     for name, policy in policies.items():
         seeds = [sample_seed(seed, prompt_text(r["prompt"]), i) for r in records for i in range(samples)]
         with torch.no_grad():
@@ -92,6 +104,7 @@ def diagnose(
         "samples": samples,
         "correctness": judge.correctness,
         "support": _support(answers["base"], answers["tuned"], records, generator),
+        "best_of_n": _best_of_n(policies["base"], answers["base"], answers["tuned"], generator),
     }
     return json.loads(summary_json(result))
 
@@ -191,4 +204,25 @@ def _support(
         **counts,
         **asdict(support_metrics(**counts)),
         "solved_only_by": only,
+    }
+
+
+def _best_of_n(base: Any, before: _Answers, after: _Answers, generator: torch.Generator) -> dict[str, Any]:
+    """Reward and KL of the best of n completions of the base, and of the tuned policy."""
+    shape = before.reward.shape
+    likely = before.rollout.full_log_prob.double().sum(1).reshape(shape)
+    points = best_of_n_curve(before.reward, likely, generator=generator)
+    with torch.no_grad():
+        there = base.log_probs(after.rollout, distribution="full").log_prob
+    moved = (after.rollout.full_log_prob.double() - there.double()).sum(1).reshape(shape)
+    moved[~after.rollout.generated.reshape(shape)] = torch.nan
+    paid = mean_interval(after.reward.nanmean(1), generator=generator)
+    equal = matching_n(points, paid.estimate)
+    bound = {point.n: point.kl_bound for point in points}
+    kl = mean_interval(moved.nanmean(1), generator=generator)
+    return {
+        "base": [{**asdict(point), "reward": point.reward.to_dict()} for point in points],
+        "tuned": {"reward": paid.to_dict(), "kl": kl.to_dict()},
+        "equal_n": equal,
+        "cheaper_than_bound": None if equal is None else kl.estimate < bound[equal],
     }

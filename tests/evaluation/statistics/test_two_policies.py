@@ -3,10 +3,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from visalign.evaluation.statistics.two_policies import crossing, doublings, pass_at_k_curves
+from visalign.evaluation.statistics.two_policies import (
+    best_of_n_curve,
+    crossing,
+    doublings,
+    matching_n,
+    pass_at_k_curves,
+)
 
 
 def _generator() -> torch.Generator:
@@ -55,3 +63,28 @@ def test_a_problem_counts_where_both_have_enough_known_samples() -> None:
 def test_different_problems_are_refused() -> None:
     with pytest.raises(ValueError, match=r"the same problems; got \(2, 3\) and \(2, 4\)"):
         pass_at_k_curves(torch.zeros(2, 3), torch.zeros(2, 4), generator=_generator())
+
+
+def test_the_best_of_n_by_hand() -> None:
+    reward = torch.tensor([[0.0, 3, 1, 2], [torch.nan, 9, 9, 9]])
+    log_prob = torch.tensor([[0.1, 0.2, 0.3, 0.4], [1, 1, 1, 1]]).log()
+    points = best_of_n_curve(reward, log_prob, generator=_generator())
+    assert [point.n for point in points] == [1, 2, 4]
+    # all pairs: 3, 1, 2, 3, 3, 2; their mean is 14/6
+    assert [point.reward.estimate for point in points] == pytest.approx([1.5, 14 / 6, 3])
+    assert [point.kl_bound for point in points] == pytest.approx([0, 0.193147, 0.636294], abs=1e-6)
+
+    def kl(eps: float, n: int) -> float:
+        rest = (1 - eps) ** n
+        spread = math.log(n) + (n - 1) * math.log(1 - eps) - (n - 1) / n
+        return rest * spread + (1 - rest) * math.log((1 - rest) / eps)
+
+    wanted = [0, (kl(0.2, 2) + kl(0.4, 2)) / 2, kl(0.2, 4)]
+    assert [point.kl_estimate for point in points] == pytest.approx(wanted, abs=1e-6)
+    assert [matching_n(points, value) for value in (1.0, 2.0, 3.0, 3.1)] == [1, 2, 4, None]
+    assert best_of_n_curve(reward[1:], log_prob[1:], generator=_generator()) == []
+
+
+def test_rewards_of_other_completions_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"the same completions; got \(2, 3\) and \(2, 4\)"):
+        best_of_n_curve(torch.zeros(2, 3), torch.zeros(2, 4), generator=_generator())

@@ -75,6 +75,12 @@ def test_a_run_that_learned_its_prompts_solves_what_its_base_does_not(runs):
     assert len(support["solved_only_by"]["tuned"]) == support["expanded"]
     assert set(support["solved_only_by"]["tuned"]) <= {question["prompt"] for question in QUESTIONS}
     assert support["crossing"] == {"k": None, "shown": False}
+    best = found["best_of_n"]
+    rewards = [point["reward"]["estimate"] for point in best["base"]]
+    assert rewards == sorted(rewards) and rewards[0] == pytest.approx(first["base"]["estimate"])
+    assert rewards[-1] == pytest.approx(support["pass_at_k"][-1]["base"]["estimate"])  # rewards of 0 and 1
+    assert best["tuned"]["reward"]["estimate"] == pytest.approx(first["tuned"]["estimate"])
+    assert best["tuned"]["kl"]["low"] > 1 and best["equal_n"] is None
     assert "The curves do not cross. Of 8 prompts" in " ".join(_said(runs / "tuned", "--samples", 2).split())
 
 
@@ -82,6 +88,13 @@ def test_a_second_run_is_compared_with_the_first(runs):
     found = json.loads(_said(runs / "tuned", runs / "idle", "--samples", 4, "--json"))
     assert found["base"].endswith("tuned") and found["tuned"].endswith("idle")
     assert found["support"]["expanded"] == 0 < found["support"]["shrunk"]
+    assert found["best_of_n"]["equal_n"] == 1 and not found["best_of_n"]["cheaper_than_bound"]
+
+
+def test_a_run_against_itself_costs_nothing(runs):
+    found = json.loads(_said(runs / "idle", "--samples", 2, "--json"))
+    assert found["best_of_n"]["tuned"]["kl"]["estimate"] == pytest.approx(0, abs=1e-4)
+    assert all(point["change"]["estimate"] == 0 for point in found["support"]["pass_at_k"])
 
 
 def test_what_is_no_run_of_a_text_policy_is_refused(runs, tmp_path):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy before and after training on the same problems: what k attempts solve, and where curves cross."""
+"""A policy before and after training on the same problems: pass@k, and what reward costs in KL."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from visalign.core import pass_at_k
+from visalign.core import best_of_n_kl_bound, best_of_n_kl_estimate, expected_best_of_k, pass_at_k
 
 from .intervals import Interval, paired_bootstrap
 
@@ -23,6 +23,18 @@ class AttemptsPoint:
     tuned: Interval
     change: Interval
     """Tuned less base, problem by problem."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestOfPoint:
+    """What the best of n completions of a policy is worth, and how far from the policy it is."""
+
+    n: int
+    reward: Interval
+    kl_bound: float
+    """Nats, log n − (n − 1)/n."""
+    kl_estimate: float
+    """Nats, from the probabilities of the completions that were picked."""
 
 
 def doublings(most: int) -> list[int]:
@@ -49,21 +61,21 @@ def pass_at_k_curves(base: Tensor, tuned: Tensor, *, generator: torch.Generator)
             "base and tuned must be [P, n], the samples of the same problems; got "
             f"{tuple(base.shape)} and {tuple(tuned.shape)}."
         )
-    cluster, points = list(range(len(base))), []
+    points = []
     for k in doublings(base.shape[1]):
-        first, second = (
-            pass_at_k(solved.isfinite().sum(1), solved.nansum(1), k).numpy() for solved in (base, tuned)
-        )
-        known = torch.from_numpy(first + second).isfinite()
-        if not known.any():
+        both = torch.stack([pass_at_k(x.isfinite().sum(1), x.nansum(1), k) for x in (base, tuned)])
+        both = both[:, both.isfinite().all(0)]
+        if not both.numel():
             break
-        first[~known], second[~known] = torch.nan, torch.nan
-        nothing = 0 * first
-        found = [
-            paired_bootstrap(before, after, cluster, generator=generator)
-            for before, after in ((nothing, first), (nothing, second), (first, second))
-        ]
-        points.append(AttemptsPoint(k=k, base=found[0], tuned=found[1], change=found[2]))
+        first, second = both
+        points.append(
+            AttemptsPoint(
+                k=k,
+                base=mean_interval(first, generator=generator),
+                tuned=mean_interval(second, generator=generator),
+                change=mean_interval(second - first, generator=generator),
+            )
+        )
     return points
 
 
@@ -84,3 +96,52 @@ def crossing(points: Sequence[AttemptsPoint]) -> tuple[int | None, bool]:
         for part, sign in ((points[:place], led), (points[place:], -led))
     )
     return points[place].k, before and after
+
+
+def best_of_n_curve(reward: Tensor, log_prob: Tensor, *, generator: torch.Generator) -> list[BestOfPoint]:
+    """Reward and KL of the best of 1, 2, 4, ..., N completions of a policy.
+
+    The reward is exact over all subsets. The KL is estimated from N/n picks of a prompt, each the first best
+    of n neighbours.
+
+    Args:
+        reward: [P, N], any unit; prompts with a NaN are left out.
+        log_prob: [P, N] log π(y) of the whole completion.
+        generator: of the bootstrap over prompts.
+
+    Returns:
+        A point per n; nothing where no prompt has all its rewards.
+
+    Gao et al., Scaling Laws for Reward Model Overoptimization, arXiv 2210.10760; Beirami et al., 2401.01879.
+    """
+    if reward.ndim != 2 or reward.shape != log_prob.shape:
+        raise ValueError(
+            "reward and log_prob must be [P, N], the same completions; got "
+            f"{tuple(reward.shape)} and {tuple(log_prob.shape)}."
+        )
+    known = reward.isfinite().all(1)
+    reward, log_prob, points = reward[known], log_prob[known], []
+    for n in doublings(reward.shape[1]) if known.any() else []:
+        blocks = reward.shape[1] // n
+        paid, likely = (values[:, : blocks * n].unflatten(1, (blocks, n)) for values in (reward, log_prob))
+        picked = likely.gather(2, paid.argmax(2, keepdim=True))
+        points.append(
+            BestOfPoint(
+                n=n,
+                reward=mean_interval(expected_best_of_k(reward, n), generator=generator),
+                kl_bound=float(best_of_n_kl_bound(n)),
+                kl_estimate=float(best_of_n_kl_estimate(picked, n).mean()),
+            )
+        )
+    return points
+
+
+def matching_n(points: Sequence[BestOfPoint], reward: float) -> int | None:
+    """The first n whose best completion is worth `reward`; None where none is."""
+    return next((point.n for point in points if point.reward.estimate >= reward), None)
+
+
+def mean_interval(values: Tensor, *, generator: torch.Generator) -> Interval:
+    """The mean of a number per prompt [P], with its interval over prompts; NaN is left out."""
+    one = values.double().numpy()
+    return paired_bootstrap(0 * one, one, list(range(len(one))), generator=generator)
