@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +26,10 @@ def diagnose(
     prompts: Annotated[
         int | None, typer.Option(help="Held-out prompts at most; else all.", min=2, show_default=False)
     ] = None,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option("--reward", "-r", help="A text reward to set beside the run's; repeat."),
+    ] = None,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -34,7 +38,7 @@ def diagnose(
         from visalign.pipelines.text.diagnose import diagnose as compared
 
         with clean_output():
-            result = compared(run, second, samples=samples, prompts=prompts, seed=seed)
+            result = compared(run, second, samples=samples, prompts=prompts, rewards=reward or (), seed=seed)
         tell(result, show_diagnosis, as_json, None)
 
 
@@ -48,6 +52,7 @@ def show_diagnosis(console: Console, result: Mapping[str, Any]) -> None:
     )
     _show_support(console, result["support"])
     _show_best_of_n(console, result["best_of_n"])
+    _show_distances(console, result["rewards"])
 
 
 def _show_support(console: Console, support: Mapping[str, Any]) -> None:
@@ -92,3 +97,17 @@ def _show_best_of_n(console: Console, found: Mapping[str, Any]) -> None:
         console.print(
             Text(f"Best of {n} of the base reaches it; the tuned policy moved {less} than its bound.")
         )
+
+
+def _show_distances(console: Console, pairs: Sequence[Mapping[str, Any]]) -> None:
+    from visalign.evaluation.pages.base import signed, span
+
+    if not pairs:
+        console.print(Text("One reward alone; -r NAME sets another beside it."))
+        return
+    title = "STARC distance within a prompt (0: same up to scale and offset, 2: opposite)"
+    table = Table("rewards", "distance", "prompts", title=title, title_justify="left", box=None)
+    for pair in pairs:
+        distance = f"{signed(pair['estimate'])} ({span(pair)})"
+        table.add_row(Text(f"{pair['first']} · {pair['second']}"), distance, str(pair["prompts"]))
+    console.print(table)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from visalign.errors import UserError
 from visalign.evaluation.heldout.correctness import valid_of, verdict
 from visalign.evaluation.heldout.text import prompt_text
-from visalign.evaluation.statistics.diversity import support_metrics
+from visalign.evaluation.statistics.diversity import starc_distance, support_metrics
 from visalign.evaluation.statistics.two_policies import (
     best_of_n_curve,
     crossing,
@@ -23,14 +24,16 @@ from visalign.evaluation.statistics.two_policies import (
     mean_interval,
     pass_at_k_curves,
 )
+from visalign.interfaces import Scores
 from visalign.pipelines.jobs import load_job
 from visalign.pipelines.shared.job import result_folder
 from visalign.pipelines.shared.parts import evenly_spaced, no_loading_bars
 from visalign.pipelines.shared.run_folder import summary_json
+from visalign.pipelines.shared.sections import RewardTerm
 from visalign.seeds import sample_seed
 from visalign.text import TextRollout
 
-from .parts import build_text_policy, heldout_inputs, text_sum
+from .parts import build_text_policy, heldout_inputs, text_rewards, text_sum
 
 __all__ = ["diagnose"]
 
@@ -47,10 +50,18 @@ class _Answers:
     """[P, n] float64; NaN where it could not be judged."""
     solved: Tensor
     """[P, n] float64 1 or 0; NaN where it could not be judged."""
+    values: Mapping[str, Tensor]
+    """label -> [P, n] float64 of each reward, higher is better; NaN where it could not be judged."""
 
 
 def diagnose(
-    run: Path, second: Path | None = None, *, samples: int = 32, prompts: int | None = None, seed: int = 0
+    run: Path,
+    second: Path | None = None,
+    *,
+    samples: int = 32,
+    prompts: int | None = None,
+    rewards: Sequence[str] = (),
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Sample a trained text policy and the one that it is compared with, and say what training did.
 
@@ -62,17 +73,18 @@ def diagnose(
             policy is that of `run`, the base the model that it began with.
         samples: n, completions of each policy to a prompt.
         prompts: of the held-out prompts take so many at most, evenly spaced; None: all.
+        rewards: names of text rewards to set beside those of the run.
         seed: of the completions and the intervals.
 
     Returns:
-        JSON-able: what was compared, `support` and `best_of_n`.
+        JSON-able: what was compared, `support`, `best_of_n` and `rewards`, a distance for each pair.
 
     Raises:
         UserError: a folder without a finished run of a text policy, two models whose tokens differ, or
             completions that cannot be judged.
     """
     config, first = _config(second or run), _config(run)
-    judge, answers = _Judge(config), {}
+    judge, answers = _Judge(config, rewards), {}
     records = evenly_spaced(judge.records, prompts or len(judge.records))
     generation = getattr(config, "generation", None) or config.rollout
     policies = {
@@ -105,6 +117,7 @@ def diagnose(
         "correctness": judge.correctness,
         "support": _support(answers["base"], answers["tuned"], records, generator),
         "best_of_n": _best_of_n(policies["base"], answers["base"], answers["tuned"], generator),
+        "rewards": _distances(answers["base"], answers["tuned"], generator),
     }
     return json.loads(summary_json(result))
 
@@ -112,11 +125,12 @@ def diagnose(
 class _Judge:
     """The held-out records of a run, and what judges their completions."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, more: Sequence[str]) -> None:
         terms = config.rewards.terms if hasattr(config, "rewards") else None
         self.records, self.rewards = heldout_inputs(
             config.data, config.evaluation, config.seed, None, trained=terms
         )
+        self.more = text_rewards({name: RewardTerm(name=name) for name in more if name not in self.rewards})
         self.correctness = config.evaluation.correctness
         if self.correctness is None:
             raise UserError(
@@ -128,20 +142,34 @@ class _Judge:
 
     def answers(self, rollout: TextRollout, records: Sequence[Mapping[str, Any]], samples: int) -> _Answers:
         """A rollout to the records [B], judged."""
-        judge = self.rewards[self.correctness]
-        said, paid = (
-            reward.score(list(rollout.text), list(rollout.prompt), records) for reward in (judge, self.reward)
-        )
-        solved = torch.where(valid_of(said), verdict(self.correctness, judge, said).double(), torch.nan)
-        reward = torch.where(valid_of(paid), paid.value.cpu().double(), torch.nan)
-        for values in (solved, reward):
-            values[~rollout.generated] = torch.nan
-        if not bool((solved + reward).isfinite().any()):
+        texts, asked = list(rollout.text), list(rollout.prompt)
+        judge, scores = self.rewards[self.correctness], {}
+        for label, reward in {**self.rewards, **self.more}.items():
+            scores[label] = reward.score(texts, asked, records)
+        said, paid = scores[self.correctness], self.reward.score(texts, asked, records)
+        right = torch.where(valid_of(said), verdict(self.correctness, judge, said).double(), torch.nan)
+
+        def table(values: Tensor) -> Tensor:
+            return torch.where(rollout.generated, values, torch.nan).reshape(-1, samples)
+
+        if not bool((right + _value(paid)).isfinite().any()):
             why = next((reason for reason in said.reason or paid.reason or [] if reason), "no reason given")
             raise UserError(f"None of {len(records)} completions could be judged ({why}).")
+        signs = {
+            label: 1 if reward.higher_is_better else -1
+            for label, reward in {**self.rewards, **self.more}.items()
+        }
         return _Answers(
-            rollout=rollout, reward=reward.reshape(-1, samples), solved=solved.reshape(-1, samples)
+            rollout=rollout,
+            reward=table(_value(paid)),
+            solved=table(right),
+            values={label: table(signs[label] * _value(found)) for label, found in scores.items()},
         )
+
+
+def _value(scores: Scores) -> Tensor:
+    """[B] float64, NaN where nothing was judged."""
+    return torch.where(valid_of(scores), scores.value.cpu().double(), torch.nan)
 
 
 def _config(run: Path) -> Any:
@@ -226,3 +254,15 @@ def _best_of_n(base: Any, before: _Answers, after: _Answers, generator: torch.Ge
         "equal_n": equal,
         "cheaper_than_bound": None if equal is None else kl.estimate < bound[equal],
     }
+
+
+def _distances(before: _Answers, after: _Answers, generator: torch.Generator) -> list[dict[str, Any]]:
+    """STARC distance of each pair of rewards on the completions of both policies, prompt by prompt."""
+    values = {label: torch.cat([before.values[label], after.values[label]], 1) for label in before.values}
+    found = []
+    for first, second in combinations(values, 2):
+        one, other = values[first], values[second]
+        told = (one + other).isfinite().all(1) & ((one.std(1) > 0) | (other.std(1) > 0))
+        distance = mean_interval(starc_distance(one[told], other[told]), generator=generator)
+        found.append({"first": first, "second": second, "prompts": int(told.sum()), **distance.to_dict()})
+    return found

@@ -34,6 +34,20 @@ class Starts:
 '''
 
 
+OPPOSITE = """
+def scaled(completions, answer, **_):
+    return [7.0 * t.startswith(a) - 3 for t, a in zip(completions, answer)]
+
+
+def opposite(completions, answer, **_):
+    return [-0.5 * t.startswith(a) for t, a in zip(completions, answer)]
+
+
+def flat(completions, **_):
+    return [1.0 for _ in completions]
+"""
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     """A folder with `tuned`, a run learned by heart, and `idle`, untrained."""
@@ -89,6 +103,16 @@ def test_a_second_run_is_compared_with_the_first(runs):
     assert found["base"].endswith("tuned") and found["tuned"].endswith("idle")
     assert found["support"]["expanded"] == 0 < found["support"]["shrunk"]
     assert found["best_of_n"]["equal_n"] == 1 and not found["best_of_n"]["cheaper_than_bound"]
+
+
+def test_rewards_of_the_same_completions_are_compared_within_prompts(runs):
+    (runs / "opposite.py").write_text(OPPOSITE)
+    names = [f"{runs}/opposite.py:{name}" for name in ("scaled", "opposite", "flat")]
+    asked = [item for name in names for item in ("-r", name)]
+    pairs = json.loads(_said(runs / "tuned", "--samples", 4, *asked, "--json"))["rewards"]
+    assert [pair["first"] for pair in pairs[:3]] == ["starts"] * 3 and len(pairs) == 6
+    assert [pair["estimate"] for pair in pairs] == pytest.approx([0, 2, 1, 2, 1, 1], abs=1e-6)
+    assert 3 < pairs[0]["prompts"] <= 8
 
 
 def test_a_run_against_itself_costs_nothing(runs):
