@@ -30,6 +30,12 @@ def diagnose(
         list[str] | None,
         typer.Option("--reward", "-r", help="A text reward to set beside the run's; repeat."),
     ] = None,
+    margin: Annotated[
+        float, typer.Option(help="Nats by which a token's second choice is behind in a near tie.", min=0)
+    ] = 0.1,
+    noise: Annotated[
+        float, typer.Option(help="Scale of the Gumbel noise on the logits of greedy answers.", min=1e-3)
+    ] = 0.1,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -38,7 +44,16 @@ def diagnose(
         from visalign.pipelines.text.diagnose import diagnose as compared
 
         with clean_output():
-            result = compared(run, second, samples=samples, prompts=prompts, rewards=reward or (), seed=seed)
+            result = compared(
+                run,
+                second,
+                samples=samples,
+                prompts=prompts,
+                rewards=reward or (),
+                margin=margin,
+                noise=noise,
+                seed=seed,
+            )
         tell(result, show_diagnosis, as_json, None)
 
 
@@ -53,6 +68,7 @@ def show_diagnosis(console: Console, result: Mapping[str, Any]) -> None:
     _show_support(console, result["support"])
     _show_best_of_n(console, result["best_of_n"])
     _show_distances(console, result["rewards"])
+    _show_greedy(console, result["greedy"])
 
 
 def _show_support(console: Console, support: Mapping[str, Any]) -> None:
@@ -110,4 +126,20 @@ def _show_distances(console: Console, pairs: Sequence[Mapping[str, Any]]) -> Non
     for pair in pairs:
         distance = f"{signed(pair['estimate'])} ({span(pair)})"
         table.add_row(Text(f"{pair['first']} · {pair['second']}"), distance, str(pair["prompts"]))
+    console.print(table)
+
+
+def _show_greedy(console: Console, found: Mapping[str, Any]) -> None:
+    from visalign.evaluation.pages.base import share, signed, span, whole
+
+    tie, noise = f"near a tie (< {found['margin']:g} nats)", f"other under noise {found['noise']:g}"
+    title = "Greedy answers"
+    table = Table("policy", tie, noise, "reward", "its change", "size of it", title=title, box=None)
+    table.title_justify = "left"
+    for name, own in found["policies"].items():
+        shares = [
+            f"{share(own[key]['estimate'])} ({span(own[key], whole)})" for key in ("near_tie", "changed")
+        ]
+        paid = [signed(own[key]["estimate"], 3) for key in ("reward", "reward_change", "reward_change_abs")]
+        table.add_row(name, *shares, *paid)
     console.print(table)

@@ -17,21 +17,23 @@ from visalign.errors import UserError
 from visalign.evaluation.heldout.correctness import valid_of, verdict
 from visalign.evaluation.heldout.text import prompt_text
 from visalign.evaluation.statistics.diversity import starc_distance, support_metrics
+from visalign.evaluation.statistics.intervals import clustered_wilson
 from visalign.evaluation.statistics.two_policies import (
     best_of_n_curve,
     crossing,
     matching_n,
     mean_interval,
     pass_at_k_curves,
+    runner_up_gap,
 )
 from visalign.interfaces import Scores
 from visalign.pipelines.jobs import load_job
 from visalign.pipelines.shared.job import result_folder
-from visalign.pipelines.shared.parts import evenly_spaced, no_loading_bars
+from visalign.pipelines.shared.parts import Records, evenly_spaced, no_loading_bars
 from visalign.pipelines.shared.run_folder import summary_json
 from visalign.pipelines.shared.sections import RewardTerm
 from visalign.seeds import sample_seed
-from visalign.text import TextRollout
+from visalign.text import Sampling, TextRollout
 
 from .parts import build_text_policy, heldout_inputs, text_rewards, text_sum
 
@@ -61,6 +63,8 @@ def diagnose(
     samples: int = 32,
     prompts: int | None = None,
     rewards: Sequence[str] = (),
+    margin: float = 0.1,
+    noise: float = 0.1,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Sample a trained text policy and the one that it is compared with, and say what training did.
@@ -74,10 +78,13 @@ def diagnose(
         samples: n, completions of each policy to a prompt.
         prompts: of the held-out prompts take so many at most, evenly spaced; None: all.
         rewards: names of text rewards to set beside those of the run.
+        margin: nats by which the second choice of a token may be behind for a near tie.
+        noise: scale β of the Gumbel noise on the logits under which greedy answers are tried again.
         seed: of the completions and the intervals.
 
     Returns:
-        JSON-able: what was compared, `support`, `best_of_n` and `rewards`, a distance for each pair.
+        JSON-able: what was compared, `support`, `best_of_n`, `rewards` (a distance for each
+        pair) and `greedy`.
 
     Raises:
         UserError: a folder without a finished run of a text policy, two models whose tokens differ, or
@@ -118,6 +125,14 @@ def diagnose(
         "support": _support(answers["base"], answers["tuned"], records, generator),
         "best_of_n": _best_of_n(policies["base"], answers["base"], answers["tuned"], generator),
         "rewards": _distances(answers["base"], answers["tuned"], generator),
+        "greedy": {
+            "margin": margin,
+            "noise": noise,
+            "policies": {
+                name: _greedy(policy, judge, records, generation.stopping(), margin, noise, seed)
+                for name, policy in policies.items()
+            },
+        },
     }
     return json.loads(summary_json(result))
 
@@ -266,3 +281,37 @@ def _distances(before: _Answers, after: _Answers, generator: torch.Generator) ->
         distance = mean_interval(starc_distance(one[told], other[told]), generator=generator)
         found.append({"first": first, "second": second, "prompts": int(told.sum()), **distance.to_dict()})
     return found
+
+
+@torch.no_grad()
+def _greedy(
+    policy: Any, judge: _Judge, records: Records, stopping: Any, margin: float, noise: float, seed: int
+) -> dict[str, Any]:
+    """How near a tie greedy answers are, and what a little noise on the logits changes.
+
+    The largest logit under Gumbel noise of scale β is a draw at temperature β, so the noisy answers are
+    samples of that temperature (The Policy Cliff, arXiv 2507.20150, on argmax at ties).
+    """
+    names = [prompt_text(record["prompt"]) for record in records]
+    generator = torch.Generator().manual_seed(seed)
+    greedy, noisy = (
+        policy.generate(
+            [record["prompt"] for record in records],
+            seeds=[sample_seed(seed, name, "noise") for name in names],
+            sampling=Sampling(temperature=scale),
+            stopping=stopping,
+        )
+        for scale in (0.0, noise)
+    )
+    whole = replace(greedy, sampling=Sampling(), kept=None)
+    gap = policy.log_probs(whole, distribution="full", statistic=runner_up_gap).statistic
+    near = ((gap < margin) & (greedy.loss_mask > 0)).any(1)
+    same = [one == other for one, other in zip(greedy.text, noisy.text, strict=True)]
+    first, second = (judge.answers(rollout, records, 1).reward[:, 0] for rollout in (greedy, noisy))
+    shares = {"near_tie": near.double(), "changed": 1 - torch.tensor(same).double()}
+    return {
+        **{name: clustered_wilson(value.numpy(), names).to_dict() for name, value in shares.items()},
+        "reward": mean_interval(first, generator=generator).to_dict(),
+        "reward_change": mean_interval(second - first, generator=generator).to_dict(),
+        "reward_change_abs": mean_interval((second - first).abs(), generator=generator).to_dict(),
+    }

@@ -14,6 +14,7 @@ from visalign.evaluation.statistics.two_policies import (
     doublings,
     matching_n,
     pass_at_k_curves,
+    runner_up_gap,
 )
 
 
@@ -88,3 +89,9 @@ def test_the_best_of_n_by_hand() -> None:
 def test_rewards_of_other_completions_are_refused() -> None:
     with pytest.raises(ValueError, match=r"the same completions; got \(2, 3\) and \(2, 4\)"):
         best_of_n_curve(torch.zeros(2, 3), torch.zeros(2, 4), generator=_generator())
+
+
+def test_the_gap_to_the_second_choice() -> None:
+    logits = torch.tensor([[1.0, 4.0, 3.5], [2.0, 2.0, -1.0]], dtype=torch.float64)
+    torch.testing.assert_close(runner_up_gap(logits), torch.tensor([0.5, 0.0], dtype=torch.float64))
+    torch.testing.assert_close(runner_up_gap(logits.log_softmax(-1)), runner_up_gap(logits))

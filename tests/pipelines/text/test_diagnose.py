@@ -115,6 +115,22 @@ def test_rewards_of_the_same_completions_are_compared_within_prompts(runs):
     assert 3 < pairs[0]["prompts"] <= 8
 
 
+def test_greedy_answers_change_with_the_noise_near_ties(runs):
+    few, many = (
+        json.loads(
+            _said(runs / "tuned", "--samples", 2, "--json", "--margin", size, "--noise", max(size, 1e-3))
+        )["greedy"]["policies"]
+        for size in (0, 50)
+    )
+    for own in few.values():
+        assert own["near_tie"]["estimate"] == own["changed"]["estimate"] == 0
+        assert own["reward_change"]["estimate"] == own["reward_change_abs"]["estimate"] == 0
+    for own in many.values():
+        assert own["near_tie"]["estimate"] == 1 and own["changed"]["estimate"] > 0.8
+    assert many["tuned"]["reward"]["estimate"] > 0.9
+    assert many["tuned"]["reward_change"]["high"] < 0
+
+
 def test_a_run_against_itself_costs_nothing(runs):
     found = json.loads(_said(runs / "idle", "--samples", 2, "--json"))
     assert found["best_of_n"]["tuned"]["kl"]["estimate"] == pytest.approx(0, abs=1e-4)

@@ -145,3 +145,16 @@ def mean_interval(values: Tensor, *, generator: torch.Generator) -> Interval:
     """The mean of a number per prompt [P], with its interval over prompts; NaN is left out."""
     one = values.double().numpy()
     return paired_bootstrap(0 * one, one, list(range(len(one))), generator=generator)
+
+
+def runner_up_gap(log_p: Tensor) -> Tensor:
+    """How far the second choice is behind the first: log p₍₁₎ − log p₍₂₎, which is the gap of their logits.
+
+    Args:
+        log_p: [*, V] log-probs or logits, V ≥ 2.
+
+    Returns:
+        [*] nats, ≥ 0; 0 at a tie. An argmax changes only where noise moves two logits by more than this.
+    """
+    first, second = log_p.topk(2, -1).values.unbind(-1)
+    return first - second
