@@ -53,6 +53,18 @@ class PartConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class EnsembleConfig(PartConfig):
+    """The judges."""
+
+    config: str = "shapes_reward_dance"
+    """How a member learns: a configuration of train_reward on pairs."""
+    members: Annotated[int, Field(ge=2)] = 3
+    """Judges, each from another seed."""
+    judge: str = "reward_dance"
+    """The name under which a member is loaded."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class UGDAConfig:
     """UGDA (Sun et al., ICLR 2025): an ensemble as reward, refitted where it is unsure and it matters.
 
@@ -68,20 +80,16 @@ class UGDAConfig:
     """Of prompts, lots and members."""
     rounds: Count = 2
     """The first labels by lot."""
-    members: Annotated[int, Field(ge=2)] = 3
-    """Of the ensemble."""
     labels: LabelConfig = field(default_factory=LabelConfig)
     """What is labelled."""
-    judge: PartConfig = field(default_factory=lambda: PartConfig(config="shapes_reward_dance"))
-    """How a member learns: a configuration of train_reward on pairs."""
-    reward: str = "reward_dance"
-    """The judge's name under which a member is loaded."""
+    ensemble: EnsembleConfig = field(default_factory=EnsembleConfig)
+    """What judges, and learns from the labels."""
     policy: PartConfig = field(default_factory=lambda: PartConfig(config="shapes_quickstart"))
     """How the policy learns: a configuration of flow_grpo; its rewards.terms become the ensemble."""
 
     def __post_init__(self) -> None:
-        for name, part in (("judge", self.judge), ("policy", self.policy)):
-            taken = {"judge": ("data.train", "data.heldout"), "policy": ("rewards",)}[name]
+        for name, part in (("ensemble", self.ensemble), ("policy", self.policy)):
+            taken = {"ensemble": ("data.train", "data.heldout"), "policy": ("rewards",)}[name]
             wrong = [change for change in part.changes if change.startswith(taken)]
             if wrong:
                 raise UserError(f"{name}.changes sets {', '.join(wrong)}, which each round sets itself.")

@@ -68,7 +68,7 @@ def plan(config: UGDAConfig) -> dict[str, Any]:
         "rounds": config.rounds,
         "pictures_per_round": labels.prompts * labels.pictures,
         "pairs_labelled": labels.first + (config.rounds - 1) * labels.more,
-        "judges_trained": config.rounds * config.members,
+        "judges_trained": config.rounds * config.ensemble.members,
         "policies_trained": config.rounds,
         "policy": jobs[1].plan(jobs[1].config),
     }
@@ -117,7 +117,7 @@ def _round(
     labels = _labelled(config, folder, queue)
     earlier = _lines(before / PAIRS) if number else []
     write_rows(folder / PAIRS, earlier + labels)
-    members = [_fitted(config, folder, member) for member in range(config.members)]
+    members = [_fitted(config, folder, member) for member in range(config.ensemble.members)]
     policy = _trained(config, folder, members)
     record = _record(folder, number, labels, policy) | {"seconds": time.monotonic() - began}
     write_atomic(folder / ROUND, summary_json(record))
@@ -152,7 +152,9 @@ def _sampling(config: UGDAConfig, lora: Path | None) -> SampleSettings:
 
 def _asked(config: UGDAConfig, tasks: Sequence[Task], before: Path, lora: Path | None) -> list[Candidate]:
     """The pairs with what the last round's ensemble and policy say of them."""
-    ensemble = _ensemble(config, [before / "members" / str(member) for member in range(config.members)])
+    ensemble = _ensemble(
+        config, [before / "members" / str(member) for member in range(config.ensemble.members)]
+    )
     return candidates(tasks, ensemble, _sampling(config, lora), seed=config.seed)
 
 
@@ -215,13 +217,16 @@ def _require_votes(store: VoteStore, wanted: int) -> None:
 
 def _judge_job(config: UGDAConfig, member: int, pairs: Path) -> Job:
     given = {"data.train": str(pairs), "data.heldout": None, "seed": config.seed + member}
-    return _job("judge", config.judge, "train_reward", given)
+    return _job("ensemble", config.ensemble, "train_reward", given)
 
 
 def _policy_job(config: UGDAConfig, members: Sequence[Path]) -> Job:
     given: dict[str, Any] = {"seed": config.seed}
     if members:
-        share = {"name": config.reward, "weight": 1 / len(members)}  # their sum is the ensemble's mean
+        share = {
+            "name": config.ensemble.judge,
+            "weight": 1 / len(members),
+        }  # their sum is the ensemble's mean
         given["rewards.terms"] = {
             f"member{n}": share | {"options": {"model": str(m)}} for n, m in enumerate(members)
         }
@@ -262,7 +267,7 @@ def _trained(config: UGDAConfig, folder: Path, members: Sequence[Path]) -> dict[
 
 def _ensemble(config: UGDAConfig, members: Sequence[Path]) -> Ensemble:
     return Ensemble(
-        {str(n): load_reward(config.reward, model=str(m / "judge")) for n, m in enumerate(members)}
+        {str(n): load_reward(config.ensemble.judge, model=str(m / "judge")) for n, m in enumerate(members)}
     )
 
 

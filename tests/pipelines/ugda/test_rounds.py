@@ -18,7 +18,7 @@ from visalign.errors import UserError
 from visalign.evaluation.pages.ugda_page import ugda_page
 from visalign.pipelines.collect.store import VoteStore
 from visalign.pipelines.collect.tasks import Task
-from visalign.pipelines.ugda.config import LabelConfig, PartConfig, UGDAConfig
+from visalign.pipelines.ugda.config import EnsembleConfig, LabelConfig, PartConfig, UGDAConfig
 from visalign.pipelines.ugda.job import WaitingForVotes, plan, run
 from visalign.pipelines.ugda.selection import Candidate, by_lot, member_scores, selected
 from visalign.rewards.combine.ensemble import Ensemble
@@ -62,10 +62,9 @@ def tiny(tmp_path: Path, **labels: Any) -> UGDAConfig:
     small: dict[str, Any] = {"prompts": 3, "pictures": 3, "first": 4, "more": 2}
     return UGDAConfig(
         rounds=2,
-        members=2,
         labels=LabelConfig(**small | labels),
-        judge=PartConfig(
-            config="shapes_reward_dance",
+        ensemble=EnsembleConfig(
+            members=2,
             changes={
                 "run.iterations": 1,
                 "optimizer.updates_per_iteration": 1,
@@ -150,7 +149,9 @@ def test_what_is_refused(tmp_path):
         match=r"policy.config is 'text_grpo', of the pipeline 'text_grpo'; needed is one of 'flow_grpo'",
     ):
         plan(wrong)
-    wrong = UGDAConfig(judge=PartConfig(config="shapes_quickstart"))
-    with pytest.raises(UserError, match=r"judge.config is 'shapes_quickstart', of the pipeline 'flow_grpo'"):
+    wrong = UGDAConfig(ensemble=EnsembleConfig(config="shapes_quickstart"))
+    with pytest.raises(
+        UserError, match=r"ensemble.config is 'shapes_quickstart', of the pipeline 'flow_grpo'"
+    ):
         plan(wrong)
     assert load_config(UGDAConfig, resolve_config("shapes_ugda"), []).labels.more == 75
