@@ -25,6 +25,7 @@ from visalign.core.advantages.risk import (
     track_quantile,
 )
 from visalign.core.advantages.rules import conditional_advantages, prl_advantages
+from visalign.core.rewards.likelihood import jepo_credit
 from visalign.core.rewards.shaping import preference_as_reward
 from visalign.core.rewards.steps import (
     clip_step_rewards,
@@ -34,7 +35,6 @@ from visalign.core.rewards.steps import (
     turning_point_rewards,
 )
 from visalign.core.standalone.critics import soft_minimum
-from visalign.core.standalone.likelihood import jepo_credit
 from visalign.core.standalone.replay import replay_advantages, replay_weight
 from visalign.core.tokens.entropy import covariance_statistics, token_covariance
 from visalign.core.tokens.entropy_terms import tea_weights

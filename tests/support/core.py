@@ -77,6 +77,7 @@ def step(seed: int = 0, *, move: float = 0.3, rewards: int = 0) -> tuple[Traject
         quantiles=(-0.5, 1.5),
         greedy_reward=draw(b),
         reference_reward=draw(b, 1),
+        likelihood=-draw(b).abs(),
         uniform=torch.rand(b, t, generator=g, dtype=torch.float64),
         ptx_weight=torch.ones(2, 3, dtype=torch.float64),
     )

@@ -93,6 +93,7 @@ ROOMS = {
         "answer_counts best_of_n_kl_bound best_of_n_kl_estimate expected_best_of_k majority_at_k pass_at_k"
     ),
     "rewards.entropy": "difficulty_entropy_reward difficulty_of phase_entropy_reward window_entropy",
+    "rewards.likelihood": "jepo_credit likelihood_reward",
     "rewards.sets": "frechet_distance frechet_gains set_gains vendi_gains vendi_score",
     "rewards.shaping": "preference_as_reward",
     "rewards.steps": (
@@ -109,7 +110,6 @@ ROOMS = {
     "standalone.clip_losses": "listwise_choice_loss paired_cosine pickscore_loss rank_margin_loss",
     "standalone.critics": "soft_minimum",
     "standalone.fusion": "neighbour_weights reward_fusion",
-    "standalone.likelihood": "jepo_credit likelihood_reward",
     "standalone.off_policy_pairs": "off_policy_pair_weights relative_log_density",
     "standalone.replay": "replay_advantages replay_weight",
     "surrogates.aggregation": "MODES Counts row_tokens",

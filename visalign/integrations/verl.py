@@ -75,7 +75,8 @@ def no_advantage(row: Objective) -> str | None:
     if row.advantage == "remax":
         return "verl generates greedy baselines only for its own algorithm.adv_estimator=remax"
     asked = asked_by(replace(row, surrogate="reinforce", surrogate_options={}, selection=None, kl=0, ptx=0))
-    for field in ("metric", "process_reward", "advantage", "entropy", "bundle", "reference_reward"):
+    absent = ("metric", "process_reward", "advantage", "entropy", "bundle", "reference_reward", "likelihood")
+    for field in absent:
         if field in asked:
             return f"{asked[field]} needs {field}, which verl does not hand to an estimator"
     unsaid = {"prl": "ref_log_prob", "perplexity": "old_log_prob"}.get(row.advantage)

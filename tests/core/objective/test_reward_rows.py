@@ -87,3 +87,22 @@ def test_par_is_the_golden_case_before_the_group_and_takes_the_kl_off_what_it_sh
         named_objective("par").prepare(t)
     with pytest.raises(ValueError, match=r"reference_reward must be \[3, M\]; got shape \(2, 2\)"):
         replace(t, reference_reward=torch.zeros(2, 2))
+
+
+def test_likelihoods_are_compared_with_the_others_and_jepo_takes_what_each_adds() -> None:
+    """By hand from ℓ = −1, −2, −3 (arXiv 2602.03979); the judge's reward plays no part."""
+    t = samples(f64(5, 7, 9, 1), likelihood=f64(-1, -2, -3, NAN), ref_log_prob=-torch.ones(4, 2).double())
+    found = named_objective("likelihood").prepare(t)
+    assert_values(found.advantage[:, 0], 1.5, 0, -1.5, 0)
+    assert found.weight.bool()[:, 0].tolist() == [True] * 3 + [False]
+    assert_values(
+        named_objective("jepo").prepare(t).advantage[:, 0], 0.68888, -0.12479, -0.31112, 0, atol=1e-5
+    )
+    failed = replace(t, valid=torch.tensor([True, True, False, True]))
+    without = named_objective("jepo").prepare(failed)
+    assert_values(without.advantage[:2, 0], 0.620115, -0.379885, atol=1e-5)  # ln((e⁻¹ + e⁻²)/2) = −1.379885
+    assert t.ref_log_prob is not None
+    t.ref_log_prob[0, 1] = -3.0
+    assert_values(named_objective("likelihood", kl_in_reward=0.5).prepare(t).advantage[:3, 0], 0.5, 0.5, -1)
+    with pytest.raises(ValueError, match="kind must be one of log_prob, mean_log_prob, prob, mean_prob"):
+        named_objective("likelihood", advantage_options={"kind": "logprob"}).prepare(t)

@@ -11,9 +11,9 @@ import torch
 
 from tests.support.core import assert_values, f64
 from visalign.core.advantages.group import group_advantages
+from visalign.core.rewards.likelihood import jepo_credit, likelihood_reward
 from visalign.core.rewards.shaping import preference_as_reward
 from visalign.core.standalone.fusion import neighbour_weights, reward_fusion
-from visalign.core.standalone.likelihood import jepo_credit, likelihood_reward
 
 NAN = float("nan")
 INF = float("inf")

@@ -27,7 +27,10 @@ from visalign.training import (
     Trainer,
 )
 
-RECORDS = [{"prompt": prompt, "tag": prompt[0]} for prompt in ("b c", "d e f", "g", "h i", "k l m", "n")]
+RECORDS = [
+    {"prompt": prompt, "tag": prompt[0], "answer": "aa"}
+    for prompt in ("b c", "d e f", "g", "h i", "k l m", "n")
+]
 DEMONSTRATIONS = [{"prompt": prompt, "completion": "zz"} for prompt in ("b c", "g", "n")]
 
 ROLLOUT = {"prompts_per_iteration": 4, "group_size": 6, "max_new_tokens": 5}

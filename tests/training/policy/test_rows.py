@@ -22,7 +22,7 @@ from visalign.training import DiffusionObjectiveSettings, TextObjectiveSettings
 TEXT_ONLY = {
     *("ppo", "ppo_kl", "ppo_ptx", "remax", "opo", "dppo_tv", "dppo_kl", "top_entropy"),
     *("clip_cov", "kl_cov", "flowrl", "aem", "empg", "perplexity", "siren", "epo", "tea"),
-    *("clip_b", "clip_v", "steer", "entrocraft", "pear", "ares", "riskpo", "par"),
+    *("clip_b", "clip_v", "steer", "entrocraft", "pear", "ares", "riskpo", "par", "likelihood", "jepo"),
 }
 """Rows that are refused for denoising steps."""
 STEPS_ONLY = {"flow_grpo", "flow_gspo", "grpo_guard", "flow_dppo", "pref_grpo"}

@@ -13,6 +13,7 @@ import torch
 from tests.support.models.language import tiny_model, tiny_tokenizer
 from tests.support.servers.completions import serving
 from tests.support.training.text import Letters, OtherEngine, toy_policy, toy_text_trainer, weights_of
+from visalign.adapters.causal_lm.demonstrations import demonstration_rollout
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.adapters.server.generator import ServerGenerator
@@ -176,6 +177,34 @@ def test_pars_references_are_what_the_start_policy_makes_of_the_prompt(tmp_path)
         assert torch.equal(start, weights_of(trainer)) != moved
         found.append((groups, t.reward))
     assert torch.equal(found[0][0], found[1][0]) and not torch.equal(found[0][1], found[1][1])
+
+
+def test_the_likelihood_of_the_answer_is_that_of_a_text_that_has_it_at_once(tmp_path):
+    """Whatever a completion says from the prefix on, the record's answer takes its place."""
+    records = [{"prompt": p, "answer": "ab" if p == "g" else "c"} for p in ("b c", "g", "h i", "n")]
+    trainer = toy_text_trainer(tmp_path, "likelihood", rollout={"answer_prefix": "e"})
+    algorithm = trainer.algorithm
+    algorithm.parts = replace(algorithm.parts, records=[*records, *records[:2]])
+    experience = algorithm.collect(trainer.context).experience
+    made, policy = experience.rollout, cast(CausalLMPolicy, algorithm.parts.policy)
+    assert any("e" in text[:-1] for text in made.text) and not all("e" in text for text in made.text)
+    asked = {str(r["prompt"]): r["answer"] for r in records}
+    pairs = list(zip(made.text, map(str, made.prompt), strict=True))
+    whole = [text.split("e")[0] + "e" + asked[p] for text, p in pairs]
+    given = demonstration_rollout(policy, list(made.prompt), whole, end=False)
+    with torch.no_grad():
+        log_prob = policy.log_probs(given).log_prob
+    length = given.loss_mask.sum(1).long()
+    last = [
+        float(row[n - len(asked[p]) : n].sum())
+        for row, n, (_, p) in zip(log_prob, length, pairs, strict=True)
+    ]
+    torch.testing.assert_close(experience.trajectories.likelihood, torch.tensor(last))
+    algorithm.parts = replace(algorithm.parts, records=[{"prompt": "g"}] * 6)
+    with pytest.raises(
+        UserError, match=r"The record of the prompt 'g' has no text \"answer\" \(it is None\)"
+    ):
+        algorithm.collect(trainer.context)
 
 
 def test_a_clip_is_seen_beside_a_kl_term(tmp_path):

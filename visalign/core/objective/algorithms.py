@@ -171,6 +171,17 @@ NAMED: dict[str, Objective] = {
         advantage_options={"k": 1.0, "references": 1},
         kl=0.005,
     ),
+    "likelihood": replace(
+        _GROUP,
+        source="Likelihood-based reward designs, arXiv 2602.03979; without the gradient of the value itself",
+        advantage="likelihood",
+        advantage_options={"kind": "log_prob"},
+    ),
+    "jepo": replace(
+        _GROUP,
+        source="JEPO, leave-one-out, in arXiv 2602.03979; without the gradient of the bound itself",
+        advantage="jepo",
+    ),
     "riskpo": replace(
         _GROUP,
         source="RiskPO, arXiv 2510.00911 (bundles of 5, levels 0.2 and 0.8, ω = 1.5, η = 0.1)",

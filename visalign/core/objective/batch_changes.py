@@ -22,6 +22,16 @@ PER_DECISION = (
     "nucleus_entropy",
     "loss_weight",
 )
+PER_SAMPLE = (
+    "reward",
+    "greedy_reward",
+    "reference_reward",
+    "likelihood",
+    "metric",
+    "valid",
+    "advantage",
+    "bundle",
+)
 POLICY_PER_DECISION = ("log_prob", "entropy", "nucleus_entropy", "value", "kl", "divergence")
 
 
@@ -75,7 +85,7 @@ def pad_samples(t: Trajectories, left: int, right: int, below: int) -> Trajector
         value = getattr(t, name)
         if value is not None:
             new[name] = _frame(value, left, right, below, fill)
-    for name in ("reward", "greedy_reward", "reference_reward", "metric", "valid", "advantage", "bundle"):
+    for name in PER_SAMPLE:
         value = getattr(t, name)
         if value is None:
             continue

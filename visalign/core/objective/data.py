@@ -67,6 +67,9 @@ class Trajectories:
     """[B] reward of the greedy completion to the same prompt, for ReMax."""
     reference_reward: Tensor | None = None
     """[B, M] rewards of M completions of the reference to the same prompt, for advantage="par"."""
+    likelihood: Tensor | None = None
+    """[B] `likelihood_reward` of the reference answer after each sample, for advantage="likelihood"; for
+    "jepo" its log-prob, nats."""
     uniform: Tensor | None = None
     """[B, T] numbers in [0, 1), drawn once per step, for Clip-Cov."""
     metric: Tensor | None = None
@@ -99,7 +102,7 @@ class Trajectories:
             "loss_weight",
         ):
             _same(name, getattr(self, name), shape)
-        for name in ("valid", "greedy_reward", "metric", "bundle"):
+        for name in ("valid", "greedy_reward", "metric", "bundle", "likelihood"):
             _same(name, getattr(self, name), shape[:1])
         if self.reward is not None:
             if self.reward.ndim not in (1, 2) or self.reward.shape[0] != shape[0]:

@@ -58,6 +58,7 @@ EXTRA: dict[str, tuple[str, str]] = {
         "it needs rewards of what the reference makes of the same prompts",
         "'pref_grpo', which compares the pictures of a group",
     ),
+    "likelihood": ("it needs a reference answer in words after each sample", "'grpo'"),
     "log_z": ("it needs a learned log Z of each prompt", "'grpo' with a KL term, kl=0.04"),
     "process_reward": ("it needs a reward of each step", "objective.credit=turning_points or one_step"),
     "metric": (

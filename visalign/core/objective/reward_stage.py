@@ -1,19 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages of rewards that are shaped, or scored together with those of other samples."""
+"""Advantages of rewards that are shaped, or scored together with those of other samples.
+
+Each takes the trajectories, their rewards [B], and what the KL costs, [B] or 0, which is taken off what it
+made of the rewards.
+"""
 
 from __future__ import annotations
+
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from visalign.core.advantages.group import Baseline, Scale, group_advantages
 from visalign.core.advantages.risk import bundle_scores, riskpo_advantages, track_quantile
+from visalign.core.checks import check_choice
+from visalign.core.rewards.likelihood import Likelihood, jepo_credit
+from visalign.core.rewards.shaping import preference_as_reward
 
 from .data import Trajectories
+
+
+def par(
+    t: Trajectories,
+    reward: Tensor,
+    cost: Tensor | float,
+    *,
+    k: float = 1.0,
+    references: int = 1,
+    scale: Scale = "group",
+) -> Tensor:
+    """`preference_as_reward` against so many completions of the reference, then the group's advantage."""
+    assert t.reference_reward is not None
+    given = tuple(t.reference_reward.shape)
+    if given[1] != references:
+        raise ValueError(f"reference_reward must be [B, {references}]; got {given}.")
+    made = preference_as_reward(reward, t.reference_reward, k=k) - cost
+    gain = group_advantages(made, t.group, scale=scale, valid=t.valid)
+    return torch.where(torch.isfinite(made), gain, torch.nan)
+
+
+def likelihood(
+    t: Trajectories,
+    reward: Tensor,
+    cost: Tensor | float,
+    *,
+    kind: Likelihood = "log_prob",
+    scale: Scale = "none",
+    baseline: Baseline = "leave_one_out",
+) -> Tensor:
+    """The group's advantage of the reference answer's likelihood; the judge's reward plays no part.
+
+    `kind` is that of `likelihood_reward`, which whoever makes `Trajectories.likelihood` takes.
+    """
+    assert t.likelihood is not None
+    check_choice("kind", kind, get_args(Likelihood))
+    made = t.likelihood - cost
+    gain = group_advantages(made, t.group, scale=scale, baseline=baseline, valid=t.valid)
+    return torch.where(torch.isfinite(made), gain, torch.nan)
+
+
+def jepo(t: Trajectories, reward: Tensor, cost: Tensor | float) -> Tensor:
+    """`jepo_credit`; NaN where there is no likelihood. The judge's reward plays no part."""
+    assert t.likelihood is not None
+    known = torch.isfinite(t.likelihood) & t.present()
+    credit = jepo_credit(torch.where(known, t.likelihood, torch.nan), t.group)[1]
+    return torch.where(known, credit - cost, torch.nan)
 
 
 def riskpo(
     t: Trajectories,
     reward: Tensor,
+    cost: Tensor | float,
     *,
     bundle: int = 5,
     rate: float = 0.1,
@@ -29,7 +87,7 @@ def riskpo(
     first this one's own.
     """
     assert t.bundle is not None
-    score, index = bundle_scores(reward, t.bundle, size=bundle)
+    score, index = bundle_scores(reward - cost, t.bundle, size=bundle)
     low, high = t.quantiles or _own_quantiles(score, (level_down, level_up))
     return riskpo_advantages(
         score,

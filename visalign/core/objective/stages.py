@@ -29,7 +29,6 @@ from visalign.core.rewards.entropy import (
     phase_entropy_reward,
     window_entropy,
 )
-from visalign.core.rewards.shaping import preference_as_reward
 from visalign.core.rewards.terms import kl_in_reward, place_terminal
 from visalign.core.surrogates import balance as surrogate_balance
 from visalign.core.surrogates import forms as surrogate_forms
@@ -42,7 +41,7 @@ from visalign.core.tokens.statistics import masked_quantile, weighted_mean
 
 from .data import PolicyOutput, Prepared, Trajectories
 from .options import Stage
-from .reward_stage import riskpo
+from .reward_stage import jepo, likelihood, par, riskpo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +105,12 @@ def _of_reward(function: Callable[..., Tensor]) -> Callable[..., Advantages]:
     return apply
 
 
-def _of_step(function: Callable[..., Tensor]) -> Callable[..., Advantages]:
-    return lambda t, beta, **options: (function(t, sample_reward(t, beta), **options), None)
+def _shaped(function: Callable[..., Tensor]) -> Callable[..., Advantages]:
+    def apply(t: Trajectories, beta: float, **options: Any) -> Advantages:
+        reward = sample_reward(t, 0.0)
+        return function(t, reward, reward - sample_reward(t, beta) if beta else 0.0, **options), None
+
+    return apply
 
 
 def _opo(t: Trajectories, beta: float, **options: Any) -> Advantages:
@@ -250,18 +253,6 @@ def _ares(
     return group_advantages(shaped, t.group, scale=scale, valid=t.valid), None
 
 
-def _par(t: Trajectories, beta: float, *, k: float = 1.0, references: int = 1, **options: Any) -> Advantages:
-    """What the KL costs is taken off the shaped reward; `references` is how many there are, M."""
-    assert t.reference_reward is not None
-    if t.reference_reward.shape[1] != references:
-        raise ValueError(
-            f"reference_reward must be [B, {references}]; got {tuple(t.reference_reward.shape)}."
-        )
-    plain = sample_reward(t, 0.0)
-    shaped = preference_as_reward(plain, t.reference_reward, k=k) + (sample_reward(t, beta) - plain)
-    return group_advantages(shaped, t.group, valid=t.valid, **options), None
-
-
 def _given(t: Trajectories, _beta: float) -> Advantages:
     assert t.advantage is not None
     return t.advantage, None
@@ -293,6 +284,8 @@ ADVANTAGES = {
     "ares": Stage(difficulty_entropy_reward, _ares, ("entropy",)),
     "par": Stage(group_advantages, _par, ("reference_reward",)),
     "riskpo": Stage(riskpo, _of_step(riskpo), ("bundle",)),
+    "likelihood": Stage(likelihood, _shaped(likelihood), ("likelihood",)),
+    "jepo": Stage(jepo, _shaped(jepo), ("likelihood",)),
     "given": Stage(_given, _given, ("advantage",)),
 }
 """Name -> how rewards become advantages."""

@@ -151,6 +151,7 @@ def _rehearse(objective: Objective, decisions: Decisions, given: Sequence[str]) 
             "greedy_reward": some[:, 0],
             "step": some.long(),
             "bundle": some[:, 0].long(),
+            "likelihood": reward,
             "reference_reward": torch.zeros(4, references),
         }
         names = ("value", "entropy", "nucleus_entropy", "ptx_log_prob", "ptx_weight")

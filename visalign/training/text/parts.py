@@ -150,10 +150,11 @@ def check_parts(parts: TextParts, objective: Objective, *, name: str, recomputed
         )
     if objective.surrogate == "flow_balance" and parts.log_partition is None:
         raise UserError(f"objective.algorithm={name} needs a log-partition head, and none was given.")
-    if "step" in ADVANTAGES[objective.advantage].needs and parts.tokenizer is None:
+    if {"step", "likelihood"} & {*ADVANTAGES[objective.advantage].needs} and parts.tokenizer is None:
         raise UserError(
-            f"objective.algorithm={name} looks at the steps of completions, which are found by the policy's "
-            "tokenizer, and this policy has none. Give it the attribute `tokenizer`, or take 'grpo'."
+            f"objective.algorithm={name} looks at the steps of completions, or an answer after them, by "
+            "the policy's tokenizer, and this policy has none. Give it the attribute `tokenizer`, or take "
+            "'grpo'."
         )
     if parts.process is not None and objective.advantage not in PER_DECISION:
         raise UserError(

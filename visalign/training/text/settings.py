@@ -37,6 +37,9 @@ class TextRolloutSettings:
     separator: str | None = None
     """What ends a step of a completion, for rows that look at steps; null: a newline, and for pear </think>,
     the end of the thinking."""
+    answer_prefix: str = "\\boxed{"
+    """For rows that look at the likelihood of the reference answer: it is scored after this text, which takes
+    the place of its first occurrence in a completion and of all behind it."""
     truncated: str = "keep"
     """What becomes of completions that met the length limit: keep, or mask (overlong filtering of DAPO: they
     keep their place in the group's statistics and leave the loss)."""

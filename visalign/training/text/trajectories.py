@@ -21,6 +21,7 @@ from visalign.text.steps import StepReading, step_index
 from visalign.training.loop.judging import judge, reward_weights
 from visalign.training.policy.settings import needs_reference
 
+from .answers import answer_likelihood
 from .parts import Generates, TextParts
 from .settings import TextRolloutSettings
 
@@ -43,7 +44,7 @@ def trajectories_of(
         valid: [B] bool, False where the reward failed.
         settings: how the completions were made.
         objective: says what is needed.
-        records: group label -> prompt record, for ReMax's greedy completions and PAR's reference.
+        records: group label -> prompt record, with what PAR, ReMax and likelihoods ask of it.
 
     Raises:
         RewardFailure: the completions of ReMax or PAR came back with another number of scores.
@@ -143,7 +144,7 @@ def _beside(
     settings: TextRolloutSettings,
     objective: Objective,
 ) -> dict[str, Tensor]:
-    """Rewards of other completions to the same prompts, where the objective asks for them."""
+    """What the objective asks of the records: rewards of other completions, or how likely the answer is."""
     given = parts, rollout, records, settings
     if objective.advantage == "remax":
         return {"greedy_reward": _rewards(*given, parts.generator, Sampling(temperature=0.0), 1)[:, 0]}
@@ -151,6 +152,9 @@ def _beside(
         count = objective.advantage_options.get("references", 1)
         with parts.reference.applied():
             return {"reference_reward": _rewards(*given, parts.policy, settings.sampling, count)}
+    if "likelihood" in ADVANTAGES[objective.advantage].needs:
+        kind = objective.advantage_options.get("kind", "log_prob")
+        return {"likelihood": answer_likelihood(*given[:3], settings.answer_prefix, kind)}
     return {}
 
 
