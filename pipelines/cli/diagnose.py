@@ -69,6 +69,17 @@ def show_diagnosis(console: Console, result: Mapping[str, Any]) -> None:
     _show_best_of_n(console, result["best_of_n"])
     _show_distances(console, result["rewards"])
     _show_greedy(console, result["greedy"])
+    if result["clip"] is not None:
+        console.print(Text(_clip_line(result["clip"], result["samples"])))
+
+
+def _clip_line(clip: Mapping[str, Any], samples: int) -> str:
+    return (
+        f"Of the trained decisions the clip took {clip['low']:.3%} with A < 0, {clip['high']:.3%} with A > 0 "
+        f"(net {clip['net']:+.3%}), in {clip['iterations']:.0%} of the iterations. Rewards by lot would "
+        f"withhold {clip['advantage_at_stake']['estimate']:.2f} of advantage from the right ones of "
+        f"{samples} completions."
+    )
 
 
 def _show_support(console: Console, support: Mapping[str, Any]) -> None:

@@ -19,7 +19,9 @@ from visalign.evaluation.heldout.text import prompt_text
 from visalign.evaluation.statistics.diversity import starc_distance, support_metrics
 from visalign.evaluation.statistics.intervals import clustered_wilson
 from visalign.evaluation.statistics.two_policies import (
+    advantage_at_stake,
     best_of_n_curve,
+    clip_bias,
     crossing,
     matching_n,
     mean_interval,
@@ -34,6 +36,7 @@ from visalign.pipelines.shared.run_folder import summary_json
 from visalign.pipelines.shared.sections import RewardTerm
 from visalign.seeds import sample_seed
 from visalign.text import Sampling, TextRollout
+from visalign.training.loop.metrics import read_metrics
 
 from .parts import build_text_policy, heldout_inputs, text_rewards, text_sum
 
@@ -83,38 +86,18 @@ def diagnose(
         seed: of the completions and the intervals.
 
     Returns:
-        JSON-able: what was compared, `support`, `best_of_n`, `rewards` (a distance for each
-        pair) and `greedy`.
+        JSON-able: what was compared, `support`, `best_of_n`, `rewards` (a distance a pair), `clip`, `greedy`.
 
     Raises:
         UserError: a folder without a finished run of a text policy, two models whose tokens differ, or
             completions that cannot be judged.
     """
     config, first = _config(second or run), _config(run)
-    judge, answers = _Judge(config, rewards), {}
-    records = evenly_spaced(judge.records, prompts or len(judge.records))
+    judge = _Judge(config, rewards)
+    records = evenly_spaced(judge.records, prompts)
     generation = getattr(config, "generation", None) or config.rollout
-    policies = {
-        "base": _policy(first, None if second is None else run),
-        "tuned": _policy(config, second or run),
-    }
-    vocabularies = [policy.tokenizer.get_vocab() for policy in policies.values()]
-    if vocabularies[0] != vocabularies[1]:
-        raise UserError(
-            f"'{run}' and '{second}' are of models with different tokens: no log-probs to compare. "
-            "Diagnose each against the model that it began with."
-        )
-    for name, policy in policies.items():
-        seeds = [sample_seed(seed, prompt_text(r["prompt"]), i) for r in records for i in range(samples)]
-        with torch.no_grad():
-            rollout = policy.generate(
-                [record["prompt"] for record in records],
-                seeds=seeds,
-                num_generations=samples,
-                sampling=generation.sampling,
-                stopping=generation.stopping(),
-            )
-        answers[name] = judge.answers(rollout, [r for r in records for _ in range(samples)], samples)
+    policies = _policies(run, second)
+    base, tuned = (judge.sampled(p, records, generation, samples, seed) for p in policies.values())
     generator = torch.Generator().manual_seed(seed)
     result = {
         "base": first.model.path if second is None else str(run),
@@ -122,9 +105,10 @@ def diagnose(
         "prompts": len(records),
         "samples": samples,
         "correctness": judge.correctness,
-        "support": _support(answers["base"], answers["tuned"], records, generator),
-        "best_of_n": _best_of_n(policies["base"], answers["base"], answers["tuned"], generator),
-        "rewards": _distances(answers["base"], answers["tuned"], generator),
+        "support": _support(base, tuned, records, generator),
+        "best_of_n": _best_of_n(policies["base"], base, tuned, generator),
+        "rewards": _distances(base, tuned, generator),
+        "clip": _clip(second or run, base, generator),
         "greedy": {
             "margin": margin,
             "noise": noise,
@@ -154,6 +138,19 @@ class _Judge:
             )
         judge = self.rewards[self.correctness]
         self.reward = judge if terms is None else text_sum(config.rewards, self.rewards)
+
+    def sampled(self, policy: Any, records: Records, generation: Any, samples: int, seed: int) -> _Answers:
+        """`samples` completions of a policy to each record, judged; a seed for each."""
+        seeds = [sample_seed(seed, prompt_text(r["prompt"]), i) for r in records for i in range(samples)]
+        with torch.no_grad():
+            rollout = policy.generate(
+                [record["prompt"] for record in records],
+                seeds=seeds,
+                num_generations=samples,
+                sampling=generation.sampling,
+                stopping=generation.stopping(),
+            )
+        return self.answers(rollout, [r for r in records for _ in range(samples)], samples)
 
     def answers(self, rollout: TextRollout, records: Sequence[Mapping[str, Any]], samples: int) -> _Answers:
         """A rollout to the records [B], judged."""
@@ -218,6 +215,21 @@ def _policy(config: Any, run: Path | None) -> Any:
         with no_loading_bars():
             policy.load(result_folder(config, run))
     return policy
+
+
+def _policies(run: Path, second: Path | None) -> dict[str, Any]:
+    """The two that are compared, which must read and write the same tokens."""
+    policies = {
+        "base": _policy(_config(run), None if second is None else run),
+        "tuned": _policy(_config(second or run), second or run),
+    }
+    vocabularies = [policy.tokenizer.get_vocab() for policy in policies.values()]
+    if vocabularies[0] != vocabularies[1]:
+        raise UserError(
+            f"'{run}' and '{second}' are of models with different tokens: no log-probs to compare. "
+            "Diagnose each against the model that it began with."
+        )
+    return policies
 
 
 def _support(
@@ -315,3 +327,15 @@ def _greedy(
         "reward_change": mean_interval(second - first, generator=generator).to_dict(),
         "reward_change_abs": mean_interval((second - first).abs(), generator=generator).to_dict(),
     }
+
+
+def _clip(run: Path, base: _Answers, generator: torch.Generator) -> dict[str, Any] | None:
+    """What the clip took of the run's updates, and what a control with rewards by lot would withhold; None
+    where nothing is clipped."""
+    written = [row for row in read_metrics(run / "metrics.jsonl") if "clip_low" in row]
+    if not written:
+        return None
+    sides = [torch.tensor([float(row[name]) for row in written]) for name in ("clip_low", "clip_high")]
+    known = base.solved[base.solved.isfinite().all(1)]
+    at_stake = mean_interval(advantage_at_stake(known.sum(1), base.solved.shape[1]), generator=generator)
+    return {**clip_bias(*sides), "advantage_at_stake": at_stake.to_dict()}

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from visalign.evaluation.statistics.two_policies import (
+    advantage_at_stake,
     best_of_n_curve,
+    clip_bias,
     crossing,
     doublings,
     matching_n,
@@ -95,3 +97,19 @@ def test_the_gap_to_the_second_choice() -> None:
     logits = torch.tensor([[1.0, 4.0, 3.5], [2.0, 2.0, -1.0]], dtype=torch.float64)
     torch.testing.assert_close(runner_up_gap(logits), torch.tensor([0.5, 0.0], dtype=torch.float64))
     torch.testing.assert_close(runner_up_gap(logits.log_softmax(-1)), runner_up_gap(logits))
+
+
+def test_what_a_clip_took_by_hand() -> None:
+    found = clip_bias(torch.tensor([0.0, 0.1, 0.0, 0.1]), torch.tensor([0.0, 0.3, 0.1, 0.0]))
+    assert found == pytest.approx({"low": 0.05, "high": 0.1, "net": 0.05, "iterations": 0.75})
+    with pytest.raises(ValueError, match=r"must be \[I\]; got \(0,\) and \(0,\)"):
+        clip_bias(torch.zeros(0), torch.zeros(0))
+
+
+def test_the_advantage_that_a_reward_by_lot_withholds() -> None:
+    right = torch.tensor([0, 1, 4, 8])
+    assert advantage_at_stake(right, 8).tolist() == pytest.approx([0, 7 / 8, 2, 0])
+    generator = _generator()
+    reward = (torch.rand(20_000, 8, generator=generator) < 0.5).double()
+    by_lot = (reward - reward.mean(1, keepdim=True))[:, :4].sum(1)
+    assert abs(float(by_lot.mean())) < 0.03

@@ -88,6 +88,7 @@ def test_a_run_that_learned_its_prompts_solves_what_its_base_does_not(runs):
     assert support["preserved"] + support["expanded"] == 8 and support["expanded"] > 3
     assert len(support["solved_only_by"]["tuned"]) == support["expanded"]
     assert set(support["solved_only_by"]["tuned"]) <= {question["prompt"] for question in QUESTIONS}
+    assert found["clip"] is None  # supervised
     assert support["crossing"] == {"k": None, "shown": False}
     best = found["best_of_n"]
     rewards = [point["reward"]["estimate"] for point in best["base"]]
@@ -129,6 +130,18 @@ def test_greedy_answers_change_with_the_noise_near_ties(runs):
         assert own["near_tie"]["estimate"] == 1 and own["changed"]["estimate"] > 0.8
     assert many["tuned"]["reward"]["estimate"] > 0.9
     assert many["tuned"]["reward_change"]["high"] < 0
+
+
+def test_what_the_clip_took_is_read_from_the_metrics(runs):
+    rows = [{"clip_low": 0.0, "clip_high": 0.5}, {"clip_low": 0.25, "clip_high": 0.0}, {"iteration": 3}]
+    metrics = runs / "idle" / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    clip = json.loads(_said(runs / "tuned", runs / "idle", "--samples", 4, "--json"))["clip"]
+    assert [clip[name] for name in ("low", "high", "net", "iterations")] == [0.125, 0.25, 0.125, 1]
+    assert clip["advantage_at_stake"]["estimate"] < 1
+    said = " ".join(_said(runs / "tuned", runs / "idle", "--samples", 2).split())
+    metrics.unlink()
+    assert "the clip took 12.500% with A < 0, 25.000% with A > 0 (net +12.500%)" in said
 
 
 def test_a_run_against_itself_costs_nothing(runs):

@@ -158,3 +158,43 @@ def runner_up_gap(log_p: Tensor) -> Tensor:
     """
     first, second = log_p.topk(2, -1).values.unbind(-1)
     return first - second
+
+
+def clip_bias(low: Tensor, high: Tensor) -> dict[str, float]:
+    """What a clip took away, by the sign of the advantage, over I iterations.
+
+    Args:
+        low: [I] share of decisions with A < 0 that the clip left without gradient.
+        high: [I] the same with A > 0.
+
+    Returns:
+        `low` and `high`, the means; `net`, high − low, above 0 where the clip held back more of what raises a
+        completion's probability than of what lowers it; `iterations`, the share with a clip of either sign.
+
+    After Chen et al., arXiv 2512.16912, on clipping under rewards by lot.
+    """
+    if low.ndim != 1 or low.shape != high.shape or not len(low):
+        raise ValueError(f"low and high must be [I]; got {tuple(low.shape)} and {tuple(high.shape)}.")
+    under, over = float(low.double().mean()), float(high.double().mean())
+    return {
+        "low": under,
+        "high": over,
+        "net": over - under,
+        "iterations": float((low + high > 0).double().mean()),
+    }
+
+
+def advantage_at_stake(right: Tensor, samples: int) -> Tensor:
+    """Σ over right completions of r − mean(r) = n_c (G − n_c)/G: what a reward by lot withholds from them.
+
+    Args:
+        right: [P] n_c, right completions of a prompt.
+        samples: G.
+
+    Returns:
+        [P] float64; under rewards by lot the expectation of the same sum is 0.
+
+    Chen et al., arXiv 2512.16912, on random rewards.
+    """
+    count = right.double()
+    return count * (samples - count) / samples
