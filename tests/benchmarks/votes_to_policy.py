@@ -6,9 +6,10 @@
 Pictures of training prompts by the packaged generator, four to a prompt; pairs of them go to three voters
 through the file of votes. A voter prefers the picture that the verifier finds nearer to its prompt with
 probability σ(γ (u_left − u_right)), u in [0, 1]; γ is 12, 6 and 0, so the third clicks without looking. The
-export trains the yes/no judge from the packaged vision-language model, which no vote has touched before, and
-the quickstart's trainer follows that judge alone. Held-out prompts are checked by the verifier. The claim is
-refuted where the interval of the gain holds 0. Beside it: the judge untrained, in the same trainer.
+export trains a judge from the packaged vision-language model, which no vote has touched before: one that says
+yes or no, of which the model knows something already, or HPSv3's head, which begins with nothing. The
+quickstart's trainer follows that judge alone. Held-out prompts are checked by the verifier. The claim is
+refuted where the interval of the gain holds 0. Beside it: the yes/no judge untrained, in the same trainer.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def collect(folder: Path, path: Path, votes: int, seed: int) -> None:
     store.close()
 
 
-def run(output: Path, votes: int, seed: int, iterations: int) -> None:
+def run(output: Path, votes: int, seed: int, iterations: int, kind: str) -> None:
     folder = output / f"seed{seed}"
     if not (folder / "votes.jsonl").is_file():
         pictures(folder / "pictures", train_prompts(), votes // PICTURES, seed)
@@ -92,15 +93,15 @@ def run(output: Path, votes: int, seed: int, iterations: int) -> None:
         collect(folder / "test_pictures", folder / "test.sqlite", 240, seed)
     if not (folder / "judge" / "summary.json").is_file():
         data = [f"data.train={folder / 'votes.jsonl'}", heldout, f"seed={seed}"]
-        command("train-reward", "shapes_reward_dance", *data, f"run.iterations={iterations}", "run.threads=2",
+        command("train-reward", f"shapes_{kind}", *data, f"run.iterations={iterations}", "run.threads=2",
                 "optimizer.decay_updates=" + str(12 * iterations), "-o", str(folder / "judge"))  # fmt: skip
     for name, options in (
         ("trained", f"{{model: {folder / 'judge' / 'judge'}}}"),
-        ("untrained", "{model: shapes-vlm}"),
+        *([("untrained", "{model: shapes-vlm}")] if kind == "reward_dance" else []),
     ):
         place = folder / f"policy_{name}"
         if not (place / "summary.json").is_file():
-            judge = f"rewards.terms={{judge: {{name: reward_dance, options: {options}}}}}"
+            judge = f"rewards.terms={{judge: {{name: {kind}, options: {options}}}}}"
             command(
                 "train", "shapes_quickstart", judge, f"seed={seed}", "run.max_seconds=null", "-o", str(place)
             )
@@ -114,9 +115,10 @@ def main() -> None:
     parser.add_argument("--votes", type=int, default=300)
     parser.add_argument("--iterations", type=int, default=3, help="Of the judge; 12 updates of 64 each.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--judge", choices=("reward_dance", "hpsv3"), default="reward_dance")
     given = parser.parse_args()
     for seed in given.seeds:
-        run(given.output, given.votes, seed, given.iterations)
+        run(given.output, given.votes, seed, given.iterations, given.judge)
 
 
 if __name__ == "__main__":
