@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scipy.stats import spearmanr
+from scipy import stats
 
 from visalign.training.policy.influence import gradient_influence, gradient_sketches
 
@@ -48,6 +48,10 @@ class Softmax:
         return (self.advantage * self.gain(weight)).mean().detach()
 
 
+def rank_correlation(one, other) -> float:
+    return float(stats.pearsonr(stats.rankdata(one), stats.rankdata(other))[0])
+
+
 def influence(policy: Softmax, **more) -> torch.Tensor:
     weight = policy.start.clone().requires_grad_()
     sketches = gradient_sketches(lambda n: policy.gain(weight)[n], N, [weight], **more)
@@ -66,9 +70,9 @@ def test_it_ranks_samples_as_retraining_with_another_reward_does(seed):
             ends.append(policy.retrained(advantage))
         exact.append(float(ends[0] - ends[1]))
     found = influence(policy)
-    assert spearmanr(exact, found).statistic > 0.98
+    assert rank_correlation(exact, found) > 0.98
     unaware = influence(policy, second_moment=[torch.ones_like(policy.start)])
-    assert spearmanr(exact, unaware).statistic < spearmanr(exact, found).statistic - 0.01
+    assert rank_correlation(exact, unaware) < rank_correlation(exact, found) - 0.01
 
 
 def test_sketches_keep_inner_products():
@@ -82,7 +86,7 @@ def test_sketches_keep_inner_products():
     assert sketched.shape == (40, 512) and torch.allclose(whole, x)
     advantage = torch.randn(40, generator=draw, dtype=torch.float64)
     exact, near = (gradient_influence(s, advantage) for s in (whole, sketched))
-    assert spearmanr(exact, near).statistic > 0.8
+    assert rank_correlation(exact, near) > 0.8
     gram = whole @ whole.T
     assert ((sketched @ sketched.T - gram).abs() / gram.diagonal().mean()).mean() < 2 / 512**0.5
 

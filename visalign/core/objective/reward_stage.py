@@ -30,7 +30,11 @@ def par(
     references: int = 1,
     scale: Scale = "group",
 ) -> Tensor:
-    """`preference_as_reward` against so many completions of the reference, then the group's advantage."""
+    """The group's advantage of R′_b = mean_m σ(k (R_b − R_bm)), R_bm the rewards of `references` completions
+    of the start policy.
+
+    PAR, arXiv 2502.18770.
+    """
     assert t.reference_reward is not None
     given = tuple(t.reference_reward.shape)
     if given[1] != references:
@@ -49,9 +53,11 @@ def likelihood(
     scale: Scale = "none",
     baseline: Baseline = "leave_one_out",
 ) -> Tensor:
-    """The group's advantage of the reference answer's likelihood; the judge's reward plays no part.
+    """The group's advantage of R_i = log π(a* | prompt, z_i), of the record's answer a* after the completion
+    z_i; `kind` as in `likelihood_reward`.
 
-    `kind` is that of `likelihood_reward`, which whoever makes `Trajectories.likelihood` takes.
+    Likelihood-based reward designs, arXiv 2602.03979. The judge's reward plays no part, and the gradient of
+    R itself is left out.
     """
     assert t.likelihood is not None
     check_choice("kind", kind, get_args(Likelihood))
@@ -61,7 +67,11 @@ def likelihood(
 
 
 def jepo(t: Trajectories, reward: Tensor, cost: Tensor | float) -> Tensor:
-    """`jepo_credit`; NaN where there is no likelihood. The judge's reward plays no part."""
+    """A_i = log mean_j exp ℓ_j − log mean_{j≠i} exp ℓ_j, ℓ_i = log π(a* | prompt, z_i) as in likelihood.
+
+    JEPO in arXiv 2602.03979. The judge's reward plays no part, and the gradient of the bound itself is left
+    out.
+    """
     assert t.likelihood is not None
     known = torch.isfinite(t.likelihood) & t.present()
     credit = jepo_credit(torch.where(known, t.likelihood, torch.nan), t.group)[1]
@@ -81,8 +91,9 @@ def riskpo(
     natural_baseline: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
-    """`riskpo_advantages` of the bundles, each sample's that of its own.
+    """A = (ω CVaR(S) + RVaR(S))/(ω + 1)/std(S), S the scores of bundles of samples to `bundle` prompts each.
 
+    RiskPO, arXiv 2510.00911; see `mixed_value_at_risk`.
     The quantiles are those that `riskpo_quantiles` tracked over the earlier rollouts (`rate` is its η), at
     first this one's own.
     """

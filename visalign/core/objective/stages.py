@@ -283,9 +283,9 @@ ADVANTAGES = {
     "pear": Stage(phase_entropy_reward, _pear, ("entropy", "step")),
     "ares": Stage(difficulty_entropy_reward, _ares, ("entropy",)),
     "par": Stage(par, _shaped(par), ("reference_reward",)),
-    "riskpo": Stage(riskpo, _shaped(riskpo), ("bundle",)),
     "likelihood": Stage(likelihood, _shaped(likelihood), ("likelihood",)),
     "jepo": Stage(jepo, _shaped(jepo), ("likelihood",)),
+    "riskpo": Stage(riskpo, _shaped(riskpo), ("bundle",)),
     "given": Stage(_given, _given, ("advantage",)),
 }
 """Name -> how rewards become advantages."""
