@@ -49,7 +49,7 @@ def serve_votes(
         app, host=host, port=port, log_level="error", limit_concurrency=256, timeout_keep_alive=30, ws="none"
     )
     server = uvicorn.Server(config)
-    shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    shown = _own_address() if host in ("0.0.0.0", "::") else host
     start = server.startup
 
     async def startup(sockets: list[socket.socket] | None = None) -> None:
@@ -59,3 +59,13 @@ def serve_votes(
 
     server.startup = startup
     server.run()
+
+
+def _own_address() -> str:
+    """The address by which others reach this machine, as the system would choose it; else its name."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: an address of documentation, RFC 5737
+            return probe.getsockname()[0]
+        except OSError:
+            return socket.gethostname()
