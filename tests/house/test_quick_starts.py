@@ -45,6 +45,14 @@ BUDGETS = {
         "data.heldout_size=8",
         "optimizer.updates_per_iteration=2",
     ),
+    "ugda": (
+        "rounds=1",
+        "labels={prompts: 2, pictures: 2, first: 2}",
+        "ensemble.members=2",
+        "ensemble.changes={run.iterations: 1, optimizer.updates_per_iteration: 1, data.batch: 2}",
+        "policy.changes={run.iterations: 1, rollout.prompts_per_iteration: 2, rollout.group_size: 3, "
+        "data.heldout: few.jsonl, evaluation.seeds: [0], evaluation.steps: 2}",
+    ),
 }
 """Pipeline -> what makes a run of it small."""
 OF_THE_READER = ("FOLDER", "NAME", "pairs.jsonl")
