@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from visalign.atomic import write_atomic
 from visalign.data.assets import resolve_model
 from visalign.errors import UserError
 from visalign.flow.rollout import asked_of, rollout
@@ -166,8 +167,8 @@ def sample_pictures(
         if number < LARGEST_GRID:
             shown.append(picture)
     lines = (json.dumps(row, ensure_ascii=False) for row in rows)
-    (output / TABLE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     _as_grid(shown, len(settings.seeds)).save(output / GRID)
+    write_atomic(output / TABLE, "".join(f"{line}\n" for line in lines))  # last: with it the folder is whole
     return rows
 
 

@@ -145,6 +145,7 @@ def _sampling(config: UGDAConfig, lora: Path | None) -> SampleSettings:
         lora=lora,
         seeds=range(config.labels.pictures),
         steps=policy.rollout.steps,
+        timestep_schedule=policy.rollout.timestep_schedule,
         batch_size=policy.rollout.batch_size,
         options={} if policy.model.guidance is None else {"guidance": policy.model.guidance},
     )
