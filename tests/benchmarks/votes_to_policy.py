@@ -8,7 +8,8 @@ through the file of votes. A voter prefers the picture that the verifier finds n
 probability σ(γ (u_left − u_right)), u in [0, 1]; γ is 12, 6 and 0, so the third clicks without looking. The
 export trains a judge from the packaged vision-language model, which no vote has touched before: one that says
 yes or no, of which the model knows something already, or HPSv3's head, which begins with nothing. The
-quickstart's trainer follows that judge alone. Held-out prompts are checked by the verifier. The claim is
+quickstart's trainer follows that judge alone, without the guided reference that would draw it up whatever the
+judge says. Held-out prompts are checked by the verifier. The claim is
 refuted where the interval of the gain holds 0. Beside it: the yes/no judge untrained, in the same trainer.
 """
 
@@ -102,8 +103,16 @@ def run(output: Path, votes: int, seed: int, iterations: int, kind: str) -> None
         place = folder / f"policy_{name}"
         if not (place / "summary.json").is_file():
             judge = f"rewards.terms={{judge: {{name: {kind}, options: {options}}}}}"
+            plain = "objective.rows.diffusion_nft_closed.reference_guidance=null"
             command(
-                "train", "shapes_quickstart", judge, f"seed={seed}", "run.max_seconds=null", "-o", str(place)
+                "train",
+                "shapes_quickstart",
+                judge,
+                plain,
+                f"seed={seed}",
+                "run.max_seconds=null",
+                "-o",
+                str(place),
             )
 
 
