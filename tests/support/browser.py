@@ -118,6 +118,13 @@ class Browser:
             raise RuntimeError(f"{expression}: {found['exceptionDetails']}")
         return found["result"].get("value")
 
+    def until(self, expression: str, wanted: Any = True) -> None:
+        """Wait until a JavaScript expression gives what is wanted."""
+        end = time.monotonic() + TIMEOUT
+        while (found := self.value(expression)) != wanted:
+            assert time.monotonic() < end, (expression, found, self.value("document.body.innerText"))
+            time.sleep(0.05)
+
     def press(self, key: str, code: int) -> None:
         """Press and release a key such as ("Tab", 9) or ("Enter", 13)."""
         text = {"text": "\r"} if key == "Enter" else {}

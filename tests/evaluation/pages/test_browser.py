@@ -285,7 +285,7 @@ def test_a_page_is_used_by_keyboard(browser: Browser, page_of: Callable[[str], P
     browser.open(page_of(name), width=1280, height=900, dark=False)
     browser.press("Tab", 9)
     browser.press("Enter", 13)
-    assert browser.value("location.hash") == "#content"
+    browser.until("location.hash", "#content")
     assert browser.value("document.querySelectorAll('h1').length") == 1
     assert browser.value("document.documentElement.lang") == "en"
 
@@ -315,5 +315,5 @@ def test_tables_are_sorted_filtered_and_copied_and_pictures_enlarged(
     assert before > 8 and browser.value(shown) == 1
     browser.value("document.querySelector('#worst img').click()")
     assert browser.value("document.querySelector('dialog').open")
-    assert browser.value("document.querySelector('dialog img').clientWidth") > 400
+    browser.until("document.querySelector('dialog img').clientWidth > 400")
     assert browser.seen("Runtime.exceptionThrown") == []

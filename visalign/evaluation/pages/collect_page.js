@@ -45,6 +45,7 @@ const show = (found) => {
   one("#progress").max = Math.max(1, found.total);
   one("#progress").value = found.answered;
   one("#progress").title = `${found.answered} of ${found.total}`;
+  one("#name").blur();  // what is hidden keeps the keys until the next frame is drawn
   one("#join").hidden = true;
   one("#end").hidden = !found.done;
   one("#task").hidden = Boolean(found.done);
