@@ -144,6 +144,22 @@ class ChecklistModel(SeeingModel):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class OffPolicyConfig:
+    """OCRM, arXiv 2507.15507: a pair weighs as the policy of today makes its pictures.
+
+    w = d(left)^m d(right)^m, over their mean, with d the relative density ratio π/(α π + (1 − α) π_made) of a
+    picture, from the file's columns log_ratio_left and log_ratio_right: ln of π/π_made.
+    """
+
+    alpha: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """α; d is at most 1/α."""
+    multiplier: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01
+    """m: ratios of whole samples are huge."""
+    least_effective: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of the pairs below which their effective sample size, (Σ w)²/Σ w², is refused."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RewardDataConfig:
     """The labelled examples."""
 
@@ -176,6 +192,8 @@ class RewardDataConfig:
     have what they have."""
     annotators: Count = 9
     """Votes per generated pair."""
+    off_policy: OffPolicyConfig | None = None
+    """Weights of old pairs for a policy that has moved on; null: all alike."""
     batch: Count = 64
     """Examples per update."""
     micro_batch: Count = 64
@@ -265,6 +283,14 @@ USED: dict[str, tuple[Callable[[TrainRewardConfig], bool], str]] = {
             or "shapes:quality" in (c.data.train, c.data.heldout)
         ),
         "by shapes:quality, and by shapes:pairs where data.labels is votes and the task learns from pairs",
+    ),
+    "off_policy": (
+        lambda c: (
+            c.data.train not in GENERATED
+            and c.model.kind != "pair"
+            and TASKS[c.objective.task].labels == "pairs"
+        ),
+        "where data.train is a file of pairs and the task compares what the judge says of either picture",
     ),
     "columns": (_reads_files, "where data.train or data.heldout is a file"),
     "coding": (_reads_files, "where data.train or data.heldout is a file of pairs"),

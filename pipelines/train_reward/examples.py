@@ -41,6 +41,8 @@ class Example:
     """Pairs: for the first, for the second, for neither."""
     target: float = math.nan
     """Rated pictures: the mean opinion, 1 to 5 for the embedded models."""
+    weight: float = 1.0
+    """Pairs: how much it counts beside the others."""
     refined: str | None = None
     """Triples: the prompt of the third picture; None: the same."""
     features: Tensor | None = None
@@ -172,13 +174,16 @@ def shapes_ratings(
     return _shapes(count, split, example)
 
 
-def file_pairs(pairs: PreferenceSet, *, triples: Path | None = None) -> Examples:
+def file_pairs(
+    pairs: PreferenceSet, *, triples: Path | None = None, weights: Sequence[float] | None = None
+) -> Examples:
     """Pairs of a preference set; triples need a column `image_refined`, and may have `prompt_refined`.
 
     Args:
         pairs: the set, checked.
         triples: to make triples, the worse picture, the better one, the refined one: the folder where
             relative paths of refined pictures begin.
+        weights: of the pairs; None: 1 each.
     """
     if triples is not None:
         lacking = [n for n, pair in enumerate(pairs.pairs) if "image_refined" not in pair.extra]
@@ -217,6 +222,7 @@ def file_pairs(pairs: PreferenceSet, *, triples: Path | None = None) -> Examples
             label=pair.label,
             truth=pair.label if pair.label == 0.5 else float(pair.label > 0.5),
             votes=pair.votes,
+            weight=1.0 if weights is None else weights[number],
         )
 
     return Examples(
@@ -337,6 +343,7 @@ def pair_batch(inputs: Any, examples: Sequence[Example], *, heldout: bool) -> Re
         label=torch.tensor(label, dtype=torch.float32),
         votes=votes,
         clear=torch.tensor([example.clear for example in examples]),
+        weight=torch.tensor([example.weight for example in examples]),
     )
 
 

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from PIL import Image
 
+from visalign.core.preference.off_policy import off_policy_pair_weights
+from visalign.core.surrogates.off_policy import effective_sample_size
 from visalign.data.sets.checks import check_preferences, check_quality, summed_votes, without_duplicates
 from visalign.data.sets.columns import Columns
 from visalign.data.sets.leaks import refuse_shared_pictures
@@ -20,7 +24,7 @@ from visalign.errors import UserError
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.training.reward.tasks import TASKS
 
-from .config import ChecklistModel, TrainRewardConfig
+from .config import ChecklistModel, OffPolicyConfig, TrainRewardConfig
 from .examples import (
     Examples,
     file_pairs,
@@ -185,7 +189,45 @@ def _pairs(config: TrainRewardConfig, pairs: PreferenceSet, which: str, notes: l
     folder = Path(str(getattr(config.data, which))).parent
     pairs, summed = summed_votes(without_duplicates(pairs))
     notes += [f"data.{which}: {finding.message}" for finding in summed]
-    return file_pairs(pairs, triples=folder if triples else None)
+    weights = None
+    if which == "train" and (settings := config.data.off_policy) is not None:
+        weights = _off_policy_weights(pairs, settings, notes)
+    return file_pairs(pairs, triples=folder if triples else None, weights=weights)
+
+
+def _off_policy_weights(pairs: PreferenceSet, settings: OffPolicyConfig, notes: list[str]) -> list[float]:
+    """One for each pair, with the mean 1.
+
+    Raises:
+        UserError: a row has no log ratio, or too few pairs would count.
+    """
+    ratios = []
+    for number, pair in enumerate(pairs.pairs):
+        given = [pair.extra.get(f"log_ratio_{side}") for side in ("left", "right")]
+        try:
+            ratios.append([float(value) for value in given])  # type: ignore[arg-type]  # None is caught
+        except (TypeError, ValueError):
+            ratios.append([math.nan])
+        if not all(map(math.isfinite, ratios[-1])):
+            raise UserError(
+                f"row {pairs.row(number)} has log_ratio_left {given[0]!r} and log_ratio_right {given[1]!r}, "
+                "and data.off_policy weighs pairs by them: ln of the probability of a picture under the "
+                "policy of today over that under its maker. Add them, or leave data.off_policy out."
+            )
+    left, right = torch.tensor(ratios, dtype=torch.float64).T
+    made = torch.zeros_like(left)
+    weights = off_policy_pair_weights(
+        left, right, made, made, alpha=settings.alpha, multiplier=settings.multiplier
+    )
+    size, count = float(effective_sample_size(weights.log())), len(pairs)
+    if not size >= settings.least_effective * count:
+        raise UserError(
+            f"of {count} pairs only {size:.1f} count for the policy of today (effective sample size), less "
+            f"than data.off_policy.least_effective {settings.least_effective:g} of them. Label samples of "
+            f"the policy of today, or lower data.off_policy.multiplier, now {settings.multiplier:g}."
+        )
+    notes.append(f"data.train: {size:.1f} of {count} pairs count for the policy of today.")
+    return weights.tolist()
 
 
 def _refuse_contradictions(pairs: PreferenceSet) -> None:

@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from visalign.errors import UserError
 from visalign.pipelines.shared.sections import Count, Natural
+from visalign.pipelines.train_reward.config import OffPolicyConfig
 from visalign.schema import STRICT
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -62,6 +63,8 @@ class EnsembleConfig(PartConfig):
     """Judges, each from another seed."""
     judge: str = "reward_dance"
     """The name under which a member is loaded."""
+    off_policy: OffPolicyConfig | None = None
+    """OCRM's weights of earlier rounds' pairs for the policy of this one; null: all labels count alike."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -89,7 +92,9 @@ class UGDAConfig:
 
     def __post_init__(self) -> None:
         for name, part in (("ensemble", self.ensemble), ("policy", self.policy)):
-            taken = {"ensemble": ("data.train", "data.heldout"), "policy": ("rewards",)}[name]
+            taken = {"ensemble": ("data.train", "data.heldout", "data.off_policy"), "policy": ("rewards",)}[
+                name
+            ]
             wrong = [change for change in part.changes if change.startswith(taken)]
             if wrong:
                 raise UserError(f"{name}.changes sets {', '.join(wrong)}, which each round sets itself.")

@@ -18,6 +18,7 @@ import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from visalign.rewards.combine.ensemble import Ensemble
 from visalign.seeds import sample_seed
 
 from .config import PartConfig, UGDAConfig
-from .selection import Candidate, by_lot, candidates, selected
+from .selection import Candidate, by_lot, candidates, log_ratios, selected
 
 __all__ = ["UGDAConfig", "plan", "run"]
 
@@ -115,8 +116,10 @@ def _round(
         write_rows(folder / QUEUE, [candidate.row() for candidate in chosen])
     queue = read_tasks([str(folder / QUEUE)], single=False)
     labels = _labelled(config, folder, queue)
-    earlier = _lines(before / PAIRS) if number else []
-    write_rows(folder / PAIRS, earlier + labels)
+    rows = [_lines(output / f"round_{earlier:02d}" / LABELS) for earlier in range(number)]
+    if config.ensemble.off_policy is not None:
+        _weigh(config, output, rows, labels)
+    write_rows(folder / PAIRS, [row for part in rows for row in part] + labels)
     members = [_fitted(config, folder, member) for member in range(config.ensemble.members)]
     policy = _trained(config, folder, members)
     record = _record(folder, number, labels, policy) | {"seconds": time.monotonic() - began}
@@ -193,6 +196,23 @@ def _labelled(config: UGDAConfig, folder: Path, queue: Sequence[Task]) -> list[d
     return _lines(folder / LABELS)
 
 
+def _weigh(
+    config: UGDAConfig, output: Path, earlier: Sequence[list[dict[str, Any]]], labels: list[dict[str, Any]]
+) -> None:
+    """Give each pair the log ratios of its pictures under the policy of this round, whose own have 0."""
+    adapters = [None, *(output / f"round_{number:02d}" / "policy" / "lora" for number in range(len(earlier)))]
+    for row in labels:
+        row |= {"log_ratio_left": 0.0, "log_ratio_right": 0.0}
+    now = _sampling(config, adapters[-1])
+    for rows, made_by in zip(earlier, adapters, strict=False):
+        images = [row[f"image_{side}"] for side in ("left", "right") for row in rows]
+        found = log_ratios(
+            _sampling(config, made_by), now, images, [row["prompt"] for row in rows] * 2, seed=config.seed
+        ).tolist()
+        for place, row in enumerate(rows):
+            row |= {"log_ratio_left": found[place], "log_ratio_right": found[place + len(rows)]}
+
+
 def _truth(store: VoteStore) -> dict[int, dict[str, Any]]:
     """What the verifier says: the picture nearer to its prompt, by the share of what it shows rightly."""
     verifier = load_reward("shapes_verifier", mode="mixed")
@@ -217,7 +237,9 @@ def _require_votes(store: VoteStore, wanted: int) -> None:
 
 
 def _judge_job(config: UGDAConfig, member: int, pairs: Path) -> Job:
-    given = {"data.train": str(pairs), "data.heldout": None, "seed": config.seed + member}
+    given: dict[str, Any] = {"data.train": str(pairs), "data.heldout": None, "seed": config.seed + member}
+    if (off_policy := config.ensemble.off_policy) is not None:
+        given["data.off_policy"] = asdict(off_policy)
     return _job("ensemble", config.ensemble, "train_reward", given)
 
 

@@ -113,12 +113,7 @@ def picture_influence(
     which stands in for its log-prob as in the policy's own regressions; x0 is drawn again by prompt and seed.
     """
     policy = load_sampler(sampling)
-    grid = policy.sigmas(sampling.steps, timestep_schedule=sampling.timestep_schedule)
-    draws = [int(Path(image).stem.rpartition("_")[2]) for image in images]
-    seeds = [sample_seed("sample", prompt, draw, 0) for prompt, draw in zip(prompts, draws, strict=True)]
-    with torch.no_grad():
-        condition = policy.encode(asked_of(policy, [{"prompt": prompt} for prompt in prompts]))
-        latents = rollout(policy, condition, sigmas=grid, seeds=seeds, batch_size=sampling.batch_size).latents
+    latents = _redrawn(policy, sampling, images, prompts)
     parameters = [parameter for _, parameter in policy.trainable_parameters()]
 
     def gain(number: int) -> Tensor:
@@ -127,6 +122,48 @@ def picture_influence(
         )
 
     return gradient_influence(gradient_sketches(gain, len(images), parameters, seed=seed), advantage)
+
+
+def log_ratios(
+    made: SampleSettings, now: SampleSettings, images: Sequence[str], prompts: Sequence[str], *, seed: int = 0
+) -> Tensor:
+    """[N] ln π_now/π_made of samples, −D/2 times the difference of their matching errors; D a latent's size.
+
+    Errors are means over the same `LEVELS` levels and noises, |v_θ − (ε − x0)|² per number: the flow's
+    evidence bound with each level's weight 1, in place of log-probs, which sampling without noise has not.
+
+    Args:
+        made: how the samples were made, by the policy that made them.
+        now: the policy of today.
+        images: of the samples, PROMPT_SEED.png.
+        prompts: [N].
+        seed: of the noise.
+    """
+    policy = load_sampler(made)
+    latents = _redrawn(policy, made, images, prompts)
+
+    def errors(policy: DiffusionPolicy) -> Tensor:
+        with torch.no_grad():
+            found = [
+                _matching_error(policy, prompt, latent, sample_seed(seed, "off_policy", number))
+                for number, (prompt, latent) in enumerate(zip(prompts, latents, strict=True))
+            ]
+        return torch.stack(found).double().cpu()
+
+    before = errors(policy)
+    return -latents[0].numel() / 2 * (errors(load_sampler(now)) - before)
+
+
+def _redrawn(
+    policy: DiffusionPolicy, sampling: SampleSettings, images: Sequence[str], prompts: Sequence[str]
+) -> Tensor:
+    """[N, C, H, W] latents of samples that the policy made, drawn again by prompt and seed."""
+    grid = policy.sigmas(sampling.steps, timestep_schedule=sampling.timestep_schedule)
+    draws = [int(Path(image).stem.rpartition("_")[2]) for image in images]
+    seeds = [sample_seed("sample", prompt, draw, 0) for prompt, draw in zip(prompts, draws, strict=True)]
+    with torch.no_grad():
+        condition = policy.encode(asked_of(policy, [{"prompt": prompt} for prompt in prompts]))
+        return rollout(policy, condition, sigmas=grid, seeds=seeds, batch_size=sampling.batch_size).latents
 
 
 def _matching_error(policy: DiffusionPolicy, prompt: str, latent: Tensor, seed: int) -> Tensor:

@@ -26,6 +26,7 @@ from visalign.core.preference.bradley_terry import (
 from visalign.core.preference.fidelity import fidelity_rewards
 from visalign.core.preference.heatmaps import ctrl_u_loss, ctrl_u_weight
 from visalign.core.preference.ict import IctLabels, hp_loss, ict_hp_loss, ict_loss
+from visalign.core.preference.off_policy import off_policy_pair_weights
 from visalign.core.preference.uncertainty import (
     log_win_probability,
     mean_log_win,
@@ -40,7 +41,6 @@ from visalign.core.standalone.clip_losses import (
     pickscore_loss,
     rank_margin_loss,
 )
-from visalign.core.standalone.off_policy_pairs import off_policy_pair_weights
 from visalign.rewards.hpsv3.head import RanknetHead
 from visalign.rewards.weights.affine_head import AffineHead, standardise
 

@@ -74,6 +74,7 @@ ROOMS = {
         "class_disagreement ctrl_u_loss ctrl_u_weight fuse_heatmaps laplace_loss uncertainty_weight"
     ),
     "preference.ict": "IctLabels hp_loss ict_hp_loss ict_labels ict_loss truncated_score",
+    "preference.off_policy": "off_policy_pair_weights relative_log_density",
     "preference.pairing": "next_pairs",
     "preference.pairwise": "group_pairs win_rates",
     "preference.ranking": "RankingFit fit_ranking",
@@ -110,7 +111,6 @@ ROOMS = {
     "standalone.clip_losses": "listwise_choice_loss paired_cosine pickscore_loss rank_margin_loss",
     "standalone.critics": "soft_minimum",
     "standalone.fusion": "neighbour_weights reward_fusion",
-    "standalone.off_policy_pairs": "off_policy_pair_weights relative_log_density",
     "standalone.replay": "replay_advantages replay_weight",
     "surrogates.aggregation": "MODES Counts row_tokens",
     "surrogates.balance": "dro flow_balance",

@@ -21,6 +21,7 @@ from visalign.core.preference.heatmaps import (
     laplace_loss,
     uncertainty_weight,
 )
+from visalign.core.preference.off_policy import off_policy_pair_weights, relative_log_density
 from visalign.core.rewards.uncertainty import (
     bhattacharyya,
     bhattacharyya_overlap,
@@ -29,7 +30,6 @@ from visalign.core.rewards.uncertainty import (
     penalise,
     shrink_advantages,
 )
-from visalign.core.standalone.off_policy_pairs import off_policy_pair_weights, relative_log_density
 
 NAN = float("nan")
 

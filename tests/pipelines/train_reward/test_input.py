@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,37 @@ def test_few_examples_are_told_of(tmp_path, rows):
     few = prepare_reward(_config(tmp_path, rows[:1], "data.batch=4")).notes
     assert "data.train holds 1 examples, fewer than data.batch 4: each update reads" in few[-1]
     assert not any("fewer than" in note for note in prepare_reward(_config(tmp_path, rows)).notes)
+
+
+def test_old_pairs_weigh_as_the_policy_of_today_makes_them(tmp_path, rows):
+    """d = 1/(α + (1 − α)/r) of ratios r; w = (d d')^m over the mean; swapped sides change nothing."""
+    ratios = [(0.0, 0.0), (-40.0, -2.0), (3.0, 1.0), (-900.0, -900.0)]
+    for row, (left, right) in zip(rows, ratios, strict=True):
+        row |= {"log_ratio_left": left, "log_ratio_right": right}
+    off_policy = ["data.off_policy.alpha=0.2", "data.off_policy.multiplier=0.1"]
+    inputs = prepare_reward(_config(tmp_path, rows, *off_policy))
+    dense = [[1 / (0.2 + 0.8 * math.exp(-min(r, 700))) if r > -700 else 0.0 for r in pair] for pair in ratios]
+    raw = [(left * right) ** 0.1 for left, right in dense]
+    weights = [inputs.train[n].weight for n in range(4)]
+    assert weights == pytest.approx([4 * w / sum(raw) for w in raw])
+    effective = sum(weights) ** 2 / sum(w * w for w in weights)
+    assert f"data.train: {effective:.1f} of 4 pairs count for the policy of today." in inputs.notes
+    with pytest.raises(
+        UserError, match=r"of 4 pairs only 1\.0 count for the policy of today .* Label samples"
+    ):
+        prepare_reward(_config(tmp_path, rows, "data.off_policy={multiplier: 9, least_effective: 0.5}"))
+    rows[2]["log_ratio_right"] = math.nan
+    with pytest.raises(
+        UserError, match=r"data\.train: row 3 has log_ratio_left 3\.0 and log_ratio_right nan"
+    ):
+        prepare_reward(_config(tmp_path, rows, *off_policy))
+    del rows[1]["log_ratio_left"]
+    with pytest.raises(UserError, match=r"row 2 has log_ratio_left None"):
+        prepare_reward(_config(tmp_path, rows, *off_policy))
+    with pytest.raises(
+        UserError, match=r"data\.off_policy is .* it is used where data\.train is a file of pairs"
+    ):
+        load_config(TrainRewardConfig, None, off_policy)
 
 
 def test_a_huge_prompt_is_not_printed_whole():

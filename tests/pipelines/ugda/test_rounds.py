@@ -18,6 +18,7 @@ from visalign.errors import UserError
 from visalign.evaluation.pages.ugda_page import ugda_page
 from visalign.pipelines.collect.store import VoteStore
 from visalign.pipelines.collect.tasks import Task
+from visalign.pipelines.train_reward.config import OffPolicyConfig
 from visalign.pipelines.ugda.config import EnsembleConfig, LabelConfig, PartConfig, UGDAConfig
 from visalign.pipelines.ugda.job import WaitingForVotes, plan, run
 from visalign.pipelines.ugda.selection import Candidate, by_lot, member_scores, selected
@@ -65,6 +66,7 @@ def tiny(tmp_path: Path, **labels: Any) -> UGDAConfig:
         labels=LabelConfig(**small | labels),
         ensemble=EnsembleConfig(
             members=2,
+            off_policy=OffPolicyConfig(),
             changes={
                 "run.iterations": 1,
                 "optimizer.updates_per_iteration": 1,
@@ -117,6 +119,9 @@ def test_two_rounds_with_people_who_label(tmp_path):
     assert len(rows) == 9 and sum(row["queued"] for row in rows) == 2
     least = min(row["deviation"] for row in rows if row["queued"])
     assert sum(row["deviation"] > least for row in rows) < 5  # of the upper half
+    pairs = [json.loads(line) for line in (output / "round_01" / "pairs.jsonl").read_text().splitlines()]
+    ratios = [(pair["log_ratio_left"], pair["log_ratio_right"]) for pair in pairs]
+    assert all(0.0 not in pair for pair in ratios[:4]) and ratios[4:] == [(0.0, 0.0)] * 2
     page = (output / "report.html").read_text()
     assert "Labelled in the last round" in page and page.count("data:image") == 4
     before = json.dumps(summary)

@@ -138,6 +138,17 @@ def test_a_pair_without_a_label_counts_nothing():
     assert _loss("bradley_terry", {"value": SCORES}, batch) == pytest.approx(float(each.mean()))
 
 
+@pytest.mark.parametrize("task", ["bradley_terry", "uncertainty", "hp", "yes_no"])
+def test_a_pair_counts_as_it_weighs(task):
+    """Weights (2, 0, 1): the loss of pairs 1, 1 and 3."""
+    outputs = {"value": SCORES, "log_std": LOG_STD, "mass": torch.zeros(6)}
+    rows = torch.tensor([0, 0, 2])
+    doubled = replace(PAIRS, left=rows, right=rows + 3, label=LABEL[rows], votes=VOTES[rows])
+    weighed = replace(PAIRS, weight=torch.tensor([2.0, 0.0, 1.0]))
+    assert _loss(task, outputs, weighed) == pytest.approx(_loss(task, outputs, doubled))
+    assert _loss(task, outputs, weighed) != pytest.approx(_loss(task, outputs, PAIRS))
+
+
 def test_hp_on_the_pairs_of_a_triple_is_half_of_the_published_sum():
     """Pairs (I2, I1) and (I3, I2); hp_loss adds both hinges per triple."""
     hp = torch.tensor([[0.0, 1.0], [0.1, 0.4], [0.5, 0.2]])

@@ -33,6 +33,8 @@ class RewardBatch:
     """[N] probability that the left one is better; NaN: unknown."""
     votes: Tensor | None = None
     """[N, 3] votes (left, right, equal); NaN rows where only the label is known."""
+    weight: Tensor | None = None
+    """[N] ≥ 0, how much each pair counts; None: all alike."""
     clear: Tensor | None = None
     """Bool [N], whether the truth of a held-out pair is clear; None: of all."""
     target: Tensor | None = None

@@ -66,6 +66,8 @@ def _labels(batch: RewardBatch, settings: Settings, like: Tensor) -> tuple[Tenso
         label = torch.where(known.to(like.device), share, label)
         if settings.pair_weight == "votes":
             weight = torch.where(known, counts.sum(1), 1.0).to(like)
+    if batch.weight is not None:
+        weight = weight * batch.weight.to(like)
     return label, torch.where(torch.isnan(label), 0.0, weight)
 
 
