@@ -196,6 +196,9 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "clip_cov": lambda f, a: text(f, a, "clip_cov"),
     "kl_cov": lambda f, a: text(f, a, "kl_cov"),
     "gdpo": lambda f, a: text(f, a, "gdpo", reward=WeightedTextSum(MIXED)),
+    "grpo+balance": lambda f, a: text(
+        f, a, "grpo", reward=WeightedTextSum(MIXED), objective={"balance_every": 1}
+    ),
     "reinforce_pp+top_p": lambda f, a: text(f, a, "reinforce_pp", rollout={"top_p": 0.9}),
     "remax": lambda f, a: text(f, a, "remax"),
     # its head begins at 0, with gradients that are rounding: AdamW's steps must not be blown up by it

@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -272,26 +273,18 @@ class FlowGRPO(PictureAlgorithm):
 
     def prepare(self, experience: Experience, run: Context) -> list[PolicyStep]:
         """Advantages, denominators and the split into updates, over all processes' samples."""
+        steps, alone = partial(self._steps, run=run), partial(self._alone, run=run)
         if self.balance is None:
-            return self._steps(experience, run)
-        if self.balance.is_due(run):
-            objective, self.objective = self.objective, replace(self.objective, kl=0.0)
-            self.balance.measure(
-                run, self.parameters(), lambda weights: self._alone(experience, weights, run)
-            )
-            self.objective = objective
-        weights = self.balance.weights(run)
-        experience.trajectories = replace(experience.trajectories, reward_weights=weights)
-        steps = self._steps(experience, run)
-        experience.signal |= self.balance.metrics(run)
-        return steps
+            return steps(experience)
+        return self.balance.prepare(experience, run, self.parameters(), steps, alone)
 
-    def _alone(self, experience: Experience, weights: Sequence[float], run: Context) -> None:
-        """Add the gradient of the first update under weights of the rewards."""
-        trajectories = replace(experience.trajectories, reward_weights=weights)
-        alone = replace(experience, trajectories=trajectories)
-        for step in self._steps(alone, run)[:1]:
-            self.backward(alone, step, run)
+    def _alone(self, experience: Experience, sample: Tensor, run: Context) -> None:
+        """Add the gradient of the first update on these samples, without the KL's."""
+        objective, self.objective = self.objective, replace(self.objective, kl=0.0)
+        steps = self._steps(experience, run)
+        for step in [step for step in steps if torch.equal(step.sample, sample)][:1]:
+            self.backward(experience, step, run)
+        self.objective = objective
 
     def _steps(self, experience: Experience, run: Context) -> list[PolicyStep]:
         steps, experience.signal = prepare_steps(

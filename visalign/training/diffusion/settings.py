@@ -211,10 +211,6 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     metric: str | None = None
     """The part of the reward, e.g. the label of a term of weight 0, at whose median advantage=canon splits a
     group."""
-    balance_every: int | None = None
-    """Iterations between two measurements of the rewards' weights from their gradients (MARBLE, arXiv
-    2605.06507: 10); the advantages are then each reward's own within its group. null: the weights of the
-    rewards' sum."""
     multiplier_rate: float = 0.1
     """η of λ ← max(0, λ + η (bound − mean)), the multiplier of a reward that has a bound
     (`rewards.terms.LABEL.bound`), after each iteration's judgement; in units of 1 / (weight · reward)."""
@@ -232,8 +228,6 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
         choice("objective.credit", self.credit, CREDITS)
         if not 0 < self.multiplier_rate < math.inf:
             raise UserError(f"objective.multiplier_rate is {self.multiplier_rate}; set it above 0.")
-        if self.balance_every is not None:
-            at_least("objective.balance_every", self.balance_every, 1)
         if self.regression is not None:
             self._check_regression(self.regression)
             self.check_reset(self.regression.asks_reference)
@@ -274,23 +268,13 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
             raise UserError(f"objective: {error}") from error
         if self.balance_every is None:
             return row
-        self._check_balanced("signal", row.signal, "advantage")
+        self.check_balanced("signal", row.signal, "advantage")
         return replace(row, signal="normalise_then_sum", signal_options={"ddof": 0})
 
     def build(self, *, length: int) -> Objective:
-        """The objective; with `balance_every` its advantage is the sum of each reward's own."""
+        """The objective, with `credit` of each step."""
         row = super().build(length=length)
-        if self.credit != "picture":
-            return self._by_step(row)
-        if self.balance_every is None:
-            return row
-        self._check_balanced("advantage", row.advantage, "group")
-        if row.kl_in_reward:
-            raise UserError(
-                f"objective: kl_in_reward is {row.kl_in_reward}, and objective.balance_every keeps the KL "
-                "out of the rewards that it weighs. Set objective.changes.kl_in_reward=0 and the exact kl."
-            )
-        return replace(row, advantage="normalise_then_sum", advantage_options={"ddof": 0})
+        return row if self.credit == "picture" else self._by_step(row)
 
     def _by_step(self, row: Objective) -> Objective:
         """The row with an advantage of each step, z-scores within the group as in TP-GRPO's code."""
@@ -301,16 +285,6 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
                 "set objective.credit=picture."
             )
         return replace(row, advantage="steps", advantage_options={"scale": "group", "ddof": 0})
-
-    def _check_balanced(self, field: str, given: str, plain: str) -> None:
-        """Refuse a row whose loss is not made of an advantage that several can be added to."""
-        if given not in (plain, "normalise_then_sum"):
-            raise UserError(
-                f"objective.balance_every is {self.balance_every}, and objective.algorithm="
-                f"{self.algorithm} has {field}={given!r}: it weighs advantages, {field}={plain!r}. Take "
-                "flow_grpo, grpo_guard, diffusion_nft, awm, v_grpo or ram, or set "
-                "objective.balance_every=null."
-            )
 
     @property
     def ascent(self) -> Ascent | None:

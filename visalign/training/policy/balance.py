@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from visalign.core.advantages.gradient_balance import MAX_REWARDS, min_norm_weights, smooth_weights
 from visalign.errors import UserError
 from visalign.training.loop.judging import reward_weights
 from visalign.training.loop.trainer import Context
+
+from .update import PolicyStep
 
 KEY = "reward_balance"
 """Where the counters, and so a checkpoint, keep ᾱ."""
@@ -60,7 +63,8 @@ class RewardBalance:
         named: Sequence[tuple[str, nn.Parameter]],
         gradient: Callable[[Sequence[float]], None],
     ) -> None:
-        """Take the rewards' gradients and move ᾱ; a gradient that is not finite leaves it.
+        """Take the rewards' gradients and move ᾱ; a gradient that is not finite leaves it, and so do those
+        that are all 0.
 
         Args:
             run: that keeps ᾱ.
@@ -76,9 +80,38 @@ class RewardBalance:
             for _, parameter in named:
                 parameter.grad = None
         found = torch.stack(rows)
-        if bool(torch.isfinite(found).all()):
+        if bool(torch.isfinite(found).all() & found.any()):
             before = torch.tensor(self.weights(run), dtype=torch.float64)
             run.counters.own[KEY] = smooth_weights(before, min_norm_weights(found).cpu().double()).tolist()
+
+    def prepare(
+        self,
+        experience: Any,
+        run: Context,
+        named: Sequence[tuple[str, nn.Parameter]],
+        steps: Callable[[Any], list[PolicyStep]],
+        alone: Callable[[Any, Tensor], None],
+    ) -> list[PolicyStep]:
+        """The updates of an iteration under ᾱ, which is measured first where that is due.
+
+        Args:
+            experience: with `trajectories` of several rewards, and `signal`.
+            run: that keeps ᾱ.
+            named: the trained parameters.
+            steps: experience -> its updates.
+            alone: adds the gradient of an experience's update on given samples, without what is not of the
+                rewards.
+        """
+
+        def under(weights: Sequence[float]) -> Any:
+            return replace(experience, trajectories=replace(experience.trajectories, reward_weights=weights))
+
+        if self.is_due(run) and (first := steps(under(self.weights(run)))[:1]):
+            self.measure(run, named, lambda weights: alone(under(weights), first[0].sample))
+        experience.trajectories = under(self.weights(run)).trajectories
+        made = steps(experience)
+        experience.signal |= self.metrics(run)
+        return made
 
     def metrics(self, run: Context) -> dict[str, float]:
         """ᾱ by reward."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,10 @@ class ObjectiveSettings:
     reset_reference_above: float | None = None
     """The same once an iteration's mean divergence from the reference exceeds this: the metric kl; of
     regressions and ascents mean |v − v_ref|². null: never."""
+    balance_every: int | None = None
+    """Iterations between two measurements of the rewards' weights from their gradients (MARBLE, arXiv
+    2605.06507: 10); the advantages are then each reward's own within its group. null: the weights of the
+    rewards' sum."""
     ratio_bound: float | None = None
     """Largest |log r| at the first update, where r must be 1; null: what float32 keeps."""
 
@@ -71,7 +75,8 @@ class ObjectiveSettings:
                 )
 
     def build(self, *, length: int) -> Objective:
-        """The objective; Dr.GRPO's length is the given one unless `changes` has one.
+        """The objective; Dr.GRPO's length is the given one unless `changes` has one, and with `balance_every`
+        the advantage is the sum of each reward's own.
 
         Args:
             length: most decisions of a sample: tokens, or trained denoising steps.
@@ -97,7 +102,33 @@ class ObjectiveSettings:
                 objective = named_objective(self.algorithm, **{**changes, "length": length})
         except (ValueError, TypeError) as error:
             raise UserError(f"objective: {error}") from error
-        return objective
+        return objective if self.balance_every is None else self._balanced(objective)
+
+    def _balanced(self, row: Objective) -> Objective:
+        self.check_balanced("advantage", row.advantage, "group")
+        if row.kl_in_reward:
+            raise UserError(
+                f"objective: kl_in_reward is {row.kl_in_reward}, and objective.balance_every keeps the KL "
+                "out of the rewards that it weighs. Set objective.changes.kl_in_reward=0 and kl."
+            )
+        if row.surrogate in ("flow_balance", "dro"):
+            raise UserError(
+                f"objective.balance_every is {self.balance_every}, and surrogate={row.surrogate!r} squares "
+                "the advantage: the gradient of the rewards' sum is not the sum of their gradients. Take "
+                "'grpo', or set objective.balance_every=null."
+            )
+        return replace(row, advantage="normalise_then_sum", advantage_options={"ddof": 0})
+
+    def check_balanced(self, field: str, given: str, plain: str) -> None:
+        """Refuse a row whose loss is not made of an advantage that several can be added to."""
+        at_least("objective.balance_every", self.balance_every or 0, 1)
+        if given not in (plain, "normalise_then_sum"):
+            raise UserError(
+                f"objective.balance_every is {self.balance_every}, and objective.algorithm="
+                f"{self.algorithm} has {field}={given!r}: it weighs advantages, {field}={plain!r}. Take "
+                "flow_grpo, grpo_guard, diffusion_nft, awm, v_grpo or ram of pictures, grpo, gspo or dapo of "
+                "texts, or set objective.balance_every=null."
+            )
 
     def check(self, decisions: Decisions, given: Sequence[str] = ()) -> None:
         """Refuse a row that means nothing for such decisions, or that the trainers cannot feed.

@@ -36,6 +36,7 @@ from visalign.training.loop.processes import accelerator_of, unshared
 from visalign.training.loop.sampler import PromptSampler, check_batch_algebra
 from visalign.training.loop.sharding import as_many, whole
 from visalign.training.loop.trainer import Algorithm, Collected, Context
+from visalign.training.policy.balance import RewardBalance
 from visalign.training.policy.reference import Reference
 from visalign.training.policy.update import PolicyStep, backward, prepare_steps, update_metrics
 
@@ -137,6 +138,8 @@ class TextRL(Algorithm):
         check_batch_algebra(*size, self.accelerator.num_processes)
         self.sampler = PromptSampler(len(records), *size, seed, strata=strata)
         self.groups = dynamic.groups(size[0]) if is_dynamic and dynamic is not None else None
+        every = self.settings.balance_every
+        self.balance = None if every is None else RewardBalance(reward, every)
         self.after_update = after_update
         heads = {"value_model": value_model, "log_partition": log_partition}
         replay = TextReplay(policy, value=bool(self.row.value), nucleus=nucleus_of(self.row), **heads)
@@ -158,6 +161,7 @@ class TextRL(Algorithm):
             "a log-partition head": parts.log_partition is not None,
             "demonstrations (ptx)": parts.demonstrations is not None,
             "an engine that writes the completions": parts.generator is not parts.policy,
+            "objective.balance_every": settings.balance_every is not None,
             "objective.reset_reference_every": settings.reset_reference_every is not None,
             "objective.reset_reference_above": settings.reset_reference_above is not None,
             "a reference (objective.changes.kl) without LoRA": needs_reference(self.row)
@@ -230,9 +234,23 @@ class TextRL(Algorithm):
 
     def prepare(self, experience: TextExperience, run: Context) -> list[PolicyStep]:
         """Advantages, selections, denominators and the split into updates of whole groups."""
+        steps, alone = partial(self._steps, run=run), partial(self._alone, run=run)
+        if self.balance is None:
+            return steps(experience)
+        return self.balance.prepare(experience, run, self.parameters(), steps, alone)
+
+    def _alone(self, experience: TextExperience, sample: torch.Tensor, run: Context) -> None:
+        """Add the gradient of the first update on these samples, of the rewards alone."""
+        row, self.row = self.row, replace(self.row, kl=0.0, entropy=0.0, ptx=0.0)
+        steps = self._steps(experience, run)
+        for step in [step for step in steps if torch.equal(step.sample, sample)][:1]:
+            self.backward(experience, step, run)
+        self.row = row
+
+    def _steps(self, experience: TextExperience, run: Context) -> list[PolicyStep]:
         updates, first = run.optimizer.updates_per_iteration, run.counters.updates
         extras = None
-        if self.parts.demonstrations is not None:
+        if self.parts.demonstrations is not None and self.row.ptx:
             total = updates * self.settings.epochs
             extras = [self.parts.demonstrations.batch(first + i) for i in range(total)]
             weight = extras[0].loss_mask
