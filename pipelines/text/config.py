@@ -28,7 +28,12 @@ from visalign.text import Sampling, StoppingCriteria
 from visalign.training.loop.monitor import MonitorSettings
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.sampler import check_batch_algebra
-from visalign.training.text.settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings
+from visalign.training.text.settings import (
+    DynamicSettings,
+    SelfImitationSettings,
+    TextObjectiveSettings,
+    TextRolloutSettings,
+)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -216,6 +221,8 @@ class TextConfig:
     """Who writes the completions; null: the model itself."""
     dynamic: DynamicSettings = field(default_factory=DynamicSettings)
     """Dynamic sampling."""
+    self_imitation: SelfImitationSettings | None = None
+    """SPEAR's replay of completions that beat their group; {} has the paper's numbers, null: none."""
     objective: TextObjectiveSettings = field(default_factory=TextObjectiveSettings)
     """The loss."""
     optimizer: OptimizerSettings = field(

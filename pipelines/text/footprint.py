@@ -69,7 +69,8 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
     update = (3 + bool(config.model.gradient_checkpointing)) * config.objective.epochs
     passes = bool(rows) + asks_reference(config) + config.rollout.recompute + update
     passes += (config.model.value == "separate") * (1 + update)
-    operations = flops * completions * config.run.iterations * passes
+    again = 0 if config.self_imitation is None else config.self_imitation.batch or completions
+    operations = flops * (completions * passes + again * update) * config.run.iterations
     read = weight_bytes(network) + cache / 2
     found = {"tokens_per_second_at_most": tokens_by_device(rows, read)} if rows else {}
     return {

@@ -70,6 +70,7 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
         seed=config.seed,
         accelerator=accelerator,
         dynamic=config.dynamic,
+        self_imitation=config.self_imitation,
         generator=generator,
         after_update=syncing(config, policy, generator, output, accelerator),
         value_model=build_value_model(config.model, accelerator.device),

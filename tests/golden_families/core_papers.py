@@ -17,6 +17,7 @@ from visalign.core.advantages.copo import (
 )
 from visalign.core.advantages.entropy import aem_advantages, aem_scale, empg_advantages, empg_scale
 from visalign.core.advantages.group import group_advantages
+from visalign.core.advantages.replay import replay_advantages, replay_weight
 from visalign.core.advantages.returns import discounted_returns
 from visalign.core.advantages.risk import (
     conditional_value_at_risk,
@@ -35,7 +36,6 @@ from visalign.core.rewards.steps import (
     turning_point_rewards,
 )
 from visalign.core.standalone.critics import soft_minimum
-from visalign.core.standalone.replay import replay_advantages, replay_weight
 from visalign.core.tokens.entropy import covariance_statistics, token_covariance
 from visalign.core.tokens.entropy_terms import tea_weights
 

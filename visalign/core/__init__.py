@@ -45,6 +45,7 @@ ROOMS = {
     "advantages.gradient_balance": "combine_gradients min_norm_weights smooth_weights",
     "advantages.group": "clamp_advantages whiten",
     "advantages.process": "aggregate_steps process_advantages span_index span_rewards",
+    "advantages.replay": "replay_advantages replay_weight",
     "advantages.returns": (
         "discounted_returns reinforce_pp_advantages reinforce_pp_baseline_advantages remax_advantages"
     ),
@@ -111,7 +112,6 @@ ROOMS = {
     "standalone.clip_losses": "listwise_choice_loss paired_cosine pickscore_loss rank_margin_loss",
     "standalone.critics": "soft_minimum",
     "standalone.fusion": "neighbour_weights reward_fusion",
-    "standalone.replay": "replay_advantages replay_weight",
     "surrogates.aggregation": "MODES Counts row_tokens",
     "surrogates.balance": "dro flow_balance",
     "surrogates.forms": "gmpo gradient_keeping_clip ppo_kl sapo",

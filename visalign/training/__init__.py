@@ -23,7 +23,12 @@ from .reward.settings import RewardObjectiveSettings, RewardOptimizerSettings
 from .reward.trainer import RewardModeling
 from .text.dpo import DPO, DPOSettings
 from .text.rl import TextRL
-from .text.settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings
+from .text.settings import (
+    DynamicSettings,
+    SelfImitationSettings,
+    TextObjectiveSettings,
+    TextRolloutSettings,
+)
 from .text.sft import SFT
 
 __all__ = [
@@ -50,6 +55,7 @@ __all__ = [
     "RewardOptimizerSettings",
     "RolloutSettings",
     "RunSettings",
+    "SelfImitationSettings",
     "TextObjectiveSettings",
     "TextRL",
     "TextRolloutSettings",

@@ -13,8 +13,8 @@ from torch.nn.functional import logsigmoid
 
 from tests.support.core import assert_values, f64, normal
 from visalign.core.advantages.group import group_advantages
+from visalign.core.advantages.replay import replay_advantages, replay_weight
 from visalign.core.advantages.rules import conditional_advantages, prl_advantages
-from visalign.core.standalone.replay import replay_advantages, replay_weight
 
 NAN = float("nan")
 INF = float("inf")

@@ -36,6 +36,7 @@ from visalign.training import (
     RewardModeling,
     RewardObjectiveSettings,
     RunSettings,
+    SelfImitationSettings,
     Trainer,
     end_processes,
 )
@@ -198,6 +199,14 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "gdpo": lambda f, a: text(f, a, "gdpo", reward=WeightedTextSum(MIXED)),
     "grpo+balance": lambda f, a: text(
         f, a, "grpo", reward=WeightedTextSum(MIXED), objective={"balance_every": 1}
+    ),
+    "grpo+imitation": lambda f, a: text(
+        f,
+        a,
+        "grpo",
+        self_imitation=SelfImitationSettings(warmup=1, cov_share=0.1),
+        rollout={"top_p": 0.9},
+        run={"iterations": 3},
     ),
     "reinforce_pp+top_p": lambda f, a: text(f, a, "reinforce_pp", rollout={"top_p": 0.9}),
     "remax": lambda f, a: text(f, a, "remax"),

@@ -498,8 +498,8 @@ def test_the_table_of_metrics_lists_what_a_run_logs(tmp_path):
     record = toy_text_trainer(tmp_path, "ppo_kl", objective={"target_kl": 0.1}, dynamic={}).iterate()
     check_keys(record)
     families = {key.split("/", 1)[0] + "/*" if "/" in key else key for key in record}
-    # with another engine; of supervised fine-tuning; of direct preference optimisation
-    elsewhere = {"engine_gap", "perplexity", "rewards/*", "logps/*"}
+    # with another engine; of supervised fine-tuning, direct preference optimisation, self-imitation
+    elsewhere = {"engine_gap", "perplexity", "rewards/*", "logps/*", "replay/*"}
     assert set(TEXT_ONLY) - families == elsewhere and families <= set(METRICS)
 
 

@@ -57,7 +57,9 @@ METRICS: dict[str, str] = {
     "groups/*": "dynamic sampling: rounds; groups generated, kept (with signal), dropped as all right, all "
     "wrong or without spread, and surplus",
     "loss/*": "share of one term in the loss, coefficient included, mean over updates: policy, kl, value, "
-    "entropy, ptx",
+    "entropy, ptx, replay",
+    "replay/*": "self-imitation: completions kept (size) and drawn to be learnt from again (samples), the "
+    "baseline of their advantages, the weight of their loss",
     "kl_old": "mean k3 estimate of KL(π_old‖π) over trained tokens as they were trained, nats; with a "
     "target, over all tokens after the last step",
     "penalty": "coefficient of PPO-KL's penalty in the iteration",
@@ -116,6 +118,7 @@ TEXT_ONLY = (
     "entropy",
     "engine_gap",
     "groups/*",
+    "replay/*",
     "penalty",
     "value_explained",
     "perplexity",

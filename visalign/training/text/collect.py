@@ -30,6 +30,7 @@ from visalign.training.policy.settings import MATRIX_ADVANTAGES
 from .completion_statistics import distinct_pairs, repetition
 from .dynamic_groups import DynamicGroups
 from .parts import Records, TextParts
+from .self_imitation import Replayed
 from .settings import TextRolloutSettings
 from .trajectories import bundle_index, engine_gap, trajectories_of
 
@@ -47,6 +48,8 @@ class TextExperience:
     features: Tensor | None
     """[b, H] of the prompts, for a log-partition head."""
     signal: dict[str, float] = field(default_factory=dict)
+    replayed: Sequence[Replayed | None] | None = None
+    """What each update learns from again."""
 
 
 @dataclass(frozen=True, kw_only=True)

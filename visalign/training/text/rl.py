@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from visalign.core.objective.reward_stage import riskpo_quantiles
 from visalign.core.objective.stages import sample_reward
 from visalign.errors import UserError
 from visalign.interfaces import TextReward
-from visalign.text import TextPolicy
+from visalign.text import TextPolicy, TextRollout
 from visalign.training.loop.judging import Ahead, Judging, oriented
 from visalign.training.loop.processes import accelerator_of, unshared
 from visalign.training.loop.sampler import PromptSampler, check_batch_algebra
@@ -51,13 +51,29 @@ from .parts import (
     check_parts,
 )
 from .replay import TextReplay, spread
-from .settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings, check_ahead
+from .self_imitation import KEY, Replayed, SelfImitation
+from .settings import (
+    DynamicSettings,
+    SelfImitationSettings,
+    TextObjectiveSettings,
+    TextRolloutSettings,
+    check_ahead,
+)
 from .trajectories import needs_reference, nucleus_of
 
 AfterUpdate = Callable[[int], None]
 
 HEADS = ("value_head.", "value_model.", "log_partition.")
 """Beginnings of the names of what is not the policy itself."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What an update learns from besides the iteration's completions."""
+
+    given: TextRollout | None
+    """PPO-ptx's demonstrations."""
+    replayed: Replayed | None
 
 
 class TextRL(Algorithm):
@@ -72,6 +88,7 @@ class TextRL(Algorithm):
         seed: of the run.
         accelerator: processes and trackers. None makes one on the policy's device.
         dynamic: dynamic sampling.
+        self_imitation: what is learnt from again.
         generator: who writes the completions; None is the policy.
         value_model: a value network of its own, for PPO; None where the policy has a value head.
         log_partition: log Z of FlowRL.
@@ -97,6 +114,7 @@ class TextRL(Algorithm):
         seed: int = 0,
         accelerator: Accelerator | None = None,
         dynamic: DynamicSettings | None = None,
+        self_imitation: SelfImitationSettings | None = None,
         generator: Generates | None = None,
         value_model: ValueFunction | None = None,
         log_partition: LogPartition | None = None,
@@ -138,6 +156,10 @@ class TextRL(Algorithm):
         check_batch_algebra(*size, self.accelerator.num_processes)
         self.sampler = PromptSampler(len(records), *size, seed, strata=strata)
         self.groups = dynamic.groups(size[0]) if is_dynamic and dynamic is not None else None
+        self.imitation = None
+        if self_imitation is not None:
+            self._check_imitation()
+            self.imitation = SelfImitation(self_imitation, self.row, self.rollout, seed)
         every = self.settings.balance_every
         self.balance = None if every is None else RewardBalance(reward, every)
         self.after_update = after_update
@@ -162,6 +184,7 @@ class TextRL(Algorithm):
             "demonstrations (ptx)": parts.demonstrations is not None,
             "an engine that writes the completions": parts.generator is not parts.policy,
             "objective.balance_every": settings.balance_every is not None,
+            "self_imitation": self.imitation is not None,
             "objective.reset_reference_every": settings.reset_reference_every is not None,
             "objective.reset_reference_above": settings.reset_reference_above is not None,
             "a reference (objective.changes.kl) without LoRA": needs_reference(self.row)
@@ -171,6 +194,20 @@ class TextRL(Algorithm):
         if sharding and given:
             raise UserError(f"sharding goes without {given[0]}. Leave one of the two out.")
         return sharding
+
+    def _check_imitation(self) -> None:
+        """Refuse rows of which a stored completion does not hold what the loss asks for.
+
+        Raises:
+            UserError: names the row.
+        """
+        if self.row.value or self.row.surrogate == "flow_balance":
+            lacks = "a value function" if self.row.value else "log Z of the prompt"
+            raise UserError(
+                f"self_imitation replays completions beside rows that compare groups, and "
+                f"objective.algorithm={self.settings.algorithm} has {lacks}. Take 'grpo' or 'dapo', or set "
+                "self_imitation=null."
+            )
 
     def whole(self) -> AbstractContextManager[Any]:
         """Inside, each process has all of the model."""
@@ -234,27 +271,40 @@ class TextRL(Algorithm):
 
     def prepare(self, experience: TextExperience, run: Context) -> list[PolicyStep]:
         """Advantages, selections, denominators and the split into updates of whole groups."""
+        t, updates, epochs = (
+            experience.trajectories,
+            run.optimizer.updates_per_iteration,
+            self.settings.epochs,
+        )
+        if self.imitation is not None:
+            experience.replayed = self.imitation.draw(t, run, updates, epochs)
         steps, alone = partial(self._steps, run=run), partial(self._alone, run=run)
         if self.balance is None:
-            return steps(experience)
-        return self.balance.prepare(experience, run, self.parameters(), steps, alone)
+            found = steps(experience)
+        else:
+            found = self.balance.prepare(experience, run, self.parameters(), steps, alone)
+        if self.imitation is not None:
+            self.imitation.keep(experience.rollout, experience.shares.own, t, found, run)
+        return found
 
     def _alone(self, experience: TextExperience, sample: torch.Tensor, run: Context) -> None:
         """Add the gradient of the first update on these samples, of the rewards alone."""
         row, self.row = self.row, replace(self.row, kl=0.0, entropy=0.0, ptx=0.0)
         steps = self._steps(experience, run)
         for step in [step for step in steps if torch.equal(step.sample, sample)][:1]:
-            self.backward(experience, step, run)
+            self.backward(experience, replace(step, extra=None), run)
         self.row = row
 
     def _steps(self, experience: TextExperience, run: Context) -> list[PolicyStep]:
         updates, first = run.optimizer.updates_per_iteration, run.counters.updates
-        extras = None
+        total = updates * self.settings.epochs
+        given: list[TextRollout | None] = [None] * total
         if self.parts.demonstrations is not None and self.row.ptx:
-            total = updates * self.settings.epochs
-            extras = [self.parts.demonstrations.batch(first + i) for i in range(total)]
-            weight = extras[0].loss_mask
+            given = [self.parts.demonstrations.batch(first + i) for i in range(total)]
+            weight = given[0].loss_mask if given[0] is not None else None
             experience.trajectories = replace(experience.trajectories, ptx_weight=weight)
+        again = experience.replayed or [None] * total
+        extras = [None if a is b is None else Beside(a, b) for a, b in zip(given, again, strict=True)]
         steps, experience.signal = prepare_steps(
             self.objective,
             self.settings,
@@ -268,17 +318,33 @@ class TextRL(Algorithm):
         return steps
 
     def backward(self, experience: TextExperience, step: PolicyStep, run: Context) -> dict[str, float]:
-        """The policy's log-probs with gradient, in micro-batches of completions, the longest first."""
-        return backward(
-            self.objective,
-            self._micro_batches(experience, step, run.micro_batch),
-            self.accelerator,
-            scale=run.counters.loss_scale,
-        )
+        """The policy's log-probs with gradient, in micro-batches of completions, the longest first; then of
+        what is learnt from again."""
+        scale = run.counters.loss_scale
+        own = self._micro_batches(experience, step, run.micro_batch)
+        found = backward(self.objective, own, self.accelerator, scale=scale)
+        again = None if step.extra is None else step.extra.replayed
+        if self.imitation is not None and again is not None:
+            rows = self._replayed(again, run.micro_batch)
+            sums = backward(self.imitation.row, rows, self.accelerator, scale=scale)
+            found["loss/replay"] = sums["loss/policy"]
+        return found
+
+    def _replayed(self, again: Replayed, size: int) -> Iterator[tuple[Prepared, PolicyOutput]]:
+        """This process's share of stored completions."""
+        process = self.accelerator
+        places = torch.arange(len(again.rollout))[process.process_index :: process.num_processes]
+        parts = places.split(size)
+        for number, part in enumerate(parts):
+            with unshared(self.module, process, last=number == len(parts) - 1):
+                output = self.module(again.rollout, part)
+                yield again.prepared.rows(part).to(output.log_prob.device), output
 
     def record(self, experience: TextExperience, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Metrics of the updates; moves PPO-KL's coefficient."""
         found = {**experience.signal, **update_metrics(sums)}
+        if self.imitation is not None:
+            found |= self.imitation.metrics()
         self._divergence = found.get("kl")
         target = self.settings.target_kl
         if target is not None:
@@ -301,6 +367,8 @@ class TextRL(Algorithm):
             run.counters.own["penalty"] = self._penalty
         if self._entropies:
             run.counters.own["entropies"] = self._entropies
+        if self.imitation is not None:
+            run.tensors[KEY] = self.imitation.state()
         if self.after_update is not None and self._had_updates:
             with run.clock.phase("sync"):
                 self.after_update(run.counters.iteration)
@@ -313,6 +381,8 @@ class TextRL(Algorithm):
         self._entropies = own.get("entropies", [])
         if self.groups is not None and "groups" in own:
             self.groups.load_state_dict(own["groups"])
+        if self.imitation is not None and KEY in run.tensors:
+            self.imitation.load(run.tensors[KEY])
         if self.after_update is not None:
             self.after_update(run.counters.iteration)
 
@@ -328,7 +398,8 @@ class TextRL(Algorithm):
     def _micro_batches(
         self, experience: TextExperience, step: PolicyStep, size: int
     ) -> Iterator[tuple[Prepared, PolicyOutput]]:
-        prepared, given, process = step.prepared, step.extra, self.accelerator
+        prepared, process = step.prepared, self.accelerator
+        given = None if step.extra is None else step.extra.given
         if given is not None:
             prepared = replace(prepared, ptx_counts=count_step(given.loss_mask))
         local = experience.shares.local[step.sample]

@@ -6,9 +6,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from visalign.core import Objective
 from visalign.errors import UserError
 from visalign.text import Sampling, StoppingCriteria
 from visalign.text.steps import StepReading
+from visalign.training.loop.optimizer import above_zero, at_least
 from visalign.training.policy.settings import ObjectiveSettings, check_overlap, check_stale
 
 from .dynamic_groups import DynamicGroups
@@ -126,6 +128,62 @@ class DynamicSettings:
             right_at=self.right_at,
             max_rounds=self.max_rounds,
             when_spent=self.when_spent,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfImitationSettings:
+    """Self-imitation (SPEAR, arXiv 2509.22601): completions with A > 0 are kept, and learnt from again while
+    they beat the median of the groups' mean rewards. The numbers are those of its scripts."""
+
+    capacity: int = 2048
+    """Completions kept, the newest."""
+    max_age: int = 10
+    """Iterations after which one is dropped."""
+    history: int = 10240
+    """Groups whose mean rewards are kept, the newest."""
+    batch: int | None = None
+    """Completions replayed in an iteration, drawn by lot; null: as many as it has of its own."""
+    weight: float = 1.0
+    """c₀ of the loss's factor c(s) = c₀ (1 − cos(π min(s, T)/T))/2, s iterations."""
+    warmup: int = 200
+    """T."""
+    eps_low: float = 0.2
+    """The replay's clip below 1 ..."""
+    eps_high: float = 0.28
+    """... and above."""
+    cov_share: float = 0.02
+    """Share of the tokens, of those with a covariance of log-prob and advantage of 1 to 40, that leave the
+    replay's loss (Clip-Cov); 0: none."""
+    max_megabytes: float = 256.0
+    """Largest size of the buffer, if all completions were as long as they may be: beyond it the run is
+    refused."""
+
+    def __post_init__(self) -> None:
+        for name in ("capacity", "max_age", "history", "warmup"):
+            at_least(f"self_imitation.{name}", getattr(self, name), 1)
+        if self.batch is not None:
+            at_least("self_imitation.batch", self.batch, 1)
+        above_zero("self_imitation.max_megabytes", self.max_megabytes)
+        if not 0 <= self.weight < math.inf:
+            raise UserError(f"self_imitation.weight is {self.weight}; it must be at least 0 and finite.")
+        for name in ("eps_low", "eps_high"):
+            above_zero(f"self_imitation.{name}", getattr(self, name))
+        if not 0 <= self.cov_share < 1:
+            raise UserError(f"self_imitation.cov_share is {self.cov_share}; it is a share, 0 to 1.")
+
+    def build(self, like: Objective) -> Objective:
+        """The replay's loss, averaged as that of another row."""
+        covered = {"ratio": self.cov_share, "cov_low": 1.0, "cov_high": 40.0}
+        return Objective(
+            source="SPEAR, arXiv 2509.22601; constants of its scripts",
+            advantage="given",
+            surrogate_options={"eps_low": self.eps_low, "eps_high": self.eps_high},
+            selection="clip_cov" if self.cov_share else None,
+            selection_options=covered if self.cov_share else {},
+            aggregation=like.aggregation,
+            length=like.length,
+            mean_rows=like.mean_rows,
         )
 
 

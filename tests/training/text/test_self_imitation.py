@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SPEAR's replay: the loss by hand, what is kept and for how long, an exact resume, what is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.training.text import Letters, toy_policy, toy_text_trainer, weights_of
+from visalign.errors import UserError
+from visalign.interfaces import Scores
+from visalign.training import SelfImitationSettings
+from visalign.training.loop.metrics import check_keys, read_metrics, without_times
+from visalign.training.text.self_imitation import KEY
+
+PACE = {"weight": 0.5, "warmup": 2}
+
+
+class FirstHalf(Letters):
+    """Share of a completion's characters from a to m."""
+
+    def score(self, completions: Any, prompts: Any, metadata: Any = None) -> Scores:
+        found = super().score(completions, prompts, metadata)
+        value = [sum("a" <= x <= "m" for x in text) / max(1, len(text)) for text in completions]
+        return replace(found, value=torch.tensor(value))
+
+
+def _trainer(folder: Any, algorithm: str = "grpo", **changes: Any) -> Any:
+    settings = SelfImitationSettings(**{**PACE, **changes.pop("imitation", {})})
+    return toy_text_trainer(folder, algorithm, **{"reward": FirstHalf(), **changes}, self_imitation=settings)
+
+
+def test_the_replays_gradient_is_the_clipped_surrogate_of_what_beats_the_median(tmp_path):
+    """−c mean_i mean_t min(r Ã, clip(r) Ã), added to the iteration's own; c(1) = 0.5 (1 − cos(π/2))/2."""
+    trainer = _trainer(tmp_path, imitation={"cov_share": 0.0}, optimizer={"updates_per_iteration": 1})
+    algorithm, run = trainer.algorithm, trainer.context
+    first = algorithm.collect(run).experience
+    (step,) = algorithm.prepare(first, run)
+    assert step.extra is None  # c(0) = 0
+    t, reward = first.trajectories, first.trajectories.reward
+    gain = reward.view(4, 6) - reward.view(4, 6).mean(1, keepdim=True)
+    won = (gain.flatten() > 0).nonzero()[:, 0]
+    run.counters.iteration = 1
+    with torch.no_grad():
+        for _, parameter in trainer.weights.named:
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    second = algorithm.collect(run).experience
+    means = torch.cat([e.trajectories.reward.view(4, 6).mean(1) for e in (first, second)])
+    advantage = reward[won] - means.double().quantile(0.5)
+    used, above = won[advantage > 0], advantage[advantage > 0]
+    assert 0 < len(used) < len(won)
+    (step,) = algorithm.prepare(second, run)
+    policy = algorithm.parts.policy
+    ratio = (policy.log_probs(first.rollout.rows(used)).log_prob - t.old_log_prob[used]).exp()
+    gain = torch.minimum(ratio * above[:, None], ratio.clamp(0.8, 1.28) * above[:, None])
+    weight = t.weight[used]
+    by_hand = -0.25 * ((gain * weight).sum(1) / weight.sum(1)).mean()
+    assert bool(((ratio < 0.8) | (ratio > 1.28)).any())
+    found = algorithm.backward(second, step, run)
+    assert found["loss/replay"] == pytest.approx(by_hand.item(), rel=1e-4)
+    both = [p.grad.clone() for _, p in trainer.weights.named]
+    trainer.weights.clear()
+    algorithm.imitation = None
+    algorithm.backward(second, step, run)
+    by_hand.backward()  # on top of the iteration's own
+    for (_, parameter), one in zip(trainer.weights.named, both, strict=True):
+        torch.testing.assert_close(parameter.grad, one, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(("algorithm", "rollout"), [("grpo", {"top_p": 0.8}), ("clip_cov", {})])
+def test_a_resumed_replay_is_the_uninterrupted_one(algorithm, rollout, tmp_path):
+    def trainer(folder, iterations):
+        own = {"capacity": 12, "max_age": 2, "batch": 5}
+        return _trainer(
+            tmp_path / folder, algorithm, imitation=own, rollout=rollout, run={"iterations": iterations}
+        )
+
+    whole = trainer("whole", 5)
+    whole.train()
+    trainer("parts", 3).train()
+    second = trainer("parts", 5)
+    assert second.resume()
+    second.train()
+    assert torch.equal(weights_of(whole), weights_of(second))
+    rows = [
+        [without_times(r) for r in read_metrics(tmp_path / f / "metrics.jsonl")] for f in ("whole", "parts")
+    ]
+    assert rows[0] == rows[1]
+    for row in rows[0]:
+        check_keys(row)
+    assert [row["replay/weight"] for row in rows[0]] == pytest.approx([0, 0.25, 0.5, 0.5, 0.5])
+    assert [row.get("replay/samples", 0) for row in rows[0]] == [0, 5, 5, 5, 5]
+    assert max(row["replay/size"] for row in rows[0]) == 12
+    held = whole.context.tensors[KEY]
+    assert held.keys() == second.context.tensors[KEY].keys()
+    assert all(torch.equal(held[name], second.context.tensors[KEY][name]) for name in held)
+
+
+def test_nothing_older_than_its_age_is_kept(tmp_path):
+    trainer = _trainer(tmp_path, imitation={"max_age": 1})
+    born = []
+    for _ in range(4):
+        trainer.iterate()
+        born.append(sorted(set(trainer.context.tensors[KEY]["born"].tolist())))
+    assert born[0] == [0] and born[2] == [1, 2] and born[3] == [2, 3]
+
+
+def test_without_weight_the_run_is_the_one_without_replay(tmp_path):
+    ends = []
+    for number, trainer in enumerate(
+        (
+            _trainer(tmp_path / "0", imitation={"weight": 0.0}),
+            toy_text_trainer(tmp_path / "1", reward=FirstHalf()),
+        )
+    ):
+        for _ in range(2):
+            assert ("loss/replay" in trainer.iterate()) == (number == 2)
+        ends.append(weights_of(trainer))
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"capacity": 0}, "self_imitation.capacity is 0; it must be"),
+        ({"weight": math.nan}, "self_imitation.weight is nan; it must be at least 0"),
+        ({"cov_share": 1.0}, "self_imitation.cov_share is 1.0; it is a share"),
+        ({"eps_low": 0.0}, "self_imitation.eps_low is 0.0; it must be above 0"),
+    ],
+)
+def test_settings_are_refused_by_name(settings, message):
+    with pytest.raises(UserError, match=message):
+        SelfImitationSettings(**settings)
+
+
+def test_what_cannot_be_replayed_is_refused_by_name(tmp_path):
+    with pytest.raises(UserError, match=r"algorithm=ppo has a value function\. Take 'grpo'"):
+        _trainer(tmp_path, "ppo")
+    with pytest.raises(UserError, match=r"algorithm=flowrl has log Z of the prompt\. Take 'grpo'"):
+        _trainer(tmp_path, "flowrl")
+    big = {"capacity": 10**6, "max_megabytes": 50}
+    with pytest.raises(UserError, match=r"capacity is 1000000 completions of at most 5 tokens .* 60 MB, and"):
+        _trainer(tmp_path, imitation=big)
+    close = _trainer(tmp_path, imitation={**big, "max_megabytes": 61.0})
+    with pytest.raises(UserError, match=r"with their prompts may take \d+ MB, and .* allows 61"):
+        close.iterate()
+    policy = toy_policy()
+    trainer = _trainer(tmp_path, policy=policy)
+    made = trainer.algorithm.collect(trainer.context).experience
+    object.__setattr__(made.rollout, "images", [[]] * len(made.rollout))
+    with pytest.raises(UserError, match=r"these prompts have pictures\. Set self_imitation=null"):
+        trainer.algorithm.imitation.keep(
+            made.rollout, made.shares.own, made.trajectories, [], trainer.context
+        )
