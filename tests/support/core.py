@@ -78,6 +78,7 @@ def step(seed: int = 0, *, move: float = 0.3, rewards: int = 0) -> tuple[Traject
         greedy_reward=draw(b),
         reference_reward=draw(b, 1),
         likelihood=-draw(b).abs(),
+        metric=0.1 * torch.arange(b, dtype=torch.float64),
         uniform=torch.rand(b, t, generator=g, dtype=torch.float64),
         ptx_weight=torch.ones(2, 3, dtype=torch.float64),
     )

@@ -30,6 +30,7 @@ NOT_ON_STEPS = {
     **{name: r"entropy=0.*denoising steps of fixed variance.*FlowRL" for name in ("siren", "epo", "tea")},
     "par": r"advantage='par'.*reference.*'pref_grpo'",
     **dict.fromkeys(("likelihood", "jepo"), r"reference answer in words.*'grpo'"),
+    "canon": r"advantage='canon'.*objective\.metric=PART.*'grpo'",
     "riskpo": r"advantage='riskpo'.*bundles.*'copo'",
     "flowrl": r"surrogate='flow_balance'.*log Z.*'grpo'",
 }

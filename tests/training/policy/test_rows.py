@@ -12,7 +12,7 @@ import torch
 
 from tests.support.training.pictures import Brightness, Loud, toy_trainer
 from tests.support.training.text import Letters, toy_text_trainer, weights_of
-from visalign.core import NAMED, gdpo_advantages, group_advantages
+from visalign.core import NAMED, conditional_advantages, gdpo_advantages, group_advantages
 from visalign.core.objective.decisions import ON_STEPS
 from visalign.errors import UserError
 from visalign.interfaces import Scores
@@ -23,6 +23,7 @@ TEXT_ONLY = {
     *("ppo", "ppo_kl", "ppo_ptx", "remax", "opo", "dppo_tv", "dppo_kl", "top_entropy"),
     *("clip_cov", "kl_cov", "flowrl", "aem", "empg", "perplexity", "siren", "epo", "tea"),
     *("clip_b", "clip_v", "steer", "entrocraft", "pear", "ares", "riskpo", "par", "likelihood", "jepo"),
+    "canon",  # without objective.metric
 }
 """Rows that are refused for denoising steps."""
 STEPS_ONLY = {"flow_grpo", "flow_gspo", "grpo_guard", "flow_dppo", "pref_grpo"}
@@ -97,7 +98,6 @@ def test_what_means_nothing_is_refused_with_what_to_take_instead(kind: Any, name
         ({"surrogate_options": {"eps_low": "small"}}, "eps_low of surrogate_options is small"),
         ({"off_policy_delta": -1.0}, "delta must be ≥ 0"),
         ({"value": 1.0}, "value=1.0 needs returns to fit"),
-        ({"advantage": "canon", "advantage_options": {}}, "etric"),
         ({"advantage": "given", "advantage_options": {}}, "needs Trajectories.advantage, which is None"),
     ],
 )
@@ -108,17 +108,35 @@ def test_values_that_a_stage_refuses_are_refused_with_the_settings(kind: Any, ch
 
 
 def test_the_reference_is_asked_where_the_advantage_is_made_of_it(tmp_path):
-    prl = {"algorithm": "grpo", "changes": {"advantage": "prl", "advantage_options": {}, "kl": 0.0}}
-    trainer = toy_trainer(tmp_path, objective=prl)
+    trainer = toy_trainer(tmp_path, objective={"algorithm": "prl"})
     trainer.iterate()
     assert trainer.counters.updates == 2
+
+
+@pytest.mark.parametrize("metric", ["entropy", "length"])
+def test_canon_of_texts_compares_the_halves_by_entropy_or_length(metric, tmp_path):
+    settings = {"metric": metric} if metric == "length" else {}
+    trainer = toy_text_trainer(tmp_path, "canon", objective=settings)
+    experience = trainer.algorithm.collect(trainer.context).experience
+    steps = trainer.algorithm.prepare(experience, trainer.context)
+    t = experience.trajectories
+    assert t.entropy is not None
+    length = t.weight.sum(1)
+    number = length if metric == "length" else (t.entropy * t.weight).sum(1) / length
+    wanted = conditional_advantages(t.reward, number, t.group)
+    for step in steps:
+        found, present = step.prepared.advantage, step.prepared.weight != 0
+        assert torch.allclose(torch.where(present, found - wanted[step.sample, None], 0.0), torch.zeros(()))
+    with pytest.raises(UserError, match=r"objective\.metric.*entropy, length"):
+        TextObjectiveSettings(algorithm="canon", metric="age")
+    with pytest.raises(UserError, match=r"objective.metric is 'length', which splits .*algorithm=canon"):
+        TextObjectiveSettings(algorithm="grpo", metric="length")
 
 
 def test_canon_of_pictures_compares_the_halves_by_a_part_of_the_reward(tmp_path):
     """Light is compared across the median of red, which is recorded and not optimised."""
     reward = WeightedSum({"light": (Brightness(), 1.0), "red": (Loud(), 0.0)})
-    canon = {"advantage": "canon", "advantage_options": {}, "kl": 0.0}
-    objective = {"algorithm": "grpo", "changes": canon, "metric": "red"}
+    objective = {"algorithm": "canon", "metric": "red"}
     one = {"updates_per_iteration": 1}
     trainer = toy_trainer(tmp_path, reward=reward, objective=objective, optimizer=one)
     experience = trainer.algorithm.collect(trainer.context).experience

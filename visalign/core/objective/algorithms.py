@@ -111,6 +111,23 @@ NAMED: dict[str, Objective] = {
         advantage="pass_at_k",
         advantage_options={"k": 2},
     ),
+    "canon": replace(
+        _GROUP,
+        source="CANON, arXiv 2509.23962 (μ = 1, α = 1): halves by a second number of each sample",
+        advantage="canon",
+    ),
+    "copo": replace(
+        _GROUP,
+        source="COPO, arXiv 2508.04138 (γ = 20); ρ = 0.2 nats, as samples of one reward share an answer",
+        advantage="copo",
+        advantage_options={"gamma": 20.0, "rho": 0.2},
+    ),
+    "prl": replace(
+        _GROUP,
+        source="PRL, arXiv 2601.10201 (η = 100); its advantages hold the KL",
+        advantage="prl",
+        advantage_options={"eta": 100.0, "block": 1},
+    ),
     "aem": replace(_GROUP, source="AEM, arXiv 2605.00425 (λ = 1, range 0.1 nats)", advantage="aem"),
     "empg": replace(
         _GROUP,

@@ -248,7 +248,7 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
         if self.metric is not None and self.build(length=1).advantage != "canon":
             raise UserError(
                 f"objective.metric is {self.metric!r}, which splits the groups of advantage='canon' alone. "
-                "Set objective.changes={advantage: canon, advantage_options: {}}, or objective.metric=null."
+                "Set objective.algorithm=canon, or objective.metric=null."
             )
         if self.step_weights is not None and not all(math.isfinite(w) and w >= 0 for w in self.step_weights):
             raise UserError(

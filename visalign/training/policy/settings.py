@@ -178,6 +178,7 @@ def _rehearse(objective: Objective, decisions: Decisions, given: Sequence[str]) 
         names = ("value", "entropy", "expected_score", "nucleus_entropy", "uniform")
         references = objective.advantage_options.get("references", 1)
         more = {
+            **{name: rows[name] for name in given},
             **dict.fromkeys(names, some),
             "greedy_reward": some[:, 0],
             "step": some.long(),

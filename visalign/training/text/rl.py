@@ -22,12 +22,19 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
-from visalign.core import Objective, PolicyOutput, Prepared, count_step, penalty_kl_coefficient
+from visalign.core import (
+    Objective,
+    PolicyOutput,
+    Prepared,
+    Trajectories,
+    count_step,
+    penalty_kl_coefficient,
+)
 from visalign.core.objective.entropy_stage import entropy_memory, remembers
 from visalign.core.objective.reward_stage import riskpo_quantiles
-from visalign.core.objective.stages import sample_reward
+from visalign.core.objective.stages import ADVANTAGES, sample_reward
 from visalign.errors import UserError
 from visalign.interfaces import TextReward
 from visalign.text import TextPolicy, TextRollout
@@ -276,6 +283,8 @@ class TextRL(Algorithm):
             run.optimizer.updates_per_iteration,
             self.settings.epochs,
         )
+        if "metric" in ADVANTAGES[self.row.advantage].needs:
+            t = experience.trajectories = replace(t, metric=self._metric(t))
         if self.imitation is not None:
             experience.replayed = self.imitation.draw(t, run, updates, epochs)
         steps, alone = partial(self._steps, run=run), partial(self._alone, run=run)
@@ -287,7 +296,19 @@ class TextRL(Algorithm):
             self.imitation.keep(experience.rollout, experience.shares.own, t, found, run)
         return found
 
-    def _alone(self, experience: TextExperience, sample: torch.Tensor, run: Context) -> None:
+    def _metric(self, t: Trajectories) -> Tensor:
+        """[B] what splits CANON's groups; NaN, missing, without a token."""
+        length = (t.weight != 0).sum(1)
+        if self.settings.metric == "length":
+            return length.double()
+        if t.entropy is None:
+            raise UserError(
+                "objective.algorithm=canon splits groups by entropy, which who wrote these completions does "
+                "not say. Set objective.metric=length, or rollout.recompute=true."
+            )
+        return torch.where(t.weight != 0, t.entropy, 0.0).sum(1) / length
+
+    def _alone(self, experience: TextExperience, sample: Tensor, run: Context) -> None:
         """Add the gradient of the first update on these samples, of the rewards alone."""
         row, self.row = self.row, replace(self.row, kl=0.0, entropy=0.0, ptx=0.0)
         steps = self._steps(experience, run)
@@ -416,7 +437,7 @@ class TextRL(Algorithm):
                 yield prepared.rows(part).to(output.log_prob.device), output
 
     def _output(
-        self, experience: TextExperience, sample: torch.Tensor, given: Any, share: torch.Tensor | None
+        self, experience: TextExperience, sample: Tensor, given: Any, share: Tensor | None
     ) -> PolicyOutput:
         """What policy and heads say of n completions, and of the micro-batch's share of demonstrations."""
         features = None if experience.features is None else experience.features[sample]

@@ -10,7 +10,7 @@ from visalign.core import Objective
 from visalign.errors import UserError
 from visalign.text import Sampling, StoppingCriteria
 from visalign.text.steps import StepReading
-from visalign.training.loop.optimizer import above_zero, at_least
+from visalign.training.loop.optimizer import above_zero, at_least, choice
 from visalign.training.policy.settings import ObjectiveSettings, check_overlap, check_stale
 
 from .dynamic_groups import DynamicGroups
@@ -194,6 +194,9 @@ class TextObjectiveSettings(ObjectiveSettings):
     algorithm: str = "grpo"
     """A row of `visalign.core.NAMED`: grpo, dr_grpo, rloo, reinforce_pp, gspo, dapo, cispo, sapo, gmpo,
     flowrl, clip_cov, kl_cov, ppo, ppo_kl, ppo_ptx, ..."""
+    metric: str | None = None
+    """What splits the groups of canon: "entropy", the mean of a completion's tokens, or its "length"; null:
+    entropy."""
     heads_lr: float | None = None
     """Learning rate of the value head or network and of FlowRL's log-partition head; null: the policy's."""
     target_kl: float | None = None
@@ -205,8 +208,15 @@ class TextObjectiveSettings(ObjectiveSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check("tokens")
+        self.check("tokens", ["metric"])
         objective = self.build(length=1)
+        if self.metric is not None:
+            choice("objective.metric", self.metric, ("entropy", "length"))
+            if objective.advantage != "canon":
+                raise UserError(
+                    f"objective.metric is {self.metric!r}, which splits the groups of advantage='canon' "
+                    "alone. Set objective.algorithm=canon, or objective.metric=null."
+                )
         if self.heads_lr is not None and not (math.isfinite(self.heads_lr) and self.heads_lr > 0):
             raise UserError(f"objective.heads_lr is {self.heads_lr}; it must be above 0, or null.")
         if self.target_kl is not None and objective.surrogate != "ppo_kl":
