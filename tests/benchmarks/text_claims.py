@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three claims of papers, measured on the packaged language model.
+"""Claims of papers, measured on the packaged language model.
 
     python tests/benchmarks/text_claims.py entropy    # GRPO's entropy collapses; three rules hold it up
     python tests/benchmarks/text_claims.py diversity  # FlowRL keeps more distinct right answers than GRPO
     python tests/benchmarks/text_claims.py ratio      # GSPO's ratio varies less than GRPO's as texts grow
+    python tests/benchmarks/text_claims.py parts      # DAPO's parts gain over GRPO, one by one and together
+    python tests/benchmarks/text_claims.py recent     # SPEAR, CANON, COPO, RiskPO gain over GRPO
 
+The last two compare at equal completions and at equal tokens: held-out accuracy on the way, between the two
+evaluations that lie around what the cheapest run made. A gain is refuted where its interval holds 0: means of
+seeds, ± 1.96 standard errors of the difference over seeds.
 Sources: Clip-Cov and KL-Cov, arXiv 2505.22617; clip-higher, DAPO, arXiv 2503.14476; FlowRL, arXiv 2509.15207;
-GSPO, arXiv 2507.18071. Each prints its table and writes it to --output as JSON, however it comes out.
+GSPO, arXiv 2507.18071; SPEAR 2509.22601; CANON 2509.23962; COPO 2508.04138; RiskPO 2510.00911. Each prints
+its table and writes it to --output as JSON, however it comes out.
 """
 
 from __future__ import annotations
@@ -14,8 +20,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +70,29 @@ DIVERSITY = {
     "grpo": ("objective.algorithm=grpo",),
     "flowrl": ("objective.algorithm=flowrl", "objective.heads_lr=1e-3"),
 }
+_PLAIN = "objective.changes={kl: 0.0%s}"
+_HIGHER = ", surrogate_options: {eps_high: 0.28}"
+_TOKENS = ", aggregation: token_mean"
+_DYNAMIC = ("dynamic.enabled=true", "dynamic.right_at=1.0")
+_OVERLONG = "rewards.terms.length={name: length, options: {count: characters, max_length: 128, cache: 64}}"
+PARTS = {
+    "grpo": (_PLAIN % "",),
+    "clip-higher": (_PLAIN % _HIGHER,),
+    "token mean": (_PLAIN % _TOKENS,),
+    "dynamic sampling": (_PLAIN % ", drop_zero_signal: true", *_DYNAMIC),
+    "soft overlong": (_PLAIN % "", _OVERLONG),
+    "all four": (_PLAIN % (_HIGHER + _TOKENS + ", drop_zero_signal: true"), *_DYNAMIC, _OVERLONG),
+}
+"""GRPO without a KL term, and each of DAPO's parts added to it; completions have up to 96 characters."""
+RECENT = {
+    "grpo": (_PLAIN % "",),
+    "spear": (_PLAIN % "", "self_imitation={warmup: 20}"),
+    "canon, entropy": ("objective.algorithm=canon",),
+    "canon, length": ("objective.algorithm=canon", "objective.metric=length"),
+    "copo": ("objective.algorithm=copo",),
+    "riskpo": ("objective.algorithm=riskpo",),
+}
+"""All without a KL term; SPEAR's warm-up is shortened with the run, from 200 iterations."""
 BINS = (0, 12, 20, 30, 45, 97)
 """Tokens of a completion."""
 
@@ -184,8 +214,51 @@ def ratio(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[str,
     return rows
 
 
-CLAIMS = {"entropy": entropy, "diversity": diversity, "ratio": ratio}
-ITERATIONS = {"entropy": 60, "diversity": 50, "ratio": 5}
+def compared(arms: Mapping[str, Sequence[str]]) -> Callable[..., list[dict[str, Any]]]:
+    """Held-out accuracy of each arm at equal completions and at equal tokens, beside the first one's."""
+
+    def run(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[str, Any]]:
+        runs: dict[str, list[list[dict[str, Any]]]] = {}
+        for name, overrides in arms.items():
+            for seed in seeds:
+                more = [f"seed={seed}", f"run.iterations={iterations}", "optimizer.updates_per_iteration=2",
+                        "evaluation.every=10", "evaluation.prompts_on_the_way=null"]  # fmt: skip
+                _, records = train([*overrides, *more], folder / f"{name.replace(', ', '_')}_{seed}")
+                runs.setdefault(name, []).append([r for r in records if "heldout/accuracy" in r])
+        found: dict[str, dict[str, Any]] = {name: {"rule": name} for name in arms}
+        prompts = len(heldout_tasks())
+        for unit in ("samples", "tokens"):
+            budget = min(one[-1][unit] for each in runs.values() for one in each)
+            first: np.ndarray | None = None
+            for name, each in runs.items():
+                curves = [([r[unit] for r in one], [r["heldout/accuracy"] for r in one]) for one in each]
+                at = np.array([np.interp(budget, *curve) for curve in curves])
+                first = at if first is None else first
+                share = float(at.mean())
+                error = math.sqrt(
+                    (at.var(ddof=1) + first.var(ddof=1)) / len(at) if len(at) > 1
+                    else 2 * share * (1 - share) / prompts
+                )  # fmt: skip
+                found[name] |= {
+                    f"at {budget / 1e3:.0f}k {unit}": share,
+                    f"gain, {unit}": f"{share - first.mean():+.3f} ± {1.96 * error:.3f}",
+                }
+        for name, each in runs.items():
+            found[name]["entropy at the end"] = float(np.mean([one[-1]["entropy"] for one in each]))
+            found[name]["length at the end"] = float(np.mean([one[-1]["length_mean"] for one in each]))
+        return list(found.values())
+
+    return run
+
+
+CLAIMS = {
+    "entropy": entropy,
+    "diversity": diversity,
+    "ratio": ratio,
+    "parts": compared(PARTS),
+    "recent": compared(RECENT),
+}
+ITERATIONS = {"entropy": 60, "diversity": 50, "ratio": 5, "parts": 60, "recent": 60}
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:

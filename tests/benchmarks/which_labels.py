@@ -140,7 +140,7 @@ def one_seed(output: Path, seed: int, first: int, more: int) -> dict[str, np.nda
     apart = [task for task, word in zip(test, said, strict=True) if word != 0.5]
     before = ensemble_of([start / "members" / str(member) for member in range(MEMBERS)])
     found = candidates(tasks, before, sampling(lora), seed=seed)
-    word = dict(zip([c.task for c in found], truth([c.task for c in found]), strict=True))
+    word = dict(zip([c.task.images for c in found], truth([c.task for c in found]), strict=True))
     old = [json.loads(line) for line in (start / "pairs.jsonl").read_text().splitlines()]
     for row in old:
         row |= {side: str((start / row[side]).resolve()) for side in ("image_left", "image_right")}
@@ -155,7 +155,7 @@ def one_seed(output: Path, seed: int, first: int, more: int) -> dict[str, np.nda
     for arm in ARMS:
         new = [
             {"prompt": c.task.prompt, "image_left": c.task.images[0], "image_right": c.task.images[1],
-             "label": word[c.task], "log_ratio_left": 0.0, "log_ratio_right": 0.0}
+             "label": word[c.task.images], "log_ratio_left": 0.0, "log_ratio_right": 0.0}
             for c in chosen(arm, found, more, seed)
         ]  # fmt: skip
         after = before if arm == "none" else fitted(

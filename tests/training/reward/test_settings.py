@@ -126,6 +126,7 @@ DATA = {
     "columns": ("{mos: score}", set()),
     "coding": ("ab", set()),
     "surroundings": (0.5, set(TASKS)),
+    "off_policy": ("{alpha: 0.2}", set()),
     "train_split": ("train", set()),
     "heldout_split": ("test", set()),
 }
