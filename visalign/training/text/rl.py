@@ -153,20 +153,13 @@ class TextRL(Algorithm):
             seed=seed,
             accelerator=self.accelerator,
         )
-        check_parts(
-            self.parts,
-            self.row,
-            name=self.settings.algorithm,
-            recomputed=self.rollout.recompute or self.row.importance_sampling is not None,
-        )
+        recomputed = self.rollout.recompute or self.row.importance_sampling is not None
+        check_parts(self.parts, self.row, name=self.settings.algorithm, recomputed=recomputed)
         size = self.rollout.prompts_per_iteration, self.rollout.group_size
         check_batch_algebra(*size, self.accelerator.num_processes)
         self.sampler = PromptSampler(len(records), *size, seed, strata=strata)
         self.groups = dynamic.groups(size[0]) if is_dynamic and dynamic is not None else None
-        self.imitation = None
-        if self_imitation is not None:
-            self._check_imitation()
-            self.imitation = SelfImitation(self_imitation, self.row, self.rollout, seed)
+        self.imitation = self._imitation(self_imitation, seed)
         every = self.settings.balance_every
         self.balance = None if every is None else RewardBalance(reward, every)
         self.after_update = after_update
@@ -202,12 +195,14 @@ class TextRL(Algorithm):
             raise UserError(f"sharding goes without {given[0]}. Leave one of the two out.")
         return sharding
 
-    def _check_imitation(self) -> None:
-        """Refuse rows of which a stored completion does not hold what the loss asks for.
+    def _imitation(self, settings: SelfImitationSettings | None, seed: int) -> SelfImitation | None:
+        """The replay; refuses rows of which a stored completion does not hold what the loss asks for.
 
         Raises:
             UserError: names the row.
         """
+        if settings is None:
+            return None
         if self.row.value or self.row.surrogate == "flow_balance":
             lacks = "a value function" if self.row.value else "log Z of the prompt"
             raise UserError(
@@ -215,6 +210,7 @@ class TextRL(Algorithm):
                 f"objective.algorithm={self.settings.algorithm} has {lacks}. Take 'grpo' or 'dapo', or set "
                 "self_imitation=null."
             )
+        return SelfImitation(settings, self.row, self.rollout, seed)
 
     def whole(self) -> AbstractContextManager[Any]:
         """Inside, each process has all of the model."""
