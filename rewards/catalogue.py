@@ -83,6 +83,7 @@ TEXT_CATALOGUE: dict[str, Entry] = {
     "task_answer": "visalign.rewards.text.verifiable:TaskAnswer",
     "length": "visalign.rewards.text.length:LengthReward",
     "repetition": "visalign.rewards.text.length:RepetitionPenalty",
+    "rating": "visalign.rewards.text.rating:RatingReward",
     "code_tests": "visalign.rewards.code.reward:CodeTests",
     "reward_model": "visalign.rewards.text.reward_model:RewardModel",
     "process_reward": "visalign.rewards.text.process_reward:ProcessRewardModel",

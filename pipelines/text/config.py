@@ -102,6 +102,11 @@ class HeldoutPromptsConfig(PromptsConfig):
 class TextDataConfig(HeldoutPromptsConfig):
     """The prompts."""
 
+    question: str | None = None
+    """What is asked of rated pictures: with it the sets are shapes:quality, tables with image and mos, or
+    LAYOUT:FOLDER, of data.train at most data.size. null: the sets are prompts."""
+    heldout_pictures: Count = 300
+    """Of data.heldout at most, with a question."""
     demonstrations: str | None = None
     """Demonstrations for PPO-ptx: tasks:train, or a .jsonl file of records with prompt and completion."""
     demonstrations_batch: Count = 32

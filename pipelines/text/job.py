@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from visalign.errors import UserError
 from visalign.evaluation import HeldoutResult
 from visalign.evaluation.heldout.text import evaluate_text, prompt_text
 from visalign.pipelines.shared.job import (
@@ -56,6 +57,11 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
     accelerator = build_accelerator(config, output)
     config.rewards.check_processes(accelerator.num_processes)
     inputs = prepare(config, str(accelerator.device))
+    if getattr(inputs.reward, "needs_batch", False) and accelerator.num_processes > 1:
+        raise UserError(
+            f"{inputs.reward.name} judges all completions of an iteration together, and "
+            f"{accelerator.num_processes} processes would each have their own. Use one process."
+        )
     objective = config.objective.build(length=config.rollout.max_new_tokens)
     policy = build_text_policy(
         config.model, accelerator.device, config.seed, reference=needs_reference(objective)

@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from visalign.data.assets import resolve_model
+from visalign.data.sets.checks import check_quality
 from visalign.data.sets.prompt_files import load_demonstrations, with_completion
+from visalign.data.sets.records import QualitySet
+from visalign.data.sets.sources import GENERATED, load_source, shapes_quality
 from visalign.data.text_tasks.tasks import TASKS, heldout_tasks, text_tasks
 from visalign.errors import UserError
 from visalign.evaluation.heldout.text import check_text_judge
@@ -99,6 +102,9 @@ def heldout_inputs(
 def text_records(key: str, data: PromptsConfig, seed: int) -> Records:
     """Prompt records of a source, packaged ones or those of a file; `key` is that of the source in `data`."""
     source, tasks = getattr(data, key), TASKS if data.tasks is None else tuple(data.tasks)
+    if (question := getattr(data, "question", None)) is not None:
+        size = data.size if key == "train" else data.heldout_pictures  # type: ignore[attr-defined]
+        return rated_pictures(key, source, question, size, seed)
     chosen: dict[str, Any] = {} if data.levels is None else {"levels": tuple(data.levels)}
     try:
         if source == TASKS_TRAIN:
@@ -113,6 +119,41 @@ def text_records(key: str, data: PromptsConfig, seed: int) -> Records:
             "else is a .jsonl file."
         )
     return build_records(source, f"data.{key}")
+
+
+def rated_pictures(key: str, source: str, question: str, size: int, seed: int) -> Records:
+    """Prompts that ask about the pictures of a quality set: with image, mos (higher is better), set and task.
+
+    Args:
+        key: of the source in `data`.
+        source: as `visalign.data.sets.sources.load_source` takes it.
+        question: behind the picture.
+        size: pictures at most.
+        seed: of generated ones for training.
+    """
+    try:
+        if source == GENERATED[1]:
+            split = "train" if key == "train" else "heldout"
+            found = shapes_quality(size, seed=seed if key == "train" else 0, split=split)
+        else:
+            found = load_source(source, limit=size)
+        if not isinstance(found, QualitySet):
+            raise UserError(f"'{source}' holds pairs, and data.question asks about single rated pictures.")
+        check_quality(found)
+    except UserError as error:
+        raise UserError(f"data.{key}: {error}") from error
+    sign = 1.0 if found.higher_is_better else -1.0
+    asked = {"type": "text", "text": question}
+    return [
+        {
+            "prompt": [{"role": "user", "content": [{"type": "image", "image": one.image}, asked]}],
+            "image": one.image,
+            "mos": sign * one.mos,
+            "set": found.name,
+            **({} if one.category is None else {"task": one.category}),
+        }
+        for one in found.records
+    ]
 
 
 def text_demonstrations(

@@ -19,10 +19,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from transformers import PreTrainedModel, ProcessorMixin
 
+from visalign.data.sets.image_references import resolve_image
 from visalign.errors import UserError
 from visalign.text import Prompt
 from visalign.vision.pictures import Picture, insert_features, pixel_digest, tower_features
@@ -47,10 +50,11 @@ class PictureProcessor:
         self._bytes = 0
 
     def __call__(self, image: Any, where: str) -> Picture:
-        """Read a picture: PIL image, uint8 tensor [3, H, W], or float tensor [3, H, W] in [0, 1]; `where`
-        says which one it is, for messages.
+        """Read a picture: PIL image, uint8 tensor [3, H, W], float tensor [3, H, W] in [0, 1], or a reference
+        as `visalign.data.sets.image_references.resolve_image` takes it, such as a path; `where` says which
+        one it is, for messages.
         """
-        pixels = read_pixels(image, where)
+        pixels = read_pixels(_opened(image, where), where)
         digest = pixel_digest(pixels)
         if digest not in self._known:
             self._remember(self._cut(pixels, digest, where))
@@ -79,6 +83,22 @@ class PictureProcessor:
         while self._bytes > MEMORY and len(self._known) > 1:
             _, oldest = self._known.popitem(last=False)
             self._bytes -= oldest.patches.nbytes
+
+
+def _opened(image: Any, where: str) -> Any:
+    """The picture that a text names; anything else itself."""
+    if not isinstance(image, str):
+        return image
+    found = resolve_image(image)
+    if isinstance(found, np.ndarray):
+        return Image.fromarray(found)
+    if not isinstance(found, str):
+        return found
+    try:
+        with Image.open(found) as opened:
+            return opened.copy()
+    except (OSError, Image.DecompressionBombError) as error:
+        raise UserError(f"{where}, '{found}', cannot be read: {error}. Repair it or take it out.") from error
 
 
 class PicturePrompts:

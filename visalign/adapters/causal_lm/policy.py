@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -43,6 +44,9 @@ from .network import CausalNetwork, enable_recomputation, recomputed_layers
 from .pictures import QwenSight, encoder_of
 from .replay import scored_sampling, token_output
 from .value_head import ValueHead
+
+JUDGE_WORDS = "judge.json"
+"""What a model that is a judge is asked with; it goes with the model."""
 
 
 class CausalLMPolicy:
@@ -280,6 +284,8 @@ class CausalLMPolicy:
         """
         self.model.save_pretrained(folder)
         (self.processor or self.tokenizer).save_pretrained(folder)
+        if (words := Path(self.model.name_or_path) / JUDGE_WORDS).is_file():
+            shutil.copyfile(words, Path(folder) / JUDGE_WORDS)
         if self.value_head is not None:
             self.value_head.save(Path(folder))
         umask_permissions(Path(folder))

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards for ratings of pictures in words: by how they order the pictures, or by how near they come.
+
+Deviations from VisualQuality-R1's released code: an answer that cannot be read is no random number, one
+picture alone is no error, and pictures are compared over all answers that are judged together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from visalign.core.preference.fidelity import FLOOR, answer_statistics, fidelity_rewards
+from visalign.interfaces import Metadata, Prompt, Scores
+from visalign.rewards.reading.numbers import AnswerError
+from visalign.rewards.reading.ratings import quality_score
+
+from .contract import TextVerdict, read_text_request, text_scores
+
+RULES = ("fidelity", "binary", "regression")
+LOW, HIGH = 1.0, 5.0
+
+
+class RatingReward:
+    """How good a written rating of a picture is, from its record's `image`, `mos` and, where given, `set`.
+
+    - "fidelity": mean over the other pictures of the set of √(p q) + √((1 − p)(1 − q)), q = Φ(this rating's
+      lead over the other picture's mean in deviations), p by the labels 1, ½ or 0; in [0, 1];
+    - "binary": mean over the other pictures of 1 where the lead has the labels' sign, ½ for equal ratings;
+    - "regression": 1 − |rating − mos| / 4.
+
+    The K answers of a picture are those of its prompt that are judged together. An answer that cannot be read
+    takes no part in its picture's mean; it gets 0 where there is a bonus for the form, and is masked without.
+
+    Wu et al., VisualQuality-R1, arXiv 2505.14460, section 3; its ablations.
+    """
+
+    higher_is_better = True
+    unit = "1 = right order"
+
+    def __init__(
+        self,
+        rule: str = "fidelity",
+        *,
+        form: float = 0.0,
+        prefilled: str = "",
+        floor: float = FLOOR,
+        name: str = "rating",
+    ) -> None:
+        """Choose the rule.
+
+        Args:
+            rule: see the class.
+            form: added for an answer that can be read, ≥ 0.
+            prefilled: what the prompt opened the answer with, e.g. "<answer>".
+            floor: γ of "fidelity", in squared rating steps.
+            name: for messages and logs.
+
+        Raises:
+            ValueError: another rule, or a number out of range.
+        """
+        if rule not in RULES:
+            raise ValueError(f"{name}: rule is {rule!r}; allowed are {', '.join(RULES)}.")
+        if not 0 <= form < math.inf or not 0 < floor < math.inf:
+            raise ValueError(f"{name}: form is {form} and floor {floor}; form is ≥ 0 and floor > 0.")
+        self.name, self.rule, self.form, self.floor = name, rule, form, floor
+        self.prefilled, self.range = prefilled, (0.0, 1.0 + form)
+        self.needs_batch = rule != "regression"
+
+    def score(
+        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
+    ) -> Scores:
+        """Judge all answers together; the remark is the rating, the part "rating" too."""
+        request = read_text_request(self.name, completions, prompts, metadata)
+        read = [self._read(completion) for completion in request.completions]
+        images, labels, sets = (request.column(field) for field in ("image", "mos", "set"))
+        lacking = [
+            None
+            if isinstance(image, str) and isinstance(mos, int | float)
+            else "its record has no image and mos"
+            for image, mos in zip(images, labels, strict=True)
+        ]
+        pictures = list(dict.fromkeys(images))
+        rows = [[n for n, image in enumerate(images) if image == picture] for picture in pictures]
+        answers = torch.full((len(rows), max(map(len, rows), default=1)), torch.nan, dtype=torch.float64)
+        for row, places in enumerate(rows):
+            known = [read[n][0] if lacking[n] is None else math.nan for n in places]
+            answers[row, : len(places)] = torch.tensor(known, dtype=torch.float64)
+        firsts = [places[0] for places in rows]
+        target = torch.tensor([_number(labels[n]) for n in firsts], dtype=torch.float64)
+        value = self._values(answers, target, [str(sets[n]) for n in firsts])
+        verdicts = [TextVerdict()] * len(request)
+        for row, places in enumerate(rows):
+            for column, n in enumerate(places):
+                verdicts[n] = self._verdict(float(value[row, column]), *read[n], lacking[n])
+        return text_scores(verdicts, self.unit, parts={"rating": [rating for rating, _ in read]})
+
+    def _read(self, completion: str) -> tuple[float, str]:
+        """(rating, or NaN, why there is none)."""
+        try:
+            return quality_score(self.prefilled + completion, low=LOW, high=HIGH), ""
+        except AnswerError as error:
+            return math.nan, str(error)
+
+    def _values(self, answers: torch.Tensor, target: torch.Tensor, sets: Sequence[str]) -> torch.Tensor:
+        """[B, K] of [B, K] ratings; NaN where there is none."""
+        if self.rule == "regression":
+            return 1 - (answers - target[:, None]).abs() / (HIGH - LOW)
+        if self.rule == "fidelity":
+            found = fidelity_rewards(answers, target, within=sets, floor=self.floor)
+        else:
+            found = _in_order(answers, target, sets)
+        # With nothing to compare with all answers are worth the same, and nothing is learnt of them.
+        return torch.where(torch.isfinite(answers), found.nan_to_num(0.0), torch.nan)
+
+    def _verdict(self, value: float, rating: float, why: str, lacking: str | None) -> TextVerdict:
+        if lacking is not None:
+            return TextVerdict(reason=lacking)
+        if why:
+            return TextVerdict(value=0.0, remark=why) if self.form else TextVerdict(reason=why)
+        return TextVerdict(value=value + self.form, remark=f"{rating:g}")
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _in_order(answers: torch.Tensor, target: torch.Tensor, sets: Sequence[str]) -> torch.Tensor:
+    """[B, K] share of the other pictures of the set whose mean lies on the labels' side of the answer."""
+    mean = answer_statistics(answers).mean
+    same = torch.tensor([[one == two for two in sets] for one in sets]) & ~torch.eye(
+        len(sets), dtype=torch.bool
+    )
+    wanted = torch.sign(target[:, None] - target[None, :])[:, None, :]
+    lead = torch.sign(answers[:, :, None] - mean[None, None, :])
+    known = same[:, None, :] & torch.isfinite(lead) & torch.isfinite(wanted)
+    worth = torch.where(known, 1 - (lead - wanted).abs().clamp(max=2) / 2, 0.0)
+    return worth.sum(2) / known.sum(2)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A judge of quality that learns by reinforcement: rated pictures as prompts, a folder that judges again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from visalign.config import load_config, resolve_config
+from visalign.errors import UserError
+from visalign.pipelines.cli.app import app
+from visalign.pipelines.text import job
+from visalign.pipelines.text.job import TextGRPOConfig
+from visalign.pipelines.text.parts import prepare
+from visalign.rewards.catalogue import load_reward
+from visalign.training.loop.metrics import read_metrics, without_times
+
+TINY = [
+    "data.size=40",
+    "data.heldout_pictures=6",
+    "rollout.prompts_per_iteration=4",
+    "rollout.group_size=3",
+    "optimizer.micro_batch=5",
+    "evaluation.seeds=[0, 1]",
+    "run.device=cpu",
+]
+
+
+def config(*more: str) -> TextGRPOConfig:
+    return load_config(TextGRPOConfig, resolve_config("shapes_visual_quality_r1"), [*TINY, *more])
+
+
+def rated(folder: Path) -> Path:
+    """A table of five rated pictures."""
+    lines = []
+    for n in range(5):
+        Image.new("RGB", (64, 64), (50 * n,) * 3).save(folder / f"{n}.png")
+        lines.append(json.dumps({"image": f"{n}.png", "mos": 1.0 + n / 2}))
+    (folder / "rated.jsonl").write_text("\n".join(lines))
+    return folder / "rated.jsonl"
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_run_and_its_folder_is_a_judge(tmp_path):
+    job.run(config("run.iterations=2"), tmp_path / "whole")
+    job.run(config("run.iterations=1"), tmp_path / "parts")
+    summary = job.run(config("run.iterations=2"), tmp_path / "parts", resume=True)
+    rows = [
+        [without_times(row) for row in read_metrics(tmp_path / name / "metrics.jsonl")]
+        for name in ("whole", "parts")
+    ]
+    assert rows[0] == rows[1] and 0.5 < rows[0][0]["reward_mean"] <= 1.1
+    assert rows[0][0]["reward_part/rating.rating"] > 1
+    assert set(summary["after"]["by_category"]) <= {"none", "blur", "jpeg", "noise", "contrast"}
+    judges = [
+        load_reward("visual_quality_r1", model=model)
+        for model in ("shapes-vlm", str(tmp_path / "whole" / "model"))
+    ]
+    grey = torch.full((3, 64, 64), 0.5)
+    before, after = (judge.score([grey], [""]) for judge in judges)
+    assert bool(after.valid.all()) and float(after.value) != float(before.value)
+
+
+def test_files_of_rated_pictures_are_asked_about(tmp_path):
+    files = [f"data.train={rated(tmp_path)}", f"data.heldout={tmp_path / 'rated.jsonl'}"]
+    inputs = prepare(config(*files, "data.size=4"))
+    assert [record["mos"] for record in inputs.records] == [1.0, 1.5, 2.0, 2.5] and len(inputs.heldout) == 5
+    (message,) = inputs.records[1]["prompt"]
+    assert message["content"][0] == {"type": "image", "image": str(tmp_path / "1.png")}
+    (tmp_path / "3.png").write_bytes(b"none")
+    policy = job.build_text_policy(config().model, torch.device("cpu"), 0)
+    with pytest.raises(UserError, match=r"image 0 of prompt 3, '.*3\.png', cannot be read"):
+        policy.generate([record["prompt"] for record in inputs.records], seeds=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "data.train=shapes:pairs",
+            "data.train: 'shapes:pairs' holds pairs, and data.question asks about single",
+        ),
+        ("data.train=nowhere.jsonl", "data.train: There is no set 'nowhere.jsonl': it is no file"),
+        ("data.heldout=nowhere.jsonl", "data.heldout: There is no set 'nowhere.jsonl'"),
+    ],
+)
+def test_what_is_no_set_of_rated_pictures_is_refused(change, message):
+    with pytest.raises(UserError, match=message):
+        prepare(config(change))
+
+
+def test_the_plan_says_what_will_be_asked():
+    said = CliRunner().invoke(app, ["train", "shapes_visual_quality_r1", "--dry-run"])
+    assert said.exit_code == 0 and "3000" in said.output.replace(",", "")

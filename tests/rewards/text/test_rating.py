@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ratings in words: the order of pictures as VisualQuality-R1 pays it, its ablations, what is no rating."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from visalign.core import fidelity_rewards
+from visalign.rewards.catalogue import load_text_reward
+from visalign.rewards.text.rating import RatingReward
+
+ANSWERS = {"a": (["5", "4", "5"], 4.5), "b": (["2", "3", "oh"], 2.0), "c": (["3", "1", "2"], 2.0)}
+
+
+def given(
+    answers: dict[str, Any] = ANSWERS, **more: Any
+) -> tuple[list[str], list[str], list[dict[str, Any]]]:
+    """Completions of pictures in turn, not side by side, prompts, records."""
+    count = max(len(said) for said, _ in answers.values())
+    rows = [
+        (f"<answer>{said[k]}</answer>", {"image": image, "mos": mos, "set": "s", **more})
+        for k in range(count)
+        for image, (said, mos) in answers.items()
+        if k < len(said)
+    ]
+    return [text for text, _ in rows], ["?"] * len(rows), [record for _, record in rows]
+
+
+def test_fidelity_is_the_cores_over_all_pictures_that_are_judged_together():
+    scores = RatingReward().score(*given())
+    answers = torch.tensor([[5.0, 4, 5], [2, 3, math.nan], [3, 1, 2]], dtype=torch.float64)
+    wanted = fidelity_rewards(answers, torch.tensor([4.5, 2.0, 2.0]).double())
+    found = scores.value.view(3, 3).T.double()
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert scores.valid.sum() == 8 and scores.reason is not None and "no number" in str(scores.reason[7])
+    assert scores.text is not None and scores.text[0] == "5" and float(scores.parts["rating"][1]) == 2
+
+
+def test_other_rules_by_hand():
+    """binary: "4" of a leads b and c, whose labels are lower: 1; "3" of b trails a (right) and leads c by
+    1, where the labels are equal: (1 + ½)/2.
+    regression: 1 − |4 − 4.5|/4."""
+    binary = RatingReward("binary").score(*given()).value.view(3, 3)
+    assert binary[1].tolist() == pytest.approx([1.0, 0.75, 0.75]) and binary[0, 1] == 1.0
+    regression = RatingReward("regression")
+    assert not regression.needs_batch and RatingReward().needs_batch
+    assert float(regression.score(*given()).value.view(3, 3)[1, 0]) == 0.875
+
+
+def test_pictures_of_another_set_are_not_compared():
+    completions, prompts, records = given()
+    for record in records:
+        record["set"] = "other" if record["image"] == "c" else "s"
+    apart = RatingReward().score(completions, prompts, records).value.view(3, 3)
+    alone = RatingReward().score(*given({"a": ANSWERS["a"], "b": ANSWERS["b"]})).value.view(3, 2)
+    torch.testing.assert_close(apart[:, :2], alone, equal_nan=True)
+    assert apart[:, 2].tolist() == [0.0, 0.0, 0.0], "nothing to compare with: no signal"
+
+
+@pytest.mark.parametrize("rule", ["fidelity", "binary", "regression"])
+def test_one_picture_alone_is_harmless(rule):
+    scores = RatingReward(rule).score(*given({"a": ANSWERS["a"]}))
+    assert bool(scores.valid.all()) and bool(scores.value.isfinite().all())
+    if rule != "regression":
+        assert scores.value.unique().tolist() == [0.0]
+
+
+def test_the_form_is_paid_or_what_cannot_be_read_is_masked():
+    paid, masked = RatingReward(form=0.5).score(*given()), RatingReward().score(*given())
+    torch.testing.assert_close(paid.value[masked.valid], masked.value[masked.valid] + 0.5)
+    assert bool(paid.valid.all()) and float(paid.value[7]) == 0.0
+    prefilled = RatingReward(prefilled="<answer>").score(["4</answer>", "x"], ["?"] * 2, given()[2][:2])
+    assert prefilled.valid.tolist() == [True, False]
+
+
+def test_records_without_a_label_are_said():
+    scores = RatingReward().score(["<answer>4</answer>"] * 2, ["?"] * 2, [{"image": "a", "mos": 3.0}, {}])
+    assert scores.valid.tolist() == [True, False] and scores.reason is not None
+    assert scores.reason[1] == "its record has no image and mos"
+    with pytest.raises(ValueError, match="rule is 'order'; allowed are fidelity, binary, regression"):
+        load_text_reward("rating", rule="order")
+    with pytest.raises(ValueError, match="form is -1"):
+        RatingReward(form=-1)
