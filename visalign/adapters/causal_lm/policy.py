@@ -284,7 +284,7 @@ class CausalLMPolicy:
         """
         self.model.save_pretrained(folder)
         (self.processor or self.tokenizer).save_pretrained(folder)
-        if (words := Path(self.model.name_or_path) / JUDGE_WORDS).is_file():
+        if (words := Path(self.model.name_or_path or "") / JUDGE_WORDS).is_file():
             shutil.copyfile(words, Path(folder) / JUDGE_WORDS)
         if self.value_head is not None:
             self.value_head.save(Path(folder))
