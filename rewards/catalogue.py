@@ -84,6 +84,7 @@ TEXT_CATALOGUE: dict[str, Entry] = {
     "length": "visalign.rewards.text.length:LengthReward",
     "repetition": "visalign.rewards.text.length:RepetitionPenalty",
     "rating": "visalign.rewards.text.rating:RatingReward",
+    "verdict": "visalign.rewards.text.rating:VerdictReward",
     "code_tests": "visalign.rewards.code.reward:CodeTests",
     "reward_model": "visalign.rewards.text.reward_model:RewardModel",
     "process_reward": "visalign.rewards.text.process_reward:ProcessRewardModel",

@@ -103,8 +103,9 @@ class TextDataConfig(HeldoutPromptsConfig):
     """The prompts."""
 
     question: str | None = None
-    """What is asked of rated pictures: with it the sets are shapes:quality, tables with image and mos, or
-    LAYOUT:FOLDER, of data.train at most data.size. null: the sets are prompts."""
+    """What is asked of pictures: with it the sets are shapes:quality or shapes:pairs, tables of rated
+    pictures or of pairs, or LAYOUT:FOLDER, of data.train at most data.size; {prompt} is that of a pair.
+    null: the sets are prompts."""
     heldout_pictures: Count = 300
     """Of data.heldout at most, with a question."""
     demonstrations: str | None = None

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from visalign.data.assets import resolve_model
-from visalign.data.sets.checks import check_quality
+from visalign.data.sets.checks import check_preferences, check_quality
 from visalign.data.sets.prompt_files import load_demonstrations, with_completion
-from visalign.data.sets.records import QualitySet
-from visalign.data.sets.sources import GENERATED, load_source, shapes_quality
+from visalign.data.sets.records import PreferencePair, PreferenceSet, QualityRecord, QualitySet
+from visalign.data.sets.sources import GENERATED, load_source, shapes_pairs, shapes_quality
 from visalign.data.text_tasks.tasks import TASKS, heldout_tasks, text_tasks
 from visalign.errors import UserError
 from visalign.evaluation.heldout.text import check_text_judge
@@ -104,7 +104,7 @@ def text_records(key: str, data: PromptsConfig, seed: int) -> Records:
     source, tasks = getattr(data, key), TASKS if data.tasks is None else tuple(data.tasks)
     if (question := getattr(data, "question", None)) is not None:
         size = data.size if key == "train" else data.heldout_pictures  # type: ignore[attr-defined]
-        return rated_pictures(key, source, question, size, seed)
+        return asked_pictures(key, source, question, size, seed)
     chosen: dict[str, Any] = {} if data.levels is None else {"levels": tuple(data.levels)}
     try:
         if source == TASKS_TRAIN:
@@ -121,39 +121,54 @@ def text_records(key: str, data: PromptsConfig, seed: int) -> Records:
     return build_records(source, f"data.{key}")
 
 
-def rated_pictures(key: str, source: str, question: str, size: int, seed: int) -> Records:
-    """Prompts that ask about the pictures of a quality set: with image, mos (higher is better), set and task.
+def asked_pictures(key: str, source: str, question: str, size: int, seed: int) -> Records:
+    """Prompts that ask about the pictures of a set: rated ones with image, mos (higher is better), set and
+    task; or pairs with the label, the share of the votes for the first picture, without ties.
 
     Args:
         key: of the source in `data`.
         source: as `visalign.data.sets.sources.load_source` takes it.
-        question: behind the picture.
-        size: pictures at most.
+        question: behind the pictures; {prompt} in it is that of a pair.
+        size: records at most.
         seed: of generated ones for training.
     """
     try:
-        if source == GENERATED[1]:
-            split = "train" if key == "train" else "heldout"
-            found = shapes_quality(size, seed=seed if key == "train" else 0, split=split)
+        if source in GENERATED:
+            make = {"shapes:pairs": shapes_pairs, "shapes:quality": shapes_quality}[source]
+            train = key == "train"
+            found = make(size, seed=seed if train else 0, split="train" if train else "heldout")
         else:
             found = load_source(source, limit=size)
-        if not isinstance(found, QualitySet):
-            raise UserError(f"'{source}' holds pairs, and data.question asks about single rated pictures.")
-        check_quality(found)
+        if isinstance(found, PreferenceSet):
+            check_preferences(found, judge_sees_sides=True)
+            made = [_about_pair(pair, question) for pair in found.pairs if pair.label != 0.5]
+        else:
+            check_quality(found)
+            made = [_about_picture(found, one, question) for one in found.records]
+        if not made:
+            raise UserError(f"'{source}' holds nothing but ties, of which nothing can be learnt.")
     except UserError as error:
         raise UserError(f"data.{key}: {error}") from error
-    sign = 1.0 if found.higher_is_better else -1.0
-    asked = {"type": "text", "text": question}
-    return [
-        {
-            "prompt": [{"role": "user", "content": [{"type": "image", "image": one.image}, asked]}],
-            "image": one.image,
-            "mos": sign * one.mos,
-            "set": found.name,
-            **({} if one.category is None else {"task": one.category}),
-        }
-        for one in found.records
-    ]
+    return made
+
+
+def _about_picture(pictures: QualitySet, one: QualityRecord, question: str) -> dict[str, Any]:
+    mos = one.mos if pictures.higher_is_better else -one.mos
+    tag = {} if one.category is None else {"task": one.category}
+    asked = question.replace("{prompt}", one.prompt)
+    return {"prompt": _shown([one.image], asked), "image": one.image, "mos": mos, "set": pictures.name, **tag}
+
+
+def _about_pair(pair: PreferencePair, question: str) -> dict[str, Any]:
+    asked = question.replace("{prompt}", pair.prompt)
+    tag = {} if pair.category is None else {"task": pair.category}
+    return {"prompt": _shown([pair.image_left, pair.image_right], asked), "label": pair.label, **tag}
+
+
+def _shown(images: Sequence[str], question: str) -> list[dict[str, Any]]:
+    """A conversation that shows pictures and asks."""
+    pictures = [{"type": "image", "image": image} for image in images]
+    return [{"role": "user", "content": [*pictures, {"type": "text", "text": question}]}]
 
 
 def text_demonstrations(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards for ratings of pictures in words: by how they order the pictures, or by how near they come.
+"""Rewards for what is said of pictures: ratings by how they order them or how near they come, verdicts on pairs.
 
 Deviations from VisualQuality-R1's released code: an answer that cannot be read is no random number, one
 picture alone is no error, and pictures are compared over all answers that are judged together.
@@ -8,7 +8,7 @@ picture alone is no error, and pictures are compared over all answers that are j
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from visalign.core.preference.fidelity import FLOOR, answer_statistics, fidelity
 from visalign.interfaces import Metadata, Prompt, Scores
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import quality_score
+from visalign.rewards.reading.verdicts import OPTIONS, verdict
 
-from .contract import TextVerdict, read_text_request, text_scores
+from .contract import TextRule, TextVerdict, read_text_request, text_scores
 
 RULES = ("fidelity", "binary", "regression")
 LOW, HIGH = 1.0, 5.0
@@ -122,6 +123,58 @@ class RatingReward:
         if why:
             return TextVerdict(value=0.0, remark=why) if self.form else TextVerdict(reason=why)
         return TextVerdict(value=value + self.form, remark=f"{rating:g}")
+
+
+class VerdictReward(TextRule):
+    """1 where the answer about a pair prefers what its record's `label` does, the share of the votes for the
+    first picture, and else −1: another answer, a tie, or one that cannot be read.
+
+    Rule-based reward of SPCT, DeepSeek-GRM, arXiv 2504.02495.
+    """
+
+    range = (-1.0, 1.0)
+    unit = "1 = right, -1 = wrong"
+
+    def __init__(
+        self, *, words: Sequence[str] | None = None, options: Sequence[str] = OPTIONS, name: str = "verdict"
+    ) -> None:
+        """Choose how answers are read.
+
+        Args:
+            words: two words, of which the answer begins with one: the first for the first picture; None: a
+                sentence in which one of `options` is asserted.
+            options: the two sentences that are asked for, "NAME is better".
+            name: for messages and logs.
+
+        Raises:
+            ValueError: not two different words or options.
+        """
+        for what, two in (("words", words), ("options", options)):
+            if two is not None and (isinstance(two, str) or len(two) != 2 or len(set(two)) != 2):
+                raise ValueError(
+                    f"{name}: {what} is {two!r}; give two that differ, of the first picture first."
+                )
+        self.name, self.words, self.options = name, words, tuple(options)
+
+    def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
+        """Compare the answer with the record."""
+        label = _number(record.get("label"))
+        if not 0 <= label <= 1 or label == 0.5:
+            return TextVerdict(reason="its record has no label from 0 to 1 that prefers one of the pictures")
+        try:
+            side = verdict(completion, options=self.options) if self.words is None else self._word(completion)
+        except AnswerError as error:
+            return TextVerdict(value=-1.0, remark=str(error))
+        right = side == (1 if label > 0.5 else 2)
+        return TextVerdict(value=1.0 if right else -1.0, remark=("a tie", "the first", "the second")[side])
+
+    def _word(self, completion: str) -> int:
+        assert self.words is not None
+        first = (completion.split() or [""])[0].strip(".,!\"'").casefold()
+        for side, word in enumerate(self.words, 1):
+            if first == word.casefold():
+                return side
+        raise AnswerError(f"the answer begins with neither {self.words[0]!r} nor {self.words[1]!r}")
 
 
 def _number(value: Any) -> float:

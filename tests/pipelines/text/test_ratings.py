@@ -81,10 +81,6 @@ def test_files_of_rated_pictures_are_asked_about(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            "data.train=shapes:pairs",
-            "data.train: 'shapes:pairs' holds pairs, and data.question asks about single",
-        ),
         ("data.train=nowhere.jsonl", "data.train: There is no set 'nowhere.jsonl': it is no file"),
         ("data.heldout=nowhere.jsonl", "data.heldout: There is no set 'nowhere.jsonl'"),
     ],
@@ -92,6 +88,22 @@ def test_files_of_rated_pictures_are_asked_about(tmp_path):
 def test_what_is_no_set_of_rated_pictures_is_refused(change, message):
     with pytest.raises(UserError, match=message):
         prepare(config(change))
+
+
+def test_pairs_are_asked_about_without_ties(tmp_path):
+    inputs = prepare(
+        config("data.train=shapes:pairs", "data.question=Which is {prompt}?", "data.heldout=shapes:pairs")
+    )
+    first = inputs.records[0]
+    shown = [part.get("image") for part in first["prompt"][0]["content"]]
+    assert [str(image)[-4:] for image in shown[:2]] == ["left", "ight"] and first["label"] != 0.5
+    asked = first["prompt"][0]["content"][2]["text"]
+    assert asked.startswith("Which is ") and "{prompt}" not in asked and 30 < len(inputs.records) <= 40
+    rows = [{"prompt": "p", "image_left": "0.png", "image_right": f"{n}.png", "label": 0.5} for n in (1, 2)]
+    rated(tmp_path)
+    (tmp_path / "ties.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(UserError, match=r"data\.train: .*tie"):
+        prepare(config(f"data.train={tmp_path / 'ties.jsonl'}"))
 
 
 def test_the_plan_says_what_will_be_asked():

@@ -77,6 +77,23 @@ def test_the_form_is_paid_or_what_cannot_be_read_is_masked():
     assert prefilled.valid.tolist() == [True, False]
 
 
+def test_a_verdict_is_right_or_wrong():
+    reward = load_text_reward("verdict", words=["no", "yes"])
+    labels = [{"label": 1.0}, {"label": 0.2}, {"label": 0.2}, {"label": 0.6}, {"label": 0.5}, {}]
+    scores = reward.score(["No.", "yes", "no, since", "perhaps", "yes", "yes"], ["?"] * 6, labels)
+    assert (
+        scores.value.tolist()[:4] == [1.0, 1.0, -1.0, -1.0]
+        and scores.valid.tolist() == [True] * 4 + [False] * 2
+    )
+    said = load_text_reward("verdict").score(
+        ["<think>a</think> Image 2 is better", "Image 1 is better", "both are equal"], ["?"] * 3, labels[1:4]
+    )
+    assert said.value.tolist() == [1.0, -1.0, -1.0] and said.text == ["the second", "the first", "a tie"]
+    for words in (["yes"], ["yes", "yes"], "no"):
+        with pytest.raises(ValueError, match=r"words is .*give two that differ"):
+            load_text_reward("verdict", words=words)
+
+
 def test_records_without_a_label_are_said():
     scores = RatingReward().score(["<answer>4</answer>"] * 2, ["?"] * 2, [{"image": "a", "mos": 3.0}, {}])
     assert scores.valid.tolist() == [True, False] and scores.reason is not None
