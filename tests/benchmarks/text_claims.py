@@ -99,8 +99,9 @@ BINS = (0, 12, 20, 30, 45, 97)
 
 def train(overrides: Sequence[str], folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(summary, metrics) of one run."""
-    config = load_config(TextGRPOConfig, None, [*COMMON, *overrides])
-    return text_grpo.run(config, folder), read_metrics(folder / "metrics.jsonl")
+    config, done = load_config(TextGRPOConfig, None, [*COMMON, *overrides]), folder / "summary.json"
+    summary = json.loads(done.read_text()) if done.is_file() else text_grpo.run(config, folder)
+    return summary, read_metrics(folder / "metrics.jsonl")
 
 
 def entropy(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[str, Any]]:
@@ -219,8 +220,8 @@ def compared(arms: Mapping[str, Sequence[str]]) -> Callable[..., list[dict[str, 
 
     def run(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[str, Any]]:
         runs: dict[str, list[list[dict[str, Any]]]] = {}
-        for name, overrides in arms.items():
-            for seed in seeds:
+        for seed in seeds:
+            for name, overrides in arms.items():
                 more = [f"seed={seed}", f"run.iterations={iterations}", "optimizer.updates_per_iteration=2",
                         "evaluation.every=10", "evaluation.prompts_on_the_way=null"]  # fmt: skip
                 _, records = train([*overrides, *more], folder / f"{name.replace(', ', '_')}_{seed}")
@@ -279,11 +280,12 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=None, help="of each run")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path, default=None, help="a new JSON file")
+    parser.add_argument("--runs", type=Path, help="keep the runs here; those that are there are not repeated")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     iterations = given.iterations or ITERATIONS[given.claim]
     with tempfile.TemporaryDirectory() as folder:
-        rows = CLAIMS[given.claim](Path(folder), iterations, given.seeds)
+        rows = CLAIMS[given.claim](given.runs or Path(folder), iterations, given.seeds)
     show(f"{given.claim}: {iterations} iterations, seeds {given.seeds}", rows)
     if given.output is not None:
         given.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
