@@ -51,6 +51,8 @@ def check_reward(
 ) -> list[str]:
     """Try a reward against the contract.
 
+    A reward whose `needs_batch` or `needs_group` is true is not held to score a sample as if it were alone.
+
     Args:
         reward: an object with the reward contract, a name for `load_reward`, or a plain function.
         images: B ≥ 2 images of one size that the reward can judge; four noisy 64×64 pictures when None.
@@ -89,6 +91,8 @@ def check_text_reward(
     tolerance: float = 1e-6,
 ) -> list[str]:
     """Try a reward for text against the contract.
+
+    A reward whose `needs_batch` or `needs_group` is true is not held to score a text as if it were alone.
 
     Args:
         reward: an object with the contract, a name for `load_text_reward`, or a plain function.
@@ -182,7 +186,12 @@ def _check(
         raise _report(kind, name, [message]) from error
     if problems := _form_problems(case):
         raise _report(kind, name, problems)
-    promises = {promise.format(noun=kind.noun): probe for promise, probe in probes.items()}
+    relative = any(getattr(subject, needs, False) for needs in ("needs_batch", "needs_group"))
+    promises = {
+        promise.format(noun=kind.noun): probe
+        for promise, probe in probes.items()
+        if not (relative and probe is _independence)
+    }
     for promise, probe in promises.items():
         with Attempt() as attempt:
             problems += probe(case)

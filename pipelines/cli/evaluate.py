@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .messages import user_messages
-from .options import Batch, Cache, Join, Labels, MapColumns, NewFolder, Resume, Seed
+from .options import Batch, Cache, Join, LabelOptions, Labels, MapColumns, NewFolder, Resume, Seed
 
 if TYPE_CHECKING:
     from visalign.pipelines.evaluate.job import EvaluateOptions
@@ -37,6 +37,7 @@ def evaluate(
     reward: Annotated[
         list[str] | None, typer.Option("--reward", "-r", help="A judge to ask; repeat for several.")
     ] = None,
+    reward_options: LabelOptions = None,
     scores: Annotated[
         list[str] | None,
         typer.Option("--scores", "-s", help="Scores in columns NAME_left, NAME_right (quality: NAME)."),
@@ -75,6 +76,7 @@ def evaluate(
         options = EvaluateOptions(
             source=source,
             rewards=tuple(reward or ()),
+            options=tuple(reward_options or ()),
             columns=tuple(scores or ()),
             lower_is_better=tuple(lower_is_better or ()),
             table=Columns(names=parse_map(columns or []), labels=labels),

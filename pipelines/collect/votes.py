@@ -296,12 +296,15 @@ def _of_pictures(
                 [value for *_, value in said], [row[task] for task, *_ in said], items=len(order)
             )
             alphas[what] = _alpha(sums, annotators.alpha_of_rating_sums, index, clusters, settings).to_dict()
+    grades: dict[int, list[tuple[str, float]]] = {}
+    for task, who, value in asked["slider"]:
+        grades.setdefault(task, []).append((who, value))
     by_name = {}
     for name in names:
         apart = []
-        for task, who, value in asked["slider"]:
-            others = [v for t, w, v in asked["slider"] if t == task and w != name] if who == name else []
-            apart += [value - fmean(others)] if others else []
+        for said_of in grades.values():
+            others = [value for who, value in said_of if who != name]
+            apart += [value - fmean(others) for who, value in said_of if who == name and others]
         by_name[name] = {
             "above_the_rest": fmean(apart) if apart else None,
             "apart_from_the_rest": fmean(map(abs, apart)) if apart else None,

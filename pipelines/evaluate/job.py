@@ -38,7 +38,7 @@ from visalign.interfaces import PointwiseReward
 from visalign.pipelines.score.log import judge_identity
 from visalign.pipelines.score.report import shown_pictures
 from visalign.pipelines.score.whose import foreign, whose
-from visalign.pipelines.shared.reward_options import with_cache
+from visalign.pipelines.shared.reward_options import load_each, with_cache
 from visalign.pipelines.shared.run_folder import check_run_folder, pretty
 
 from .columns import column_scores, quality_column_scores
@@ -56,6 +56,8 @@ class EvaluateOptions:
     """What `visalign.data.sets.sources.load_source` takes."""
     rewards: tuple[str, ...] = ()
     """Names of judges that are asked now."""
+    options: tuple[str, ...] = ()
+    """Of these, `LABEL.NAME=VALUE`, or `NAME=VALUE` where there is one alone."""
     columns: tuple[str, ...] = ()
     """Names of precomputed scores in the set's columns."""
     lower_is_better: tuple[str, ...] = ()
@@ -83,6 +85,8 @@ class EvaluateOptions:
     settings: IntervalSettings = field(default_factory=IntervalSettings)
 
     def __post_init__(self) -> None:
+        if self.options and not self.rewards:
+            raise UserError(f"--option is {self.options[0]!r}, and no --reward is asked that could take it.")
         if not self.rewards and not self.columns:
             raise UserError(
                 "Nothing to evaluate: name a reward (--reward) or columns of scores in the set (--scores)."
@@ -111,10 +115,12 @@ def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> di
         UserError: The set, the columns or the output folder cannot be used.
         RewardError: A judge cannot be loaded, broke, or failed too often.
     """
+    from visalign.rewards.catalogue import load_judge
+
     started = time.perf_counter()
     if options.output is not None:
         check_run_folder(options.output, resume=options.resume)
-    judges = with_cache(_load_judges(options.rewards), options.cache)
+    judges = with_cache(load_each(options.rewards, options.options, load_judge), options.cache)
     table = replace(options.table, has_pictures=bool(judges or options.join))
     source = load_source(options.source, split=options.split, limit=options.limit, columns=table)
     for path in options.join:
@@ -170,12 +176,6 @@ def write_result(folder: Path, result: dict[str, Any]) -> None:
     names = [row[key] for judge in result["judges"] for row in judge["worst"] for key in fields if key in row]
     pictures = shown_pictures(dict.fromkeys(names))
     write_atomic(folder / PAGE, evaluation_page(result, pictures=pictures))
-
-
-def _load_judges(names: Sequence[str]) -> dict[str, Any]:
-    from visalign.rewards.catalogue import load_judge
-
-    return {name: load_judge(name) for name in dict.fromkeys(names)}
 
 
 def _prepared(

@@ -106,7 +106,7 @@ class TextDataConfig(HeldoutPromptsConfig):
     """What is asked of pictures: with it the sets are shapes:quality or shapes:pairs, tables of rated
     pictures or of pairs, or LAYOUT:FOLDER, of data.train at most data.size; {prompt} is that of a pair.
     null: the sets are prompts."""
-    heldout_pictures: Count = 300
+    heldout_size: Count = 300
     """Of data.heldout at most, with a question."""
     demonstrations: str | None = None
     """Demonstrations for PPO-ptx: tasks:train, or a .jsonl file of records with prompt and completion."""

@@ -103,7 +103,7 @@ def text_records(key: str, data: PromptsConfig, seed: int) -> Records:
     """Prompt records of a source, packaged ones or those of a file; `key` is that of the source in `data`."""
     source, tasks = getattr(data, key), TASKS if data.tasks is None else tuple(data.tasks)
     if (question := getattr(data, "question", None)) is not None:
-        size = data.size if key == "train" else data.heldout_pictures  # type: ignore[attr-defined]
+        size = data.size if key == "train" else data.heldout_size  # type: ignore[attr-defined]
         return asked_pictures(key, source, question, size, seed)
     chosen: dict[str, Any] = {} if data.levels is None else {"levels": tuple(data.levels)}
     try:

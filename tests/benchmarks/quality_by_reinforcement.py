@@ -49,7 +49,7 @@ def trained(output: Path, arm: str, seed: int, iterations: int, rows: Path) -> P
     if not (folder / "summary.json").is_file():
         command(
             "train", "shapes_visual_quality_r1", f"seed={seed}", f"run.iterations={iterations}",
-            f"data.train={rows}", f"data.heldout={rows}", "data.heldout_pictures=20", "evaluation.every=0",
+            f"data.train={rows}", f"data.heldout={rows}", "data.heldout_size=20", "evaluation.every=0",
             f"rewards.terms={{rating: {{options: {{rule: {arm}, form: 0.1}}}}}}", "-o", str(folder),
         )  # fmt: skip
     return folder / "model"

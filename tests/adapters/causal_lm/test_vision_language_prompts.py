@@ -143,7 +143,7 @@ def test_patches_are_remembered_by_content_within_a_limit(monkeypatch) -> None:
         (
             user(SLOT),
             ["a.png"],
-            r"image 0 of prompt 0 is a str; give a PIL image or a tensor .*PIL.Image.open",
+            r"image 0 of prompt 0, 'a.png', cannot be read: .*No such file .*Repair it or take it out",
         ),
         (
             user(SLOT),

@@ -531,3 +531,29 @@ def test_stacking_needs_two_judges_and_twenty_prompts(tmp_path: Path) -> None:
     options = EvaluateOptions(source=str(ten_metrics(tmp_path, 30)), columns=SIX, fuse=True, settings=FAST)
     with pytest.raises(UserError, match=r"10 prompts .* needs 20"):
         evaluate(options)
+
+
+def test_judges_take_options_by_their_label():
+    """A judge of one's own weights is one by `model=FOLDER`; here another quality of JPEG is another judge."""
+    found = [
+        evaluate(
+            EvaluateOptions(
+                source="shapes:pairs",
+                limit=12,
+                rewards=("jpeg_size", "sharpness"),
+                options=given,
+                settings=FAST,
+            )
+        )["judges"]
+        for given in ((), ("jpeg_size.quality=20",))
+    ]
+    (usual, one), (other, two) = ([judge["judge"]["identity"] for judge in judges] for judges in found)
+    assert usual != other and one == two
+    with pytest.raises(UserError, match=r"--option is 'quality=20', which names none of the rewards"):
+        evaluate(
+            EvaluateOptions(
+                source="shapes:pairs", rewards=("jpeg_size", "sharpness"), options=("quality=20",)
+            )
+        )
+    with pytest.raises(UserError, match=r"--option is 'quality=20', and no --reward is asked"):
+        EvaluateOptions(source="shapes:pairs", columns=("x",), options=("quality=20",))

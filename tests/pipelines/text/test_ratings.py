@@ -22,7 +22,7 @@ from visalign.training.loop.metrics import read_metrics, without_times
 
 TINY = [
     "data.size=40",
-    "data.heldout_pictures=6",
+    "data.heldout_size=6",
     "rollout.prompts_per_iteration=4",
     "rollout.group_size=3",
     "optimizer.micro_batch=5",

@@ -215,7 +215,8 @@ def test_every_judge_with_a_network_takes_a_device():
     }
     answers = {"exact_answer", "numeric_answer", "boxed_answer", "list_answer", "task_answer", "code_tests"}
     forms = {"text_format", "json_format", "length", "repetition", "shapes_verifier", "ocr"}
-    assert without == statistics | {"remote"} | answers | forms
+    about_pictures = {"rating", "verdict"}
+    assert without == statistics | {"remote"} | answers | forms | about_pictures
 
 
 def test_a_file_may_hold_a_dataclass(tmp_path):
