@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards for what is said of pictures: ratings by how they order them or how near they come, verdicts on pairs.
+"""Rewards for what is said of pictures: ratings by order or by nearness, verdicts on pairs.
 
 Deviations from VisualQuality-R1's released code: an answer that cannot be read is no random number, one
 picture alone is no error, and pictures are compared over all answers that are judged together.

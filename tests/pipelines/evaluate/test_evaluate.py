@@ -534,7 +534,7 @@ def test_stacking_needs_two_judges_and_twenty_prompts(tmp_path: Path) -> None:
 
 
 def test_judges_take_options_by_their_label():
-    """A judge of one's own weights is one by `model=FOLDER`; here another quality of JPEG is another judge."""
+    """A judge of one's own weights is one by `model=FOLDER`; here another quality of JPEG is."""
     found = [
         evaluate(
             EvaluateOptions(
