@@ -49,6 +49,7 @@ def trained(output: Path, arm: str, seed: int, iterations: int, rows: Path) -> P
     if not (folder / "summary.json").is_file():
         command(
             "train", "shapes_visual_quality_r1", f"seed={seed}", f"run.iterations={iterations}",
+            f"optimizer.decay_updates={iterations}", "run.max_seconds=null",
             f"data.train={rows}", f"data.heldout={rows}", "data.heldout_size=20", "evaluation.every=0",
             f"rewards.terms={{rating: {{options: {{rule: {arm}, form: 0.1}}}}}}", "-o", str(folder),
         )  # fmt: skip
@@ -61,7 +62,7 @@ def supervised(output: Path, seed: int, updates: int, rows: Path) -> Path:
     if not (folder / "summary.json").is_file():
         command(
             "train-reward", "shapes_visual_quality", f"seed={seed}", f"data.train={rows}",
-            "data.heldout=null", "data.surroundings=0", "data.batch=16", f"run.iterations={updates // 10}",
+            "data.heldout=null", "data.surroundings=0", "data.batch=48", f"run.iterations={updates // 10}",
             "optimizer.updates_per_iteration=10", f"optimizer.decay_updates={updates}", "-o", str(folder),
         )  # fmt: skip
     return folder / "judge"
@@ -82,12 +83,12 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--iterations", type=int, default=80)
+    parser.add_argument("--iterations", type=int, default=100)
     given = parser.parse_args()
     output = given.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     rows = output / "train.jsonl"
-    known = [one for one in shapes_quality(3000, split="train").records if one.category in KNOWN]
+    known = [one for one in shapes_quality(10000, split="train").records if one.category in KNOWN]
     write_rows(rows, known)
     pictures = list(shapes_quality(1500).records)
     said: dict[str, list[np.ndarray]] = {"before": [ratings("shapes-vlm", pictures)] * len(given.seeds)}
