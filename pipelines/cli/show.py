@@ -137,6 +137,8 @@ def before_after(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
     for column in table.columns[1:]:
         column.justify = "right"
     for label, first, second in rows:
+        if first is None and second is None:
+            continue  # a run without a check of what is right has no accuracy
         change = "" if first is None or second is None else f"{second - first:+.3f}"
         table.add_row(Text(label), number(first), number(second), change)
     return table
@@ -207,6 +209,10 @@ def next_command(folder: Path) -> str:
     if (folder / "dataset.jsonl").exists():
         return shlex.join(["visalign", "train", "text_sft", f"data.train={folder / 'dataset.jsonl'}"])
     if (model / "config.json").exists():
+        made_by = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        if "rating" in made_by.get("rewards", {}).get("terms", {}):
+            judge = ["-r", "visual_quality_r1", "--option", f"model={model}"]
+            return shlex.join(["visalign", "evaluate", str(made_by["data"]["heldout"]), *judge])
         return shlex.join(["visalign", "train", "text_sample", f"model.path={model}"])
     if (lora / "adapter_config.json").exists():
         return f"Open {folder / 'report.html'}"

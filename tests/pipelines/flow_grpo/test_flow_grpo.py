@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.config import load_config
 from visalign.errors import UserError
-from visalign.pipelines.cli.show import next_command, result_files, show_summary
+from visalign.pipelines.cli.show import before_after, next_command, result_files, show_summary
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, TrainingInterrupted, plan, run
 from visalign.pipelines.flow_grpo.plan import planned_cost
 from visalign.pipelines.shared.parts import evenly_spaced
@@ -152,6 +152,10 @@ def test_the_closing_panel_shows_what_the_run_wrote(finished):
     text = console.export_text()
     assert "GB of memory at most" in text and "Next:" in text and f"--lora {finished[0] / 'lora'}" in text
     assert "held-out accuracy" in text
+    nothing = {"accuracy": None, "by_category": {"blur": None}, "rewards": {"a": {"unit": "x", "mean": 1.0}}}
+    console.print(before_after(nothing, nothing))
+    text = console.export_text()
+    assert "a (x)" in text and "accuracy" not in text and "blur" not in text
 
 
 @pytest.mark.parametrize(
@@ -174,6 +178,14 @@ def test_what_to_do_next_fits_what_the_run_made(tmp_path, left, then):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert next_command(tmp_path) == then.format(tmp_path)
+
+
+def test_a_model_that_learnt_to_rate_is_evaluated_as_a_judge(tmp_path):
+    (tmp_path / "config.yaml").write_text("data: {heldout: x.jsonl}\nrewards: {terms: {rating: {weight: 1}}}")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    then = f"visalign evaluate x.jsonl -r visual_quality_r1 --option model={tmp_path}/model"
+    assert next_command(tmp_path) == then
 
 
 def test_metrics_hold_parts_and_heldout(finished):
