@@ -92,8 +92,20 @@ def evaluate_text(
 
 
 def prompt_text(prompt: Any) -> str:
-    """A prompt as one text, which names its samples in a result: itself, or the contents of its messages."""
-    return prompt if isinstance(prompt, str) else "\n".join(str(m.get("content")) for m in prompt)
+    """A prompt as one text, which names its samples in a result: itself, or the contents of its messages, in
+    which a picture is what names it.
+
+    >>> prompt_text([{"role": "user", "content": [{"image": "a.png"}, {"text": "How good is it?"}]}])
+    '[a.png] How good is it?'
+    """
+    return prompt if isinstance(prompt, str) else "\n".join(map(_message_text, prompt))
+
+
+def _message_text(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return str(content)
+    return " ".join(f"[{part['image']}]" if "image" in part else str(part.get("text", part)) for part in content)
 
 
 def _score(
