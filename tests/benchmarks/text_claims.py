@@ -100,7 +100,10 @@ BINS = (0, 12, 20, 30, 45, 97)
 def train(overrides: Sequence[str], folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(summary, metrics) of one run."""
     config, done = load_config(TextGRPOConfig, None, [*COMMON, *overrides]), folder / "summary.json"
-    summary = json.loads(done.read_text()) if done.is_file() else text_grpo.run(config, folder)
+    if done.is_file():
+        summary = json.loads(done.read_text())
+    else:
+        summary = text_grpo.run(config, folder, resume=(folder / "config.yaml").is_file())
     return summary, read_metrics(folder / "metrics.jsonl")
 
 

@@ -108,4 +108,4 @@ def test_pairs_are_asked_about_without_ties(tmp_path):
 
 def test_the_plan_says_what_will_be_asked():
     said = CliRunner().invoke(app, ["train", "shapes_visual_quality_r1", "--dry-run"])
-    assert said.exit_code == 0 and "3000" in said.output.replace(",", "")
+    assert said.exit_code == 0 and "10000" in said.output.replace(",", "")

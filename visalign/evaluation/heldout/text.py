@@ -105,7 +105,8 @@ def _message_text(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return str(content)
-    return " ".join(f"[{part['image']}]" if "image" in part else str(part.get("text", part)) for part in content)
+    parts = (f"[{part['image']}]" if "image" in part else str(part.get("text", part)) for part in content)
+    return " ".join(parts)
 
 
 def _score(
