@@ -142,6 +142,7 @@ class _Case:
         self.kind, self.reward, self.samples, self.prompts = kind, reward, samples, prompts
         self.metadata = None if metadata is None else list(metadata)
         self.tolerance = tolerance
+        self.relative = any(getattr(reward, needs, False) for needs in ("needs_batch", "needs_group"))
         self.rows = range(len(prompts))
         self.scores = self.run(self.rows)
 
@@ -186,11 +187,10 @@ def _check(
         raise _report(kind, name, [message]) from error
     if problems := _form_problems(case):
         raise _report(kind, name, problems)
-    relative = any(getattr(subject, needs, False) for needs in ("needs_batch", "needs_group"))
     promises = {
         promise.format(noun=kind.noun): probe
         for promise, probe in probes.items()
-        if not (relative and probe is _independence)
+        if not (case.relative and probe is _independence)
     }
     for promise, probe in promises.items():
         with Attempt() as attempt:
@@ -388,7 +388,8 @@ def _unreadable_image(case: _Case) -> list[str]:
         scores = case.run(case.rows, pictures)
         others = list(case.rows)[1:]
         kept = Scores(value=scores.value[others], valid=scores.valid[others], unit=scores.unit)
-        if scores.valid[0] or not case.same(kept, others):
+        unchanged = bool(kept.valid.all()) if case.relative else case.same(kept, others)
+        if scores.valid[0] or not unchanged:
             return [
                 "an unreadable image must be invalid and leave the other scores alone: read images with "
                 "load_images"
