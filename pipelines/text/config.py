@@ -33,6 +33,7 @@ from visalign.training.text.settings import (
     SelfImitationSettings,
     TextObjectiveSettings,
     TextRolloutSettings,
+    ToolSettings,
 )
 
 
@@ -126,6 +127,14 @@ class TextEvaluationConfig(HeldoutConfig):
     """The reward that says right or wrong; null where none does."""
 
 
+def check_no_branches(section: str, tool: ToolSettings | None) -> None:
+    """Refuse branches where groups are not compared."""
+    if tool is not None and tool.branch is not None:
+        raise UserError(
+            f"{section}.tool.branch is of the groups that a policy is trained on. Set it to null here."
+        )
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GenerationConfig:
     """How the held-out completions are made."""
@@ -138,8 +147,11 @@ class GenerationConfig:
     """Tokens of a completion at most, its end token included."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a completion."""
+    tool: ToolSettings | None = None
+    """A tool that answers in the middle of completions; {} is a calculator behind " = "."""
 
     def __post_init__(self) -> None:
+        check_no_branches("generation", self.tool)
         if self.sampling.greedy:
             raise UserError(
                 "generation.temperature is 0; greedy completions are measured besides the sampled ones. Give "

@@ -38,7 +38,7 @@ from visalign.seeds import sample_seed
 from visalign.text import Sampling, TextRollout
 from visalign.training.loop.metrics import read_metrics
 
-from .parts import build_text_policy, heldout_inputs, text_rewards, text_sum
+from .parts import build_text_policy, heldout_inputs, text_rewards, text_sum, with_tool
 
 __all__ = ["diagnose"]
 
@@ -97,8 +97,10 @@ def diagnose(
     records = evenly_spaced(judge.records, prompts)
     generation = getattr(config, "generation", None) or config.rollout
     policies = _policies(run, second)
-    base, tuned = (judge.sampled(p, records, generation, samples, seed) for p in policies.values())
+    writers = {name: with_tool(generation, p, p, branching=False) for name, p in policies.items()}
+    base, tuned = (judge.sampled(w, records, generation, samples, seed) for w in writers.values())
     generator = torch.Generator().manual_seed(seed)
+    asked = judge, records, generation.stopping(), margin, noise, seed
     result = {
         "base": first.model.path if second is None else str(run),
         "tuned": str(second or run),
@@ -112,10 +114,7 @@ def diagnose(
         "greedy": {
             "margin": margin,
             "noise": noise,
-            "policies": {
-                name: _greedy(policy, judge, records, generation.stopping(), margin, noise, seed)
-                for name, policy in policies.items()
-            },
+            "policies": {name: _greedy(p, writers[name], *asked) for name, p in policies.items()},
         },
     }
     return json.loads(summary_json(result))
@@ -297,7 +296,14 @@ def _distances(before: _Answers, after: _Answers, generator: torch.Generator) ->
 
 @torch.no_grad()
 def _greedy(
-    policy: Any, judge: _Judge, records: Records, stopping: Any, margin: float, noise: float, seed: int
+    policy: Any,
+    writer: Any,
+    judge: _Judge,
+    records: Records,
+    stopping: Any,
+    margin: float,
+    noise: float,
+    seed: int,
 ) -> dict[str, Any]:
     """How near a tie greedy answers are, and what a little noise on the logits changes.
 
@@ -307,7 +313,7 @@ def _greedy(
     names = [prompt_text(record["prompt"]) for record in records]
     generator = torch.Generator().manual_seed(seed)
     greedy, noisy = (
-        policy.generate(
+        writer.generate(
             [record["prompt"] for record in records],
             seeds=[sample_seed(seed, name, "noise") for name in names],
             sampling=Sampling(temperature=scale),

@@ -39,6 +39,7 @@ from .parts import (
     build_value_model,
     prepare,
     syncing,
+    with_tool,
 )
 
 __all__ = ["TextGRPOConfig", "TextPPOConfig", "TrainingInterrupted", "estimate", "plan", "run"]
@@ -66,7 +67,8 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
     policy = build_text_policy(
         config.model, accelerator.device, config.seed, reference=needs_reference(objective)
     )
-    generator = build_server(config, policy)
+    server = build_server(config, policy)
+    generator = with_tool(config.rollout, server or policy, policy)
     algorithm = TextRL(
         policy,
         inputs.reward,
@@ -78,7 +80,7 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
         dynamic=config.dynamic,
         self_imitation=config.self_imitation,
         generator=generator,
-        after_update=syncing(config, policy, generator, output, accelerator),
+        after_update=syncing(config, policy, server, output, accelerator),
         value_model=build_value_model(config.model, accelerator.device),
         log_partition=build_log_partition(config, policy),
         process=build_process(config, policy),
@@ -89,7 +91,15 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
     if inputs.demonstrations is not None:
         read["data.demonstrations"] = inputs.demonstrations
     return text_run(
-        config, output, config.method, policy, algorithm, inputs.rewards, inputs.heldout, config.rollout, read
+        config,
+        output,
+        config.method,
+        policy,
+        algorithm,
+        inputs.rewards,
+        inputs.heldout,
+        config.rollout,
+        read,
     )
 
 
@@ -110,12 +120,13 @@ def text_run(
 ) -> PolicyRun:
     """The run of a text policy; `said` has more entries of the summary, `beside` more of each evaluation on
     the way."""
+    writer = with_tool(generation, policy, policy, branching=False)
 
     def measure(records: Records, seeds: Any) -> HeldoutResult:
         def stretch(rank: int, shares: int) -> HeldoutResult:
             first, end = (len(records) * (rank + more) // shares for more in (0, 1))
             return evaluate_text(
-                policy,
+                writer,
                 rewards,
                 records[first:end],
                 seeds=seeds,

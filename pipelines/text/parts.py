@@ -25,6 +25,7 @@ from visalign.pipelines.shared.parts import Records, build_records, load_terms, 
 from visalign.pipelines.shared.sections import RewardsConfig, RewardTerm
 from visalign.precision import autocast_dtype
 from visalign.text import TextRollout
+from visalign.text.tools import ToolPolicy
 from visalign.training.loop.sampler import PromptSampler
 
 from .config import (
@@ -362,6 +363,14 @@ def build_server(config: TextConfig, policy: CausalLMPolicy) -> Any:
         parallel=server.parallel,
         timeout=server.timeout,
     )
+
+
+def with_tool(generation: Any, engine: Any, policy: CausalLMPolicy, *, branching: bool = True) -> Any:
+    """Who completes with `generation.tool`; the engine itself where there is none."""
+    tool = generation.tool
+    if tool is None:
+        return engine
+    return ToolPolicy(engine, policy.tokenizer, tool.build(), tool.branch if branching else None)
 
 
 def syncing(

@@ -48,10 +48,11 @@ from visalign.training.text.sampling_grid import (
 )
 from visalign.training.text.sampling_statistics import failure_reasons, may_be_chosen, statistics
 from visalign.training.text.selection import accepted_completions, best_of_group, every_valid
+from visalign.training.text.settings import ToolSettings
 from visalign.versions import versions
 
-from .config import PromptsConfig, TextModelConfig
-from .parts import build_text_policy, text_records, text_rewards, text_sum
+from .config import PromptsConfig, TextModelConfig, check_no_branches
+from .parts import build_text_policy, text_records, text_rewards, text_sum, with_tool
 
 __all__ = ["TextSampleConfig", "plan", "run"]
 
@@ -85,6 +86,8 @@ class GridConfig:
     """Tokens of a completion at most, its end token included."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a completion."""
+    tool: ToolSettings | None = None
+    """A tool that answers in the middle of completions; {} is a calculator behind " = "."""
     prompts_per_call: Count = 64
     """Prompts that are completed and judged together; memory only."""
     max_failure_rate: Share = 0.1
@@ -96,6 +99,7 @@ class GridConfig:
         except UserError as error:
             raise UserError(f"rollout.{error}") from error
         self.stopping()
+        check_no_branches("rollout", self.tool)
 
     def points(self) -> list[GridPoint]:
         """The points of the grid, the seeds of one distribution next to each other."""
@@ -227,7 +231,7 @@ def _sample_point(config: TextSampleConfig, inputs: _Inputs, policy: Any, place:
     console = Console()
     with console.status(f"point {place + 1} of {len(rollout.points())}") as shown:
         completions = sample_point(
-            policy,
+            with_tool(rollout, policy, policy),
             inputs.reward,
             inputs.records,
             point,

@@ -93,6 +93,12 @@ RECENT = {
     "riskpo": ("objective.algorithm=riskpo",),
 }
 """All without a KL term; SPEAR's warm-up is shortened with the run, from 200 iterations."""
+TOOLS = {
+    "none": (),
+    "calculator": ("rollout.tool={}",),
+    "calculator, branches": ("rollout.tool={branch: {initial: 4}}",),
+}
+"""Evaluated with what they are trained with."""
 BINS = (0, 12, 20, 30, 45, 97)
 """Tokens of a completion."""
 
@@ -261,8 +267,9 @@ CLAIMS = {
     "ratio": ratio,
     "parts": compared(PARTS),
     "recent": compared(RECENT),
+    "tools": compared(TOOLS),
 }
-ITERATIONS = {"entropy": 60, "diversity": 50, "ratio": 5, "parts": 60, "recent": 60}
+ITERATIONS = {"entropy": 60, "diversity": 50, "ratio": 5, "parts": 60, "recent": 60, "tools": 40}
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -6,6 +6,7 @@ It needs torch; no model library and no reward comes in.
 
 from visalign.interfaces import Message, Prompt
 
+from .calculator import calculator
 from .distribution import (
     Sampling,
     chosen_log_prob,
@@ -16,11 +17,13 @@ from .distribution import (
 )
 from .draws import check_seeds, draw_seeds, sample_uniforms
 from .policy_protocol import Distribution, TextPolicy, TokenOutput
-from .rollout import TextRollout, join_rollouts
+from .rollout import TextRollout, ToolTrace, join_rollouts
 from .stopping import StoppingCriteria, StopReason, StopStrings
 from .token_sets import TokenSets
+from .tools import Branching, ToolPolicy, ToolUse
 
 __all__ = [
+    "Branching",
     "Distribution",
     "Message",
     "Prompt",
@@ -32,6 +35,10 @@ __all__ = [
     "TextRollout",
     "TokenOutput",
     "TokenSets",
+    "ToolPolicy",
+    "ToolTrace",
+    "ToolUse",
+    "calculator",
     "check_seeds",
     "chosen_log_prob",
     "draw_seeds",

@@ -21,6 +21,20 @@ from .token_sets import TokenSets
 
 
 @dataclass(frozen=True, kw_only=True)
+class ToolTrace:
+    """What a completion had to do with a tool."""
+
+    calls: int = 0
+    """Answers that it got."""
+    cut: int = 0
+    """Of these cut short."""
+    failed: str | None = None
+    """Why the tool failed; such a completion is not to be judged."""
+    shared: int = 0
+    """Its first tokens, as many as it has of an earlier one that it branched from."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TextRollout:
     """B completions to B prompts (the same prompt G times for a group), on the CPU.
 
@@ -37,7 +51,7 @@ class TextRollout:
     completion_ids: Tensor
     """[B, T] int64, padded on the right; the end token is part of the completion."""
     loss_mask: Tensor
-    """[B, T] float32, 1 for tokens that were drawn."""
+    """[B, T] float32, 1 for tokens that were drawn; 0 for padding and for what a tool answered."""
     log_prob: Tensor
     """[B, T] float32, log-prob of the token under the distribution that was sampled; 0 for padding."""
     full_log_prob: Tensor
@@ -60,6 +74,11 @@ class TextRollout:
     """The tokens that could be drawn at each decision; None without top-k and top-p."""
     images: Sequence[Sequence[Any]] | None = None
     """B lists of the pictures in the prompt, for vision-language models."""
+    tools: Sequence[ToolTrace] | None = None
+    """B accounts of what each had to do with a tool; None without one."""
+    shared: Tensor | None = None
+    """[B, T] float32, how many samples have the drawn token in common, since they branched behind it; None
+    where each has drawn its own."""
 
     def __post_init__(self) -> None:
         shape = self.loss_mask.shape
@@ -83,6 +102,10 @@ class TextRollout:
                     f"{name} needs one entry per sample, {shape[0]} as in loss_mask {tuple(shape)}; got "
                     f"{len(given)}."
                 )
+        if self.shared is not None and self.shared.shape != shape:
+            raise ValueError(
+                f"shared must have shape {tuple(shape)}, as loss_mask; got {tuple(self.shared.shape)}."
+            )
         if self.kept is not None and self.kept.count.shape != shape:
             raise ValueError(
                 f"kept holds sets {tuple(self.kept.count.shape)}; loss_mask is {tuple(shape)}; the two must "
@@ -99,8 +122,13 @@ class TextRollout:
 
     @property
     def generated(self) -> Tensor:
-        """bool [B], False where the prompt was too long to be completed."""
-        return torch.tensor([reason != "prompt too long" for reason in self.stop_reason], dtype=torch.bool)
+        """bool [B], False where the prompt was too long to be completed, or a tool failed."""
+        return torch.tensor([reason not in NOT_GENERATED for reason in self.stop_reason], dtype=torch.bool)
+
+    @property
+    def weight(self) -> Tensor:
+        """[B, T] of the drawn tokens in a loss: those that several samples have in common count once."""
+        return self.loss_mask if self.shared is None else self.loss_mask / self.shared
 
     def rows(self, index: Tensor | slice) -> TextRollout:
         """The samples `index` (integers, booleans or a slice), with the shape of the whole rollout.
@@ -114,6 +142,7 @@ class TextRollout:
             values = getattr(self, name)
             held[name] = None if values is None else [values[i] for i in rows.tolist()]
         held["kept"] = None if self.kept is None else self.kept.rows(rows)
+        held["shared"] = None if self.shared is None else self.shared[rows]
         return replace(self, **held)
 
     def trajectories(
@@ -150,7 +179,7 @@ class TextRollout:
             )
         generated = self.generated
         known = generated if valid is None else valid.cpu().bool() & generated
-        settled: dict[str, Any] = {"weight": self.loss_mask, "entropy": self.entropy}
+        settled: dict[str, Any] = {"weight": self.weight, "entropy": self.entropy}
         if old_log_prob is not None:
             settled["rollout_log_prob"] = self.log_prob
         return Trajectories(
@@ -163,7 +192,13 @@ class TextRollout:
 
 
 _TENSORS = tuple(f.name for f in fields(TextRollout) if f.type == "Tensor")
-_LISTS = ("text", "stop_reason", "group", "prompt", "seed", "images")
+_LISTS = ("text", "stop_reason", "group", "prompt", "seed", "images", "tools")
+NOT_GENERATED = ("prompt too long", "tool failed")
+"""Stop reasons of samples that are not to be judged."""
+
+
+_OPTIONAL: dict[str, Any] = {"images": (), "tools": ToolTrace()}
+"""Lists that not every rollout has -> the entry of one that has not."""
 
 
 def join_rollouts(rollouts: Sequence[TextRollout], *, length: int = 0) -> TextRollout:
@@ -202,13 +237,23 @@ def join_rollouts(rollouts: Sequence[TextRollout], *, length: int = 0) -> TextRo
         )
     for name in _LISTS:
         lists = [getattr(r, name) for r in rollouts]
-        if name == "images":
-            if all(images is None for images in lists):
+        if name in _OPTIONAL:
+            if all(entries is None for entries in lists):
                 continue
             lists = [
-                [()] * len(r) if images is None else images for r, images in zip(rollouts, lists, strict=True)
+                [_OPTIONAL[name]] * len(r) if entries is None else entries
+                for r, entries in zip(rollouts, lists, strict=True)
             ]
         held[name] = [entry for entries in lists for entry in entries]
+    if any(r.shared is not None for r in rollouts):
+        held["shared"] = torch.cat(
+            [
+                torch.ones(len(r), length)
+                if r.shared is None
+                else pad(r.shared, (0, length - r.shared.shape[1]), value=1.0)
+                for r in rollouts
+            ]
+        )
     sets = [r.kept.extended(length) for r in rollouts if r.kept is not None]
     if sets:
         held["kept"] = TokenSets(torch.cat([s.ids for s in sets]), torch.cat([s.count for s in sets]))

@@ -9,8 +9,9 @@ from typing import Literal
 
 from visalign.errors import UserError
 
-StopReason = Literal["eos", "stop string", "length", "prompt too long"]
-"""Why a completion ended; "prompt too long" marks a sample that was not generated; its loss mask is 0."""
+StopReason = Literal["eos", "stop string", "length", "prompt too long", "tool failed"]
+"""Why a completion ended; "prompt too long" marks a sample that was not generated, whose loss mask is 0, and
+"tool failed" one that got no answer where it asked for one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,11 @@ class TokenSets:
         flat = [ids.to(torch.int32) for of_sample in sets for ids in of_sample]
         return cls(torch.cat(flat) if flat else torch.zeros(0, dtype=torch.int32), count)
 
+    def lists(self) -> list[list[Tensor]]:
+        """B lists of T sets."""
+        sets = iter(self.ids.split(self.count.flatten().tolist()))
+        return [[next(sets) for _ in row] for row in self.count]
+
     def rows(self, index: Tensor) -> TokenSets:
         """The sets of the samples `index` [b] (repeats allowed)."""
         parts = self.ids.split(self.count.sum(1).tolist())

@@ -22,6 +22,7 @@ from tests.support.training.text import toy_policy, toy_text_trainer
 from visalign.config import list_configs, load_config
 from visalign.data.assets import assets_folder, resolve_model
 from visalign.errors import ConfigError, UserError
+from visalign.evaluation import load_heldout
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.cli.show import result_files
 from visalign.pipelines.jobs import load_job
@@ -30,9 +31,10 @@ from visalign.pipelines.text import job as text_grpo
 from visalign.pipelines.text import job as text_ppo
 from visalign.pipelines.text.config import ServerConfig
 from visalign.pipelines.text.job import TextGRPOConfig, TextPPOConfig, load_code
-from visalign.pipelines.text.parts import prepare, syncing
+from visalign.pipelines.text.parts import build_text_policy, prepare, syncing
 from visalign.rewards.base.contract import RewardError
 from visalign.seeds import sample_seed
+from visalign.training.loop.judging import RewardFailure
 from visalign.training.loop.metrics import read_metrics, without_times
 from visalign.training.loop.trainer import Trainer
 
@@ -78,8 +80,6 @@ def test_a_run_leaves_numbers_and_a_model_that_transformers_loads(finished):
 
 
 def test_a_run_leaves_the_page_of_a_picture_run(finished):
-    from visalign.evaluation import load_heldout
-
     output, summary = finished
     page = html.unescape((output / "report.html").read_text(encoding="utf-8"))
     said = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)  # the same on every page
@@ -134,8 +134,6 @@ def test_the_code_loads_adapters_and_models_that_see():
 def test_the_accuracy_is_the_checkers(finished):
     """The held-out problems are completed and checked again, without the evaluation."""
     from visalign.data.text_tasks.tasks import check_answer
-    from visalign.evaluation import load_heldout
-    from visalign.pipelines.text.parts import build_text_policy
     from visalign.text import StoppingCriteria
 
     output, summary = finished
@@ -308,3 +306,39 @@ def test_a_whole_model_is_handed_over_in_the_folder_of_the_server(tmp_path: Path
     (tmp_path / "served/config.json").touch()
     syncing(cast(Any, config), policy, generator, tmp_path, cast(Any, process))(1)
     assert done == ["save served", "reload served"] and generator.model == "base"
+
+
+def test_a_run_with_a_calculator_branches_and_is_evaluated_with_it(tmp_path):
+    output = tmp_path / "run"
+    tool = "rollout.tool={max_calls: 3, branch: {initial: 2, probability: 1}}"
+    hard = "run.iterations=1", "data.tasks=[multiply]", "data.heldout_per_task=8", "rollout.temperature=1.3"
+    text_grpo.run(_grpo(tool, *hard), output)
+    (record,) = read_metrics(output / "metrics.jsonl")
+    assert record["tools/calls"] > 0 and record["tools/failed"] == 0 and record["tools/branched"] > 0
+    text_grpo.run(_grpo(*hard), tmp_path / "without")
+    told = [load_heldout(folder / "before.npz").completions for folder in (output, tmp_path / "without")]
+    assert told[0] != told[1] and all(
+        one.split(" = ")[0] == other.split(" = ")[0] for one, other in zip(*told, strict=True)
+    )
+    assert "tools/calls" not in read_metrics(tmp_path / "without" / "metrics.jsonl")[0]
+
+
+def test_a_tool_that_breaks_stops_the_run_and_says_why(tmp_path):
+    (tmp_path / "broken.py").write_text("def search(text):\n    raise RuntimeError('no network')\n")
+    config = _grpo(f"rollout.tool={{use: '{tmp_path}/broken.py:search'}}", "run.iterations=1")
+    with pytest.raises(RewardFailure, match=r"at most 10% may fail .*search raised RuntimeError: no network"):
+        text_grpo.run(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("rollout.tool={use: search}", r"'search' names no tool; write 'package\.module:Name'"),
+        ("rollout.tool={use: 'math:pi'}", r"rollout\.tool\.use is 'math:pi', which names no function"),
+        ("rollout.tool={close: ''}", r"neither may be empty"),
+        ("rollout.tool={branch: {initial: 99}}", r"rollout\.tool\.branch\.initial is 99, and rollout\.group"),
+    ],
+)
+def test_wrong_tools_are_refused_before_anything_is_loaded(change, message):
+    with pytest.raises(UserError, match=message):
+        _grpo(change)

@@ -87,19 +87,30 @@ class TinyServer:
     def _complete(self, body: Reply) -> Reply:
         tokenizer: Any = self.policy.tokenizer
         sampling = Sampling(temperature=body["temperature"], top_k=max(0, body["top_k"]), top_p=body["top_p"])
+        given = body["prompt"]
+        # what a tool answered need not be what its text is tokenized to: it is read behind the prompt
+        prompt = next(
+            n
+            for n in range(len(given), 0, -1)
+            if self.policy.prompts.encode([tokenizer.decode(given[:n])])[0] == given[:n]
+        )
         stopping = StoppingCriteria(
-            max_new_tokens=body["max_tokens"],
+            max_new_tokens=body["max_tokens"] + len(given) - prompt,
             strings=tuple(body["stop"]),
             eos_ids=tuple(body["stop_token_ids"]) if body["ignore_eos"] else None,
         )
         base = body["model"] == "tiny" and self.policy.lora is not None
         with self.policy.reference() if base else nullcontext():
             rollout = self.policy.generate(
-                [tokenizer.decode(body["prompt"])], seeds=[body["seed"]], sampling=sampling, stopping=stopping
+                [tokenizer.decode(given[:prompt])],
+                seeds=[body["seed"]],
+                sampling=sampling,
+                stopping=stopping,
+                after=[given[prompt:]],
             )
-            assert rollout.prompt_ids[0].tolist() == body["prompt"]
-            ids = rollout.completion_ids[0, : int(rollout.loss_mask[0].sum())].tolist()
-            log_prob, top = self._log_probs(rollout, ids, body["logprobs"])
+            assert rollout.prompt_ids[0].tolist() == given[:prompt]
+            ids = rollout.completion_ids[0, rollout.loss_mask[0] == 1].tolist()
+            log_prob, top = self._log_probs(rollout, given, ids, body["logprobs"])
         reason = rollout.stop_reason[0]
         names = [f"token_id:{token}" for token in ids]
         choice = {
@@ -115,12 +126,11 @@ class TinyServer:
 
     @torch.no_grad()
     def _log_probs(
-        self, rollout: TextRollout, ids: list[int], listed: int
+        self, rollout: TextRollout, given: list[int], ids: list[int], listed: int
     ) -> tuple[list[float], list[dict[str, float]]]:
         """Of the drawn tokens, and the listed most probable ones with the drawn one first, as vLLM does."""
         model: Any = self.policy.model
-        whole = torch.cat((rollout.prompt_ids[0], torch.tensor(ids)))[None]
-        logits = model(whole, use_cache=False).logits[0, rollout.prompt_ids.shape[1] - 1 : -1]
+        logits = model(torch.tensor([given + ids]), use_cache=False).logits[0, len(given) - 1 : -1]
         log_p = log_distribution(logits)
         if self.mode == "processed_logprobs":
             log_p = log_distribution(logits, rollout.sampling.scale)

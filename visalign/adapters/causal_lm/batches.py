@@ -45,6 +45,12 @@ class PromptBatch:
     """P lists; None without pictures."""
     images: Sequence[Sequence[Any]] | None = None
     """The pictures as they were given."""
+    after: Sequence[Sequence[int]] | None = None
+    """P·G lists of tokens that the completions begin with."""
+
+    def begun(self, sample: int) -> list[int]:
+        """What a completion begins with."""
+        return [] if self.after is None else list(self.after[sample])
 
     def encoded(self) -> list[EncodedPrompt]:
         """P prompts as the network reads them."""
@@ -57,6 +63,7 @@ def check_counts(
     generations: int,
     seeds: int | Sequence[int],
     group: Sequence[Hashable] | None,
+    after: Sequence[Sequence[int]] | None = None,
 ) -> int:
     """B = P·G, after a look at what must fit together."""
     if isinstance(prompts, str) or not prompts:
@@ -71,6 +78,8 @@ def check_counts(
         )
     if group is not None and len(group) != len(prompts):
         raise UserError(f"group has {len(group)} labels for {len(prompts)} prompts; give one per prompt.")
+    if after is not None and len(after) != count:
+        raise UserError(f"after has {len(after)} lists of tokens for {count} samples; give one per sample.")
     return count
 
 
@@ -125,23 +134,27 @@ def generate_rollout(
     source = [place for place in range(len(batch.ids)) for _ in range(batch.generations)]
     fits = [longest_prompt is None or len(ids) <= longest_prompt for ids in batch.ids]
     encoded = batch.encoded()
-    todo = [sample for sample, place in enumerate(source) if fits[place]]
-    count = len(source)
+    count, most = len(source), stopping.max_new_tokens
+    begun = [batch.begun(sample) for sample in range(count)]
+    rooms = [
+        min(most, most if context is None else context - len(encoded[place].ids)) - len(begun[sample])
+        for sample, place in enumerate(source)
+    ]
+    todo = [sample for sample, place in enumerate(source) if fits[place] and rooms[sample] > 0]
     found = _Collected(
         ids=[[] for _ in range(count)],
-        reason=["prompt too long"] * count,
+        reason=["length" if fits[place] else "prompt too long" for place in source],
         numbers={name: [torch.zeros(0)] * count for name in ("log_prob", "full_log_prob", "entropy")},
         kept=[[] for _ in range(count)],
     )
-    most = stopping.max_new_tokens
     for start in range(0, len(todo), chunk):
         samples = todo[start : start + chunk]
-        prompts = [encoded[source[sample]] for sample in samples]
-        limit = [min(most, most if context is None else context - len(prompt.ids)) for prompt in prompts]
+        prompts = [encoded[source[sample]].and_then(begun[sample]) for sample in samples]
+        limit = [rooms[sample] for sample in samples]
         completions = generate_completions(
             network,
             prompts,
-            sample_uniforms([batch.seeds[sample] for sample in samples], max(limit)),
+            _uniforms([(batch.seeds[sample], len(begun[sample])) for sample in samples], max(limit)),
             sampling=sampling,
             ending=Ending(
                 eos_ids=frozenset(ends),
@@ -153,6 +166,13 @@ def generate_rollout(
         )
         _collect(found, completions, samples)
     return _rollout(found, batch, source, tokenizer, sampling, pad, fits)
+
+
+def _uniforms(rows: Sequence[tuple[int, int]], length: int) -> Tensor:
+    """[b, length] numbers that decide the tokens behind the first ones: b pairs (seed, how many)."""
+    longest = max(begun for _, begun in rows)
+    drawn = sample_uniforms([seed for seed, _ in rows], longest + length)
+    return drawn.gather(1, torch.tensor([begun for _, begun in rows])[:, None] + torch.arange(length))
 
 
 def _collect(found: _Collected, completions: Completions, samples: Sequence[int]) -> None:
@@ -179,15 +199,20 @@ def _rollout(
     prompt_ids, prompt_mask = left_pad(
         [ids if fit else ids[:1] for ids, fit in zip(batch.ids, fits, strict=True)], pad
     )
-    length = max(1, *map(len, found.ids))
+    begun = [batch.begun(sample) for sample in range(len(source))]
+    whole = [first + ids for first, ids in zip(begun, found.ids, strict=True)]
+    length = max(1, *map(len, whole))
     completion = torch.full((len(source), length), pad, dtype=torch.int64)
     loss_mask = torch.zeros(len(source), length)
     numbers = {name: torch.zeros(len(source), length) for name in found.numbers}
-    for sample, ids in enumerate(found.ids):
+    for sample, ids in enumerate(whole):
+        drawn = slice(len(begun[sample]), len(ids))
         completion[sample, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
-        loss_mask[sample, : len(ids)] = 1
+        loss_mask[sample, drawn] = 1
         for name, values in numbers.items():
-            values[sample, : len(ids)] = found.numbers[name][sample]
+            values[sample, drawn] = found.numbers[name][sample]
+    nothing = torch.zeros(0, dtype=torch.int32)
+    kept = [[nothing] * len(first) + sets for first, sets in zip(begun, found.kept, strict=True)]
     return TextRollout(
         prompt_ids=prompt_ids[source],
         prompt_mask=prompt_mask[source].float(),
@@ -196,13 +221,13 @@ def _rollout(
         log_prob=numbers["log_prob"],
         full_log_prob=numbers["full_log_prob"],
         entropy=numbers["entropy"],
-        text=[_decode(tokenizer, ids, special=False) for ids in found.ids],
+        text=[_decode(tokenizer, ids, special=False) for ids in whole],
         stop_reason=found.reason,
         group=[batch.group[place] for place in source],
         prompt=[batch.prompts[place] for place in source],
         seed=list(batch.seeds),
         sampling=sampling,
-        kept=TokenSets.from_lists(found.kept, length) if sampling.truncates else None,
+        kept=TokenSets.from_lists(kept, length) if sampling.truncates else None,
         images=None if batch.images is None else [batch.images[place] for place in source],
     )
 

@@ -173,6 +173,7 @@ class CausalLMPolicy:
         stopping: StoppingCriteria | None = None,
         group: Sequence[Hashable] | None = None,
         images: Sequence[Sequence[Any]] | None = None,
+        after: Sequence[Sequence[int]] | None = None,
     ) -> TextRollout:
         """Complete P prompts G times each; B = P·G samples, the samples of a prompt next to each other.
 
@@ -187,15 +188,15 @@ class CausalLMPolicy:
             sampling: how tokens are drawn; by default from the model itself.
             stopping: what ends a completion.
             group: P labels of the prompts; by default 0 to P-1.
-            images: P lists of pictures, for the image parts that hold none: PIL images, or tensors [3, H, W],
-                uint8 or float in [0, 1].
+            images: P lists of pictures for the image parts that hold none: PIL, or [3, H, W] in [0, 1], or uint8.
+            after: B lists of tokens that the completions begin with: context with loss mask 0, in the limit.
 
         Raises:
             UserError: no prompts, counts that do not fit, a prompt that cannot be encoded or is too long,
                 pictures for a policy that reads text alone or that cannot be read, or no end token.
             ValueError: logits that are NaN.
         """
-        count = check_counts(prompts, num_generations, seeds, group)
+        count = check_counts(prompts, num_generations, seeds, group, after)
         stopping, encoded = stopping or StoppingCriteria(), self._encoder.encode(prompts, images)
         if self.long_prompts == "refuse":
             check_lengths(encoded.ids, self.max_prompt_tokens, self.context_length, encoded.pictures)
@@ -207,6 +208,7 @@ class CausalLMPolicy:
             seeds=draw_seeds(seeds, count) if isinstance(seeds, int) else check_seeds(seeds),
             pictures=encoded.pictures,
             images=encoded.images,
+            after=after,
         )
         ends = end_tokens(self.model, self.tokenizer, stopping)
         return generate_rollout(

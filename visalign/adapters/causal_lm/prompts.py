@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +25,10 @@ class EncodedPrompt:
     """The tokens, with as many image tokens as the pictures take."""
     pictures: tuple[Picture, ...] = ()
     """In the order of their tokens."""
+
+    def and_then(self, ids: Sequence[int]) -> EncodedPrompt:
+        """The same with more tokens behind it."""
+        return replace(self, ids=(*self.ids, *ids)) if ids else self
 
 
 @dataclass(frozen=True)

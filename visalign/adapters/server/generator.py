@@ -142,6 +142,7 @@ class ServerGenerator:
         stopping: StoppingCriteria | None = None,
         group: Sequence[Hashable] | None = None,
         images: Sequence[Sequence[Any]] | None = None,
+        after: Sequence[Sequence[int]] | None = None,
     ) -> TextRollout:
         """Complete P prompts G times each; B = P·G samples, the samples of a prompt next to each other.
 
@@ -155,6 +156,8 @@ class ServerGenerator:
             stopping: what ends a completion.
             group: P labels of the prompts; by default 0 to P-1.
             images: refused.
+            after: B lists of tokens that the completions begin with: context, with loss mask 0, which counts
+                toward the limit.
 
         Returns:
             The rollout. NaN where the server does not say: `entropy` without top_k, `full_log_prob` with it;
@@ -168,7 +171,7 @@ class ServerGenerator:
         if images is not None:
             raise UserError("Generation by a server sends token ids and reads no images. Leave images out.")
         sampling, stopping = sampling or Sampling(), stopping or StoppingCriteria()
-        count = check_counts(prompts, num_generations, seeds, group)
+        count = check_counts(prompts, num_generations, seeds, group, after)
         check_sampling(sampling, self.logprobs_mode, self.max_logprobs)
         ends, ids = self._ends(stopping), self.prompts.encode(prompts)
         context = self._context_length()
@@ -181,9 +184,12 @@ class ServerGenerator:
             group=list(range(len(prompts))) if group is None else list(group),
             generations=num_generations,
             seeds=draw_seeds(seeds, count) if isinstance(seeds, int) else check_seeds(seeds),
+            after=after,
         )
         found = self._completions(batch, sampling, stopping, ends, longest, context)
-        return server_rollout(found, batch, self.tokenizer, sampling=sampling, stopping=stopping, ends=ends)
+        return server_rollout(
+            found, batch, self.tokenizer, sampling=sampling, stopping=stopping, ends=ends, longest=longest
+        )
 
     def sync(self, folder: str | Path, *, server_folder: str | None = None) -> str:
         """Let a vLLM server load the LoRA adapter that `policy.save(folder)` wrote, and generate with it.
@@ -239,15 +245,17 @@ class ServerGenerator:
         requests = []
         for sample in range(len(batch.seeds)):
             ids = batch.ids[sample // batch.generations]
-            if longest is not None and len(ids) > longest:
-                continue
+            begun = batch.begun(sample)
             room = stopping.max_new_tokens if context is None else context - len(ids)
+            room = min(stopping.max_new_tokens, room) - len(begun)
+            if (longest is not None and len(ids) > longest) or room < 1:
+                continue
             requests.append(
                 CompletionRequest(
                     url=self._connection.url("completions"),
                     sample=sample,
-                    prompt=ids,
-                    limit=min(stopping.max_new_tokens, room),
+                    prompt=[*ids, *begun],
+                    limit=room,
                     listed=self.max_logprobs if sampling.truncates else 1,
                     top_k=sampling.top_k if sampling.truncates else 0,
                     vocabulary=self.vocabulary,

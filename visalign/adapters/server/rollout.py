@@ -36,24 +36,30 @@ def server_rollout(
     sampling: Sampling,
     stopping: StoppingCriteria,
     ends: Sequence[int],
+    longest: int | None,
 ) -> TextRollout:
-    """Put B completions together: sample -> its request and completion; samples that are not there had too
-    long a prompt. Unknown numbers are NaN.
+    """Put B completions together: sample -> its request and completion; samples that are not there had a
+    prompt of more than `longest` tokens, or no room left. Unknown numbers are NaN.
     """
     source = [place for place in range(len(batch.ids)) for _ in range(batch.generations)]
     count = len(source)
-    completions, reasons = _cut(found, count, tokenizer, stopping=stopping, ends=ends)
+    fits = [longest is None or len(ids) <= longest for ids in batch.ids]
+    drawn, drawn_reasons = _cut(found, count, tokenizer, stopping=stopping, ends=ends)
+    reasons: list[StopReason] = [
+        "length" if fits[source[n]] and n not in found else reason for n, reason in enumerate(drawn_reasons)
+    ]
+    completions = [batch.begun(sample) + ids for sample, ids in enumerate(drawn)]
     pad: Any = tokenizer.pad_token_id
     filler = pad if pad is not None else ends[0] if ends else 0
     length = max(1, *map(len, completions))
     completion_ids = torch.full((count, length), filler, dtype=torch.int64)
     for row, ids in zip(completion_ids, completions, strict=True):
         row[: len(ids)] = torch.tensor(ids, dtype=torch.int64)
-    numbers, kept = _numbers(found, [len(ids) for ids in completions], length, truncates=sampling.truncates)
+    stretches = [slice(len(ids) - len(new), len(ids)) for ids, new in zip(completions, drawn, strict=True)]
+    numbers, kept = _numbers(found, stretches, length, truncates=sampling.truncates)
     # a prompt that is too long keeps its first token alone: nothing is ever computed from it
-    completed = {source[sample] for sample in found}
     prompt_ids, prompt_mask = left_pad(
-        [ids if place in completed else ids[:1] for place, ids in enumerate(batch.ids)], filler
+        [ids if fit else ids[:1] for ids, fit in zip(batch.ids, fits, strict=True)], filler
     )
     return TextRollout(
         prompt_ids=prompt_ids[source],
@@ -98,23 +104,25 @@ def _cut(
 
 def _numbers(
     found: Mapping[int, tuple[CompletionRequest, Completion]],
-    lengths: Sequence[int],
+    stretches: Sequence[slice],
     length: int,
     *,
     truncates: bool,
 ) -> tuple[dict[str, Tensor], TokenSets | None]:
     """The rollout's tensors [B, T] of numbers, NaN where the server does not say, and its token sets."""
     names = ("loss_mask", "log_prob", "full_log_prob", "entropy")
-    numbers = {name: torch.zeros(len(lengths), length) for name in names}
-    sets: list[list[Tensor]] = [[] for _ in lengths]
+    numbers = {name: torch.zeros(len(stretches), length) for name in names}
+    sets: list[list[Tensor]] = [[] for _ in stretches]
     for sample, (_, completion) in found.items():
-        n = lengths[sample]
+        at = stretches[sample]
+        n = at.stop - at.start
         log_prob = torch.tensor(completion.log_prob[:n])
-        numbers["loss_mask"][sample, :n] = 1
-        numbers["log_prob"][sample, :n] = log_prob
-        numbers["full_log_prob"][sample, :n] = math.nan if truncates else log_prob
-        numbers["entropy"][sample, :n] = torch.tensor(completion.entropy()[:n]) if truncates else math.nan
-        sets[sample] = [torch.tensor(list(held)) for held in completion.sets[:n]]
+        numbers["loss_mask"][sample, at] = 1
+        numbers["log_prob"][sample, at] = log_prob
+        numbers["full_log_prob"][sample, at] = math.nan if truncates else log_prob
+        numbers["entropy"][sample, at] = torch.tensor(completion.entropy()[:n]) if truncates else math.nan
+        nothing = [torch.zeros(0, dtype=torch.int64)] * at.start
+        sets[sample] = nothing + [torch.tensor(list(held)) for held in completion.sets[:n]]
     return numbers, TokenSets.from_lists(sets, length) if truncates else None
 
 

@@ -16,6 +16,7 @@ from visalign.errors import UserError
 from visalign.interfaces import Scores, TextReward
 from visalign.seeds import sample_seed
 from visalign.text import Sampling, StoppingCriteria, TextPolicy, TextRollout
+from visalign.text.tools import without_failed
 
 from .correctness import PART, Tally, check_asked, check_size, tags_of, valid_of, verdict
 from .result import HeldoutResult
@@ -112,14 +113,16 @@ def _message_text(message: Mapping[str, Any]) -> str:
 def _score(
     name: str, reward: TextReward, rollout: TextRollout, metadata: Sequence[Mapping[str, Any]]
 ) -> Scores:
-    """A reward's scores, invalid where a prompt was too long to be completed."""
+    """A reward's scores, invalid where a prompt was too long to be completed or a tool failed."""
     scores = reward.score(list(rollout.text), list(rollout.prompt), metadata)
     check_size(name, scores, len(metadata), "completions")
     if bool(rollout.generated.all()):
         return scores
     reason, written = scores.reason or [None] * len(scores), rollout.generated.tolist()
     reason = [r if ok else "prompt too long" for r, ok in zip(reason, written, strict=True)]
-    return replace(scores, valid=scores.valid.cpu() & rollout.generated, reason=reason)
+    return without_failed(
+        replace(scores, valid=scores.valid.cpu() & rollout.generated, reason=reason), rollout
+    )
 
 
 def _measured(

@@ -58,6 +58,8 @@ METRICS: dict[str, str] = {
     "wrong or without spread, and surplus",
     "loss/*": "share of one term in the loss, coefficient included, mean over updates: policy, kl, value, "
     "entropy, ptx, replay",
+    "tools/*": "means over completions: a tool's answers (calls), of these cut short (cut), completions "
+    "whose tool failed (failed), and those that branched from another (branched)",
     "replay/*": "self-imitation: completions kept (size) and drawn to be learnt from again (samples), the "
     "baseline of their advantages, the weight of their loss",
     "kl_old": "mean k3 estimate of KL(π_old‖π) over trained tokens as they were trained, nats; with a "

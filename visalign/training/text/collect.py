@@ -19,7 +19,8 @@ from torch import Tensor
 from visalign.core import Objective, Trajectories
 from visalign.interfaces import Scores
 from visalign.seeds import sample_seed
-from visalign.text import TextRollout, join_rollouts
+from visalign.text import TextRollout, ToolTrace, join_rollouts
+from visalign.text.tools import without_failed
 from visalign.training.loop.judging import check_failures, joined_scores, judged_metrics, reward_columns
 from visalign.training.loop.processes import Shares
 from visalign.training.loop.runtime import PhaseClock
@@ -166,6 +167,13 @@ def _of_all(own: Trajectories, kept: _Kept) -> Trajectories:
     return replace(own, group=kept.group, **found)
 
 
+TOOL_METRICS = {
+    "tool_calls": "tools/calls",
+    "tool_cut": "tools/cut",
+    "tool_failed": "tools/failed",
+    "branched": "tools/branched",
+}
+"""Of a sample -> the mean that is logged."""
 GROUP_COUNTS = ("rounds", "generated", "kept", "dropped_right", "dropped_wrong", "dropped_flat", "surplus")
 """Counts of `DynamicGroups` that are logged."""
 
@@ -218,15 +226,17 @@ def _judged(
     """A round's completions with what the judge says of all processes' samples."""
     rollout, shares = written.rollout, written.shares
     with clock.phase("reward"):
-        scores = joined_scores([verdict() for verdict in written.verdicts])
+        scores = without_failed(joined_scores([verdict() for verdict in written.verdicts]), rollout)
     length = rollout.loss_mask.sum(1)
     own = {
         "value": scores.value,
         "valid": scores.valid.cpu() & scores.value.isfinite().cpu() & rollout.generated,
-        "skipped": ~rollout.generated,  # a prompt that was too long is no failure of the reward
+        # a prompt that was too long is no failure of the reward
+        "skipped": torch.tensor([reason == "prompt too long" for reason in rollout.stop_reason]),
         "length": length,
         "truncated": rollout.truncated,
         "entropy": (rollout.entropy * rollout.loss_mask).sum(1),
+        **({} if rollout.tools is None else tool_counts(rollout.tools)),
         **({} if scores.std is None else {"part/std": scores.std}),
         **{f"part/{name}": part for name, part in scores.parts.items()},
     }
@@ -248,6 +258,16 @@ def _judged(
         tokens=shares.of_all(torch.where(rollout.loss_mask != 0, rollout.completion_ids, -1)),
         said=said,
     )
+
+
+def tool_counts(traces: Sequence[ToolTrace]) -> dict[str, Tensor]:
+    """[B] each, of what is logged of a tool."""
+    return {
+        "tool_calls": torch.tensor([float(trace.calls) for trace in traces]),
+        "tool_cut": torch.tensor([float(trace.cut) for trace in traces]),
+        "tool_failed": torch.tensor([float(trace.failed is not None) for trace in traces]),
+        "branched": torch.tensor([float(trace.shared > 0) for trace in traces]),
+    }
 
 
 def _taken(groups: DynamicGroups, rounds: Sequence[_Round]) -> _Kept | None:
@@ -283,7 +303,9 @@ def _metrics(reward: Any, rounds: Sequence[_Round]) -> dict[str, float]:
     value, length = said["value"], said["length"]
     group = torch.tensor([label for made in rounds for label in made.group])
     parts = {name.removeprefix("part/"): part for name, part in said.items() if name.startswith("part/")}
+    tools = [name for name in said if name in TOOL_METRICS]
     return {
+        **{TOOL_METRICS[name]: float(said[name].mean()) for name in tools},
         **judged_metrics(reward, value, valid, group, parts),
         "diversity": fmean(distinct_pairs(made.tokens, torch.tensor(made.group)) for made in rounds),
         "repetition": float(torch.cat([repetition(made.tokens) for made in rounds]).nanmean()),

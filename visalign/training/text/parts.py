@@ -168,7 +168,7 @@ def check_parts(parts: TextParts, objective: Objective, *, name: str, recomputed
             f"objective.algorithm={name} has a ptx term (γ = {objective.ptx:g}) and no text for it. Give "
             "records with prompt and completion (data.demonstrations in a configuration), or set ptx to 0."
         )
-    if parts.generator is not parts.policy and not recomputed:
+    if getattr(parts.generator, "engine", parts.generator) is not parts.policy and not recomputed:
         raise UserError(
             "Another engine writes the completions, so its log-probs are not the policy's. Set "
             "rollout.recompute=true, and importance_sampling in objective.changes for what is left between "

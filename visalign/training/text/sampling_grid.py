@@ -14,6 +14,7 @@ from visalign.errors import UserError
 from visalign.interfaces import TextReward
 from visalign.seeds import sample_seed
 from visalign.text import Prompt, Sampling, StoppingCriteria
+from visalign.text.tools import without_failed
 from visalign.training.loop.judging import judge
 
 from .parts import Generates
@@ -166,13 +167,13 @@ def _call(
             stopping=stopping,
         )
     metadata = [records[i] for i in chosen for _ in range(samples)]
-    scores = judge(reward, list(rollout.text), metadata, what="completions")
+    scores = without_failed(judge(reward, list(rollout.text), metadata, what="completions"), rollout)
     value = scores.value.detach().float().cpu()
     valid = scores.valid.cpu() & value.isfinite() & rollout.generated
     said = scores.reason or [None] * len(metadata)
     reasons: list[str | None] = []
     for i, ok in enumerate(valid.tolist()):
-        unread = None if bool(rollout.generated[i]) else "prompt too long"
+        unread = "prompt too long" if rollout.stop_reason[i] == "prompt too long" else None
         reasons.append(None if ok else unread or said[i] or "value not finite")
     return Completions(
         prompt=[i for i in chosen for _ in range(samples)],

@@ -5,17 +5,71 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from visalign.core import Objective
+from visalign.dotted_path import named_object
 from visalign.errors import UserError
 from visalign.text import Sampling, StoppingCriteria
+from visalign.text.calculator import calculator
 from visalign.text.steps import StepReading
+from visalign.text.tools import Branching, Tool, ToolUse
 from visalign.training.loop.optimizer import above_zero, at_least, choice
 from visalign.training.policy.settings import ObjectiveSettings, check_overlap, check_stale
 
 from .dynamic_groups import DynamicGroups
 
 TRUNCATED = ("keep", "mask")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolSettings:
+    """A tool, and how completions call it."""
+
+    use: str = "calculator"
+    """calculator, or package.module:name or FILE.py:name of a function: the text of a call -> its answer, or
+    null where it is no call. One that raises, or takes longer than `seconds`, has failed: the completion is
+    not judged."""
+    open: str | None = None
+    """What a call begins behind, for example <call>; null: the beginning of the completion."""
+    close: str = " = "
+    """What ends a call, for example </call>."""
+    answer: str = "{answer}"
+    """What is put into the completion: {answer}, and what stands around it."""
+    max_calls: int = 8
+    """Answers in a completion."""
+    max_answer_tokens: int = 64
+    """A longer answer is cut."""
+    seconds: float = 10.0
+    """For one call."""
+    branch: Branching | None = None
+    """ARPO's branches (arXiv 2507.19849): a completion goes on in two ways where its entropy rises after an
+    answer; {initial: 4} draws four of a group from the prompt. What branches have in common counts once."""
+
+    def __post_init__(self) -> None:
+        self.build()
+
+    def build(self) -> ToolUse:
+        """The tool.
+
+        Raises:
+            UserError: there is no such function, or a number is out of range.
+        """
+        tool: Any = calculator
+        if self.use != "calculator":
+            tool = named_object(self.use, what="tool")
+        if not callable(tool):
+            raise UserError(f"rollout.tool.use is {self.use!r}, which names no function.")
+        return ToolUse(
+            tool=cast("Tool", tool),
+            name=self.use,
+            open=self.open,
+            close=self.close,
+            answer=self.answer,
+            max_calls=self.max_calls,
+            max_answer_tokens=self.max_answer_tokens,
+            seconds=self.seconds,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +115,13 @@ class TextRolloutSettings:
     behind it. They come from weights one iteration old, so the objective needs `importance_sampling`."""
     max_failure_rate: float = 0.1
     """Share of completions that may go unjudged before the run stops."""
+    tool: ToolSettings | None = None
+    """A tool that answers in the middle of completions, in training and in evaluations; {} is a calculator
+    that writes what follows " = "."""
 
     def __post_init__(self) -> None:
+        if self.tool is not None and self.tool.branch is not None:
+            self._check_branch(self.tool.branch)
         if self.truncated not in TRUNCATED:
             raise UserError(
                 f"rollout.truncated is {self.truncated!r}; it must be one of {', '.join(TRUNCATED)}."
@@ -78,6 +137,13 @@ class TextRolloutSettings:
         self.stopping()
         if self.separator is not None:
             StepReading(separator=self.separator)
+
+    def _check_branch(self, branch: Branching) -> None:
+        if branch.initial > self.group_size:
+            raise UserError(
+                f"rollout.tool.branch.initial is {branch.initial}, and rollout.group_size {self.group_size}: "
+                "a group has no more completions than that."
+            )
 
     @property
     def judged_beside(self) -> bool:

@@ -81,7 +81,7 @@ def trajectories_of(
         found = policy.log_probs(rollout, statistic=nucleus).statistic
         more["nucleus_entropy"] = None if found is None else found.cpu()
     if settings.truncated == "mask":
-        more["weight"] = filter_overlong(rollout.loss_mask, rollout.truncated)
+        more["weight"] = filter_overlong(rollout.weight, rollout.truncated)
     if reward.ndim == 2:
         more["reward_weights"] = list(reward_weights(parts.reward).values())
     return rollout.trajectories(reward, valid=valid, **more)

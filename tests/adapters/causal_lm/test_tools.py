@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Completions with a tool: calls, answers, their replay, branches; tools that hang, raise, flood."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.models.language import tiny_model, tiny_tokenizer
+from tests.support.servers.completions import serving
+from visalign.adapters.causal_lm.policy import CausalLMPolicy
+from visalign.adapters.server.generator import ServerGenerator
+from visalign.core import PolicyOutput, named_objective
+from visalign.errors import UserError
+from visalign.text import Sampling, StoppingCriteria, TextRollout, join_rollouts
+from visalign.text.calculator import calculator
+from visalign.text.tools import Branching, ToolPolicy, ToolUse, ask_all
+
+PROMPTS = ["a", "hello there you", "1+2="]
+STOPPING = StoppingCriteria(max_new_tokens=30, eos_ids=())
+TOPPED = Sampling(temperature=1.2, top_k=30)
+
+
+@pytest.fixture(scope="module")
+def policy() -> CausalLMPolicy:
+    return CausalLMPolicy(tiny_model(), tiny_tokenizer(), generate_batch=7)
+
+
+def use(tool: Any = lambda text: f"<{text.count('q')}>", **options: Any) -> ToolUse:
+    return ToolUse(**{"tool": tool, "close": "5", "max_calls": 2, **options})
+
+
+def drawn(policy, use: ToolUse | None = None, branching: Branching | None = None, **options) -> TextRollout:
+    source = policy if use is None else ToolPolicy(policy, tiny_tokenizer(), use, branching)
+    return source.generate(
+        PROMPTS, **{"seeds": 6, "num_generations": 8, "sampling": Sampling(), "stopping": STOPPING, **options}
+    )
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), TOPPED, Sampling(temperature=0)])
+def test_an_answer_stands_behind_its_call_and_was_not_drawn(policy, sampling) -> None:
+    found, plain = drawn(policy, use(), sampling=sampling), drawn(policy, sampling=sampling)
+    assert found.tools is not None and max(trace.calls for trace in found.tools) == 2 - 2 * sampling.greedy
+    for row, (text, without) in enumerate(zip(found.text, plain.text, strict=True)):
+        calls = found.tools[row].calls
+        assert text.split("5")[0] == without.split("5")[0], "until it calls, it is what it was"
+        answers = [int(n) for n in re.findall(r"5<(\d+)>", text)]
+        assert len(answers) in (calls, calls - 1), "the last may be cut by the length"
+        assert answers == [text[: m.start()].count("q") for m in re.finditer(r"5<\d+>", text)]
+        answered = found.loss_mask[row] == 0
+        assert calls or not answered[: int(found.loss_mask[row].sum())].any()
+        assert (found.log_prob[row][answered] == 0).all() and found.loss_mask.shape[1] <= 30
+    if not sampling.greedy:
+        again = policy.log_probs(found)
+        torch.testing.assert_close(again.log_prob, found.log_prob, rtol=0, atol=1e-4)
+        torch.testing.assert_close(again.entropy, found.entropy, rtol=0, atol=1e-4)
+
+
+def test_a_sample_does_not_depend_on_its_batch(policy) -> None:
+    whole = drawn(policy, use())
+    small = drawn(CausalLMPolicy(tiny_model(), tiny_tokenizer(), generate_batch=2), use())
+    assert whole.text == small.text and whole.tools == small.tools
+    one = ToolPolicy(policy, tiny_tokenizer(), use()).generate(
+        PROMPTS[1:2], seeds=[whole.seed[9]], stopping=STOPPING
+    )
+    assert one.text == [whole.text[9]]
+
+
+def test_tokens_of_answers_have_no_gradient(policy) -> None:
+    rollout = drawn(policy, use())
+    objective = named_objective("grpo", kl=0.0)
+    trajectories = rollout.trajectories(torch.arange(24.0) % 5)
+    prepared = objective.prepare(trajectories)
+    log_prob = (rollout.log_prob - 0.1).requires_grad_()
+    objective.loss(prepared, PolicyOutput(log_prob=log_prob)).total.backward()
+    inside = (rollout.loss_mask == 0) & (rollout.loss_mask.flip(1).cumsum(1).flip(1) > 0)
+    assert inside.sum() > 10 and log_prob.grad is not None
+    assert (log_prob.grad[inside] == 0).all() and (log_prob.grad[rollout.loss_mask == 1] != 0).any()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), TOPPED])
+def test_branches_share_what_stands_before_them(policy, sampling) -> None:
+    rule = Branching(initial=2, probability=1.0)
+    found = drawn(policy, use(), rule, sampling=sampling)
+    assert found.tools is not None and found.shared is not None
+    born = [trace.shared for trace in found.tools]
+    assert sum(n > 0 for n in born) >= 3 and found.group == [n // 8 for n in range(24)]
+    for row, begin in enumerate(born):
+        first = found.completion_ids[row, :begin]
+        family = [n for n in range(24) if n // 8 == row // 8 and n != row]
+        same = [n for n in family if torch.equal(found.completion_ids[n, :begin], first)]
+        assert same or not begin
+    drawn_once = found.weight.sum()
+    assert drawn_once < found.loss_mask.sum() and float(drawn_once) == pytest.approx(round(float(drawn_once)))
+    torch.testing.assert_close(policy.log_probs(found).log_prob, found.log_prob, rtol=0, atol=1e-4)
+    again = ToolPolicy(
+        CausalLMPolicy(tiny_model(), tiny_tokenizer(), generate_batch=3), tiny_tokenizer(), use(), rule
+    )
+    options = {"seeds": 6, "num_generations": 8, "sampling": sampling, "stopping": STOPPING}
+    assert again.generate(PROMPTS, **options).text == found.text
+    part = found.rows(torch.arange(8))
+    joined = join_rollouts([part, found.rows(torch.arange(8, 24))])
+    assert joined.shared is not None and torch.equal(joined.shared, found.shared)
+    with pytest.raises(ValueError, match=r"shared must have shape \(24, "):
+        replace(found, shared=found.shared[:3])
+
+
+def test_a_group_that_does_not_branch_is_filled_up_from_the_prompt(policy) -> None:
+    rule = Branching(initial=2, probability=0.0, entropy_weight=0.0)
+    found, plain = drawn(policy, use(), rule), drawn(policy, use())
+    assert found.text == plain.text and found.shared is not None and (found.shared == 1).all()
+
+
+def test_a_shared_token_moves_the_policy_by_the_mean_of_its_branches(policy) -> None:
+    found = drawn(policy, use(), Branching(initial=2, probability=1.0))
+    objective = named_objective("grpo", kl=0.0, aggregation="token_mean")
+    reward = torch.randn(24, generator=torch.Generator().manual_seed(0))
+    prepared = objective.prepare(found.trajectories(reward))
+    log_prob = found.log_prob.clone().requires_grad_()
+    objective.loss(prepared, PolicyOutput(log_prob=log_prob)).total.backward()
+    assert found.shared is not None and log_prob.grad is not None
+    advantage = objective.prepare(replace(found, shared=None).trajectories(reward)).advantage
+    advantage = advantage[:, None].expand_as(log_prob) if advantage.ndim == 1 else advantage
+    expected = -advantage * found.weight / found.weight.sum()
+    torch.testing.assert_close(log_prob.grad, expected.float(), rtol=1e-4, atol=1e-7)
+
+
+def test_tools_that_fail_leave_a_completion_that_is_not_judged(policy) -> None:
+    def raising(text: str) -> str:
+        raise RuntimeError("gone")
+
+    for tool, why in (
+        (raising, r"tool raised RuntimeError: gone"),
+        (lambda text: Event().wait(), r"tool gave no answer in 0\.01 s"),
+        (lambda text: 3, r"tool answered a int, needed is a text or None"),
+    ):
+        found = drawn(policy, use(tool, seconds=0.01 if "0.01" in why.replace("\\", "") else 100))
+        assert found.tools is not None
+        failed = [trace.failed is not None for trace in found.tools]
+        assert any(failed) and not all(failed) and found.generated.tolist() == [not one for one in failed]
+        assert all(re.fullmatch(why, trace.failed) for trace in found.tools if trace.failed)
+        valid = found.trajectories(torch.zeros(24)).valid
+        assert valid is not None and valid.tolist() == found.generated.tolist()
+
+
+def test_answers_are_cut_and_their_special_tokens_are_text(policy) -> None:
+    found = drawn(policy, use(lambda text: "x" * 10_000_000, max_answer_tokens=5, max_calls=2))
+    assert found.tools is not None and {trace.cut == trace.calls for trace in found.tools} == {True}
+    assert "5xxxxx" in "".join(found.text) and "xxxxxxxxxx" not in "".join(found.text)
+    end = tiny_tokenizer().eos_token
+    found = drawn(policy, use(lambda text: f"{end}!"))
+    called = [n for n, trace in enumerate(found.tools or ()) if trace.calls]
+    own = tiny_tokenizer().eos_token_id
+    answers = found.completion_ids[called][found.loss_mask[called] == 0]
+    padding = found.completion_ids[0, -1]
+    assert called and not ((answers == own) & (answers != padding)).any()
+    none = drawn(policy, use(lambda text: None))
+    assert none.text == drawn(policy).text and none.tools is not None and none.tools[0].calls == 0
+
+
+def test_a_call_stands_between_open_and_close(policy) -> None:
+    asked: list[str] = []
+    drawn(policy, use(lambda text: asked.append(text) or "", open="a"))
+    assert asked and not any("a" in text or "5" in text for text in asked)
+
+
+def test_a_server_goes_on_from_the_answers_too(policy) -> None:
+    with serving(CausalLMPolicy(tiny_model(), tiny_tokenizer())) as server:
+        engine = ServerGenerator.for_policy(policy, server.url, "tiny", logprobs_mode="processed_logprobs")
+        server.mode = "processed_logprobs"
+        found = drawn(engine, use())
+        assert found.tools is not None and max(trace.calls for trace in found.tools) == 2
+        torch.testing.assert_close(policy.log_probs(found).log_prob, found.log_prob, rtol=0, atol=1e-4)
+        assert all(
+            re.search(r"5<\d+>", text) for text, t in zip(found.text, found.tools, strict=True) if t.calls
+        )
+        branched = drawn(engine, use(), Branching(initial=2, probability=1.0), sampling=Sampling(top_k=8))
+        assert branched.tools is not None and any(trace.shared for trace in branched.tools)
+        with pytest.raises(UserError, match=r"the server does not say it\. Set rollout\.top_k"):
+            drawn(engine, use(), Branching(initial=2, probability=1.0))
+
+
+def test_equal_calls_are_asked_once() -> None:
+    asked: list[str] = []
+    found = ask_all(
+        use(lambda text: asked.append(text) or text.upper()), ["a", "b", "a", *map(str, range(99))]
+    )
+    assert len(asked) == 101 and found["a"] == "A" and found["98"] == "98"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("First 12 * 3 = 36, then 36 + 5", "41"),
+        ("What is (38 + 32) * 5", "350"),
+        ("7 / 2", "3.5"),
+        ("1 / 3", "0.333333"),
+        ("17 // 5", "3"),
+        ("17 % 5", "2"),
+        ("-3 - 4", "-7"),
+        ("0.1 + 0.2", "0.3"),
+        ("is 17. 3 + 4", "7"),
+        ("(2 + 3", "5"),
+        ("1 / 0", "error"),
+        ("is 12", None),
+        ("-12", None),
+        ("x + y", None),
+        ("", None),
+        ("2 ** 999999999", None),
+        ("9" * 10_000 + " + 1", str(int("9" * 196) + 1)),
+        ("(" * 150 + "1", None),
+    ],
+)
+def test_the_calculator(text, value) -> None:
+    assert calculator(text) == value
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"close": ""}, r"open is None and close ''; neither may be empty"),
+        ({"answer": "result"}, r"answer is 'result'; it holds \{answer\}"),
+        ({"max_calls": 0}, "max_calls is 0; it must be above 0"),
+        ({"seconds": float("inf")}, "seconds is inf"),
+    ],
+)
+def test_wrong_settings(options, message) -> None:
+    with pytest.raises(UserError, match=message):
+        use(**options)
+    with pytest.raises(UserError, match=r"branch\.initial is 0"):
+        Branching(initial=0)
+    with pytest.raises(UserError, match=r"branch\.probability is 2"):
+        Branching(initial=1, probability=2)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A calculator as a tool: it works out the arithmetic that a text ends with."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+_SIGNS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_EXPRESSION = re.compile(r"[\d\s()+\-*/%.]+$")
+LONGEST = 200
+"""Characters of an expression."""
+
+
+def calculator(text: str) -> str | None:
+    """The value of the arithmetic expression at the end of a text: numbers, + - * / // %, brackets.
+
+    Args:
+        text: what was written before the sign of equality.
+
+    Returns:
+        The value, exact where it is whole, else with six digits; "error" for a division by zero; None where
+        the text ends with nothing to be worked out, a number alone included.
+
+    >>> calculator("First 12 * 3 = 36, then 36 + 5")
+    '41'
+    """
+    found = _EXPRESSION.search(text[-LONGEST:])
+    expression = found[0] if found else ""
+    for begin in [match.start() for match in re.finditer(r"[\d(\-]", expression)]:
+        try:
+            tree = ast.parse(expression[begin:].strip(), mode="eval").body
+            if not isinstance(tree, ast.BinOp):
+                return None
+            value = _value(tree)
+        except ZeroDivisionError:
+            return "error"
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+        return str(value) if value.denominator == 1 else f"{float(value):.6g}"
+    return None
+
+
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.BinOp) and type(node.op) in _SIGNS:
+        return Fraction(_SIGNS[type(node.op)](_value(node.left), _value(node.right)))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return Fraction(str(node.value))
+    raise ValueError("not arithmetic")
