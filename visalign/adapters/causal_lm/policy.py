@@ -188,7 +188,7 @@ class CausalLMPolicy:
             sampling: how tokens are drawn; by default from the model itself.
             stopping: what ends a completion.
             group: P labels of the prompts; by default 0 to P-1.
-            images: P lists of pictures for the image parts that hold none: PIL, or [3, H, W] in [0, 1], or uint8.
+            images: P lists of pictures for image parts that hold none: PIL, or [3, H, W] in [0, 1] or uint8.
             after: B lists of tokens that the completions begin with: context with loss mask 0, in the limit.
 
         Raises:
