@@ -95,7 +95,9 @@ def chosen(arm: str, found: list[Candidate], count: int, seed: int) -> list[Cand
         return []
     if arm == "random":
         return by_lot(found, count, seed=seed)
-    return selected(found, count, uncertain=0.5, influential=1.0 if arm == "uncertainty" else 0.5)
+    if arm == "uncertainty":
+        return selected(found, count, uncertain=count / len(found), influential=1.0)
+    return selected(found, count, uncertain=0.5, influential=0.5)
 
 
 def fitted(folder: Path, rows: list[dict[str, Any]], seed: int, *, weighed: bool) -> Ensemble:
