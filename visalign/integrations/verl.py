@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from visalign.core import NAMED, Counts, Objective, PolicyOutput, Prepared, Trajectories, row_tokens
+from visalign.core.objective.stages import ADVANTAGES
 
 from .hosts import asked_by, host
 from .judges import OnFailure, image_scores, text_scores
@@ -79,7 +80,8 @@ def no_advantage(row: Objective) -> str | None:
     for field in absent:
         if field in asked:
             return f"{asked[field]} needs {field}, which verl does not hand to an estimator"
-    unsaid = {"prl": "ref_log_prob", "perplexity": "old_log_prob"}.get(row.advantage)
+    unsaid = "ref_log_prob" if "ref_log_prob" in ADVANTAGES[row.advantage].needs else None
+    unsaid = "old_log_prob" if row.advantage == "perplexity" else unsaid
     return unsaid and f"advantage={row.advantage!r} needs {unsaid}, which verl does not hand on"
 
 

@@ -14,7 +14,10 @@ from torch.nn.functional import logsigmoid
 from tests.support.core import assert_values, f64, normal
 from visalign.core.advantages.group import group_advantages
 from visalign.core.advantages.replay import replay_advantages, replay_weight
-from visalign.core.advantages.rules import conditional_advantages, prl_advantages
+from visalign.core.advantages.rules import conditional_advantages, online_dpo_advantages, prl_advantages
+from visalign.core.objective.algorithms import named_objective
+from visalign.core.objective.data import PolicyOutput, Trajectories
+from visalign.core.preference.direct import direct_preference_loss
 
 NAN = float("nan")
 INF = float("inf")
@@ -136,6 +139,39 @@ class TestPrl:
     def test_precision(self) -> None:
         half = prl_advantages(torch.ones(1).half(), torch.full((1, 4), 1e4).half(), eta=1)
         assert half.dtype == torch.float32 and half[0, 0] == -39999
+
+
+class TestOnlineDpo:
+    @pytest.mark.parametrize(
+        ("row", "eps"), [("sigmoid", 0.0), ("sigmoid", 0.1), ("robust", 0.2), ("hinge", 0.0)]
+    )
+    def test_the_gradient_is_that_of_dpo_on_best_and_worst(self, row: str, eps: float) -> None:
+        """Three groups, the last without a preference; a missing reward, tokens that are not there."""
+        group, reward = [0] * 4 + [1] * 3 + [2] * 2, f64(3, NAN, -1, 2, 0, 5, 5, 1, 1)
+        weight = (torch.rand(9, 6, generator=torch.Generator().manual_seed(1)) < 0.7).double()
+        old, ref = -normal(9, 6, seed=2).abs(), -normal(9, 6, seed=3).abs()
+        options = {"beta": 0.5, "row": row, "eps": eps}
+        objective = named_objective("online_dpo", advantage_options=options)
+        trajectories = Trajectories(
+            weight=weight, old_log_prob=old, ref_log_prob=ref, group=group, reward=reward,
+            valid=torch.isfinite(reward),
+        )  # fmt: skip
+        policy = old.clone().requires_grad_()
+        objective.loss(objective.prepare(trajectories), PolicyOutput(log_prob=policy)).total.backward()
+        exact = old.clone().requires_grad_()
+        own, other = ((x * weight).sum(1) for x in (exact, ref))
+        best, worst = [0, 5], [2, 4]
+        loss = direct_preference_loss(own[best], own[worst], other[best], other[worst], **options)
+        (loss * f64(3, 3)).sum().div(8).backward()  # a mean over the samples that can be judged
+        torch.testing.assert_close(policy.grad, exact.grad, rtol=1e-9, atol=1e-12)
+        assert loss.unique().numel() == 2
+
+    def test_what_has_no_preference_teaches_nothing(self) -> None:
+        assert online_dpo_advantages(f64(1, 1, 2), f64(0, 0, 0), [0, 0, 1]).eq(0).all()
+        assert online_dpo_advantages(f64(NAN, 1), f64(0, 0), [0, 0]).eq(0).all()
+        assert_values(online_dpo_advantages(f64(0, 1), f64(0, 0), [0, 0], beta=0.2), -0.2, 0.2)
+        with pytest.raises(ValueError, match=r"row .*sigmoid"):
+            online_dpo_advantages(f64(0, 1), f64(0, 0), [0, 0], row="simpo")
 
 
 class TestReplay:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.core import LABELS, step
 from visalign.core.advantages.entropy import aem_advantages
 from visalign.core.advantages.group import group_advantages
-from visalign.core.advantages.rules import conditional_advantages, prl_advantages
+from visalign.core.advantages.rules import conditional_advantages, online_dpo_advantages, prl_advantages
 from visalign.core.objective.data import Trajectories
 from visalign.core.objective.invariance import check_invariance
 from visalign.core.objective.objective import Objective
@@ -34,12 +34,21 @@ def _expected(name: str, t: Trajectories) -> Tensor:
         return conditional_advantages(t.reward, METRIC, LABELS, mu=0.7)
     if name == "prl":
         return prl_advantages(_group(t), t.old_log_prob - t.ref_log_prob, t.weight, eta=2.0, block=2)
+    if name == "online_dpo":
+        away = ((t.old_log_prob - t.ref_log_prob) * (t.weight != 0)).sum(1)
+        return online_dpo_advantages(t.reward, away, LABELS, beta=2.0)
     mean = torch.stack([h[w != 0].mean() for h, w in zip(t.entropy, t.weight, strict=True)])
     return aem_advantages(_group(t), mean, LABELS, lam=2.0)
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("canon", {"mu": 0.7}), ("prl", {"eta": 2.0, "block": 2}), ("aem", {"lam": 2.0})]
+    ("name", "options"),
+    [
+        ("canon", {"mu": 0.7}),
+        ("prl", {"eta": 2.0, "block": 2}),
+        ("aem", {"lam": 2.0}),
+        ("online_dpo", {"beta": 2.0}),
+    ],
 )
 def test_advantages_by_key(name: str, options: dict) -> None:
     t, policy = step(11)

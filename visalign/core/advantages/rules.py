@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages of recent papers: CANON and PRL. AEM has a file of its own.
+"""Advantages of recent papers: CANON, PRL and online DPO. AEM has a file of its own.
 
 As in `advantages`: float64 statistics over all that is passed in, no gradient, a missing reward leaves every
 statistic and gets 0, all-equal rewards give exactly 0.
@@ -16,7 +16,8 @@ from torch import Tensor
 from visalign.core.checks import check_axes, check_choice, check_share
 from visalign.core.groups.group_statistics import group_centre, group_extremes, group_mean
 from visalign.core.groups.labels import Labels, group_index
-from visalign.core.precision import float32
+from visalign.core.precision import float32, float32_dtype
+from visalign.core.preference.direct import DIRECT, direct_preference_loss
 from visalign.core.rewards.steps import next_present
 
 from .returns import discounted_returns
@@ -123,6 +124,55 @@ def prl_advantages(
         remaining = remaining.gather(1, nearest)
     gain = float32(advantage).detach()[:, None]
     return torch.where(inside, gain - remaining / eta, 0.0)
+
+
+def online_dpo_advantages(
+    reward: Tensor,
+    log_ratio: Tensor,
+    group: Labels,
+    *,
+    beta: float = 0.1,
+    row: str = "sigmoid",
+    eps: float = 0.0,
+) -> Tensor:
+    """Online DPO: best and worst of a group are a pair; others get 0, a group without a preference too.
+
+    A = −n β ℓ'(m) for the best and its negative for the worst, m = β (log π/π_ref of the best − of the
+    worst), ℓ the row's loss, n the group's samples. The mean over samples of −A log π(y) has the gradient of
+    the mean over groups of ℓ at the weights that drew; where an iteration has several updates, m stays that
+    of its beginning.
+
+    Args:
+        reward: [B], any unit; what is not finite is missing. The first of several best or worst is taken.
+        log_ratio: [B] log π − log π_ref of whole completions, nats; no gradient.
+        group: [B] labels.
+        beta: β > 0.
+        row: of `core.preference.direct.DIRECT`, for pairs, from a reference and not per token: sigmoid,
+            robust, hinge.
+        eps: share of wrong preferences, in [0, 1/2), for rows that know it.
+
+    Returns:
+        [B], float32 or better.
+
+    Online AI feedback, arXiv 2402.04792, section 3; DPO, arXiv 2305.18290, eq. 7.
+    """
+    check_axes(reward=(reward, "B"), log_ratio=(log_ratio, "B"))
+    check_choice("row", row, [n for n, r in DIRECT.items() if r.loss and r.reference and not r.per_token])
+    value, away = reward.detach().double(), log_ratio.detach().double()
+    index, groups = group_index(group, len(value), value.device)
+    known = torch.isfinite(value) & torch.isfinite(away)
+    advantage = torch.zeros_like(value)
+    for number in range(groups):
+        places = (known & (index == number)).nonzero()[:, 0]
+        if len(places) < 2 or value[places].min() == value[places].max():
+            continue
+        chosen = torch.stack([places[value[places].argmax()], places[value[places].argmin()]])
+        with torch.enable_grad():
+            pair = away[chosen].requires_grad_()
+            none = torch.zeros(1, dtype=pair.dtype, device=pair.device)
+            loss = direct_preference_loss(pair[:1], pair[1:], none, none, row=row, beta=beta, eps=eps)
+            advantage[chosen] = -len(places) * torch.autograd.grad(loss.sum(), pair)[0]
+    return advantage.to(float32_dtype(reward))
 
 
 def _high_half(metric: Tensor, present: Tensor, index: Tensor, groups: int) -> Tensor:

@@ -128,6 +128,13 @@ NAMED: dict[str, Objective] = {
         advantage="prl",
         advantage_options={"eta": 100.0, "block": 1},
     ),
+    "online_dpo": Objective(
+        source="Online DPO, arXiv 2402.04792: best and worst of a group; exact with one update per iteration",
+        advantage="online_dpo",
+        advantage_options={"beta": 0.1, "row": "sigmoid"},
+        surrogate="reinforce",
+        aggregation="seq_mean_token_sum",
+    ),
     "aem": replace(_GROUP, source="AEM, arXiv 2605.00425 (λ = 1, range 0.1 nats)", advantage="aem"),
     "empg": replace(
         _GROUP,

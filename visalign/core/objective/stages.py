@@ -185,6 +185,12 @@ def _prl(
     return rules.prl_advantages(gain, away, t.weight, eta=eta, block=block), None
 
 
+def _online_dpo(t: Trajectories, kl_in_reward: float, **options: Any) -> Advantages:
+    assert t.ref_log_prob is not None
+    away = torch.where(t.weight != 0, t.old_log_prob - t.ref_log_prob, 0.0).sum(1)
+    return rules.online_dpo_advantages(sample_reward(t, kl_in_reward), away, t.group, **options), None
+
+
 def _aem(t: Trajectories, beta: float, *, scale: Scale = "group", **options: Any) -> Advantages:
     assert t.entropy is not None
     gain = group_advantages(sample_reward(t, beta), t.group, scale=scale, valid=t.valid)
@@ -276,6 +282,7 @@ ADVANTAGES = {
     "copo": Stage(copo_advantages, _copo),
     "steps": Stage(group_advantages, _steps, ("process_reward",)),
     "prl": Stage(rules.prl_advantages, _prl, ("ref_log_prob",)),
+    "online_dpo": Stage(rules.online_dpo_advantages, _online_dpo, ("ref_log_prob",)),
     "aem": Stage(aem_advantages, _aem, ("entropy",)),
     "empg": Stage(empg_advantages, _empg, ("entropy", "step")),
     "perplexity": Stage(perplexity_advantages, _perplexity),

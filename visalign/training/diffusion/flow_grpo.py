@@ -42,7 +42,7 @@ from visalign.training.loop.judging import Ahead, reward_weights
 from visalign.training.loop.processes import shared, unshared
 from visalign.training.loop.sharding import at_most, shard
 from visalign.training.loop.trainer import Collected, Context
-from visalign.training.policy.settings import MATRIX_ADVANTAGES
+from visalign.training.policy.settings import MATRIX_ADVANTAGES, away_from_reference
 from visalign.training.policy.update import (
     PolicyStep,
     backward,
@@ -144,7 +144,7 @@ class FlowGRPO(PictureAlgorithm):
 
     def _needs_reference(self) -> bool:
         objective = self.objective
-        return objective.kl > 0 or bool(objective.kl_in_reward) or objective.advantage == "prl"
+        return objective.kl > 0 or bool(objective.kl_in_reward) or away_from_reference(objective)
 
     def _ratio_bound(self) -> float:
         """The bound grows with what the log-ratio is a sum over; the guard's is a mean under either norm."""
@@ -244,7 +244,7 @@ class FlowGRPO(PictureAlgorithm):
     def _ask_again(self, experience: Experience, micro_batch: int) -> None:
         """Add what the policy or the reference says of the steps, where the objective asks for it."""
         more: dict[str, Tensor] = {}
-        if self.objective.kl_in_reward or self.objective.advantage == "prl":
+        if self.objective.kl_in_reward or away_from_reference(self.objective):
             with self.reference.applied():
                 more["ref_log_prob"] = self._log_probs(experience, micro_batch)
         if self.objective.importance_sampling is not None:

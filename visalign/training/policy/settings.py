@@ -12,6 +12,7 @@ import torch
 from visalign.core import Objective, PolicyOutput, Trajectories, named_objective
 from visalign.core.objective.data import Decisions
 from visalign.core.objective.decisions import check_decisions
+from visalign.core.objective.stages import ADVANTAGES
 from visalign.core.regression.ascents import ASCENTS, named_ascent
 from visalign.core.regression.rows import REGRESSIONS, named_regression
 from visalign.errors import UserError
@@ -153,8 +154,13 @@ class ObjectiveSettings:
 
 def needs_reference(objective: Objective) -> bool:
     """Whether a loss asks for the policy before training."""
-    asks = objective.surrogate == "flow_balance" or objective.advantage in ("prl", "par")
-    return bool(objective.kl or objective.kl_in_reward or asks)
+    asks = objective.surrogate == "flow_balance" or objective.advantage == "par"
+    return bool(objective.kl or objective.kl_in_reward or asks or away_from_reference(objective))
+
+
+def away_from_reference(objective: Objective) -> bool:
+    """Whether the advantages look at log π/π_ref."""
+    return "ref_log_prob" in ADVANTAGES[objective.advantage].needs
 
 
 def _rehearse(objective: Objective, decisions: Decisions, given: Sequence[str]) -> None:
