@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-
 from visalign.data.sets.image_references import resolve_image
 from visalign.errors import UserError
-from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences
+from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.rewards.pairs.as_pairwise import as_pairwise
+from visalign.rewards.pairs.asking import read_preferences
 
 from .store import VoteStore
 
@@ -83,14 +82,9 @@ def _asked(
     said = [compare(left, right, prompts, records)]
     if not isinstance(judge, PointwiseReward):
         said.append(compare(right, left, prompts, records))
-    odds = [p.prob.double().logit() if p.log_odds is None else p.log_odds.double() for p in said]
+    read = [read_preferences(answer) for answer in said]  # a certain answer is bounded: 1 and 1 are a tie
+    odds = [answer.log_odds for answer in read]
     prob = (odds[0] if len(odds) == 1 else (odds[0] - odds[1]) / 2).sigmoid()
-    each = [[None if ok else why or "no reason given" for ok, why in _outcomes(found)] for found in said]
-    reasons = [next(filter(None, both), None) for both in zip(*each, strict=True)]
     for number, task in enumerate(batch):
-        missing = None if torch.isfinite(prob[number]) else "the judge gave no finite number"
-        yield task, float(prob[number]), reasons[number] or missing
-
-
-def _outcomes(found: Preferences) -> Iterable[tuple[bool, str | None]]:
-    return zip(found.valid.tolist(), found.reason or [None] * len(found), strict=True)
+        reason = next((why for answer in read if (why := answer.reasons[number])), None)
+        yield task, float(prob[number]), reason

@@ -159,7 +159,8 @@ class _Voting:
         if side not in SIDES[: len(shown.task.images)]:
             raise Refused(404, f"There is no picture on the {side:.20}.")
         content, kind = await run_in_threadpool(picture, shown.image(side))
-        headers = {"Cache-Control": "private, max-age=3600", "X-Content-Type-Options": "nosniff"}
+        # another file of votes may be served here next, with the same numbers
+        headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
         return Response(content, media_type=kind, headers=headers)
 
     def _told(self, request: Request, name: str, shown: Shown | None) -> Response:
@@ -182,7 +183,8 @@ def read_answer(answer: Any, form: Form, is_pair: bool) -> dict[str, Any]:
 
     Returns:
         `choice` of a pair; `slider` 1 to the number of its words; `checklist`, question -> true or false;
-        `boxes` [side, left, top, right, bottom] in shares of the picture; `text`.
+        `boxes` [side, left, top, right, bottom] in shares of the picture; `text`. Or `unseen` alone, where a
+        picture could not be shown.
 
     Raises:
         Refused: it is not of that form, or says nothing.
@@ -192,6 +194,8 @@ def read_answer(answer: Any, form: Form, is_pair: bool) -> dict[str, Any]:
     allowed = {"choice": is_pair, "slider": bool(form.slider), "checklist": bool(form.checklist)}
     allowed |= {"boxes": form.boxes, "text": form.text}
     given = {name: value for name, value in answer.items() if value not in (None, "", [], {})}
+    if given == {"unseen": True}:
+        return {"unseen": True}
     if unasked := [name for name in given if not allowed.get(name)]:
         asked = ", ".join(name for name, is_asked in allowed.items() if is_asked)
         raise Refused(422, f"{', '.join(unasked):.200} was not asked; asked were {asked}.")

@@ -37,6 +37,8 @@ LAPSES = 1800.0
 GAP = 5
 """A repeated pair comes after at least so many others."""
 MOST_NAME = 60
+UNSEEN = '{"unseen": true}'
+"""An answer as it is kept: a picture could not be shown."""
 
 _TABLES = """
 CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -340,12 +342,13 @@ class VoteStore:
         return len(mine), len(mine) + max(0, self._asked - len(closed) + gold)
 
     def votes(self) -> list[Vote]:
-        """All votes that count, by voter in the order in which they were shown."""
+        """All votes that count, by voter in the order in which they were shown; who could not see a picture
+        has not voted."""
         with self._lock:
             rows = self._db.execute(
                 "SELECT a.task, n.name, n.secret IS NULL, a.again, a.swapped, a.place, v.answer, v.seconds, "
                 "v.at FROM last_votes v JOIN assignments a ON a.id = v.assignment "
-                "JOIN annotators n ON n.id = a.annotator ORDER BY n.id, a.place"
+                f"JOIN annotators n ON n.id = a.annotator WHERE v.answer <> '{UNSEEN}' ORDER BY n.id, a.place"
             ).fetchall()
         return [
             Vote(
@@ -361,6 +364,12 @@ class VoteStore:
             )
             for task, name, judge, again, swapped, place, answer, seconds, at in rows
         ]
+
+    def unseen(self) -> int:
+        """How often a picture could not be shown."""
+        with self._lock:
+            found = self._db.execute(f"SELECT COUNT(*) FROM last_votes WHERE answer = '{UNSEEN}'").fetchone()
+        return found[0]
 
     def judged(self, name: str, answers: Mapping[int, Mapping[str, Any]]) -> int:
         """Enter a judge's answers to tasks, sides as in the task; those that it answered before stay.
@@ -381,7 +390,7 @@ class VoteStore:
                 )
                 db.execute(
                     "INSERT INTO votes VALUES (?, 1, ?, ?, NULL, ?)",
-                    (row.lastrowid, f"{name} {task}", json.dumps(answers[task]), time.time()),
+                    (row.lastrowid, secrets.token_hex(16), json.dumps(answers[task]), time.time()),
                 )
         return len(new)
 
@@ -394,14 +403,15 @@ class VoteStore:
         known = {task for task, _, _ in seen}
         order = self._order(name)
         gold = [task for task in self._gold if task not in known]
-        if plan.repeat_every and (place + 1) % plan.repeat_every == 0:
-            twice = {task for task, again, _ in seen if again}
-            earlier = [s for s in seen[: max(0, place - GAP)] if s[0] not in twice and self._is_asked(s[0])]
-            if earlier:
-                task, _, swapped = earlier[_drawn(plan.seed, name, place) % len(earlier)]
-                return task, True, not swapped, place
         if not (gold and plan.gold_every and (place + 1) % plan.gold_every == 0):
             gold = []
+        if plan.repeat_every and (place + 1) % plan.repeat_every == 0 and not gold:
+            twice = {task for task, again, _ in seen if again}
+            away = twice | self._unseen(db, who)
+            earlier = [s for s in seen[: max(0, place - GAP)] if s[0] not in away and self._is_asked(s[0])]
+            if earlier:
+                task, _, swapped = earlier[_drawn(plan.seed, name, place) % len(earlier)]
+                return task, True, len(self.tasks[task].images) == 2 and not swapped, place
         full = self._full(db) if plan.votes and not gold else set()
         fresh = (task for task in order if task not in known and task not in full and self._is_asked(task))
         task = gold[_drawn(plan.seed, name, place) % len(gold)] if gold else next(fresh, None)
@@ -409,6 +419,15 @@ class VoteStore:
             return None
         is_pair = len(self.tasks[task].images) == 2
         return task, False, is_pair and bool(_drawn(plan.seed, name, task, "side") % 2), place
+
+    def _unseen(self, db: sqlite3.Connection, who: int) -> set[int]:
+        """Tasks whose pictures somebody could not see."""
+        rows = db.execute(
+            "SELECT a.task FROM assignments a JOIN last_votes v ON v.assignment = a.id "
+            f"WHERE a.annotator = ? AND v.answer = '{UNSEEN}'",
+            (who,),
+        )
+        return {task for (task,) in rows}
 
     def _is_asked(self, task: int) -> bool:
         return self.tasks[task].gold is None
@@ -418,7 +437,8 @@ class VoteStore:
         rows = db.execute(
             "SELECT a.task FROM assignments a JOIN annotators n ON n.id = a.annotator WHERE NOT a.again "
             "AND n.secret IS NOT NULL AND "
-            "(a.given > ? OR EXISTS (SELECT 1 FROM votes WHERE assignment = a.id)) "
+            "(a.given > ? OR EXISTS (SELECT 1 FROM votes WHERE assignment = a.id)) AND NOT EXISTS "
+            f"(SELECT 1 FROM last_votes WHERE assignment = a.id AND answer = '{UNSEEN}') "
             "GROUP BY a.task HAVING COUNT(*) >= ?",
             (time.time() - LAPSES, self.plan.votes),
         )

@@ -115,11 +115,7 @@ def read_tasks(
         pairs = [Task(prompt=row.prompt, images=(_whole(row.image),), more=_record(row)) for row in rows]
     else:
         pairs += _paired(rows, per_prompt, seed)
-    itself = [task.images[0] for task in pairs if len(set(task.images)) < len(task.images)]
-    if itself:
-        raise UserError(f"{len(itself)} pairs show a picture beside itself: {listed(itself)}.")
-    if missing := missing_files([image for task in pairs for image in task.images]):
-        raise UserError(f"{len(missing)} pictures do not exist: {listed(missing)}.")
+    _check_pictures(pairs)
     tasks = list({task.key: task for task in reversed(pairs)}.values())[::-1]
     if not tasks:
         raise UserError(
@@ -133,7 +129,8 @@ def gold_tasks(source: str) -> list[Task]:
     """Pairs whose answer is known, from a preference set.
 
     Raises:
-        UserError: no preference set, or a label that is no side.
+        UserError: no preference set, a label that is no side, two labels of one pair, missing files, or a
+            picture beside itself.
     """
     found = load_source(source)
     if not isinstance(found, PreferenceSet):
@@ -145,7 +142,23 @@ def gold_tasks(source: str) -> list[Task]:
             f"Rows {listed(unclear)} of '{source}' are split votes; the answer to a gold pair is left, right "
             "or tie."
         )
-    return [replace(_of_pair(pair), gold=sides[pair.label]) for pair in found.pairs]
+    tasks: dict[str, Task] = {}
+    for pair in found.pairs:
+        task = replace(_of_pair(pair), gold=sides[pair.label])
+        if tasks.setdefault(task.key, task).gold != task.gold:
+            raise UserError(
+                f"'{source}' has two answers to the pair {listed(task.images)}; a gold pair has one."
+            )
+    _check_pictures(list(tasks.values()))
+    return list(tasks.values())
+
+
+def _check_pictures(tasks: Sequence[Task]) -> None:
+    itself = [task.images[0] for task in tasks if len(set(task.images)) < len(task.images)]
+    if itself:
+        raise UserError(f"{len(itself)} pairs show a picture beside itself: {listed(itself)}.")
+    if missing := missing_files([image for task in tasks for image in task.images]):
+        raise UserError(f"{len(missing)} pictures do not exist: {listed(missing)}.")
 
 
 def _read(source: str, prompt: str | None) -> list[Task] | list[ImageRow]:

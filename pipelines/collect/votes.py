@@ -95,6 +95,8 @@ def report(store: VoteStore, votes: Sequence[Vote], settings: IntervalSettings) 
             }
         )
     people = sum(not entry["is_judge"] for entry in entries)
+    if unseen := store.unseen():
+        measured["notes"] = [*measured["notes"], f"{unseen} times a picture could not be shown: no votes."]
     return {
         "format": FORMAT,
         "pairs": is_pair,
@@ -336,14 +338,17 @@ def _fit(first: Sequence[Vote], order: Sequence[int]) -> annotators.AnnotatorFit
 
 
 def _repeats(own: Sequence[Vote]) -> Interval:
-    """How often somebody said the same of a task that came twice; of a slider within half a grade."""
+    """How often somebody said the same of a task that came twice: choice, checklist, and a slider within half
+    a grade; boxes and words are not compared."""
     first = {vote.task: vote.answer for vote in own if not vote.again}
     again = [(first[vote.task], vote.answer) for vote in own if vote.again and vote.task in first]
-    same = sum(
-        one.get("choice") == two.get("choice") and abs(one.get("slider", 0) - two.get("slider", 0)) <= 0.5
-        for one, two in again
-    )
-    return wilson_interval(same, len(again))
+    same = [_said_again(one, two) for one, two in again if {*one, *two} & {"choice", "slider", "checklist"}]
+    return wilson_interval(sum(same), len(same))
+
+
+def _said_again(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
+    near = ("slider" in one) == ("slider" in two) and abs(one.get("slider", 0) - two.get("slider", 0)) <= 0.5
+    return near and all(one.get(name) == two.get(name) for name in ("choice", "checklist"))
 
 
 def _gold(store: VoteStore, own: Sequence[Vote]) -> Interval:

@@ -151,7 +151,7 @@ def split_records(records: Records, share: float, seed: int) -> tuple[Records, R
     prompts or more at least one."""
     keys = [prompt_keys([record]).pop() for record in records]
     different = list(dict.fromkeys(keys))
-    count = max(1, round(share * len(different))) if share and len(different) > 1 else 0
+    count = min(max(1, round(share * len(different))), len(different) - 1) if share else 0
     order = np.random.default_rng(sample_seed(seed, "pairs", 0)).permutation(len(different))
     away = {different[place] for place in order[:count]}
     sides = [[r for r, key in zip(records, keys, strict=True) if (key in away) == s] for s in (False, True)]

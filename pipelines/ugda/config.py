@@ -30,7 +30,8 @@ class LabelConfig:
     more: Count = 75
     """Pairs of each later round at most, where both shares leave so many."""
     select: Literal["ugda", "uncertainty", "random"] = "ugda"
-    """ugda: half of the pairs by the ensemble's variance, of these half by influence; random: by lot."""
+    """ugda: half of the pairs by the ensemble's variance, of these half by influence; uncertainty: by the
+    variance alone; random: by lot."""
     uncertain: Share = 0.5
     """Share of the pairs that is kept by the ensemble's variance of their difference."""
     influential: Share = 0.5
@@ -41,6 +42,8 @@ class LabelConfig:
     """Of that judge."""
     votes: Count = 1
     """Wanted of each pair where people label."""
+    max_failure_rate: Share = 0.1
+    """Share of a round's pairs that a labeller may fail on before the run stops."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -65,6 +68,13 @@ class EnsembleConfig(PartConfig):
     """The name under which a member is loaded."""
     off_policy: OffPolicyConfig | None = None
     """OCRM's weights of earlier rounds' pairs for the policy of this one; null: all labels count alike."""
+
+
+TAKEN = {
+    "ensemble": ("data.train", "data.heldout", "data.off_policy", "seed"),
+    "policy": ("rewards", "seed"),
+}
+"""Keys that a round sets itself."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -92,9 +102,10 @@ class UGDAConfig:
 
     def __post_init__(self) -> None:
         for name, part in (("ensemble", self.ensemble), ("policy", self.policy)):
-            taken = {"ensemble": ("data.train", "data.heldout", "data.off_policy"), "policy": ("rewards",)}[
-                name
+            wrong = [
+                change
+                for change in part.changes
+                if any(change.startswith(key) or key.startswith(f"{change}.") for key in TAKEN[name])
             ]
-            wrong = [change for change in part.changes if change.startswith(taken)]
             if wrong:
                 raise UserError(f"{name}.changes sets {', '.join(wrong)}, which each round sets itself.")

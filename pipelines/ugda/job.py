@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -41,7 +40,7 @@ from visalign.rewards.combine.ensemble import Ensemble
 from visalign.seeds import sample_seed
 
 from .config import PartConfig, UGDAConfig
-from .selection import Candidate, by_lot, candidates, log_ratios, selected
+from .selection import Candidate, by_lot, candidates, log_ratios, most_uncertain, selected
 
 __all__ = ["UGDAConfig", "plan", "run"]
 
@@ -104,7 +103,6 @@ def _round(
     if (folder / ROUND).is_file():
         return json.loads((folder / ROUND).read_text(encoding="utf-8"))
     folder.mkdir(exist_ok=True)
-    began = time.monotonic()
     lora = before / "policy" / "lora" if number else None
     _sample(config, number, prompts, folder, lora)
     if not (folder / QUEUE).is_file():
@@ -122,7 +120,7 @@ def _round(
     write_rows(folder / PAIRS, [row for part in rows for row in part] + labels)
     members = [_fitted(config, folder, member) for member in range(config.ensemble.members)]
     policy = _trained(config, folder, members)
-    record = _record(folder, number, labels, policy) | {"seconds": time.monotonic() - began}
+    record = _record(folder, number, labels, policy)
     write_atomic(folder / ROUND, summary_json(record))
     _report(output, number)
     return json.loads((folder / ROUND).read_text(encoding="utf-8"))
@@ -167,8 +165,9 @@ def _chosen(config: UGDAConfig, number: int, found: Sequence[Candidate]) -> list
     count = labels.first if number == 0 else labels.more
     if number == 0 or labels.select == "random":
         return by_lot(found, count, seed=sample_seed(config.seed, "lot", number))
-    influential = labels.influential if labels.select == "ugda" else 1.0
-    return selected(found, count, uncertain=labels.uncertain, influential=influential)
+    if labels.select == "uncertainty":
+        return most_uncertain(found, count)
+    return selected(found, count, uncertain=labels.uncertain, influential=labels.influential)
 
 
 def _labelled(config: UGDAConfig, folder: Path, queue: Sequence[Task]) -> list[dict[str, Any]]:
@@ -182,13 +181,15 @@ def _labelled(config: UGDAConfig, folder: Path, queue: Sequence[Task]) -> list[d
     store = VoteStore(path)
     try:
         if labels.by == "truth":
-            store.judged("truth", _truth(store))
+            reasons = _truth(store)
+            _check_labelled(config, reasons, len(store.tasks))
         elif labels.by == "people":
             _require_votes(store, labels.votes)
         else:
             from visalign.pipelines.collect.judge_votes import judge_votes
 
-            judge_votes(store, load_judge(labels.by, **labels.options), labels.by)
+            _, reasons = judge_votes(store, load_judge(labels.by, **labels.options), labels.by)
+            _check_labelled(config, reasons, len(store.tasks))
         rows = exported(store, votes_of(store))
     finally:
         store.close()
@@ -213,15 +214,32 @@ def _weigh(
             row |= {"log_ratio_left": found[place], "log_ratio_right": found[place + len(rows)]}
 
 
-def _truth(store: VoteStore) -> dict[int, dict[str, Any]]:
-    """What the verifier says: the picture nearer to its prompt, by the share of what it shows rightly."""
+def _truth(store: VoteStore) -> list[str]:
+    """Vote as the verifier does, for the picture nearer to its prompt, by the share of what it shows rightly;
+    why pairs have no vote."""
     verifier = load_reward("shapes_verifier", mode="mixed")
-    answers = {}
+    answers, reasons = {}, []
     for number, task in store.tasks.items():
-        records = [parse_prompt(task.prompt)] * 2
-        left, right = verifier.score(list(task.images), [task.prompt] * 2, records).value.tolist()
+        scores = verifier.score(list(task.images), [task.prompt] * 2, [parse_prompt(task.prompt)] * 2)
+        if not bool(scores.valid.all()):
+            why = next((reason for reason in scores.reason or [] if reason), "no reason given")
+            reasons.append(f"{task.images[0]}: {why}")
+            continue
+        left, right = scores.value.tolist()
         answers[number] = {"choice": "tie" if left == right else "left" if left > right else "right"}
-    return answers
+    store.judged("truth", answers)
+    return reasons
+
+
+def _check_labelled(config: UGDAConfig, reasons: Sequence[str], queue: int) -> None:
+    """Stop where a labeller failed too often; the votes that there are stay, the others are asked again."""
+    limit = config.labels.max_failure_rate
+    if len(reasons) > limit * queue:
+        raise UserError(
+            f"{config.labels.by!r} could not label {len(reasons)} of {queue} pairs; at most {limit:.0%} may "
+            f"stay without (labels.max_failure_rate). The first: {reasons[0]}. Mend it, then go on with "
+            "--resume."
+        )
 
 
 def _require_votes(store: VoteStore, wanted: int) -> None:
@@ -311,11 +329,14 @@ def _record(
         for name, part in (("all", rows), ("queued", queued))
         if part and part[0].get(what) is not None
     }
+    parts = [*(folder / "members").glob(f"*/{SUMMARY}"), folder / "policy" / SUMMARY]
     return {
         "round": number,
+        "seconds": sum(json.loads(part.read_text(encoding="utf-8"))["seconds"] for part in parts),
         "candidates": len(rows),
         "labelled": len(labels),
         "pairs": len(_lines(folder / PAIRS)),
+        "unlabelled": len(queued) - len(labels),
         "ties": sum(row["label"] == 0.5 for row in labels),
         "ensemble_wrong": sum(wrong) / len(wrong) if wrong else None,
         **means,

@@ -190,6 +190,11 @@ def selected(
     return moving[:count]
 
 
+def most_uncertain(found: Sequence[Candidate], count: int) -> list[Candidate]:
+    """Those on whose margin the ensemble differs most."""
+    return sorted(found, key=lambda c: -(c.deviation or 0.0))[:count]
+
+
 def by_lot(found: Sequence[Candidate], count: int, *, seed: int) -> list[Candidate]:
     """So many, each as likely."""
     draw = torch.Generator().manual_seed(seed % 2**63)

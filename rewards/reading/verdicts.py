@@ -27,7 +27,7 @@ _OVERALL = re.compile(
     r"\b(?:overall|all\s+in\s+all|in\s+total|in\s+conclusion|therefore|finally)\b", re.IGNORECASE
 )
 _DOUBT = re.compile(
-    r"\b(?:not|never|no|neither|nor|hardly|scarcely|cannot|disagree|deny|doubt|whether|if|unless"
+    r"\b(?:not|never|no(?!\s+doubt\b)|neither|nor|hardly|scarcely|cannot|disagree|deny|(?<!no\s)(?<!without\s)doubt|whether|if|unless"
     r"|unclear|unsure|wrong|false"
     r"|thought|initially|at\s+first)\b|n['’]t\b",
     re.IGNORECASE,

@@ -8,6 +8,7 @@ picture alone is no error, and pictures are compared over all answers that are j
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from visalign.core.preference.fidelity import FLOOR, answer_statistics, fidelity_rewards
 from visalign.interfaces import Metadata, Prompt, Scores
-from visalign.rewards.reading.numbers import AnswerError
+from visalign.rewards.reading.numbers import AnswerError, statement
 from visalign.rewards.reading.ratings import quality_score
 from visalign.rewards.reading.verdicts import OPTIONS, verdict
 
@@ -78,14 +79,12 @@ class RatingReward:
         request = read_text_request(self.name, completions, prompts, metadata)
         read = [self._read(completion) for completion in request.completions]
         images, labels, sets = (request.column(field) for field in ("image", "mos", "set"))
-        lacking = [
-            None
-            if isinstance(image, str) and isinstance(mos, int | float)
-            else "its record has no image and mos"
-            for image, mos in zip(images, labels, strict=True)
-        ]
-        pictures = list(dict.fromkeys(images))
-        rows = [[n for n, image in enumerate(images) if image == picture] for picture in pictures]
+        lacking = [self._lacking(image, mos) for image, mos in zip(images, labels, strict=True)]
+        places_of: dict[tuple[str, str, str], list[int]] = {}
+        for n, shown in enumerate(zip(images, labels, sets, strict=True)):
+            image, mos, within = map(str, shown)
+            places_of.setdefault((image, mos, within), []).append(n)
+        rows = list(places_of.values())
         answers = torch.full((len(rows), max(map(len, rows), default=1)), torch.nan, dtype=torch.float64)
         for row, places in enumerate(rows):
             known = [read[n][0] if lacking[n] is None else math.nan for n in places]
@@ -98,6 +97,13 @@ class RatingReward:
             for column, n in enumerate(places):
                 verdicts[n] = self._verdict(float(value[row, column]), *read[n], lacking[n])
         return text_scores(verdicts, self.unit, parts={"rating": [rating for rating, _ in read]})
+
+    def _lacking(self, image: Any, mos: Any) -> str | None:
+        if not isinstance(image, str) or not math.isfinite(_number(mos)):
+            return "its record has no image and finite mos"
+        if self.rule == "regression" and not LOW <= mos <= HIGH:
+            return f"its mos is {mos:g}, and regression compares ratings of {LOW:g} to {HIGH:g} with it"
+        return None
 
     def _read(self, completion: str) -> tuple[float, str]:
         """(rating, or NaN, why there is none)."""
@@ -170,7 +176,7 @@ class VerdictReward(TextRule):
 
     def _word(self, completion: str) -> int:
         assert self.words is not None
-        first = (completion.split() or [""])[0].strip(".,!\"'").casefold()
+        first = next(iter(re.findall(r"\w+", statement(completion).text)), "").casefold()
         for side, word in enumerate(self.words, 1):
             if first == word.casefold():
                 return side

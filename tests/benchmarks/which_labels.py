@@ -36,6 +36,7 @@ from visalign.pipelines.ugda.selection import (
     candidates,
     log_ratios,
     member_scores,
+    most_uncertain,
     selected,
 )
 from visalign.rewards.catalogue import load_reward
@@ -96,7 +97,7 @@ def chosen(arm: str, found: list[Candidate], count: int, seed: int) -> list[Cand
     if arm == "random":
         return by_lot(found, count, seed=seed)
     if arm == "uncertainty":
-        return selected(found, count, uncertain=count / len(found), influential=1.0)
+        return most_uncertain(found, count)
     return selected(found, count, uncertain=0.5, influential=0.5)
 
 

@@ -38,6 +38,7 @@ def _expected(name: str, t: Trajectories) -> Tensor:
         away = ((t.old_log_prob - t.ref_log_prob) * (t.weight != 0)).sum(1)
         return online_dpo_advantages(t.reward, away, LABELS, beta=2.0)
     mean = torch.stack([h[w != 0].mean() for h, w in zip(t.entropy, t.weight, strict=True)])
+    mean[~t.present()] = torch.nan
     return aem_advantages(_group(t), mean, LABELS, lam=2.0)
 
 
@@ -63,6 +64,21 @@ def test_advantages_by_key(name: str, options: dict) -> None:
     assert check_invariance(objective, t, policy).passed
     with pytest.raises(ValueError, match=f"advantage='{name}' needs Trajectories"):
         objective.prepare(replace(t, metric=None, entropy=None, ref_log_prob=None))
+
+
+def test_a_sample_that_is_not_valid_has_no_say_in_the_others_of_its_group() -> None:
+    """Its entropy moves neither minimum, maximum nor mean (AEM)."""
+    t, _ = step(13)
+    valid = torch.ones(len(t.weight), dtype=torch.bool)
+    valid[2] = False
+    found = []
+    for factor in (1.0, 20.0):
+        assert t.entropy is not None
+        entropy = t.entropy.clone()
+        entropy[2] *= factor
+        objective = Objective(advantage="aem", surrogate_options=CLIP)
+        found.append(objective.prepare(replace(t, entropy=entropy, valid=valid)).advantage[[3, 5]])
+    assert torch.equal(*found) and found[0].abs().sum() > 0
 
 
 def test_clip_b_leaves_tokens_out_and_steer_weighs_them() -> None:

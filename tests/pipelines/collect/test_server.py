@@ -243,7 +243,9 @@ def test_pairs_by_keyboard_alone(tmp_path, width, height):
             type_name(browser, "Ada")
             assert browser.value("document.documentElement.scrollWidth") <= width
             assert browser.value("document.querySelector('#prompt').textContent").startswith("picture <i>")
-            browser.until("[...document.images].every((image) => image.complete && image.style.width)")
+            browser.until("ready && [...document.images].every((image) => image.style.width)")
+            link = browser.value("document.querySelector('#link').href")
+            assert link.startswith(f"{url}/?me=") and store.who(link.partition("=")[2]) == "Ada"
             browser.press("Enter", 13)
             browser.until("document.querySelector('#said').textContent.startsWith('Choose a picture')")
             browser.press("ArrowLeft", 37)
@@ -259,11 +261,12 @@ def test_pairs_by_keyboard_alone(tmp_path, width, height):
             assert vote.answer["choice"] == sides["left"]
             (box,) = vote.answer["boxes"]
             assert box[0] == sides["right"] and box[1:] == pytest.approx([0.42, 0.4, 0.62, 0.6])
+            browser.until("ready")
             browser.press("ArrowDown", 40)
             browser.press("Enter", 13)
             browser.until("document.querySelector('#progress').value", 2)
             browser.press("Backspace", 8)
-            browser.until("document.querySelector('[aria-pressed=true]')?.dataset.choice", "tie")
+            browser.until("ready && document.querySelector('[aria-pressed=true]')?.dataset.choice", "tie")
             browser.press("ArrowRight", 39)
             browser.press("Enter", 13)
             browser.until("document.querySelector('[aria-pressed=true]') === null")
@@ -287,7 +290,7 @@ def test_one_picture_with_a_slider_and_a_box_drawn_by_pointer(tmp_path):
             assert browser.value("start(), show(now), document.activeElement.tagName") == "BODY"
             browser.press("4", 52)
             assert browser.value("document.querySelector('#word').textContent") == "good"
-            browser.until("[...document.images].every((image) => image.complete && image.style.width)")
+            browser.until("ready && [...document.images].every((image) => image.style.width)")
             area = [browser.value(f"document.images[0].getBoundingClientRect().{s}") for s in SIDES]
             for kind, share in (("mousePressed", 0.25), ("mouseMoved", 0.5), ("mouseReleased", 0.5)):
                 x, y = area[0] + share * area[2], area[1] + share * area[3]
@@ -298,9 +301,70 @@ def test_one_picture_with_a_slider_and_a_box_drawn_by_pointer(tmp_path):
             (vote,) = store.votes()
             assert vote.answer["slider"] == 4 and vote.answer["text"] == "a blur"
             assert vote.answer["boxes"][0][1:] == pytest.approx([0.25, 0.25, 0.5, 0.5], abs=0.02)
+            browser.until("ready")
             browser.press("2", 50)
             browser.press("Enter", 13)
             browser.until("document.querySelector('#end').hidden", False)
     finally:
         browser.close()
         store.close()
+
+
+@pytest.mark.slow
+@in_browser
+def test_nobody_votes_on_what_is_not_shown(tmp_path):
+    """Keys wait for the pictures; a picture that cannot be read is passed over, and is no vote."""
+    store = made(tmp_path, Form(), count=3)
+    browser = Browser(str(BROWSER))
+    slow = "HTMLImageElement.prototype.decode = () => new Promise((...e) => (window.ends ||= []).push(e))"
+    try:
+        with serving(vote_server(store)) as url:
+            open_page(browser, url, 1280, 900)
+            type_name(browser, "Ada")
+            browser.until("ready")
+            browser.value(f"{slow}, show(now), 0")
+            browser.press("ArrowLeft", 37)
+            browser.until(
+                "document.querySelector('#said').textContent", "The pictures are still on their way."
+            )
+            assert browser.value("document.querySelector('#task').getAttribute('aria-busy')") == "true"
+            assert not store.votes()
+            browser.value("ends.splice(0).forEach(([seen]) => seen()), 0")
+            browser.until("ready")
+            browser.press("ArrowLeft", 37)
+            browser.until("document.querySelector('#progress').value", 1)
+            browser.value("ends.splice(0).forEach(([, broken]) => broken()), 0")
+            browser.until("document.querySelector('#unseen').hidden", False)
+            browser.value("document.querySelector('#unseen').click()")
+            browser.until("document.querySelector('#progress').value", 2)
+            assert len(store.votes()) == 1 and store.unseen() == 1
+            browser.value("document.querySelector('#leave').click()")
+            browser.until("document.querySelector('#join').hidden", False)
+            assert browser.value("document.querySelector('#who').textContent") == ""
+            assert not browser.seen("Runtime.exceptionThrown")
+    finally:
+        browser.close()
+        store.close()
+
+
+def test_single_pictures_come_twice_and_are_never_kept_by_the_browser(tmp_path):
+    """A second file of votes at the same address has the same numbers for other pictures."""
+    tasks = [Task(prompt="", images=(str(tmp_path / f"l{n}.png"),)) for n in range(9)]
+    made(tmp_path, count=9, single=True).close()
+    store = VoteStore.make(tmp_path / "w.sqlite", tasks, Form(boxes=True), Plan(repeat_every=3, votes=0))
+    with serving(vote_server(store)) as url:
+        ada, repeats = joined(url, "Ada"), 0
+        for number in range(11):
+            shown = ada.post("/next", json={}).json()
+            if shown.get("done"):
+                break
+            found = ada.get(shown["images"]["left"])
+            assert found.status_code == 200 and found.headers["cache-control"] == "no-store"
+            answer = {"unseen": True} if number == 0 else {"boxes": [["left", 0, 0, 0.5, 0.5]]}
+            sent = {"client": f"c{number}", "assignment": shown["assignment"], "answer": answer, "seconds": 1}
+            assert ada.post("/vote", json=sent).status_code == 200
+        votes = store.votes()
+        repeats = sum(vote.again for vote in votes)
+    assert repeats >= 1 and store.unseen() == 1 and len(votes) == 8 + repeats
+    assert {vote.answer["boxes"][0][0] for vote in votes} == {"left"}
+    store.close()

@@ -201,3 +201,28 @@ def test_an_answer_seen_in_a_mirror():
     other = {"choice": "right", "boxes": [["right", 0, 0, 1, 1]], "prob": 0.25, "text": "hand"}
     assert mirrored(answer) == other and mirrored(other) == answer
     assert mirrored({"choice": "tie"}) == {"choice": "tie"}
+
+
+def test_gold_comes_in_its_turn_where_a_repeat_is_due_too(tmp_path):
+    store = made(tmp_path / "v.sqlite", count=40, gold=4, votes=0, gold_every=10, repeat_every=5)
+    store.join("a")
+    seen = answer_all(store, "a")
+    assert [place for place, shown in enumerate(seen) if shown.task.gold] == [9, 19, 29, 39]
+    assert sum(vote.again for vote in store.votes()) >= 2
+
+
+def test_a_picture_that_was_not_seen_is_no_vote_and_leaves_the_pair_to_others(tmp_path):
+    store = made(tmp_path / "v.sqlite", count=8, votes=1, repeat_every=2)
+    for name in "ab":
+        store.join(name)
+    shown = given(store, "a")
+    for revision in range(2):
+        store.vote("a", shown.assignment, {"unseen": True}, client=f"u{revision}", seconds=1.0)
+    seen = answer_all(store, "a")
+    assert store.unseen() == 1 and shown.task not in [one.task for one in seen]
+    assert {vote.task for vote in store.votes()}.isdisjoint(
+        {t for t in store.tasks if store.tasks[t] == shown.task}
+    )
+    assert [one.task for one in answer_all(store, "b")] == [shown.task]
+    store.vote("a", shown.assignment, {"choice": "tie"}, client="late", seconds=1.0)
+    assert store.unseen() == 0

@@ -98,3 +98,15 @@ def test_single_of_pairs_split_gold_and_forms_are_refused(pictures, tmp_path):
         Form(checklist=tuple(map(str, range(41))))
     form = Form(slider=("bad", "good"), checklist=("red?",), boxes=True)
     assert Form.from_json(form.to_json()) == form
+
+
+def test_gold_pairs_are_held_to_what_others_are(pictures, tmp_path):
+    row = {"prompt": "x", "image_left": "a.png", "image_right": "b.png", "label": 1}
+    assert len(gold_tasks(table(tmp_path, row, row))) == 1
+    for rows, why in (
+        ([row, {**row, "label": 0}], r"has two answers to the pair .*a\.png"),
+        ([{**row, "image_right": "z.png"}], "1 pictures do not exist: .*z.png"),
+        ([{**row, "image_right": "a.png"}], "1 pairs show a picture beside itself"),
+    ):
+        with pytest.raises(UserError, match=why):
+            gold_tasks(table(tmp_path, *rows))

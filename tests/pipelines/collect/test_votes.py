@@ -215,3 +215,41 @@ def test_the_command(tmp_path):
     ):
         found = run.invoke(app, ["collect", *arguments])
         assert found.exit_code == 2 and why in found.output.replace("\n", " "), found.output
+
+
+def test_a_judge_that_always_says_the_first_sees_ties(tmp_path):
+    """Certain answers are averaged as well: ±1 is bounded, and a place is no opinion."""
+
+    class First(BrightnessPairs):
+        def compare(self, left, right, prompts, metadata=None):
+            return Preferences(
+                prob=torch.ones(len(prompts)), valid=torch.ones(len(prompts), dtype=torch.bool)
+            )
+
+    store = made(tmp_path)
+    assert judge_votes(store, First(), "first") == (8, [])
+    assert {(vote.answer["choice"], vote.answer["prob"]) for vote in store.votes()} == {("tie", 0.5)}
+    store.join("voter")
+    shown = store.next("voter")
+    assert shown is not None
+    store.vote("voter", shown.assignment, {"choice": "left"}, client="first 1", seconds=None)
+
+
+def test_repeats_of_a_checklist_are_compared_and_of_words_are_not(tmp_path):
+    said = iter(range(100))
+    for name, form, answer in (
+        (
+            "checklist",
+            {"checklist": ("Is it red?",)},
+            lambda: {"checklist": {"Is it red?": next(said) % 2 == 0}},
+        ),
+        ("text", {"text": True}, lambda: {"text": str(next(said))}),
+    ):
+        (tmp_path / name).mkdir()
+        store = made(tmp_path / name, single=True, **form)
+        vote_all(store, "a", lambda task, answer=answer: answer())
+        (found,) = report(store, votes_of(store), SETTINGS)["annotators"]
+        if name == "text":
+            assert found["repeats"]["estimate"] is None or math.isnan(found["repeats"]["estimate"])
+        else:
+            assert found["repeats"]["estimate"] < 1

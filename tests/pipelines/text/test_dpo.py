@@ -69,6 +69,7 @@ def test_records_of_a_prompt_stay_on_one_side():
     asked = {r["prompt"] for r in measured}
     assert len(measured) == 6 and len(asked) == 2 and not asked & {r["prompt"] for r in learnt}
     assert split_records(records, 0.0, seed=1) == (records, [])
+    assert all(map(len, split_records(records, 0.99, seed=1))), "something is left to learn from"
     assert split_records(records[:1], 0.5, seed=1) == (records[:1], [])
     assert split_records(records, 0.2, seed=3)[1] != measured
 

@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from pydantic import ValidationError
 
 from tests.support.judges.brightness import Brightness
 from visalign.config import load_config, resolve_config
 from visalign.data.shapes.prompts import parse_prompt
 from visalign.errors import UserError
 from visalign.evaluation.pages.ugda_page import ugda_page
-from visalign.pipelines.collect.store import VoteStore
-from visalign.pipelines.collect.tasks import Task
+from visalign.pipelines.collect.store import Plan, VoteStore
+from visalign.pipelines.collect.tasks import Form, Task
 from visalign.pipelines.train_reward.config import OffPolicyConfig
 from visalign.pipelines.ugda.config import EnsembleConfig, LabelConfig, PartConfig, UGDAConfig
 from visalign.pipelines.ugda.job import WaitingForVotes, plan, run
-from visalign.pipelines.ugda.selection import Candidate, by_lot, member_scores, selected
+from visalign.pipelines.ugda.selection import Candidate, by_lot, member_scores, most_uncertain, selected
 from visalign.rewards.combine.ensemble import Ensemble
 
 
@@ -40,6 +41,7 @@ def test_half_by_deviation_then_half_by_influence():
     assert selected(found, 1, uncertain=0.5, influential=0.5) == chosen[:1]
     alone = selected(found, 75, uncertain=0.5, influential=1.0)
     assert {c.task.prompt for c in alone} == {"p4", "p5", "p6", "p7"}
+    assert [c.task.prompt for c in most_uncertain(found, 2)] == ["p7", "p6"], "influence has no say"
 
 
 def test_by_lot_is_of_the_seed():
@@ -160,3 +162,26 @@ def test_what_is_refused(tmp_path):
     ):
         plan(wrong)
     assert load_config(UGDAConfig, resolve_config("shapes_ugda"), []).labels.more == 75
+
+
+def test_labellers_that_fail_are_counted_and_stop_the_run(tmp_path):
+    from visalign.pipelines.ugda.job import _check_labelled, _truth
+
+    good, bad = tmp_path / "good.png", tmp_path / "bad.png"
+    Image.new("RGB", (64, 64)).save(good)
+    bad.write_bytes(b"no picture")
+    tasks = [Task(prompt="a red circle", images=(str(good), str(bad)))]
+    store = VoteStore.make(tmp_path / "v.sqlite", tasks, Form(), Plan())
+    reasons = _truth(store)
+    assert len(reasons) == 1 and not store.votes(), "what cannot be read is no label"
+    config = tiny(tmp_path, by="hpsv3")
+    _check_labelled(config, reasons, 10)
+    with pytest.raises(UserError, match=r"'hpsv3' could not label 1 of 9 pairs; at most 10% .*good\.png"):
+        _check_labelled(config, reasons, 9)
+    store.close()
+
+
+@pytest.mark.parametrize("key", ["seed", "data", "data.train", "data.off_policy.alpha"])
+def test_what_a_round_sets_itself_cannot_be_changed(key):
+    with pytest.raises(ValidationError, match=rf"ensemble\.changes sets {key}, which each round sets itself"):
+        UGDAConfig(ensemble=EnsembleConfig(changes={key: 3}))

@@ -97,8 +97,27 @@ def test_a_verdict_is_right_or_wrong():
 def test_records_without_a_label_are_said():
     scores = RatingReward().score(["<answer>4</answer>"] * 2, ["?"] * 2, [{"image": "a", "mos": 3.0}, {}])
     assert scores.valid.tolist() == [True, False] and scores.reason is not None
-    assert scores.reason[1] == "its record has no image and mos"
+    assert scores.reason[1] == "its record has no image and finite mos"
     with pytest.raises(ValueError, match="rule is 'order'; allowed are fidelity, binary, regression"):
         load_text_reward("rating", rule="order")
     with pytest.raises(ValueError, match="form is -1"):
         RatingReward(form=-1)
+
+
+def test_regression_asks_for_opinions_on_the_scale_of_the_answers():
+    texts, prompts, records = given({"a": (["3"], 72.0), "b": (["3"], 3.0), "c": (["3"], math.nan)})
+    scores = RatingReward("regression").score(texts, prompts, records)
+    assert scores.valid.tolist() == [False, True, False] and scores.reason is not None
+    assert "its mos is 72" in str(scores.reason[0]) and "finite mos" in str(scores.reason[2])
+    assert RatingReward().score(texts, prompts, records).valid.tolist() == [True, True, False]
+    odd = [{"image": ["a"], "mos": 3.0}, *records[1:]]
+    assert not RatingReward().score(texts, prompts, odd).valid[0]
+    two = [{"image": "a", "mos": mos, "set": "s"} for mos in (1.0, 5.0, 3.0)]
+    found = RatingReward("binary").score(["<answer>1</answer>", *texts[1:]], prompts, two)
+    assert found.value.tolist()[0] == 1.0, "a picture with another opinion is another picture"
+
+
+@pytest.mark.parametrize("text", ["**first**", "(first)", "<answer>first</answer>", "first: yes", "First."])
+def test_the_first_word_of_the_answer_is_the_verdict(text):
+    reward = load_text_reward("verdict", words=("first", "second"))
+    assert reward.score([text], ["?"], [{"label": 0.9}]).value.tolist() == [1.0]

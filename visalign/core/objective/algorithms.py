@@ -326,7 +326,8 @@ NAMED: dict[str, Objective] = {
     ),
     "clip_v": replace(
         _GROUP,
-        source="Entropy Dynamics in RFT, arXiv 2602.03392, Clip_V (μ = 8.5, at most 1e-4 of the tokens)",
+        source="Entropy Dynamics in RFT, arXiv 2602.03392, Clip_V (μ = 8.5, 1e-4 of a step's tokens at most: "
+        "none of fewer than 10,000)",
         selection="clip_v",
         selection_options={"mu": 8.5, "max_fraction": 1e-4},
         aggregation="token_mean",

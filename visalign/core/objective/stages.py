@@ -196,6 +196,7 @@ def _aem(t: Trajectories, beta: float, *, scale: Scale = "group", **options: Any
     gain = group_advantages(sample_reward(t, beta), t.group, scale=scale, valid=t.valid)
     present = t.weight != 0
     mean = torch.where(present, t.entropy, 0.0).sum(1) / present.sum(1)  # NaN, missing, without a token
+    mean = torch.where(t.present(), mean, torch.nan)
     return aem_advantages(gain, mean, t.group, **options), None
 
 

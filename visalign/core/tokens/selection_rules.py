@@ -150,7 +150,8 @@ def clip_v_thresholds(
         advantage: [B], or the shape of score.
         weight: the shape of score; N counts the entries that are not 0.
         mu: μ ≥ 0 in standard deviations; the difference is not centred.
-        max_fraction: f in [0, 1]. When ties would exceed ⌊f N⌋, the whole tie stays in.
+        max_fraction: f in [0, 1]; a step of fewer than 1/f tokens loses none. When ties would exceed ⌊f N⌋,
+            the whole tie stays in.
 
     Returns:
         Thresholds for `clip_v_keep`.

@@ -3,7 +3,7 @@
 const one = (name) => document.querySelector(name), all = (name) => [...document.querySelectorAll(name)];
 const isPair = document.body.dataset.pair === "1", words = all("[data-word]").map((word) => word.dataset.word);
 const send = one("#send"), slider = one("#slider"), text = one("#text");
-let now = null, choice = null, graded = false, since = 0, busy = false, client = null;
+let now = null, ready = false, choice = null, graded = false, since = 0, busy = false, client = null;
 
 const say = (message, wrong = false) => {
   one("#said").textContent = message;
@@ -39,9 +39,16 @@ const grade = (value) => {
   one("#word").textContent = !graded ? "not set" : exact ? near : `between ${words[Math.floor(slider.value) - 1]} and ${words[Math.ceil(slider.value) - 1]}`;
   slider.setAttribute("aria-valuetext", one("#word").textContent);
 };
+const wait = (over) => {  // nobody answers what they have not seen, and the time counts from there
+  ready = over;
+  since = performance.now();
+  one("#task").setAttribute("aria-busy", String(!over));
+};
 const show = (found) => {
   now = found.done ? null : found;
   one("#who").textContent = found.name;
+  one("#link").href = found.link;
+  all("#link, #leave").forEach((part) => (part.hidden = false));
   one("#progress").max = Math.max(1, found.total);
   one("#progress").value = found.answered;
   one("#progress").title = `${found.answered} of ${found.total}`;
@@ -51,6 +58,8 @@ const show = (found) => {
   one("#task").hidden = Boolean(found.done);
   one(".act").hidden = false;
   all("[data-choice]").concat(send || []).forEach((button) => (button.disabled = Boolean(found.done)));
+  one("#unseen").hidden = true;
+  wait(Boolean(found.done));
   if (found.done) return;
   const before = found.answer || {};
   one("#prompt").textContent = found.prompt;
@@ -61,7 +70,6 @@ const show = (found) => {
       image.style.width = `calc(62vh * ${image.naturalWidth / image.naturalHeight})`;
       image.classList.toggle("small", Math.max(image.naturalWidth, image.naturalHeight) <= 128);
     };
-    image.onerror = () => say("A picture cannot be shown. Go on without choosing, and tell who asked you.", true);
     image.src = found.images[figure.dataset.side];
   });
   choose(before.choice || null);
@@ -73,9 +81,16 @@ const show = (found) => {
     check.querySelector(`input[value="${said === undefined ? "" : said ? "yes" : "no"}"]`).checked = true;
   });
   (before.boxes || []).forEach(([side, ...ends]) => box(one(`figure[data-side=${side}] .frame`), ends));
-  since = performance.now();
   client = null;
   say("");
+  Promise.all(all("figure img").map((image) => image.decode())).then(
+    () => now === found && wait(true),
+    () => {
+      if (now !== found) return;
+      one("#unseen").hidden = false;
+      say("A picture cannot be shown. Go on by the button below, and tell who asked you.", true);
+    }
+  );
 };
 const answer = () => {
   const found = {};
@@ -101,14 +116,18 @@ const busily = async (work) => {
   }
 };
 const next = async () => show(await patient("/next"));
-const vote = () => busily(async () => {
-  if (!now) return;
-  if (isPair && !choice) return say("Choose a picture first: left, right, or equal.", true);
-  if (slider && !graded) return say("Set the slider first.", true);
+const keep = async (said) => {
   // One name for one answer, however often it is sent.
   client = client || Array.from(crypto.getRandomValues(new Uint32Array(4)), (part) => part.toString(16)).join("-");
-  await patient("/vote", { client, assignment: now.assignment, answer: answer(), seconds: (performance.now() - since) / 1000 });
+  await patient("/vote", { client, assignment: now.assignment, answer: said, seconds: (performance.now() - since) / 1000 });
   await next();
+};
+const vote = () => busily(async () => {
+  if (!now) return;
+  if (!ready) return say("The pictures are still on their way.", true);
+  if (isPair && !choice) return say("Choose a picture first: left, right, or equal.", true);
+  if (slider && !graded) return say("Set the slider first.", true);
+  await keep(answer());
 });
 const back = () => busily(async () => show(await ask("/back", { assignment: now ? now.assignment : null })));
 
@@ -164,11 +183,16 @@ all(".add").forEach((button) => {
 });
 
 all("[data-choice]").forEach((button) => (button.onclick = () => {
-  choose(button.dataset.choice);
+  if (ready) choose(button.dataset.choice);
   if (!send) vote();
 }));
 if (send) send.onclick = vote;
 one("#back").onclick = back;
+one("#unseen").onclick = () => busily(async () => now && keep({ unseen: true }));
+one("#leave").onclick = () => busily(async () => {
+  await ask("/leave");
+  start();
+});
 if (slider) slider.oninput = () => grade(Number(slider.value));
 document.addEventListener("keydown", (event) => {
   if (one(".act").hidden || event.ctrlKey || event.metaKey || event.altKey || event.repeat) return;
@@ -177,7 +201,7 @@ document.addEventListener("keydown", (event) => {
   if (typing) return event.target.blur();
   const side = { ArrowLeft: "left", ArrowRight: "right", ArrowDown: "tie" }[event.key];
   if (isPair && side && now && !set) {
-    choose(side);
+    if (ready) choose(side);
     if (!send) vote();
   } else if (slider && now && Number(event.key) >= 1 && Number(event.key) <= words.length) grade(Number(event.key));
   else if (event.key === "Enter" && send && !event.target.matches("button")) vote();
@@ -186,7 +210,8 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
 });
 const start = () => {
-  all("#task, #end, .act").forEach((part) => (part.hidden = true));
+  all("#task, #end, .act, #link, #leave, #unseen").forEach((part) => (part.hidden = true));
+  one("#who").textContent = "";
   one("#join").hidden = false;
   one("#name").focus();
 };

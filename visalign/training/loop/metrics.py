@@ -120,6 +120,7 @@ TEXT_ONLY = (
     "entropy",
     "engine_gap",
     "groups/*",
+    "tools/*",
     "replay/*",
     "penalty",
     "value_explained",

@@ -117,7 +117,7 @@ class Monitor:
         if self.settings is None:
             return {}
         seen = own.setdefault(KEY, {"first": {}, "latest": {}, "now": {}, "said": {}})
-        window = self.settings.window
+        window = seen.setdefault("window", self.settings.window)  # that of the run's beginning
         known = [key for key, value in record.items() if source_of(key) and math.isfinite(value)]
         for key in known:
             first = seen["first"].setdefault(key, [])
