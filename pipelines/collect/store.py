@@ -342,8 +342,7 @@ class VoteStore:
         return len(mine), len(mine) + max(0, self._asked - len(closed) + gold)
 
     def votes(self) -> list[Vote]:
-        """All votes that count, by voter in the order in which they were shown; who could not see a picture
-        has not voted."""
+        """All votes that count, `UNSEEN` does not; by voter in the order in which they were shown."""
         with self._lock:
             rows = self._db.execute(
                 "SELECT a.task, n.name, n.secret IS NULL, a.again, a.swapped, a.place, v.answer, v.seconds, "
@@ -368,8 +367,8 @@ class VoteStore:
     def unseen(self) -> int:
         """How often a picture could not be shown."""
         with self._lock:
-            found = self._db.execute(f"SELECT COUNT(*) FROM last_votes WHERE answer = '{UNSEEN}'").fetchone()
-        return found[0]
+            found = self._db.execute("SELECT COUNT(*) FROM last_votes WHERE answer = ?", (UNSEEN,))
+            return found.fetchone()[0]
 
     def judged(self, name: str, answers: Mapping[int, Mapping[str, Any]]) -> int:
         """Enter a judge's answers to tasks, sides as in the task; those that it answered before stay.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -237,14 +238,15 @@ def test_a_judge_that_always_says_the_first_sees_ties(tmp_path):
 
 def test_repeats_of_a_checklist_are_compared_and_of_words_are_not(tmp_path):
     said = iter(range(100))
-    for name, form, answer in (
+    kinds: tuple[tuple[str, dict[str, Any], Any], ...] = (
         (
             "checklist",
             {"checklist": ("Is it red?",)},
             lambda: {"checklist": {"Is it red?": next(said) % 2 == 0}},
         ),
         ("text", {"text": True}, lambda: {"text": str(next(said))}),
-    ):
+    )
+    for name, form, answer in kinds:
         (tmp_path / name).mkdir()
         store = made(tmp_path / name, single=True, **form)
         vote_all(store, "a", lambda task, answer=answer: answer())
