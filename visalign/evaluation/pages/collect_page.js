@@ -48,7 +48,7 @@ const show = (found) => {
   now = found.done ? null : found;
   one("#who").textContent = found.name;
   one("#link").href = found.link;
-  all("#link, #leave").forEach((part) => (part.hidden = false));
+  one("#mine").hidden = false;
   one("#progress").max = Math.max(1, found.total);
   one("#progress").value = found.answered;
   one("#progress").title = `${found.answered} of ${found.total}`;
@@ -88,7 +88,7 @@ const show = (found) => {
     () => {
       if (now !== found) return;
       one("#unseen").hidden = false;
-      say("A picture cannot be shown. Go on by the button below, and tell who asked you.", true);
+      say("A picture cannot be shown. Go on by the button under it, and tell who asked you.", true);
     }
   );
 };
@@ -210,7 +210,7 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
 });
 const start = () => {
-  all("#task, #end, .act, #link, #leave, #unseen").forEach((part) => (part.hidden = true));
+  all("#task, #end, .act, #mine, #unseen").forEach((part) => (part.hidden = true));
   one("#who").textContent = "";
   one("#join").hidden = false;
   one("#name").focus();
