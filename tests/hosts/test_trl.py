@@ -23,7 +23,7 @@ from trl import GRPOTrainer as Stock
 from visalign.core import NAMED, Objective, PolicyOutput, Trajectories, named_objective, token_log_probs
 from visalign.data.assets import assets_folder
 from visalign.integrations.hosts import fitting
-from visalign.integrations.trl import GIVEN, GRPOTrainer, reward_function
+from visalign.integrations.trl import GIVEN, GRPOTrainer, reference_beta, reward_function
 
 ROWS = fitting(GIVEN)
 HOT = 3.0
@@ -149,7 +149,7 @@ def test_every_row_has_its_objectives_gradient(name: str, tmp_path: Path) -> Non
         GRPOTrainer,
         tmp_path,
         rewards,
-        beta=objective.kl or objective.kl_in_reward,
+        beta=reference_beta(objective),
         objective=name,
         max_steps=2,
         config={"num_iterations": 2, "learning_rate": 1e-8 if objective.level != "token" else 1e-4},
@@ -210,6 +210,7 @@ def test_stock_rows_move_as_stock_does(loss_type: str, objective: Objective, tmp
         ("flow_grpo", 0.0, {}, "has no meaning on tokens.*Take 'grpo'"),
         ("grpo", 0.0, {}, "GRPOConfig beta=0.*set beta=0.04"),
         ("dapo", 0.1, {}, "GRPOConfig beta=0.1.*set beta=0"),
+        ("prl", 0.0, {}, "advantage=.prl.*set beta=1"),
         ("dapo", 0.0, {"top_entropy_quantile": 0.2}, "top_entropy_quantile changes TRL's own loss"),
         ("dapo", 0.0, {"delta": 1.5}, "delta changes TRL's own loss"),
         (

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from visalign.core import Counts, Objective, PolicyOutput, Prepared, Trajectories, named_objective
 
-from .hosts import host, refuse_what_is_missing
+from .hosts import asked_by, host, refuse_what_is_missing
 from .judges import text_scores
 
 Base: Any = host("trl").GRPOTrainer
@@ -41,6 +41,12 @@ _INPUTS = (
     "image_position_ids",
 )
 """What TRL hands to a model beside tokens."""
+
+
+def reference_beta(objective: Objective) -> float:
+    """GRPOConfig's beta for a row: not 0 where it asks for a reference."""
+    asks = "ref_log_prob" in asked_by(objective)
+    return objective.kl or objective.kl_in_reward or float(asks)
 
 
 class GRPOTrainer(Base):
@@ -74,11 +80,12 @@ class GRPOTrainer(Base):
                 f"{a.gradient_accumulation_steps}: a generation must be one optimizer step, whose thresholds "
                 "and denominators are settled before its first micro-batch. Set both to the same number."
             )
-        if bool(self.beta) != bool(o.kl or o.kl_in_reward):
+        asks = asked_by(o).get("ref_log_prob")
+        if bool(self.beta) != bool(asks):
             raise ValueError(
-                f"the objective {name!r} has kl={o.kl:g}, kl_in_reward={o.kl_in_reward:g} and GRPOConfig "
+                f"the objective {name!r} has {asks or 'no use for a reference'} and GRPOConfig "
                 f"beta={self.beta:g}. TRL keeps a reference when beta is not 0, and the row's own number "
-                f"counts: set beta={o.kl or o.kl_in_reward:g}."
+                f"counts: set beta={reference_beta(o):g}."
             )
         for option, taken in {
             "top_entropy_quantile": self.top_entropy_quantile < 1,
