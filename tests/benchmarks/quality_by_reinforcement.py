@@ -88,8 +88,8 @@ def main() -> None:
     output = given.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     rows = output / "train.jsonl"
-    known = [one for one in shapes_quality(10000, split="train").records if one.category in KNOWN]
-    write_rows(rows, known)
+    if not rows.is_file():
+        write_rows(rows, [r for r in shapes_quality(10000, split="train").records if r.category in KNOWN])
     pictures = list(shapes_quality(1500).records)
     said: dict[str, list[np.ndarray]] = {"before": [ratings("shapes-vlm", pictures)] * len(given.seeds)}
     for seed in given.seeds:
