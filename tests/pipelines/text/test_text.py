@@ -342,3 +342,13 @@ def test_a_tool_that_breaks_stops_the_run_and_says_why(tmp_path):
 def test_wrong_tools_are_refused_before_anything_is_loaded(change, message):
     with pytest.raises(UserError, match=message):
         _grpo(change)
+
+
+@pytest.mark.parametrize("row", ["likelihood", "par"])
+def test_rows_that_ask_for_more_completions_or_answers_go_with_tools(row, tmp_path):
+    """Of PAR's reference completions the tool takes part in each; of likelihoods no token is shared."""
+    tool = "rollout.tool={branch: {initial: 2, probability: 1}}"
+    config = _grpo(tool, f"objective.algorithm={row}", "run.iterations=1", "data.tasks=[multiply]")
+    text_grpo.run(config, tmp_path / "run")
+    (record,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert record["tools/branched"] > 0 and record["ratio_floor"] < 1e-3

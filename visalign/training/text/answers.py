@@ -84,4 +84,5 @@ def _given(rollout: TextRollout, read: Sequence[list[int]], answer: Sequence[lis
         entropy=blank,
         sampling=Sampling(),
         kept=None,
+        shared=None,
     )

@@ -14,7 +14,7 @@ from visalign.core import Objective
 from visalign.core.objective.stages import ADVANTAGES
 from visalign.errors import UserError
 from visalign.interfaces import TextReward
-from visalign.text import Prompt, Sampling, StoppingCriteria, TextPolicy, TextRollout
+from visalign.text import Prompt, Sampling, StoppingCriteria, TextPolicy, TextRollout, ToolPolicy
 from visalign.training.loop.judging import Judging
 from visalign.training.policy.reference import Reference
 
@@ -127,6 +127,14 @@ class TextParts:
     """Of the processes that share the samples."""
 
     @property
+    def own_writer(self) -> Generates:
+        """The policy itself, with the tool where completions have one."""
+        if not isinstance(self.generator, ToolPolicy):
+            return self.policy
+        engine: Any = self.policy
+        return ToolPolicy(engine, self.generator.tokenizer, self.generator.use)
+
+    @property
     def tokenizer(self) -> Any:
         """The policy's; None where it has none."""
         return getattr(self.policy, "tokenizer", None)
@@ -168,7 +176,9 @@ def check_parts(parts: TextParts, objective: Objective, *, name: str, recomputed
             f"objective.algorithm={name} has a ptx term (γ = {objective.ptx:g}) and no text for it. Give "
             "records with prompt and completion (data.demonstrations in a configuration), or set ptx to 0."
         )
-    if getattr(parts.generator, "engine", parts.generator) is not parts.policy and not recomputed:
+    writer = parts.generator
+    engine = writer.engine if isinstance(writer, ToolPolicy) else writer
+    if engine is not parts.policy and not recomputed:
         raise UserError(
             "Another engine writes the completions, so its log-probs are not the policy's. Set "
             "rollout.recompute=true, and importance_sampling in objective.changes for what is left between "

@@ -151,7 +151,7 @@ def _beside(
     if objective.advantage == "par":
         count = objective.advantage_options.get("references", 1)
         with parts.reference.applied():
-            return {"reference_reward": _rewards(*given, parts.policy, settings.sampling, count)}
+            return {"reference_reward": _rewards(*given, parts.own_writer, settings.sampling, count)}
     if "likelihood" in ADVANTAGES[objective.advantage].needs:
         kind = objective.advantage_options.get("kind", "log_prob")
         return {"likelihood": answer_likelihood(*given[:3], settings.answer_prefix, kind)}
