@@ -17,6 +17,7 @@ PIPELINES = {
     "text_dpo": "visalign.pipelines.text.dpo:TextDPOConfig",
     "text_grpo": "visalign.pipelines.text.job:TextGRPOConfig",
     "text_ppo": "visalign.pipelines.text.job:TextPPOConfig",
+    "text_process": "visalign.pipelines.text.process:TextProcessConfig",
     "text_sample": "visalign.pipelines.text.sample:TextSampleConfig",
     "text_sft": "visalign.pipelines.text.sft:TextSFTConfig",
     "train_reward": "visalign.pipelines.train_reward.job:TrainRewardConfig",

@@ -87,7 +87,9 @@ TEXT_CATALOGUE: dict[str, Entry] = {
     "verdict": "visalign.rewards.text.rating:VerdictReward",
     "code_tests": "visalign.rewards.code.reward:CodeTests",
     "reward_model": "visalign.rewards.text.reward_model:RewardModel",
+    "reward_fusion": "visalign.rewards.text.reward_fusion:RewardFusion",
     "process_reward": "visalign.rewards.text.process_reward:ProcessRewardModel",
+    "ensemble": "visalign.rewards.text.ensemble:TextEnsemble",
 }
 """Rewards for text."""
 

@@ -180,6 +180,7 @@ def preference_losses() -> str:
     rows = []
     for name, row in importlib.import_module("visalign.core").DIRECT.items():
         reward = "β log π/π_ref" if row.reference else "β log π"
+        reward = "β (log π + 1)" if row.weighted_entropy else reward
         reward += " per token" if row.per_token else ""
         rows.append((code(name), reward, row.formula, f"{row.beta:g}", f"{row.gamma:g}", prose(row.source)))
     return table(("`loss.row`", "reward r", "loss, with m = r_w − r_l − γ", "β", "γ", "source"), rows)

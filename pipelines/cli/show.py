@@ -208,6 +208,14 @@ def next_command(folder: Path) -> str:
     lora, model = folder / "lora", folder / "model"
     if (folder / "dataset.jsonl").exists():
         return shlex.join(["visalign", "train", "text_sft", f"data.train={folder / 'dataset.jsonl'}"])
+    if (folder / "judge" / "config.json").exists() and (folder / "config.yaml").exists():
+        made_by = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        if made_by.get("pipeline") == "text_process":
+            keys = {"model": folder / "judge", "separator": json.dumps(made_by["data"]["separator"])}
+            keys |= {"replaces": "true"} if made_by["learns"] == "outcomes" else {}
+            return shlex.join(
+                ["visalign", "train", "text_ppo", *(f"process.{key}={value}" for key, value in keys.items())]
+            )
     if (model / "config.json").exists():
         made_by = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         if "rating" in made_by.get("rewards", {}).get("terms", {}):

@@ -182,18 +182,26 @@ def pointwise_only(
     return found
 
 
-def weighted_sum(config: RewardsConfig, rewards: Mapping[str, Any], kind: Callable[..., Any]) -> Any:
+def weighted_sum(config: RewardsConfig, rewards: Mapping[str, Any], kind: Any) -> Any:
     """The weighted sum of the loaded rewards, of the `kind` for pictures or for text.
 
     Raises:
         ValueError: impossible weights, units or normalisation.
+        UserError: uncertainty=advantage of a reward for pictures.
     """
     from visalign.rewards.combine.uncertainty import UncertaintyUsed
 
+    terms = config.terms.items()
+    doubted = {label: term.strength for label, term in terms if term.uncertainty == "advantage"}
+    if doubted and kind.noun == "image":
+        raise UserError(
+            f"rewards.terms.{next(iter(doubted))}.uncertainty is advantage, which weighs the advantages of "
+            "texts alone. Take weight or lower_bound."
+        )
     fixed = {label: (term.mean, term.std) for label, term in config.terms.items()}
     used = {
         label: rewards[label]
-        if term.uncertainty == "none"
+        if term.uncertainty in ("none", "advantage")
         else UncertaintyUsed(
             rewards[label],
             how=term.uncertainty,
@@ -206,6 +214,7 @@ def weighted_sum(config: RewardsConfig, rewards: Mapping[str, Any], kind: Callab
     return kind(
         {label: (used[label], term.weight) for label, term in config.terms.items()},
         bounds={label: term.bound for label, term in config.terms.items() if term.bound is not None},
+        advantage_weights=doubted,
         normalise=fixed if config.normalise == "fixed" else config.normalise,
         allow_mixed_units=config.allow_mixed_units,
     )

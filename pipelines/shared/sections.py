@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import field, fields
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -48,10 +51,11 @@ class RewardTerm:
     """With rewards.normalise=fixed: what is taken off ..."""
     std: float = 1.0
     """... and what divides."""
-    uncertainty: Literal["none", "lower_bound", "weight", "bhattacharyya"] = "none"
+    uncertainty: Literal["none", "lower_bound", "weight", "bhattacharyya", "advantage"] = "none"
     """Use of the standard deviation σ that a judge gives: lower_bound (μ − λ σ), weight (Ctrl-U's exp(−λ σ)
-    on what it says beyond `reference`) or bhattacharyya (PURM's μ − λ u, u the mean overlap of N(μ, σ²) with
-    those of the iteration's other samples; one process only)."""
+    on what it says beyond `reference`), bhattacharyya (PURM's μ − λ u, u the mean overlap of N(μ, σ²) with
+    those of the iteration's other samples; one process only) or, in trainings of texts, advantage (Ctrl-U's
+    weight adapted: advantages times exp(−λ σ/σ₀), σ₀ the iteration's median)."""
     strength: float = 1.0
     """λ."""
     bound: float | None = None
@@ -136,6 +140,48 @@ class HeldoutConfig:
                 f"evaluation.correctness is {judge!r}, which is no label of {where}. "
                 f"{suggestion(judge, known)}Labels: {', '.join(known)}; or null."
             )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ConvexDAConfig:
+    """ConvexDA, arXiv 2309.16155: of copies of a prompt with changed words those at the rim of what they span
+    are learnt from in its place."""
+
+    copies: Count = 5
+    """Of each prompt."""
+    share: Annotated[float, Field(gt=0, le=1)] = 0.05
+    """Of the words that change, at least one."""
+    synonyms: str | None = None
+    """JSON file {word: [others], ...}, words in lower case; only these change. null: two letters within a
+    word change places."""
+
+    def variants(self, prompts: Sequence[Any], seed: int) -> list[list[str]]:
+        """What is learnt from in place of each prompt, at least one text.
+
+        Raises:
+            UserError: the file cannot be read, or a prompt is a conversation.
+        """
+        from visalign.text.neighbours import convex_variants
+
+        words = None
+        if self.synonyms is not None:
+            try:
+                words = json.loads(Path(self.synonyms).read_text(encoding="utf-8"))
+                words = {str(word): [str(other) for other in others] for word, others in words.items()}
+            except (OSError, ValueError, AttributeError, TypeError) as error:
+                raise UserError(
+                    f"data.convex_da.synonyms: '{self.synonyms}' cannot be read ({error}). Give a JSON file "
+                    'such as {"picture": ["image", "photo"]}.'
+                ) from error
+        for number, prompt in enumerate(prompts):
+            if not isinstance(prompt, str):
+                raise UserError(
+                    f"data.convex_da changes words of prompts, and prompt {number} is a conversation. Leave "
+                    "data.convex_da out."
+                )
+        options: dict[str, Any] = {"count": self.copies, "share": self.share, "synonyms": words, "seed": seed}
+        found = {prompt: convex_variants(prompt, **options) for prompt in dict.fromkeys(prompts)}
+        return [found[prompt] for prompt in prompts]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

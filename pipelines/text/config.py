@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -30,6 +31,7 @@ from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.sampler import check_batch_algebra
 from visalign.training.text.settings import (
     DynamicSettings,
+    LatentFlowSettings,
     SelfImitationSettings,
     TextObjectiveSettings,
     TextRolloutSettings,
@@ -73,6 +75,14 @@ class ActorCriticConfig(TextModelConfig):
     value: Literal["none", "shared", "separate"] = "none"
     """Value function of PPO: none, shared (a head on the policy's hidden states) or separate (a network of
     its own that starts from the same weights)."""
+    critics: Count = 1
+    """Heads of the value function, each fitted to the returns; V is their soft minimum (SAFE has two)."""
+
+    def __post_init__(self) -> None:
+        if self.critics > 1 and self.value == "none":
+            raise UserError(
+                f"model.critics is {self.critics} and model.value none. Set model.value=separate."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -87,6 +97,10 @@ class PromptsConfig:
     """Difficulties of the packaged tasks, 1 to 3; null: all."""
     size: Count = 1900
     """Records of tasks:train."""
+    question: str | None = None
+    """What is asked of pictures: with it the sets are shapes:quality or shapes:pairs, tables of rated
+    pictures or of pairs, or LAYOUT:FOLDER, of data.train at most data.size; {prompt} is that of a pair.
+    null: the sets are prompts."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -97,18 +111,14 @@ class HeldoutPromptsConfig(PromptsConfig):
     """tasks:heldout, or a .jsonl file of prompts with what the rewards read."""
     heldout_per_task: Count = 15
     """Records of each kind in tasks:heldout."""
+    heldout_size: Count = 300
+    """Of data.heldout at most, with a question."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TextDataConfig(HeldoutPromptsConfig):
     """The prompts."""
 
-    question: str | None = None
-    """What is asked of pictures: with it the sets are shapes:quality or shapes:pairs, tables of rated
-    pictures or of pairs, or LAYOUT:FOLDER, of data.train at most data.size; {prompt} is that of a pair.
-    null: the sets are prompts."""
-    heldout_size: Count = 300
-    """Of data.heldout at most, with a question."""
     demonstrations: str | None = None
     """Demonstrations for PPO-ptx: tasks:train, or a .jsonl file of records with prompt and completion."""
     demonstrations_batch: Count = 32
@@ -174,7 +184,8 @@ class ProcessConfig:
     """A process reward model that judges a completion's steps (`visalign.rewards.text.process_reward`)."""
 
     model: str
-    """A transformers folder or hub id of a token classifier with two labels."""
+    """A transformers folder or hub id of a token classifier with two labels, or with one: a progress
+    estimator (SPA-RL, arXiv 2505.20732). The job text_process leaves either in its folder `judge`."""
     separator: str = "\n"
     """What ends a step in a completion."""
     clip: float | None = None
@@ -183,8 +194,20 @@ class ProcessConfig:
     delta: bool = False
     """Delta, of the same paper, after Clip: a step counts by its difference to the next, the last by nothing,
     so that repeating good steps earns nothing."""
+    coefficient: float = 1.0
+    """Factor of the rewards of steps, after Clip and Delta."""
+    replaces: bool = False
+    """Rewards of steps in place of that of the whole completion, which is then only reported, and not on top
+    of it. So SPA-RL redistributes an outcome, which its contributions add up to."""
     options: dict[str, Any] = field(default_factory=dict)
     """Other arguments of `ProcessRewardModel`."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.coefficient < math.inf:
+            raise UserError(
+                f"process.coefficient is {self.coefficient:g}; it must be positive and finite. For no "
+                "rewards of steps set process to null."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -234,13 +257,15 @@ class TextConfig:
     rollout: TextRolloutSettings = field(default_factory=TextRolloutSettings)
     """How completions are made."""
     process: ProcessConfig | None = None
-    """Rewards of single steps, for ppo, reinforce_pp and remax; null: none."""
+    """Rewards of single steps, for ppo, reinforce_pp, remax and advantage group_returns; null: none."""
     server: ServerConfig | None = None
     """Who writes the completions; null: the model itself."""
     dynamic: DynamicSettings = field(default_factory=DynamicSettings)
     """Dynamic sampling."""
     self_imitation: SelfImitationSettings | None = None
     """SPEAR's replay of completions that beat their group; {} has the paper's numbers, null: none."""
+    latent_flow: LatentFlowSettings | None = None
+    """RLFR's rewards of tokens by a flow over hidden states; {} has the paper's numbers, null: none."""
     objective: TextObjectiveSettings = field(default_factory=TextObjectiveSettings)
     """The loss."""
     optimizer: OptimizerSettings = field(

@@ -64,9 +64,8 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
             f"{accelerator.num_processes} processes would each have their own. Use one process."
         )
     objective = config.objective.build(length=config.rollout.max_new_tokens)
-    policy = build_text_policy(
-        config.model, accelerator.device, config.seed, reference=needs_reference(objective)
-    )
+    leans = needs_reference(objective) or config.latent_flow is not None
+    policy = build_text_policy(config.model, accelerator.device, config.seed, reference=leans)
     server = build_server(config, policy)
     generator = with_tool(config.rollout, server or policy, policy)
     algorithm = TextRL(
@@ -79,6 +78,7 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
         accelerator=accelerator,
         dynamic=config.dynamic,
         self_imitation=config.self_imitation,
+        latent_flow=config.latent_flow,
         generator=generator,
         after_update=syncing(config, policy, server, output, accelerator),
         value_model=build_value_model(config.model, accelerator.device),

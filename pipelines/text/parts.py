@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -103,9 +103,9 @@ def heldout_inputs(
 def text_records(key: str, data: PromptsConfig, seed: int) -> Records:
     """Prompt records of a source, packaged ones or those of a file; `key` is that of the source in `data`."""
     source, tasks = getattr(data, key), TASKS if data.tasks is None else tuple(data.tasks)
-    if (question := getattr(data, "question", None)) is not None:
+    if data.question is not None:
         size = data.size if key == "train" else data.heldout_size  # type: ignore[attr-defined]
-        return asked_pictures(key, source, question, size, seed)
+        return asked_pictures(key, source, data.question, size, seed)
     chosen: dict[str, Any] = {} if data.levels is None else {"levels": tuple(data.levels)}
     try:
         if source == TASKS_TRAIN:
@@ -237,7 +237,8 @@ def build_text_policy(
         network, tokenizer = load_causal_lm(resolve_model(model.path), dtype=getattr(torch, model.dtype))
     head = None
     if getattr(model, "value", "none") == "shared":
-        head = ValueHead(network.config.get_text_config().hidden_size)
+        critics = getattr(model, "critics", 1)
+        head = ValueHead(network.config.get_text_config().hidden_size, critics=critics)
     moved: Any = network
     return CausalLMPolicy(
         moved.to(device),
@@ -288,7 +289,10 @@ def build_value_model(model: ActorCriticConfig, device: torch.device) -> Any:
 
     with no_loading_bars():
         return ValueModel.from_pretrained(
-            resolve_model(model.path), dtype=getattr(torch, model.dtype), device=str(device)
+            resolve_model(model.path),
+            dtype=getattr(torch, model.dtype),
+            device=str(device),
+            critics=model.critics,
         )
 
 
@@ -330,9 +334,10 @@ def build_process(config: TextConfig, policy: CausalLMPolicy) -> Any:
 
     def score_rollout(rollout: TextRollout) -> Any:
         scores = model.score_rollout(rollout, tokenizer=policy.tokenizer)
-        return scores.bounded(clip=process.clip, delta=process.delta)
+        bounded = scores.bounded(clip=process.clip, delta=process.delta)
+        return replace(bounded, reward=process.coefficient * bounded.reward)
 
-    return SimpleNamespace(score_rollout=score_rollout)
+    return SimpleNamespace(score_rollout=score_rollout, replaces=process.replaces)
 
 
 def build_server(config: TextConfig, policy: CausalLMPolicy) -> Any:

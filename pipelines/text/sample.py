@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, field
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -45,9 +45,15 @@ from visalign.training.text.sampling_grid import (
     grid_points,
     join_completions,
     sample_point,
+    with_hint,
 )
 from visalign.training.text.sampling_statistics import failure_reasons, may_be_chosen, statistics
-from visalign.training.text.selection import accepted_completions, best_of_group, every_valid
+from visalign.training.text.selection import (
+    accepted_completions,
+    best_of_group,
+    every_valid,
+    worth_learning,
+)
 from visalign.training.text.settings import ToolSettings
 from visalign.versions import versions
 
@@ -60,14 +66,17 @@ DATASET = "dataset.jsonl"
 POINTS = "points"
 """Folder of a run: judged completions, a file per grid point, which a stopped run need not sample again."""
 FREE_KEYS = (
-    *(f"selection.{name}" for name in ("rule", "threshold", "per_prompt", "truncated", "seed")),
+    *(
+        f"selection.{name}"
+        for name in ("rule", "threshold", "per_prompt", "skip_solved", "truncated", "seed")
+    ),
     "rollout.prompts_per_call",
     "rollout.max_failure_rate",
 )
 """Keys that may differ when a run is resumed: they do not change the completions."""
-OWN_FIELDS = ("completion", "reward", "temperature", "top_p", "seed", "sample", "group")
+OWN_FIELDS = ("completion", "reward", "temperature", "top_p", "seed", "sample", "group", "hinted")
 """What the dataset adds to a prompt's record; `sample` counts the completions of one point to one prompt,
-`group` is the number of the prompt."""
+`group` is the number of the prompt; `hinted` only where it is true."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -86,6 +95,10 @@ class GridConfig:
     """Tokens of a completion at most, its end token included."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a completion."""
+    hint: str | None = None
+    """Behind each prompt at as many further points, such as "The answer is {answer}.", with fields of the
+    record in braces. The dataset has the prompt without it, and takes a completion of these points where none
+    without the hint reached the threshold (hinted sampling, SPCT, arXiv 2504.02495). null: none."""
     tool: ToolSettings | None = None
     """A tool that answers in the middle of completions; {} is a calculator behind " = "."""
     prompts_per_call: Count = 64
@@ -102,8 +115,9 @@ class GridConfig:
         check_no_branches("rollout", self.tool)
 
     def points(self) -> list[GridPoint]:
-        """The points of the grid, the seeds of one distribution next to each other."""
-        return grid_points(self.temperatures, self.top_p, self.seeds)
+        """The points of the grid, the seeds of one distribution next to each other; then those with hints."""
+        plain = grid_points(self.temperatures, self.top_p, self.seeds)
+        return plain if self.hint is None else [*plain, *(replace(p, hinted=True) for p in plain)]
 
     def stopping(self) -> StoppingCriteria:
         """What ends a completion."""
@@ -121,6 +135,9 @@ class SelectionConfig:
     """Reward from which a completion is accepted; under every rule it is also what pass@k counts."""
     per_prompt: Count | None = 4
     """With rejection, completions of one prompt at most, completions that differ first; null: no limit."""
+    skip_solved: bool = False
+    """Whether prompts are left out all of whose completions (without a hint) reach the threshold: nothing is
+    to be learnt from what is right already (SPCT's second rejection)."""
     truncated: bool = False
     """Whether completions that met the length limit may be chosen. A dataset takes them for whole."""
     seed: Natural = 0
@@ -189,6 +206,11 @@ def _prepare(config: TextSampleConfig) -> _Inputs:
     """Prompts and reward, checked."""
     records = text_records("train", config.data, config.seed)
     reward = text_sum(config.rewards, text_rewards(config.rewards.terms))
+    if reward.advantage_weights:
+        raise UserError(
+            f"rewards.terms.{next(iter(reward.advantage_weights))}.uncertainty is advantage, and nothing is "
+            "trained here that had advantages. Take weight or lower_bound."
+        )
     for place, record in enumerate(records):
         if taken := [name for name in OWN_FIELDS if name in record]:
             raise UserError(
@@ -201,7 +223,13 @@ def _prepare(config: TextSampleConfig) -> _Inputs:
             f"selection.threshold is {config.selection.threshold:g}, and the rewards reach {most:g} at most: "
             "no completion could be accepted. Lower the threshold, or change rewards.terms."
         )
+    _prompts(records, config.rollout.hint)
     return _Inputs(records=records, reward=reward)
+
+
+def _prompts(records: Records, hint: str | None) -> list[Any] | None:
+    """The prompts with the hint behind them; None without one."""
+    return None if hint is None else [with_hint(record, hint) for record in records]
 
 
 def _sample(
@@ -239,6 +267,7 @@ def _sample_point(config: TextSampleConfig, inputs: _Inputs, policy: Any, place:
             stopping=rollout.stopping(),
             seed=config.seed,
             prompts_per_call=rollout.prompts_per_call,
+            prompts=_prompts(inputs.records, rollout.hint) if point.hinted else None,
             after_call=lambda done: shown.update(
                 f"point {place + 1} of {len(rollout.points())}: {done} of {len(inputs.records)} prompts"
             ),
@@ -253,7 +282,8 @@ def _sample_point(config: TextSampleConfig, inputs: _Inputs, policy: Any, place:
     save_point(path, completions)
     mean, seconds = float(completions.reward.nanmean()), time.perf_counter() - begin
     console.print(
-        f"temperature {point.temperature:g}, top-p {point.top_p:g}, seed {point.seed}: "
+        f"temperature {point.temperature:g}, top-p {point.top_p:g}, seed {point.seed}"
+        f"{', with the hint' if point.hinted else ''}: "
         f"{len(completions)} completions, mean reward {mean:.3f}, {seconds:.0f} s",
         markup=False,
         highlight=False,
@@ -266,13 +296,15 @@ def _select(
     """Choose, write the dataset and the summary."""
     rule = config.selection
     free = may_be_chosen(completions, truncated=rule.truncated)
-    chosen = sorted(chosen_completions(rule, completions, free), key=lambda i: (completions.prompt[i], i))
+    left = free & worth_learning(completions, threshold=rule.threshold, skip_solved=rule.skip_solved)
+    chosen = sorted(chosen_completions(rule, completions, left), key=lambda i: (completions.prompt[i], i))
     if not chosen:
         raise nothing_chosen(rule, completions, free, output)
     write_atomic(
         output / DATASET, demonstrations_jsonl(dataset_record(inputs.records, completions, i) for i in chosen)
     )
     rewards = completions.reward[chosen].double()
+    hinted = () if config.rollout.hint is None else ("hinted",)
     summary = {
         "dataset": DATASET,
         "records": len(chosen),
@@ -285,8 +317,8 @@ def _select(
         "failure_reasons": failure_reasons(completions),
         "truncated": int(completions.truncated.sum()),
         "accepted": int((free & (completions.reward >= rule.threshold)).sum()),
-        "distributions": table(completions, free, chosen, rule.threshold, ("temperature", "top_p")),
-        "points": table(completions, free, chosen, rule.threshold, ("temperature", "top_p", "seed")),
+        "distributions": table(completions, free, chosen, rule.threshold, ("temperature", "top_p", *hinted)),
+        "points": table(completions, free, chosen, rule.threshold, ("temperature", "top_p", "seed", *hinted)),
         "seconds": time.perf_counter() - begin,
         "config": asdict(config),
         "versions": versions(),
@@ -323,7 +355,7 @@ def save_point(path: Path, completions: Completions) -> None:
     rewards = [value if math.isfinite(value) else None for value in completions.reward.tolist()]
     point = completions.point[0]
     content = {
-        "point": {"temperature": point.temperature, "top_p": point.top_p, "seed": point.seed},
+        "point": asdict(point),
         "prompt": list(completions.prompt),
         "number": list(completions.number),
         "text": list(completions.text),
@@ -389,6 +421,12 @@ def nothing_chosen(rule: SelectionConfig, completions: Completions, free: Tensor
             "selection.truncated=true and go on with --resume."
         )
     best = float(completions.reward[free].max())
+    if rule.skip_solved and best >= rule.threshold:
+        return UserError(
+            f"Every prompt of which a completion reached {rule.threshold:g} had no other, and "
+            f"selection.skip_solved leaves these out. No dataset was written; the completions are kept in "
+            f"'{output}'. Set selection.skip_solved=false and go on with --resume, or sample harder prompts."
+        )
     return UserError(
         f"None of the {len(completions)} completions was accepted: the highest reward is {best:g}, and "
         f"selection.threshold is {rule.threshold:g}. No dataset was written; the completions are kept in "
@@ -407,6 +445,7 @@ def dataset_record(records: Records, completions: Completions, place: int) -> di
         "seed": point.seed,
         "sample": completions.number[place],
         "group": completions.prompt[place],
+        **({"hinted": True} if point.hinted else {}),
     }
     return {"prompt": record["prompt"], **own, **{k: v for k, v in record.items() if k != "prompt"}}
 

@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from visalign.data.sets.sources import GENERATED
 from visalign.data.shapes.preferences import KINDS, Kind
 from visalign.errors import UserError
-from visalign.pipelines.shared.sections import Count, Dtype, LoraConfig, Natural, RunConfig
+from visalign.pipelines.shared.sections import ConvexDAConfig, Count, Dtype, LoraConfig, Natural, RunConfig
 from visalign.precision import Autocast
 from visalign.schema import STRICT
 from visalign.training.reward.settings import AnyObjective, RewardOptimizerSettings, UncertaintySettings
@@ -194,6 +194,8 @@ class RewardDataConfig:
     """Votes per generated pair."""
     off_policy: OffPolicyConfig | None = None
     """Weights of old pairs for a policy that has moved on; null: all alike."""
+    convex_da: ConvexDAConfig | None = None
+    """More prompts of the same pictures; {} has the paper's numbers, null: none."""
     batch: Count = 64
     """Examples per update."""
     micro_batch: Count = 64
@@ -291,6 +293,14 @@ USED: dict[str, tuple[Callable[[TrainRewardConfig], bool], str]] = {
             and TASKS[c.objective.task].labels == "pairs"
         ),
         "where data.train is a file of pairs and the task compares what the judge says of either picture",
+    ),
+    "convex_da": (
+        lambda c: (
+            c.data.train not in GENERATED
+            and c.model.kind != "hp"
+            and TASKS[c.objective.task].labels == "pairs"
+        ),
+        "where data.train is a file of pairs and the judge reads the prompt",
     ),
     "columns": (_reads_files, "where data.train or data.heldout is a file"),
     "coding": (_reads_files, "where data.train or data.heldout is a file of pairs"),

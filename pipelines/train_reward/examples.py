@@ -234,6 +234,24 @@ def file_pairs(
     )
 
 
+def with_prompts(examples: Examples, variants: Sequence[Sequence[str]]) -> Examples:
+    """The same pictures and labels under other prompts.
+
+    Args:
+        examples: a set from files.
+        variants: prompts of each, in place of its own.
+    """
+    places = [(number, prompt) for number, own in enumerate(variants) for prompt in own]
+
+    def example(number: int) -> Example:
+        place, prompt = places[number]
+        return replace(examples[place], prompt=prompt)
+
+    rows = tuple(examples.rows[place]._replace(prompt=prompt) for place, prompt in places)
+    content = tuple({**examples.content[place], "prompt": prompt} for place, prompt in places)
+    return replace(examples, count=len(places), example=example, rows=rows, content=content)
+
+
 def file_ratings(records: QualitySet) -> Examples:
     """Rated pictures of a quality set, in its unit."""
     sign = 1.0 if records.higher_is_better else -1.0

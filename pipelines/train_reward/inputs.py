@@ -33,6 +33,7 @@ from .examples import (
     shapes_pairs,
     shapes_ratings,
     shapes_triples,
+    with_prompts,
 )
 
 _HELDOUT_SEED = 1_000_003
@@ -77,6 +78,10 @@ def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
         both = {"data.heldout": heldout, "data.train": train}
         sets = {name: [ref for row in one.rows for ref in row.pictures] for name, one in both.items()}
         notes += refuse_shared_pictures(sets, what="of data.heldout also stand in data.train")
+    if data.convex_da is not None:
+        variants = data.convex_da.variants([row.prompt for row in train.rows], config.seed)
+        train = with_prompts(train, variants)
+        notes.append(f"data.train: {len(variants)} pairs become {len(train)} by ConvexDA.")
     found: dict[str, str] = {}
     for name, examples in (("data.train", train), ("data.heldout", heldout)):
         if examples is not None and examples.rows:

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,9 @@ class Ensemble:
 
     Coste et al., Reward Model Ensembles Help Mitigate Overoptimization, arXiv 2310.02743.
     """
+
+    noun = "image"
+    """What is judged, for messages."""
 
     def __init__(
         self,
@@ -120,20 +124,29 @@ class Ensemble:
         return sign * (value - mean) / std
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Judge with every member; images are read once for all of them. A member that raises, or does not
-        return one score per image, is named by its label.
-        """
+        """Judge with every member; images are read once for all of them."""
         request = read_request(self.name, images, prompts, metadata)
         found = request.images.readable()
-        rows = torch.tensor([row for row, _ in found], dtype=torch.int64)
-        size, count = len(request), len(self.members)
+        loaded = as_contract([image for _, image in found])
+        texts = [request.prompts[row] for row, _ in found]
+        records = [request.metadata[row] for row, _ in found]
+
+        def judge(member: PointwiseReward) -> Scores:
+            return member.score(loaded, list(texts), list(records))
+
+        return self.judged_by(judge, [row for row, _ in found], list(request.images.reasons))
+
+    def judged_by(self, judge: Callable[[Any], Any], usable: list[int], reasons: list[str | None]) -> Scores:
+        """Scores of all B samples: `judge` asks one member for its scores of the usable rows, and `reasons`
+        [B] says why the others are not judged. A member that raises, or does not return one score per sample,
+        is named by its label.
+        """
+        rows, size, count = torch.tensor(usable, dtype=torch.int64), len(reasons), len(self.members)
         mean = torch.full((count, size), torch.nan, dtype=torch.float64)
         variance = torch.zeros(count, size, dtype=torch.float64)
         failures: list[list[str]] = [[] for _ in range(size)]
-        loaded = as_contract([image for _, image in found])
-        texts, records = ([part[row] for row, _ in found] for part in (request.prompts, request.metadata))
-        for number, (label, member) in enumerate(self.members.items()) if found else ():
-            scores = self._ask(label, member, loaded, list(texts), list(records))
+        for number, (label, member) in enumerate(self.members.items()) if usable else ():
+            scores = self._ask(label, partial(judge, member), len(usable))
             mean[number, rows] = self._convert(label, scores.value.detach().cpu().double())
             mean[number, rows[~scores.valid.cpu()]] = torch.nan
             if scores.std is not None:
@@ -142,13 +155,13 @@ class Ensemble:
             for row, reason in zip(rows.tolist(), failure_reasons(scores), strict=True):
                 if reason is not None:
                     failures[row].append(f"{label}: {reason}")
-        return self._combine(mean, variance, list(request.images.reasons), failures)
+        return self._combine(mean, variance, reasons, failures)
 
-    def _ask(self, label: str, member: PointwiseReward, images: Any, prompts: Any, metadata: Any) -> Scores:
+    def _ask(self, label: str, judge: Callable[[], Any], size: int) -> Scores:
         with Naming(label):
-            scores = member.score(images, prompts, metadata)
-        if not isinstance(scores, Scores) or len(scores) != len(prompts):
-            raise RewardError(f"Member {label!r} did not return one score for each of {len(prompts)} images.")
+            scores = judge()
+        if not isinstance(scores, Scores) or len(scores) != size:
+            raise RewardError(f"Member {label!r} did not return one score for each of {size} {self.noun}s.")
         return scores
 
     def _combine(
@@ -186,7 +199,7 @@ def _check_scales(
                 listed = ", ".join(f"{label}: {value!r}" for label, value in values.items())
                 raise ValueError(
                     f"{name}: the members have different {noun} ({listed}); give calibration={{label: (mean, "
-                    "std)} of their scores on a common set of images."
+                    "std)} of their scores on a common set of samples."
                 )
         return
     if set(calibration) != set(members):

@@ -75,8 +75,9 @@ class UncertaintyUsed:
             raise ValueError(
                 f"strength is {strength}, reference {reference}; needed are finite, strength ≥ 0."
             )
-        self.needs_batch = how == "bhattacharyya" and over == "batch"
-        if how == "bhattacharyya" and (pool is not None or remember) == self.needs_batch:
+        self._compares = how == "bhattacharyya" and over == "batch"
+        self.needs_batch = self._compares or getattr(reward, "needs_batch", False)
+        if how == "bhattacharyya" and (pool is not None or remember) == self._compares:
             raise ValueError(
                 'bhattacharyya needs a pool: give pool=(means, stds), or remember=True, or over="batch" '
                 "without either."
@@ -101,6 +102,11 @@ class UncertaintyUsed:
         self.pool: deque[tuple[float, float]] = deque((tuple(pair) for pair in start), maxlen=pool_size)
 
     @property
+    def needs_group(self) -> bool:
+        """Whether the reward compares inside groups."""
+        return getattr(self.reward, "needs_group", False)
+
+    @property
     def identity(self) -> Identity | None:
         """What the scores depend on; None where the reward has none, or other samples move the scores."""
         found = getattr(self.reward, "identity", None)
@@ -114,15 +120,10 @@ class UncertaintyUsed:
         """The reward's scores with its uncertainty used."""
         with Naming(self.reward.name):
             scores = self.reward.score(images, prompts, metadata)
-        if scores.std is None:
-            raise RewardError(
-                f"Reward {self.reward.name!r} gives no standard deviation, so there is no uncertainty to "
-                "use; wrap an ensemble, or a judge with Scores.std."
-            )
-        mean, std = scores.value.double(), scores.std.double()
+        raw, scores, std = scores.value, *with_deviation(self.reward.name, scores)
+        mean, std, known = scores.value.double(), std.double(), scores.valid
         sign = 1.0 if self.higher_is_better else -1.0
-        parts = {"mean": scores.value}
-        known = scores.valid & torch.isfinite(mean) & torch.isfinite(std)
+        parts = {"mean": raw}
         if self.how == "weight":
             uncertainty = std
             weight = (-self.strength * std).exp()
@@ -135,24 +136,38 @@ class UncertaintyUsed:
             self.pool.extend(zip(mean[known].tolist(), std[known].tolist(), strict=True))
         parts["uncertainty"] = uncertainty.float()
         nan = torch.tensor(torch.nan)
-        reasons = list(scores.reason or [None] * len(scores))
-        for row in (scores.valid & ~known).nonzero().flatten().tolist():
-            reasons[row] = "the judge gave no standard deviation for it"
         return replace(
             scores,
             value=torch.where(known, value.float(), nan),
-            valid=known,
             parts=dict(scores.parts) | {key: torch.where(known, part, nan) for key, part in parts.items()},
-            reason=reasons,
         )
 
     def _overlap(self, mean: Tensor, std: Tensor, known: Tensor) -> Tensor:
         """[B] u against the rest of the batch, or the pool as it was before this call; 0 if it is empty."""
         result = torch.zeros_like(mean)
-        if self.needs_batch:
+        if self._compares:
             result[known] = bhattacharyya_overlap(mean[known], std[known])
         elif self.pool and bool(known.any()):
             pool = torch.tensor(list(self.pool), dtype=torch.float64)
             found = bhattacharyya_overlap(mean[known], std[known], pool_mean=pool[:, 0], pool_std=pool[:, 1])
             result[known] = found
         return result
+
+
+def with_deviation(name: str, scores: Scores) -> tuple[Scores, Tensor]:
+    """(scores, [B] σ): a row whose σ is not known has no score.
+
+    Raises:
+        RewardError: there are no standard deviations.
+    """
+    if scores.std is None:
+        raise RewardError(
+            f"Reward {name!r} gives no standard deviation, so there is no uncertainty to use; wrap an "
+            "ensemble, or a judge with Scores.std."
+        )
+    known = scores.valid & torch.isfinite(scores.value) & torch.isfinite(scores.std)
+    reasons = list(scores.reason or [None] * len(scores))
+    for row in (scores.valid & ~known).nonzero().flatten().tolist():
+        reasons[row] = "the judge gave no standard deviation for it"
+    value = torch.where(known, scores.value, torch.nan)
+    return replace(scores, value=value, valid=known, reason=reasons), scores.std

@@ -22,6 +22,8 @@ from visalign.rewards.base.contract import (
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.images import as_contract
 
+from .uncertainty import with_deviation
+
 Normalise = str | Mapping[str, tuple[float, float]]
 Noun = Literal["image", "completion"]
 
@@ -49,6 +51,7 @@ class WeightedSum:
         normalise: Normalise = "none",
         allow_mixed_units: bool = False,
         bounds: Mapping[str, float] | None = None,
+        advantage_weights: Mapping[str, float] | None = None,
         name: str | None = None,
     ) -> None:
         """Check the terms.
@@ -61,11 +64,14 @@ class WeightedSum:
             allow_mixed_units: sum raw scores of different units all the same.
             bounds: label -> what a trainer is to hold the reward's mean at, in its own unit: at least that,
                 or at most where lower is better. `score` does not look at them.
+            advantage_weights: label -> λ, by which a trainer of texts scales advantages with the reward's own
+                standard deviations (`visalign.core.relative_uncertainty_weight`). A sample without one
+                is invalid.
             name: name of the sum; "weighted_sum", or of texts "weighted_text_sum", when None.
 
         Raises:
             ValueError: no rewards, a bad weight, an unknown normalisation, different units summed raw,
-                or a bound that no trainer could hold.
+                a bound that no trainer could hold, or a λ of nothing that is added.
         """
         _check_weights(rewards)
         name = name or ("weighted_sum" if self.noun == "image" else "weighted_text_sum")
@@ -89,6 +95,9 @@ class WeightedSum:
         self.range = self._total_range()
         self.constraints = {label: self._bound(label, value) for label, value in (bounds or {}).items()}
         """label -> bound of its part "label.weighted"."""
+        self.advantage_weights = dict(advantage_weights or {})
+        """label -> λ of its part "label.std"."""
+        _check_strengths(name, self.advantage_weights, list(units))
         if self.constraints and self.constraints.keys() >= units.keys():
             raise ValueError(f"{name} has a bound on every term, so nothing is maximised; leave one without.")
 
@@ -170,6 +179,8 @@ class WeightedSum:
             with Naming(label):
                 answer = judge(reward)
             scores = _spread(_checked(label, answer, len(usable), self.noun), usable, len(reasons))
+            if label in self.advantage_weights:
+                scores, _ = with_deviation(label, scores)
             parts[label] = scores.value
             stds = {} if scores.std is None else {"std": scores.std}
             parts |= {f"{label}.{key}": part for key, part in {**stds, **scores.parts}.items()}
@@ -287,6 +298,15 @@ def _unit(normalise: str | dict[str, tuple[float, float]], units: dict[str, str]
         distinct = list(dict.fromkeys(units.values()))
         return distinct[0] if len(distinct) == 1 else "mixed: " + " + ".join(distinct)
     return "batch standard deviations" if normalise == "batch" else "reference standard deviations"
+
+
+def _check_strengths(name: str, strengths: Mapping[str, float], added: list[str]) -> None:
+    for label, strength in strengths.items():
+        if label not in added or not 0 <= strength < math.inf:
+            raise ValueError(
+                f"{name}: the advantages are to be weighed with {label!r} and λ = {strength}; needed are "
+                f"a finite λ ≥ 0 and one of the rewards with a weight above 0 ({', '.join(added)})."
+            )
 
 
 def _check_weights(rewards: Mapping[str, tuple[Any, float]]) -> None:

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process reward model: a transformers token classifier that gives each step a probability of being right.
+"""A process reward model: a transformers token classifier that gives each step a probability of being right,
+or what it contributes to the outcome.
 
 The convention is that of TRL's PRMTrainer and of Math-Shepherd (Wang et al., arXiv 2312.08935): two labels,
 of which 1 means right; a step is judged at the last token of what follows it, the separator or a marker of
 its own. `visalign.text.step_tokens` states it whole; `visalign.training.process.trainer` trains such models.
+One with a single label is SPA-RL's progress estimator (arXiv 2505.20732): it gives contributions that add up
+to the outcome. The paper's second reward, for actions that an environment could execute, is left out: a
+completion of which a tool's call failed is not judged at all.
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ from .classifier import check_counts, load_classifier, load_tokenizer, longest_t
 from .contract import read_text_request
 
 Aggregate = Literal["min", "product", "mean", "last"]
+CONTRIBUTIONS = ("sum",)
+"""What a progress estimator says of a whole completion: the outcome that it expects."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +45,8 @@ class StepScores:
     span: Sequence[Sequence[Span]]
     """B lists of (first character, one past the last), the separator left out."""
     prob: Sequence[Tensor]
-    """B tensors [n_steps] float32, the probability that the step is right; NaN in invalid completions."""
+    """B tensors [n_steps] float32, the probability that the step is right, or its contribution; NaN in
+    invalid completions."""
     valid: Tensor
     """bool [B]."""
     reason: Sequence[str | None]
@@ -56,11 +63,12 @@ class StepScores:
 
 
 class ProcessRewardModel:
-    """The probability of each step, and one number of a completion made of them.
+    """The probability or contribution of each step, and one number of a completion made of them.
 
     As one number: "min", the weakest step (Math-Shepherd); "product", that all are right (Lightman et al.,
     arXiv 2305.20050); "mean"; "last". "mean" can be raised by writing more good steps, "min" and "product" by
-    writing fewer: mind the number of steps, which is among the parts, or set `min_steps`.
+    writing fewer: mind the number of steps, which is among the parts, or set `min_steps`. Contributions of a
+    progress estimator have their sum, in the outcome's unit.
 
     A text longer than the model reads is invalid, not cut; so is one without a step, and one that spells out
     a special token, with which a policy could forge turns.
@@ -77,7 +85,7 @@ class ProcessRewardModel:
         tokenizer: Any = None,
         separator: str = "\n",
         marker: str | None = None,
-        aggregate: Aggregate = "min",
+        aggregate: Aggregate | Literal["sum"] | None = None,
         min_steps: int = 1,
         right_label: int = 1,
         device: str | torch.device = "cpu",
@@ -89,13 +97,15 @@ class ProcessRewardModel:
         """Load the model.
 
         Args:
-            model: folder or hub name of a token classification model with two labels, or the module.
+            model: folder or hub name of a token classification model with two labels, or with one of a
+                progress estimator, or the module.
             tokenizer: folder, hub name or object; that of the model when None.
             separator: what ends a step in a completion.
             marker: what the model reads after each step; the separator when None.
-            aggregate: how `score` makes one number of the steps: "min", "product", "mean" or "last".
+            aggregate: how `score` makes one number of the steps: "min" (None), "product", "mean" or "last";
+                of contributions "sum" alone.
             min_steps: completions with fewer steps are invalid.
-            right_label: which of the two labels means right, 0 or 1.
+            right_label: which of two labels means right, 0 or 1.
             device: where it runs.
             precision: of the weights: "fp32", "bf16" or "fp16".
             batch_size: texts in one forward pass; neighbours in length share a pass.
@@ -104,26 +114,18 @@ class ProcessRewardModel:
 
         Raises:
             ValueError: an option that is not allowed.
-            RewardError: the model cannot be loaded, or has no trained head or not two labels.
+            RewardError: the model cannot be loaded, or has no trained head or more than two labels.
         """
         check_counts(name, batch_size=batch_size, max_length=max_length, min_steps=min_steps)
-        if aggregate not in get_args(Aggregate):
-            raise ValueError(
-                f"{name}: aggregate is {aggregate!r}; allowed are {', '.join(get_args(Aggregate))}."
-            )
         if right_label not in (0, 1):
             raise ValueError(f"{name}: right_label is {right_label!r}; allowed are 0 and 1.")
         self.name, self.device, self.batch_size = name, torch.device(device), batch_size
-        self.aggregate, self.min_steps, self.right_label = aggregate, min_steps, right_label
+        self.min_steps, self.right_label = min_steps, right_label
         self.reading = StepReading(separator=separator, marker=marker)
         self.model: Any = load_classifier(
             name, model, AutoModelForTokenClassification, "token", precision, self.device
         )
-        if self.model.config.num_labels != 2:
-            raise RewardError(
-                f"{name}: the model has {self.model.config.num_labels} labels; a process reward model has "
-                "two, wrong and right (num_labels=2). Choose one that was trained as such."
-            )
+        self._choose(aggregate)
         self.tokenizer: Any = load_tokenizer(name, model, tokenizer)
         self._encoder = StepEncoder(self.tokenizer, self.reading)
         self.max_length = longest_text(self.model, self.tokenizer, max_length)
@@ -158,14 +160,14 @@ class ProcessRewardModel:
         """One number per completion; metadata is not looked at.
 
         Returns:
-            The chosen aggregate; all four are parts, and "steps", their number. The text lists the steps'
-            probabilities.
+            The chosen aggregate; all of the model's are parts, and "steps", their number. The text lists
+            what is said of each step.
         """
         read_text_request(self.name, completions, prompts, metadata)
         judged = self.steps(completions, prompts)
         table = judged.padded()
         exists = torch.isfinite(table)
-        parts = {how: aggregate_steps(table, how, exists) for how in get_args(Aggregate)}
+        parts = {how: aggregate_steps(table, how, exists) for how in self.aggregates}
         parts["steps"] = exists.sum(1).float()
         text = [", ".join(f"{value:.3f}" for value in prob.tolist()) for prob in judged.prob]
         return make_scores(parts[self.aggregate], judged.reason, self.unit, parts=parts, text=text)
@@ -184,6 +186,24 @@ class ProcessRewardModel:
         return StepRewards(
             reward=judged.padded(), step=step, valid=judged.valid & rollout.generated, reason=reason
         )
+
+    def _choose(self, aggregate: str | None) -> None:
+        """Set what is said of a step and of the whole, by the number of the model's labels."""
+        name, labels = self.name, self.model.config.num_labels
+        if labels not in (1, 2):
+            raise RewardError(
+                f"{name}: the model has {labels} labels; a process reward model has two, wrong and right "
+                "(num_labels=2), or one, the contribution. Choose one that was trained as such."
+            )
+        self.aggregates = get_args(Aggregate) if labels == 2 else CONTRIBUTIONS
+        if labels == 1:
+            self.range, self.unit = (-math.inf, math.inf), "outcome"
+        self.aggregate = self.aggregates[0] if aggregate is None else aggregate
+        if self.aggregate not in self.aggregates:
+            raise ValueError(
+                f"{name}: aggregate is {aggregate!r}; allowed are {', '.join(self.aggregates)} of a model "
+                f"with {labels} labels."
+            )
 
     def _read(self, prompt: Prompt, steps: list[str]) -> StepTokens | str:
         """What the model reads, or the reason why there is nothing to judge."""
@@ -204,6 +224,7 @@ class ProcessRewardModel:
 
     @torch.no_grad()
     def _forward(self, batch: list[StepTokens]) -> list[Tensor]:
-        """Probabilities of each text's steps."""
-        odds = step_logits(self.model, batch, right_label=self.right_label)
-        return list(torch.sigmoid(odds).cpu().split([len(tokens.ends) for tokens in batch]))
+        """Probabilities or contributions of each text's steps."""
+        said = step_logits(self.model, batch, right_label=self.right_label)
+        said = torch.sigmoid(said) if self.model.config.num_labels == 2 else said
+        return list(said.cpu().split([len(tokens.ends) for tokens in batch]))

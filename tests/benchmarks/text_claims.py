@@ -2,6 +2,7 @@
 """Claims of papers, measured on the packaged language model.
 
     python tests/benchmarks/text_claims.py entropy    # GRPO's entropy collapses; three rules hold it up
+    python tests/benchmarks/text_claims.py collapse   # the same, until reward stalls; R = b − a e^H
     python tests/benchmarks/text_claims.py diversity  # FlowRL keeps more distinct right answers than GRPO
     python tests/benchmarks/text_claims.py ratio      # GSPO's ratio varies less than GRPO's as texts grow
     python tests/benchmarks/text_claims.py parts      # DAPO's parts gain over GRPO, one by one and together
@@ -32,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from visalign.config import load_config
-from visalign.core import ratio_level
+from visalign.core import fit_entropy_curve, ratio_level
 from visalign.data.text_tasks.tasks import (
     MANY_ANSWERS,
     canonical_answer,
@@ -66,9 +67,32 @@ ENTROPY = {
     "kl_cov": ("objective.algorithm=kl_cov",),
 }
 """Name -> overrides; all token means without a KL term to the reference."""
+_COLLAPSE = "objective.changes={kl: 0.0, aggregation: token_mean%s}"
+COLLAPSE = {
+    "grpo": (_COLLAPSE % "",),
+    "clip-higher": (_COLLAPSE % ", surrogate_options: {eps_high: 0.28}",),
+    "entropy bonus": (_COLLAPSE % ", entropy: 0.01",),
+    "clip-cov": ("objective.algorithm=clip_cov", "objective.changes={selection_options: {ratio: 0.02}}"),
+    "kl-cov": ("objective.algorithm=kl_cov", "objective.changes={selection_options: {ratio: 0.02}}"),
+}
+"""Eight updates of a rollout; ratio is ten times that of the rows, for a rollout has few tokens."""
+LONG = (
+    "rollout.prompts_per_iteration=16",
+    "optimizer.updates_per_iteration=8",
+    "evaluation.seeds=[0]",
+    "evaluation.prompts_on_the_way=null",
+    "run.max_seconds=null",
+)
 DIVERSITY = {
     "grpo": ("objective.algorithm=grpo",),
-    "flowrl": ("objective.algorithm=flowrl", "objective.heads_lr=1e-3"),
+    **{
+        f"flowrl, β = {beta}": (
+            "objective.algorithm=flowrl",
+            "objective.heads_lr=1e-3",
+            f"objective.changes={{surrogate_options: {{beta: {beta}}}}}",
+        )
+        for beta in (5, 15, 45)
+    },
 }
 _PLAIN = "objective.changes={kl: 0.0%s}"
 _HIGHER = ", surrogate_options: {eps_high: 0.28}"
@@ -139,6 +163,41 @@ def entropy(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[st
     return rows
 
 
+def collapse(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """Entropy, accuracy and pass@16 on held-out problems along and after long runs; the ceiling b − a that
+    R = −a e^H + b foresees from the first half of a run, beside what the run reached."""
+    records, rows = heldout_tasks(), []
+    for name, overrides in COLLAPSE.items():
+        found: list[dict[str, float]] = []
+        for seed in seeds:
+            every = max(1, iterations // 10)
+            more = (*LONG, f"seed={seed}", f"run.iterations={iterations}", f"evaluation.every={every}")
+            where = folder / f"{name}_{seed}"
+            _, log = train([*overrides, *more], where)
+            entropies = np.array([record["entropy"] for record in log])
+            at = [i for i, record in enumerate(log) if record.get("heldout/accuracy") is not None]
+            spent = torch.tensor([entropies[max(0, i - 4) : i + 1].mean() for i in at])
+            accuracy = torch.tensor([log[i]["heldout/accuracy"] for i in at])
+            fit = fit_entropy_curve(spent, accuracy, torch.arange(len(at)) < len(at) / 2)
+            after = _distinct(where / "model", records, 16)
+            found.append(
+                {
+                    "entropy, start": float(entropies[:5].mean()),
+                    "half": float(spent[len(at) // 2 - 1]),
+                    "end": float(spent[-1]),
+                    "accuracy, half": float(accuracy[len(at) // 2 - 1]),
+                    "end, 16 samples": after["accuracy"],
+                    "pass@16": after["solved"],
+                    "foreseen ceiling": float(fit.ceiling),
+                    "best reached": float(accuracy.max()),
+                }
+            )
+        rows.append({"rule": name, **{k: float(np.mean([f[k] for f in found])) for k in found[0]}})
+        rows[-1]["sd of the end"] = float(np.std([f["end, 16 samples"] for f in found]))
+    rows.append({"rule": "before", "pass@16": _distinct(None, records, 16)["solved"]})
+    return rows
+
+
 def diversity(folder: Path, iterations: int, seeds: Sequence[int], samples: int = 32) -> list[dict[str, Any]]:
     """Distinct right answers among 32 samples of held-out problems that have many."""
     records = heldout_tasks(15, tasks=tuple(MANY_ANSWERS))
@@ -179,6 +238,7 @@ def _distinct(model: Path | None, records: Sequence[Mapping[str, Any]], samples:
     per_right = np.array(distinct)[np.array(right) > 0] / (np.array(right)[np.array(right) > 0] * samples)
     return {
         "accuracy": float(np.mean(right)),
+        "solved": float(np.mean(np.array(right) > 0)),
         "distinct right": float(np.mean(distinct)),
         "distinct per right answer": float(per_right.mean()),
     }
@@ -263,13 +323,22 @@ def compared(arms: Mapping[str, Sequence[str]]) -> Callable[..., list[dict[str, 
 
 CLAIMS = {
     "entropy": entropy,
+    "collapse": collapse,
     "diversity": diversity,
     "ratio": ratio,
     "parts": compared(PARTS),
     "recent": compared(RECENT),
     "tools": compared(TOOLS),
 }
-ITERATIONS = {"entropy": 60, "diversity": 50, "ratio": 5, "parts": 60, "recent": 60, "tools": 40}
+ITERATIONS = {
+    "entropy": 60,
+    "collapse": 250,
+    "diversity": 50,
+    "ratio": 5,
+    "parts": 60,
+    "recent": 60,
+    "tools": 40,
+}
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:

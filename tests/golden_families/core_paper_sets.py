@@ -12,11 +12,12 @@ import torch
 from visalign.core.advantages.combine import normalise_then_sum, weighted_sum
 from visalign.core.advantages.gradient_balance import combine_gradients, min_norm_weights, smooth_weights
 from visalign.core.advantages.group import group_advantages, whiten
+from visalign.core.advantages.hidden_states import effective_rank
 from visalign.core.regression.groupwise import gdro_loss, soft_plackett_luce
 from visalign.core.regression.losses import reward_probability
+from visalign.core.rewards.fusion import neighbour_weights, reward_fusion
 from visalign.core.rewards.sets import vendi_gains, vendi_score
-from visalign.core.standalone.fusion import neighbour_weights, reward_fusion
-from visalign.evaluation.statistics.diversity import effective_rank, starc_distance, support_metrics
+from visalign.evaluation.statistics.diversity import starc_distance, support_metrics
 
 Outputs = dict[str, Any]
 

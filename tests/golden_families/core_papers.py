@@ -35,7 +35,7 @@ from visalign.core.rewards.steps import (
     implicit_step_rewards,
     turning_point_rewards,
 )
-from visalign.core.standalone.critics import soft_minimum
+from visalign.core.surrogates.value import soft_minimum
 from visalign.core.tokens.entropy import covariance_statistics, token_covariance
 from visalign.core.tokens.entropy_terms import tea_weights
 

@@ -30,6 +30,7 @@ WINGS = ("rewards", "pipelines")
 LOOK_AGAIN_LINES = 500
 LOOK_AGAIN_FUNCTION = 60
 LOOKED_AT = {
+    "visalign/training/text/rl.py:__init__": "a third is its arguments, and each part is made once",
     "pipelines/cli/collect.py:collect": "an option a line, and what each of four uses calls",
     "pipelines/cli/evaluate.py:evaluate": "an option a line, and one call",
     "pipelines/cli/score.py:score": "an option a line, and one call",

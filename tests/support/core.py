@@ -78,6 +78,8 @@ def step(seed: int = 0, *, move: float = 0.3, rewards: int = 0) -> tuple[Traject
         greedy_reward=draw(b),
         reference_reward=draw(b, 1),
         likelihood=-draw(b).abs(),
+        rank=torch.linspace(1, 2, 3 * b, dtype=torch.float64).view(b, 3),
+        rank_average=(1.5, 1.4, 1.6),
         metric=0.1 * torch.arange(b, dtype=torch.float64),
         uniform=torch.rand(b, t, generator=g, dtype=torch.float64),
         ptx_weight=torch.ones(2, 3, dtype=torch.float64),
@@ -102,6 +104,8 @@ def step_for(name: str, **options: float) -> tuple[Trajectories, PolicyOutput]:
     row = NAMED[name]
     if row.decisions is not None:
         trajectories = replace(trajectories, decisions=row.decisions)
+    if row.advantage == "group_returns":
+        trajectories = replace(trajectories, process_reward=0.1 * trajectories.old_log_prob)
     if row.step_weight != "uniform":
         trajectories = replace(trajectories, loss_weight=torch.linspace(1, 9, 6).double().expand(8, 6))
     if row.ratio == "guard":

@@ -44,6 +44,9 @@ ROOMS = {
     ),
     "advantages.gradient_balance": "combine_gradients min_norm_weights smooth_weights",
     "advantages.group": "clamp_advantages whiten",
+    "advantages.hidden_states": (
+        "effective_rank flow_deviation flow_rewards rank_average rank_bonus rank_dynamics"
+    ),
     "advantages.process": "aggregate_steps process_advantages span_index span_rewards",
     "advantages.replay": "replay_advantages replay_weight",
     "advantages.returns": (
@@ -65,7 +68,7 @@ ROOMS = {
         "vote_shares vote_weights"
     ),
     "preference.direct": (
-        "DIRECT DirectRow direct_preference_loss implicit_reward kto_loss kto_reference_point"
+        "DIRECT DirectRow direct_preference_loss dynamic_labels implicit_reward kto_loss kto_reference_point"
     ),
     "preference.fidelity": (
         "answer_statistics fidelity fidelity_loss fidelity_rewards quality_preferences "
@@ -95,11 +98,13 @@ ROOMS = {
         "answer_counts best_of_n_kl_bound best_of_n_kl_estimate expected_best_of_k majority_at_k pass_at_k"
     ),
     "rewards.entropy": "difficulty_entropy_reward difficulty_of phase_entropy_reward window_entropy",
+    "rewards.fusion": "convex_vertices neighbour_weights reward_fusion",
     "rewards.likelihood": "jepo_credit likelihood_reward",
     "rewards.sets": "frechet_distance frechet_gains set_gains vendi_gains vendi_score",
     "rewards.shaping": "preference_as_reward",
     "rewards.steps": (
-        "clip_step_rewards delta_step_rewards implicit_prm_loss implicit_step_rewards turning_point_rewards"
+        "clip_step_rewards delta_step_rewards implicit_prm_loss implicit_step_rewards progress_loss "
+        "turning_point_rewards"
     ),
     "rewards.terms": (
         "adaptive_kl_coefficient constraint_multiplier filter_overlong kl_in_reward penalty_kl_coefficient "
@@ -107,18 +112,17 @@ ROOMS = {
     ),
     "rewards.uncertainty": (
         "bhattacharyya bhattacharyya_overlap combine_members inverse_variance_weights penalise "
-        "shrink_advantages"
+        "relative_uncertainty_weight shrink_advantages"
     ),
     "standalone.clip_losses": "listwise_choice_loss paired_cosine pickscore_loss rank_margin_loss",
-    "standalone.critics": "soft_minimum",
-    "standalone.fusion": "neighbour_weights reward_fusion",
     "surrogates.aggregation": "MODES Counts row_tokens",
     "surrogates.balance": "dro flow_balance",
     "surrogates.forms": "gmpo gradient_keeping_clip ppo_kl sapo",
     "surrogates.kl": "categorical_kl kl_estimate",
+    "surrogates.kl_gate": "KLGate gate_threshold gated_coefficient next_gate",
     "surrogates.off_policy": "ImportanceWeights effective_sample_size off_policy_mask",
     "surrogates.ratios": "LEVELS guard_step_weight",
-    "surrogates.value": "explained_variance value_clip_fraction",
+    "surrogates.value": "explained_variance soft_minimum value_clip_fraction",
     "surrogates.weighted": "binary_kl binary_tv cispo dppo gamma_weight reinforce vespo",
     "tokens.entropy": (
         "adapt_entropy_coefficient covariance_statistics entrocraft_direction entrocraft_keep entropy_bonus "

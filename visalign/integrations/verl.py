@@ -76,8 +76,8 @@ def no_advantage(row: Objective) -> str | None:
     if row.advantage == "remax":
         return "verl generates greedy baselines only for its own algorithm.adv_estimator=remax"
     asked = asked_by(replace(row, surrogate="reinforce", surrogate_options={}, selection=None, kl=0, ptx=0))
-    absent = ("metric", "process_reward", "advantage", "entropy", "bundle", "reference_reward", "likelihood")
-    for field in absent:
+    absent = "metric process_reward advantage entropy bundle reference_reward likelihood rank"
+    for field in absent.split():
         if field in asked:
             return f"{asked[field]} needs {field}, which verl does not hand to an estimator"
     unsaid = "ref_log_prob" if "ref_log_prob" in ADVANTAGES[row.advantage].needs else None

@@ -19,6 +19,8 @@ _SIGNS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
 }
 _EXPRESSION = re.compile(r"[\d\s()+\-*/%.]+$")
+_GOES_ON = re.compile(r"[\w,]$|[×÷^√]\s*$")
+"""Before an expression that is a part of another: 1,000 + 5, or x-3 + 4."""
 LONGEST = 200
 """Characters of an expression."""
 
@@ -36,8 +38,11 @@ def calculator(text: str) -> str | None:
     >>> calculator("First 12 * 3 = 36, then 36 + 5")
     '41'
     """
-    found = _EXPRESSION.search(text[-LONGEST:])
-    expression = found[0] if found else ""
+    end = text[-LONGEST:]
+    found = _EXPRESSION.search(end)
+    expression = found[0].lstrip() if found else ""
+    if _GOES_ON.search(end.removesuffix(expression)):
+        return None
     for begin in [match.start() for match in re.finditer(r"[\d(\-]", expression)]:
         try:
             tree = ast.parse(expression[begin:].strip(), mode="eval").body
@@ -46,8 +51,10 @@ def calculator(text: str) -> str | None:
             value = _value(tree)
         except ZeroDivisionError:
             return "error"
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
+        except (SyntaxError, RecursionError, MemoryError):
             continue
+        except ValueError:
+            return None  # 2 ** 3 + 4 is not 3 + 4
         return str(value) if value.denominator == 1 else f"{float(value):.6g}"
     return None
 

@@ -3,7 +3,8 @@
 
 The convention is that of TRL's PRMTrainer (and of Math-Shepherd, arXiv 2312.08935): prompt, steps and markers
 are made into tokens one by one and put after each other, and a token classifier with two labels judges a step
-at the last token of the marker that follows it. The last step too is followed by a marker.
+at the last token of the marker that follows it. The last step too is followed by a marker. A classifier with
+one label is a progress estimator (SPA-RL, arXiv 2505.20732): what it says there is what the step contributes.
 """
 
 from __future__ import annotations
@@ -94,13 +95,14 @@ class StepEncoder:
 
 
 def step_logits(model: nn.Module, batch: Sequence[StepTokens], *, right_label: int = 1) -> Tensor:
-    """Log-odds that each step is right, read in one forward pass.
+    """Log-odds that each step is right, or its contribution, read in one forward pass.
 
     Args:
-        model: a token classifier with two labels: input_ids and attention_mask to an output with `logits`
-            [b, L, 2]. A causal one judges a step by what stands before; a bidirectional one sees later steps.
+        model: a token classifier: input_ids and attention_mask to an output with `logits` [b, L, 2], or
+            [b, L, 1] of a progress estimator. A causal one judges a step by what stands before; a
+            bidirectional one sees later steps.
         batch: b texts; padded on the right.
-        right_label: which of the two labels means right.
+        right_label: which of two labels means right.
 
     Returns:
         [n] float32, differentiable: the steps of the first text, then those of the second, ...
@@ -116,12 +118,15 @@ def step_logits(model: nn.Module, batch: Sequence[StepTokens], *, right_label: i
         ids[row, : len(tokens.ids)] = torch.tensor(tokens.ids)
         mask[row, : len(tokens.ids)] = 1
     logits = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
-    if logits.shape != (*ids.shape, 2):
+    if logits.shape not in {(*ids.shape, 1), (*ids.shape, 2)}:
         raise UserError(
             f"The process reward model gave logits {tuple(logits.shape)} for tokens {tuple(ids.shape)}; "
-            "needed are two per token. Load it as a token classifier with num_labels=2."
+            "needed are two per token, or one of a progress estimator. Load it as a token classifier with "
+            "num_labels=2, or 1."
         )
     rows = torch.tensor([row for row, tokens in enumerate(batch) for _ in tokens.ends], device=device)
     ends = torch.tensor([end for tokens in batch for end in tokens.ends], device=device)
     judged = logits[rows, ends].float()
+    if judged.shape[1] == 1:
+        return judged[:, 0]
     return judged[:, right_label] - judged[:, 1 - right_label]

@@ -114,7 +114,8 @@ def _token_spans(
         pairs = zip(shown, text, strict=False)
         return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(shown), len(text)))
 
-    if written(length) != len(text):
+    shown = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    if written(length) != len(text if rollout.tools is None else shown):  # a tool's answer may be the end
         raise UserError(
             f"Completion {row} of the rollout is {text[:60]!r}, but this tokenizer reads its tokens "
             "otherwise. Give the tokenizer of the policy that generated it."

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from queue import Empty, SimpleQueue
-from threading import Thread
-from time import monotonic
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from visalign.errors import Caught, UserError
-from visalign.interfaces import Prompt, Scores
+from visalign.errors import UserError
+from visalign.interfaces import Prompt
 from visalign.seeds import sample_seed
 
 from .distribution import Sampling
@@ -28,11 +25,8 @@ from .draws import check_seeds, draw_seeds
 from .rollout import TextRollout, ToolTrace
 from .stopping import StoppingCriteria, StopReason, StopStrings
 from .token_sets import TokenSets
+from .tool_calls import ToolFailure, ToolUse, ask_all
 
-Tool = Callable[[str], str | None]
-"""The text of a call -> its answer, which may say that the call was wrong; None: it is no call."""
-AT_ONCE = 32
-"""Calls under way at a time."""
 CHARACTERS = 32
 """Of an answer per token that it may have; the rest is not even read."""
 
@@ -47,8 +41,11 @@ class Branching:
     and takes those before the answer; what is left of a group is drawn from the prompt at once.
     """
 
-    initial: int
-    """Completions of a prompt that begin on their own."""
+    initial: int | None
+    """Completions of a prompt that begin on their own. None: AEPO's number (arXiv 2510.14545), which a first
+    completion decides: m = k σ(b (H₀ − H_tool)) of k, at least 1, H_tool the mean of its H after answers."""
+    balance: float = 1.0
+    """b, per nat; the value is ours. AEPO's penalty on branches in a row is left out."""
     probability: float = 0.5
     """α."""
     entropy_weight: float = 0.2
@@ -57,45 +54,17 @@ class Branching:
     """That H is the mean of."""
 
     def __post_init__(self) -> None:
-        if self.initial < 1 or self.tokens < 1:
+        if (self.initial is not None and self.initial < 1) or self.tokens < 1:
             raise UserError(
                 f"branch.initial is {self.initial} and branch.tokens {self.tokens}; both are at least 1."
             )
+        if not 0 <= self.balance < math.inf:
+            raise UserError(f"branch.balance is {self.balance}; it must be at least 0 and finite.")
         if not 0 <= self.probability <= 1 or not math.isfinite(self.entropy_weight):
             raise UserError(
                 f"branch.probability is {self.probability}, of 0 to 1, and branch.entropy_weight "
                 f"{self.entropy_weight}, a finite number."
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToolUse:
-    """A tool, and how it is called in a text."""
-
-    tool: Tool
-    name: str = "tool"
-    """For messages."""
-    close: str
-    """A completion that has just written this has called."""
-    open: str | None = None
-    """A call begins behind the last of these; None: at the beginning of the completion."""
-    answer: str = "{answer}"
-    """What is put into the completion; {answer} is the tool's."""
-    max_calls: int = 8
-    """Answers in a completion; after them `close` is a text as any other."""
-    max_answer_tokens: int = 64
-    """A longer answer is cut."""
-    seconds: float = 10.0
-    """A call that takes longer has failed."""
-
-    def __post_init__(self) -> None:
-        if not self.close or self.open == "":
-            raise UserError(f"tool: open is {self.open!r} and close {self.close!r}; neither may be empty.")
-        if "{answer}" not in self.answer:
-            raise UserError(f"tool: answer is {self.answer!r}; it holds {{answer}}, the tool's, once.")
-        for name in ("max_calls", "max_answer_tokens", "seconds"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"tool: {name} is {getattr(self, name)}; it must be above 0 and finite.")
 
 
 class Continues(Protocol):
@@ -133,8 +102,15 @@ class _Sample:
     """Where its turns begin."""
     calls: list[int] = field(default_factory=list)
     """Answers that it had when each turn began."""
+    cuts: list[int] = field(default_factory=list)
+    """Of these, cut."""
     trace: ToolTrace = field(default_factory=ToolTrace)
     reason: StopReason = "length"
+
+    def drawn(self) -> list[int]:
+        """Its last tokens, back to an answer."""
+        answered = max((place for place, row in enumerate(self.numbers) if not row[0]), default=-1)
+        return self.ids[answered + 1 :]
 
     def entropy(self, turn: int, tokens: int) -> float:
         """Mean over the first tokens of a turn."""
@@ -199,16 +175,37 @@ class ToolPolicy:
         for number, place in enumerate(places):
             groups.setdefault(labels[place], []).append(number)
         initial = count if self.branching is None else self.branching.initial
-        waiting = {label: rows[initial:] for label, rows in groups.items()}
-        growing = sorted(n for rows in groups.values() for n in rows[:initial])
+        undecided = set(groups) if initial is None else set[Hashable]()
+        waiting = {label: rows[initial or 1 :] for label, rows in groups.items()}
+        growing = sorted(n for rows in groups.values() for n in rows[: initial or 1])
         while growing:
             draw.turn(samples, growing)
-            branched = self._branches(samples, growing, waiting, labels)
+            branched = self._branches(samples, growing, waiting, labels, undecided)
             growing = self._answered(samples, growing, stopping) + branched
             left = {labels[samples[number].place] for number in growing}
             for label in [label for label in waiting if label not in left]:
-                growing += waiting.pop(label)  # nothing of the group grows that could branch
+                begun: list[int] = []
+                if label in undecided:
+                    undecided.remove(label)
+                    begun = self._balanced(samples, groups[label], waiting[label])
+                growing += begun or waiting.pop(label)  # nothing of the group grows that could branch
         return draw.rollout(samples, self.branching is not None)
+
+    def _balanced(self, samples: list[_Sample], rows: Sequence[int], waiting: list[int]) -> list[int]:
+        """What a group's first completion decides: those that begin at the prompt, and its own branches."""
+        assert self.branching is not None
+        first, rule = samples[rows[0]], self.branching
+        turns = [turn for turn in range(1, len(first.begins)) if self._after_answer(first, turn)]
+        share = 1.0  # without an answer there is nothing to branch from
+        if turns:
+            behind = [first.entropy(turn, rule.tokens) for turn in turns]
+            rise = _known(math.fsum(behind) / len(behind) - first.entropy(0, rule.tokens))
+            share = 1 / (1 + math.exp(min(rule.balance * rise, 500.0)))
+        own = min(len(waiting), max(1, round(share * len(rows))) - 1)
+        begun, waiting[:own] = waiting[:own], []
+        for turn in turns:
+            begun += self._branch(samples, rows[0], turn, waiting)
+        return begun
 
     def _branches(
         self,
@@ -216,37 +213,49 @@ class ToolPolicy:
         growing: Sequence[int],
         waiting: dict[Hashable, list[int]],
         labels: Sequence[Hashable],
+        undecided: set[Hashable],
     ) -> list[int]:
         """Samples that begin with what those before them had when their last turn began."""
         found: list[int] = []
-        if (rule := self.branching) is None:
-            return found
         for number in growing:
-            sample, rows = samples[number], waiting.get(labels[samples[number].place])
-            turn = len(sample.begins) - 1
-            if not rows or turn == 0 or sample.calls[turn] == sample.calls[turn - 1]:
-                continue
-            rise = sample.entropy(turn, rule.tokens) - sample.entropy(0, rule.tokens)
-            if math.isnan(rise):
-                raise UserError(
-                    "rollout.tool.branch looks at the entropy of what was drawn, and the server does not say "
-                    "it. Set rollout.top_k, or leave branch out."
-                )
-            lot = sample_seed("branch", sample.seed, turn) / 2**63
-            if lot < rule.probability + rule.entropy_weight * rise / math.log(len(self.tokenizer)):
-                begin, other = sample.begins[turn], rows.pop(0)
-                samples[other] = replace(
-                    samples[other],
-                    ids=sample.ids[:begin],
-                    numbers=sample.numbers[:begin],
-                    kept=sample.kept[:begin],
-                    origin=sample.origin[:begin],
-                    begins=sample.begins[:turn],
-                    calls=sample.calls[:turn],
-                    trace=ToolTrace(calls=sample.calls[turn], cut=sample.trace.cut, shared=begin),
-                )
-                found.append(other)
+            label = labels[samples[number].place]
+            if self.branching is not None and label not in undecided:
+                turn = len(samples[number].begins) - 1
+                found += self._branch(samples, number, turn, waiting.get(label, []))
         return found
+
+    @staticmethod
+    def _after_answer(sample: _Sample, turn: int) -> bool:
+        """Whether a turn begins behind an answer, and the model's context had room for it."""
+        if turn == 0 or sample.calls[turn] == sample.calls[turn - 1]:
+            return False
+        end = sample.begins[turn + 1] if turn + 1 < len(sample.begins) else len(sample.ids)
+        return end > sample.begins[turn]
+
+    def _branch(self, samples: list[_Sample], number: int, turn: int, waiting: list[int]) -> list[int]:
+        """The first of those that wait, as a branch where a turn of a sample began; or nothing, by lot."""
+        rule, sample = self.branching, samples[number]
+        assert rule is not None
+        is_second = bool(turn) and sample.trace.shared == sample.begins[turn]
+        if not waiting or is_second or not self._after_answer(sample, turn):
+            return []
+        rise = _known(sample.entropy(turn, rule.tokens) - sample.entropy(0, rule.tokens))
+        lot = sample_seed("branch", sample.seed, turn) / 2**63
+        if not lot < rule.probability + rule.entropy_weight * rise / math.log(len(self.tokenizer)):
+            return []
+        begin, other = sample.begins[turn], waiting.pop(0)
+        samples[other] = replace(
+            samples[other],
+            ids=sample.ids[:begin],
+            numbers=sample.numbers[:begin],
+            kept=sample.kept[:begin],
+            origin=sample.origin[:begin],
+            begins=sample.begins[:turn],
+            calls=sample.calls[:turn],
+            cuts=sample.cuts[:turn],
+            trace=ToolTrace(calls=sample.calls[turn], cut=sample.cuts[turn], shared=begin),
+        )
+        return [other]
 
     def _answered(
         self, samples: Sequence[_Sample], growing: Sequence[int], stopping: StoppingCriteria
@@ -276,16 +285,16 @@ class ToolPolicy:
         """Whether the turn ended with a call, and with nothing that ends the completion."""
         if sample.reason != "stop string" or sample.trace.calls >= self.use.max_calls:
             return False
-        turn = sample.ids[sample.begins[-1] :]
-        return not StopStrings(stopping.strings, self._text).found(turn)
+        return not StopStrings(stopping.strings, self.text).found(sample.drawn())
 
     def _call_text(self, sample: _Sample) -> str | None:
-        text = self._text(sample.ids)
+        text = self.text(sample.ids)
         text = text[: text.rfind(self.use.close)]
         if self.use.open is None:
             return text
         begin = text.rfind(self.use.open)
-        return None if begin < 0 else text[begin + len(self.use.open) :]
+        call = text[begin + len(self.use.open) :]
+        return None if begin < 0 or self.use.close in call else call
 
     def _read(self, sample: _Sample, answer: str) -> None:
         """Put an answer behind the completion."""
@@ -301,8 +310,19 @@ class ToolPolicy:
             sample.numbers.append((0.0, 0.0, 0.0, 0.0))
             sample.kept.append(torch.zeros(0, dtype=torch.int32))
 
-    def _text(self, ids: list[int]) -> str:
+    def text(self, ids: list[int]) -> str:
+        """Of tokens, special ones as they are spelled."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _known(rise: float) -> float:
+    """A rise of the entropy; refuses one that the engine did not say."""
+    if math.isnan(rise):
+        raise UserError(
+            "rollout.tool.branch looks at the entropy of what was drawn, and the server does not say "
+            "it. Set rollout.top_k, or leave branch out."
+        )
+    return rise
 
 
 @dataclass(frozen=True)
@@ -345,16 +365,21 @@ class _Draw:
         self, sample: _Sample, number: int, made: TextRollout, row: int, sets: Sequence[Tensor]
     ) -> None:
         begin = len(sample.ids)
-        end = begin + int((made.loss_mask[row] != 0).sum())
+        new = made.completion_ids[row, begin : begin + int((made.loss_mask[row] != 0).sum())].tolist()
+        sample.reason, ends = made.stop_reason[row], StopStrings(self.stopping.strings, self.policy.text)
+        if before := sample.drawn():  # what was no call: a stop string may have begun there
+            size = next((n for n in range(1, len(new) + 1) if ends.found(before + new[:n])), None)
+            new, sample.reason = new[:size], sample.reason if size is None else "stop string"
+        end = begin + len(new)
         sample.begins.append(begin)
         sample.calls.append(sample.trace.calls)
-        sample.ids += made.completion_ids[row, begin:end].tolist()
+        sample.cuts.append(sample.trace.cut)
+        sample.ids += new
         fields = (made.loss_mask, made.log_prob, made.full_log_prob, made.entropy)
         columns = [values[row, begin:end].tolist() for values in fields]
         sample.numbers += list(zip(*columns, strict=True))
         sample.origin += [(number, place) for place in range(begin, end)]
         sample.kept += [sets[place] if sets else torch.zeros(0) for place in range(begin, end)]
-        sample.reason = made.stop_reason[row]
 
     def rollout(self, samples: Sequence[_Sample], branched: bool) -> TextRollout:
         """All samples in one."""
@@ -411,57 +436,3 @@ class _Draw:
 def _left(row: Tensor, width: int) -> Tensor:
     """The last `width` entries of a row that is padded on the left."""
     return torch.nn.functional.pad(row, (max(0, width - len(row)), 0))[-width:]
-
-
-def without_failed(scores: Scores, rollout: TextRollout) -> Scores:
-    """The scores, invalid where a tool failed, which is then the reason."""
-    failed = [trace.failed for trace in rollout.tools or ()]
-    if not any(failed):
-        return scores
-    reasons = scores.reason or [None] * len(scores)
-    return replace(
-        scores,
-        valid=scores.valid.cpu() & torch.tensor([why is None for why in failed]),
-        reason=[why or reason for why, reason in zip(failed, reasons, strict=True)],
-    )
-
-
-@dataclass(frozen=True)
-class ToolFailure:
-    """A call without an answer."""
-
-    why: str
-
-
-def ask_all(use: ToolUse, calls: Sequence[str]) -> dict[str, str | ToolFailure | None]:
-    """The answers to some calls, each different one asked once, `AT_ONCE` side by side.
-
-    A call that raises, takes longer than `use.seconds`, or answers something else than a text has failed. A
-    thread cannot be stopped: what hangs is left behind, and holds the process up no longer than that.
-    """
-    found: dict[str, str | ToolFailure | None] = {}
-    different = list(dict.fromkeys(calls))
-    for start in range(0, len(different), AT_ONCE):
-        part, done = different[start : start + AT_ONCE], SimpleQueue[tuple[str, Any]]()
-        for call in part:
-            Thread(target=_ask, args=(use, call, done), daemon=True).start()
-        deadline = monotonic() + use.seconds
-        for _ in part:
-            try:
-                call, answer = done.get(timeout=max(0.0, deadline - monotonic()))
-            except Empty:
-                break
-            found[call] = answer
-        for call in part:
-            found.setdefault(call, ToolFailure(f"{use.name} gave no answer in {use.seconds:g} s"))
-    return found
-
-
-def _ask(use: ToolUse, call: str, done: SimpleQueue[tuple[str, Any]]) -> None:
-    with Caught() as caught:
-        answer: Any = use.tool(call)
-        if answer is not None and not isinstance(answer, str):
-            answer = ToolFailure(f"{use.name} answered a {type(answer).__name__}, needed is a text or None")
-    if caught.error is not None:
-        answer = ToolFailure(f"{use.name} raised {type(caught.error).__name__}: {caught.error}")
-    done.put((call, answer))

@@ -25,6 +25,7 @@ from .text.dpo import DPO, DPOSettings
 from .text.rl import TextRL
 from .text.settings import (
     DynamicSettings,
+    LatentFlowSettings,
     SelfImitationSettings,
     TextObjectiveSettings,
     TextRolloutSettings,
@@ -43,6 +44,7 @@ __all__ = [
     "DiffusionObjectiveSettings",
     "DynamicSettings",
     "FlowGRPO",
+    "LatentFlowSettings",
     "MonitorLimits",
     "MonitorSettings",
     "ObjectiveSettings",

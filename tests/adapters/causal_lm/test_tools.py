@@ -19,7 +19,9 @@ from visalign.core import PolicyOutput, named_objective
 from visalign.errors import UserError
 from visalign.text import Sampling, StoppingCriteria, TextRollout, join_rollouts
 from visalign.text.calculator import calculator
-from visalign.text.tools import Branching, ToolPolicy, ToolUse, ask_all
+from visalign.text.steps import StepReading, step_index
+from visalign.text.tool_calls import ToolUse, ask_all
+from visalign.text.tools import Branching, ToolPolicy
 
 PROMPTS = ["a", "hello there you", "1+2="]
 STOPPING = StoppingCriteria(max_new_tokens=30, eos_ids=())
@@ -85,7 +87,7 @@ def test_tokens_of_answers_have_no_gradient(policy) -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling(), TOPPED])
 def test_branches_share_what_stands_before_them(policy, sampling) -> None:
-    rule = Branching(initial=2, probability=1.0)
+    rule = Branching(initial=4, probability=1.0)
     found = drawn(policy, use(), rule, sampling=sampling)
     assert found.tools is not None and found.shared is not None
     born = [trace.shared for trace in found.tools]
@@ -110,10 +112,61 @@ def test_branches_share_what_stands_before_them(policy, sampling) -> None:
         replace(found, shared=found.shared[:3])
 
 
+def test_behind_an_answer_a_completion_goes_on_in_two_ways_and_no_third(policy) -> None:
+    rule = Branching(initial=8, probability=1.0)
+    found = drawn(policy, use(max_calls=4), rule, num_generations=16, seeds=8)
+    assert found.tools is not None and found.shared is not None
+    begun = [
+        (found.group[row], *found.completion_ids[row, : trace.shared].tolist())
+        for row, trace in enumerate(found.tools)
+        if trace.shared
+    ]
+    assert len(set(begun)) == len(begun) > 3
+    assert found.shared.max() > 2, "a second way may part again behind its own answers"
+
+
 def test_a_group_that_does_not_branch_is_filled_up_from_the_prompt(policy) -> None:
     rule = Branching(initial=2, probability=0.0, entropy_weight=0.0)
     found, plain = drawn(policy, use(), rule), drawn(policy, use())
     assert found.text == plain.text and found.shared is not None and (found.shared == 1).all()
+
+
+def _began(found, group: int) -> int:
+    """Completions of a group that began at the prompt."""
+    return sum(trace.shared == 0 for trace in found.tools[8 * group : 8 * group + 8])
+
+
+def test_a_first_completion_decides_how_many_begin_at_the_prompt(policy) -> None:
+    """m = k σ(b (H₀ − H_tool)): half of them at b = 0, all or the first alone at a large b, by the sign."""
+    tokens = {"tokens": 4}
+    half = drawn(policy, use(), Branching(initial=None, balance=0.0, probability=1.0, **tokens))
+    plain = drawn(policy, use())
+    sharp = drawn(policy, use(), Branching(initial=None, balance=1e6, probability=1.0, **tokens))
+    seen = set()
+    for group in range(3):
+        first = 8 * group
+        assert half.text[first] == sharp.text[first] == plain.text[first]
+        mask = plain.loss_mask[first]
+        length = int(mask.nonzero().max()) + 1
+        turns = [n for n in range(1, length) if mask[n] and not mask[n - 1]]
+        if not turns:
+            assert _began(half, group) == _began(sharp, group) == 8
+            continue
+        entropy = plain.entropy[first]
+        drawn_first = entropy[: turns[0]][mask[: turns[0]] == 1][:4].mean()
+        ends = [*turns[1:], length]
+        behind = [entropy[a:b][mask[a:b] == 1][:4].mean() for a, b in zip(turns, ends, strict=True)]
+        rises = bool(torch.stack(behind).mean() > drawn_first)
+        seen.add(rises)
+        assert _began(half, group) >= 4 and _began(sharp, group) >= (1 if rises else 8)
+        assert half.tools is not None and any(trace.shared for trace in half.tools[first : first + 8])
+        if rises:
+            assert _began(sharp, group) < 8
+    assert seen, "a first completion has an answer"
+    torch.testing.assert_close(policy.log_probs(half).log_prob, half.log_prob, rtol=0, atol=1e-4)
+    small = CausalLMPolicy(tiny_model(), tiny_tokenizer(), generate_batch=2)
+    rule = Branching(initial=None, balance=0.0, probability=1.0, **tokens)
+    assert drawn(small, use(), rule).text == half.text
 
 
 def test_a_shared_token_moves_the_policy_by_the_mean_of_its_branches(policy) -> None:
@@ -165,8 +218,48 @@ def test_answers_are_cut_and_their_special_tokens_are_text(policy) -> None:
 
 def test_a_call_stands_between_open_and_close(policy) -> None:
     asked: list[str] = []
-    drawn(policy, use(lambda text: asked.append(text) or "", open="a"))
+    found = drawn(
+        policy, use(lambda text: asked.append(text) or "", open="a", max_calls=8), num_generations=64
+    )
     assert asked and not any("a" in text or "5" in text for text in asked)
+    assert any(re.search("a[^a]*5[^a]*5", text) for text in found.text), "a second close without an open"
+
+
+@pytest.mark.parametrize("end", ["5!", "5+", "5"])
+def test_what_is_no_call_hides_no_stop_string(policy, end) -> None:
+    stopping = replace(STOPPING, strings=(end,))
+    found, plain = drawn(policy, use(lambda text: None), stopping=stopping), drawn(policy, stopping=stopping)
+    assert found.text == plain.text and found.stop_reason == plain.stop_reason
+    assert any(text.endswith(end) and text.count("5") for text in found.text)
+
+
+def test_where_the_context_ends_behind_an_answer_nothing_branches() -> None:
+    model = tiny_model()
+    model.config.max_position_embeddings = 20
+    found = drawn(
+        CausalLMPolicy(model, tiny_tokenizer()),
+        use(lambda text: "x" * 9),
+        Branching(initial=2, probability=1.0),
+    )
+    assert found.tools is not None and any(trace.calls for trace in found.tools)
+    place = torch.arange(1, found.loss_mask.shape[1] + 1)
+    drawn_to = (place * (found.loss_mask != 0)).amax(1) + found.prompt_mask.sum(1)
+    assert int(drawn_to.max()) == 20
+
+
+def test_steps_are_told_where_an_answer_is_the_end(policy) -> None:
+    found = drawn(policy, use(lambda text: "xxxxxxxxx\nx"))
+    assert found.tools is not None and any(text.endswith("5xxxxx") for text in found.text)
+    step = step_index(found, tiny_tokenizer(), StepReading())
+    assert ((step >= 0) == (found.loss_mask != 0)).all()
+    for row, text in enumerate(found.text):
+        assert int(step[row].max()) + 1 <= len(StepReading().spans(text))
+    with pytest.raises(UserError, match="this tokenizer reads its tokens otherwise"):
+        step_index(replace(found, text=["?"] * 24), tiny_tokenizer(), StepReading())
+
+
+def test_half_a_character_in_an_answer_is_a_question_mark(policy) -> None:
+    assert "5?" in "".join(drawn(policy, use(lambda text: "\ud800")).text)
 
 
 def test_a_server_goes_on_from_the_answers_too(policy) -> None:
@@ -175,6 +268,8 @@ def test_a_server_goes_on_from_the_answers_too(policy) -> None:
         server.mode = "processed_logprobs"
         found = drawn(engine, use())
         assert found.tools is not None and max(trace.calls for trace in found.tools) == 2
+        seeds = [body["seed"] for body in server.completions]
+        assert len(set(seeds)) == len(seeds) > 24, "turns are drawn by numbers of their own"
         torch.testing.assert_close(policy.log_probs(found).log_prob, found.log_prob, rtol=0, atol=1e-4)
         assert all(
             re.search(r"5<\d+>", text) for text, t in zip(found.text, found.tools, strict=True) if t.calls
@@ -212,6 +307,12 @@ def test_equal_calls_are_asked_once() -> None:
         ("x + y", None),
         ("", None),
         ("2 ** 999999999", None),
+        ("2 ** 3 + 4", None),
+        ("2(3) + 4", None),
+        ("1,000 + 5", None),
+        ("x-3 + 4", None),
+        ("3 × 4 + 5", None),
+        ("1, 3 + 4", "7"),
         ("9" * 10_000 + " + 1", str(int("9" * 196) + 1)),
         ("(" * 150 + "1", None),
     ],
@@ -232,6 +333,8 @@ def test_the_calculator(text, value) -> None:
 def test_wrong_settings(options, message) -> None:
     with pytest.raises(UserError, match=message):
         use(**options)
+    with pytest.raises(UserError, match=r"branch\.balance is -1"):
+        Branching(initial=None, balance=-1)
     with pytest.raises(UserError, match=r"branch\.initial is 0"):
         Branching(initial=0)
     with pytest.raises(UserError, match=r"branch\.probability is 2"):

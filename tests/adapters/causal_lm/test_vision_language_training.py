@@ -22,6 +22,7 @@ from tests.support.models.vision_language import (
     tiny_processor,
     tiny_seeing_model,
 )
+from visalign.adapters.causal_lm.demonstrations import demonstration_lengths, demonstration_rollout
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.adapters.causal_lm.value_head import ValueHead
@@ -29,6 +30,7 @@ from visalign.errors import UserError
 from visalign.text import Sampling
 
 LORA = text_lora(rank=3, alpha=7, seed=5)
+ONE, OTHER = picture(24, 16, 1), picture(24, 16, 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,3 +125,28 @@ def test_values_come_out_of_the_same_pass_and_read_the_pictures() -> None:
         replace(rollout, images=[[picture(24, 16, 9), IMAGES[0][1]]] * 12), slice(3)
     ).value
     assert changed is not None and (changed - value[:3]).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_demonstrations_may_show_pictures() -> None:
+    """What a picture's completion is worth is what the policy gave it, and another's with another picture."""
+    given = policy()
+    asked = [[{"role": "user", "content": [{"type": "image", "image": image}]}] for image in (ONE, OTHER)]
+    rollout = demonstration_rollout(given, asked, ["a b", "a b"])
+    assert rollout.images is not None and [len(row) for row in rollout.images] == [1, 1]
+    first, second = given.log_probs(rollout).log_prob
+    assert not torch.allclose(first, second)
+    prompts, pictures = [[{"role": "user", "content": [{"type": "image"}]}]] * 2, [[ONE], [OTHER]]
+    drawn_now = given.generate(prompts, seeds=0, images=pictures)
+    same = replace(
+        drawn_now,
+        completion_ids=rollout.completion_ids,
+        loss_mask=rollout.loss_mask,
+        **{name: torch.zeros_like(rollout.loss_mask) for name in ("log_prob", "full_log_prob", "entropy")},
+    )
+    torch.testing.assert_close(
+        given.log_probs(same).log_prob, torch.stack([first, second]), rtol=0, atol=1e-5
+    )
+    records = [{"prompt": asked[0], "completion": "a b"}]
+    (length,) = demonstration_lengths(given, records)
+    assert length == int(rollout.prompt_mask[0].sum() + rollout.loss_mask[0].sum())  # image tokens too

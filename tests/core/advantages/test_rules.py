@@ -166,6 +166,15 @@ class TestOnlineDpo:
         torch.testing.assert_close(policy.grad, exact.grad, rtol=1e-9, atol=1e-12)
         assert loss.unique().numel() == 2
 
+    def test_a_masked_sample_is_in_no_pair(self) -> None:
+        """Alone the other would be pushed, from a lead that is not theirs."""
+        weight = torch.ones(4, 3).double()
+        weight[1] = 0.0
+        given = {"old_log_prob": -torch.ones(4, 3), "ref_log_prob": -torch.ones(4, 3), "group": [0] * 4}
+        made = Trajectories(weight=weight, reward=f64(1, 5, 0, 2), **given)
+        advantage = named_objective("online_dpo").prepare(made).advantage
+        assert_values(advantage[:, 0].double(), 0.0, 0.0, -0.15, 0.15)
+
     def test_what_has_no_preference_teaches_nothing(self) -> None:
         assert online_dpo_advantages(f64(1, 1, 2), f64(0, 0, 0), [0, 0, 1]).eq(0).all()
         assert online_dpo_advantages(f64(NAN, 1), f64(0, 0), [0, 0]).eq(0).all()

@@ -16,6 +16,7 @@ from visalign.core.objective.explain import explain
 
 NOT_ON_STEPS = {
     "ppo": "value function.*'grpo'",
+    "safe": "value function.*'grpo'",
     "ppo_kl": "value function.*'grpo'",
     "ppo_ptx": "value function.*'grpo'",
     "remax": r"advantage='remax'.*greedy.*'rloo'",
@@ -30,6 +31,8 @@ NOT_ON_STEPS = {
     **{name: r"entropy=0.*denoising steps of fixed variance.*FlowRL" for name in ("siren", "epo", "tea")},
     "par": r"advantage='par'.*reference.*'pref_grpo'",
     **dict.fromkeys(("likelihood", "jepo"), r"reference answer in words.*'grpo'"),
+    "rank_bonus": r"hidden states of each token.*'grpo'",
+    "rlfr": r"reward of each step.*objective\.credit",
     "canon": r"advantage='canon'.*objective\.metric=PART.*'grpo'",
     "riskpo": r"advantage='riskpo'.*bundles.*'copo'",
     "flowrl": r"surrogate='flow_balance'.*log Z.*'grpo'",

@@ -36,6 +36,7 @@ def _expected(name: str, t: Trajectories) -> Tensor:
         return prl_advantages(_group(t), t.old_log_prob - t.ref_log_prob, t.weight, eta=2.0, block=2)
     if name == "online_dpo":
         away = ((t.old_log_prob - t.ref_log_prob) * (t.weight != 0)).sum(1)
+        away[(t.weight == 0).all(1)] = torch.nan
         return online_dpo_advantages(t.reward, away, LABELS, beta=2.0)
     mean = torch.stack([h[w != 0].mean() for h, w in zip(t.entropy, t.weight, strict=True)])
     mean[~t.present()] = torch.nan

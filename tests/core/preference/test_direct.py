@@ -17,6 +17,7 @@ from tests.support.core import assert_values, f64, normal
 from visalign.core.preference.direct import (
     DIRECT,
     direct_preference_loss,
+    dynamic_labels,
     implicit_reward,
     kto_loss,
     kto_reference_point,
@@ -106,6 +107,59 @@ def test_gradients_by_differences() -> None:
         )
 
 
+class TestPower:
+    def test_hand_values(self) -> None:
+        """The second pair: m = 2 (−4 + 1)/2 − 2 (−6 + 1)/4 = −1/2, and η β w log π = 0.1 · 2 · (−4)/2."""
+        lengths = f64(10), f64(10)
+        for eta, wanted in ((0.0, 0.126928), (None, 0.127928)):
+            loss = direct_preference_loss(f64(-10), f64(-20), None, None, *lengths, row="power", eta=eta)
+            assert loss.item() == pytest.approx(wanted, abs=5e-7)
+        found = direct_preference_loss(f64(-4), f64(-6), None, None, f64(2), f64(4), row="power", eta=0.1)
+        assert_values(found, math.log1p(math.exp(0.5)) + 0.4)
+
+    def test_of_answers_of_one_length_it_is_simpo_without_a_margin(self) -> None:
+        answers, length = [normal(5, seed=seed) for seed in range(2)], f64(3, 1, 4, 1, 5)
+        given: dict[str, Any] = dict(zip(("chosen", "rejected"), answers, strict=True))
+        given |= {"chosen_length": length, "rejected_length": length}
+        simpo = direct_preference_loss(**given, row="simpo", gamma=0.0)
+        torch.testing.assert_close(direct_preference_loss(**given, row="power", eta=0.0), simpo)
+
+    def test_its_reward_is_that_of_the_policy_that_maximises_it_with_weighted_entropy(self) -> None:
+        """∂/∂π (E_π[r] + β H_w(π)) = 0 along all distributions, w = 1/|y|; with w_l − w_w it is not."""
+        logits, length = normal(4, seed=0).requires_grad_(), f64(1, 2, 5, 9)
+        log_prob = logits.log_softmax(0)
+        reward = implicit_reward(log_prob, length=length, row="power", beta=0.7).detach()
+        gained = (log_prob.exp() * (reward - 0.7 * log_prob / length)).sum()
+        (slope,) = torch.autograd.grad(gained, logits)
+        torch.testing.assert_close(slope, torch.zeros(4, dtype=torch.float64), atol=1e-12, rtol=0)
+
+    @pytest.mark.parametrize("row", ["sigmoid_norm", "simpo", "power"])
+    def test_a_stationary_label_takes_the_gradient_and_one_of_1_changes_nothing(self, row: str) -> None:
+        better, worse = normal(5, seed=0).requires_grad_(), normal(5, seed=1).requires_grad_()
+        refs, lengths = (normal(5, seed=2), normal(5, seed=3)), (f64(1, 2, 3, 4, 5), f64(5, 4, 3, 2, 1))
+        rewards = [
+            implicit_reward(a, r, n, row=row) for a, r, n in zip((better, worse), refs, lengths, strict=True)
+        ]
+        lead = rewards[0] - rewards[1] - DIRECT[row].gamma
+        eta = 0.0 if row == "power" else None
+        options: dict[str, Any] = {"row": row, "eta": eta}
+        given = (better, worse, *refs, *lengths)
+        still = direct_preference_loss(*given, **options, label=torch.sigmoid(lead))
+        assert all(bool((slope == 0).all()) for slope in torch.autograd.grad(still.sum(), [better, worse]))
+        plain = direct_preference_loss(*given, **options)
+        assert_values(direct_preference_loss(*given, **options, label=torch.ones(5)), *plain.tolist())
+        smooth = direct_preference_loss(*given, **options, eps=0.2)
+        assert_values(direct_preference_loss(*given, **options, label=f64(*[0.8] * 5)), *smooth.tolist())
+
+    def test_labels_go_a_part_of_the_way_to_the_stationary_one(self) -> None:
+        label, lead = f64(1, 1, 0.5, 0.3), f64(0, math.log(3), -math.inf, math.nan).requires_grad_()
+        moved = dynamic_labels(label, lead, rate=0.2)
+        assert_values(moved, 0.9, 0.95, 0.4, 0.3)
+        assert not moved.requires_grad and torch.equal(dynamic_labels(label, lead, rate=0), label)
+        with pytest.raises(ValueError, match=r"rate must lie in \[0, 1\]; got 1.5"):
+            dynamic_labels(label, lead, rate=1.5)
+
+
 class TestVotes:
     def test_hand_values(self) -> None:
         good = torch.tensor([True, False])
@@ -137,7 +191,7 @@ class TestVotes:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"row": "dpo"}, "row must be one of sigmoid, robust, hinge, ipo, sigmoid_norm, simpo; got 'dpo'"),
+        ({"row": "dpo"}, "row must be one of sigmoid, robust, hinge, ipo, sigmoid_norm, simpo, power; got"),
         ({"row": "kto"}, "got 'kto'"),
         ({"beta": 0.0}, "beta must be positive and finite; got 0.0"),
         ({"gamma": -1.0}, "gamma must be finite and ≥ 0; got -1.0"),
@@ -146,6 +200,11 @@ class TestVotes:
             {"eps": 0.1, "row": "ipo"},
             "row ipo has no place for wrong labels .* sigmoid, robust, sigmoid_norm",
         ),
+        ({"eta": 0.1}, r"row sigmoid has no η \(0.1\); it is of power"),
+        ({"eta": -0.1, "row": "power"}, "eta must be finite and ≥ 0; got -0.1"),
+        ({"label": f64(1, 1), "row": "ipo"}, "row ipo with eps 0.0 takes no labels; .*: sigmoid, sigmoid_n"),
+        ({"label": f64(1, 1), "eps": 0.1}, "row sigmoid with eps 0.1 takes no labels"),
+        ({"label": f64(1)}, r"rejected \[B\], label \[B\]; got \(2,\), \(2,\), \(1,\)"),
         ({"ref_chosen": None}, "row sigmoid measures from a reference; give ref_log_prob, or take simpo"),
         ({"row": "simpo"}, "row simpo divides by the tokens of an answer; give their number as length"),
         ({"rejected": f64(1)}, r"log_prob must be \[B\] and ref_log_prob \[B\]; got \(1,\) and \(2,\)"),

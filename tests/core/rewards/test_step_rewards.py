@@ -18,6 +18,7 @@ from visalign.core.rewards.steps import (
     implicit_prm_loss,
     implicit_step_rewards,
     next_present,
+    progress_loss,
     turning_point_rewards,
 )
 
@@ -138,6 +139,21 @@ def test_balancing_keeps_the_largest_of_the_commoner_sign() -> None:
     assert turning_point_rewards(final[:3], start[:3], middle[:3]).turn.all()
 
 
+def test_contributions_that_add_up_to_the_outcome() -> None:
+    """SPA-RL's worked case; the slope of every present step is 2 (Σ c − R), whatever the others are."""
+    c = f64(0.2, 0.1, 0.5, 0.2)[None]
+    assert progress_loss(c, f64(1)).item() < 1e-30
+    assert_hand(discounted_returns(c)[0], 1, 0.8, 0.7, 0.2)
+    told = torch.cat([c, c, torch.full_like(c, NAN)]).requires_grad_()
+    weight = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 1], [0, 0, 0, 0]])
+    loss = progress_loss(told, f64(0, 1, NAN), weight)
+    assert_hand(loss, 1, 0.01, 0)
+    (slope,) = torch.autograd.grad(loss.sum(), told)
+    torch.testing.assert_close(slope, f64(*[2.0] * 4, -0.2, 0, -0.2, -0.2, *[0.0] * 4).reshape(3, 4))
+    assert progress_loss(f64(NAN)[None], f64(1)).isnan(), "what an estimator says is not hidden"
+    assert progress_loss(f64(NAN)[None], f64(NAN)).item() == 0
+
+
 def test_turning_points_on_plateaus_and_missing_rewards() -> None:
     flat = turning_point_rewards(f64(0.5), f64(0.5), f64(0.5, 0.5)[None])
     assert not flat.turn.any() and flat.step_reward.eq(0).all()
@@ -160,6 +176,10 @@ def test_turning_points_on_plateaus_and_missing_rewards() -> None:
         (
             lambda: implicit_prm_loss(STEPS, f64(1, 0)),
             r"log_ratio must be \[B, T\] and label \[B\]; got \(1, 4\) and \(2,\)",
+        ),
+        (
+            lambda: progress_loss(STEPS, f64(1, 0)),
+            r"contribution must be \[B, T\] and outcome \[B\]; got \(1, 4\) and \(2,\)",
         ),
         (lambda: turning_point_rewards(f64(1), f64(1, 2), STEPS), r"got \(1,\), \(2,\), \(1, 4\)"),
         (lambda: turning_point_rewards(f64(1), f64(1), f64(1)), r"reward_mid \[B, n\]; got"),

@@ -28,6 +28,7 @@ from visalign.core.rewards.uncertainty import (
     combine_members,
     inverse_variance_weights,
     penalise,
+    relative_uncertainty_weight,
     shrink_advantages,
 )
 
@@ -113,6 +114,24 @@ class TestShrinkage:
         ours = shrink_advantages(judged, std, spread, observed=True)
         error = [(factor * judged - true).square().mean() for factor in (0.55, 0.67)]
         assert (ours - true).square().mean() < min(error)
+
+
+class TestWeightsOfAdvantages:
+    def test_hand_values(self) -> None:
+        u = f64(0, 1, 2, NAN).requires_grad_()
+        found = relative_uncertainty_weight(u, strength=2.0)
+        assert_values(found[:3], 1, math.exp(-2), math.exp(-4))
+        assert bool(found[3].isnan()) and not found.requires_grad
+        assert_values(relative_uncertainty_weight(f64(1, 2)), math.exp(-2 / 3), math.exp(-4 / 3))
+
+    def test_certain_samples_keep_their_advantage_and_set_no_scale_where_they_are_most(self) -> None:
+        found = relative_uncertainty_weight(f64(0, 0, 0, 3, 1))
+        assert_values(found, 1, 1, 1, math.exp(-1.5), math.exp(-0.5))
+        assert_values(relative_uncertainty_weight(f64(0, 0)), 1, 1)
+
+    def test_the_unit_of_the_reward_plays_no_part(self) -> None:
+        u = normal(9).abs()
+        torch.testing.assert_close(relative_uncertainty_weight(1e3 * u), relative_uncertainty_weight(u))
 
 
 class TestCtrlU:
@@ -234,6 +253,8 @@ class TestOldPairs:
         (lambda: combine_members(normal(2, 2), how="inverse_variance"), "needs std"),
         (lambda: inverse_variance_weights(f64(1), floor=0), "floor must be positive"),
         (lambda: shrink_advantages(f64(1), f64(1), f64(1, 2)), "must have one shape"),
+        (lambda: relative_uncertainty_weight(f64(1), strength=-1), "strength must be finite and ≥ 0; got -1"),
+        (lambda: relative_uncertainty_weight(normal(1, 2)), r"std must be \[B\]; got shape \(1, 2\)"),
         (lambda: class_disagreement(normal(2, 3), normal(2, 4)), r"\[B, C, \*\]; got \(2, 3\) and \(2, 4\)"),
         (
             lambda: ctrl_u_loss(normal(2, 3, 4), normal(2, 3, 4), torch.zeros(2, 3).long()),

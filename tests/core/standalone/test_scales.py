@@ -29,7 +29,7 @@ from visalign.core.advantages.risk import (
     range_value_at_risk,
     track_quantile,
 )
-from visalign.core.standalone.critics import soft_minimum
+from visalign.core.surrogates.value import soft_minimum
 from visalign.core.tokens.entropy_terms import tea_weights
 
 NAN = float("nan")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shaped rewards: hand values, bounds, missing rewards, neighbours, likelihoods, leave-one-out."""
+"""Shaped rewards: hand values, bounds, missing rewards, likelihoods, leave-one-out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tests.support.core import assert_values, f64
 from visalign.core.advantages.group import group_advantages
 from visalign.core.rewards.likelihood import jepo_credit, likelihood_reward
 from visalign.core.rewards.shaping import preference_as_reward
-from visalign.core.standalone.fusion import neighbour_weights, reward_fusion
 
 NAN = float("nan")
 INF = float("inf")
@@ -54,37 +53,6 @@ class TestPreferenceAsReward:
         )
         half = preference_as_reward(torch.tensor([300.0]).half(), torch.tensor([[-300.0]]).half())
         assert half.dtype == torch.float32 and half.item() == 1
-
-
-class TestRewardFusion:
-    def test_hand_value(self) -> None:
-        fused = reward_fusion(f64(0.2), f64(0.6, 0.7)[None], f64(0.95, 0.9)[None])
-        assert_values(fused, (0.2 + 0.95 * 0.6 + 0.9 * 0.7) / 2.85)
-
-    def test_only_the_most_similar_above_the_threshold(self) -> None:
-        similarity = f64(0.91, 0.95, 0.5, 0.95, 0.99)[None]
-        assert_values(neighbour_weights(similarity, top=2)[0], 0, 0.95, 0, 0, 0.99)
-        assert_values(neighbour_weights(similarity, threshold=0.5, top=9)[0], 0.91, 0.95, 0.5, 0.95, 0.99)
-
-    def test_without_neighbours_the_reward_is_kept_to_the_bit(self) -> None:
-        reward = torch.rand(50, generator=torch.Generator().manual_seed(1))
-        assert torch.equal(reward_fusion(reward, torch.rand(50, 3), torch.full((50, 3), 0.89)), reward)
-        assert torch.equal(reward_fusion(reward, torch.empty(50, 0), torch.empty(50, 0)), reward)
-
-    def test_result_lies_between_what_enters_and_equal_rewards_stay(self) -> None:
-        generator = torch.Generator().manual_seed(2)
-        own, near = torch.rand(40, generator=generator), torch.rand(40, 4, generator=generator)
-        close_by = 0.9 + 0.1 * torch.rand(40, 4, generator=generator)
-        fused = reward_fusion(own, near, close_by)
-        everything = torch.cat([own[:, None], near], 1)
-        assert bool(((fused >= everything.amin(1)) & (fused <= everything.amax(1))).all())
-        assert torch.equal(reward_fusion(own, own[:, None].expand(40, 4), close_by), own)
-
-    def test_a_missing_neighbour_takes_no_place(self) -> None:
-        near, similarity = f64(NAN, 1, 3)[None], f64(1, 0.95, 0.92)[None]
-        assert_values(reward_fusion(f64(0), near, similarity, top=1), 0.95 / 1.95)
-        assert_values(reward_fusion(f64(NAN), near, similarity), NAN)
-        assert_values(reward_fusion(f64(0), f64(1)[None], f64(NAN)[None]), 0)
 
 
 class TestLikelihoodReward:
@@ -146,14 +114,6 @@ class TestJepo:
     [
         (lambda: preference_as_reward(f64(1), f64(1)), r"reward must be \[B\] and reference \[B, M\]; got"),
         (lambda: preference_as_reward(f64(1), f64(1)[None], k=0), "k must be positive and finite; got 0"),
-        (lambda: neighbour_weights(f64(1)), r"similarity must be \[B, M\].*\(1,\)"),
-        (
-            lambda: neighbour_weights(f64(1)[None], torch.ones(2, 1) > 0),
-            r"similarity must be \[B, M\] and valid \[B, M\]; got \(1, 1\) and \(2, 1\)",
-        ),
-        (lambda: neighbour_weights(f64(1)[None], threshold=-1), "threshold must be positive"),
-        (lambda: neighbour_weights(f64(1)[None], top=0), "top must be at least 1; got 0"),
-        (lambda: reward_fusion(f64(1, 2), f64(1)[None], f64(1)[None]), r"got \(2,\), \(1, 1\), \(1, 1\)"),
         (
             lambda: likelihood_reward(f64(1), f64(1)),
             r"log_prob must be \[B, T\] and weight \[B, T\]; got \(1,\) and \(1,\)",

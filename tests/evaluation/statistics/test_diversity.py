@@ -10,11 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from visalign.evaluation.statistics.diversity import (
-    effective_rank,
-    starc_distance,
-    support_metrics,
-)
+from visalign.evaluation.statistics.diversity import starc_distance, support_metrics
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -25,21 +21,6 @@ def assert_values(ours: Tensor, *expected: float) -> None:
     torch.testing.assert_close(
         ours, torch.tensor(expected, dtype=torch.float64).reshape(ours.shape), rtol=1e-6, atol=1e-9
     )
-
-
-def test_effective_rank() -> None:
-    cross = torch.tensor([[1.0, 0], [-1, 0], [0, 1], [0, -1]])
-    assert_values(effective_rank(cross), 2)
-    assert_values(effective_rank(torch.arange(4.0)[:, None] * torch.tensor([1.0, 2, -1])), 1)
-    value = normal(7, 4)
-    turned = value @ torch.linalg.qr(normal(4, 4, seed=1)).Q
-    torch.testing.assert_close(effective_rank(3 * turned + 1e3), effective_rank(value), rtol=1e-9, atol=0)
-    assert 1 < effective_rank(value) <= 4
-
-
-def test_a_set_that_does_not_vary_has_rank_zero() -> None:
-    assert effective_rank(torch.full((3, 2), 0.1, dtype=torch.float64)) == 0
-    assert effective_rank(torch.ones(1, 3)) == 0
 
 
 def test_starc_distance() -> None:
@@ -60,11 +41,7 @@ def test_a_constant_reward_says_nothing() -> None:
 
 
 def test_stacks_equal_single_sets() -> None:
-    value = normal(2, 3, 5, 4)
-    for i in range(2):
-        for j in range(3):
-            torch.testing.assert_close(effective_rank(value)[i, j], effective_rank(value[i, j]))
-    rewards = value[..., 0]
+    rewards = normal(2, 3, 5)
     distance = starc_distance(rewards[0], rewards[1])
     torch.testing.assert_close(distance[1], starc_distance(rewards[0, 1], rewards[1, 1]))
 
@@ -84,11 +61,6 @@ def test_support_metrics() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: effective_rank(torch.ones(3)),
-            r"embeddings must be \[..., n, d\] with n, d ≥ 1; got \(3,\)",
-        ),
-        (lambda: effective_rank(torch.full((2, 2), float("nan"))), "embeddings must be finite; leave out"),
         (lambda: starc_distance(torch.ones(2), torch.ones(3)), r"got \(2,\) and \(3,\)"),
         (lambda: starc_distance(torch.ones(2) / 0, torch.ones(2)), "rewards must be finite; compare only"),
         (lambda: support_metrics(preserved=1, expanded=-1, shrunk=0), "counts must be ≥ 0; got .*-1"),

@@ -180,6 +180,16 @@ def test_what_to_do_next_fits_what_the_run_made(tmp_path, left, then):
     assert next_command(tmp_path) == then.format(tmp_path)
 
 
+def test_a_judge_of_steps_goes_to_a_policy(tmp_path):
+    (tmp_path / "judge").mkdir()
+    (tmp_path / "judge/config.json").touch()
+    for learns, more in (("outcomes", " process.replaces=true"), ("labels", "")):
+        said = f'pipeline: text_process\nlearns: {learns}\ndata: {{separator: ", "}}'
+        (tmp_path / "config.yaml").write_text(said)
+        keys = f"process.model={tmp_path}/judge 'process.separator=\", \"'"
+        assert next_command(tmp_path) == f"visalign train text_ppo {keys}{more}"
+
+
 def test_a_model_that_learnt_to_rate_is_evaluated_as_a_judge(tmp_path):
     (tmp_path / "config.yaml").write_text("data: {heldout: x.jsonl}\nrewards: {terms: {rating: {weight: 1}}}")
     (tmp_path / "model").mkdir()

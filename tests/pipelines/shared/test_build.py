@@ -103,3 +103,9 @@ def test_a_term_uses_its_judges_standard_deviation(term: dict[str, Any], expecte
     total = weighted_sum(config, {"a": _Doubtful()}, WeightedSum)
     found = total.score(torch.zeros(2, 3, 8, 8), ["x", "y"])
     assert found.value.tolist() == pytest.approx(expected)
+
+
+def test_advantages_of_pictures_are_not_weighed():
+    config = RewardsConfig(terms={"a": RewardTerm(uncertainty="advantage")})
+    with pytest.raises(UserError, match=r"rewards.terms.a.uncertainty is advantage, .* texts alone"):
+        weighted_sum(config, {"a": _Doubtful()}, WeightedSum)

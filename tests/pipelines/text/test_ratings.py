@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from visalign.config import load_config, resolve_config
 from visalign.errors import UserError
 from visalign.pipelines.cli.app import app
-from visalign.pipelines.text import job
+from visalign.pipelines.text import job, sample, sft
 from visalign.pipelines.text.job import TextGRPOConfig
 from visalign.pipelines.text.parts import prepare
 from visalign.rewards.catalogue import load_reward
@@ -109,3 +109,37 @@ def test_pairs_are_asked_about_without_ties(tmp_path):
 def test_the_plan_says_what_will_be_asked():
     said = CliRunner().invoke(app, ["train", "shapes_visual_quality_r1", "--dry-run"])
     assert said.exit_code == 0 and "10000" in said.output.replace(",", "")
+
+
+@pytest.mark.slow
+def test_what_a_judge_wrote_rightly_teaches_it(tmp_path):
+    """Rejective fine-tuning: ratings near the opinion, sampled with and without a hint, then learnt."""
+    asked = ["data.question=Rate the quality of the picture from 1 to 5.", "run.device=cpu"]
+    rating = "{rating: {options: {rule: regression, form: 0.1}}}"
+    sampled = sample.run(
+        load_config(
+            sample.TextSampleConfig,
+            None,
+            [
+                *("model.path=shapes-vlm", "data.train=shapes:quality", "data.size=12", *asked),
+                *(f"rewards.terms={rating}", "selection={threshold: 1.0, skip_solved: true}"),
+                "rollout={samples: 4, max_new_tokens: 12, hint: 'It is about {mos}.'}",
+            ],
+        ),
+        tmp_path / "sampled",
+    )
+    assert sampled["records"] > 8 and sampled["failed"] == 0
+    learnt = load_config(
+        sft.TextSFTConfig,
+        None,
+        [
+            *("model.path=shapes-vlm", "model.lora.rank=4", *asked, "data.heldout=shapes:quality"),
+            *(f"data.train={tmp_path}/sampled/dataset.jsonl", "data.heldout_size=4", "data.batch=8"),
+            f"evaluation={{rewards: {rating}, correctness: null, seeds: [0]}}",
+            *("generation.max_new_tokens=12", "run.iterations=6", "optimizer.lr=1e-3"),
+        ],
+    )
+    summary = sft.run(learnt, tmp_path / "learnt")
+    assert (tmp_path / "learnt" / "lora" / "adapter_model.safetensors").is_file()
+    losses = [row["loss"] for row in read_metrics(tmp_path / "learnt" / "metrics.jsonl")]
+    assert losses[-1] < losses[0] and 0 <= summary["after"]["rewards"]["rating"]["mean"] <= 1.1

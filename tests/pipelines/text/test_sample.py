@@ -222,6 +222,7 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(finished, inp
     output = tmp_path / "out"
     refused = {
         "selection.threshold=1.5": "selection.threshold is 1.5, and the rewards reach 1 at most",
+        "rewards.terms.early.uncertainty=advantage": "uncertainty is advantage, and nothing is trained here",
         "data.train=nowhere.jsonl": "data.train: no prompt set 'nowhere.jsonl'",
         f"model.path={tmp_path}/none": "none",
         _write(tmp_path, {"prompt": "a", "reward": 1}): "record 0 has the field 'reward', which the dataset",
@@ -296,3 +297,27 @@ def test_the_plan_counts_the_completions(inputs):
     assert found["selection"] == {"rule": "rejection", "records_at_most": 24}
     assert plan(_config(inputs, "selection.rule=best_of_n"))["selection"]["records_at_most"] == 8
     assert plan(_config(inputs, "selection.per_prompt=null"))["selection"]["records_at_most"] == 128
+
+
+def test_hinted_completions_stand_in_where_none_was_right(inputs, finished, tmp_path):
+    """The points without a hint are those of a run without hints, and the prompts those of the records."""
+    hinted = ("rollout.hint='aaaa {answer}'", "selection.threshold=0.5")
+    output = tmp_path / "run"
+    summary = run(_config(inputs, *hinted), output)
+    plain = [line for line in _all(inputs, finished, tmp_path) if line["reward"] >= 0.5]
+    solved, lines = {line["group"] for line in plain}, _lines(output)
+    with_hints = [line for line in lines if "hinted" in line]
+    assert with_hints and all(line["hinted"] is True for line in with_hints)
+    assert {line["group"] for line in with_hints}.isdisjoint(solved) and len(solved) < 8
+    assert {line["group"] for line in lines if "hinted" not in line} == solved
+    assert all(line["prompt"] == QUESTIONS[line["group"]]["prompt"] for line in lines)
+    assert [row["hinted"] for row in summary["points"]] == [False] * 4 + [True] * 4
+    assert summary["completions"] == 2 * 128 and summary["distributions"][0]["completions"] == 64
+    harder = run(_config(inputs, *hinted, "selection.skip_solved=true"), output, resume=True)
+    assert harder["records"] <= summary["records"] and harder["accepted"] == summary["accepted"]
+    easy = ("selection.threshold=0.0", "selection.skip_solved=true")
+    with pytest.raises(UserError, match=r"skip_solved leaves these out.*Set selection\.skip_solved=false"):
+        run(_config(inputs, *easy), tmp_path / "easy")
+    with pytest.raises(UserError, match="names the field 'solution', which a record lacks"):
+        run(_config(inputs, "rollout.hint='{solution}'"), tmp_path / "lacking")
+    assert not (tmp_path / "lacking").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,6 +99,20 @@ def test_a_run_leaves_the_page_of_a_picture_run(finished):
         "for AutoModelForCausalLM.from_pretrained)",
     ]
     assert scope["model"].config.vocab_size and scope["tokenizer"].chat_template
+
+
+@pytest.mark.parametrize("use", ["lower_bound", "advantage"])
+def test_an_ensemble_is_trained_on_with_its_deviation(use, tmp_path):
+    """A right answer among other words is so by one member alone: mean 1/2, standard deviation √½."""
+    members = "options: {members: [task_answer, exact_answer]}"
+    term = f"rewards.terms={{doubted: {{name: ensemble, {members}, uncertainty: {use}, strength: 0.5}}}}"
+    text_grpo.run(_grpo(term, "run.iterations=1"), tmp_path / "run")
+    (record,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    mean = record["reward_part/doubted.task_answer"] / 2
+    assert mean > 0 and record["grad_norm"] > 0
+    assert record["reward_part/doubted.std"] == pytest.approx(2 * mean * math.sqrt(0.5), abs=1e-5)
+    off = 0.5 * record["reward_part/doubted.std"] if use == "lower_bound" else 0.0
+    assert record["reward_mean"] == pytest.approx(mean - off, abs=1e-5)
 
 
 def test_clip_and_delta_reach_the_rewards_of_steps(tmp_path):

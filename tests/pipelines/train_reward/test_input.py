@@ -113,6 +113,25 @@ def test_columns_of_other_names_and_labels_are_read_as_evaluate_reads_them(tmp_p
     assert "has no column 'a score', which --map mos=a score names" in " ".join(said.output.split())
 
 
+def test_prompts_with_changed_words_stand_for_the_given_ones(tmp_path, rows):
+    for number, row in enumerate(rows):
+        row["prompt"] = f"several yellow squares beside circle {number}"
+    given = prepare_reward(_config(tmp_path, rows))
+    inputs, plain = prepare_reward(_config(tmp_path, rows, "data.convex_da={share: 0.5}")), given.train
+    assert inputs.fingerprints["data.train"] != given.fingerprints["data.train"]
+    assert f"data.train: 4 pairs become {len(inputs.train)} by ConvexDA." in inputs.notes
+    made = [inputs.train[n] for n in range(len(inputs.train))]
+    assert len(inputs.train) == len(inputs.train.rows) > 4 and inputs.train.prompts == plain.prompts
+    assert not {example.prompt for example in made} & {plain[n].prompt for n in range(4)}
+    for example, row in zip(made, inputs.train.rows, strict=True):
+        assert row.prompt == example.prompt
+        (origin,) = [plain[n] for n in range(4) if plain.rows[n].pictures == row.pictures]
+        assert example.label == origin.label and torch.equal(example.images[0], origin.images[0])
+    (tmp_path / "words.json").write_text("[1]")
+    with pytest.raises(UserError, match=r"convex_da\.synonyms: .*words\.json' cannot be read"):
+        prepare_reward(_config(tmp_path, rows, f"data.convex_da.synonyms={tmp_path}/words.json"))
+
+
 def test_few_examples_are_told_of(tmp_path, rows):
     few = prepare_reward(_config(tmp_path, rows[:1], "data.batch=4")).notes
     assert "data.train holds 1 examples, fewer than data.batch 4: each update reads" in few[-1]

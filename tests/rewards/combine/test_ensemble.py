@@ -245,6 +245,10 @@ def test_uncertainty_keeps_the_contract_and_needs_a_std() -> None:
     )
     with pytest.raises(RewardError, match="'brightness' gives no standard deviation"):
         UncertaintyUsed(Brightness()).score(grey([0.5]), ["p"])
+    compares: Any = Fixed(1, std=0.1)
+    compares.needs_group = compares.needs_batch = True
+    wrapped = UncertaintyUsed(compares)
+    assert wrapped.needs_group and wrapped.needs_batch and not UncertaintyUsed(Fixed(1)).needs_batch
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,12 @@ INPUTS = {
         {},
         {"completions": ["```\nx = 4\n```", "no"], "metadata": [{"tests": ["assert x == 4"]}] * 2},
     ),
+    "reward_fusion": (
+        {"reward": "exact_answer", "pool": [{"prompt": "What is 2 + 2??", "answer": "5"}], "threshold": 0.8},
+        {**ANSWERS, "prompts": ["What is 2 + 2?"] * 3},
+    ),
     "rating": ({}, {"completions": ["4", "2", "no"], "metadata": RATED}),
+    "ensemble": ({"members": {n: {"name": "length", "max_length": 4, "cache": n} for n in (1, 2)}}, {}),
     "verdict": ({}, {"completions": ["A", "B", "no"], "metadata": [{"label": 0.9}] * 2 + [{}]}),
 }
 

@@ -47,7 +47,7 @@ class CountingModel(nn.Module):
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
         is_a, is_b = (input_ids.eq(number_of(letter)).float() for letter in "ab")
         odds = self.scale * (is_a - is_b).cumsum(1)
-        return SimpleNamespace(logits=torch.stack([torch.zeros_like(odds), odds], -1)[..., : self.labels])
+        return SimpleNamespace(logits=torch.stack([torch.zeros_like(odds), odds], -1)[..., 2 - self.labels :])
 
     @property
     def labels(self) -> int:
@@ -209,6 +209,21 @@ def test_a_transformers_classifier_at_the_separators() -> None:
     assert len(check_text_reward(made, completions=texts, tolerance=1e-5)) == 9
 
 
+def test_contributions_add_up_to_the_outcome_that_is_expected() -> None:
+    """A progress estimator: one label, whose values are rewards of steps as they are."""
+    made = ProcessRewardModel(CountingModel(labels=1), tokenizer=TOKENIZER)
+    assert made.range == (-math.inf, math.inf) and made.unit == "outcome" and isinstance(made, TextReward)
+    assert ProcessRewardModel.range == (0.0, 1.0)
+    scores = made.score(["aa\nb\na", " "], ["q"] * 2)
+    assert scores.value[0].item() == 2 + 1 + 2 and scores.valid.tolist() == [True, False]
+    assert set(scores.parts) == {"sum", "steps"} and scores.text is not None
+    assert scores.text[0] == "2.000, 1.000, 2.000"
+    judged = made.score_rollout(rollout("aa\nb\na"))
+    assert judged.tokens()[0].tolist() == [0, 0, 2, 0, 1, 0, 2]
+    with pytest.raises(ValueError, match="aggregate is 'min'; allowed are sum of a model with 1 labels"):
+        ProcessRewardModel(CountingModel(labels=1), tokenizer=TOKENIZER, aggregate="min")
+
+
 def test_what_cannot_be_judged_is_invalid_with_its_reason() -> None:
     texts = ["a\nb", " \n", "a" * 40, "a\n<end>b", "b"]
     scores = judge(min_steps=1).score(texts, ["q"] * 5)
@@ -286,10 +301,10 @@ def test_folders_and_the_catalogue(tmp_path) -> None:
 def test_models_and_options_that_cannot_serve() -> None:
     with pytest.raises(RewardError, match=r"has 3 labels; a process reward model has two, wrong and right"):
         ProcessRewardModel(CountingModel(labels=3), tokenizer=TOKENIZER)
-    with pytest.raises(UserError, match=r"gave logits \(1, 2, 1\) for tokens \(1, 2\); needed are two per"):
-        step_logits(CountingModel(labels=1), [StepTokens(ids=[5, 6], ends=[1])])
+    with pytest.raises(UserError, match=r"gave logits \(1, 2, 0\) for tokens \(1, 2\); needed are two per"):
+        step_logits(CountingModel(labels=0), [StepTokens(ids=[5, 6], ends=[1])])
     for options, message in (
-        ({"aggregate": "sum"}, "aggregate is 'sum'; allowed are min, product, mean, last"),
+        ({"aggregate": "sum"}, "aggregate is 'sum'; allowed are min, product, mean, last of a model with 2"),
         ({"right_label": 2}, "right_label is 2; allowed are 0 and 1"),
         ({"min_steps": 0}, "min_steps is 0; allowed are whole numbers from 1"),
         ({"precision": "int8"}, "precision is 'int8'; allowed are fp32, bf16, fp16"),

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, wit
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.rewards import WeightedSum
 from visalign.rewards.text.weighted_sum import WeightedTextSum
+from visalign.text import Branching, ToolPolicy, ToolUse
 from visalign.training import (
     DPO,
     SFT,
@@ -54,6 +56,15 @@ STEPS = [
     {"prompt": "q", "steps": ["3"], "labels": [True]},
     {"prompt": "q", "steps": ["4", "5", "6"], "labels": [None, 0.25, 1]},
 ]
+
+
+class Doubtful(Letters):
+    """Letters, in doubt of every b."""
+
+    def score(self, completions: Any, prompts: Any, metadata: Any = None) -> Any:
+        """With a standard deviation."""
+        std = torch.tensor([text.count("b") + 0.5 for text in completions])
+        return replace(super().score(completions, prompts, metadata), std=std)
 
 
 class SlowLetters(Letters):
@@ -103,9 +114,11 @@ def sft(folder: Path, accelerator: Accelerator, sharding: bool = False) -> Train
     )
 
 
-def dpo(folder: Path, accelerator: Accelerator, loss: str, sharding: bool = False) -> Trainer[Any]:
+def dpo(
+    folder: Path, accelerator: Accelerator, loss: str, sharding: bool = False, rate: float = 0.0
+) -> Trainer[Any]:
     """Batches of three pairs or votes, of which four are there."""
-    policy, settings = toy_policy(), DPOSettings(row=loss)
+    policy, settings = toy_policy(), DPOSettings(row=loss, label_rate=rate)
     records = [{**r, "chosen": "zz", "rejected": "a b"} for r in (*DEMONSTRATIONS, DEMONSTRATIONS[0])]
     votes = [number % 2 == 0 for number in range(4)] if settings.votes else None
     records = with_mismatched(policy, records) if settings.votes else records
@@ -189,6 +202,15 @@ def sharded(folder: Path, accelerator: Accelerator) -> Trainer[Any]:
     )
 
 
+def tools(folder: Path, accelerator: Accelerator, branching: Branching | None = None) -> Trainer[Any]:
+    """Completions that are longer by their answers, in each process by others."""
+    policy = toy_policy()
+    use = ToolUse(tool=lambda text: "+" * 3 * len(text), close="e", max_calls=1)
+    writer = ToolPolicy(policy, policy.tokenizer, use, branching)
+    size = {"max_new_tokens": 60, "stop": ["a", "b", "c"]}
+    return text(folder, accelerator, "grpo", policy=policy, generator=writer, rollout=size)
+
+
 MIXED = {"a": (Letters("a"), 1.0), "b": (Letters("b"), 0.5)}
 JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "slow": slow,
@@ -197,6 +219,9 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "clip_cov": lambda f, a: text(f, a, "clip_cov"),
     "kl_cov": lambda f, a: text(f, a, "kl_cov"),
     "gdpo": lambda f, a: text(f, a, "gdpo", reward=WeightedTextSum(MIXED)),
+    "grpo+doubt": lambda f, a: text(
+        f, a, "grpo", reward=WeightedTextSum({"d": (Doubtful(), 1.0)}, advantage_weights={"d": 1.0})
+    ),
     "grpo+balance": lambda f, a: text(
         f, a, "grpo", reward=WeightedTextSum(MIXED), objective={"balance_every": 1}
     ),
@@ -217,11 +242,14 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     ),
     "ppo+separate": lambda f, a: text(f, a, "ppo", separate_value=True),
     "ppo_ptx": lambda f, a: text(f, a, "ppo_ptx"),
+    "grpo+tools": tools,
+    "grpo+branches": lambda f, a: tools(f, a, Branching(initial=2, probability=1.0)),
     "ppo_kl": lambda f, a: text(f, a, "ppo_kl", objective={"target_kl": 0.01}),
     "grpo+head": lambda f, a: text(f, a, "grpo", policy=toy_policy(value=True)),
     "sft": sft,
     "dpo": lambda f, a: dpo(f, a, "sigmoid"),
     "kto": lambda f, a: dpo(f, a, "kto"),
+    "power": lambda f, a: dpo(f, a, "power", rate=0.3),
     "judge": judge,
     "process_reward": process_reward,
     "flow_grpo": lambda f, a: pictures(f, a, "flow_grpo"),

@@ -19,6 +19,7 @@ from visalign.adapters.causal_lm.value_head import ValueHead, ValueModel
 from visalign.interfaces import Metadata, Scores
 from visalign.training import (
     DynamicSettings,
+    LatentFlowSettings,
     OptimizerSettings,
     RunSettings,
     TextObjectiveSettings,
@@ -72,7 +73,8 @@ class Letters:
 
 def toy_policy(**options: Any) -> CausalLMPolicy:
     """The random model; `value=True` gives it a value head."""
-    head = ValueHead(32) if options.pop("value", False) else None
+    critics = int(options.pop("value", 0))
+    head = ValueHead(32, critics=critics) if critics else None
     return CausalLMPolicy(tiny_model(seed=3), tiny_tokenizer(), value_head=head, **options)
 
 
@@ -96,14 +98,18 @@ def toy_text_trainer(
     settings = TextObjectiveSettings(**{"algorithm": algorithm, **(objective or {})})
     built = settings.build(length=5)
     if policy is None:
-        policy = toy_policy(value=bool(built.value) and not separate_value)
+        wanted = 2 if algorithm == "safe" else 1
+        policy = toy_policy(value=wanted if built.value and not separate_value else 0)
     if separate_value:
         trunk: Any = tiny_model(seed=3).model
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            arguments["value_model"] = ValueModel(trunk)
+            arguments["value_model"] = ValueModel(trunk, critics=2 if algorithm == "safe" else 1)
     if built.surrogate == "flow_balance":
         arguments.setdefault("log_partition", PromptLogPartition(policy))
+    if built.advantage == "group_returns" and "process" not in arguments:
+        flow = LatentFlowSettings(warmup=0, width=8, batch=64, steps=2, right_at=0.1)
+        arguments.setdefault("latent_flow", flow)
     if built.ptx:
         arguments.setdefault("demonstrations", DemonstrationBatches(policy, DEMONSTRATIONS, size=2, seed=0))
     trained = TextRL(

@@ -241,6 +241,55 @@ def test_frozen_parameters_stay() -> None:
     assert moved == {"score.weight", "score.bias"}
 
 
+# the progress estimator
+
+
+def test_the_squared_error_of_a_sum_by_hand() -> None:
+    """Completions without a step or a finite reward take no part."""
+    model = classifier(num_labels=1, classifier_dropout=0.0)
+    told = []
+    for text, ends in (("q1+1=2\n2+2=5\n", (6, 12)), ("q3\n", (2,))):
+        with torch.no_grad():
+            told.append(model(torch.tensor([TOKENIZER(text)["input_ids"]])).logits[0, list(ends), 0].sum())
+    rows = [("1+1=2\n\n2+2=5", 1), ("3", 0.25), (" \n", 1.0), ("4", None), ("5", math.nan), ("6", math.inf)]
+    records = [{"prompt": "q", "completion": text, "reward": reward} for text, reward in rows]
+    expected = ((told[0] - 1) ** 2 + (told[1] - 0.25) ** 2).item() / 2
+    report = evaluate_process_reward(model, TOKENIZER, records)
+    assert report.loss == pytest.approx(expected, rel=1e-5) and report.labels == 2
+    hits = [float((total > 0.5) == right) for total, right in zip(told, (True, False), strict=True)]
+    assert [report.accuracy_right, report.accuracy_wrong] == hits
+    before = model.score.bias.item()
+    train_process_reward(model, TOKENIZER, records, trainer=plain_descent(model.named_parameters(), lr=0.01))
+    slope = (2 * (told[0] - 1) * 2 + 2 * (told[1] - 0.25)).item() / 2
+    assert model.score.bias.item() - before == pytest.approx(-0.01 * slope, rel=1e-3)
+
+
+def test_outcomes_alone_say_which_steps_were_worth_something() -> None:
+    """The outcome is the number of steps "a"; the estimator is never told which they are."""
+    rng = random.Random(0)
+    texts = [[rng.choice("ab") for _ in range(rng.randrange(1, 5))] for _ in range(192)]
+    records = [{"prompt": "q", "completion": "\n".join(t), "reward": t.count("a")} for t in texts]
+    model = classifier(num_labels=1)
+    settings = FitSettings(epochs=4, batch_size=16, learning_rate=5e-3)
+    train_process_reward(model, TOKENIZER, records, settings=settings)
+    judge = ProcessRewardModel(model, tokenizer=TOKENIZER)
+    (found,) = judge.steps(["a\nb\nb\na"], ["q"]).prob
+    assert found.tolist() == pytest.approx([1, 0, 0, 1], abs=0.3)
+
+
+def test_judged_completions_that_cannot_be_used() -> None:
+    for record, message in (
+        ({"prompt": "q", "steps": ["1"], "labels": [1]}, "Record 0 has no completion, reward; its keys are"),
+        ({"prompt": "q", "completion": "1", "reward": "1"}, "The reward of record 0 is '1'; give a number"),
+        (
+            {"prompt": "q", "completion": "1" * 130, "reward": 1},
+            "has 132 tokens; the model reads at most 128",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            train_process_reward(classifier(num_labels=1), TOKENIZER, [record])
+
+
 # records
 
 

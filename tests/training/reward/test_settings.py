@@ -127,6 +127,7 @@ DATA = {
     "coding": ("ab", set()),
     "surroundings": (0.5, set(TASKS)),
     "off_policy": ("{alpha: 0.2}", set()),
+    "convex_da": ("{copies: 3}", set()),
     "train_split": ("train", set()),
     "heldout_split": ("test", set()),
 }

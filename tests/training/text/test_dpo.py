@@ -16,7 +16,7 @@ from tests.support.training.pictures import outcome
 from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, with_mismatched
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
-from visalign.core.preference.direct import DIRECT
+from visalign.core.preference.direct import DIRECT, implicit_reward
 from visalign.errors import UserError
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.optimizer import OptimizerSettings
@@ -186,15 +186,58 @@ def test_with_adapters_the_reference_is_the_model_without_them(tmp_path):
     torch.testing.assert_close(answers.ref, said.view(2, -1).T, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "kto"])
+@pytest.mark.parametrize("loss", [{"row": "sigmoid"}, {"row": "kto"}, {"row": "power", "label_rate": 0.3}])
 def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(loss, tmp_path):
-    """The whole model is trained: the reference of the resumed run is still that of before training."""
-    _trainer(tmp_path / "whole", 4, row=loss).train()
-    _trainer(tmp_path / "cut", 2, row=loss).train()
-    again = _trainer(tmp_path / "cut", 4, row=loss)
+    """The whole model is trained: the reference of the resumed run is still that of before training; labels
+    go on from where they were."""
+    _trainer(tmp_path / "whole", 4, **loss).train()
+    _trainer(tmp_path / "cut", 2, **loss).train()
+    again = _trainer(tmp_path / "cut", 4, **loss)
     assert again.resume()
     again.train()
     assert outcome(tmp_path / "whole") == outcome(tmp_path / "cut")
+
+
+@pytest.mark.parametrize("row", ["sigmoid", "power"])
+def test_a_label_moves_once_per_visit_of_its_pair(row):
+    """Whatever the micro-batch; of a batch that has some pairs twice, twice by the same lead."""
+    policy = _policy()
+    _moved(policy)
+    every = _dpo(policy, row=row, label_rate=0.3, label_smoothing=0.1)
+    answers = every.trained.answers
+    if row == "sigmoid":
+        every.trained.ref[:, 0] -= 2.0
+    _gradient(every, micro_batch=2)
+    with torch.no_grad():
+        said = policy.log_probs(answers.rows(range(5)))
+    better, worse = (
+        implicit_reward(said.log_prob[rows].sum(1), every.trained.ref[:, side], length, row=row)
+        for side, rows in enumerate((slice(0, 5), slice(5, 10)))
+        for length in [answers.rows(range(5)).loss_mask[rows].sum(1)]
+    )
+    once = 0.9 + 0.3 * (torch.sigmoid(better - worse) - 0.9)
+    torch.testing.assert_close(every.labels, once, rtol=1e-4, atol=1e-5)
+    assert float((once - 0.9).abs().max()) > 0.05
+    torch.testing.assert_close(_gradient(every, 64)[0]["label"], float(once.mean()), rtol=1e-4, atol=1e-5)
+
+    twice = _dpo(policy, size=7, row=row, label_rate=0.3, label_smoothing=0.1)
+    twice.trained.ref[:] = every.trained.ref
+    again = torch.tensor(twice.trained.answers.batch(0).group[:7]).bincount()
+    assert sorted(again.tolist()) == [1, 1, 1, 2, 2]
+    _gradient(twice, micro_batch=2)
+    wanted = torch.where(again == 2, once + 0.3 * (torch.sigmoid(better - worse) - once), once)
+    torch.testing.assert_close(twice.labels, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_labels_that_move_hold_the_lead_back(tmp_path):
+    margins = []
+    for rate in (0.0, 1.0):
+        trainer = _trainer(tmp_path / str(rate), 8, size=5, row="power", label_rate=rate, heldout=True)
+        trainer.train()
+        rows = read_metrics(tmp_path / str(rate) / "metrics.jsonl")
+        assert ("label_mean" in rows[0]) == bool(rate) and "label_mean" not in trainer.algorithm.measure()
+        margins.append(rows[-1]["rewards/margins"])
+    assert 0 < margins[1] < 0.7 * margins[0] and 0.5 < rows[-1]["label_mean"] < 0.99
 
 
 @pytest.mark.parametrize(
@@ -204,7 +247,11 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(loss, tmp_path
         ({"beta": -1.0}, "loss: beta must be positive"),
         ({"row": "ipo", "label_smoothing": 0.1}, "loss: row ipo has no place for wrong labels"),
         ({"row": "robust"}, "loss.row=robust without label_smoothing is sigmoid"),
-        ({"row": "kto", "gamma": 1.0}, "row=kto learns from single votes: gamma and label_smoothing"),
+        ({"row": "kto", "gamma": 1.0}, "row=kto learns from single votes: gamma, label_smoothing and"),
+        ({"row": "kto", "eta": 0.1}, "row=kto learns from single votes"),
+        ({"eta": 0.1}, "loss: row sigmoid has no η"),
+        ({"row": "ipo", "label_rate": 0.1}, "label_rate is 0.1, and loss.row=ipo has no labels .* take sigm"),
+        ({"row": "power", "label_rate": 1.1}, r"loss: rate must lie in \[0, 1\]; got 1.1"),
         ({"row": "kto", "undesirable_weight": 0.0}, "undesirable_weight must be positive"),
         ({"desirable_weight": 2.0}, "desirable_weight and undesirable_weight are those of kto"),
     ],

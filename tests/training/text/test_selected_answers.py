@@ -10,9 +10,21 @@ import pytest
 import torch
 
 from visalign.errors import UserError
-from visalign.training.text.sampling_grid import Completions, GridPoint, grid_points, join_completions
+from visalign.training.text.sampling_grid import (
+    Completions,
+    GridPoint,
+    grid_points,
+    join_completions,
+    with_hint,
+)
 from visalign.training.text.sampling_statistics import failure_reasons, may_be_chosen, statistics
-from visalign.training.text.selection import accepted_completions, best_of_group, every_valid, same_completion
+from visalign.training.text.selection import (
+    accepted_completions,
+    best_of_group,
+    every_valid,
+    same_completion,
+    worth_learning,
+)
 
 NAN = math.nan
 
@@ -126,6 +138,41 @@ def _completions() -> Completions:
         truncated=torch.tensor([False] * 6 + [True, False]),
         reason=[None] * 5 + ["judge died"] + [None] * 2,
     )
+
+
+def test_hints_stand_in_where_nothing_was_right_and_what_is_solved_may_go():
+    """Prompt 0 solved, 1 partly right, 2 never, 3 never judged without a hint."""
+    plain = GridPoint(temperature=1.0, top_p=1.0, seed=0)
+    hinted = GridPoint(temperature=1.0, top_p=1.0, seed=0, hinted=True)
+    reward = [1.0, 1.0, NAN, 1.0, 0.0, 0.0, NAN]
+    completions = Completions(
+        prompt=[0, 0, 0, 1, 1, 2, 3, 0, 1, 2, 3],
+        number=[0] * 11,
+        point=[plain] * 7 + [hinted] * 4,
+        text=["a"] * 11,
+        reward=torch.tensor([*reward, 1.0, 1.0, 1.0, 0.0]),
+        tokens=[1] * 11,
+        truncated=torch.zeros(11, dtype=torch.bool),
+        reason=[None] * 11,
+    )
+    kept = worth_learning(completions, threshold=1.0)
+    assert kept.tolist() == [True] * 7 + [False, False, True, True]
+    harder = worth_learning(completions, threshold=1.0, skip_solved=True)
+    assert harder.tolist() == [False] * 3 + [True] * 4 + [False, False, True, True]
+    assert worth_learning(completions, threshold=2.0, skip_solved=True).all()
+
+
+def test_a_hint_stands_behind_the_prompt_with_the_records_fields():
+    record = {"prompt": "2 + 2?", "answer": 4}
+    assert with_hint(record, "It is {answer}.") == "2 + 2?\nIt is 4."
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+    found = with_hint({**record, "prompt": asked}, "It is {answer}.")
+    assert found == [asked[0], {"role": "user", "content": "2 + 2?\nIt is 4."}]
+    shown = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
+    found = with_hint({**record, "prompt": shown}, "{answer}")
+    assert found[0]["content"][1] == {"type": "text", "text": "\n4"} and len(shown[0]["content"]) == 1
+    with pytest.raises(UserError, match=r"names the field 'anwser', which a record lacks: .*prompt, answer"):
+        with_hint(record, "It is {anwser}.")
 
 
 def test_statistics_by_hand():

@@ -499,7 +499,8 @@ def test_the_table_of_metrics_lists_what_a_run_logs(tmp_path):
     check_keys(record)
     families = {key.split("/", 1)[0] + "/*" if "/" in key else key for key in record}
     # with another engine; of supervised fine-tuning, direct preference optimisation, self-imitation
-    elsewhere = {"engine_gap", "perplexity", "rewards/*", "logps/*", "replay/*", "tools/*"}
+    elsewhere = {"engine_gap", "perplexity", "rewards/*", "logps/*", "label_mean", "replay/*", "tools/*"}
+    elsewhere |= {"latent_flow/*"}
     assert set(TEXT_ONLY) - families == elsewhere and families <= set(METRICS)
 
 

@@ -46,7 +46,8 @@ def demonstration_rollout(
             "least one."
         )
     ends = end_tokens(policy.model, policy.tokenizer, StoppingCriteria())
-    before = policy.prompts.encode(prompts)
+    encoded = policy.encode(prompts)
+    before = [list(ids) for ids in encoded.ids]
     after = [list(policy.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in completions]
     after = [[*ids, ends[0]] if end else ids for ids in after]
     for place, (first, second) in enumerate(zip(before, after, strict=True)):
@@ -69,6 +70,7 @@ def demonstration_rollout(
         prompt=list(prompts),
         seed=[0] * len(after),
         sampling=Sampling(),
+        images=None if encoded.images is None else [list(shown) for shown in encoded.images],
     )
 
 
@@ -149,7 +151,7 @@ def demonstration_lengths(
     policy: CausalLMPolicy, records: Sequence[Mapping[str, Any]], field: str = "completion"
 ) -> list[int]:
     """Tokens of prompt and completion of each record together, the end token included."""
-    prompts = policy.prompts.encode([record["prompt"] for record in records])
+    prompts = policy.encode([record["prompt"] for record in records]).ids
     texts = [record[field] for record in records]
     completions = policy.tokenizer(texts, add_special_tokens=False)["input_ids"]
     return [len(before) + len(after) + 1 for before, after in zip(prompts, completions, strict=True)]

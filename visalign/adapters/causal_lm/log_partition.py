@@ -52,7 +52,7 @@ class PromptLogPartition:
 
     def __init__(self, policy: CausalLMPolicy, *, seed: int = 0) -> None:
         self._policy = policy
-        size = policy.model.config.get_text_config().hidden_size
+        size = policy.hidden_size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self._head = LogPartitionHead(size).to(policy.device)
@@ -81,7 +81,7 @@ class PromptLogPartition:
                 "another algorithm than FlowRL for them."
             )
         if not len(rollout):
-            return torch.zeros(0, self._policy.model.config.get_text_config().hidden_size)
+            return torch.zeros(0, self._policy.hidden_size)
         rows = torch.cat([rollout.prompt_mask.long(), rollout.prompt_ids], 1)
         unique, place = torch.unique(rows, dim=0, return_inverse=True)
         width = rollout.prompt_ids.shape[1]

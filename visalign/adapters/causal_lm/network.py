@@ -161,7 +161,33 @@ class CausalNetwork:
         after those in the cache. The mask [b, past + S] is 0 for padding anywhere; `pictures` are b lists,
         where the tokens are the first ones and some rows have pictures.
         """
-        inputs: dict[str, Any] = {"attention_mask": mask, "use_cache": caching}
+        out, offset = self._forward(ids, mask, pictures, cache, use_cache=caching)
+        features = out.logits.float() if self.head is None else out.last_hidden_state
+        return features, PromptCache(out.get("past_key_values"), offset)
+
+    def hidden_states(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        depths: Sequence[float],
+        *,
+        pictures: Sequence[Sequence[Picture]] | None = None,
+    ) -> Tensor:
+        """[b, S, L, H] float32 behind these shares of the layers, 1 behind the last; see `features`."""
+        out, _ = self._forward(ids, mask, pictures, None, use_cache=False, output_hidden_states=True)
+        layers = len(out.hidden_states) - 1
+        return torch.stack([out.hidden_states[round(depth * layers)].float() for depth in depths], 2)
+
+    def _forward(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        pictures: Sequence[Sequence[Picture]] | None,
+        cache: PromptCache | None,
+        **options: bool,
+    ) -> tuple[Any, Tensor | None]:
+        """The output of the trunk, or of the whole model without a linear head, and `PromptCache.offset`."""
+        inputs: dict[str, Any] = {"attention_mask": mask, **options}
         offset = None
         if cache is not None:
             inputs["past_key_values"], offset = cache.keys, cache.offset
@@ -176,9 +202,7 @@ class CausalNetwork:
                     # Positions count real tokens, so padding on the left moves nothing.
                     count = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
                     inputs["position_ids"] = count if offset is None else count + offset
-            out: Any = (self.model if self.head is None else self._trunk)(**inputs)
-        features = out.logits.float() if self.head is None else out.last_hidden_state
-        return features, PromptCache(out.get("past_key_values"), offset)
+            return (self.model if self.head is None else self._trunk)(**inputs), offset
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits [*N, V] float32 of features."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -42,7 +42,8 @@ from .loading import (
 from .lora import add_text_lora, load_text_lora
 from .network import CausalNetwork, enable_recomputation, recomputed_layers
 from .pictures import QwenSight, encoder_of
-from .replay import scored_sampling, token_output
+from .prompts import EncodedPrompts
+from .replay import layer_states, scored_sampling, token_output
 from .value_head import ValueHead
 
 JUDGE_WORDS = "judge.json"
@@ -159,9 +160,18 @@ class CausalLMPolicy:
         return self.model.device
 
     @property
+    def hidden_size(self) -> int:
+        """H of `hidden_states`."""
+        return self.model.config.get_text_config().hidden_size
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         """In which the network's products run."""
         return self._network.autocast or self.model.dtype
+
+    def encode(self, prompts: Sequence[Prompt]) -> EncodedPrompts:
+        """Tokens of P prompts, and the pictures that their conversations hold."""
+        return self._encoder.encode(prompts, None)
 
     def generate(
         self,
@@ -267,6 +277,23 @@ class CausalLMPolicy:
                 statistic=statistic,
                 batch=None if grad else self.score_batch,
             )
+
+    @torch.no_grad()
+    def hidden_states(
+        self, rollout: TextRollout, *, depths: Sequence[float] = (1.0,)
+    ) -> Iterator[tuple[int, Tensor]]:
+        """The states that the tokens of a rollout were predicted from, sample by sample.
+
+        Args:
+            rollout: B samples; those without a token of loss mask 1 are left out.
+            depths: shares of the layers, 1 is behind the last.
+
+        Yields:
+            (sample, [T, L, H] float32), T its tokens of loss mask 1.
+        """
+        live = (rollout.loss_mask != 0).any(1).nonzero()[:, 0]
+        for part in live.split(self.score_batch):
+            yield from layer_states(self._network, rollout, part, depths, self._encoder)
 
     def reference(self) -> AbstractContextManager[None]:
         """Inside, the policy is the model before training; may be nested. Call backward outside of it."""

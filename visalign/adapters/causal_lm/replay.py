@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,6 +104,8 @@ def token_output(
     mask = rollout.loss_mask[chosen] != 0
     live = mask.any(1).nonzero()[:, 0]
     outputs = [torch.zeros(mask.shape, device=device) for _ in range(4)]
+    if (critics := getattr(getattr(value, "linear", None), "out_features", 1)) > 1:
+        outputs[2] = torch.zeros(*mask.shape, critics, device=device)
     if len(live) == 0:
         outputs = [blank.requires_grad_(torch.is_grad_enabled()) for blank in outputs]
     if batch is not None:
@@ -130,6 +132,18 @@ def token_output(
         value=outputs[2] if value else None,
         statistic=outputs[3] if statistic else None,
     )
+
+
+def layer_states(
+    network: CausalNetwork, rollout: TextRollout, part: Tensor, depths: Sequence[float], encoder: Encoder
+) -> Iterator[tuple[int, Tensor]]:
+    """(sample, [T, L, H] float32) of some samples, each with a token of loss mask 1, behind some layers."""
+    packed, device = pack(rollout, part), network.model.device
+    pictures = _pictures(encoder, rollout, part)
+    ids, mask = packed.ids.to(device), packed.mask.to(device)
+    states = network.hidden_states(ids, mask, depths, pictures=pictures)
+    for number, sample in enumerate(part.tolist()):
+        yield sample, states[number, packed.before[packed.row == number].to(device)]
 
 
 def _pictures(encoder: Encoder, rollout: TextRollout, rows: Tensor) -> list[list[Picture]] | None:

@@ -33,20 +33,25 @@ class ValueHead(nn.Module):
     Args:
         hidden_size: H.
         trunk_gradient: whether the value loss moves the network below; False trains the head alone.
+        critics: C; several start near 0, each elsewhere, for they would stay alike.
     """
 
-    def __init__(self, hidden_size: int, *, trunk_gradient: bool = True) -> None:
+    def __init__(self, hidden_size: int, *, trunk_gradient: bool = True, critics: int = 1) -> None:
         super().__init__()
-        self.linear = nn.Linear(hidden_size, 1)
+        self.linear = nn.Linear(hidden_size, critics)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
+        if critics > 1:
+            drawn = torch.randn(critics, hidden_size, generator=torch.Generator().manual_seed(0))
+            self.linear.weight.data.copy_(0.1 * drawn / hidden_size**0.5)
         self.trunk_gradient = trunk_gradient
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Values [*N] float32 of hidden states [*N, H]."""
+        """Values [*N] float32 of hidden states [*N, H]; [*N, C] of several critics."""
         with torch.autocast(hidden.device.type, enabled=False):
             states = hidden if self.trunk_gradient else hidden.detach()
-            return self.linear(states.float())[..., 0]
+            values = self.linear(states.float())
+            return values[..., 0] if self.linear.out_features == 1 else values
 
     def save(self, folder: Path) -> None:
         """Write `value_head.safetensors`."""
@@ -62,11 +67,11 @@ class ValueHead(nn.Module):
                 f"{folder} holds no {FILE}. Give a folder that a value head was saved to."
             )
         state = load_file(path)
-        there, here = state["linear.weight"].shape[1], self.linear.in_features
+        there, here = state["linear.weight"].shape, self.linear.weight.shape
         if there != here:
             raise UserError(
-                f"The value head in {folder} reads hidden states of {there} numbers, this model has {here}. "
-                "Load it with the model it was trained on."
+                f"The value head in {folder} has {there[0]} critics that read hidden states of {there[1]} "
+                f"numbers, this one {here[0]} that read {here[1]}. Load it with the model it was trained on."
             )
         self.load_state_dict(state)
 
@@ -76,16 +81,23 @@ class ValueModel(nn.Module):
 
     Args:
         trunk: a transformers model that gives hidden states, e.g. `AutoModel.from_pretrained(folder)`.
+        critics: see `ValueHead`.
     """
 
-    def __init__(self, trunk: PreTrainedModel) -> None:
+    def __init__(self, trunk: PreTrainedModel, *, critics: int = 1) -> None:
         super().__init__()
         self.trunk = trunk.eval().requires_grad_(True)
-        self.head = ValueHead(trunk.config.get_text_config().hidden_size).to(trunk.device)
+        size = trunk.config.get_text_config().hidden_size
+        self.head = ValueHead(size, critics=critics).to(trunk.device)
 
     @classmethod
     def from_pretrained(
-        cls, folder_or_id: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+        cls,
+        folder_or_id: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        critics: int = 1,
     ) -> ValueModel:
         """The trunk of a language model, with a new head, or with the one that `save` left in the folder.
 
@@ -93,16 +105,17 @@ class ValueModel(nn.Module):
             folder_or_id: a model folder or `owner/name`.
             dtype: of the trunk.
             device: where it goes.
+            critics: see `ValueHead`.
         """
         trunk: Any = from_pretrained(AutoModel, str(folder_or_id), dtype=dtype)
-        model = cls(trunk.to(device))
+        model = cls(trunk.to(device), critics=critics)
         if (Path(folder_or_id) / FILE).is_file():
             model.head.load(Path(folder_or_id))
         return model
 
     def values(self, rollout: TextRollout, rows: Tensor | slice | None = None) -> Tensor:
-        """V [b, T] float32 before each token, in the token ids of this model's tokenizer; differentiable, 0
-        where the loss mask is 0.
+        """V [b, T] (or [b, T, C]) float32 before each token, in the token ids of this model's tokenizer;
+        differentiable, 0 where the loss mask is 0.
         """
         if rollout.images is not None:
             raise UserError(
@@ -111,7 +124,9 @@ class ValueModel(nn.Module):
             )
         chosen = torch.arange(len(rollout))[slice(None) if rows is None else rows]
         device, live = self.trunk.device, (rollout.loss_mask[chosen] != 0).any(1).nonzero()[:, 0]
-        blank = torch.zeros(len(chosen), rollout.loss_mask.shape[1], device=device)
+        critics = self.head.linear.out_features
+        shape = (len(chosen), rollout.loss_mask.shape[1], critics)
+        blank = torch.zeros(shape[: 3 if critics > 1 else 2], device=device)
         if len(live) == 0:
             return blank.requires_grad_(torch.is_grad_enabled())
         packed = pack(rollout, chosen[live])

@@ -30,6 +30,7 @@ from visalign.adapters.causal_lm.loading import check_options, end_tokens
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.errors import UserError, suggestion
 from visalign.remote import ServerConnection, ServerError
+from visalign.seeds import sample_seed
 from visalign.text import Prompt, Sampling, StoppingCriteria, TextRollout, check_seeds, draw_seeds
 
 from .completions import Completion, CompletionRequest, read_completion
@@ -270,7 +271,7 @@ class ServerGenerator:
                 sampling=sampling,
                 stopping=stopping,
                 ends=ends,
-                seed=batch.seeds[a.sample],
+                seed=_seed(batch, a.sample),
             )
             for a in requests
         ]
@@ -306,6 +307,12 @@ class ServerGenerator:
             self._context = _smallest(self._context, said if isinstance(said, int) else None)
             self._looked = True
         return self._context
+
+
+def _seed(batch: PromptBatch, sample: int) -> int:
+    """Of what is drawn behind the tokens that it begins with: not with the numbers that these came of."""
+    begun, seed = len(batch.begun(sample)), batch.seeds[sample]
+    return sample_seed(seed, begun) if begun else seed
 
 
 def _smallest(*limits: int | None) -> int | None:

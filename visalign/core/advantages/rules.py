@@ -139,8 +139,8 @@ def online_dpo_advantages(
 
     A = −n β ℓ'(m) for the best and its negative for the worst, m = β (log π/π_ref of the best − of the
     worst), ℓ the row's loss, n the group's samples. The mean over samples of −A log π(y) has the gradient of
-    the mean over groups of ℓ at the weights that drew; where an iteration has several updates, m stays that
-    of its beginning.
+    the mean of ℓ over groups, each as often as it has samples, at the weights that drew; where an iteration
+    has several updates, m stays that of its beginning.
 
     Args:
         reward: [B], any unit; what is not finite is missing. The first of several best or worst is taken.

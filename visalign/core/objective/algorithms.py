@@ -49,6 +49,14 @@ NAMED: dict[str, Objective] = {
     "ppo_ptx": replace(
         _PPO, source="Ouyang et al., InstructGPT, arXiv 2203.02155, eq. 2 (γ = 27.8)", ptx=27.8
     ),
+    "safe": replace(
+        _PPO,
+        source="SAFE, arXiv 2602.04651, numbers of its code: soft minimum of two critics, gated KL",
+        advantage_options={"gamma": 1.0, "lam": 0.95, "temperature": 0.3},
+        kl_in_reward=0.0,
+        kl=0.2,
+        value_clip=None,
+    ),
     "rloo": Objective(
         source="Ahmadian et al., arXiv 2402.14740, eq. 9: whole completions as single actions",
         advantage_options={"scale": "none", "baseline": "leave_one_out"},
@@ -136,6 +144,17 @@ NAMED: dict[str, Objective] = {
         aggregation="seq_mean_token_sum",
     ),
     "aem": replace(_GROUP, source="AEM, arXiv 2605.00425 (λ = 1, range 0.1 nats)", advantage="aem"),
+    "rank_bonus": replace(
+        _GROUP,
+        source="VERL, arXiv 2509.23808 (κ = 2, strides of 40 tokens, rate 0.3): ranks of hidden states",
+        advantage="rank_bonus",
+        advantage_options={"kappa": 2.0, "stride": 40, "rate": 0.3},
+    ),
+    "rlfr": replace(
+        _GROUP,
+        source="RLFR, arXiv 2510.10201; its token rewards come from a latent flow, their returns are ours",
+        advantage="group_returns",
+    ),
     "empg": replace(
         _GROUP,
         source="EMPG, arXiv 2509.09265 (k = k′ = 1, ζ = 0.1); the steps of a completion stand for turns",

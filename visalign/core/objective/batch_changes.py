@@ -28,6 +28,7 @@ PER_SAMPLE = (
     "reference_reward",
     "likelihood",
     "metric",
+    "rank",
     "valid",
     "advantage",
     "bundle",

@@ -61,6 +61,10 @@ class Trajectories:
     """[B, T] int64, which step of its sample a decision belongs to, −1 none, for advantage="empg"."""
     bundle: Tensor | None = None
     """[B] int64, which samples are scored together, one to each of some prompts, for advantage="riskpo"."""
+    rank: Tensor | None = None
+    """[B, 3] `rank_dynamics` of each sample's hidden states, for advantage="rank_bonus"."""
+    rank_average: tuple[float, float, float] | None = None
+    """What `rank_average` tracked over the earlier rollouts; None at the first."""
     quantiles: tuple[float, float] | None = None
     """What `riskpo_quantiles` tracked over the earlier rollouts; None at the first."""
     greedy_reward: Tensor | None = None
@@ -135,6 +139,7 @@ class Trajectories:
             "ptx_weight",
             "decisions",
             "entropy_before",
+            "rank_average",
             "quantiles",
             "iteration",
         )
@@ -167,7 +172,7 @@ class PolicyOutput:
     nucleus_entropy: Tensor | None = None
     """[b, T] nats, differentiable, for entropy_term="siren"."""
     value: Tensor | None = None
-    """[b, T] V, differentiable, for a value term."""
+    """[b, T] V, differentiable, for a value term; or [b, T, C] of C critics, each of which is fitted."""
     log_z: Tensor | None = None
     """[b] learned log-partition of each sample's prompt, for FlowRL."""
     kl: Tensor | None = None

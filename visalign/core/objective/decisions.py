@@ -65,6 +65,7 @@ EXTRA: dict[str, tuple[str, str]] = {
         "it needs a second number of each sample",
         "objective.metric=PART, the name of a part of the reward (a term of weight 0 is one), or 'grpo'",
     ),
+    "rank": ("it needs the hidden states of each token", "'grpo'"),
     "bundle": ("it needs bundles of samples of several prompts", "'copo', which compares prompts, or 'grpo'"),
     "ptx_weight": ("it needs tokens to go on learning by heart", "ptx=0"),
 }

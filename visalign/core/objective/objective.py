@@ -272,9 +272,11 @@ class Objective:
         }
         if self.value:
             assert policy.value is not None and rows.returns is not None
-            decisions["value"] = self.value * value_loss(
-                policy.value, rows.returns, old_values=rows.value, clip=self.value_clip, weight=rows.weight
-            )
+            old = None if self.value_clip is None else rows.value
+            given = {"old_values": old, "clip": self.value_clip, "weight": rows.weight}
+            critics = policy.value.unbind(-1) if policy.value.ndim == 3 else [policy.value]
+            losses = [value_loss(value, rows.returns, **given) for value in critics]
+            decisions["value"] = self.value * torch.stack(losses).mean(0)
             terms["value"] = aggregate(decisions["value"], rows.weight, "token_mean", rows.counts)
         if self.ptx and policy.ptx_log_prob is not None:
             assert policy.ptx_weight is not None and rows.ptx_counts is not None

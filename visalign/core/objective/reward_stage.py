@@ -12,6 +12,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from visalign.core.advantages import hidden_states
 from visalign.core.advantages.group import Baseline, Scale, group_advantages
 from visalign.core.advantages.risk import bundle_scores, riskpo_advantages, track_quantile
 from visalign.core.checks import check_choice
@@ -137,6 +138,26 @@ def riskpo_quantiles(
     before = t.quantiles or _own_quantiles(score, (level_down, level_up))
     low = float(track_quantile(before[0], score, level=level_down, rate=rate))
     return low, max(low, float(track_quantile(before[1], score, level=level_up, rate=rate)))
+
+
+def rank_bonus(
+    t: Trajectories,
+    reward: Tensor,
+    cost: Tensor | float,
+    *,
+    kappa: float = 2.0,
+    stride: int = 40,
+    rate: float = 0.3,
+    scale: Scale = "group",
+) -> Tensor:
+    """The group's advantage and VERL's bonus (`hidden_states.rank_bonus`); the average is that which
+    `rank_average` tracked over the earlier rollouts by `rate`, and `stride` that of `rank_dynamics`.
+
+    VERL, arXiv 2509.23808.
+    """
+    assert t.rank is not None
+    gain = group_advantages(reward - cost, t.group, scale=scale, valid=t.valid)
+    return hidden_states.rank_bonus(gain, t.rank, t.rank_average, kappa=kappa)
 
 
 def _own_quantiles(score: Tensor, levels: tuple[float, float]) -> tuple[float, float]:

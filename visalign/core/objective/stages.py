@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from visalign.core.tokens.statistics import masked_quantile, weighted_mean
 
 from .data import PolicyOutput, Prepared, Trajectories
 from .options import Stage
-from .reward_stage import jepo, likelihood, par, riskpo
+from .reward_stage import jepo, likelihood, par, rank_bonus, riskpo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,16 @@ def _normalise_then_sum(t: Trajectories, _beta: float, **options: Any) -> Advant
     return normalise_then_sum(_matrix(t), t.reward_weights, t.group, **options), None
 
 
-def _gae(t: Trajectories, beta: float, *, whitened: bool = True, ddof: int = 0, **options: Any) -> Advantages:
+def _gae(
+    t: Trajectories,
+    beta: float,
+    *,
+    whitened: bool = True,
+    ddof: int = 0,
+    temperature: float = 0.3,
+    **options: Any,
+) -> Advantages:
+    """By `temperature` a trainer makes one V of several critics (`soft_minimum`)."""
     assert t.value is not None
     advantage, target = returns.gae(decision_reward(t, beta), t.value, t.weight, **options)
     return whiten(advantage, t.weight != 0, ddof=ddof) if whitened else advantage, target
@@ -187,16 +196,17 @@ def _prl(
 
 def _online_dpo(t: Trajectories, kl_in_reward: float, **options: Any) -> Advantages:
     assert t.ref_log_prob is not None
-    away = torch.where(t.weight != 0, t.old_log_prob - t.ref_log_prob, 0.0).sum(1)
+    present = t.weight != 0
+    away = torch.where(present, t.old_log_prob - t.ref_log_prob, 0.0).sum(1)
+    away[~present.any(1)] = torch.nan  # masked, it cannot be learnt from in a pair
     return rules.online_dpo_advantages(sample_reward(t, kl_in_reward), away, t.group, **options), None
 
 
 def _aem(t: Trajectories, beta: float, *, scale: Scale = "group", **options: Any) -> Advantages:
     assert t.entropy is not None
     gain = group_advantages(sample_reward(t, beta), t.group, scale=scale, valid=t.valid)
-    present = t.weight != 0
+    present = (t.weight != 0) & t.present()[:, None]
     mean = torch.where(present, t.entropy, 0.0).sum(1) / present.sum(1)  # NaN, missing, without a token
-    mean = torch.where(t.present(), mean, torch.nan)
     return aem_advantages(gain, mean, t.group, **options), None
 
 
@@ -243,8 +253,7 @@ def _ares(
     right_at: float = 1.0,
     scale: Scale = "group",
 ) -> Advantages:
-    """The threshold is that of the earlier rollouts (at first this one's own), the target the mean of the
-    completions of the same difficulty."""
+    """Threshold: the earlier rollouts' (at first its own); target: the mean of the same difficulty."""
     assert t.entropy is not None
     reward, present = sample_reward(t, beta), t.present()
     threshold = t.entropy_before
@@ -258,6 +267,14 @@ def _ares(
     target = group_mean(count, present, difficulty, 3)[difficulty]
     shaped = reward + difficulty_entropy_reward(count, target, right, difficulty).to(reward.dtype)
     return group_advantages(shaped, t.group, scale=scale, valid=t.valid), None
+
+
+def _group_returns(t: Trajectories, beta: float, **options: Any) -> Advantages:
+    """A_t = A_i + Σ_{s≥t} r_s: the group's, and the rewards of single decisions that are to come."""
+    assert t.process_reward is not None
+    outcome = sample_reward(replace(t, process_reward=None), beta)
+    made = group_advantages(outcome, t.group, valid=t.valid, **options)[:, None]
+    return made + returns.discounted_returns(t.process_reward, t.weight), None
 
 
 def _given(t: Trajectories, _beta: float) -> Advantages:
@@ -294,6 +311,8 @@ ADVANTAGES = {
     "likelihood": Stage(likelihood, _shaped(likelihood), ("likelihood",)),
     "jepo": Stage(jepo, _shaped(jepo), ("likelihood",)),
     "riskpo": Stage(riskpo, _shaped(riskpo), ("bundle",)),
+    "rank_bonus": Stage(rank_bonus, _shaped(rank_bonus), ("rank",)),
+    "group_returns": Stage(group_advantages, _group_returns, ("process_reward",)),
     "given": Stage(_given, _given, ("advantage",)),
 }
 """Name -> how rewards become advantages."""
@@ -323,9 +342,8 @@ def _policy_gradient(i: SurrogateInputs) -> Tensor:
 
 
 def _weighted_policy_gradient(i: SurrogateInputs) -> Tensor:
-    return surrogate_weighted.reinforce(
-        i.policy.log_prob, i.rows.advantage, i.log_ratio, weight=i.rows.weight
-    )
+    given = i.policy.log_prob, i.rows.advantage, i.log_ratio
+    return surrogate_weighted.reinforce(*given, weight=i.rows.weight)
 
 
 def _dppo(i: SurrogateInputs, *, divergence: str = "tv", **options: Any) -> Tensor:

@@ -3,6 +3,12 @@
 
 The policy is its own reward model, r(x, y) = β log π(y|x)/π_ref(y|x), and each row of `DIRECT` is a loss of
 the lead m = r_w − r_l − γ of the chosen answer over the rejected one; that of `kto` is of single answers.
+
+Row power, w = 1/|y|: m = β (w_w log π(y_w) − w_l log π(y_l) + w_w − w_l), and −η β w_w log π(y_w) is added to
+the loss. From its paper's abstract (POWER, arXiv 2412.09544): Guiaşu's weighted entropy with a robust reward,
+and labels that move to stationary ones. The rest was not read in it: m follows from the maximum of
+E_π[r] + β H_w(π) (see `implicit_reward`); w, the last term, β = 2 and η = 0.0005 are from a summary by
+memory, which had w_l − w_w in m, as no such maximum gives; the rule of `dynamic_labels` is ours.
 """
 
 from __future__ import annotations
@@ -12,9 +18,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from visalign.core.checks import check_axes, check_choice, check_not_negative, check_positive
+from visalign.core.checks import (
+    check_axes,
+    check_choice,
+    check_not_negative,
+    check_positive,
+    check_same,
+    check_share,
+)
 from visalign.core.precision import float32
 
 
@@ -25,7 +38,7 @@ class DirectRow:
     source: str
     """Paper, arXiv id, equation."""
     formula: str
-    """Of the loss, in m, β and ε; of votes in r and z₀."""
+    """Of the loss, in m, β and ε or the label l; of votes in r and z₀."""
     loss: Callable[[Tensor, float, float], Tensor] | None
     """(m, β, ε) -> loss; None for votes without pairs."""
     beta: float = 0.1
@@ -36,8 +49,17 @@ class DirectRow:
     """Whether the reward is measured from a reference."""
     per_token: bool = False
     """Whether the reward is divided by the tokens of the answer."""
+    weighted_entropy: bool = False
+    """Whether the reward of an answer is that of weighted entropy, β (log π + 1) per token."""
+    eta: float = 0.0
+    """η, weight of the chosen answer's own likelihood, where none is given."""
     smooths: bool = True
     """Whether it knows wrong labels, ε > 0."""
+
+    @property
+    def labels(self) -> bool:
+        """Whether its loss is the cross-entropy of σ(m), which takes a label of each pair."""
+        return self.loss is _logistic
 
 
 def _logistic(m: Tensor, beta: float, eps: float) -> Tensor:
@@ -95,6 +117,16 @@ DIRECT = {
         reference=False,
         per_token=True,
     ),
+    "power": DirectRow(
+        source="POWER, arXiv 2412.09544, by its abstract",
+        formula="−l ln σ(m) − (1 − l) ln σ(−m) − η β/|y_w| log π(y_w), l = 1 − ε or a label that moves",
+        loss=_logistic,
+        beta=2.0,
+        reference=False,
+        per_token=True,
+        weighted_entropy=True,
+        eta=0.0005,
+    ),
     "kto": DirectRow(
         source="KTO, arXiv 2402.01306, section 4",
         formula="λ_D σ(β z₀ − r) of good answers, λ_U σ(r − β z₀) of bad ones",
@@ -123,12 +155,14 @@ def implicit_reward(
         beta: β > 0; None is the row's own.
 
     Returns:
-        [B], float32 or better.
+        [B], float32 or better. Row power: β w (log π + 1) with w = 1/|y|, the reward under which π maximises
+        E_π[r] + β H_w(π), H_w(π) = −Σ_y w(y) π(y) log π(y) Guiaşu's weighted entropy.
 
     Raises:
         ValueError: an unknown row, or one whose reference or lengths are not there.
 
-    DPO, arXiv 2305.18290, eq. 5; per token without a reference: SimPO, arXiv 2405.14734, eq. 4.
+    DPO, arXiv 2305.18290, eq. 5; per token without a reference: SimPO, arXiv 2405.14734, eq. 4; POWER, arXiv
+    2412.09544.
     """
     check_choice("row", row, DIRECT)
     chosen = DIRECT[row]
@@ -143,7 +177,7 @@ def implicit_reward(
     if chosen.per_token:
         if length is None:
             raise ValueError(f"row {row} divides by the tokens of an answer; give their number as length.")
-        reward = reward / length.clamp(min=1)
+        reward = (reward + float(chosen.weighted_entropy)) / length.clamp(min=1)
     return beta * reward
 
 
@@ -159,11 +193,13 @@ def direct_preference_loss(
     beta: float | None = None,
     gamma: float | None = None,
     eps: float = 0.0,
+    eta: float | None = None,
+    label: Tensor | None = None,
 ) -> Tensor:
     """Loss of each pair by a row of `DIRECT`, of the lead m = r_w − r_l − γ; sigmoid: ℓ = −ln σ(m).
 
-    IPO is divided by the tokens, as its authors' results are; its
-    eq. 17 has sums.
+    IPO is divided by the tokens, as its authors' results are; its eq. 17 has sums. With labels,
+    ℓ = −l ln σ(m) − (1 − l) ln σ(−m), whose derivative σ(m) − l vanishes at the stationary label σ(m).
 
     Args:
         chosen: [B] log π(y_w|x), summed over the tokens; differentiable.
@@ -176,12 +212,14 @@ def direct_preference_loss(
         beta: β > 0; None is the row's own.
         gamma: γ ≥ 0, lead that the chosen answer should have; None is the row's own.
         eps: share of wrong labels, in [0, 1/2).
+        eta: η ≥ 0 of row power; None is the row's own.
+        label: [B] l in [0, 1], how far y_w is the better one, no gradient; None is 1 − ε.
 
     Returns:
         [B], float32 or better.
 
     Raises:
-        ValueError: a row for single votes, or one that does not know wrong labels (ε > 0).
+        ValueError: a row for single votes, ε > 0, η or labels that the row does not know, or labels beside ε.
 
     The rows' sources; cDPO: Mitchell 2023, "A note on DPO with noisy preferences".
     """
@@ -189,16 +227,57 @@ def direct_preference_loss(
     known = DIRECT[row]
     assert known.loss is not None
     beta, gamma = known.beta if beta is None else beta, known.gamma if gamma is None else gamma
-    check_not_negative(gamma=gamma)
+    eta = known.eta if eta is None else eta
+    check_not_negative(gamma=gamma, eta=eta)
+    _check_extras(row, eps, eta, label)
+    better = implicit_reward(chosen, ref_chosen, chosen_length, row=row, beta=beta)
+    worse = implicit_reward(rejected, ref_rejected, rejected_length, row=row, beta=beta)
+    check_axes(chosen=(better, "B"), rejected=(worse, "B"), label=(label, "B"))
+    lead = better - worse - gamma
+    if label is None:
+        loss = known.loss(lead, beta, eps)
+    else:
+        loss = binary_cross_entropy_with_logits(lead, label.detach().to(lead), reduction="none")
+    if eta and chosen_length is not None:
+        loss = loss - eta * beta * float32(chosen) / chosen_length.clamp(min=1)
+    return loss
+
+
+def _check_extras(row: str, eps: float, eta: float, label: Tensor | None) -> None:
+    """Refuse ε, η and labels that a row has no place for."""
+    known = DIRECT[row]
+    if eta and not known.weighted_entropy:
+        raise ValueError(f"row {row} has no η ({eta}); it is of power.")
+    if label is not None and (eps or not known.labels):
+        with_labels = ", ".join(name for name, each in DIRECT.items() if each.labels)
+        raise ValueError(f"row {row} with eps {eps} takes no labels; these do, with eps 0: {with_labels}.")
     if not 0 <= eps < 0.5:
         raise ValueError(f"eps is a share of wrong labels in [0, 1/2); got {eps}.")
     if eps and not known.smooths:
         smoothing = ", ".join(name for name, each in DIRECT.items() if each.smooths)
         raise ValueError(f"row {row} has no place for wrong labels (eps {eps}); these have: {smoothing}.")
-    better = implicit_reward(chosen, ref_chosen, chosen_length, row=row, beta=beta)
-    worse = implicit_reward(rejected, ref_rejected, rejected_length, row=row, beta=beta)
-    check_axes(chosen=(better, "B"), rejected=(worse, "B"))
-    return known.loss(better - worse - gamma, beta, eps)
+
+
+def dynamic_labels(label: Tensor, lead: Tensor, *, rate: float) -> Tensor:
+    """Labels of pairs after a visit, l + γ (σ(m) − l): they drift to where the pair's gradient vanishes.
+
+    A pair whose lead the policy does not learn loses its pull, however often it is seen. That labels move to
+    stationary ones is of the paper's abstract, this rule is ours.
+
+    Args:
+        label: [B] l in [0, 1].
+        lead: [B] m of `direct_preference_loss`; one that is NaN leaves its label.
+        rate: γ in [0, 1]; 0 leaves all labels, 1 is the stationary label at once.
+
+    Returns:
+        [B] in the dtype of the labels, no gradient.
+
+    POWER-DL, arXiv 2412.09544.
+    """
+    check_same(label=label, lead=lead)
+    check_share(rate=rate)
+    stationary = torch.sigmoid(lead.detach()).to(label)
+    return torch.where(stationary.isnan(), label, label + rate * (stationary - label))
 
 
 def kto_loss(

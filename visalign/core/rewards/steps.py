@@ -123,6 +123,29 @@ def implicit_prm_loss(
     return torch.where(known, binary_cross_entropy_with_logits(q, target, reduction="none"), 0.0)
 
 
+def progress_loss(contribution: Tensor, outcome: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Train contributions of steps to add up to the outcome: ℓ = (Σ_k w_k c_k − R)².
+
+    Args:
+        contribution: [B, T] c, in the outcome's unit; differentiable.
+        outcome: [B] R, any unit; NaN is a missing one, with loss and gradient 0: divide the sum by the number
+            of outcomes that are there.
+        weight: [B, T], 0 for absent steps.
+
+    Returns:
+        Loss per sample [B], to be averaged, in the outcome's unit squared.
+
+    Wang et al., SPA-RL, arXiv 2505.20732: the progress estimator.
+    """
+    inside = _inside(contribution, weight)
+    check_axes(contribution=(contribution, "B T"), outcome=(outcome, "B"))
+    value = torch.where(inside, float32(contribution), 0.0)
+    total = (value if weight is None else value * weight).sum(1)
+    known = torch.isfinite(outcome)
+    target = torch.where(known, outcome, 0.0).to(total.dtype).detach()
+    return torch.where(known, torch.where(known, total - target, 0.0).square(), 0.0)
+
+
 @dataclass(frozen=True)
 class TurningPoints:
     """Step rewards of TP-GRPO and how they came about; all [B, n], no gradient."""

@@ -166,6 +166,32 @@ def shrink_advantages(advantage: Tensor, std: Tensor, group_std: Tensor, *, obse
     return advantage * torch.where(total > 0, signal / total.clamp(min=torch.finfo(total.dtype).tiny), 1.0)
 
 
+def relative_uncertainty_weight(std: Tensor, *, strength: float = 1.0) -> Tensor:
+    """Weights e^(−λ u/u₀) of advantages whose rewards are u uncertain, u₀ the median of u.
+
+    Where the median is 0 it is that of the u above 0. An adaptation: Ctrl-U weighs the loss of each pixel by
+    e^(−U), U how far two predictions are apart; a reward is one number with a unit, which u₀ takes out.
+
+    Args:
+        std: [B] u ≥ 0, the rewards' standard deviations; NaN is not known.
+        strength: λ ≥ 0; 1 leaves the median sample e^(−1) of its advantage.
+
+    Returns:
+        [B] in [0, 1] without gradient, float32 or better: 1 where u = 0, NaN where u is not known.
+
+    After Ctrl-U, arXiv 2410.11236.
+    """
+    check_axes(std=(std, "B"))
+    check_not_negative(strength=strength)
+    u = float32(std.detach())
+    known = u[torch.isfinite(u)]
+    if not bool((known > 0).any()):
+        return torch.exp(-strength * u)
+    scale = known.quantile(0.5)
+    scale = scale if scale > 0 else known[known > 0].quantile(0.5)
+    return torch.exp(-strength * u / scale)
+
+
 def _gaussians(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
     check_axes(mean=(mean, "N"), std=(std, "N"))
     dtype = float32_dtype(mean)

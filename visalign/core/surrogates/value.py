@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from visalign.core.checks import check_same
-from visalign.core.precision import float32_dtype
+from visalign.core.checks import check_positive, check_same
+from visalign.core.precision import float32, float32_dtype
 
 
 def value_loss(
@@ -73,6 +75,30 @@ def value_clip_fraction(
     inside = torch.ones_like(value, dtype=torch.bool) if weight is None else weight != 0
     held = _held(value, old, clip, target) & inside
     return held.sum().to(value.dtype) / inside.sum().clamp(min=1)
+
+
+def soft_minimum(values: Tensor, *, temperature: float = 0.3) -> Tensor:
+    """Cautious value of several critics, V = −a [ln Σ_h exp(−v_h/a) − ln n].
+
+    Between the minimum (a → 0) and the mean (a → ∞) of the n critics; equal critics give their value.
+
+    Args:
+        values: [..., n], differentiable.
+        temperature: a > 0, in the unit of the values.
+
+    Returns:
+        [...], float32 or better.
+
+    Raises:
+        ValueError: no critics, or a temperature that is not positive and finite.
+
+    SAFE, arXiv 2602.04651 (two critics, a = 0.3).
+    """
+    check_positive(temperature=temperature)
+    if not values.ndim or not values.shape[-1]:
+        raise ValueError(f"values must be [..., n] with at least one critic; got {tuple(values.shape)}.")
+    total = torch.logsumexp(-float32(values) / temperature, -1) - math.log(values.shape[-1])
+    return -temperature * total
 
 
 def explained_variance(values: Tensor, returns: Tensor, weight: Tensor | None = None) -> Tensor:

@@ -16,7 +16,7 @@ from visalign.errors import UserError
 from visalign.interfaces import Scores, TextReward
 from visalign.seeds import sample_seed
 from visalign.text import Sampling, StoppingCriteria, TextPolicy, TextRollout
-from visalign.text.tools import without_failed
+from visalign.text.tool_calls import without_failed
 
 from .correctness import PART, Tally, check_asked, check_size, tags_of, valid_of, verdict
 from .result import HeldoutResult

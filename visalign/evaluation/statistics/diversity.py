@@ -11,29 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from visalign.core.checks import check_embeddings
-
-
-def effective_rank(embedding: Tensor) -> Tensor:
-    """Number of directions in which a set varies: exp(−Σ q ln q), q the singular values over their sum.
-
-    The set is centred first. Between 1 (all on a line) and min(n − 1, d).
-
-    Args:
-        embedding: [..., n, d], one row per sample, any unit.
-
-    Returns:
-        [...] float64; 0 for a set that does not vary at all.
-
-    Roy and Vetterli, The effective rank, EUSIPCO 2007; used by VERL, arXiv 2509.23808.
-    """
-    value = check_embeddings(embedding)
-    value = value - value[..., :1, :]  # equal rows become exact zeros before the mean is taken
-    singular = torch.linalg.svdvals(value - value.mean(-2, keepdim=True))
-    total = singular.sum(-1, keepdim=True)
-    share = singular / torch.where(total > 0, total, 1.0)
-    return torch.where(total[..., 0] > 0, torch.special.entr(share).sum(-1).exp(), 0.0)
-
 
 def starc_distance(first: Tensor, second: Tensor) -> Tensor:
     """How differently two rewards order samples: ‖c(R₁) − c(R₂)‖, c centres and divides by the L2 norm.

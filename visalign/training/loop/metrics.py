@@ -60,11 +60,12 @@ METRICS: dict[str, str] = {
     "entropy, ptx, replay",
     "tools/*": "means over completions: a tool's answers (calls), of these cut short (cut), completions "
     "whose tool failed (failed), and those that branched from another (branched)",
+    "latent_flow/*": "RLFR: loss of flow matching on right completions, mean over its steps (loss)",
     "replay/*": "self-imitation: completions kept (size) and drawn to be learnt from again (samples), the "
     "baseline of their advantages, the weight of their loss",
     "kl_old": "mean k3 estimate of KL(π_old‖π) over trained tokens as they were trained, nats; with a "
     "target, over all tokens after the last step",
-    "penalty": "coefficient of PPO-KL's penalty in the iteration",
+    "penalty": "coefficient of PPO-KL's penalty, or of SAFE's KL term, in the iteration",
     "value_explained": "share of the returns' variance that the value function explained before the update",
     "loss": "loss of the iteration's updates, mean over updates; includes the KL term",
     "perplexity": "exp of the mean −log π of the iteration's given tokens, before each update",
@@ -84,6 +85,8 @@ METRICS: dict[str, str] = {
     "votes, good and bad ones) as the loss has it, β log π/π_ref, their margins, and accuracies: the share "
     "of pairs whose chosen answer has the higher one, of votes that are on the right side of kl",
     "logps/*": "direct preference optimisation: mean log π of a whole answer, chosen and rejected, nats",
+    "label_mean": "direct preference optimisation whose labels move: their mean over the pairs as they were "
+    "visited, 1 where each chosen answer is taken for the better one",
     "match_error": "regressions of pictures: mean |v − (ε − x0)|² per latent number over trained pairs, the "
     "pretraining loss on the policy's own samples",
     "anchor_distance": "regressions of pictures: mean |v − v_anchor|² over trained pairs, the anchor the old "
@@ -108,7 +111,8 @@ METRICS: dict[str, str] = {
     "distance of two of these; "
     "of a judge on held-out labels: accuracy (where the truth is clear), accuracy_all, nll (nats per "
     "vote), ece, std_mean, std_auroc, std_auroc_votes, std_auroc_lead, mass_low; of ratings mae, srcc and "
-    "mass_low",
+    "mass_low; of a judge of steps loss, accuracy, of labels that are right or wrong accuracy_right and "
+    "accuracy_wrong, and their number (labels)",
 }
 """Key -> meaning and unit. A key that ends in `/*` stands for a family of keys."""
 
@@ -121,12 +125,14 @@ TEXT_ONLY = (
     "engine_gap",
     "groups/*",
     "tools/*",
+    "latent_flow/*",
     "replay/*",
     "penalty",
     "value_explained",
     "perplexity",
     "rewards/*",
     "logps/*",
+    "label_mean",
 )
 """Keys that only trainers of text policies log."""
 

@@ -149,10 +149,16 @@ class Shares:
         return cls(accelerator, [torch.arange(end.start, end.stop) for end in ends])
 
     @classmethod
-    def of_groups(cls, count: int, size: int, accelerator: Accelerator) -> Shares:
+    def of_groups(
+        cls, count: int, size: int, accelerator: Accelerator, *, whole_groups: bool = False
+    ) -> Shares:
         """A part of each group of `size` samples, so that all processes have as many to learn from wherever
-        signal is a matter of whole groups; `even` where the processes do not divide a group."""
+        signal is a matter of whole groups; `even` where the processes do not divide a group. `whole_groups`
+        divides none."""
         world = accelerator.num_processes
+        if whole_groups:
+            owner = cls.even(count // size, accelerator).owner
+            return cls.of_owners(owner.repeat_interleave(size), accelerator)
         if size % world:
             return cls.even(count, accelerator)
         return cls.of_owners(torch.arange(count) % size // (size // world), accelerator)

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference that a policy is drawn to: the model before training, or the policy at the last reset."""
+"""The reference that a policy is drawn to, the model before training or the policy at the last reset; and how
+strongly, where a gate decides."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from visalign.core import Objective, Trajectories
+from visalign.core.objective.stages import sample_reward
+from visalign.core.surrogates.kl_gate import KLGate, gated_coefficient, next_gate
 from visalign.training.loop.trainer import Context
 
 from .settings import ObjectiveSettings
@@ -75,3 +82,43 @@ class Reference:
             named = self.policy.trainable_parameters()
             self._stored = {name: stored[name].to(parameter.device) for name, parameter in named}
             run.tensors[KEY] = self._stored
+
+
+class GatedKL:
+    """SAFE's KL term: its coefficient follows what the iterations measure; see `gated_coefficient`.
+
+    Args:
+        base: threshold, nats per token; None is the paper's 0.3.
+    """
+
+    def __init__(self, base: float | None) -> None:
+        self._base = 0.3 if base is None else base
+        self._gate, self._entropy = KLGate(), 0.0
+
+    def applied(self, row: Objective) -> Objective:
+        """The row with the present coefficient; its own is the scale."""
+        return replace(row, kl=gated_coefficient(self._gate, self._entropy, scale=row.kl, base=self._base))
+
+    def move(self, t: Trajectories, kl: float | None) -> None:
+        """Take in an iteration.
+
+        Args:
+            t: its samples.
+            kl: mean divergence from the reference that its updates measured; None: none was.
+        """
+        reward = sample_reward(t, 0.0)
+        known, present = t.present() & torch.isfinite(reward), t.weight != 0
+        mean = float(reward[known].double().mean()) if bool(known.any()) else math.nan
+        self._gate = next_gate(self._gate, kl=math.nan if kl is None else kl, reward=mean)
+        if t.entropy is not None and bool(present.any()):
+            self._entropy = float(t.entropy[present].double().mean())
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, JSON values."""
+        return {**asdict(self._gate), "entropy": self._entropy}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        kept = dict(state)
+        self._entropy = kept.pop("entropy")
+        self._gate = KLGate(**kept)

@@ -181,7 +181,7 @@ def _rehearse(objective: Objective, decisions: Decisions, given: Sequence[str]) 
     more: dict[str, Any] = {"loss_weight": some + 1, **{name: rows[name] for name in given}}
     says: dict[str, Any] = {"kl": some, "divergence": some}
     if decisions == "tokens":
-        names = ("value", "entropy", "expected_score", "nucleus_entropy", "uniform")
+        names = ("value", "entropy", "expected_score", "nucleus_entropy", "uniform", "process_reward")
         references = objective.advantage_options.get("references", 1)
         more = {
             **{name: rows[name] for name in given},
@@ -190,6 +190,7 @@ def _rehearse(objective: Objective, decisions: Decisions, given: Sequence[str]) 
             "step": some.long(),
             "bundle": some[:, 0].long(),
             "likelihood": reward,
+            "rank": torch.zeros(4, 3),
             "reference_reward": torch.zeros(4, references),
         }
         names = ("value", "entropy", "nucleus_entropy", "ptx_log_prob", "ptx_weight")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
@@ -56,7 +57,8 @@ class LabelReport:
     """How a judge did on n labels; NaN where there was none of that kind."""
 
     loss: float
-    """Mean over the labels, in nats; in training each counted before the update that it leads to."""
+    """Mean over the labels, in nats, or of outcomes in their unit squared; in training each counted before
+    the update that it leads to."""
     accuracy: float
     """Share judged on the right side of even odds."""
     accuracy_right: float
@@ -72,9 +74,9 @@ class Judged:
     """What a judge says of the labels of some rows; [n] each."""
 
     odds: Tensor
-    """Log-odds of being right."""
+    """Log-odds of being right, or whatever else is above 0 for what is judged right."""
     label: Tensor
-    """1 right, 0 wrong, or a probability; NaN where there is no label."""
+    """1 right, 0 wrong, a probability, or an outcome; NaN where there is no label."""
     loss: Tensor
     """Differentiable; 0 where there is no label."""
 
@@ -95,9 +97,14 @@ class LabelFit(Algorithm):
     rows: Sequence[int]
     """What there is to learn from."""
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], settings: FitSettings) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        settings: FitSettings,
+        accelerator: Accelerator | None = None,
+    ) -> None:
         self.named, self.settings = list(parameters), settings
-        self.accelerator = accelerator_of(None, next((p for _, p in self.named), torch.zeros(0)))
+        self.accelerator = accelerator_of(accelerator, next((p for _, p in self.named), torch.zeros(0)))
         self.order = torch.Generator().manual_seed(settings.seed)
         self.seen: list[Judged] = []
 
@@ -116,7 +123,10 @@ class LabelFit(Algorithm):
         """The mean loss over the labels of a batch."""
         process = self.accelerator
         own = step[process.process_index :: process.num_processes]
-        judged = self.judge(own) if own else Judged(odds=_NONE, label=_NONE, loss=_NONE)
+        devices = sorted({p.device.index or 0 for _, p in self.named if p.device.type == "cuda"})
+        with torch.random.fork_rng(devices):  # dropout is that of the update, so a resumed run has it too
+            torch.manual_seed(self.settings.seed + run.counters.updates)
+            judged = self.judge(own) if own else Judged(odds=_NONE, label=_NONE, loss=_NONE)
         sums = torch.stack([judged.loss.detach().sum(), torch.isfinite(judged.label).sum()]).double()
         total, labels = torch.as_tensor(process.reduce(sums.to(process.device), "sum"))
         labels = labels.clamp(min=1)
@@ -188,12 +198,9 @@ def fit_labels(
             "labelled texts and a model with requires_grad."
         )
     fit.judge, fit.rows, reports = judge, rows, []
-    devices = sorted({p.device.index or 0 for _, p in fit.named if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(fit.settings.seed + trainer.counters.iteration)
-        for _ in range(fit.settings.epochs):
-            trainer.iterate()
-            reports.append(report_labels(fit.seen))
+    for _ in range(fit.settings.epochs):
+        trainer.iterate()
+        reports.append(report_labels(fit.seen))
     return reports
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training a process reward model from labels of steps: a token classifier learns which steps are right.
+"""Training a process reward model: a token classifier learns which steps are right, from labels of steps, or
+what each contributes, from outcomes alone.
 
 A record is {"prompt": text or conversation, "steps": [text, …], "labels": [1, 0, …]}. A label is right (1,
 True), wrong (0, False), between them the share of continuations that reach the answer (the soft labels of
@@ -7,8 +8,14 @@ Math-Shepherd), or None where nobody judged. Each step is judged at the last tok
 follows it (`visalign.text.step_tokens`). The loss of a batch is the mean over its labelled steps, so that a
 text counts by its number of steps, as in TRL's PRMTrainer.
 
+A classifier with one label is SPA-RL's progress estimator: what it says at the end of a step, c_k, is trained
+so that Σ_k c_k = R, by the mean over the completions of (Σ_k c_k − R)². Its records are judged completions,
+{"prompt", "completion", "reward"}, as text_sample writes them; those without a step or a finite reward take
+no part. The released code overwrites the values of the steps by one of the whole trajectory, and leaves the
+last step without a reward; the paper's formula is what stands here.
+
 Sources: Lightman et al., "Let's verify step by step", arXiv 2305.20050; Wang et al., Math-Shepherd, arXiv
-    2312.08935, eqs. 2-4.
+    2312.08935, eqs. 2-4; Wang et al., SPA-RL, arXiv 2505.20732.
 """
 
 from __future__ import annotations
@@ -20,7 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.utils.rnn import pad_sequence
 
+from visalign.core.rewards.steps import progress_loss
 from visalign.errors import UserError
 from visalign.text.step_tokens import StepEncoder, StepTokens, step_logits
 from visalign.text.steps import StepReading
@@ -29,7 +38,7 @@ from visalign.training.loop.trainer import Trainer
 from .label_fit import FitSettings, Judged, LabelFit, LabelReport, fit_labels, label_trainer, report_labels
 
 StepRecord = Mapping[str, Any]
-"""{"prompt", "steps", "labels"}, as above."""
+"""{"prompt", "steps", "labels"} or {"prompt", "completion", "reward"}, as above."""
 
 
 def step_label_loss(odds: Tensor, label: Tensor) -> Tensor:
@@ -51,6 +60,67 @@ def step_label_loss(odds: Tensor, label: Tensor) -> Tensor:
     return torch.where(known, binary_cross_entropy_with_logits(value, target, reduction="none"), 0.0)
 
 
+class StepTexts:
+    """Records as a process reward model reads them, and its loss on them, for `LabelFit`.
+
+    Args:
+        model: a token classifier with two labels (`AutoModelForTokenClassification`, num_labels=2), or with
+            one, a progress estimator.
+        tokenizer: of the model.
+        records: labelled texts, or judged completions.
+        reading: separator, and marker if the model reads another.
+        max_length: longest text in tokens; the model's own limit when None.
+        right_label: which of two labels means right.
+
+    Raises:
+        UserError: a record that cannot be used, by its number.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        records: Sequence[StepRecord],
+        *,
+        reading: StepReading | None = None,
+        max_length: int | None = None,
+        right_label: int = 1,
+    ) -> None:
+        self.model, self.right_label = model, right_label
+        config = getattr(model, "config", None)
+        self.sums = getattr(config, "num_labels", 2) == 1
+        encoder = StepEncoder(tokenizer, reading or StepReading())
+        limit = getattr(config, "max_position_embeddings", None)
+        longest = min(bound for bound in (max_length, limit, math.inf) if bound is not None)
+        self.texts: list[tuple[StepTokens, Tensor]] = []
+        read = _read_outcome if self.sums else _read_record
+        for number, record in enumerate(records):
+            steps, labels = read(number, record, encoder.reading)
+            tokens = encoder.encode(record["prompt"], steps)
+            if len(tokens.ids) > longest:
+                raise UserError(
+                    f"Record {number} has {len(tokens.ids)} tokens; the model reads at most {longest}. Drop "
+                    "it, or cut whole steps off its end."
+                )
+            self.texts.append((tokens, torch.tensor(labels)))
+
+    @property
+    def rows(self) -> list[int]:
+        """The texts that there is something to learn from."""
+        return [row for row, (_, label) in enumerate(self.texts) if torch.isfinite(label).any()]
+
+    def judge(self, rows: Sequence[int]) -> Judged:
+        """What the model says of some texts, with gradient; of a progress estimator the odds are Σ_k c_k − ½:
+        above 0 it takes the completion for right."""
+        texts = [self.texts[row] for row in rows]
+        said = step_logits(self.model, [tokens for tokens, _ in texts], right_label=self.right_label)
+        label = torch.cat([label for _, label in texts]).to(said.device)
+        if not self.sums:
+            return Judged(odds=said, label=label, loss=step_label_loss(said, label))
+        made = pad_sequence(list(said.split([len(t.ends) for t, _ in texts])), batch_first=True)
+        return Judged(odds=made.sum(1) - 0.5, label=label, loss=progress_loss(made, label))
+
+
 def train_process_reward(
     model: nn.Module,
     tokenizer: Any,
@@ -62,20 +132,20 @@ def train_process_reward(
     right_label: int = 1,
     trainer: Trainer[LabelFit] | None = None,
 ) -> list[LabelReport]:
-    """Fit a token classifier to labels of steps; it is changed in place.
+    """Fit a token classifier to labels of steps, or one with a single label to outcomes; it is changed in
+    place.
 
     With a seed the run is the same every time. Dropout is that of the model and is off again afterwards if it
     was before.
 
     Args:
-        model: a token classifier with two labels (`AutoModelForTokenClassification`, num_labels=2);
-            parameters that do not require a gradient stay.
+        model: as of `StepTexts`, as what is not named here; parameters that do not require a gradient stay.
         tokenizer: of the model.
         records: labelled texts; those without any label are left out.
         settings: epochs, batches, learning rate, seed.
         reading: separator, and marker if the model reads another.
         max_length: longest text in tokens; the model's own limit when None.
-        right_label: which of the two labels means right.
+        right_label: which of two labels means right.
         trainer: one to go on with, in place of a new one by the settings.
 
     Returns:
@@ -84,21 +154,18 @@ def train_process_reward(
     Raises:
         UserError: a record that cannot be used, by its number.
     """
-    texts = _encode_records(model, tokenizer, records, reading, max_length)
+    texts = StepTexts(
+        model, tokenizer, records, reading=reading, max_length=max_length, right_label=right_label
+    )
     moving = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     was_training = model.training
     model.train()
     try:
-        return fit_labels(
-            lambda rows: _judge(model, [texts[row] for row in rows], right_label),
-            [row for row, (_, label) in enumerate(texts) if torch.isfinite(label).any()],
-            trainer or label_trainer(moving, settings),
-        )
+        return fit_labels(texts.judge, texts.rows, trainer or label_trainer(moving, settings))
     finally:
         model.train(was_training)
 
 
-@torch.no_grad()
 def evaluate_process_reward(
     model: nn.Module,
     tokenizer: Any,
@@ -114,52 +181,39 @@ def evaluate_process_reward(
     Raises:
         UserError: a record that cannot be used, by its number.
     """
-    texts = _encode_records(model, tokenizer, records, reading, max_length)
-    order = sorted(range(len(texts)), key=lambda row: len(texts[row][0].ids))
-    was_training = model.training
-    model.eval()
+    texts = StepTexts(
+        model, tokenizer, records, reading=reading, max_length=max_length, right_label=right_label
+    )
+    return measure_steps(texts, batch_size)
+
+
+@torch.no_grad()
+def measure_steps(texts: StepTexts, batch_size: int = 16) -> LabelReport:
+    """Loss and accuracy on texts that are read already, without dropout."""
+    order = sorted(texts.rows, key=lambda row: len(texts.texts[row][0].ids))
+    was_training = texts.model.training
+    texts.model.eval()
     try:
-        judged = [
-            _judge(model, [texts[row] for row in order[start : start + batch_size]], right_label)
-            for start in range(0, len(order), batch_size)
-        ]
+        return report_labels(
+            [texts.judge(order[start : start + batch_size]) for start in range(0, len(order), batch_size)]
+        )
     finally:
-        model.train(was_training)
-    return report_labels(judged)
+        texts.model.train(was_training)
 
 
-Labelled = tuple[StepTokens, Tensor]
-"""Tokens of a text, and the labels [n_steps] of its steps."""
-
-
-def _judge(model: nn.Module, texts: Sequence[Labelled], right_label: int) -> Judged:
-    odds = step_logits(model, [tokens for tokens, _ in texts], right_label=right_label)
-    label = torch.cat([label for _, label in texts]).to(odds.device)
-    return Judged(odds=odds, label=label, loss=step_label_loss(odds, label))
-
-
-def _encode_records(
-    model: nn.Module,
-    tokenizer: Any,
-    records: Sequence[StepRecord],
-    reading: StepReading | None,
-    max_length: int | None,
-) -> list[Labelled]:
-    """Tokens and labels of every record."""
-    encoder = StepEncoder(tokenizer, reading or StepReading())
-    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    longest = min(bound for bound in (max_length, limit, math.inf) if bound is not None)
-    texts = []
-    for number, record in enumerate(records):
-        steps, labels = _read_record(number, record, encoder.reading)
-        tokens = encoder.encode(record["prompt"], steps)
-        if len(tokens.ids) > longest:
-            raise UserError(
-                f"Record {number} has {len(tokens.ids)} tokens; the model reads at most {longest}. Drop it, "
-                "or cut whole steps off its end."
-            )
-        texts.append((tokens, torch.tensor(labels)))
-    return texts
+def _read_outcome(number: int, record: StepRecord, reading: StepReading) -> tuple[list[str], list[float]]:
+    """Steps of a judged completion, and its reward, NaN where it has none or there is no step."""
+    if missing := [key for key in ("prompt", "completion", "reward") if key not in record]:
+        raise UserError(
+            f"Record {number} has no {', '.join(missing)}; its keys are {', '.join(map(str, record))}. A "
+            'progress estimator (num_labels=1) learns from "prompt", "completion" and "reward", as the '
+            "dataset.jsonl of text_sample with selection.rule=all has them."
+        )
+    reward, steps = record["reward"], reading.split(record["completion"])
+    if isinstance(reward, str):
+        raise UserError(f"The reward of record {number} is {reward!r}; give a number, or null for none.")
+    outcome = math.nan if reward is None or not steps else float(reward)
+    return steps, [outcome if math.isfinite(outcome) else math.nan]
 
 
 def _read_record(number: int, record: StepRecord, reading: StepReading) -> tuple[list[str], list[float]]:

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.core import Objective, Trajectories
+from visalign.core import Objective, Trajectories, relative_uncertainty_weight
 from visalign.interfaces import Scores
 from visalign.seeds import sample_seed
 from visalign.text import TextRollout, ToolTrace, join_rollouts
-from visalign.text.tools import without_failed
+from visalign.text.tool_calls import without_failed
 from visalign.training.loop.judging import check_failures, joined_scores, judged_metrics, reward_columns
 from visalign.training.loop.processes import Shares
 from visalign.training.loop.runtime import PhaseClock
@@ -108,7 +108,8 @@ def collect(
     """
     if groups is None:
         rounds = [_judged(parts, write(iteration), settings, objective, clock)]
-        kept = _Kept(rounds[0].rollout, rounds[0].shares, rounds[0].group, rounds[0].reward, rounds[0].valid)
+        one = rounds[0]
+        kept = _Kept(one.rollout, one.shares, one.group, one.reward, one.valid, one.said)
     else:
         rounds = []
         while groups.wants_more:
@@ -129,7 +130,7 @@ def collect(
         asked = {g: record for r in rounds for g, record in zip(r.rollout.group, r.records, strict=True)}
         said = trajectories_of(parts, rollout, kept.reward[own], kept.valid[own], settings, objective, asked)
         features = None if parts.log_partition is None else parts.log_partition.features(rollout)
-    trajectories = replace(_of_all(said, kept), iteration=iteration)
+    trajectories = _weighed(replace(_of_all(said, kept), iteration=iteration), kept, parts.reward)
     if objective.selection == "clip_cov":
         generator = torch.Generator().manual_seed(sample_seed(parts.seed, "uniform", iteration))
         uniform = torch.rand(trajectories.weight.shape, generator=generator)
@@ -148,13 +149,38 @@ def collect(
 
 @dataclass(frozen=True)
 class _Kept:
-    """The B samples that are trained on; reward and valid as in `_Round`."""
+    """The B samples that are trained on; reward, valid and said as in `_Round`."""
 
     rollout: TextRollout
     shares: Shares
     group: list[int]
     reward: Tensor
     valid: Tensor
+    said: Mapping[str, Tensor]
+
+
+def certainty(said: Mapping[str, Tensor], valid: Tensor, strengths: Mapping[str, float]) -> Tensor:
+    """[B] factors of the advantages, the product over rewards of `relative_uncertainty_weight`.
+
+    Args:
+        said: with "part/LABEL.std", [B].
+        valid: bool [B]; of the others the factor is 0.
+        strengths: label -> λ.
+    """
+    found = valid.double()
+    for label, strength in strengths.items():
+        std = torch.where(valid, said[f"part/{label}.std"].double(), torch.nan)
+        found = torch.where(valid, found * relative_uncertainty_weight(std, strength=strength), 0.0)
+    return found
+
+
+def _weighed(trajectories: Trajectories, kept: _Kept, reward: Any) -> Trajectories:
+    """With the loss of each sample weighed by what its reward is sure of, where the reward asks for that."""
+    strengths = getattr(reward, "advantage_weights", {})
+    if not strengths:
+        return trajectories
+    certain = certainty(kept.said, kept.valid, strengths).to(trajectories.weight)
+    return replace(trajectories, loss_weight=certain[:, None].expand_as(trajectories.weight).contiguous())
 
 
 def _of_all(own: Trajectories, kept: _Kept) -> Trajectories:
@@ -185,10 +211,10 @@ def write(
     by this process."""
     process, size = parts.accelerator, settings.group_size
     batch = sampler.batch(number)
-    shares = Shares.of_groups(len(batch), size, process)
+    shares = Shares.of_groups(len(batch), size, process, whole_groups=parts.branches)
     group = batch.group_id[shares.own].tolist()
     made, kept, verdicts = [], [], []
-    for places in parts.judging.stretches(group, settings.overlap):
+    for places in parts.judging.stretches(group, settings.overlap, whole_groups=parts.branches):
         at = shares.own[places]
         # where it has as many of each group, it names a prompt once; else once for each sample
         counts = batch.group_id[at].unique_consecutive(return_counts=True)[1]
@@ -234,6 +260,7 @@ def _judged(
         # a prompt that was too long is no failure of the reward
         "skipped": torch.tensor([reason == "prompt too long" for reason in rollout.stop_reason]),
         "length": length,
+        "width": torch.full_like(length, rollout.loss_mask.shape[1]),  # a tool's answers count in no length
         "truncated": rollout.truncated,
         "entropy": (rollout.entropy * rollout.loss_mask).sum(1),
         **({} if rollout.tools is None else tool_counts(rollout.tools)),
@@ -243,11 +270,12 @@ def _judged(
     said = shares.table(own)
     valid, skipped = said.pop("valid") != 0, said.pop("skipped") != 0
     check_failures(scores, valid | skipped, settings.max_failure_rate, parts.reward.name)
+    width = int(said.pop("width").max())
     reward = said["value"].float()
     if objective.advantage in MATRIX_ADVANTAGES:
         reward = shares.of_all(reward_columns(parts.reward, scores).float())
     if parts.accelerator.num_processes > 1:
-        rollout = join_rollouts([rollout], length=max(1, int(said["length"].max())))
+        rollout = join_rollouts([rollout], length=width)
     return _Round(
         rollout=rollout,
         records=written.records,
@@ -284,6 +312,7 @@ def _taken(groups: DynamicGroups, rounds: Sequence[_Round]) -> _Kept | None:
         [r.group[i] for r, index in chosen for i in index.tolist()],
         torch.cat([r.reward[i] for r, i in chosen]),
         torch.cat([group.valid for group in taken]),
+        {n: torch.cat([r.said[n][i] for r, i in chosen]) for n in made[0].said if n.endswith(".std")},
     )
 
 

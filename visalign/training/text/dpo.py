@@ -3,7 +3,8 @@
 
 The reference is the policy before training: it is asked once for all answers, before the first update, and
 no copy of it is kept. Batches, processes and resuming are those of supervised fine-tuning (`.sft`); the loss
-of an update is the mean over its whole batch, whatever the micro-batch.
+of an update is the mean over its whole batch, whatever the micro-batch. Each pair may have a label of its own
+that moves once per visit; labels lie in checkpoints.
 
     pairs = DemonstrationBatches(policy, records, size=32, seed=0, field=("chosen", "rejected"))
     Trainer(DPO(policy, pairs, settings=DPOSettings(row="ipo")), run=run).train()
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from visalign.core.preference.direct import (
     DIRECT,
     direct_preference_loss,
+    dynamic_labels,
     implicit_reward,
     kto_loss,
     kto_reference_point,
@@ -36,8 +38,10 @@ from visalign.training.loop.trainer import Algorithm, Collected, Context
 from .parts import Answers
 from .replay import TextReplay, spread
 
-MEANS = ("loss", "chosen", "rejected", "right", "logps_chosen", "logps_rejected")
+MEANS = ("loss", "chosen", "rejected", "right", "logps_chosen", "logps_rejected", "label")
 """What is summed over a batch; the parts of chosen and of rejected answers have counts of their own."""
+KEY = "labels"
+"""File stem of the pairs' labels in a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +49,20 @@ class DPOSettings:
     """The loss."""
 
     row: str = "sigmoid"
-    """A row of `visalign.core.DIRECT`: sigmoid (DPO), robust, hinge, ipo, sigmoid_norm, simpo, kto."""
+    """A row of `visalign.core.DIRECT`: sigmoid (DPO), robust, hinge, ipo, sigmoid_norm, simpo,
+    power, kto."""
     beta: float | None = None
-    """β, how near the policy stays to its reference; null: the row's own (0.1, sigmoid_norm 5, simpo 2)."""
+    """β, how near the policy stays to its reference; null: the row's own (0.1, sigmoid_norm 5, simpo and
+    power 2)."""
     gamma: float | None = None
     """γ, lead that the chosen answer should have; null: the row's own (0, simpo 1)."""
     label_smoothing: float = 0.0
     """ε, share of pairs that are thought to be the wrong way round: cDPO with sigmoid; robust needs it."""
+    eta: float | None = None
+    """η of power, weight of the chosen answer's own likelihood; null: the row's own (0.0005)."""
+    label_rate: float = 0.0
+    """γ of POWER-DL, share of the way to its stationary value σ(m) that the label of a pair goes at each
+    visit; labels begin at 1 − label_smoothing. 0: they stay. For sigmoid, sigmoid_norm, simpo and power."""
     desirable_weight: float = 1.0
     """λ_D of kto."""
     undesirable_weight: float = 1.0
@@ -61,10 +72,15 @@ class DPOSettings:
         known, one = DIRECT.get(self.row), torch.ones(1)
         if known is None:
             raise UserError(f"loss.row is {self.row!r}; it must be one of {', '.join(DIRECT)}.")
-        if self.votes and (self.gamma is not None or self.label_smoothing):
+        if self.votes and (self.gamma is not None or self.label_smoothing or self.eta):
             raise UserError(
-                "loss.row=kto learns from single votes: gamma and label_smoothing are of pairs. Leave "
+                "loss.row=kto learns from single votes: gamma, label_smoothing and eta are of pairs. Leave "
                 "them out, or take another loss."
+            )
+        if self.label_rate and not known.labels:
+            raise UserError(
+                f"loss.label_rate is {self.label_rate}, and loss.row={self.row} has no labels that could "
+                f"move. Set it to 0, or take {', '.join(n for n, each in DIRECT.items() if each.labels)}."
             )
         if not self.votes and (self.desirable_weight, self.undesirable_weight) != (1.0, 1.0):
             raise UserError(
@@ -81,6 +97,7 @@ class DPOSettings:
                 self.of_votes(one, one, one.bool(), one[0])
             else:
                 self.of_pairs(one, one, one, one, one, one)
+                dynamic_labels(one, one, rate=self.label_rate)
         except ValueError as error:
             raise UserError(f"loss: {error}") from error
 
@@ -94,10 +111,11 @@ class DPOSettings:
         """Of the answers in a record."""
         return ("completion", "mismatched") if self.votes else ("chosen", "rejected")
 
-    def of_pairs(self, *answers: Tensor) -> Tensor:
+    def of_pairs(self, *answers: Tensor, label: Tensor | None = None) -> Tensor:
         """`direct_preference_loss` of the log-probs, those of the reference, and the lengths."""
-        options: dict[str, Any] = {"row": self.row, "beta": self.beta, "gamma": self.gamma}
-        return direct_preference_loss(*answers, **options, eps=self.label_smoothing)
+        options: dict[str, Any] = {"row": self.row, "beta": self.beta, "gamma": self.gamma, "eta": self.eta}
+        eps = self.label_smoothing if label is None else 0.0
+        return direct_preference_loss(*answers, **options, eps=eps, label=label)
 
     def of_votes(self, log_prob: Tensor, ref: Tensor, good: Tensor, point: Tensor) -> Tensor:
         """`kto_loss`."""
@@ -157,6 +175,10 @@ class DPO(Algorithm):
         self.accelerator = accelerator_of(accelerator, policy)
         self.policy, self.settings = policy, settings or DPOSettings()
         self.trained = self._judged(answers, good)
+        self.labels: Tensor | None = None
+        """[N] of the pairs, where they move; the same in all processes."""
+        if self.settings.label_rate:
+            self.labels = torch.full((len(answers),), 1 - self.settings.label_smoothing)
         self.heldout = None if heldout is None else self._judged(heldout, heldout_good)
         self.module = spread(TextReplay(policy), self.accelerator, sharding)
 
@@ -203,21 +225,36 @@ class DPO(Algorithm):
         own = longest_first[self.accelerator.process_index :: world].split(run.micro_batch)
         parts = as_many(own, self.module, self.accelerator)
         point = None if good is None else self._reference_point(step, ref, parts)
-        sums = torch.zeros(2, len(MEANS), dtype=torch.float64)
+        places: Any = step.group[:count]
+        label = None if self.labels is None else self.labels[torch.tensor(places)]
+        sums, lead = torch.zeros(2, len(MEANS), dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
         for number, rows in enumerate(parts):
             with unshared(self.module, self.accelerator, last=number == len(parts) - 1):
                 answers = rows if good is not None else torch.cat([rows, rows + count])
                 log_prob = self.module(step, answers).log_prob.sum(1)
-                votes = None if good is None else good[rows]
-                loss, found = self._loss(step, answers, log_prob, ref[rows], votes, point)
+                votes, own_label = (None if each is None else each[rows] for each in (good, label))
+                loss, found, lead[rows] = self._loss(
+                    step, answers, log_prob, ref[rows], votes, point, own_label
+                )
                 self.accelerator.backward(loss.sum() / count * (run.counters.loss_scale * world))
             sums += found
         total: Any = self.accelerator.reduce(sums.to(self.accelerator.device), "sum")
         means = _means(total.cpu())
+        self._move(places, lead)
         means["tokens"], means["samples"] = float(step.loss_mask.sum()), float(len(step))
         if point is not None:
             means["kl"] = float(point)
         return means
+
+    def _move(self, places: Sequence[int], lead: Tensor) -> None:
+        """Labels after a visit of the pairs at `places`, whose leads one process knows each, the others as
+        0."""
+        if self.labels is None:
+            return
+        total: Any = self.accelerator.reduce(lead.to(self.accelerator.device), "sum")
+        for place, own in zip(places, total.cpu().split(1), strict=True):  # a pair may be there twice
+            one = slice(place, place + 1)
+            self.labels[one] = dynamic_labels(self.labels[one], own, rate=self.settings.label_rate)
 
     def _loss(
         self,
@@ -227,8 +264,10 @@ class DPO(Algorithm):
         ref: Tensor,
         good: Tensor | None,
         point: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """(loss [n], sums and counts [2, len(MEANS)]) of n records, whose answers `rows` have these sums."""
+        label: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss [n], sums and counts [2, len(MEANS)], lead [n] of pairs) of n records, whose answers `rows`
+        have these sums."""
         form: dict[str, Any] = {"row": self.settings.row, "beta": self.settings.beta}
         length = rollout.loss_mask[rows].sum(1).to(log_prob.device)
         ref = ref.to(log_prob.device)
@@ -238,18 +277,20 @@ class DPO(Algorithm):
             reward = implicit_reward(log_prob, ref[:, 0], **form)
             better, worse, said, refused = reward[good], reward[~good], log_prob[good], log_prob[~good]
             beta = self.settings.beta or DIRECT["kto"].beta
-            right = (reward > beta * point) == good
+            right, lead = (reward > beta * point) == good, torch.zeros(len(good))
         else:
             (said, refused), lengths = log_prob.chunk(2), length.chunk(2)
-            loss = self.settings.of_pairs(said, refused, *ref.T, *lengths)
+            loss = self.settings.of_pairs(said, refused, *ref.T, *lengths, label=label)
             better = implicit_reward(said, ref[:, 0], lengths[0], **form)
             worse = implicit_reward(refused, ref[:, 1], lengths[1], **form)
             right = better > worse
-        columns = [each.detach().double() for each in (loss, better, worse, right, said, refused)]
-        counts = [float(len(each)) for each in columns]
-        return loss, torch.stack(
-            [torch.stack([each.sum().cpu() for each in columns]), torch.tensor(counts, dtype=torch.float64)]
-        )
+            gamma = DIRECT[self.settings.row].gamma if self.settings.gamma is None else self.settings.gamma
+            lead = better - worse - gamma
+        labels = torch.zeros(0) if label is None else label
+        columns = [each.detach().double() for each in (loss, better, worse, right, said, refused, labels)]
+        counts = torch.tensor([len(each) for each in columns], dtype=torch.float64)
+        sums = torch.stack([each.sum().cpu() for each in columns])
+        return loss, torch.stack([sums, counts]), lead.detach().double().cpu()
 
     @torch.no_grad()
     def _reference_point(self, step: TextRollout, ref: Tensor, parts: Sequence[Tensor]) -> Tensor:
@@ -271,6 +312,16 @@ class DPO(Algorithm):
         del found["grad_norm"]
         return {**_named(found), "length_mean": length}
 
+    def finish(self, run: Context) -> None:
+        """Keep the labels."""
+        if self.labels is not None:
+            run.tensors[KEY] = {KEY: self.labels}
+
+    def restore(self, run: Context) -> None:
+        """Take up the labels of a checkpoint."""
+        if self.labels is not None:
+            self.labels = run.tensors[KEY][KEY].clone()
+
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
         """Loss, rewards and accuracy on the held-out answers under the present weights; empty without any."""
@@ -281,7 +332,7 @@ class DPO(Algorithm):
         ref, good = self.heldout.of(rollout)
         point = None if good is None else kto_reference_point(said[:, 1], ref[:, 1])
         rows = torch.arange(len(said) if good is not None else 2 * len(said))
-        _, sums = self._loss(rollout, rows, said.T.flatten()[: len(rows)], ref, good, point)
+        _, sums, _ = self._loss(rollout, rows, said.T.flatten()[: len(rows)], ref, good, point)
         return _named(_means(sums))
 
 
@@ -291,8 +342,9 @@ NAMES = {
     "right": "rewards/accuracies",
     "logps_chosen": "logps/chosen",
     "logps_rejected": "logps/rejected",
+    "label": "label_mean",
 }
-"""TRL's names."""
+"""TRL's names, but for the label's."""
 
 
 def _named(means: Mapping[str, float]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from visalign.errors import UserError
 from visalign.interfaces import TextReward
 from visalign.text import Prompt, Sampling, StoppingCriteria, TextPolicy, TextRollout, ToolPolicy
 from visalign.training.loop.judging import Judging
+from visalign.training.loop.sampler import check_batch_algebra
 from visalign.training.policy.reference import Reference
 
 Records = Sequence[Mapping[str, Any]]
@@ -75,7 +76,8 @@ class StepScores(Protocol):
 
 
 class ProcessJudge(Protocol):
-    """A process reward model for the policy's rollouts."""
+    """A process reward model for the policy's rollouts. One with `replaces = True` takes the place of the
+    reward of the whole completion; else the two are added."""
 
     def score_rollout(self, rollout: TextRollout) -> StepScores:
         """Judge the steps of every completion."""
@@ -127,6 +129,11 @@ class TextParts:
     """Of the processes that share the samples."""
 
     @property
+    def branches(self) -> bool:
+        """Whether completions go on from others of their group, which are then made in one call."""
+        return isinstance(self.generator, ToolPolicy) and self.generator.branching is not None
+
+    @property
     def own_writer(self) -> Generates:
         """The policy itself, with the tool where completions have one."""
         if not isinstance(self.generator, ToolPolicy):
@@ -140,8 +147,30 @@ class TextParts:
         return getattr(self.policy, "tokenizer", None)
 
 
-PER_DECISION = ("gae", "remax", "reinforce_pp")
+PER_DECISION = ("gae", "remax", "reinforce_pp", "group_returns")
 """Advantages that take rewards of single tokens."""
+
+
+def _critics(parts: TextParts) -> int:
+    """C of the value function, 1 where nobody says."""
+    own = getattr(parts.policy, "value_head", None)
+    head = own if parts.value_model is None else getattr(parts.value_model, "head", None)
+    return getattr(getattr(head, "linear", None), "out_features", 1)
+
+
+def check_sizes(parts: TextParts, prompts: int, group_size: int) -> None:
+    """Refuse numbers of samples that the processes cannot share, some without a group where none is divided.
+
+    Raises:
+        UserError: with what would do.
+    """
+    world = parts.accelerator.num_processes
+    check_batch_algebra(prompts, group_size, world)
+    if parts.branches and prompts < world:
+        raise UserError(
+            f"rollout.prompts_per_iteration is {prompts} for {world} processes, and with rollout.tool.branch "
+            "a group stays in one. Start fewer processes, or raise it."
+        )
 
 
 def check_parts(parts: TextParts, objective: Objective, *, name: str, recomputed: bool) -> None:
@@ -156,6 +185,18 @@ def check_parts(parts: TextParts, objective: Objective, *, name: str, recomputed
             f"objective.algorithm={name} needs a value function: give the policy a value head, or a value "
             "model (model.value in a configuration)."
         )
+    critics = _critics(parts)
+    if "temperature" in objective.advantage_options and critics < 2:
+        raise UserError(
+            f"objective.algorithm={name} takes the soft minimum of several critics, and there is one. Set "
+            "model.critics=2, or take 'ppo'."
+        )
+    if critics > 1 and objective.value_clip is not None:
+        raise UserError(
+            f"objective.algorithm={name} holds values near the rollout's (value_clip "
+            f"{objective.value_clip:g}), which are one number for {critics} critics. Set "
+            "objective.changes={value_clip: null}, or take 'safe'."
+        )
     if objective.surrogate == "flow_balance" and parts.log_partition is None:
         raise UserError(f"objective.algorithm={name} needs a log-partition head, and none was given.")
     if {"step", "likelihood"} & {*ADVANTAGES[objective.advantage].needs} and parts.tokenizer is None:
@@ -163,6 +204,11 @@ def check_parts(parts: TextParts, objective: Objective, *, name: str, recomputed
             f"objective.algorithm={name} looks at the steps of completions, or an answer after them, by "
             "the policy's tokenizer, and this policy has none. Give it the attribute `tokenizer`, or take "
             "'grpo'."
+        )
+    if parts.process is None and "process_reward" in ADVANTAGES[objective.advantage].needs:
+        raise UserError(
+            f"objective.algorithm={name} adds rewards of single tokens to those of completions, and nothing "
+            "gives any. Set latent_flow={} (RLFR), or process.model to a process reward model."
         )
     if parts.process is not None and objective.advantage not in PER_DECISION:
         raise UserError(

@@ -32,6 +32,7 @@ from visalign.core import (
     count_step,
     penalty_kl_coefficient,
 )
+from visalign.core.advantages.hidden_states import rank_average
 from visalign.core.objective.entropy_stage import entropy_memory, remembers
 from visalign.core.objective.reward_stage import riskpo_quantiles
 from visalign.core.objective.stages import ADVANTAGES, sample_reward
@@ -40,14 +41,16 @@ from visalign.interfaces import TextReward
 from visalign.text import TextPolicy, TextRollout
 from visalign.training.loop.judging import Ahead, Judging, oriented
 from visalign.training.loop.processes import accelerator_of, unshared
-from visalign.training.loop.sampler import PromptSampler, check_batch_algebra
+from visalign.training.loop.sampler import PromptSampler
 from visalign.training.loop.sharding import as_many, whole
 from visalign.training.loop.trainer import Algorithm, Collected, Context
 from visalign.training.policy.balance import RewardBalance
-from visalign.training.policy.reference import Reference
+from visalign.training.policy.reference import GatedKL, Reference
 from visalign.training.policy.update import PolicyStep, backward, prepare_steps, update_metrics
 
 from .collect import TextExperience, Written, collect, write
+from .latent_flow import KEY as FLOW
+from .latent_flow import LatentFlow
 from .parts import (
     Demonstrations,
     Generates,
@@ -56,11 +59,13 @@ from .parts import (
     TextParts,
     ValueFunction,
     check_parts,
+    check_sizes,
 )
 from .replay import TextReplay, spread
 from .self_imitation import KEY, Replayed, SelfImitation
 from .settings import (
     DynamicSettings,
+    LatentFlowSettings,
     SelfImitationSettings,
     TextObjectiveSettings,
     TextRolloutSettings,
@@ -96,6 +101,8 @@ class TextRL(Algorithm):
         accelerator: processes and trackers. None makes one on the policy's device.
         dynamic: dynamic sampling.
         self_imitation: what is learnt from again.
+        latent_flow: rewards of single tokens by a flow that learns from right completions; in place of
+            `process`.
         generator: who writes the completions; None is the policy.
         value_model: a value network of its own, for PPO; None where the policy has a value head.
         log_partition: log Z of FlowRL.
@@ -122,6 +129,7 @@ class TextRL(Algorithm):
         accelerator: Accelerator | None = None,
         dynamic: DynamicSettings | None = None,
         self_imitation: SelfImitationSettings | None = None,
+        latent_flow: LatentFlowSettings | None = None,
         generator: Generates | None = None,
         value_model: ValueFunction | None = None,
         log_partition: LogPartition | None = None,
@@ -139,16 +147,18 @@ class TextRL(Algorithm):
         is_dynamic = dynamic is not None and dynamic.enabled
         check_ahead(self.rollout, self.settings, is_dynamic)
         reward = oriented(reward)
+        reference = Reference(policy, self.settings)
+        self.flow = self._flow(latent_flow, policy, reference, seed, process)
         self.parts = TextParts(
             policy=policy,
-            reference=Reference(policy, self.settings),
+            reference=reference,
             generator=policy if generator is None else generator,
             reward=reward,
             judging=Judging(reward, what="completions", beside=self.rollout.judged_beside),
             records=records,
             value_model=value_model,
             log_partition=log_partition,
-            process=process,
+            process=process if self.flow is None else self.flow,
             demonstrations=demonstrations,
             seed=seed,
             accelerator=self.accelerator,
@@ -156,7 +166,7 @@ class TextRL(Algorithm):
         recomputed = self.rollout.recompute or self.row.importance_sampling is not None
         check_parts(self.parts, self.row, name=self.settings.algorithm, recomputed=recomputed)
         size = self.rollout.prompts_per_iteration, self.rollout.group_size
-        check_batch_algebra(*size, self.accelerator.num_processes)
+        check_sizes(self.parts, *size)
         self.sampler = PromptSampler(len(records), *size, seed, strata=strata)
         self.groups = dynamic.groups(size[0]) if is_dynamic and dynamic is not None else None
         self.imitation = self._imitation(self_imitation, seed)
@@ -167,6 +177,8 @@ class TextRL(Algorithm):
         replay = TextReplay(policy, value=bool(self.row.value), nucleus=nucleus_of(self.row), **heads)
         self.module = spread(replay, self.accelerator, self._checked(sharding))
         self.ratio_bound = self.settings.ratio_bound
+        safe = self.settings.algorithm == "safe"
+        self.gate = GatedKL(self.settings.kl_threshold) if safe else None
         self._penalty: float | None = None
         self._divergence: float | None = None
         self._had_updates, self._entropies = False, list[float]()
@@ -185,6 +197,7 @@ class TextRL(Algorithm):
             "an engine that writes the completions": parts.generator is not parts.policy,
             "objective.balance_every": settings.balance_every is not None,
             "self_imitation": self.imitation is not None,
+            "latent_flow": self.flow is not None,
             "objective.reset_reference_every": settings.reset_reference_every is not None,
             "objective.reset_reference_above": settings.reset_reference_above is not None,
             "a reference (objective.changes.kl) without LoRA": needs_reference(self.row)
@@ -194,6 +207,25 @@ class TextRL(Algorithm):
         if sharding and given:
             raise UserError(f"sharding goes without {given[0]}. Leave one of the two out.")
         return sharding
+
+    def _flow(
+        self,
+        settings: LatentFlowSettings | None,
+        policy: TextPolicy,
+        reference: Reference,
+        seed: int,
+        process: ProcessJudge | None,
+    ) -> LatentFlow | None:
+        """RLFR's judge of tokens, where there is one.
+
+        Raises:
+            UserError: there is another judge of steps.
+        """
+        if settings is None:
+            return None
+        if process is not None:
+            raise UserError("latent_flow and process both judge steps. Leave one of the two out.")
+        return LatentFlow(policy, reference, settings, seed=seed, accelerator=self.accelerator)
 
     def _imitation(self, settings: SelfImitationSettings | None, seed: int) -> SelfImitation | None:
         """The replay; refuses rows of which a stored completion does not hold what the loss asks for.
@@ -223,7 +255,9 @@ class TextRL(Algorithm):
 
     @property
     def objective(self) -> Objective:
-        """The row, with the present coefficient of PPO-KL."""
+        """The row, with the present coefficient of PPO-KL or of SAFE's gated KL."""
+        if self.gate is not None:
+            return self.gate.applied(self.row)
         if self.settings.target_kl is None or self._penalty is None:
             return self.row
         return replace(self.row, surrogate_options={**self.row.surrogate_options, "beta": self._penalty})
@@ -247,7 +281,7 @@ class TextRL(Algorithm):
         iteration = run.counters.iteration
         write = partial(self._written, run)
         with self.whole():
-            made = collect(self.parts, write, self.groups, iteration, self.rollout, self.objective, run.clock)
+            made = collect(self.parts, write, self.groups, iteration, self.rollout, self.row, run.clock)
         self._had_updates = made.experience is not None
         if made.experience is not None:
             self._remember(made.experience, run)
@@ -264,6 +298,11 @@ class TextRL(Algorithm):
             experience.trajectories = t = replace(t, quantiles=run.counters.own.get("quantiles"))
             reward = sample_reward(t, row.kl_in_reward)
             run.counters.own["quantiles"] = riskpo_quantiles(t, reward, **row.advantage_options)
+        if t.rank is not None:
+            before, rate = run.counters.own.get("rank_average"), row.advantage_options.get("rate", 0.3)
+            experience.trajectories = replace(t, rank_average=before)
+            known = torch.where(t.present()[:, None], t.rank, torch.nan)
+            run.counters.own["rank_average"] = rank_average(known, before, rate=rate)
 
     def _write(self, number: int, run: Context) -> Written:
         return write(self.parts, self.sampler, number, self.rollout, run.clock)
@@ -288,6 +327,10 @@ class TextRL(Algorithm):
             found = steps(experience)
         else:
             found = self.balance.prepare(experience, run, self.parameters(), steps, alone)
+        if self.flow is not None:
+            outcome = sample_reward(replace(t, process_reward=None), 0.0)[experience.shares.own]
+            right = outcome >= self.flow.settings.right_at  # NaN, failed, is not
+            self.flow.learn(experience.rollout, right, run.counters.iteration)
         if self.imitation is not None:
             self.imitation.keep(experience.rollout, experience.shares.own, t, found, run)
         return found
@@ -360,9 +403,12 @@ class TextRL(Algorithm):
     def record(self, experience: TextExperience, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Metrics of the updates; moves PPO-KL's coefficient."""
         found = {**experience.signal, **update_metrics(sums)}
-        if self.imitation is not None:
-            found |= self.imitation.metrics()
+        for part in (self.imitation, self.flow):
+            found |= {} if part is None else part.metrics()
         self._divergence = found.get("kl")
+        if self.gate is not None:
+            found["penalty"] = self.objective.kl
+            self.gate.move(experience.trajectories, found.get("kl"))
         target = self.settings.target_kl
         if target is not None:
             used = float(self.objective.surrogate_options.get("beta", 1.0))
@@ -382,10 +428,14 @@ class TextRL(Algorithm):
             run.counters.own["groups"] = self.groups.state_dict()
         if self._penalty is not None:
             run.counters.own["penalty"] = self._penalty
+        if self.gate is not None:
+            run.counters.own["kl_gate"] = self.gate.state()
         if self._entropies:
             run.counters.own["entropies"] = self._entropies
         if self.imitation is not None:
             run.tensors[KEY] = self.imitation.state()
+        if self.flow is not None:
+            run.tensors[FLOW] = self.flow.state()
         if self.after_update is not None and self._had_updates:
             with run.clock.phase("sync"):
                 self.after_update(run.counters.iteration)
@@ -396,10 +446,14 @@ class TextRL(Algorithm):
         self.parts.reference.restore(run)
         self._penalty = own.get("penalty")
         self._entropies = own.get("entropies", [])
+        if self.gate is not None and "kl_gate" in own:
+            self.gate.load(own["kl_gate"])
         if self.groups is not None and "groups" in own:
             self.groups.load_state_dict(own["groups"])
         if self.imitation is not None and KEY in run.tensors:
             self.imitation.load(run.tensors[KEY])
+        if self.flow is not None and FLOW in run.tensors:
+            self.flow.load(run.tensors[FLOW])
         if self.after_update is not None:
             self.after_update(run.counters.iteration)
 

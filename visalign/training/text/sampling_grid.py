@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from visalign.errors import UserError
 from visalign.interfaces import TextReward
 from visalign.seeds import sample_seed
 from visalign.text import Prompt, Sampling, StoppingCriteria
-from visalign.text.tools import without_failed
+from visalign.text.tool_calls import without_failed
 from visalign.training.loop.judging import judge
 
 from .parts import Generates
@@ -29,6 +30,8 @@ class GridPoint:
     temperature: float
     top_p: float
     seed: int
+    hinted: bool = False
+    """Whether the prompts were completed with a hint at their answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +116,7 @@ def sample_point(
     stopping: StoppingCriteria,
     seed: int,
     prompts_per_call: int = 64,
+    prompts: Sequence[Prompt] | None = None,
     after_call: Callable[[int], object] | None = None,
 ) -> Completions:
     """Complete every record `samples` times at one grid point, and judge the completions.
@@ -129,6 +133,7 @@ def sample_point(
         stopping: what ends a completion.
         seed: of the run.
         prompts_per_call: prompts that are completed and judged together; memory only.
+        prompts: what is completed in place of the records' prompts, one for each; judged are the records.
         after_call: called with the prompts done so far.
 
     Returns:
@@ -137,10 +142,10 @@ def sample_point(
     Raises:
         RewardFailure: the reward returned something other than one score per completion.
     """
-    parts = []
+    parts, prompts = [], [record["prompt"] for record in records] if prompts is None else prompts
     for start in range(0, len(records), prompts_per_call):
         chosen = range(start, min(start + prompts_per_call, len(records)))
-        parts.append(_call(policy, reward, records, chosen, point, samples, stopping, seed))
+        parts.append(_call(policy, reward, records, prompts, chosen, point, samples, stopping, seed))
         if after_call is not None:
             after_call(chosen.stop)
     return join_completions(parts)
@@ -150,6 +155,7 @@ def _call(
     policy: Generates,
     reward: TextReward,
     records: Records,
+    prompts: Sequence[Prompt],
     chosen: range,
     point: GridPoint,
     samples: int,
@@ -157,10 +163,10 @@ def _call(
     seed: int,
 ) -> Completions:
     drawn_with = (seed, "grid", repr(float(point.temperature)), repr(float(point.top_p)), point.seed)
-    keys = [prompt_key(records[i]["prompt"]) for i in chosen]
+    keys = [prompt_key(prompts[i]) for i in chosen]
     with torch.no_grad():
         rollout = policy.generate(
-            [records[i]["prompt"] for i in chosen],
+            [prompts[i] for i in chosen],
             seeds=[sample_seed(*drawn_with, key, j) for key in keys for j in range(samples)],
             num_generations=samples,
             sampling=Sampling(temperature=point.temperature, top_p=point.top_p),
@@ -190,6 +196,27 @@ def _call(
 def prompt_key(prompt: Prompt) -> str:
     """A text that stands for the prompt, the same in every run."""
     return prompt if isinstance(prompt, str) else repr([dict(message) for message in prompt])
+
+
+def with_hint(record: Mapping[str, Any], hint: str) -> Prompt:
+    """The record's prompt with a hint behind it, whose {field} stand for the record's fields.
+
+    Raises:
+        UserError: the record lacks a field.
+    """
+    wanted = set(re.findall(r"\{(\w+)\}", hint))
+    if lacking := sorted(wanted - record.keys()):
+        raise UserError(
+            f"The hint {hint!r} names the field {lacking[0]!r}, which a record lacks: it has "
+            f"{', '.join(record)}."
+        )
+    text = "\n" + re.sub(r"\{(\w+)\}", lambda found: str(record[found[1]]), hint)
+    prompt = record["prompt"]
+    if isinstance(prompt, str):
+        return prompt + text
+    last, content = prompt[-1], prompt[-1]["content"]
+    added = content + text if isinstance(content, str) else [*content, {"type": "text", "text": text}]
+    return [*prompt[:-1], {**last, "content": added}]
 
 
 def join_completions(parts: Sequence[Completions]) -> Completions:

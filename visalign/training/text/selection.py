@@ -20,10 +20,35 @@ from torch import Tensor
 from visalign.errors import UserError
 from visalign.seeds import sample_seed
 
+from .sampling_grid import Completions
+
 
 def every_valid(valid: Tensor) -> list[int]:
     """All completions that may be chosen."""
     return valid.nonzero()[:, 0].tolist()
+
+
+def worth_learning(completions: Completions, *, threshold: float, skip_solved: bool = False) -> Tensor:
+    """Bool [B]: what rejective fine-tuning leaves before it looks at rewards.
+
+    Completions with a hint stand in for those without where none of these reaches the threshold. Where all of
+    them do, the prompt is too easy: with `skip_solved` it goes.
+
+    Args:
+        completions: of whole prompts, with and without hints.
+        threshold: reward from which a completion is right.
+        skip_solved: leave out prompts all of whose judged completions without a hint are right.
+
+    SPCT, arXiv 2504.02495, section 3.2.
+    """
+    hinted = torch.tensor([point.hinted for point in completions.point])
+    plain, right = completions.judged & ~hinted, completions.reward >= threshold
+    prompt = torch.tensor(completions.prompt)
+    count = int(prompt.max()) + 1 if len(prompt) else 0
+    solved = torch.zeros(count).index_add_(0, prompt, (plain & right).float())[prompt]
+    tried = torch.zeros(count).index_add_(0, prompt, plain.float())[prompt]
+    kept = ~hinted | (solved == 0)
+    return kept & ~((tried > 0) & (solved == tried)) if skip_solved else kept
 
 
 def best_of_group(

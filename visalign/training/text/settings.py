@@ -13,7 +13,8 @@ from visalign.errors import UserError
 from visalign.text import Sampling, StoppingCriteria
 from visalign.text.calculator import calculator
 from visalign.text.steps import StepReading
-from visalign.text.tools import Branching, Tool, ToolUse
+from visalign.text.tool_calls import Tool, ToolUse
+from visalign.text.tools import Branching
 from visalign.training.loop.optimizer import above_zero, at_least, choice
 from visalign.training.policy.settings import ObjectiveSettings, check_overlap, check_stale
 
@@ -44,7 +45,8 @@ class ToolSettings:
     """For one call."""
     branch: Branching | None = None
     """ARPO's branches (arXiv 2507.19849): a completion goes on in two ways where its entropy rises after an
-    answer; {initial: 4} draws four of a group from the prompt. What branches have in common counts once."""
+    answer; {initial: 4} draws four of a group from the prompt, {initial: null} as many as AEPO's rule says.
+    What branches have in common counts once."""
 
     def __post_init__(self) -> None:
         self.build()
@@ -139,7 +141,7 @@ class TextRolloutSettings:
             StepReading(separator=self.separator)
 
     def _check_branch(self, branch: Branching) -> None:
-        if branch.initial > self.group_size:
+        if branch.initial is not None and branch.initial > self.group_size:
             raise UserError(
                 f"rollout.tool.branch.initial is {branch.initial}, and rollout.group_size {self.group_size}: "
                 "a group has no more completions than that."
@@ -254,6 +256,50 @@ class SelfImitationSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentFlowSettings:
+    """A flow over the hidden states of right completions: what strays from it is paid less (RLFR, arXiv
+    2510.10201); for advantage group_returns (the row rlfr), and those with returns of their own, as
+    reinforce_pp. Depths, time, keep, top and scale are the paper's."""
+
+    right_at: float = 1.0
+    """A reward of at least this is right."""
+    warmup: int = 10
+    """Iterations that it learns in before it pays."""
+    depths: list[float] = field(default_factory=lambda: [0.25, 0.5, 0.75])
+    """Shares of the layers behind which states are taken."""
+    width: int = 256
+    """Of its networks."""
+    lr: float = 1e-3
+    """Of its AdamW."""
+    steps: int = 8
+    """Of AdamW in an iteration."""
+    batch: int = 2048
+    """Tokens of a step."""
+    time: float = 0.8
+    """At which a state is compared with the flow."""
+    keep: float = 0.6
+    """Share of a completion's range below which a token is as expected."""
+    top: int = 15
+    """Most tokens of a completion that are paid less."""
+    scale: float = 0.01
+    """What the farthest token loses, in units of the advantage."""
+
+    def __post_init__(self) -> None:
+        for name in ("width", "steps", "batch", "top"):
+            at_least(f"latent_flow.{name}", getattr(self, name), 1)
+        at_least("latent_flow.warmup", self.warmup, 0)
+        for name in ("lr", "scale"):
+            above_zero(f"latent_flow.{name}", getattr(self, name))
+        if not self.depths or not all(0 < depth <= 1 for depth in self.depths):
+            raise UserError(f"latent_flow.depths is {self.depths}; it needs shares of the layers in (0, 1].")
+        if not (0 < self.time < 1 and 0 <= self.keep < 1):
+            raise UserError(
+                f"latent_flow.time must be in (0, 1) and latent_flow.keep in [0, 1); got {self.time} and "
+                f"{self.keep}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TextObjectiveSettings(ObjectiveSettings):
     """What is optimized on tokens."""
 
@@ -268,6 +314,9 @@ class TextObjectiveSettings(ObjectiveSettings):
     target_kl: float | None = None
     """Nats per token: PPO-KL's β is doubled or halved after an iteration that is off by more than 1.5 times
     (arXiv 1707.06347, section 4); only for ppo_kl."""
+    kl_threshold: float | None = None
+    """Nats per token from the reference from which on the KL term acts (SAFE, `gate_threshold`); only for
+    safe. null: 0.3."""
     ratio_bound: float | None = 0.01
     """Largest |log r| at the first update, where r must be 1; raise it under autocast, null switches the
     check off."""
@@ -285,6 +334,14 @@ class TextObjectiveSettings(ObjectiveSettings):
                 )
         if self.heads_lr is not None and not (math.isfinite(self.heads_lr) and self.heads_lr > 0):
             raise UserError(f"objective.heads_lr is {self.heads_lr}; it must be above 0, or null.")
+        if self.kl_threshold is not None:
+            above_zero("objective.kl_threshold", self.kl_threshold)
+            if self.algorithm != "safe":
+                raise UserError(
+                    f"objective.kl_threshold is {self.kl_threshold}, the threshold of SAFE's gate, and "
+                    f"objective.algorithm={self.algorithm} has none. Set objective.algorithm=safe, or "
+                    "kl_threshold=null."
+                )
         if self.target_kl is not None and objective.surrogate != "ppo_kl":
             raise UserError(
                 f"objective.target_kl adapts the penalty of the surrogate ppo_kl, and {self.algorithm} has "

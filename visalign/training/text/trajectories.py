@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from visalign.core import Objective, Trajectories, filter_overlong
+from visalign.core.advantages.hidden_states import rank_dynamics
 from visalign.core.objective.stages import ADVANTAGES
+from visalign.core.surrogates.value import soft_minimum
 from visalign.core.tokens.entropy_terms import nucleus_entropy
 from visalign.core.tokens.selection_rules import discriminator_scores
 from visalign.errors import UserError
 from visalign.seeds import sample_seed
-from visalign.text import Sampling, TextRollout
+from visalign.text import Sampling, TextPolicy, TextRollout
 from visalign.text.steps import StepReading, step_index
 from visalign.training.loop.judging import judge, reward_weights
 from visalign.training.policy.settings import needs_reference
@@ -53,17 +55,8 @@ def trajectories_of(
     if needs_reference(objective):
         with parts.reference.applied():
             more["ref_log_prob"] = policy.log_probs(rollout).log_prob.cpu()
-    has_value = bool(objective.value) or objective.advantage == "gae"
     recompute = settings.recompute or objective.importance_sampling is not None
-    if recompute or (has_value and parts.value_model is None):
-        now = policy.log_probs(rollout)
-        if recompute:
-            more["old_log_prob"] = now.log_prob.cpu()
-            more["entropy"] = now.entropy.cpu()
-        if has_value and now.value is not None:
-            more["value"] = now.value.cpu()
-    if has_value and parts.value_model is not None:
-        more["value"] = parts.value_model.values(rollout).cpu()
+    more |= _now(parts, rollout, objective, recompute)
     more |= _beside(parts, rollout, records, settings, objective)
     if parts.process is not None:
         more["process_reward"] = torch.zeros_like(rollout.loss_mask)
@@ -84,7 +77,46 @@ def trajectories_of(
         more["weight"] = filter_overlong(rollout.weight, rollout.truncated)
     if reward.ndim == 2:
         more["reward_weights"] = list(reward_weights(parts.reward).values())
-    return rollout.trajectories(reward, valid=valid, **more)
+    return rollout.trajectories(_of_the_whole(parts, reward), valid=valid, **more)
+
+
+def _of_the_whole(parts: TextParts, reward: Tensor) -> Tensor:
+    """The reward that is added to those of steps: 0 where they take its place; it was reported before."""
+    return (
+        torch.where(reward.isfinite(), 0.0, reward) if getattr(parts.process, "replaces", False) else reward
+    )
+
+
+def _now(parts: TextParts, rollout: TextRollout, objective: Objective, recompute: bool) -> dict[str, Tensor]:
+    """What the policy's weights and the value function say before the update, as far as it is asked for."""
+    more, has_value = dict[str, Tensor](), bool(objective.value) or objective.advantage == "gae"
+    if recompute or (has_value and parts.value_model is None):
+        now = parts.policy.log_probs(rollout)
+        if recompute:
+            more |= {"old_log_prob": now.log_prob.cpu(), "entropy": now.entropy.cpu()}
+        if has_value and now.value is not None:
+            more["value"] = now.value.cpu()
+    if has_value and parts.value_model is not None:
+        more["value"] = parts.value_model.values(rollout).cpu()
+    if "value" in more and more["value"].ndim == 3:
+        temperature = objective.advantage_options.get("temperature", 0.3)
+        more["value"] = soft_minimum(more["value"], temperature=temperature)
+    return more
+
+
+def states_of(policy: TextPolicy, who: str) -> Callable[..., Iterator[tuple[int, Tensor]]]:
+    """The policy's `hidden_states`, see `CausalLMPolicy`.
+
+    Raises:
+        UserError: it has none; `who` asks.
+    """
+    found = getattr(policy, "hidden_states", None)
+    if found is None:
+        raise UserError(
+            f"{who} looks at hidden states, and {type(policy).__name__} has no method hidden_states. Give it "
+            "one as CausalLMPolicy has, or take 'grpo'."
+        )
+    return found
 
 
 def bundle_index(group: Sequence[int], size: int) -> Tensor:
@@ -152,6 +184,11 @@ def _beside(
         count = objective.advantage_options.get("references", 1)
         with parts.reference.applied():
             return {"reference_reward": _rewards(*given, parts.own_writer, settings.sampling, count)}
+    if objective.advantage == "rank_bonus":
+        rank, stride = torch.zeros(len(rollout), 3).double(), objective.advantage_options.get("stride", 40)
+        for sample, states in states_of(parts.policy, "rank_bonus")(rollout):
+            rank[sample] = rank_dynamics(states[:, 0], stride=stride).cpu()
+        return {"rank": rank}
     if "likelihood" in ADVANTAGES[objective.advantage].needs:
         kind = objective.advantage_options.get("kind", "log_prob")
         return {"likelihood": answer_likelihood(*given[:3], settings.answer_prefix, kind)}

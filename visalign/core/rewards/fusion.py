@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards fused with those of neighbours; what is not finite counts as missing and stays so (NaN)."""
+"""Rewards fused with those of neighbours, and the rim of what several texts span.
+
+Of rewards what is not finite counts as missing and stays so (NaN).
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from visalign.core.checks import check_axes, check_positive
 from visalign.core.precision import float32
@@ -70,3 +74,52 @@ def reward_fusion(
     nearby = torch.where(present, float32(neighbour_reward).detach(), own[:, None])
     fused = own + (weight * (nearby - own[:, None])).sum(1) / (1 + weight.sum(1))
     return torch.where(torch.isfinite(own), fused, float("nan"))
+
+
+def convex_vertices(embedding: Tensor) -> Tensor:
+    """ConvexDA: which of some texts are the vertices of their convex hull, in the plane that they fill most.
+
+    The plane is that of the two largest principal components. Of equal texts the first counts; of texts on a
+    line the two ends.
+
+    Args:
+        embedding: [N, D] of N texts, any unit, finite.
+
+    Returns:
+        [V] int64, 1 ≤ V ≤ N for N ≥ 1, ascending.
+
+    Shen et al., The trickle-down impact of reward (in-)consistency on RLHF, arXiv 2309.16155.
+    """
+    check_axes(embedding=(embedding, "N D"))
+    if not bool(torch.isfinite(embedding).all()):
+        raise ValueError("embedding holds a number that is not finite; leave that text out.")
+    if not embedding.numel():
+        return torch.arange(min(1, embedding.shape[0]))
+    centred = embedding.detach().double().cpu()
+    centred = centred - centred.mean(0)
+    _, size, axes = torch.linalg.svd(centred, full_matrices=False)
+    largest = max(float(size[0]), 1e-300)
+    plane = pad(centred @ axes[:2].T * (size[:2] > 1e-6 * largest), (0, 2 - len(axes[:2])))
+    points: list[Point] = []
+    for number, (x, y) in enumerate(plane.tolist()):  # a second component of rounding is none
+        if all(max(abs(x - a), abs(y - b)) > 1e-9 * largest for a, b, _ in points):
+            points.append((x, y, number))
+    sides = [_chain(sorted(points, reverse=back), (1e-9 * largest) ** 2) for back in (False, True)]
+    return torch.tensor(sorted({number for side in sides for *_, number in side}))
+
+
+Point = tuple[float, float, int]
+"""Two coordinates, and which text it is."""
+
+
+def _chain(points: list[Point], least: float) -> list[Point]:
+    """One side of the hull of sorted points, by Andrew's monotone chain; `least` is the area of a turn."""
+    chain: list[Point] = []
+    for point in points:
+        while len(chain) > 1:
+            (ax, ay, _), (bx, by, _) = chain[-2:]
+            if (bx - ax) * (point[1] - ay) - (by - ay) * (point[0] - ax) > least:
+                break
+            chain.pop()
+        chain.append(point)
+    return chain

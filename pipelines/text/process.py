@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training of a process reward model: a token classifier on a language model, from judged completions or from
+labels of steps; measured on held-out prompts before and after, and saved as `process.model` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, field
+from dataclasses import dataclass as plain_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic.dataclasses import dataclass
+
+from visalign.atomic import write_atomic
+from visalign.data.assets import resolve_model
+from visalign.data.sets.tables import read_rows
+from visalign.errors import UserError
+from visalign.pipelines.shared.job import Job, build_trainer, run_job
+from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by, no_loading_bars
+from visalign.pipelines.shared.run_folder import fingerprint, summary_json, write_once
+from visalign.pipelines.shared.sections import ConvexDAConfig, Count, Dtype, Natural, RunConfig, Share
+from visalign.schema import STRICT
+from visalign.text.steps import StepReading
+from visalign.training.loop.optimizer import AdamWSettings
+from visalign.versions import versions
+
+from .dpo import split_records
+
+if TYPE_CHECKING:
+    from visalign.training import TrainResult
+    from visalign.training.process.trainer import StepTexts
+
+__all__ = ["TextProcessConfig", "plan", "run"]
+
+JUDGE = "judge"
+"""Folder of the trained classifier inside the run's folder."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class StepModelConfig:
+    """The language model that becomes a token classifier, with a new head."""
+
+    path: str = "tasks-qwen3"
+    """A packaged model, a transformers folder, or a hub id."""
+    train: Literal["full", "head"] = "full"
+    """Everything, or the new head alone."""
+    dtype: Dtype = "float32"
+    """Of the weights: float32, bfloat16 or float16."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class StepDataConfig:
+    """What is learnt from."""
+
+    train: str
+    """A .jsonl, .json or .parquet file: judged completions with prompt, completion and reward, such as the
+    dataset.jsonl of text_sample with selection.rule=all; or, with learns=labels, prompt, steps and labels."""
+    heldout: Share = 0.1
+    """Share of the prompts whose records are not learnt but measured."""
+    separator: str = "\n"
+    """What ends a step; give process.separator the same."""
+    convex_da: ConvexDAConfig | None = None
+    """More prompts of the same steps; {} has the paper's numbers, null: none. Plain prompts alone."""
+    batch: Count = 16
+    """Records per update."""
+
+    def __post_init__(self) -> None:
+        if self.heldout >= 1:
+            raise UserError("data.heldout is 1, which leaves nothing to learn; give less, such as 0.1.")
+        StepReading(separator=self.separator)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class StepEvaluationConfig:
+    """The measurement on the way."""
+
+    every: Natural = 0
+    """Iterations between two; 0: only before and after."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TextProcessConfig:
+    """Learn what the steps of a text are worth."""
+
+    pipeline: ClassVar[str] = "text_process"
+
+    learns: Literal["outcomes", "labels"] = "outcomes"
+    """outcomes (SPA-RL's progress estimator: contributions of the steps that add up to the reward) or labels
+    (the probability that a step is right)."""
+    seed: Natural = 0
+    """Of the run: the new head, the order and split of the records, dropout."""
+    model: StepModelConfig = field(default_factory=StepModelConfig)
+    """The model."""
+    data: StepDataConfig
+    """What is learnt from."""
+    optimizer: AdamWSettings = field(
+        default_factory=lambda: AdamWSettings(lr=1e-4, eps=1e-8, weight_decay=0.0)
+    )
+    """How the weights move; updates_per_iteration stays 1: an iteration has an update for each batch."""
+    evaluation: StepEvaluationConfig = field(default_factory=StepEvaluationConfig)
+    """What is measured."""
+    run: RunConfig = field(default_factory=lambda: RunConfig(iterations=3, checkpoint_every=1))
+    """Length, checkpoints, machine; an iteration is a pass over the records."""
+
+    def __post_init__(self) -> None:
+        if self.optimizer.updates_per_iteration != 1:
+            raise UserError(
+                f"optimizer.updates_per_iteration is {self.optimizer.updates_per_iteration}; an iteration is "
+                "a pass over the records, with an update for each data.batch of them. Leave it at 1."
+            )
+
+
+def run(config: TextProcessConfig, output: Path, resume: bool = False) -> dict[str, Any]:
+    """Run the job; see `visalign.pipelines.shared.job.run_job`."""
+    return run_job(config, output, resume, _build)
+
+
+def _read(config: TextProcessConfig) -> tuple[Records, Records]:
+    """(learnt, measured) records."""
+    records = [row for _, row in read_rows(config.data.train)]
+    if not records:
+        raise UserError(f"data.train: '{config.data.train}' has no record.")
+    for number, record in enumerate(records):
+        if "prompt" not in record:
+            raise UserError(f"data.train: record {number} of '{config.data.train}' has no prompt.")
+    learnt, measured = split_records(records, config.data.heldout, config.seed)
+    if (settings := config.data.convex_da) is not None:
+        variants = settings.variants([record["prompt"] for record in learnt], config.seed)
+        pairs = zip(learnt, variants, strict=True)
+        learnt = [{**record, "prompt": prompt} for record, own in pairs for prompt in own]
+    return learnt, measured
+
+
+def _build(config: TextProcessConfig, output: Path) -> ProcessRun:
+    """Everything a run needs; reads, writes nothing."""
+    import torch
+    from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+    from visalign.rewards.weights.checkpoint_files import quiet_loading
+    from visalign.training.loop.progress import SHOWN_OF_A_JUDGE
+    from visalign.training.process.label_fit import FitSettings, LabelFit
+    from visalign.training.process.trainer import StepTexts, measure_steps
+
+    learnt, measured = _read(config)
+    accelerator = build_accelerator(config, output)
+    folder, labels = str(resolve_model(config.model.path)), 1 if config.learns == "outcomes" else 2
+    with quiet_loading(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model: Any = AutoModelForTokenClassification.from_pretrained(
+            folder, num_labels=labels, dtype=getattr(torch, config.model.dtype)
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    head = {
+        name for name, _ in model.named_parameters() if not name.startswith(model.base_model_prefix + ".")
+    }
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(config.model.train == "full" or name in head)
+    model.to(accelerator.device).train()
+    reading = StepReading(separator=config.data.separator)
+    try:
+        texts, heldout = (StepTexts(model, tokenizer, rows, reading=reading) for rows in (learnt, measured))
+    except UserError as error:
+        raise UserError(f"data.train: {error}") from error
+    if not texts.rows:
+        raise UserError(
+            f"data.train: none of the {len(learnt)} records has a step and a finite reward or label."
+        )
+    moving = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    fit = LabelFit(
+        moving, FitSettings(batch_size=config.data.batch, seed=config.seed), accelerator=accelerator
+    )
+    fit.judge, fit.rows = texts.judge, texts.rows
+
+    def measure() -> dict[str, float]:
+        return asdict(measure_steps(heldout, config.data.batch)) if heldout.rows else {}
+
+    return ProcessRun(
+        config=config,
+        output=output,
+        trainer=build_trainer(config, output, fit, lambda _: measure(), shown=SHOWN_OF_A_JUDGE),
+        fingerprints={"data.train": fingerprint([*learnt, *measured])},
+        texts=texts,
+        model=model,
+        tokenizer=tokenizer,
+        measure=measure,
+    )
+
+
+@plain_dataclass(frozen=True, kw_only=True)
+class ProcessRun(Job):
+    """A judge of steps that is measured on held-out records before and after."""
+
+    texts: StepTexts
+    """To learn from."""
+    model: Any
+    tokenizer: Any
+    measure: Any
+    """() -> name -> number."""
+
+    def before(self) -> dict[str, Any]:
+        """The numbers before training: those of the file, or measured and written there."""
+        path, accelerator = self.output / "before.json", self.trainer.accelerator
+        is_known = path.is_file()
+        accelerator.wait_for_everyone()  # all have looked before one writes
+        if is_known:
+            return json.loads(path.read_text(encoding="utf-8"))
+        before = self.measure()
+        if accelerator.is_main_process:
+            write_once(path, summary_json(before))
+        return before
+
+    def after(self, before: dict[str, Any], result: TrainResult, measuring: float) -> dict[str, Any]:
+        """Measure, save the model, write the summary."""
+        begin, is_first = time.perf_counter(), self.trainer.accelerator.is_main_process
+        with self.trainer.averaged():
+            after = self.measure()
+            measuring += time.perf_counter() - begin
+            if is_first:
+                with no_loading_bars():
+                    self.model.save_pretrained(self.output / JUDGE)
+                self.tokenizer.save_pretrained(self.output / JUDGE)
+        learnt = len(self.texts.rows)
+        summary = {
+            "before": before,
+            "after": after,
+            "records": learnt,
+            "records_left_out": len(self.texts.texts) - learnt,
+            "samples": result.counters.samples,
+            **self.costs(result, measuring),
+            "config": asdict(self.config),
+            "versions": versions(),
+        }
+        if is_first:
+            write_atomic(self.output / "summary.json", summary_json(summary).encode())
+        return json.loads(summary_json(summary))
+
+
+def plan(config: TextProcessConfig) -> Mapping[str, Any]:
+    """What a job would learn from, in groups of entries."""
+    learnt, measured = _read(config)
+    batches = -(-len(learnt) // config.data.batch)
+    return {
+        "records": {"train": len(learnt), "heldout": len(measured), "per_update": config.data.batch},
+        "length": {
+            "iterations": config.run.iterations,
+            "updates_at_most": config.run.iterations * batches,
+            "ends_by": ends_by(config.run),
+        },
+    }

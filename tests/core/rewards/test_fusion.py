@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RewardFusion: hand values, bounds, neighbours that are none; ConvexDA's vertices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from scipy.spatial import ConvexHull
+
+from tests.support.core import assert_values, f64
+from visalign.core.rewards.fusion import convex_vertices, neighbour_weights, reward_fusion
+
+NAN = float("nan")
+
+
+class TestRewardFusion:
+    def test_hand_value(self) -> None:
+        fused = reward_fusion(f64(0.2), f64(0.6, 0.7)[None], f64(0.95, 0.9)[None])
+        assert_values(fused, (0.2 + 0.95 * 0.6 + 0.9 * 0.7) / 2.85)
+
+    def test_only_the_most_similar_above_the_threshold(self) -> None:
+        similarity = f64(0.91, 0.95, 0.5, 0.95, 0.99)[None]
+        assert_values(neighbour_weights(similarity, top=2)[0], 0, 0.95, 0, 0, 0.99)
+        assert_values(neighbour_weights(similarity, threshold=0.5, top=9)[0], 0.91, 0.95, 0.5, 0.95, 0.99)
+
+    def test_without_neighbours_the_reward_is_kept_to_the_bit(self) -> None:
+        reward = torch.rand(50, generator=torch.Generator().manual_seed(1))
+        assert torch.equal(reward_fusion(reward, torch.rand(50, 3), torch.full((50, 3), 0.89)), reward)
+        assert torch.equal(reward_fusion(reward, torch.empty(50, 0), torch.empty(50, 0)), reward)
+
+    def test_result_lies_between_what_enters_and_equal_rewards_stay(self) -> None:
+        generator = torch.Generator().manual_seed(2)
+        own, near = torch.rand(40, generator=generator), torch.rand(40, 4, generator=generator)
+        close_by = 0.9 + 0.1 * torch.rand(40, 4, generator=generator)
+        fused = reward_fusion(own, near, close_by)
+        everything = torch.cat([own[:, None], near], 1)
+        assert bool(((fused >= everything.amin(1)) & (fused <= everything.amax(1))).all())
+        assert torch.equal(reward_fusion(own, own[:, None].expand(40, 4), close_by), own)
+
+    def test_a_missing_neighbour_takes_no_place(self) -> None:
+        near, similarity = f64(NAN, 1, 3)[None], f64(1, 0.95, 0.92)[None]
+        assert_values(reward_fusion(f64(0), near, similarity, top=1), 0.95 / 1.95)
+        assert_values(reward_fusion(f64(NAN), near, similarity), NAN)
+        assert_values(reward_fusion(f64(0), f64(1)[None], f64(NAN)[None]), 0)
+
+
+class TestConvexVertices:
+    def test_by_hand(self) -> None:
+        """A square with its middle, once more a corner, and a third direction that the plane leaves out."""
+        square = f64(0, 0, 0, 2, 2, 0, 2, 2, 1, 1, 0, 2).reshape(6, 2)
+        assert convex_vertices(square).tolist() == [0, 1, 2, 3]
+        depth = f64(0.0, 0.001, 0.001, 0.0, 0.0, 0.001)[:, None]
+        assert convex_vertices(torch.cat([square, depth], 1)).tolist() == [0, 1, 2, 3]
+
+    def test_few_equal_and_aligned_texts(self) -> None:
+        assert convex_vertices(f64(3)[:, None]).tolist() == [0]
+        assert convex_vertices(torch.ones(4, 3)).tolist() == [0]
+        assert convex_vertices(torch.empty(0, 3)).tolist() == []
+        line = torch.tensor([[1.0], [0.2], [3.0], [-1.0]]) * torch.tensor([[0.3, -0.7, 0.1]])
+        assert convex_vertices(line).tolist() == [2, 3]
+        assert convex_vertices(line[:, :1]).tolist() == [2, 3]
+
+    def test_they_are_those_of_qhull_in_the_principal_plane(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(20):
+            points = torch.randn(12, 6, dtype=torch.float64, generator=generator)
+            centred = (points - points.mean(0)).numpy()
+            plane = centred @ np.linalg.eigh(centred.T @ centred)[1][:, -2:]
+            assert convex_vertices(points).tolist() == sorted(ConvexHull(plane).vertices.tolist())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: neighbour_weights(f64(1)), r"similarity must be \[B, M\].*\(1,\)"),
+        (
+            lambda: neighbour_weights(f64(1)[None], torch.ones(2, 1) > 0),
+            r"similarity must be \[B, M\] and valid \[B, M\]; got \(1, 1\) and \(2, 1\)",
+        ),
+        (lambda: neighbour_weights(f64(1)[None], threshold=-1), "threshold must be positive"),
+        (lambda: neighbour_weights(f64(1)[None], top=0), "top must be at least 1; got 0"),
+        (lambda: reward_fusion(f64(1, 2), f64(1)[None], f64(1)[None]), r"got \(2,\), \(1, 1\), \(1, 1\)"),
+        (lambda: convex_vertices(f64(1)), r"embedding must be \[N, D\]; got shape \(1,\)"),
+        (lambda: convex_vertices(f64(NAN)[None]), "embedding holds a number that is not finite"),
+    ],
+)
+def test_bad_input(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

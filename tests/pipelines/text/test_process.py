@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job text_process at tiny size: from judged completions to the process reward of a policy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.models.language import save_tiny_language_model
+from tests.support.training.text import toy_policy, toy_text_trainer
+from visalign.config import load_config
+from visalign.errors import UserError
+from visalign.pipelines.text.config import TextGRPOConfig
+from visalign.pipelines.text.parts import build_process
+from visalign.pipelines.text.process import TextProcessConfig, _read, plan, run
+from visalign.rewards import ProcessRewardModel
+from visalign.training.loop.metrics import read_metrics
+
+TEXTS = ["a", "b", "a\nb", "b\na", "a\na", "b\nb", "a\nb\na", "b\nb\na"]
+JUDGED = [
+    {"prompt": f"q{n}", "completion": text, "reward": float(text.count("a"))}
+    for n in range(12)
+    for text in TEXTS
+]
+NOT_JUDGED = [{"prompt": "q0", "completion": "\n", "reward": 1.0}, {**JUDGED[0], "reward": None}]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    save_tiny_language_model(folder / "model", max_position_embeddings=48)
+    lines = [json.dumps(record) for record in [*NOT_JUDGED, *JUDGED]]
+    (folder / "judged.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def _config(inputs: Path, *more: str) -> TextProcessConfig:
+    base = [
+        f"model.path={inputs}/model",
+        f"data.train={inputs}/judged.jsonl",
+        "run.device=cpu",
+        "data.batch=8",
+    ]
+    return load_config(
+        TextProcessConfig,
+        None,
+        [*base, "optimizer.lr=5e-3", "run.iterations=10", "evaluation.every=5", *more],
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    output = tmp_path_factory.mktemp("runs") / "finished"
+    return output, run(_config(inputs), output)
+
+
+def test_judged_completions_become_a_progress_estimator(finished: tuple[Path, dict[str, Any]]) -> None:
+    output, summary = finished
+    assert summary["after"]["loss"] < 0.2 * summary["before"]["loss"]
+    assert (summary["records"], summary["records_left_out"]) == (88, 2), "of 12 prompts 1 is held out"
+    assert summary["after"]["labels"] == 8 and summary["samples"] == 10 * 88
+    rows = read_metrics(output / "metrics.jsonl")
+    assert [row["iteration"] for row in rows if "heldout/loss" in row] == [5, 10]
+    assert rows[-1]["heldout/loss"] == pytest.approx(summary["after"]["loss"])
+    judge = ProcessRewardModel(output / "judge")
+    (found,) = judge.steps(["a\nb\na"], ["q3"]).prob
+    assert found.tolist() == pytest.approx([1, 0, 1], abs=0.4)
+
+
+def test_a_stopped_run_goes_on_to_the_same_weights(
+    inputs: Path, tmp_path: Path, finished: tuple[Path, dict[str, Any]]
+) -> None:
+    """Order and dropout are functions of the update."""
+    run(_config(inputs, "run.iterations=4"), tmp_path / "run")
+    run(_config(inputs), tmp_path / "run", resume=True)
+    one, other = (load_file(folder / "judge/model.safetensors") for folder in (tmp_path / "run", finished[0]))
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_the_estimator_pays_a_policy_by_the_step_in_place_of_the_outcome(
+    tmp_path: Path, finished: tuple[Path, dict[str, Any]]
+) -> None:
+    keys = [f"process.model={finished[0]}/judge", "process.separator=e", "process.coefficient=2.0"]
+    found = {}
+    for replaces in ("true", "false"):
+        given = ["objective.algorithm=reinforce_pp", *keys, f"process.replaces={replaces}"]
+        config = load_config(TextGRPOConfig, None, given)
+        policy = toy_policy()
+        trainer = toy_text_trainer(
+            tmp_path / replaces, "reinforce_pp", policy=policy, process=build_process(config, policy)
+        )
+        with torch.random.fork_rng():
+            collected = trainer.algorithm.collect(trainer.context)
+        found[replaces] = collected.experience.trajectories
+        assert collected.metrics["reward_mean"] > 0, "the outcome is still reported"
+        assert trainer.iterate()["updates"] == 2
+    paid, added = found["true"], found["false"]
+    assert paid.reward[paid.valid].eq(0).all() and not added.reward[added.valid].eq(0).all()
+    assert torch.equal(paid.process_reward, added.process_reward)
+    judge = ProcessRewardModel(finished[0] / "judge", separator="e")
+    policy = toy_policy()
+    trainer = toy_text_trainer(tmp_path / "plain", "reinforce_pp", policy=policy, process=judge)
+    alone = trainer.algorithm.collect(trainer.context).experience.trajectories.process_reward
+    torch.testing.assert_close(paid.process_reward, 2 * alone)
+
+
+def test_labels_of_steps_train_the_other_kind(inputs: Path, tmp_path: Path) -> None:
+    records = [
+        {"prompt": f"q{n}", "steps": list(steps), "labels": [step == "a" for step in steps]}
+        for n in range(8)
+        for steps in ("ab", "ba", "a", "b")
+    ]
+    file = tmp_path / "labelled.jsonl"
+    file.write_text("\n".join(map(json.dumps, records)))
+    summary = run(
+        _config(inputs, "learns=labels", f"data.train={file}", "model.train=head", "data.heldout=0"),
+        tmp_path / "run",
+    )
+    assert summary["before"] == summary["after"] == {} and summary["records"] == 32
+    assert ProcessRewardModel(tmp_path / "run/judge").unit == "probability"
+    begun, ended = (load_file(f / "model.safetensors") for f in (inputs / "model", tmp_path / "run/judge"))
+    same = [name for name, value in ended.items() if name in begun and torch.equal(value, begun[name])]
+    assert set(ended) - set(same) == {"score.weight", "score.bias"}
+
+
+def test_prompts_are_changed_where_they_are_learnt_from_alone(inputs: Path, tmp_path: Path) -> None:
+    (tmp_path / "words.json").write_text(json.dumps({f"q{n}": [f"Q{n}", f"question {n}"] for n in range(12)}))
+    changed = _config(inputs, f"data.convex_da={{synonyms: {tmp_path}/words.json}}")
+    learnt, measured = _read(changed)
+    plain, same = _read(_config(inputs))
+    assert measured == same and {r["prompt"] for r in plain}.isdisjoint(r["prompt"] for r in learnt)
+    assert len(plain) < len(learnt) <= 2 * len(plain) and {r["completion"] for r in learnt} >= {*TEXTS}
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps({**JUDGED[0], "prompt": [{"role": "user", "content": "q"}]}))
+    with pytest.raises(UserError, match="convex_da changes words of prompts, and prompt 0 is a conversation"):
+        plan(_config(inputs, f"data.train={file}", "data.convex_da={}"))
+
+
+def test_what_it_would_do_and_what_it_refuses(inputs: Path, tmp_path: Path) -> None:
+    planned = plan(_config(inputs))
+    assert planned["records"] == {"train": 90, "heldout": 8, "per_update": 8}
+    assert planned["length"]["updates_at_most"] == 10 * 12
+    for overrides, message in (
+        (["data.heldout=1.0"], "data.heldout is 1, which leaves nothing to learn"),
+        (["data.separator=''"], "separator is empty"),
+        (["optimizer.updates_per_iteration=2"], "updates_per_iteration is 2; an iteration is"),
+    ):
+        with pytest.raises((UserError, ValueError), match=message):
+            _config(inputs, *overrides)
+    with pytest.raises((UserError, ValueError), match=r"process\.coefficient is 0; it must be positive"):
+        load_config(TextGRPOConfig, None, ["process.model=x", "process.coefficient=0"])
+    for lines, message in (
+        ([], "has no record"),
+        ([{"completion": "a"}], "data.train: record 0 of .* has no prompt"),
+        ([{"prompt": "q", "completion": "a"}] * 2, "data.train: Record 0 has no reward; its keys are"),
+        ([{**JUDGED[0], "reward": None}], "none of the 1 records has a step and a finite reward"),
+    ):
+        file = tmp_path / "bad.jsonl"
+        file.write_text("\n".join(map(json.dumps, lines)))
+        with pytest.raises(UserError, match=message):
+            run(_config(inputs, f"data.train={file}"), tmp_path / "bad")

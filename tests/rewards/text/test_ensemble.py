@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ensembles of text rewards and the use of their deviation: values by hand, failures, what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from visalign.interfaces import Scores
+from visalign.pipelines.shared.sections import RewardsConfig, RewardTerm
+from visalign.pipelines.text.parts import text_sum
+from visalign.rewards import RewardError, TextEnsemble, TextFunctionReward, WeightedTextSum
+from visalign.rewards.catalogue import load_text_reward
+
+TEXTS, PROMPTS = ["a", "bb", "ccc"], ["?"] * 3
+
+
+def fixed(values: Any, **options: Any) -> TextFunctionReward:
+    return TextFunctionReward(lambda completions: values, **{"name": "mine", "unit": "points", **options})
+
+
+def pair(**options: Any) -> TextEnsemble:
+    """Apart by 2, by nothing, and with a member that cannot judge."""
+    return TextEnsemble({"first": fixed([1.0, 2, 3]), "second": fixed([3.0, 2, None])}, **options)
+
+
+class Doubtful:
+    """4, 4 and 4 with σ = 0, 2 and one that is not known."""
+
+    name, unit, range, higher_is_better = "doubtful", "points", (0.0, 5.0), True
+
+    def score(self, completions: Any, prompts: Any, metadata: Any = None) -> Scores:
+        value, std = torch.full((3,), 4.0), torch.tensor([0.0, 2.0, math.nan])
+        return Scores(value=value, std=std, valid=torch.ones(3, dtype=torch.bool), unit="points")
+
+
+def test_mean_and_deviation_by_hand_and_a_member_that_fails_is_no_score() -> None:
+    scores = pair().score(TEXTS, PROMPTS)
+    assert scores.value[:2].tolist() == [2, 2] and bool(scores.value[2].isnan())
+    assert scores.std is not None and scores.std[:2].tolist() == pytest.approx([math.sqrt(2), 0])
+    assert scores.valid.tolist() == [True, True, False] and scores.parts["first"].tolist() == [1, 2, 3]
+    assert scores.reason is not None
+    assert scores.reason[2] == "1 of 2 members judged it: second: mine returned None or NaN for it"
+    alone = pair(min_members=1).score(TEXTS, PROMPTS)
+    assert alone.value.tolist() == [2, 2, 3] and alone.std is not None and bool(alone.std[2].isnan())
+
+
+def test_members_by_name_with_options() -> None:
+    options = {"name": "length", "max_length": 3}
+    made: Any = load_text_reward(
+        "ensemble", members={"a": {**options, "cache": 1}, "b": {**options, "cache": 2}}
+    )
+    assert made.members["a"].name == "length" and made.unit == made.members["b"].unit
+    by_name: Any = load_text_reward("ensemble", members=["exact_answer", "numeric_answer"])
+    assert list(by_name.members) == ["exact_answer", "numeric_answer"]
+
+
+@pytest.mark.parametrize(
+    ("members", "error", "message"),
+    [
+        (
+            ["length", "length"],
+            RewardError,
+            "ensemble: members is .*; give different names, or {label: {name",
+        ),
+        ("length", RewardError, "members is 'length'; give different names"),
+        (["exact_answer"], ValueError, "1 members; an ensemble needs at least two"),
+        (["exact_answer", "exat"], RewardError, "no text reward 'exat'"),
+        ({"a": None, "b": "length"}, RewardError, "member 'a' is empty; give a reward's name or its options"),
+        ({"a": fixed([1]), "b": fixed([1], unit="m")}, ValueError, "the members have different units"),
+    ],
+)
+def test_members_that_cannot_be(members: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        TextEnsemble(members)
+
+
+def test_a_member_that_raises_or_answers_too_little_is_named() -> None:
+    class Broken(Doubtful):
+        def score(self, completions: Any, prompts: Any, metadata: Any = None) -> Scores:
+            raise OSError("gone")
+
+    with pytest.raises(RewardError, match=r"'second' .*gone"):
+        TextEnsemble({"first": fixed([1.0, 2, 3]), "second": Broken()}).score(TEXTS, PROMPTS)
+    short: Any = Doubtful()
+    with pytest.raises(RewardError, match="'short' did not return one score for each of 2 completions"):
+        TextEnsemble({"ok": fixed([1.0, 2]), "short": short}).score(TEXTS[:2], PROMPTS[:2])
+
+
+def test_what_an_ensemble_must_have_together_it_passes_on() -> None:
+    compares: Any = Doubtful()
+    compares.needs_group, compares.needs_batch = True, False
+    made = TextEnsemble({"a": compares, "b": Doubtful()})
+    assert made.needs_group and not made.needs_batch
+
+
+@pytest.mark.parametrize(
+    ("term", "expected"),
+    [
+        ({}, [4.0, 4.0, 4.0]),
+        ({"uncertainty": "lower_bound", "strength": 0.5}, [4.0, 3.0, math.nan]),
+        ({"uncertainty": "weight", "reference": 1.0}, [4.0, 1 + 3 * math.exp(-2), math.nan]),
+        ({"uncertainty": "advantage"}, [4.0, 4.0, math.nan]),
+    ],
+)
+def test_a_term_uses_the_deviation_and_a_certain_score_stays(term: dict[str, Any], expected: Any) -> None:
+    total = text_sum(RewardsConfig(terms={"a": RewardTerm(**term)}), {"a": Doubtful()})
+    found = total.score(TEXTS, PROMPTS)
+    assert found.value.tolist() == pytest.approx(expected, nan_ok=True)
+    if term:
+        assert (
+            found.reason is not None and found.reason[2] == "a: the judge gave no standard deviation for it"
+        )
+    assert found.parts["a.std"][:2].tolist() == [0, 2]
+    assert total.advantage_weights == ({"a": 1.0} if term.get("uncertainty") == "advantage" else {})
+
+
+def test_without_a_deviation_nothing_can_be_weighed() -> None:
+    for how in ("lower_bound", "advantage"):
+        config = RewardsConfig(terms={"a": RewardTerm(uncertainty=how)})  # type: ignore[arg-type]
+        with pytest.raises(RewardError, match=r"'(mine|a)' gives no standard deviation.* wrap an ens"):
+            text_sum(config, {"a": fixed([1.0, 2, 3])}).score(TEXTS, PROMPTS)
+    rewards = {"a": (Doubtful(), 1.0), "b": (Doubtful(), 0.0)}
+    for weights in ({"b": 1.0}, {"a": -1.0}, {"c": 1.0}):
+        with pytest.raises(ValueError, match=r"advantages are to be weighed with .*weight above 0 \(a\)"):
+            WeightedTextSum(rewards, advantage_weights=weights)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RewardFusion around a reward for text: the worked case, failures, order, what is kept of what it wraps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from visalign.interfaces import Scores
+from visalign.rewards import RewardError, RewardFusion, load_text_reward
+
+VECTORS = {"own": (1.0, 0.0), "near": (0.95, math.sqrt(1 - 0.95**2)), "next": (0.9, math.sqrt(1 - 0.9**2))}
+VALUES = {"own": 0.2, "near": 0.6, "next": 0.7, "far": 5.0}
+
+
+def embed(texts: Sequence[str]) -> torch.Tensor:
+    return torch.tensor([VECTORS.get(text, (0.0, 1.0)) for text in texts])
+
+
+class Table:
+    """A value for each prompt, and what it was asked."""
+
+    name, unit, range, higher_is_better = "table", "points", (0.0, 9.0), False
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def score(self, completions: Any, prompts: Any, metadata: Any = None) -> Scores:
+        self.asked.append(list(zip(completions, prompts, metadata or [None] * len(prompts), strict=True)))
+        value = torch.tensor([VALUES.get(prompt, math.nan) for prompt in prompts])
+        reason = [None if prompt in VALUES else "unknown" for prompt in prompts]
+        valid = torch.tensor([prompt in VALUES for prompt in prompts])
+        return Scores(value=value, valid=valid, unit=self.unit, reason=reason, text=list(prompts))
+
+
+def fused(pool: Any, **options: Any) -> RewardFusion:
+    return RewardFusion(Table(), pool, embed=embed, threshold=0.89, **options)
+
+
+def test_the_worked_case() -> None:
+    table = Table()
+    pool = [{"prompt": "near", "answer": 3}, "next", "far", "own", "near"]
+    made = RewardFusion(table, pool, embed=embed, threshold=0.89)
+    scores = made.score(["x"], ["own"])
+    assert scores.value.item() == pytest.approx(0.491228, abs=1e-6)
+    assert scores.parts["own"].item() == pytest.approx(0.2) and scores.parts["neighbours"].item() == 2
+    assert table.asked == [[("x", "own", None)], [("x", "near", {"answer": 3}), ("x", "next", {})]]
+    assert fused(["near", "next"], top=1).score(["x"], ["own"]).value.item() == pytest.approx(
+        (0.2 + 0.95 * 0.6) / 1.95
+    )
+    assert (made.unit, made.range, made.higher_is_better) == ("points", (0.0, 9.0), False)
+    assert made.name == "table_fused" and scores.text == ["own"]
+
+
+def test_neighbours_that_fail_are_none_and_what_fails_itself_stays_failed() -> None:
+    VECTORS["broken"] = VECTORS["near"]
+    made = fused(["broken", "next"])
+    scores = made.score(["x", "y"], ["own", "broken"])
+    assert scores.value[0].item() == pytest.approx((0.2 + 0.9 * 0.7) / 1.9)
+    assert scores.valid.tolist() == [True, False] and scores.reason == [None, "unknown"]
+    assert scores.parts["neighbours"][0] == 1 and scores.value[1].isnan()
+
+
+def test_without_neighbours_the_score_is_that_of_the_reward_to_the_bit() -> None:
+    plain = load_text_reward("repetition")
+    made = load_text_reward(
+        "reward_fusion", reward="repetition", pool=["quite another question", "2 + 2 = ?"]
+    )
+    texts = ["a b a b a b", "x y z", "no no no no no no"]
+    own, other = (each.score(texts, ["2 + 2 = ?"] * 3) for each in (plain, made))
+    assert torch.equal(own.value, other.value) and other.parts["neighbours"].tolist() == [0, 0, 0]
+
+
+def test_scores_do_not_depend_on_their_order_and_the_pool_stays() -> None:
+    made = fused(["near", "next", "far"])
+    prompts = ["own", "near", "next", "far", "own"]
+    first = made.score(list("vwxyz"), prompts).value
+    assert torch.equal(made.score(list("zyxwv"), prompts[::-1]).value.flip(0), first)
+    singly = [made.score([text], [prompt]).value for text, prompt in zip("vwxyz", prompts, strict=True)]
+    assert torch.equal(torch.cat(singly), first)
+    assert [record["prompt"] for record in made.pool] == ["far", "next", "near"]
+
+
+def test_a_file_of_prompts_is_the_pool(tmp_path: Path) -> None:
+    lines = ['{"prompt": "What is 2 + 2, please?", "answer": "5"}', '{"prompt": "Name a colour."}']
+    (tmp_path / "pool.jsonl").write_text("\n".join(lines))
+    options = {"reward": "exact_answer", "pool": str(tmp_path / "pool.jsonl"), "threshold": 0.6}
+    made = load_text_reward("reward_fusion", **options)
+    scores = made.score(["4"], ["What is 2 + 2?"], [{"answer": "4"}])
+    assert 0.5 < scores.value.item() < 0.6, "right here, wrong under the neighbour's record"
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    for options, message in (
+        ({"threshold": 0}, "threshold is 0 and top 5; needed are a cosine above 0"),
+        ({"top": 0}, "top 0; needed are"),
+        ({"pool": []}, "the pool is empty"),
+        ({"flags": 1}, "flags: options are of a reward given by name"),
+        ({"embed": lambda texts: [1.0]}, r"embed gave list for 1 texts; needed is a tensor \[N, D\]"),
+    ):
+        with pytest.raises((ValueError, RewardError), match=message):
+            RewardFusion(**{"reward": Table(), "pool": ["own"], **options})

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RLFR's flow: what strays from right completions is paid less; a resumed run is the uninterrupted one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from tests.support.training.text import toy_policy, toy_text_trainer, weights_of
+from visalign.errors import UserError
+from visalign.text import StoppingCriteria
+from visalign.training import LatentFlowSettings, TextObjectiveSettings
+from visalign.training.policy.reference import Reference
+from visalign.training.text.latent_flow import KEY, LatentFlow
+
+SETTINGS: dict[str, Any] = {"warmup": 1, "width": 16, "batch": 64, "steps": 2, "right_at": 0.1}
+
+
+def flow(policy: Any, **changes: Any) -> LatentFlow:
+    settings = LatentFlowSettings(**{**SETTINGS, **changes})
+    reference = Reference(policy, TextObjectiveSettings())
+    return LatentFlow(policy, reference, settings, seed=0, accelerator=Accelerator(cpu=True))
+
+
+def test_a_token_that_right_completions_do_not_have_strays_farthest() -> None:
+    """After learning the states of one completion, a token is put into it that comes from nowhere."""
+    policy = toy_policy()
+    made = policy.generate(["b c"], seeds=3, stopping=StoppingCriteria(max_new_tokens=8))
+    learnt = flow(policy, steps=300, batch=256, width=64, lr=3e-3, warmup=0)
+    learnt.learn(made, torch.ones(1, dtype=torch.bool), 0)
+    strange = made.rows(torch.tensor([0, 0]))
+    strange.completion_ids[1, 2] = (int(strange.completion_ids[1, 2]) + 7) % policy.model.config.vocab_size
+    states = dict(learnt._states(strange))
+    usual, changed = (learnt._strays(states[i], 5) for i in (0, 1))
+    assert int((changed - usual).argmax()) >= 3 and float(changed.max()) > 2 * float(usual.max())
+    assert torch.equal(changed[:3], usual[:3])  # states before the token are what they were
+    cost = learnt.score_rollout(strange).tokens()
+    assert bool((cost <= 0).all()) and bool((cost[1, 3:] < 0).any())
+
+
+def test_it_pays_nothing_before_it_learnt_and_learns_from_right_completions_alone(tmp_path) -> None:
+    policy = toy_policy()
+    made = policy.generate(["b c", "g"], seeds=3, stopping=StoppingCriteria(max_new_tokens=5))
+    one = flow(policy)
+    before = one.state()
+    assert not bool(one.score_rollout(made).tokens().any())
+    one.learn(made, torch.zeros(2, dtype=torch.bool), 0)
+    assert one.state().keys() == before.keys() and all(torch.equal(one.state()[k], before[k]) for k in before)
+    one.learn(made, torch.tensor([True, False]), 0)
+    assert bool(one.score_rollout(made).tokens().any()) and one.metrics()["latent_flow/loss"] > 0
+    other = flow(policy)
+    other.learn(made.rows(torch.tensor([0])), torch.ones(1, dtype=torch.bool), 0)
+    assert all(torch.equal(value, other.state()[name]) for name, value in one.state().items())
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path) -> None:
+    options: dict[str, Any] = {"latent_flow": LatentFlowSettings(**SETTINGS)}
+    run = {"checkpoint_every": 2}
+    whole = toy_text_trainer(tmp_path / "whole", "rlfr", run={**run, "iterations": 4}, **options)
+    whole.train()
+    toy_text_trainer(tmp_path / "part", "rlfr", run={**run, "iterations": 2}, **options).train()
+    resumed = toy_text_trainer(tmp_path / "part", "rlfr", run={**run, "iterations": 4}, **options)
+    resumed.resume()
+    resumed.train()
+    assert torch.equal(weights_of(whole), weights_of(resumed))
+    states = [trainer.context.tensors[KEY] for trainer in (whole, resumed)]
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    plain = toy_text_trainer(tmp_path / "plain", "grpo", run={"iterations": 4})
+    plain.train()
+    assert not torch.equal(weights_of(plain), weights_of(whole))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"depths": [0.5, 1.5]}, r"latent_flow.depths is \[0.5, 1.5\]; it needs shares"),
+        ({"time": 1.0}, r"latent_flow.time must be in \(0, 1\)"),
+        ({"warmup": -1}, "latent_flow.warmup is -1; it must be"),
+        ({"scale": 0.0}, "latent_flow.scale is 0.0; it must be above 0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        LatentFlowSettings(**changes)
+
+
+def test_what_is_missing_is_named(tmp_path) -> None:
+    with pytest.raises(UserError, match=r"rlfr adds rewards of single tokens.*Set latent_flow=\{\}"):
+        toy_text_trainer(tmp_path, "rlfr", process=None)
+    with pytest.raises(
+        UserError, match=r"one advantage per completion.*rewards of single steps have no place"
+    ):
+        toy_text_trainer(tmp_path, "grpo", latent_flow=LatentFlowSettings())
+    with pytest.raises(UserError, match="latent_flow and process both judge steps"):
+        toy_text_trainer(tmp_path, "rlfr", latent_flow=LatentFlowSettings(), process=object())
