@@ -98,14 +98,17 @@ _PLAIN = "objective.changes={kl: 0.0%s}"
 _HIGHER = ", surrogate_options: {eps_high: 0.28}"
 _TOKENS = ", aggregation: token_mean"
 _DYNAMIC = ("dynamic.enabled=true", "dynamic.right_at=1.0")
-_OVERLONG = "rewards.terms.length={name: length, options: {count: characters, max_length: 128, cache: 64}}"
+_OVERLONG = (
+    "rewards.terms.length={name: length, options: {count: characters, max_length: 128, cache: 64}}",
+    "rewards.allow_mixed_units=true",
+)
 PARTS = {
     "grpo": (_PLAIN % "",),
     "clip-higher": (_PLAIN % _HIGHER,),
     "token mean": (_PLAIN % _TOKENS,),
     "dynamic sampling": (_PLAIN % ", drop_zero_signal: true", *_DYNAMIC),
-    "soft overlong": (_PLAIN % "", _OVERLONG),
-    "all four": (_PLAIN % (_HIGHER + _TOKENS + ", drop_zero_signal: true"), *_DYNAMIC, _OVERLONG),
+    "soft overlong": (_PLAIN % "", *_OVERLONG),
+    "all four": (_PLAIN % (_HIGHER + _TOKENS + ", drop_zero_signal: true"), *_DYNAMIC, *_OVERLONG),
 }
 """GRPO without a KL term, and each of DAPO's parts added to it; completions have up to 96 characters."""
 RECENT = {
