@@ -242,7 +242,9 @@ def test_records_of_a_file_are_read(tmp_path):
 @pytest.mark.parametrize("name", [name for name in list_configs() if name.startswith("text_")])
 def test_packaged_configurations_are_whole(name, tmp_path):
     judged = tmp_path / "judged.jsonl"  # what the config's first command writes
-    judged.write_text("".join(f'{{"prompt": "{n}", "completion": "1, 2", "reward": 1.0}}\n' for n in range(40)))
+    judged.write_text(
+        "".join(f'{{"prompt": "{n}", "completion": "1, 2", "reward": 1.0}}\n' for n in range(40))
+    )
     job = load_job(name, [f"data.train={judged}"] if name == "text_process" else [])
     plan = job.plan(job.config)
     assert plan

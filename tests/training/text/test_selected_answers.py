@@ -170,7 +170,8 @@ def test_a_hint_stands_behind_the_prompt_with_the_records_fields():
     assert found == [asked[0], {"role": "user", "content": "2 + 2?\nIt is 4."}]
     shown = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
     found = with_hint({**record, "prompt": shown}, "{answer}")
-    assert found[0]["content"][1] == {"type": "text", "text": "\n4"} and len(shown[0]["content"]) == 1
+    content = [*shown[0]["content"], {"type": "text", "text": "\n4"}]
+    assert found == [{"role": "user", "content": content}] and len(shown[0]["content"]) == 1
     with pytest.raises(UserError, match=r"names the field 'anwser', which a record lacks: .*prompt, answer"):
         with_hint(record, "It is {anwser}.")
 
