@@ -67,7 +67,8 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
     memory["judges"] = judges / GB
     memory["in_all"] = math.fsum(memory.values())
     update = (3 + bool(config.model.gradient_checkpointing)) * config.objective.epochs
-    passes = bool(rows) + asks_reference(config) + config.rollout.recompute + update
+    before = config.rollout.recompute + config.rollout.routing_replay
+    passes = bool(rows) + asks_reference(config) + before + update
     passes += (config.model.value == "separate") * (1 + update)
     again = 0 if config.self_imitation is None else config.self_imitation.batch or completions
     operations = flops * (completions * passes + again * update) * config.run.iterations

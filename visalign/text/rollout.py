@@ -79,6 +79,10 @@ class TextRollout:
     shared: Tensor | None = None
     """[B, T] float32, how many samples have the drawn token in common, since they branched behind it; None
     where each has drawn its own."""
+    routes: Tensor | None = None
+    """[B, S, layers, k] int16, which experts of a mixture the tokens of prompt and completion, without
+    padding between them, are sent to in training (`CausalLMPolicy.with_routes`), −1 behind them; None: where
+    the router sends them."""
 
     def __post_init__(self) -> None:
         shape = self.loss_mask.shape
@@ -142,7 +146,9 @@ class TextRollout:
             values = getattr(self, name)
             held[name] = None if values is None else [values[i] for i in rows.tolist()]
         held["kept"] = None if self.kept is None else self.kept.rows(rows)
-        held["shared"] = None if self.shared is None else self.shared[rows]
+        for name in ("shared", "routes"):
+            values = getattr(self, name)
+            held[name] = None if values is None else values[rows]
         return replace(self, **held)
 
     def trajectories(
@@ -210,7 +216,7 @@ def join_rollouts(rollouts: Sequence[TextRollout], *, length: int = 0) -> TextRo
         length: tokens of a completion at least.
 
     Returns:
-        The samples in the order given.
+        The samples in the order given, without `routes`.
 
     Raises:
         ValueError: no rollout, or different ways of sampling.
@@ -226,7 +232,7 @@ def join_rollouts(rollouts: Sequence[TextRollout], *, length: int = 0) -> TextRo
         )
     length = max(length, *(r.loss_mask.shape[1] for r in rollouts))
     prompt_length = max(r.prompt_ids.shape[1] for r in rollouts)
-    held: dict[str, Any] = {}
+    held: dict[str, Any] = {"routes": None}
     for name in _TENSORS:
         left = name.startswith("prompt")
         size = prompt_length if left else length

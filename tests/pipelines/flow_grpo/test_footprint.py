@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from tests.support.models.pipelines import tiny_folder
 from tests.support.models.sd3 import tiny_sd3_pipeline
+from tests.support.operations import counted_operations
 from visalign.adapters import LoraSettings, load_policy
 from visalign.adapters.hollow import hollow_pipelines, stored
 from visalign.config import load_config
@@ -93,7 +93,7 @@ def test_operations_and_stored_bytes_are_those_of_a_real_velocity(folders, name,
     pairs = asked(policy, 3)
     policy.velocity(*pairs)
     weights = {weight.untyped_storage()._cdata for weight in policy.module.parameters()}
-    with stored(weights) as held, FlopCounterMode(display=False) as counter:
+    with stored(weights) as held, counted_operations() as counter:
         v = policy.velocity(*pairs)
     assert v.requires_grad
     assert list(trace.flops.values()) == [counter.get_total_flops()]

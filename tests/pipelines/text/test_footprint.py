@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.operations import counted_operations
 from visalign.config import load_config, resolve_config
 from visalign.pipelines.shared.memory import GB
 from visalign.pipelines.text.config import TextGRPOConfig, TextPPOConfig
@@ -57,7 +57,7 @@ def test_a_plan_is_what_the_network_takes(inputs, changes):
         layers = model.base_model(input_ids=ids, use_cache=True).past_key_values.layers
     held = sum(v.numel() * v.element_size() for layer in layers for v in (layer.keys, layer.values))
     assert memory["of_that_keys_and_values"] * GB == pytest.approx(held)
-    with FlopCounterMode(display=False) as counter:
+    with counted_operations() as counter:
         model.base_model(input_ids=ids[:1], use_cache=False)
     head = 2 * 8 * model.get_output_embeddings().weight.numel()
     assert told["operations_per_completion"] == counter.get_total_flops() + head

@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,7 +44,8 @@ from .lora import add_text_lora, load_text_lora
 from .network import CausalNetwork, enable_recomputation, recomputed_layers
 from .pictures import QwenSight, encoder_of
 from .prompts import EncodedPrompts
-from .replay import layer_states, scored_sampling, token_output
+from .replay import expert_routes, layer_states, scored_sampling, token_output
+from .routing import ExpertRouting
 from .value_head import ValueHead
 
 JUDGE_WORDS = "judge.json"
@@ -120,6 +122,7 @@ class CausalLMPolicy:
         _check_value_head(value_head, self._network)
         self.value_head = None if value_head is None else value_head.to(model.device)
         self._trained = TrainedWeights(model, adapters, reference=reference)
+        self._routing: ExpertRouting | None = None
 
     @classmethod
     def from_pretrained(
@@ -266,6 +269,8 @@ class CausalLMPolicy:
         sampling = scored_sampling(rollout, distribution)
         chosen = torch.arange(len(rollout))[slice(None) if rows is None else rows]
         grad = torch.is_grad_enabled()
+        if rollout.routes is not None and self._routing is None:
+            self._routing = ExpertRouting(self.model)
         with recomputed_layers(self.model, self._checkpointing and grad):
             return token_output(
                 self._network,
@@ -276,7 +281,22 @@ class CausalLMPolicy:
                 value=self.value_head,
                 statistic=statistic,
                 batch=None if grad else self.score_batch,
+                routing=self._routing,
+                recomputed=self._checkpointing and grad,
             )
+
+    @torch.no_grad()
+    def with_routes(self, rollout: TextRollout) -> TextRollout:
+        """The rollout with the experts of a mixture that its tokens go to now; `log_probs` of it sends them
+        there again, whatever the router has learnt since (routing replay, GSPO, arXiv 2507.18071, section
+        5.3).
+
+        Raises:
+            UserError: the model has no experts, or chooses them by something else than a top-k over all.
+        """
+        self._routing = self._routing or ExpertRouting(self.model)
+        given = self._network, rollout, self._routing, self._encoder
+        return replace(rollout, routes=expert_routes(*given, self.score_batch))
 
     @torch.no_grad()
     def hidden_states(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from visalign.vision.pictures import Picture
 
 from .network import CausalNetwork
 from .prompts import Encoder
+from .routing import ExpertRouting
 
 LOGIT_NUMBERS = 1 << 24
 """Logits alive at a time where top-k, top-p or a statistic need them: 64 MB of float32, made again in the
@@ -95,10 +97,13 @@ def token_output(
     value: Callable[[Tensor], Tensor] | None = None,
     statistic: Callable[[Tensor], Tensor] | None = None,
     batch: int | None = None,
+    routing: ExpertRouting | None = None,
+    recomputed: bool = False,
 ) -> TokenOutput:
     """Log-prob, entropy, value and statistic [b, T] float32 of the tokens of some samples, 0 where the loss
     mask is 0; masked samples cost nothing. `value` maps [n, H] last hidden states to [n], `statistic` [n, V]
     log-probs; `batch` samples go through the model at a time, sorted by length, None takes all together.
+    `routing` sends tokens where the rollout's routes say; `recomputed`, see there.
     """
     device = network.model.device
     mask = rollout.loss_mask[chosen] != 0
@@ -117,9 +122,11 @@ def token_output(
         packed = pack(rollout, chosen[part])
         kept = rollout.kept.rows(chosen[part]) if rollout.kept is not None and sampling.truncates else None
         pictures = _pictures(encoder, rollout, chosen[part])
-        terms = replay(
-            network, packed, pictures, sampling=sampling, kept=kept, value=value, statistic=statistic
-        )
+        routes = None if rollout.routes is None else rollout.routes[chosen[part], : packed.ids.shape[1]]
+        with nullcontext() if routing is None else routing.replayed(routes, recomputed=recomputed):
+            terms = replay(
+                network, packed, pictures, sampling=sampling, kept=kept, value=value, statistic=statistic
+            )
         place = part[packed.row].to(device), packed.column.to(device)
         found = (terms.chosen.log_prob, terms.chosen.entropy, terms.value, terms.statistic)
         outputs = [
@@ -144,6 +151,30 @@ def layer_states(
     states = network.hidden_states(ids, mask, depths, pictures=pictures)
     for number, sample in enumerate(part.tolist()):
         yield sample, states[number, packed.before[packed.row == number].to(device)]
+
+
+def expert_routes(
+    network: CausalNetwork, rollout: TextRollout, routing: ExpertRouting, encoder: Encoder, batch: int
+) -> Tensor:
+    """[B, S, L, k] int16, see `TextRollout.routes`; `batch` samples go through the model at a time."""
+    found = []
+    for part in (rollout.loss_mask != 0).any(1).nonzero()[:, 0].split(batch):
+        if len(part) == 0:
+            break
+        packed = pack(rollout, part)
+        with routing.recorded(len(part)) as seen:
+            network.features(
+                packed.ids.to(network.model.device),
+                packed.mask.to(network.model.device),
+                pictures=_pictures(encoder, rollout, part),
+            )
+        found.append((part, torch.where(packed.mask[:, :, None, None] != 0, seen[0].cpu(), -1)))
+    longest = max((routes.shape[1] for _, routes in found), default=0)
+    size = found[0][1].shape[2:] if found else (0, 0)
+    routes = torch.full((len(rollout), longest, *size), -1, dtype=torch.int16)
+    for part, own in found:
+        routes[part, : own.shape[1]] = own
+    return routes
 
 
 def _pictures(encoder: Encoder, rollout: TextRollout, rows: Tensor) -> list[list[Picture]] | None:

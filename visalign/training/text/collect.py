@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -127,6 +127,7 @@ def collect(
         return Collected(experience=None, samples=samples, tokens=tokens, metrics=metrics)
     rollout, own = kept.rollout, kept.shares.own
     with clock.phase("replay"), torch.no_grad():
+        rollout = cast("Any", parts.policy).with_routes(rollout) if settings.routing_replay else rollout
         asked = {g: record for r in rounds for g, record in zip(r.rollout.group, r.records, strict=True)}
         said = trajectories_of(parts, rollout, kept.reward[own], kept.valid[own], settings, objective, asked)
         features = None if parts.log_partition is None else parts.log_partition.features(rollout)

@@ -19,6 +19,8 @@ from visalign.training.loop.judging import Judging
 from visalign.training.loop.sampler import check_batch_algebra
 from visalign.training.policy.reference import Reference
 
+from .settings import TextRolloutSettings
+
 Records = Sequence[Mapping[str, Any]]
 
 
@@ -173,7 +175,7 @@ def check_sizes(parts: TextParts, prompts: int, group_size: int) -> None:
         )
 
 
-def check_parts(parts: TextParts, objective: Objective, *, name: str, recomputed: bool) -> None:
+def check_parts(parts: TextParts, objective: Objective, *, name: str, rollout: TextRolloutSettings) -> None:
     """Refuse an algorithm whose parts were not given.
 
     Raises:
@@ -222,11 +224,27 @@ def check_parts(parts: TextParts, objective: Objective, *, name: str, recomputed
             f"objective.algorithm={name} has a ptx term (γ = {objective.ptx:g}) and no text for it. Give "
             "records with prompt and completion (data.demonstrations in a configuration), or set ptx to 0."
         )
+    if rollout.routing_replay:
+        _check_routing(parts.policy, objective)
     writer = parts.generator
     engine = writer.engine if isinstance(writer, ToolPolicy) else writer
+    recomputed = rollout.recompute or objective.importance_sampling is not None
     if engine is not parts.policy and not recomputed:
         raise UserError(
             "Another engine writes the completions, so its log-probs are not the policy's. Set "
             "rollout.recompute=true, and importance_sampling in objective.changes for what is left between "
             "the two."
+        )
+
+
+def _check_routing(policy: TextPolicy, objective: Objective) -> None:
+    if objective.ptx:
+        raise UserError(
+            "rollout.routing_replay goes without demonstrations (ptx), whose tokens have not been sent "
+            "anywhere before. Leave one of the two out."
+        )
+    if not hasattr(policy, "with_routes"):
+        raise UserError(
+            f"rollout.routing_replay asks the policy where its tokens go, and {type(policy).__name__} "
+            "has no method with_routes. Give it one as CausalLMPolicy has, or leave routing_replay out."
         )

@@ -163,8 +163,7 @@ class TextRL(Algorithm):
             seed=seed,
             accelerator=self.accelerator,
         )
-        recomputed = self.rollout.recompute or self.row.importance_sampling is not None
-        check_parts(self.parts, self.row, name=self.settings.algorithm, recomputed=recomputed)
+        check_parts(self.parts, self.row, name=self.settings.algorithm, rollout=self.rollout)
         size = self.rollout.prompts_per_iteration, self.rollout.group_size
         check_sizes(self.parts, *size)
         self.sampler = PromptSampler(len(records), *size, seed, strata=strata)

@@ -104,6 +104,10 @@ class TextRolloutSettings:
     recompute: bool = False
     """Compute the old log-probs anew instead of taking the sampler's. Always so with an off-policy
     correction, which a server needs."""
+    routing_replay: bool = False
+    """Of a mixture of experts: every update of an iteration sends each token to the experts that it went to
+    before the first one (GSPO, arXiv 2507.18071, section 5.3), at the cost of a forward pass. Without, the
+    router's own changes move ratios by whole experts."""
     allowed_gap: float = 0.5
     """Largest mean |log π_old − log μ| per token, nats, between the policy and another engine: beyond it the
     engine has other weights or reports other log-probs, and the run stops."""

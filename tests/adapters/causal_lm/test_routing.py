@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routing replay: tokens go to the experts that they went to, whatever the router has learnt since."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tests.support.models.language import tiny_config, tiny_model, tiny_tokenizer
+from tests.support.training.text import DEMONSTRATIONS, toy_text_trainer
+from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches
+from visalign.adapters.causal_lm.policy import CausalLMPolicy
+from visalign.errors import UserError
+from visalign.text import StoppingCriteria, TextRollout, join_rollouts
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "q_lora_rank": None,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 6, "norm_topk_prob": True},
+    "olmoe": {"num_experts": 6},
+    "mixtral": {"num_local_experts": 6},
+    "gpt_oss": {
+        "num_local_experts": 6,
+        "sliding_window": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "granitemoe": {"num_local_experts": 6},
+    "glm4_moe": {"n_routed_experts": 6, "first_k_dense_replace": 1},
+    "deepseek_v3": {
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        **LATENT,
+    },
+}
+"""Softmax before and after the top-k, sigmoids with biases and groups of experts, dense layers between."""
+
+
+def _mixture(family: str) -> PreTrainedModel:
+    settings = {**tiny_config().to_dict(), **EXPERTS, **FAMILIES[family]}
+    for key in ("model_type", "architectures", "transformers_version", "layer_types", "dtype"):
+        settings.pop(key, None)
+    if family == "deepseek_v3":
+        settings |= {"num_key_value_heads": settings["num_attention_heads"]}
+        settings.pop("head_dim")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).eval()
+
+
+def _policy(family: str = "qwen3_moe", **options: Any) -> CausalLMPolicy:
+    return CausalLMPolicy(_mixture(family), tiny_tokenizer(), **options)
+
+
+def _rollout(policy: CausalLMPolicy) -> TextRollout:
+    stopping = StoppingCriteria(max_new_tokens=7)
+    return policy.generate(["a", "bcd ef", "g h"], seeds=3, num_generations=2, stopping=stopping)
+
+
+def _move_routers(policy: CausalLMPolicy) -> None:
+    """So far that tokens go elsewhere."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in policy.model.named_parameters():
+            if "gate.weight" in name or "router" in name:
+                weight.add_(torch.randn(weight.shape, generator=generator))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_go_where_they_went(family: str) -> None:
+    policy = _policy(family)
+    rollout = _rollout(policy)
+    before = policy.log_probs(rollout).log_prob
+    routed = policy.with_routes(rollout)
+    assert torch.equal(policy.log_probs(routed).log_prob, before), "the same weights, the same experts"
+    assert torch.allclose(before, rollout.log_prob, atol=1e-5)
+    _move_routers(policy)
+    moved, replayed = policy.log_probs(rollout).log_prob, policy.log_probs(routed).log_prob
+    assert not torch.allclose(moved, replayed, atol=1e-3)
+    elsewhere, again = policy.with_routes(rollout).routes, policy.with_routes(routed).routes
+    assert elsewhere is not None and routed.routes is not None and again is not None
+    assert not torch.equal(elsewhere, routed.routes)
+    assert torch.equal(again, elsewhere), "asked anew, they go where the router sends them"
+    alone = policy.log_probs(routed, torch.tensor([4, 1])).log_prob
+    assert torch.allclose(alone, replayed[[4, 1]], atol=1e-5), "whoever else is in the batch"
+
+
+def test_routes_are_laid_out_like_prompt_and_completion() -> None:
+    policy = _policy()
+    rollout = _rollout(policy)
+    routes = policy.with_routes(rollout).routes
+    assert routes is not None and routes.shape[2:] == (2, 2) and routes.dtype == torch.int16
+    length = rollout.prompt_mask.sum(1) + rollout.loss_mask.sum(1)
+    assert torch.equal((routes[:, :, 0, 0] >= 0).sum(1), length.long()) and int(routes.max()) < 6
+    silent = replace(rollout, loss_mask=rollout.loss_mask * torch.tensor([0, 1, 1, 1, 1, 1])[:, None])
+    assert bool((policy.with_routes(silent).routes[0] == -1).all())  # type: ignore[index]
+
+
+def _gradient(policy: CausalLMPolicy, rollout: TextRollout) -> dict[str, Tensor]:
+    policy.model.zero_grad()
+    policy.log_probs(rollout).log_prob.sum().backward()
+    return {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}
+
+
+def test_the_router_learns_through_the_weights_of_the_experts_that_are_given() -> None:
+    policy, again = _policy(), _policy(gradient_checkpointing=True)
+    routed = policy.with_routes(_rollout(policy))
+    for each in (policy, again):
+        _move_routers(each)
+    found, recomputed = _gradient(policy, routed), _gradient(again, routed)
+    assert float(found["model.layers.0.mlp.gate.weight"].abs().max()) > 1e-4
+    for name, gradient in found.items():
+        assert torch.allclose(recomputed[name], gradient, atol=1e-6), name
+    free = _gradient(again, replace(routed, routes=None))
+    assert not torch.allclose(free["model.layers.1.mlp.gate.weight"], found["model.layers.1.mlp.gate.weight"])
+    with torch.no_grad():  # what was given for the backward is not for a pass without gradient
+        asked = again.with_routes(routed).routes
+    assert torch.equal(asked, policy.with_routes(routed).routes)  # type: ignore[arg-type]
+
+
+def test_rows_keep_their_routes_and_joined_rollouts_have_none() -> None:
+    policy = _policy()
+    routed = policy.with_routes(_rollout(policy))
+    part = routed.rows(slice(2, 4))
+    assert part.routes is not None and routed.routes is not None
+    assert torch.equal(part.routes, routed.routes[2:4])
+    assert join_rollouts([part, routed.rows(slice(0, 2))]).routes is None
+
+
+def test_dense_models_and_demonstrations_are_refused(tmp_path: Path) -> None:
+    policy = CausalLMPolicy(tiny_model(), tiny_tokenizer())
+    with pytest.raises(UserError, match=r"Qwen3ForCausalLM has no layers with a module `experts`"):
+        policy.with_routes(_rollout(policy))
+    mixture = _policy()
+    given = DemonstrationBatches(mixture, DEMONSTRATIONS, size=2, seed=0)
+    replay: dict[str, Any] = {"rollout": {"routing_replay": True}, "policy": mixture}
+    with pytest.raises(UserError, match=r"routing_replay goes without demonstrations \(ptx\)"):
+        toy_text_trainer(tmp_path, **replay, demonstrations=given, objective={"changes": {"ptx": 0.1}})
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_updates_replay_the_routes_of_their_rollout(tmp_path: Path, on: bool) -> None:
+    policy, seen = _policy(), list[bool]()
+    scored = policy.log_probs
+
+    def watched(rollout: TextRollout, rows: Any = None, **options: Any) -> Any:
+        if torch.is_grad_enabled():
+            seen.append(rollout.routes is not None)
+        return scored(rollout, rows, **options)
+
+    policy.log_probs = watched  # type: ignore[method-assign]
+    trainer = toy_text_trainer(tmp_path, policy=policy, rollout={"routing_replay": on}, run={"iterations": 2})
+    trainer.train()
+    assert seen and all(each == on for each in seen)
