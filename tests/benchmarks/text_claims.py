@@ -7,10 +7,16 @@
     python tests/benchmarks/text_claims.py ratio      # GSPO's ratio varies less than GRPO's as texts grow
     python tests/benchmarks/text_claims.py parts      # DAPO's parts gain over GRPO, one by one and together
     python tests/benchmarks/text_claims.py recent     # SPEAR, CANON, COPO, RiskPO gain over GRPO
+    python tests/benchmarks/text_claims.py tools      # a calculator, ARPO's and AEPO's branches gain
+    python tests/benchmarks/text_claims.py mixture    # experts: GSPO is stable without routing replay
+    python tests/benchmarks/text_claims.py anchors    # PPO-ptx holds what it had; PPO-KL finds its target
 
-The last two compare at equal completions and at equal tokens: held-out accuracy on the way, between the two
-evaluations that lie around what the cheapest run made. A gain is refuted where its interval holds 0: means of
-seeds, ± 1.96 standard errors of the difference over seeds.
+Parts, recent and tools compare at equal completions and at equal tokens: held-out accuracy on the way,
+between the two evaluations that lie around what the cheapest run made. A gain is refuted where its interval
+holds 0: means of seeds, ± 1.96 standard errors of the difference over seeds.
+Anchors: PPO-ptx is refuted where the loss of the text beside rises as much as without it; PPO-KL where half
+of the second half's divergences lie further than a factor of two from the target. A mixture: GSPO where its
+end with replay is better than without, GRPO where replay changes nothing.
 Sources: Clip-Cov and KL-Cov, arXiv 2505.22617; clip-higher, DAPO, arXiv 2503.14476; FlowRL, arXiv 2509.15207;
 GSPO, arXiv 2507.18071; SPEAR 2509.22601; CANON 2509.23962; COPO 2508.04138; RiskPO 2510.00911. Each prints
 its table and writes it to --output as JSON, however it comes out.
@@ -25,26 +31,31 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from visalign.adapters.causal_lm.demonstrations import demonstration_rollout
 from visalign.config import load_config
 from visalign.core import fit_entropy_curve, ratio_level
 from visalign.data.text_tasks.tasks import (
     MANY_ANSWERS,
+    TASKS,
     canonical_answer,
     check_answer,
     heldout_tasks,
     text_tasks,
 )
 from visalign.pipelines.text import job as text_grpo
+from visalign.pipelines.text import sft as text_sft
 from visalign.pipelines.text.config import TextModelConfig
 from visalign.pipelines.text.job import TextGRPOConfig
 from visalign.pipelines.text.parts import build_text_policy
+from visalign.pipelines.text.sft import TextSFTConfig
 from visalign.seeds import sample_seed
 from visalign.text import StoppingCriteria
 from visalign.training.loop.metrics import read_metrics
@@ -99,7 +110,7 @@ _HIGHER = ", surrogate_options: {eps_high: 0.28}"
 _TOKENS = ", aggregation: token_mean"
 _DYNAMIC = ("dynamic.enabled=true", "dynamic.right_at=1.0")
 _OVERLONG = (
-    "rewards.terms.length={name: length, options: {count: characters, max_length: 128, cache: 64}}",
+    "rewards.terms.overlong={name: length, options: {count: characters, max_length: 128, cache: 64}}",
     "rewards.allow_mixed_units=true",
 )
 PARTS = {
@@ -124,8 +135,29 @@ TOOLS = {
     "none": (),
     "calculator": ("rollout.tool={}",),
     "calculator, branches": ("rollout.tool={branch: {initial: 4}}",),
+    "calculator, AEPO's branches": ("rollout.tool={branch: {initial: null}}",),
 }
 """Evaluated with what they are trained with."""
+_EIGHT = ("optimizer.updates_per_iteration=8", "evaluation.prompts_on_the_way=null")
+MIXTURE = {
+    f"{row}{', routes replayed' if on else ''}": (
+        *(f"objective.algorithm={row}", "objective.changes={kl: 0.0}"),
+        *(f"rollout.routing_replay={str(on).lower()}", *_EIGHT),
+    )
+    for row in ("grpo", "gspo")
+    for on in (False, True)
+}
+"""Eight updates of a rollout, in which the router learns too."""
+_PPO = ("model.value=shared", "objective.epochs=2", "objective.heads_lr=5e-4")
+_TRAINED = ("add", "subtract", "multiply", "two_step", "modulo")
+ANCHORED = {
+    "ppo": ("objective.algorithm=ppo",),
+    "ppo_ptx, γ = 1": ("objective.algorithm=ppo_ptx", "objective.changes={ptx: 1.0}"),
+    "ppo_ptx, γ = 27.8": ("objective.algorithm=ppo_ptx",),
+}
+"""On five kinds of problems; the text beside are solutions of the fourteen others."""
+TARGETS = (5e-4, 2e-3, 8e-3)
+"""Of PPO-KL, nats a token."""
 BINS = (0, 12, 20, 30, 45, 97)
 """Tokens of a completion."""
 
@@ -287,6 +319,139 @@ def ratio(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[str,
     return rows
 
 
+def anchors(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """PPO with and without ptx: accuracy on the kinds of problems that it trains on and on the others, and
+    the loss of solutions of the others; then where PPO-KL's divergence settles."""
+    others = tuple(kind for kind in TASKS if kind not in _TRAINED)
+    records, text = heldout_tasks(tasks=_TRAINED), heldout_tasks(tasks=others)
+    given = folder / "given.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = [{"prompt": r["prompt"], "completion": r["solution"]} for r in text_tasks(1900, tasks=others)]
+    given.write_text("\n".join(map(json.dumps, beside)))
+
+    def measured(model: Path | None) -> dict[str, float]:
+        return {
+            "accuracy": _distinct(model, records, 4)["accuracy"],
+            "on the others": _distinct(model, text, 4)["accuracy"],
+            "loss of the others": _loss(model, text),
+        }
+
+    rows: list[dict[str, Any]] = [{"rule": "before", **measured(None)}]
+    for name, overrides in ANCHORED.items():
+        found = []
+        for seed in seeds:
+            text_beside = (f"data.demonstrations={given}",) if "ptx" in name else ()
+            more = (f"seed={seed}", f"run.iterations={iterations}", f"data.tasks=[{', '.join(_TRAINED)}]")
+            train([*overrides, *_PPO, *text_beside, *more, "data.size=1900"], folder / f"{name}_{seed}")
+            found.append(measured(folder / f"{name}_{seed}" / "model"))
+        rows.append({"rule": name, **{k: float(np.mean([f[k] for f in found])) for k in found[0]}})
+        rows[-1] |= {f"sd, {k}": float(np.std([f[k] for f in found])) for k in found[0]}
+    for target in TARGETS:
+        settled, used = [], []
+        for seed in seeds:
+            more = (f"seed={seed}", f"run.iterations={iterations}", f"objective.target_kl={target}")
+            _, log = train(["objective.algorithm=ppo_kl", *_PPO, *more], folder / f"kl_{target}_{seed}")
+            settled.append([record["kl_old"] for record in log[len(log) // 2 :]])
+            used.append(log[-1]["penalty"])
+        near = [target / 2 <= value <= 2 * target for values in settled for value in values]
+        rows.append(
+            {
+                "rule": f"ppo_kl, target {target:g}",
+                "kl, second half": float(np.mean(settled)),
+                "within a factor of 2": float(np.mean(near)),
+                "penalty at the end": float(np.mean(used)),
+            }
+        )
+    return rows
+
+
+def _loss(model: Path | None, records: Sequence[Mapping[str, Any]]) -> float:
+    """Nats a token of the solutions."""
+    path = "tasks-qwen3" if model is None else str(model)
+    policy = build_text_policy(TextModelConfig(path=path), torch.device("cpu"), 0)
+    given = [record["prompt"] for record in records], [record["solution"] for record in records]
+    rollout = demonstration_rollout(policy, *given)
+    with torch.no_grad():
+        said = policy.log_probs(rollout).log_prob
+    return -float(said.sum() / rollout.loss_mask.sum())
+
+
+def mixture(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """GRPO and GSPO on a mixture of experts, with and without routing replay; beside them how far the experts
+    of a rollout's tokens change in an iteration, and how far its ratios go."""
+    start = folder / "start" / "model"
+    if not start.is_dir():
+        trained = (f"model.path={upcycled(folder / 'upcycled')}", "run.device=cpu", "data.batch=64")
+        more = ("run.iterations=40", "optimizer={lr: 3e-4, decay_updates: 40, micro_batch: 64}")
+        more += ("evaluation.seeds=[0]", "generation.max_new_tokens=96", "run.max_seconds=null")
+        text_sft.run(load_config(TextSFTConfig, None, [*trained, *more]), start.parent)
+    rows = []
+    for name, overrides in MIXTURE.items():
+        found: list[dict[str, float]] = []
+        for seed in seeds:
+            more = (f"model.path={start}", f"seed={seed}", f"run.iterations={iterations}")
+            more += (f"evaluation.every={max(1, iterations // 8)}",)
+            where = folder / f"{name.replace(', ', '_').replace(' ', '_')}_{seed}"
+            summary, log = train([*overrides, *more], where)
+            last = log[len(log) // 2 :]
+            found.append(
+                {
+                    "before": summary["before"]["accuracy"],
+                    "after": summary["after"]["accuracy"],
+                    "worst on the way": min(r["heldout/accuracy"] for r in log if "heldout/accuracy" in r),
+                    "sd of log ratio": float(np.mean([r["ratio_std"] for r in last])),
+                    "clipped": float(np.mean([r["clip_low"] + r["clip_high"] for r in last])),
+                    "largest ratio": float(np.median([r["ratio_max"] for r in last])),
+                    "grad norm": float(np.median([r["grad_norm"] for r in last])),
+                }
+            )
+        rows.append({"rule": name, **{k: float(np.mean([f[k] for f in found])) for k in found[0]}})
+        rows[-1]["sd after"] = float(np.std([f["after"] for f in found]))
+    rows.append({"rule": "experts changed by one iteration", "share": _rerouted(start, folder / "one")})
+    return rows
+
+
+def upcycled(folder: Path, experts: int = 8) -> Path:
+    """The packaged model as a mixture: each expert has half of the units of each layer, drawn by lot, two of
+    which answer a token, so that they are the layer on the mean (Sparse upcycling, arXiv 2212.05055)."""
+    dense = build_text_policy(TextModelConfig(), torch.device("cpu"), 0)
+    own = dense.model.config.to_dict()
+    width, generator = own["intermediate_size"] // 2, torch.Generator().manual_seed(0)
+    kept = {k: v for k, v in own.items() if k not in ("model_type", "architectures", "transformers_version")}
+    sizes = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": width}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**kept, **sizes, "norm_topk_prob": True}))
+    state = {k: v for k, v in dense.model.state_dict().items() if ".mlp." not in k}
+    found: dict[str, list[torch.Tensor]] = {}
+    for number, layer in enumerate(dense.model.model.layers):  # type: ignore[union-attr, arg-type]
+        at, mlp = f"model.layers.{number}.mlp", cast("Any", layer).mlp
+        for _ in range(experts):
+            unit = torch.randperm(own["intermediate_size"], generator=generator)[:width]
+            both = torch.cat((mlp.gate_proj.weight[unit], mlp.up_proj.weight[unit]))
+            found.setdefault(f"{at}.experts.gate_up_proj", []).append(both)
+            found.setdefault(f"{at}.experts.down_proj", []).append(2 * mlp.down_proj.weight[:, unit])
+        state[f"{at}.gate.weight"] = 0.1 * torch.randn(experts, own["hidden_size"], generator=generator)
+    model.load_state_dict({**state, **{name: torch.stack(parts) for name, parts in found.items()}})
+    model.save_pretrained(folder)
+    dense.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _rerouted(start: Path, folder: Path) -> float:
+    """Share of the experts of the tokens of one rollout that are others after the updates on one like it."""
+    overrides = ("objective.algorithm=grpo", "objective.changes={kl: 0.0}", f"model.path={start}", *_EIGHT)
+    train([*overrides, "run.iterations=1", "seed=0"], folder)
+    routes = []
+    for path in (start, folder / "model"):
+        policy = build_text_policy(TextModelConfig(path=str(path)), torch.device("cpu"), 0)
+        if not routes:
+            prompts = [record["prompt"] for record in text_tasks(64, seed=7)]
+            rollout = policy.generate(prompts, seeds=0, stopping=StoppingCriteria(max_new_tokens=96))
+        routes.append(cast("Any", policy.with_routes(rollout).routes))
+    before, after = routes
+    stays = (before[..., :, None] == after[..., None, :]).any(-1)[before >= 0]
+    return 1 - float(stays.float().mean())
+
+
 def compared(arms: Mapping[str, Sequence[str]]) -> Callable[..., list[dict[str, Any]]]:
     """Held-out accuracy of each arm at equal completions and at equal tokens, beside the first one's."""
 
@@ -332,6 +497,8 @@ CLAIMS = {
     "parts": compared(PARTS),
     "recent": compared(RECENT),
     "tools": compared(TOOLS),
+    "mixture": mixture,
+    "anchors": anchors,
 }
 ITERATIONS = {
     "entropy": 60,
@@ -341,6 +508,8 @@ ITERATIONS = {
     "parts": 60,
     "recent": 60,
     "tools": 40,
+    "mixture": 40,
+    "anchors": 40,
 }
 
 
