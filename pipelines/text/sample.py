@@ -38,6 +38,7 @@ from visalign.pipelines.shared.sections import (
 )
 from visalign.schema import STRICT
 from visalign.text import StoppingCriteria
+from visalign.text.tool_calls import TOOL_ANSWERS
 from visalign.training.loop.judging import check_failures
 from visalign.training.text.sampling_grid import (
     Completions,
@@ -74,9 +75,12 @@ FREE_KEYS = (
     "rollout.max_failure_rate",
 )
 """Keys that may differ when a run is resumed: they do not change the completions."""
-OWN_FIELDS = ("completion", "reward", "temperature", "top_p", "seed", "sample", "group", "hinted")
+OWN_FIELDS = (
+    *("completion", "reward", "temperature", "top_p", "seed", "sample", "group", "hinted"),
+    TOOL_ANSWERS,
+)
 """What the dataset adds to a prompt's record; `sample` counts the completions of one point to one prompt,
-`group` is the number of the prompt; `hinted` only where it is true."""
+`group` is the number of the prompt; `hinted` only where it is true, `tool_answers` where there are some."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -363,6 +367,7 @@ def save_point(path: Path, completions: Completions) -> None:
         "tokens": list(completions.tokens),
         "truncated": completions.truncated.tolist(),
         "reason": list(completions.reason),
+        "answers": [[list(span) for span in spans] for spans in completions.answers],
     }
     write_atomic(path, json.dumps(content, ensure_ascii=False, allow_nan=False).encode("utf-8"))
 
@@ -386,6 +391,7 @@ def load_point(path: Path) -> Completions:
             tokens=content["tokens"],
             truncated=torch.tensor(content["truncated"], dtype=torch.bool),
             reason=content["reason"],
+            answers=content.get("answers") or [()] * size,
         )
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
@@ -437,6 +443,7 @@ def nothing_chosen(rule: SelectionConfig, completions: Completions, free: Tensor
 def dataset_record(records: Records, completions: Completions, place: int) -> dict[str, Any]:
     """A line of the dataset: prompt, completion, how it came about, and the rest of the prompt's record."""
     point, record = completions.point[place], records[completions.prompt[place]]
+    answers = completions.answers[place]
     own = {
         "completion": completions.text[place],
         "reward": float(completions.reward[place]),
@@ -446,6 +453,7 @@ def dataset_record(records: Records, completions: Completions, place: int) -> di
         "sample": completions.number[place],
         "group": completions.prompt[place],
         **({"hinted": True} if point.hinted else {}),
+        **({TOOL_ANSWERS: [list(span) for span in answers]} if answers else {}),
     }
     return {"prompt": record["prompt"], **own, **{k: v for k, v in record.items() if k != "prompt"}}
 

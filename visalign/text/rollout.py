@@ -32,6 +32,8 @@ class ToolTrace:
     """Why the tool failed; such a completion is not to be judged."""
     shared: int = 0
     """Its first tokens, as many as it has of an earlier one that it branched from."""
+    answers: Sequence[tuple[int, int]] = ()
+    """What characters of its text the tool wrote: beginnings and ends."""
 
 
 @dataclass(frozen=True, kw_only=True)

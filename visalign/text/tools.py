@@ -383,7 +383,7 @@ class _Draw:
 
     def rollout(self, samples: Sequence[_Sample], branched: bool) -> TextRollout:
         """All samples in one."""
-        decode, length = self.policy.tokenizer.decode, max(1, *(len(sample.ids) for sample in samples))
+        length = max(1, *(len(sample.ids) for sample in samples))
         rows = [
             torch.tensor([*sample.numbers, *[(0.0,) * 4] * (length - len(sample.ids))]) for sample in samples
         ]
@@ -397,10 +397,7 @@ class _Draw:
             for row, sample in zip(shared, samples, strict=True):
                 there = [held[token] if token[0] >= 0 else 1 for token in sample.origin]
                 row[: len(there)] = torch.tensor(there)
-        texts = [
-            decode(sample.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            for sample in samples
-        ]
+        texts = [self._text(sample.ids) for sample in samples]
         return TextRollout(
             prompt_ids=ids,
             prompt_mask=mask,
@@ -417,9 +414,21 @@ class _Draw:
             sampling=self.sampling,
             kept=TokenSets.from_lists([s.kept for s in samples], length) if self.sampling.truncates else None,
             images=None if self.images is None else [self.images[sample.place] for sample in samples],
-            tools=[sample.trace for sample in samples],
+            tools=[replace(sample.trace, answers=self._answers(sample)) for sample in samples],
             shared=shared,
         )
+
+    def _text(self, ids: Sequence[int]) -> str:
+        decode = self.policy.tokenizer.decode
+        return str(decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _answers(self, sample: _Sample) -> tuple[tuple[int, int], ...]:
+        """What characters of its text were answers."""
+        edges, inside = list[int](), False
+        for place, (number, _) in enumerate([*sample.origin, (0, 0)]):
+            if (number < 0) != inside:
+                edges, inside = [*edges, len(self._text(sample.ids[:place]))], not inside
+        return tuple((begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end)
 
     def _prompts(self, samples: Sequence[_Sample]) -> tuple[Tensor, Tensor]:
         """Tokens [B, L] of the prompts and their mask, as the engine read them."""

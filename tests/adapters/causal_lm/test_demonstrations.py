@@ -7,7 +7,11 @@ import pytest
 import torch
 
 from tests.support.training.text import DEMONSTRATIONS, toy_policy
-from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, demonstration_rollout
+from visalign.adapters.causal_lm.demonstrations import (
+    DemonstrationBatches,
+    demonstration_lengths,
+    demonstration_rollout,
+)
 from visalign.adapters.causal_lm.log_partition import PromptLogPartition
 from visalign.errors import UserError
 from visalign.text import StoppingCriteria
@@ -56,6 +60,31 @@ def test_an_epoch_visits_every_record_once_and_a_batch_is_always_the_same():
     assert len({tuple(map(str, epoch)) for epoch in visited}) > 1
     again = DemonstrationBatches(policy, DEMONSTRATIONS, size=1, seed=4).batch(7)
     assert torch.equal(again.completion_ids, stream.batch(7).completion_ids)
+
+
+def test_what_a_tool_wrote_is_read_and_not_learnt():
+    policy = toy_policy()
+    record = {"prompt": "g", "completion": "1+2=3. a", "tool_answers": [[4, 6]]}
+    rollout = DemonstrationBatches(policy, [record], size=1, seed=0).batch(0)
+    assert rollout.loss_mask[0].tolist() == [1.0] * 4 + [0.0] * 2 + [1.0] * 3
+    assert policy.tokenizer.decode(rollout.completion_ids[0, :8]) == record["completion"]
+    (length,) = demonstration_lengths(policy, [record])
+    assert length == 1 + 9
+    found = policy.log_probs(rollout).log_prob[0]
+    assert found[4:6].tolist() == [0.0, 0.0] and bool((found[[0, 1, 2, 3, 6, 7, 8]] < 0).all())
+    found.sum().backward()
+    plain = demonstration_rollout(policy, ["g"], [record["completion"]])
+    assert policy.log_probs(plain).log_prob[0, 6].item() == pytest.approx(found[6].item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("spans", [[[0, 9]], [[3, 2]], [[2, 4], [3, 5]], [4, 6], "4-6", [[1]], 3, [["a", 2]]])
+def test_spans_that_are_none_of_the_completion_are_refused(spans):
+    record = {"prompt": "g", "completion": "1+2=3. a", "tool_answers": spans}
+    said = r"Record 0 has tool_answers .*; it must be a list of \[begin, end\], .* \(it has 8\)"
+    with pytest.raises(UserError, match=said):
+        DemonstrationBatches(toy_policy(), [record], size=1, seed=0)
+    with pytest.raises(UserError, match=said):
+        demonstration_lengths(toy_policy(), [record])
 
 
 @pytest.mark.parametrize(

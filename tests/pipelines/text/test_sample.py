@@ -299,6 +299,26 @@ def test_the_plan_counts_the_completions(inputs):
     assert plan(_config(inputs, "selection.per_prompt=null"))["selection"]["records_at_most"] == 128
 
 
+def test_a_dataset_says_what_the_tool_wrote(inputs, tmp_path):
+    tool = inputs / "shout.py"
+    tool.write_text("def shout(text):\n    return text[-1:] * 2\n")
+    calls = f"rollout.tool={{use: '{tool}:shout', close: b, max_calls: 1}}"
+    summary = run(_config(inputs, calls, "rollout.max_new_tokens=8", "selection.rule=all"), tmp_path / "run")
+    lines = _lines(tmp_path / "run")
+    answered = [line for line in lines if "tool_answers" in line]
+    assert 0 < len(answered) < len(lines)
+    for line in answered:
+        ((begin, end),) = line["tool_answers"]
+        before = line["completion"][:begin]
+        assert before.endswith("b") and line["completion"][begin:end] in (before[-2:-1] * 2, before[-2:-1])
+    again = run(
+        _config(inputs, calls, "rollout.max_new_tokens=8", "selection.rule=all"),
+        tmp_path / "run",
+        resume=True,
+    )
+    assert _lines(tmp_path / "run") == lines and again["records"] == summary["records"]
+
+
 def test_hinted_completions_stand_in_where_none_was_right(inputs, finished, tmp_path):
     """The points without a hint are those of a run without hints, and the prompts those of the records."""
     hinted = ("rollout.hint='aaaa {answer}'", "selection.threshold=0.5")

@@ -137,6 +137,7 @@ def _completions() -> Completions:
         tokens=[1, 2, 3, 4, 5, 6, 7, 8],
         truncated=torch.tensor([False] * 6 + [True, False]),
         reason=[None] * 5 + ["judge died"] + [None] * 2,
+        answers=[()] * 8,
     )
 
 
@@ -154,6 +155,7 @@ def test_hints_stand_in_where_nothing_was_right_and_what_is_solved_may_go():
         tokens=[1] * 11,
         truncated=torch.zeros(11, dtype=torch.bool),
         reason=[None] * 11,
+        answers=[()] * 11,
     )
     kept = worth_learning(completions, threshold=1.0)
     assert kept.tolist() == [True] * 7 + [False, False, True, True]

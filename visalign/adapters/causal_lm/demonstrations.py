@@ -6,6 +6,7 @@ Supervised fine-tuning, PPO-ptx and direct preference optimisation learn from th
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,13 +18,22 @@ import torch
 from visalign.errors import UserError
 from visalign.seeds import sample_seed
 from visalign.text import Prompt, Sampling, StoppingCriteria, StopReason, TextRollout
+from visalign.text.tool_calls import TOOL_ANSWERS
 
 from .loading import end_tokens, pad_id
 from .policy import CausalLMPolicy
 
+Spans = Sequence[Sequence[int]]
+"""Beginnings and ends of characters, one behind the other."""
+
 
 def demonstration_rollout(
-    policy: CausalLMPolicy, prompts: Sequence[Prompt], completions: Sequence[str], *, end: bool = True
+    policy: CausalLMPolicy,
+    prompts: Sequence[Prompt],
+    completions: Sequence[str],
+    *,
+    end: bool = True,
+    answers: Sequence[Spans] | None = None,
 ) -> TextRollout:
     """Given completions in the form of a rollout, so that `policy.log_probs` scores them.
 
@@ -32,9 +42,12 @@ def demonstration_rollout(
         prompts: B texts or conversations.
         completions: B texts, tokenised apart from the prompt, without special tokens.
         end: put the model's end token after each completion.
+        answers: B lists of what characters of a completion a tool wrote, which are read and not learnt: loss
+            mask 0.
 
     Returns:
-        B samples, loss mask 1 on the completions' tokens; log-probs and entropies are 0, nothing was drawn.
+        B samples, loss mask 1 on the completions' other tokens; log-probs and entropies are 0, nothing was
+        drawn.
 
     Raises:
         UserError: no completions, counts that differ, a completion without tokens, or one that is too long
@@ -48,8 +61,10 @@ def demonstration_rollout(
     ends = end_tokens(policy.model, policy.tokenizer, StoppingCriteria())
     encoded = policy.encode(prompts)
     before = [list(ids) for ids in encoded.ids]
-    after = [list(policy.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in completions]
-    after = [[*ids, ends[0]] if end else ids for ids in after]
+    spans = [()] * len(completions) if answers is None else answers
+    parts = [_tokens(policy, text, own) for text, own in zip(completions, spans, strict=True)]
+    after = [[*ids, ends[0]] if end else ids for ids, _ in parts]
+    learnt = [[*mask, 1.0] if end else mask for _, mask in parts]
     for place, (first, second) in enumerate(zip(before, after, strict=True)):
         _check_sizes(policy, place, len(first), len(second))
     size, width = max(map(len, after)), max(map(len, before))
@@ -60,7 +75,7 @@ def demonstration_rollout(
         prompt_ids=torch.tensor([[pad] * (width - len(ids)) + ids for ids in before]),
         prompt_mask=torch.tensor([[0.0] * (width - len(ids)) + [1.0] * len(ids) for ids in before]),
         completion_ids=torch.tensor([ids + [pad] * (size - len(ids)) for ids in after]),
-        loss_mask=torch.tensor([[1.0] * len(ids) + [0.0] * (size - len(ids)) for ids in after]),
+        loss_mask=torch.tensor([mask + [0.0] * (size - len(mask)) for mask in learnt]),
         log_prob=blank,
         full_log_prob=blank,
         entropy=blank,
@@ -72,6 +87,32 @@ def demonstration_rollout(
         sampling=Sampling(),
         images=None if encoded.images is None else [list(shown) for shown in encoded.images],
     )
+
+
+def _tokens(policy: CausalLMPolicy, text: str, answers: Spans) -> tuple[list[int], list[float]]:
+    """Tokens of a completion and their loss mask; what a tool wrote is tokenized by itself, as it is put into
+    completions."""
+    ids, mask = list[int](), list[float]()
+    edges = [0, *(edge for span in answers for edge in span), len(text)]
+    for number, (begin, stop) in enumerate(itertools.pairwise(edges)):
+        options = {"split_special_tokens": True} if number % 2 else {}
+        own = policy.tokenizer(text[begin:stop], add_special_tokens=False, **options)["input_ids"]
+        ids, mask = [*ids, *own], [*mask, *[float(number % 2 == 0)] * len(own)]
+    return ids, mask
+
+
+def _check_spans(place: int, record: Mapping[str, Any]) -> None:
+    """Refuse spans that are none of the completion."""
+    spans, size = record.get(TOOL_ANSWERS, ()), len(record["completion"])
+    try:
+        edges = [0, *(int(edge) for begin, end in spans for edge in (begin, end)), size]
+    except (TypeError, ValueError):
+        edges = [1, 0]
+    if edges != sorted(edges):
+        raise UserError(
+            f"Record {place} has {TOOL_ANSWERS} {spans!r}; it must be a list of [begin, end], characters of "
+            f"the completion (it has {size}) that a tool wrote, one behind the other."
+        )
 
 
 def _check_sizes(policy: CausalLMPolicy, place: int, prompt: int, completion: int) -> None:
@@ -93,7 +134,8 @@ class DemonstrationBatches:
         records: each with "prompt" and the completion, or several.
         size: records per batch; each epoch visits every record once, in a new order.
         seed: of the order.
-        field: of the completion in a record, or of several completions.
+        field: of the completion in a record, or of several completions. What `tool_answers` of a record say
+            that a tool wrote of its "completion" is read and not learnt.
 
     Raises:
         UserError: no records, one without a completion, or a size below 1.
@@ -109,6 +151,7 @@ class DemonstrationBatches:
         field: str | Sequence[str] = "completion",
     ) -> None:
         fields = (field,) if isinstance(field, str) else tuple(field)
+        self._answered = fields == ("completion",)
         if not records or size < 1:
             raise UserError(f"{len(records)} records in batches of {size}; both must be at least 1.")
         for place, record in enumerate(records):
@@ -117,6 +160,8 @@ class DemonstrationBatches:
                     f"Record {place} has no text in the field {missing[0]!r}: its fields are "
                     f"{', '.join(record)}. Each record needs a prompt and its completion."
                 )
+            if self._answered:
+                _check_spans(place, record)
         self._policy, self._records, self._fields = policy, records, fields
         self.size, self._seed = size, seed
         self._orders: dict[int, Any] = {}
@@ -136,6 +181,7 @@ class DemonstrationBatches:
             self._policy,
             [record["prompt"] for record in chosen] * len(self._fields),
             [record[field] for field in self._fields for record in chosen],
+            answers=[record.get(TOOL_ANSWERS, ()) for record in chosen] if self._answered else None,
         )
         return replace(rollout, group=list(places) * len(self._fields))
 
@@ -151,9 +197,13 @@ def demonstration_lengths(
     policy: CausalLMPolicy, records: Sequence[Mapping[str, Any]], field: str = "completion"
 ) -> list[int]:
     """Tokens of prompt and completion of each record together, the end token included."""
+    if field == "completion":
+        for place, record in enumerate(records):
+            _check_spans(place, record)
     prompts = policy.encode([record["prompt"] for record in records]).ids
+    spans = [record.get(TOOL_ANSWERS, ()) if field == "completion" else () for record in records]
     texts = [record[field] for record in records]
-    completions = policy.tokenizer(texts, add_special_tokens=False)["input_ids"]
+    completions = [_tokens(policy, text, own)[0] for text, own in zip(texts, spans, strict=True)]
     return [len(before) + len(after) + 1 for before, after in zip(prompts, completions, strict=True)]
 
 

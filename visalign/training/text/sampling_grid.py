@@ -54,6 +54,8 @@ class Completions:
     """bool [B], True where the completion met the length limit."""
     reason: Sequence[str | None]
     """Why the judgement failed; None where it did not."""
+    answers: Sequence[Sequence[Sequence[int]]]
+    """B lists of what characters of the text a tool wrote: beginnings and ends."""
 
     def __len__(self) -> int:
         return len(self.text)
@@ -74,6 +76,7 @@ class Completions:
             tokens=[self.tokens[i] for i in places],
             truncated=self.truncated[list(places)],
             reason=[self.reason[i] for i in places],
+            answers=[self.answers[i] for i in places],
         )
 
 
@@ -190,6 +193,7 @@ def _call(
         tokens=[int(length) for length in rollout.loss_mask.sum(1).tolist()],
         truncated=rollout.truncated,
         reason=reasons,
+        answers=[() for _ in metadata] if rollout.tools is None else [t.answers for t in rollout.tools],
     )
 
 
@@ -230,4 +234,5 @@ def join_completions(parts: Sequence[Completions]) -> Completions:
         tokens=[n for part in parts for n in part.tokens],
         truncated=torch.cat([part.truncated for part in parts]),
         reason=[r for part in parts for r in part.reason],
+        answers=[a for part in parts for a in part.answers],
     )
