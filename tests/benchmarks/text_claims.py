@@ -82,7 +82,9 @@ _COLLAPSE = "objective.changes={kl: 0.0, aggregation: token_mean%s}"
 COLLAPSE = {
     "grpo": (_COLLAPSE % "",),
     "clip-higher": (_COLLAPSE % ", surrogate_options: {eps_high: 0.28}",),
+    "clip-higher, 0.6": (_COLLAPSE % ", surrogate_options: {eps_high: 0.6}",),
     "entropy bonus": (_COLLAPSE % ", entropy: 0.01",),
+    "entropy bonus, 0.05": (_COLLAPSE % ", entropy: 0.05",),
     "clip-cov": ("objective.algorithm=clip_cov", "objective.changes={selection_options: {ratio: 0.02}}"),
     "kl-cov": ("objective.algorithm=kl_cov", "objective.changes={selection_options: {ratio: 0.02}}"),
 }
