@@ -7,13 +7,18 @@ likelihood by quadrature, Bradley-Terry, and the Monte-Carlo form of HPSv3's rel
 annotator are noisier where a picture is degraded, so a standard deviation can be right or wrong.
 
     python tests/benchmarks/uncertainty_loss.py --pairs 20000
+    python tests/benchmarks/uncertainty_loss.py --pairs 6000 --labels
+
+With --labels Bradley-Terry alone, on pairs of one, three or nine votes, which are told to it in four ways.
+That soft labels and counts of votes beat a filter by agreement is refuted where the interval of what it loses
+against them holds 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +48,13 @@ LOSSES = {
     "bradley_terry": "Bradley-Terry",
     "upstream_monte_carlo": "Monte Carlo of ln σ(z), as released",
 }
+LABELS = {
+    "shares of the votes": "pair",
+    "shares, each pair as often as it has votes": "votes",
+    "majority": "pair",
+    "majority, pairs of at least 95 % agreement alone": "pair",
+}
+"""How votes become labels -> `pair_weight`."""
 BATCH, DRAWS = 64, 500
 
 
@@ -177,12 +189,14 @@ class FeaturePairs:
         )
 
 
-def train_head(task: str, train: FeaturePairs, epochs: float, lr: float, seed: int) -> HeadJudge:
+def train_head(
+    task: str, train: FeaturePairs, epochs: float, lr: float, seed: int, **settings: Any
+) -> HeadJudge:
     """A head trained with one loss; all losses see the same batches from the same start."""
     features = train.features
     judge = HeadJudge(features.shape[1], features.mean(0), features.std(0) + 1e-4, seed)
     updates = int(epochs * train.labels.size / BATCH)
-    plain: dict[str, Any] = {"smoothing": 0.0}
+    plain: dict[str, Any] = {"smoothing": 0.0, **settings}
     with tempfile.TemporaryDirectory() as folder:
         Trainer(
             RewardModeling(
@@ -234,6 +248,60 @@ def row_of(task: str, found: HeldoutPairs) -> str:
     return f"| {LOSSES.get(task, task)} | {' | '.join(cells)} |"
 
 
+def labelled(train: FeaturePairs, kind: str, seed: int) -> FeaturePairs:
+    """The pairs with one, three or nine of their votes, by lot, as labels of a kind."""
+    labels, rng = train.labels, np.random.default_rng([seed, 5])
+    assert labels.votes is not None and labels.label is not None and labels.clear is not None
+    votes = labels.votes.numpy().astype(int)
+    asked = rng.choice((1, 3, 9), len(votes))
+    won = rng.hypergeometric(votes[:, 0], votes[:, 1], asked)
+    kept = np.ones(len(votes), dtype=bool)
+    counts = np.stack((won, asked - won), 1)
+    if kind.startswith("majority"):
+        kept = np.maximum(won, asked - won) >= (0.95 * asked if "95" in kind else 0)
+        counts = np.stack((2 * won > asked, 2 * won < asked), 1).astype(int)
+    chosen = torch.from_numpy(np.flatnonzero(kept))
+    given = torch.from_numpy(np.concatenate((counts, 0 * counts[:, :1]), 1)).float()
+    own = replace(
+        labels,
+        size=len(chosen),
+        label=(given[:, 0] / given.sum(1))[chosen],
+        votes=given[chosen],
+        clear=labels.clear[chosen],
+    )
+    both = train.features.view(2, labels.size, -1)[:, chosen]
+    return FeaturePairs(both.flatten(0, 1), own, seed)
+
+
+def compare_labels(
+    train: FeaturePairs, held: FeaturePairs, epochs: float, lr: float, seeds: Sequence[int]
+) -> None:
+    """A row per way of labelling; as many updates for each."""
+    names = ("accuracy", "accuracy_all", "nll", "ece")
+    updates = epochs * train.labels.size
+    found: dict[str, np.ndarray] = {}
+    pairs = {}
+    for kind, weight in LABELS.items():
+        rows = []
+        for seed in seeds:
+            own = labelled(train, kind, seed)
+            pairs[kind] = own.labels.size
+            judge = train_head("bradley_terry", own, updates / own.labels.size, lr, seed, pair_weight=weight)
+            said = judge_pairs(judge, [held.rows(torch.arange(held.labels.size))], TASKS["bradley_terry"])
+            rows.append([pair_measures(said)[name] for name in names])
+        found[kind] = np.array(rows)
+    first = next(iter(found.values()))
+    print(f"| labels | pairs | {' | '.join(names)} |\n|---|---|{'---|' * len(names)}")
+    for kind, rows in found.items():
+        cells = []
+        for column in range(len(names)):
+            gap = rows[:, column] - first[:, column]
+            error = 1.96 * gap.std(ddof=1) / len(gap) ** 0.5 if len(gap) > 1 else float("nan")
+            own = f"{rows[:, column].mean():.4f}"
+            cells.append(own if rows is first else f"{own} ({gap.mean():+.4f} ± {error:.4f})")
+        print(f"| {kind} | {pairs[kind]} | {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Three losses for an uncertain judge.")
     parser.add_argument("--pairs", type=int, default=20_000)
@@ -244,8 +312,13 @@ def main() -> None:
     parser.add_argument("--judge", help="also measure this trained judge; with --pairs 0 it alone")
     parser.add_argument("--cache", type=Path, help="folder that keeps the features")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--labels", action="store_true", help="compare ways of labelling, not losses")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the ways of labelling")
     given = parser.parse_args()
     heldout = shapes_pairs(given.seed + 7, given.heldout, split="heldout")
+    if given.labels:
+        compare_labels(*features(given, heldout), given.epochs, given.lr, given.seeds)
+        return
     head = "accuracy, clear truth | accuracy, all | NLL | ECE | mean σ of a pair"
     print(
         f"{given.pairs} pairs with 9 votes each, {given.epochs:g} epochs; {given.heldout} held-out pairs; "
@@ -260,8 +333,8 @@ def main() -> None:
         compare_losses(given, heldout)
 
 
-def compare_losses(given: argparse.Namespace, heldout: Examples) -> None:
-    """A row per loss."""
+def features(given: argparse.Namespace, heldout: Examples) -> tuple[FeaturePairs, FeaturePairs]:
+    """What the losses learn from, and what they are measured on."""
     engine = VisionLanguageEngine.from_pretrained(
         given.model, feature_bytes=1 << 20, max_tokens_per_batch=1 << 15
     )
@@ -270,7 +343,12 @@ def compare_losses(given: argparse.Namespace, heldout: Examples) -> None:
         given.cache.mkdir(parents=True, exist_ok=True)
         cache = [given.cache / f"{name}.safetensors" for name in ("train", "heldout")]
     train = kept_features(engine, shapes_pairs(given.seed, given.pairs), cache[0])
-    held = kept_features(engine, heldout, cache[1])
+    return train, kept_features(engine, heldout, cache[1])
+
+
+def compare_losses(given: argparse.Namespace, heldout: Examples) -> None:
+    """A row per loss."""
+    train, held = features(given, heldout)
     for task in LOSSES:
         judge = train_head(task, train, given.epochs, given.lr, given.seed)
         found = judge_pairs(judge, [held.rows(torch.arange(given.heldout))], TASKS[task])
