@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from visalign.config import flatten
 from visalign.signals import Stopped
+from visalign.training.loop.best import best_of
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.monitor import said_by_monitor
 from visalign.training.loop.runtime import peak_memory_bytes
@@ -160,6 +161,7 @@ def build_trainer(
             keep_checkpoints=length.keep_checkpoints,
             evaluate_every=config.evaluation.every,
             max_seconds=length.max_seconds,
+            best_by=length.best_by,
             monitor=getattr(config, "monitor", None),
             config=asdict(config),
             free_keys=FREE_KEYS,
@@ -241,7 +243,7 @@ class PolicyRun(Job):
         from visalign.training.loop.sharding import whole_state
 
         begin = time.perf_counter()
-        with self.trainer.averaged():
+        with self.trainer.result():
             with whole_state(self.policy.module), no_loading_bars():
                 if before is not None:
                     self.policy.save(result_folder(self.config, self.output))
@@ -273,7 +275,7 @@ class PolicyRun(Job):
             **self.counts(result.counters),
         }
         spent = costs if self.seen is None else {**costs, "heldout_prompts_trained_on": self.seen}
-        spent = {**spent, "warnings": warnings}
+        spent = {**spent, "warnings": warnings, **best_of(self.config.run.best_by, result.counters.own)}
         shared: dict[str, Any] = {"config": asdict(self.config), "versions": found}
         path = write_summary(output / "summary.json", before=before, after=after, costs=spent, **shared)
         accuracy = math.nan

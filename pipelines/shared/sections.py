@@ -207,6 +207,10 @@ class RunConfig(MachineConfig):
     """Iterations between two checkpoints."""
     keep_checkpoints: Count = 2
     """Newest checkpoints that are kept."""
+    best_by: str | None = None
+    """A metric of the evaluations on the way, such as heldout/accuracy or heldout/REWARD: the weights of the
+    highest, or behind "-" the lowest, are the run's result. Of a reward that is not trained on: one judge
+    is learnt from, another decides. null: the last ones are the result."""
     trackers: list[str] = field(default_factory=list)
     """Trackers of accelerate besides metrics.jsonl: tensorboard, wandb, ..."""
 
@@ -225,6 +229,7 @@ FREE_KEYS = (
     "run.max_seconds",
     "run.checkpoint_every",
     "run.keep_checkpoints",
+    "run.best_by",
     "run.trackers",
     "run.sharding",
     *(f"monitor.{rule}.{limit.name}" for rule in ("warn", "stop") for limit in fields(MonitorLimits)),

@@ -25,6 +25,7 @@ from visalign.pipelines.shared.run_folder import fingerprint, summary_json, writ
 from visalign.pipelines.shared.sections import ConvexDAConfig, Count, Dtype, Natural, RunConfig, Share
 from visalign.schema import STRICT
 from visalign.text.steps import StepReading
+from visalign.training.loop.best import best_of
 from visalign.training.loop.optimizer import AdamWSettings
 from visalign.versions import versions
 
@@ -216,7 +217,7 @@ class ProcessRun(Job):
     def after(self, before: dict[str, Any], result: TrainResult, measuring: float) -> dict[str, Any]:
         """Measure, save the model, write the summary."""
         begin, is_first = time.perf_counter(), self.trainer.accelerator.is_main_process
-        with self.trainer.averaged():
+        with self.trainer.result():
             after = self.measure()
             measuring += time.perf_counter() - begin
             if is_first:
@@ -231,6 +232,7 @@ class ProcessRun(Job):
             "records_left_out": len(self.texts.texts) - learnt,
             "samples": result.counters.samples,
             **self.costs(result, measuring),
+            **best_of(self.config.run.best_by, result.counters.own),
             "config": asdict(self.config),
             "versions": versions(),
         }

@@ -14,6 +14,7 @@ from visalign.atomic import write_atomic
 from visalign.pipelines.shared.job import Job, build_trainer, run_job
 from visalign.pipelines.shared.parts import build_accelerator, ends_by
 from visalign.pipelines.shared.run_folder import check_unchanged, summary_json, write_once
+from visalign.training.loop.best import best_of
 from visalign.versions import versions
 
 from .card import reward_card
@@ -128,7 +129,7 @@ class RewardRun(Job):
     def after(self, before: dict[str, Any], result: TrainResult, measuring: float) -> dict[str, Any]:
         """Measure, save the judge with its card, write the summary."""
         begin, is_first = time.perf_counter(), self.trainer.accelerator.is_main_process
-        with self.trainer.averaged():
+        with self.trainer.result():
             after = self.measure(final=True)
             measuring += time.perf_counter() - begin
             if is_first:
@@ -140,6 +141,7 @@ class RewardRun(Job):
             "examples": result.counters.samples,
             "epochs": result.counters.samples / self.examples,
             **self.costs(result, measuring),
+            **best_of(self.config.run.best_by, result.counters.own),
             "trainable_parameters": sum(p.numel() for _, p in self.trainer.weights.named),
             "config": asdict(self.config),
             "versions": versions(),

@@ -63,17 +63,18 @@ class EMA:
             self._average[name].lerp_(parameter.float(), 1.0 - decay)
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Inside the block the parameters hold the average; afterwards their own values again, bit for
-        bit."""
-        if self._follows:
+    def applied(self, state: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+        """Inside the block the parameters hold the average, or an earlier `state` of it; afterwards their own
+        values again, bit for bit."""
+        if self._follows and state is None:
             yield
             return
+        average = self._average if state is None else state
         kept = [p.detach().clone() for _, p in self._parameters]
         try:
             with torch.no_grad():
                 for name, parameter in self._parameters:
-                    parameter.copy_(self._average[name])
+                    parameter.copy_(like(average[name], parameter))
             yield
         finally:
             with torch.no_grad():

@@ -119,9 +119,10 @@ def whole_tensors(named: Mapping[str, Tensor], accelerator: Accelerator) -> dict
 
 
 def like(value: Tensor, other: Tensor) -> Tensor:
-    """A whole tensor, equal on all processes, on the other's device and divided as it is."""
+    """A whole tensor, equal on all processes, or one that is divided already, on the other's device and
+    divided as it is."""
     value = value.to(other.device)
-    if not isinstance(other, DTensor):
+    if not isinstance(other, DTensor) or isinstance(value, DTensor):
         return value
     return distribute_tensor(value, other.device_mesh, other.placements, src_data_rank=None)
 

@@ -30,6 +30,7 @@ from visalign.locks import LOCK, hold
 from visalign.signals import InterruptFlag
 
 from . import checkpoint
+from .best import BEST, check_best_by, leads
 from .ema import EMA
 from .metrics import MetricsFile
 from .monitor import Monitor, MonitorSettings
@@ -187,6 +188,9 @@ class RunSettings:
     max_seconds: float | None = None
     """Stop at the end of the iteration in which the run's training time reaches this; where that is depends
     on the machine, so two such runs may differ in length."""
+    best_by: str | None = None
+    """A metric of the evaluations on the way: the weights of the highest, or behind "-" the lowest, are the
+    result (`Trainer.result`); None: the last ones are."""
     monitor: MonitorSettings | None = None
     """What warns and stops while the policy moves; None: nothing."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -218,7 +222,8 @@ class Trainer(Generic[A]):
         progress: where the records are shown.
 
     Raises:
-        UserError: nothing is trainable, or accelerate is set to divide gradients or to another precision.
+        UserError: nothing is trainable, accelerate is set to divide gradients or to another precision, or
+            `best_by` has no evaluations to go by.
     """
 
     def __init__(
@@ -233,6 +238,11 @@ class Trainer(Generic[A]):
         self.algorithm, self.run, self.evaluate = algorithm, run, evaluate
         self.accelerator = algorithm.accelerator
         check_accelerator(self.accelerator)
+        if run.best_by is not None and (evaluate is None or not run.evaluate_every):
+            raise UserError(
+                f"run.best_by is {run.best_by!r}, and nothing is evaluated on the way. Set evaluation.every "
+                "to the iterations between two evaluations, or leave best_by out."
+            )
         settings = OptimizerSettings() if optimizer is None else optimizer
         named = list(algorithm.parameters())
         if not named:
@@ -331,7 +341,9 @@ class Trainer(Generic[A]):
             **updated,
             **self._passes(algorithm.forward_equivalents() - spent, samples),
         }
-        record |= self._evaluated()
+        if evaluated := self._evaluated():
+            record |= evaluated
+            self._keep_best(record)
         return {**record, **self.monitor.follow(record, counters.own), **self._timed(samples)}
 
     def _update(self, experience: Any) -> tuple[dict[str, float], list[dict[str, float]]]:
@@ -409,6 +421,15 @@ class Trainer(Generic[A]):
                 found = self.evaluate(iteration)
         return {f"heldout/{name}": value for name, value in found.items()}
 
+    def _keep_best(self, record: Mapping[str, Any]) -> None:
+        """Keep the averaged weights where this evaluation is the best so far, as the first process sees
+        it."""
+        by, own = self.run.best_by, self.counters.own
+        check_best_by(by, record)
+        if by is not None and self._agreed(self.accelerator.is_main_process and leads(by, record, own)):
+            kept = {name: value.detach().clone() for name, value in self.ema.state().items()}
+            self.context.tensors[BEST] = kept
+
     def _timed(self, samples: int) -> dict[str, float]:
         """Seconds of the iteration that ends now, in all and by phase; they are added to the counters."""
         seconds = self.clock.take()
@@ -437,14 +458,20 @@ class Trainer(Generic[A]):
         return bool(self.accelerator.reduce(said, "sum").any())  # type: ignore[union-attr]
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Inside the block the model has the averaged weights; afterwards its own again, bit for bit."""
+    def averaged(self, state: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+        """Inside the block the model has the averaged weights, or those of `state`; afterwards its own again,
+        bit for bit."""
         try:
-            with self.ema.applied():
+            with self.ema.applied(state):
                 self.weights.round()
                 yield
         finally:
             self.weights.round()
+
+    def result(self) -> AbstractContextManager[None]:
+        """Inside, the model has the weights that the run leaves: the averaged ones, with `best_by` those of
+        the best evaluation."""
+        return self.averaged(None if self.run.best_by is None else self.context.tensors.get(BEST))
 
     def save(self) -> None:
         """Write a checkpoint of the present state (main process; the others wait).

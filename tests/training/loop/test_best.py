@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of the best evaluation are the result: another judge decides than is learnt from."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.training.pictures import toy_trainer
+from visalign.errors import UserError
+from visalign.training import read_metrics
+
+VALUES = {1: 0.2, 2: math.nan, 3: 0.7, 4: 0.7, 5: 0.1}
+
+
+def _trainer(folder: Path, by: str | None, iterations: int = 5, every: int = 1, **optimizer: Any) -> Any:
+    def evaluate(iteration: int) -> dict[str, float]:
+        return {"other": VALUES[iteration], "accuracy": 0.5}
+
+    return toy_trainer(
+        folder,
+        optimizer={"ema_decay": 0.0, "ema_every": 1, **optimizer},
+        run={"iterations": iterations, "evaluate_every": every, "best_by": by, "free_keys": ("best_by",)},
+        evaluate=evaluate,
+    )
+
+
+def _weights(trainer: Any) -> Tensor:
+    return torch.cat([p.detach().flatten().clone() for _, p in trainer.weights.named])
+
+
+def _result(trainer: Any) -> Tensor:
+    with trainer.result():
+        return _weights(trainer)
+
+
+@pytest.mark.parametrize(("by", "best"), [("heldout/other", 3), ("-heldout/other", 5), (None, 5)])
+@pytest.mark.parametrize("ema", [{}, {"ema_decay": 0.5}])
+def test_the_weights_of_the_best_evaluation_are_the_result(
+    tmp_path: Path, by: str | None, best: int, ema: dict[str, Any]
+) -> None:
+    """Of equals the first, never one without a number."""
+    then, run = _trainer(tmp_path / "then", None, best, **ema), _trainer(tmp_path / "run", by, **ema)
+    then.train()
+    run.train()
+    with then.averaged():
+        expected = _weights(then)
+    last = _weights(run)
+    assert torch.equal(_result(run), expected)
+    assert torch.equal(_weights(run), last), "the run goes on with its own"
+    if by is not None:
+        known = {"by": by, "value": VALUES[best], "iteration": best}
+        assert run.counters.own["best"] == known
+
+
+def test_a_resumed_run_knows_the_best(tmp_path: Path) -> None:
+    whole = _trainer(tmp_path / "whole", "heldout/other")
+    whole.train()
+    _trainer(tmp_path / "cut", "heldout/other", 4).train()
+    rest = _trainer(tmp_path / "cut", "heldout/other")
+    assert rest.resume()
+    rest.train()
+    assert torch.equal(_result(rest), _result(whole)) and rest.counters.own["best"]["iteration"] == 3
+    other = _trainer(tmp_path / "cut", "-heldout/accuracy", 6)
+    VALUES[6] = 0.0
+    assert other.resume()
+    other.train()
+    assert other.counters.own["best"] == {"by": "-heldout/accuracy", "value": 0.5, "iteration": 6}
+    assert [r["heldout/other"] for r in read_metrics(tmp_path / "cut" / "metrics.jsonl")][-1] == 0.0
+
+
+def test_what_cannot_decide_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"best_by is 'heldout/other', and nothing is evaluated on the way"):
+        _trainer(tmp_path / "never", "heldout/other", every=0)
+    said = r"'heldout/othr', .*Did you mean 'heldout/other'.*They say heldout/other, heldout/accuracy;"
+    with pytest.raises(UserError, match=said):
+        _trainer(tmp_path / "unknown", "heldout/othr").train()
