@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from visalign.atomic import write_atomic
 from visalign.config import flatten
 from visalign.signals import Stopped
 from visalign.training.loop.best import best_of
@@ -23,7 +24,7 @@ from visalign.training.loop.runtime import peak_memory_bytes
 from visalign.versions import versions
 
 from .parts import Records, check_alike, evenly_spaced, heldout_metrics, no_loading_bars
-from .run_folder import check_unchanged, claimed, write_beginning
+from .run_folder import check_unchanged, claimed, summary_json, write_beginning, write_once
 from .sections import FREE_KEYS
 
 if TYPE_CHECKING:
@@ -298,6 +299,72 @@ class PolicyRun(Job):
             **shared,
         )
         return json.loads(path.read_text(encoding="utf-8"))
+
+
+JUDGE = "judge"
+"""Folder of a trained judge inside the run's folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeRun(Job):
+    """A judge that is measured on held-out labels before and after."""
+
+    measure: Callable[..., dict[str, Any]]
+    """(final) -> name -> number, of the weights that the judge has."""
+    heldout: int
+    """Examples that it measures on."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write the judge."""
+
+    @abstractmethod
+    def counts(self, result: TrainResult) -> dict[str, Any]:
+        """More entries of the summary."""
+
+    def notes(self) -> Any:
+        """What the card says of the weights, asked while the judge has those of the result."""
+
+    def write_card(self, summary: Mapping[str, Any], notes: Any, folder: Path) -> None:
+        """Beside the judge; by default none."""
+
+    def before(self) -> dict[str, Any]:
+        """The numbers before training: those of the file, or measured and written there."""
+        path, accelerator = self.output / "before.json", self.trainer.accelerator
+        is_known = path.is_file()
+        accelerator.wait_for_everyone()  # all have looked before one writes
+        if is_known:
+            return json.loads(path.read_text(encoding="utf-8"))
+        if self.heldout:
+            note = f"Measuring on {self.heldout} held-out examples before training."
+            self.trainer.progress.note(note)
+        before = self.measure()
+        if accelerator.is_main_process:
+            write_once(path, summary_json(before))
+        return before
+
+    def after(self, before: dict[str, Any], result: TrainResult, measuring: float) -> dict[str, Any]:
+        """Measure, save the judge with its card, write the summary."""
+        begin, is_first = time.perf_counter(), self.trainer.accelerator.is_main_process
+        with self.trainer.result():
+            after = self.measure(final=True)
+            measuring += time.perf_counter() - begin
+            if is_first:
+                self.save(self.output / JUDGE)
+            notes = self.notes()
+        summary = {
+            "before": before,
+            "after": after,
+            **self.costs(result, measuring),
+            **self.counts(result),
+            **best_of(self.config.run.best_by, result.counters.own),
+            "config": asdict(self.config),
+            "versions": versions(),
+        }
+        if is_first:
+            self.write_card(summary, notes, self.output / JUDGE)
+            write_atomic(self.output / "summary.json", summary_json(summary).encode())
+        return json.loads(summary_json(summary))
 
 
 def on_the_way(

@@ -5,8 +5,6 @@ labels of steps; measured on held-out prompts before and after, and saved as `pr
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, field
 from dataclasses import dataclass as plain_dataclass
@@ -15,19 +13,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic.dataclasses import dataclass
 
-from visalign.atomic import write_atomic
 from visalign.data.assets import resolve_model
 from visalign.data.sets.tables import read_rows
 from visalign.errors import UserError
-from visalign.pipelines.shared.job import Job, build_trainer, run_job
+from visalign.pipelines.shared.job import JudgeRun, build_trainer, run_job
 from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by, no_loading_bars
-from visalign.pipelines.shared.run_folder import fingerprint, summary_json, write_once
+from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.pipelines.shared.sections import ConvexDAConfig, Count, Dtype, Natural, RunConfig, Share
 from visalign.schema import STRICT
 from visalign.text.steps import StepReading
-from visalign.training.loop.best import best_of
 from visalign.training.loop.optimizer import AdamWSettings
-from visalign.versions import versions
 
 from .dpo import split_records
 
@@ -36,9 +31,6 @@ if TYPE_CHECKING:
     from visalign.training.process.trainer import StepTexts
 
 __all__ = ["TextProcessConfig", "plan", "run"]
-
-JUDGE = "judge"
-"""Folder of the trained classifier inside the run's folder."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -176,7 +168,7 @@ def _build(config: TextProcessConfig, output: Path) -> ProcessRun:
     )
     fit.judge, fit.rows = texts.judge, texts.rows
 
-    def measure() -> dict[str, float]:
+    def measure(*, final: bool = False) -> dict[str, float]:
         return asdict(measure_steps(heldout, config.data.batch)) if heldout.rows else {}
 
     return ProcessRun(
@@ -188,57 +180,34 @@ def _build(config: TextProcessConfig, output: Path) -> ProcessRun:
         model=model,
         tokenizer=tokenizer,
         measure=measure,
+        heldout=len(heldout.rows),
     )
 
 
 @plain_dataclass(frozen=True, kw_only=True)
-class ProcessRun(Job):
-    """A judge of steps that is measured on held-out records before and after."""
+class ProcessRun(JudgeRun):
+    """A judge of steps."""
 
     texts: StepTexts
     """To learn from."""
     model: Any
     tokenizer: Any
-    measure: Any
-    """() -> name -> number."""
 
-    def before(self) -> dict[str, Any]:
-        """The numbers before training: those of the file, or measured and written there."""
-        path, accelerator = self.output / "before.json", self.trainer.accelerator
-        is_known = path.is_file()
-        accelerator.wait_for_everyone()  # all have looked before one writes
-        if is_known:
-            return json.loads(path.read_text(encoding="utf-8"))
-        before = self.measure()
-        if accelerator.is_main_process:
-            write_once(path, summary_json(before))
-        return before
+    def save(self, folder: Path) -> None:
+        """As transformers reads it."""
+        with no_loading_bars():
+            self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
 
-    def after(self, before: dict[str, Any], result: TrainResult, measuring: float) -> dict[str, Any]:
-        """Measure, save the model, write the summary."""
-        begin, is_first = time.perf_counter(), self.trainer.accelerator.is_main_process
-        with self.trainer.result():
-            after = self.measure()
-            measuring += time.perf_counter() - begin
-            if is_first:
-                with no_loading_bars():
-                    self.model.save_pretrained(self.output / JUDGE)
-                self.tokenizer.save_pretrained(self.output / JUDGE)
+    def counts(self, result: TrainResult) -> dict[str, Any]:
+        """Records."""
         learnt = len(self.texts.rows)
-        summary = {
-            "before": before,
-            "after": after,
+        left_out = len(self.texts.texts) - learnt
+        return {
             "records": learnt,
-            "records_left_out": len(self.texts.texts) - learnt,
+            "records_left_out": left_out,
             "samples": result.counters.samples,
-            **self.costs(result, measuring),
-            **best_of(self.config.run.best_by, result.counters.own),
-            "config": asdict(self.config),
-            "versions": versions(),
         }
-        if is_first:
-            write_atomic(self.output / "summary.json", summary_json(summary).encode())
-        return json.loads(summary_json(summary))
 
 
 def plan(config: TextProcessConfig) -> Mapping[str, Any]:

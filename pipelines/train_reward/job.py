@@ -3,19 +3,15 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from visalign.atomic import write_atomic
-from visalign.pipelines.shared.job import Job, build_trainer, run_job
+from visalign.pipelines.shared.job import JUDGE, JudgeRun, build_trainer, run_job
 from visalign.pipelines.shared.parts import build_accelerator, ends_by
-from visalign.pipelines.shared.run_folder import check_unchanged, summary_json, write_once
-from visalign.training.loop.best import best_of
-from visalign.versions import versions
+from visalign.pipelines.shared.run_folder import check_unchanged
 
 from .card import reward_card
 from .config import ChecklistModel, HpModel, Hpsv3Model, IctModel, TrainRewardConfig
@@ -30,9 +26,6 @@ if TYPE_CHECKING:
     from .judges import TrainedJudge
 
 __all__ = ["JUDGE", "TrainRewardConfig", "plan", "run"]
-
-JUDGE = "judge"
-"""Folder of the trained judge inside the run's folder."""
 
 
 def run(config: TrainRewardConfig, output: Path, resume: bool = False) -> dict[str, Any]:
@@ -78,6 +71,7 @@ def _build(config: TrainRewardConfig, output: Path, resume: bool) -> RewardRun:
         fingerprints=inputs.fingerprints,
         judge=judge,
         measure=measure,
+        heldout=measure.size,
         examples=len(inputs.train),
     )
 
@@ -105,52 +99,34 @@ def build_judge(config: TrainRewardConfig, device: torch.device) -> TrainedJudge
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardRun(Job):
-    """A judge that is measured on held-out labels before and after."""
+class RewardRun(JudgeRun):
+    """A judge of pictures."""
 
     judge: TrainedJudge
-    measure: Measure
     examples: int
     """To learn from."""
 
-    def before(self) -> dict[str, Any]:
-        """The numbers before training: those of the file, or measured and written there."""
-        path, accelerator = self.output / "before.json", self.trainer.accelerator
-        is_known = path.is_file()
-        accelerator.wait_for_everyone()  # all have looked before one writes
-        if is_known:
-            return json.loads(path.read_text(encoding="utf-8"))
-        self.trainer.progress.note(f"Measuring on {self.measure.size} held-out examples before training.")
-        before = self.measure()
-        if accelerator.is_main_process:
-            write_once(path, summary_json(before))
-        return before
+    def save(self, folder: Path) -> None:
+        """With the words that it is asked with."""
+        self.judge.save(folder)
 
-    def after(self, before: dict[str, Any], result: TrainResult, measuring: float) -> dict[str, Any]:
-        """Measure, save the judge with its card, write the summary."""
-        begin, is_first = time.perf_counter(), self.trainer.accelerator.is_main_process
-        with self.trainer.result():
-            after = self.measure(final=True)
-            measuring += time.perf_counter() - begin
-            if is_first:
-                self.judge.save(self.output / JUDGE)
-            notes = self.judge.card_notes()
-        summary = {
-            "before": before,
-            "after": after,
-            "examples": result.counters.samples,
-            "epochs": result.counters.samples / self.examples,
-            **self.costs(result, measuring),
-            **best_of(self.config.run.best_by, result.counters.own),
+    def counts(self, result: TrainResult) -> dict[str, Any]:
+        """Examples seen, and what was trained."""
+        samples = result.counters.samples
+        return {
+            "examples": samples,
+            "epochs": samples / self.examples,
             "trainable_parameters": sum(p.numel() for _, p in self.trainer.weights.named),
-            "config": asdict(self.config),
-            "versions": versions(),
         }
-        if is_first:
-            card = reward_card(self.config, summary, self.examples, notes)
-            write_atomic(self.output / JUDGE / "README.md", card.encode())
-            write_atomic(self.output / "summary.json", summary_json(summary).encode())
-        return json.loads(summary_json(summary))
+
+    def notes(self) -> Any:
+        """What the card says of the weights."""
+        return self.judge.card_notes()
+
+    def write_card(self, summary: Mapping[str, Any], notes: Any, folder: Path) -> None:
+        """Beside the judge."""
+        card = reward_card(self.config, summary, self.examples, notes)
+        write_atomic(folder / "README.md", card.encode())
 
 
 def plan(config: TrainRewardConfig) -> Mapping[str, Any]:
