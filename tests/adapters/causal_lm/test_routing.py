@@ -45,6 +45,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         **LATENT,
     },
+    "deepseek_v3 of one group": {
+        "n_routed_experts": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 3,
+        "first_k_dense_replace": 1,
+        **LATENT,
+    },
 }
 """Softmax before and after the top-k, sigmoids with biases and groups of experts, dense layers between."""
 
@@ -53,12 +61,13 @@ def _mixture(family: str) -> PreTrainedModel:
     settings = {**tiny_config().to_dict(), **EXPERTS, **FAMILIES[family]}
     for key in ("model_type", "architectures", "transformers_version", "layer_types", "dtype"):
         settings.pop(key, None)
-    if family == "deepseek_v3":
+    kind = family.split()[0]
+    if kind == "deepseek_v3":
         settings |= {"num_key_value_heads": settings["num_attention_heads"]}
         settings.pop("head_dim")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).eval()
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).eval()
 
 
 def _policy(family: str = "qwen3_moe", **options: Any) -> CausalLMPolicy:

@@ -110,7 +110,8 @@ class _TopK(TorchFunctionMode):
         if scores.shape[-1] != self.experts:
             return found
         chosen = found.indices
-        if self.given is not None:
+        # with all experts in one group, the two best of the group are looked for first (DeepSeek-V3, GLM-4.5)
+        if self.given is not None and self.given.shape[-1] == chosen.shape[-1]:
             given = self.given.to(chosen.device).view_as(chosen)
             chosen = torch.where(given >= 0, given, chosen)
             found = torch.return_types.topk((scores.gather(-1, chosen), chosen))
