@@ -112,20 +112,38 @@ def run(config: TextProcessConfig, output: Path, resume: bool = False) -> dict[s
     return run_job(config, output, resume, _build)
 
 
-def _read(config: TextProcessConfig) -> tuple[Records, Records]:
-    """(learnt, measured) records."""
-    records = [row for _, row in read_rows(config.data.train)]
-    if not records:
+@plain_dataclass(frozen=True, kw_only=True)
+class StepRecords:
+    """Records and their numbers in the file, which messages name."""
+
+    rows: Records
+    numbers: list[int]
+
+
+def _read(config: TextProcessConfig) -> tuple[StepRecords, StepRecords]:
+    """What is learnt and what is measured, checked."""
+    from visalign.training.process.trainer import read_record
+
+    numbered = list(read_rows(config.data.train))
+    if not numbered:
         raise UserError(f"data.train: '{config.data.train}' has no record.")
-    for number, record in enumerate(records):
-        if "prompt" not in record:
-            raise UserError(f"data.train: record {number} of '{config.data.train}' has no prompt.")
-    learnt, measured = split_records(records, config.data.heldout, config.seed)
+    reading, outcomes = StepReading(separator=config.data.separator), config.learns == "outcomes"
+    try:
+        for number, record in numbered:
+            read_record(number, record, reading, outcomes=outcomes)
+    except UserError as error:
+        raise UserError(f"data.train: {error}") from error
+    prompts = [{"prompt": record["prompt"], "place": place} for place, (_, record) in enumerate(numbered)]
+    sides = split_records(prompts, config.data.heldout, config.seed)
+    learnt, measured = ([numbered[each["place"]] for each in side] for side in sides)
     if (settings := config.data.convex_da) is not None:
-        variants = settings.variants([record["prompt"] for record in learnt], config.seed)
+        variants = settings.variants([record["prompt"] for _, record in learnt], config.seed)
         pairs = zip(learnt, variants, strict=True)
-        learnt = [{**record, "prompt": prompt} for record, own in pairs for prompt in own]
-    return learnt, measured
+        learnt = [(n, {**record, "prompt": prompt}) for (n, record), own in pairs for prompt in own]
+    made = [
+        StepRecords(rows=[r for _, r in side], numbers=[n for n, _ in side]) for side in (learnt, measured)
+    ]
+    return made[0], made[1]
 
 
 def _build(config: TextProcessConfig, output: Path) -> ProcessRun:
@@ -155,12 +173,15 @@ def _build(config: TextProcessConfig, output: Path) -> ProcessRun:
     model.to(accelerator.device).train()
     reading = StepReading(separator=config.data.separator)
     try:
-        texts, heldout = (StepTexts(model, tokenizer, rows, reading=reading) for rows in (learnt, measured))
+        texts, heldout = (
+            StepTexts(model, tokenizer, side.rows, reading=reading, numbers=side.numbers)
+            for side in (learnt, measured)
+        )
     except UserError as error:
         raise UserError(f"data.train: {error}") from error
     if not texts.rows:
         raise UserError(
-            f"data.train: none of the {len(learnt)} records has a step and a finite reward or label."
+            f"data.train: none of the {len(learnt.rows)} records has a step and a finite reward or label."
         )
     moving = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     fit = LabelFit(
@@ -175,7 +196,7 @@ def _build(config: TextProcessConfig, output: Path) -> ProcessRun:
         config=config,
         output=output,
         trainer=build_trainer(config, output, fit, lambda _: measure(), shown=SHOWN_OF_A_JUDGE),
-        fingerprints={"data.train": fingerprint([*learnt, *measured])},
+        fingerprints={"data.train": fingerprint([*learnt.rows, *measured.rows])},
         texts=texts,
         model=model,
         tokenizer=tokenizer,
@@ -213,9 +234,10 @@ class ProcessRun(JudgeRun):
 def plan(config: TextProcessConfig) -> Mapping[str, Any]:
     """What a job would learn from, in groups of entries."""
     learnt, measured = _read(config)
-    batches = -(-len(learnt) // config.data.batch)
+    train, heldout = len(learnt.rows), len(measured.rows)
+    batches = -(-train // config.data.batch)
     return {
-        "records": {"train": len(learnt), "heldout": len(measured), "per_update": config.data.batch},
+        "records": {"train": train, "heldout": heldout, "per_update": config.data.batch},
         "length": {
             "iterations": config.run.iterations,
             "updates_at_most": config.run.iterations * batches,

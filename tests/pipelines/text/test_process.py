@@ -131,8 +131,8 @@ def test_labels_of_steps_train_the_other_kind(inputs: Path, tmp_path: Path) -> N
 def test_prompts_are_changed_where_they_are_learnt_from_alone(inputs: Path, tmp_path: Path) -> None:
     (tmp_path / "words.json").write_text(json.dumps({f"q{n}": [f"Q{n}", f"question {n}"] for n in range(12)}))
     changed = _config(inputs, f"data.convex_da={{synonyms: {tmp_path}/words.json}}")
-    learnt, measured = _read(changed)
-    plain, same = _read(_config(inputs))
+    learnt, measured = (side.rows for side in _read(changed))
+    plain, same = (side.rows for side in _read(_config(inputs)))
     assert measured == same and {r["prompt"] for r in plain}.isdisjoint(r["prompt"] for r in learnt)
     assert len(plain) < len(learnt) <= 2 * len(plain) and {r["completion"] for r in learnt} >= {*TEXTS}
     file = tmp_path / "chat.jsonl"
@@ -156,8 +156,10 @@ def test_what_it_would_do_and_what_it_refuses(inputs: Path, tmp_path: Path) -> N
         load_config(TextGRPOConfig, None, ["process.model=x", "process.coefficient=0"])
     for lines, message in (
         ([], "has no record"),
-        ([{"completion": "a"}], "data.train: record 0 of .* has no prompt"),
-        ([{"prompt": "q", "completion": "a"}] * 2, "data.train: Record 0 has no reward; its keys are"),
+        ([{"completion": "a"}], "data.train: Record 1 has no prompt, reward; its keys are completion"),
+        ([{"prompt": "q", "completion": "a"}] * 2, "data.train: Record 1 has no reward; its keys are"),
+        ([*JUDGED[:3], {**JUDGED[0], "completion": None}], "The completion of record 4 is None; needed is"),
+        ([*JUDGED[:9], {**JUDGED[8], "completion": "a" * 60}], r"Record 10 has 6\d tokens; the model reads"),
         ([{**JUDGED[0], "reward": None}], "none of the 1 records has a step and a finite reward"),
     ):
         file = tmp_path / "bad.jsonl"

@@ -282,6 +282,15 @@ def test_judged_completions_that_cannot_be_used() -> None:
         ({"prompt": "q", "steps": ["1"], "labels": [1]}, "Record 0 has no completion, reward; its keys are"),
         ({"prompt": "q", "completion": "1", "reward": "1"}, "The reward of record 0 is '1'; give a number"),
         (
+            {"prompt": "q", "completion": "1", "reward": [1]},
+            r"The reward of record 0 is \[1\]; give a number",
+        ),
+        ({"prompt": "q", "completion": None, "reward": 1}, "The completion of record 0 is None; needed is"),
+        (
+            {"prompt": [], "completion": "1", "reward": 1},
+            r"The prompt of record 0 is \[\]; needed is text, or",
+        ),
+        (
             {"prompt": "q", "completion": "1" * 130, "reward": 1},
             "has 132 tokens; the model reads at most 128",
         ),
@@ -299,6 +308,10 @@ def test_judged_completions_that_cannot_be_used() -> None:
         ({"prompt": "q", "completions": ["1"], "labels": [1]}, "has no steps; its keys are prompt, comp"),
         ({"prompt": "q", "steps": [], "labels": []}, r"has the steps \[\]; needed is a list of at least one"),
         ({"prompt": "q", "steps": "1", "labels": [1]}, "has the steps '1'; needed is a list"),
+        ({"prompt": "q", "steps": None, "labels": [1]}, "has the steps None; needed is a list"),
+        ({"prompt": "q", "steps": [1], "labels": [1]}, "Record 1 has the step 1; needed are texts"),
+        ({"prompt": "q", "steps": ["1"], "labels": None}, "Record 1 has the labels None; needed is a list"),
+        ({"prompt": None, "steps": ["1"], "labels": [1]}, "The prompt of record 1 is None; needed is text"),
         ({"prompt": "q", "steps": ["1", "2"], "labels": [1]}, "has 2 steps and 1 labels; give one label per"),
         ({"prompt": "q", "steps": ["1", " "], "labels": [1, 1]}, "Step 1 of record 1 is empty"),
         ({"prompt": "q", "steps": ["1\n2"], "labels": [1]}, r"Step 0 of record 1 holds the separator '\\n'"),

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,7 @@ class StepTexts:
         reading: separator, and marker if the model reads another.
         max_length: longest text in tokens; the model's own limit when None.
         right_label: which of two labels means right.
+        numbers: of the records, in messages; 0, 1, ... when None.
 
     Raises:
         UserError: a record that cannot be used, by its number.
@@ -85,6 +86,7 @@ class StepTexts:
         reading: StepReading | None = None,
         max_length: int | None = None,
         right_label: int = 1,
+        numbers: Sequence[int] | None = None,
     ) -> None:
         self.model, self.right_label = model, right_label
         config = getattr(model, "config", None)
@@ -93,9 +95,9 @@ class StepTexts:
         limit = getattr(config, "max_position_embeddings", None)
         longest = min(bound for bound in (max_length, limit, math.inf) if bound is not None)
         self.texts: list[tuple[StepTokens, Tensor]] = []
-        read = _read_outcome if self.sums else _read_record
-        for number, record in enumerate(records):
-            steps, labels = read(number, record, encoder.reading)
+        named = range(len(records)) if numbers is None else numbers
+        for number, record in zip(named, records, strict=True):
+            steps, labels = read_record(number, record, encoder.reading, outcomes=self.sums)
             tokens = encoder.encode(record["prompt"], steps)
             if len(tokens.ids) > longest:
                 raise UserError(
@@ -201,31 +203,61 @@ def measure_steps(texts: StepTexts, batch_size: int = 16) -> LabelReport:
         texts.model.train(was_training)
 
 
+def read_record(
+    number: int, record: StepRecord, reading: StepReading, *, outcomes: bool
+) -> tuple[list[str], list[float]]:
+    """Steps of a record without separators, and their labels, or the outcome of all; NaN where there is none.
+
+    Raises:
+        UserError: a record that cannot be used, by its number.
+    """
+    needed = ("prompt", "completion", "reward") if outcomes else ("prompt", "steps", "labels")
+    if missing := [key for key in needed if key not in record]:
+        learns = (
+            'A progress estimator (num_labels=1) learns from "prompt", "completion" and "reward", as the '
+            "dataset.jsonl of text_sample with selection.rule=all has them."
+            if outcomes
+            else 'Needed are "prompt", "steps" and "labels" (TRL calls the steps "completions").'
+        )
+        raise UserError(
+            f"Record {number} has no {', '.join(missing)}; its keys are {', '.join(map(str, record))}. "
+            f"{learns}"
+        )
+    if not _is_prompt(record["prompt"]):
+        raise UserError(
+            f"The prompt of record {number} is {record['prompt']!r}; needed is text, or a list of messages "
+            'with "role" and "content".'
+        )
+    return (_read_outcome if outcomes else _read_steps)(number, record, reading)
+
+
+def _is_prompt(prompt: Any) -> bool:
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        return isinstance(prompt, str)
+    return bool(prompt) and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in prompt)
+
+
 def _read_outcome(number: int, record: StepRecord, reading: StepReading) -> tuple[list[str], list[float]]:
     """Steps of a judged completion, and its reward, NaN where it has none or there is no step."""
-    if missing := [key for key in ("prompt", "completion", "reward") if key not in record]:
-        raise UserError(
-            f"Record {number} has no {', '.join(missing)}; its keys are {', '.join(map(str, record))}. A "
-            'progress estimator (num_labels=1) learns from "prompt", "completion" and "reward", as the '
-            "dataset.jsonl of text_sample with selection.rule=all has them."
-        )
-    reward, steps = record["reward"], reading.split(record["completion"])
-    if isinstance(reward, str):
+    reward, completion = record["reward"], record["completion"]
+    if not isinstance(completion, str):
+        raise UserError(f"The completion of record {number} is {completion!r}; needed is text.")
+    if not (reward is None or isinstance(reward, SupportsFloat)):
         raise UserError(f"The reward of record {number} is {reward!r}; give a number, or null for none.")
+    steps = reading.split(completion)
     outcome = math.nan if reward is None or not steps else float(reward)
     return steps, [outcome if math.isfinite(outcome) else math.nan]
 
 
-def _read_record(number: int, record: StepRecord, reading: StepReading) -> tuple[list[str], list[float]]:
+def _read_steps(number: int, record: StepRecord, reading: StepReading) -> tuple[list[str], list[float]]:
     """Steps without separators, and labels as numbers, NaN for None."""
-    if missing := [key for key in ("prompt", "steps", "labels") if key not in record]:
-        raise UserError(
-            f"Record {number} has no {', '.join(missing)}; its keys are {', '.join(map(str, record))}. "
-            'Needed are "prompt", "steps" and "labels" (TRL calls the steps "completions").'
-        )
     steps, labels = record["steps"], record["labels"]
-    if isinstance(steps, str) or not len(steps):
+    if isinstance(steps, str) or not hasattr(steps, "__len__") or not len(steps):
         raise UserError(f"Record {number} has the steps {steps!r}; needed is a list of at least one text.")
+    if others := [step for step in steps if not isinstance(step, str)]:
+        raise UserError(f"Record {number} has the step {others[0]!r}; needed are texts.")
+    if isinstance(labels, str) or not hasattr(labels, "__len__"):
+        raise UserError(f"Record {number} has the labels {labels!r}; needed is a list, one label per step.")
     if len(steps) != len(labels):
         raise UserError(
             f"Record {number} has {len(steps)} steps and {len(labels)} labels; give one label per step, None "
@@ -247,7 +279,7 @@ def _read_record(number: int, record: StepRecord, reading: StepReading) -> tuple
 def _read_label(number: int, place: int, label: Any) -> float:
     if label is None:
         return math.nan
-    if isinstance(label, str) or not 0 <= label <= 1:
+    if not isinstance(label, SupportsFloat) or not 0 <= float(label) <= 1:
         raise UserError(
             f"Label {place} of record {number} is {label!r}; allowed are 1 (right), 0 (wrong), a share "
             "between them, or None."
