@@ -207,7 +207,8 @@ def next_command(folder: Path) -> str:
     """What to do with a run's results: draw pictures, sample or train on completions, measure a judge."""
     lora, model = folder / "lora", folder / "model"
     if (folder / "dataset.jsonl").exists():
-        return shlex.join(["visalign", "train", "text_sft", f"data.train={folder / 'dataset.jsonl'}"])
+        made_by = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        return shlex.join(["visalign", "train", "text_sft", *_learnt_from_samples(folder, made_by)])
     if (folder / "judge" / "config.json").exists() and (folder / "config.yaml").exists():
         made_by = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         if made_by.get("pipeline") == "text_process":
@@ -229,6 +230,26 @@ def next_command(folder: Path) -> str:
         drawn = ["--model", base, "--lora", str(lora)] if lora.exists() else ["--model", str(model)]
         return 'visalign sample "a red circle" ' + shlex.join([*drawn, "--output", str(folder / "pictures")])
     return "visalign evaluate --help"
+
+
+def _learnt_from_samples(folder: Path, made_by: Mapping[str, Any]) -> list[str]:
+    """Keys of text_sft for what text_sample kept: its model, and where it asked about pictures its question
+    and rewards."""
+    from visalign.pipelines.text.config import TextModelConfig
+
+    model, data = made_by["model"]["path"], made_by["data"]
+    keys = [f"data.train={folder / 'dataset.jsonl'}"]
+    if model != TextModelConfig().path:
+        keys.insert(0, f"model.path={model}")
+    if data["question"] is not None:
+        terms = made_by["rewards"]["terms"].items()
+        rewards = {label: {k: term[k] for k in ("name", "options") if term[k]} for label, term in terms}
+        keys += [
+            f"data.heldout={data['train'] if data['train'].startswith('shapes:') else 'HELDOUT'}",
+            f"data.question={json.dumps(data['question'])}",
+            f"evaluation={json.dumps({'rewards': rewards, 'correctness': None})}",
+        ]
+    return keys
 
 
 def show_scores(rows: Sequence[ScoreRow], form: str, output: Path | None) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from visalign.pipelines.cli.show import before_after, next_command, result_files
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, TrainingInterrupted, plan, run
 from visalign.pipelines.flow_grpo.plan import planned_cost
 from visalign.pipelines.shared.parts import evenly_spaced
+from visalign.pipelines.text.sft import TextSFTConfig
 from visalign.training.loop.checkpoint import CheckpointError, step_folder
 from visalign.training.loop.metrics import read_metrics, without_times
 from visalign.training.loop.trainer import Trainer
@@ -161,7 +163,7 @@ def test_the_closing_panel_shows_what_the_run_wrote(finished):
 @pytest.mark.parametrize(
     ("left", "then"),
     [
-        (["dataset.jsonl"], "visalign train text_sft data.train={0}/dataset.jsonl"),
+        (["dataset.jsonl"], "visalign train text_sft model.path=my/sd3 data.train={0}/dataset.jsonl"),
         (["model/config.json", "judge/x"], "visalign train text_sample model.path={0}/model"),
         (["lora/adapter_config.json"], "Open {0}/report.html"),
         (["lora/x"], 'visalign sample "a red circle" --model my/sd3 --lora {0}/lora --output {0}/pictures'),
@@ -173,11 +175,25 @@ def test_the_closing_panel_shows_what_the_run_wrote(finished):
     ],
 )
 def test_what_to_do_next_fits_what_the_run_made(tmp_path, left, then):
-    (tmp_path / "config.yaml").write_text("model: {path: my/sd3}")
+    (tmp_path / "config.yaml").write_text("model: {path: my/sd3}\ndata: {question: null}")
     for name in left:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert next_command(tmp_path) == then.format(tmp_path)
+
+
+def test_answers_about_pictures_are_learnt_by_what_gave_them(tmp_path):
+    (tmp_path / "dataset.jsonl").touch()
+    terms = "terms: {rating: {name: null, options: {rule: regression}, weight: 1.0}}"
+    for source, heldout in (("shapes:quality", "shapes:quality"), ("rated.jsonl", "HELDOUT")):
+        data = f"data: {{train: '{source}', question: 'Rate: 1'}}"
+        (tmp_path / "config.yaml").write_text(f"model: {{path: shapes-vlm}}\n{data}\nrewards: {{{terms}}}")
+        command = shlex.split(next_command(tmp_path))
+        assert command[:4] == ["visalign", "train", "text_sft", "model.path=shapes-vlm"]
+        made = load_config(TextSFTConfig, None, command[3:])
+        assert made.data.train == f"{tmp_path}/dataset.jsonl"
+        assert (made.data.heldout, made.data.question) == (heldout, "Rate: 1")
+        assert made.evaluation.rewards["rating"].options == {"rule": "regression"}
 
 
 def test_a_judge_of_steps_goes_to_a_policy(tmp_path):
