@@ -151,6 +151,7 @@ def _build(config: TextProcessConfig, output: Path) -> ProcessRun:
     import torch
     from transformers import AutoModelForTokenClassification, AutoTokenizer
 
+    from visalign.adapters.causal_lm.loading import from_pretrained
     from visalign.rewards.weights.checkpoint_files import quiet_loading
     from visalign.training.loop.progress import SHOWN_OF_A_JUDGE
     from visalign.training.process.label_fit import FitSettings, LabelFit
@@ -161,10 +162,9 @@ def _build(config: TextProcessConfig, output: Path) -> ProcessRun:
     folder, labels = str(resolve_model(config.model.path)), 1 if config.learns == "outcomes" else 2
     with quiet_loading(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        model: Any = AutoModelForTokenClassification.from_pretrained(
-            folder, num_labels=labels, dtype=getattr(torch, config.model.dtype)
-        )
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        given = {"num_labels": labels, "dtype": getattr(torch, config.model.dtype)}
+        model: Any = from_pretrained(AutoModelForTokenClassification, folder, **given)
+        tokenizer = from_pretrained(AutoTokenizer, folder)
     head = {
         name for name, _ in model.named_parameters() if not name.startswith(model.base_model_prefix + ".")
     }
