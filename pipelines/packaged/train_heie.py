@@ -32,8 +32,8 @@ from visalign.rewards.questions.reward_dance import EXPLAIN
 from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.template import JudgeSettings
 from visalign.training import AdamWSettings, Algorithm, RunSettings, Trainer
+from visalign.training.loop.algorithm import Collected, Context
 from visalign.training.loop.processes import accelerator_of, one_process
-from visalign.training.loop.trainer import Collected, Context
 
 from .heie import HeiePlan, faults_data, heie_card, heie_measures, shapes_faults
 from .stage import SURROUNDINGS

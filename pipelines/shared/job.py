@@ -30,7 +30,7 @@ from .sections import FREE_KEYS
 if TYPE_CHECKING:
     from visalign.evaluation import HeldoutResult
     from visalign.training import Trainer, TrainResult
-    from visalign.training.loop.trainer import Counters
+    from visalign.training.loop.algorithm import Counters
 
     from .grids import SampleGrids
 

@@ -9,6 +9,7 @@ from .diffusion.flow_grpo import FlowGRPO
 from .diffusion.regression import VelocityRegression
 from .diffusion.reward_gradient import RewardGradient
 from .diffusion.settings import DiffusionObjectiveSettings, RolloutSettings
+from .loop.algorithm import Algorithm, Counters
 from .loop.checkpoint import CheckpointError
 from .loop.judging import RewardFailure
 from .loop.metrics import METRICS, read_metrics
@@ -17,7 +18,7 @@ from .loop.optimizer import AdamWSettings, OptimizerSettings
 from .loop.progress import TrainingProgress
 from .loop.runtime import end_processes, peak_memory_bytes
 from .loop.sampler import PromptSampler, check_batch_algebra
-from .loop.trainer import Algorithm, Counters, RunSettings, Trainer, TrainResult
+from .loop.trainer import RunSettings, Trainer, TrainResult
 from .policy.settings import ObjectiveSettings
 from .reward.settings import RewardObjectiveSettings, RewardOptimizerSettings
 from .reward.trainer import RewardModeling

@@ -21,8 +21,9 @@ from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, load_code, plan, ru
 from visalign.pipelines.shared.job import PolicyRun
 from visalign.pipelines.shared.run_folder import FINGERPRINTS, check_unchanged, write_once
 from visalign.rewards import RewardError
+from visalign.training.loop.algorithm import Counters
 from visalign.training.loop.checkpoint import CheckpointError
-from visalign.training.loop.trainer import Counters, TrainResult
+from visalign.training.loop.trainer import TrainResult
 
 SMALL = (
     "rollout={prompts_per_iteration: 3, group_size: 4, steps: 3}",

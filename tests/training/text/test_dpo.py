@@ -18,9 +18,10 @@ from visalign.adapters.causal_lm.lora import text_lora
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.core.preference.direct import DIRECT, implicit_reward
 from visalign.errors import UserError
+from visalign.training.loop.algorithm import Context, Counters
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.optimizer import OptimizerSettings
-from visalign.training.loop.trainer import Context, Counters, PhaseClock, RunSettings, Trainer
+from visalign.training.loop.trainer import PhaseClock, RunSettings, Trainer
 from visalign.training.text.dpo import DPO, DPOSettings
 
 PAIRS = [

@@ -38,10 +38,10 @@ from visalign.flow.transitions import Kernel
 from visalign.flow.windows import window_places
 from visalign.interfaces import Condition, DiffusionPolicy
 from visalign.seeds import sample_seed
+from visalign.training.loop.algorithm import Collected, Context
 from visalign.training.loop.judging import Ahead, reward_weights
 from visalign.training.loop.processes import shared, unshared
 from visalign.training.loop.sharding import at_most, shard
-from visalign.training.loop.trainer import Collected, Context
 from visalign.training.policy.settings import MATRIX_ADVANTAGES, away_from_reference
 from visalign.training.policy.update import (
     PolicyStep,

@@ -18,6 +18,7 @@ from visalign.flow.rollout import asked_of, decoded, rollout
 from visalign.flow.trajectory import Trajectory, joined_trajectories
 from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores
 from visalign.seeds import sample_seed
+from visalign.training.loop.algorithm import Algorithm, Context
 from visalign.training.loop.judging import (
     Judging,
     check_failures,
@@ -30,7 +31,6 @@ from visalign.training.loop.processes import Shares, accelerator_of
 from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import Batch, PromptSampler
 from visalign.training.loop.sharding import whole
-from visalign.training.loop.trainer import Algorithm, Context
 from visalign.training.policy.balance import RewardBalance
 from visalign.training.policy.constraints import RewardConstraints
 from visalign.training.policy.reference import Reference

@@ -30,10 +30,10 @@ from visalign.flow.noise import initial_noise
 from visalign.flow.rollout import velocity_of
 from visalign.interfaces import Condition, DiffusionPolicy
 from visalign.seeds import sample_seed
+from visalign.training.loop.algorithm import Collected, Context
 from visalign.training.loop.ema import EMA
 from visalign.training.loop.judging import reward_weights
 from visalign.training.loop.processes import shared, unshared
-from visalign.training.loop.trainer import Collected, Context
 from visalign.training.policy.update import split_updates
 
 from .guidance import check_guided, guided

@@ -27,10 +27,10 @@ from visalign.flow.parametrization import preserving_scale
 from visalign.flow.rollout import asked_of, velocity_of
 from visalign.interfaces import Condition, Scores
 from visalign.seeds import sample_seed
+from visalign.training.loop.algorithm import Collected, Context
 from visalign.training.loop.judging import check_failures, reward_metrics
 from visalign.training.loop.processes import shared, unshared
 from visalign.training.loop.sampler import Batch
-from visalign.training.loop.trainer import Collected, Context
 from visalign.training.policy.update import split_updates
 
 from .pictures import PictureAlgorithm

@@ -18,7 +18,7 @@ from visalign.core.groups.labels import group_index, group_sum
 from visalign.errors import UserError
 from visalign.interfaces import Scores
 
-from .trainer import Context
+from .algorithm import Context
 
 
 class RewardFailure(UserError):

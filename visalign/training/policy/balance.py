@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from visalign.core.advantages.gradient_balance import MAX_REWARDS, min_norm_weights, smooth_weights
 from visalign.errors import UserError
+from visalign.training.loop.algorithm import Context
 from visalign.training.loop.judging import reward_weights
-from visalign.training.loop.trainer import Context
 
 from .update import PolicyStep
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from visalign.core.rewards.terms import constraint_multiplier
+from visalign.training.loop.algorithm import Context
 from visalign.training.loop.judging import reward_weights
-from visalign.training.loop.trainer import Context
 
 KEY = "reward_multipliers"
 """Where the counters, and so a checkpoint, keep λ."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from visalign.core import Objective, Trajectories
 from visalign.core.objective.stages import sample_reward
 from visalign.core.surrogates.kl_gate import KLGate, gated_coefficient, next_gate
-from visalign.training.loop.trainer import Context
+from visalign.training.loop.algorithm import Context
 
 from .settings import ObjectiveSettings
 

@@ -15,9 +15,10 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from visalign.errors import UserError
+from visalign.training.loop.algorithm import Algorithm, Collected, Context
 from visalign.training.loop.optimizer import AdamWSettings
 from visalign.training.loop.processes import accelerator_of, add_up
-from visalign.training.loop.trainer import Algorithm, Collected, Context, RunSettings, Trainer
+from visalign.training.loop.trainer import RunSettings, Trainer
 
 
 @dataclass(frozen=True, kw_only=True)

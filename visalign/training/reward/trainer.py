@@ -18,8 +18,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from visalign.errors import UserError
+from visalign.training.loop.algorithm import Algorithm, Collected, Context
 from visalign.training.loop.processes import add_up
-from visalign.training.loop.trainer import LEAST_LOSS_SCALE, Algorithm, Collected, Context
+from visalign.training.loop.trainer import LEAST_LOSS_SCALE
 
 from .batch import RewardData, TrainableJudge
 from .settings import RewardObjectiveSettings

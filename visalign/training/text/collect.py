@@ -21,11 +21,11 @@ from visalign.interfaces import Scores
 from visalign.seeds import sample_seed
 from visalign.text import TextRollout, ToolTrace, join_rollouts
 from visalign.text.tool_calls import without_failed
+from visalign.training.loop.algorithm import Collected
 from visalign.training.loop.judging import check_failures, joined_scores, judged_metrics, reward_columns
 from visalign.training.loop.processes import Shares
 from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import PromptSampler
-from visalign.training.loop.trainer import Collected
 from visalign.training.policy.settings import MATRIX_ADVANTAGES
 
 from .completion_statistics import distinct_pairs, repetition

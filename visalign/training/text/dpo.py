@@ -31,9 +31,9 @@ from visalign.core.preference.direct import (
 )
 from visalign.errors import UserError
 from visalign.text import TextPolicy, TextRollout
+from visalign.training.loop.algorithm import Algorithm, Collected, Context
 from visalign.training.loop.processes import accelerator_of, unshared
 from visalign.training.loop.sharding import as_many, whole
-from visalign.training.loop.trainer import Algorithm, Collected, Context
 
 from .parts import Answers
 from .replay import TextReplay, spread

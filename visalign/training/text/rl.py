@@ -39,11 +39,11 @@ from visalign.core.objective.stages import ADVANTAGES, sample_reward
 from visalign.errors import UserError
 from visalign.interfaces import TextReward
 from visalign.text import TextPolicy, TextRollout
+from visalign.training.loop.algorithm import Algorithm, Collected, Context
 from visalign.training.loop.judging import Ahead, Judging, oriented
 from visalign.training.loop.processes import accelerator_of, unshared
 from visalign.training.loop.sampler import PromptSampler
 from visalign.training.loop.sharding import as_many, whole
-from visalign.training.loop.trainer import Algorithm, Collected, Context
 from visalign.training.policy.balance import RewardBalance
 from visalign.training.policy.reference import GatedKL, Reference
 from visalign.training.policy.update import PolicyStep, backward, prepare_steps, update_metrics

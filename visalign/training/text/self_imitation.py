@@ -25,7 +25,7 @@ from visalign.core.objective.stages import sample_reward
 from visalign.errors import UserError
 from visalign.seeds import sample_seed
 from visalign.text import Sampling, StopReason, TextRollout, TokenSets
-from visalign.training.loop.trainer import Context
+from visalign.training.loop.algorithm import Context
 from visalign.training.policy.update import PolicyStep
 
 from .settings import SelfImitationSettings, TextRolloutSettings

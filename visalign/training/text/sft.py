@@ -22,9 +22,9 @@ from torch import nn
 from visalign.core import aggregate, count_step
 from visalign.errors import UserError
 from visalign.text import TextPolicy, TextRollout
+from visalign.training.loop.algorithm import Algorithm, Collected, Context
 from visalign.training.loop.processes import accelerator_of, unshared
 from visalign.training.loop.sharding import as_many, whole
-from visalign.training.loop.trainer import Algorithm, Collected, Context
 
 from .parts import Demonstrations
 from .replay import TextReplay, spread
