@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from visalign.atomic import write_atomic
 from visalign.config import flatten
 from visalign.signals import Stopped
-from visalign.training.loop.best import best_of
+from visalign.training.loop.best import best_of, said_of_best
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.monitor import said_by_monitor
 from visalign.training.loop.runtime import peak_memory_bytes
@@ -269,14 +269,15 @@ class PolicyRun(Job):
                 name = key.removeprefix("seconds/")
                 phases[name] = phases.get(name, 0.0) + value
         phases["evaluation"] += evaluating
-        warnings = said_by_monitor(result.counters.own)
+        own, by = result.counters.own, self.config.run.best_by
+        warnings = said_by_monitor(own)
         costs = {
             **self.costs(result, evaluating),
             "phases": phases,
             **self.counts(result.counters),
         }
         spent = costs if self.seen is None else {**costs, "heldout_prompts_trained_on": self.seen}
-        spent = {**spent, "warnings": warnings, **best_of(self.config.run.best_by, result.counters.own)}
+        spent = {**spent, "warnings": warnings, **best_of(by, own)}
         shared: dict[str, Any] = {"config": asdict(self.config), "versions": found}
         path = write_summary(output / "summary.json", before=before, after=after, costs=spent, **shared)
         accuracy = math.nan
@@ -294,7 +295,7 @@ class PolicyRun(Job):
             resume_command=resume_command(str(output / "config.yaml"), [], output),
             start={"heldout/accuracy": accuracy} if math.isfinite(accuracy) else None,
             seen=self.seen,
-            warnings=warnings,
+            warnings=[*warnings, *said_of_best(by, own)],
             over_time=() if self.grids is None else self.grids.files(),
             **shared,
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.support.training.pictures import toy_trainer
 from visalign.errors import UserError
 from visalign.training import read_metrics
+from visalign.training.loop.best import said_of_best
 
 VALUES = {1: 0.2, 2: math.nan, 3: 0.7, 4: 0.7, 5: 0.1}
 
@@ -56,6 +57,10 @@ def test_the_weights_of_the_best_evaluation_are_the_result(
     if by is not None:
         known = {"by": by, "value": VALUES[best], "iteration": best}
         assert run.counters.own["best"] == known
+    said = [
+        f"The result are the weights of iteration {best}, by run.best_by: {by} was {VALUES[best]:g} there."
+    ]
+    assert said_of_best(by, run.counters.own) == ([] if by is None else said)
 
 
 def test_a_resumed_run_knows_the_best(tmp_path: Path) -> None:

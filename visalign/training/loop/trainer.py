@@ -30,7 +30,7 @@ from visalign.signals import InterruptFlag
 
 from . import checkpoint
 from .algorithm import Algorithm, Context, Counters
-from .best import BEST, check_best_by, leads
+from .best import BEST, check_best_by, leads, said_of_best
 from .ema import EMA
 from .metrics import MetricsFile
 from .monitor import Monitor, MonitorSettings
@@ -194,6 +194,8 @@ class Trainer(Generic[A]):
                 f"Warning: {counters.iteration} iterations made no update: the weights are as at the start. "
                 + ("Every gradient was infinite or NaN." if counters.skipped else "No sample had a signal.")
             )
+        for said in said_of_best(self.run.best_by, counters.own):
+            self.progress.note(said)
         return TrainResult(counters=counters, stopped=stopped, signal=interrupt.by)
 
     def iterate(self) -> dict[str, Any]:
