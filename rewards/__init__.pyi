@@ -47,6 +47,7 @@ from .questions.reward_dance_reference import select_references as select_refere
 from .questions.vision_reward import VisionReward as VisionReward
 from .questions.visual_quality_r1 import VisualQuality as VisualQuality
 from .text.callables import TextFunctionReward as TextFunctionReward
+from .text.control import RandomReward as RandomReward
 from .text.ensemble import TextEnsemble as TextEnsemble
 from .text.format import JsonFormat as JsonFormat
 from .text.format import TextFormat as TextFormat

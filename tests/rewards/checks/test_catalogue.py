@@ -214,7 +214,7 @@ def test_every_judge_with_a_network_takes_a_device():
         "sharpness",
     }
     answers = {"exact_answer", "numeric_answer", "boxed_answer", "list_answer", "task_answer", "code_tests"}
-    forms = {"text_format", "json_format", "length", "repetition", "shapes_verifier", "ocr"}
+    forms = {"text_format", "json_format", "length", "repetition", "random", "shapes_verifier", "ocr"}
     about_pictures = {"rating", "verdict"}
     assert without == statistics | {"remote"} | answers | forms | about_pictures
 

@@ -38,6 +38,7 @@ INPUTS = {
     ),
     "length": ({"max_length": 4, "cache": 2}, {}),
     "repetition": ({}, {}),
+    "random": ({}, {}),
     "code_tests": (
         {},
         {"completions": ["```\nx = 4\n```", "no"], "metadata": [{"tests": ["assert x == 4"]}] * 2},

@@ -13,6 +13,7 @@ import torch
 
 from visalign.core.rewards.terms import soft_overlong
 from visalign.rewards import RewardError
+from visalign.rewards.text.control import RandomReward
 from visalign.rewards.text.format import JsonFormat, TextFormat
 from visalign.rewards.text.length import LengthReward, RepetitionPenalty
 
@@ -183,6 +184,18 @@ def test_a_tokenizer_counts():
 def test_bad_length_options(rule, options, message):
     with pytest.raises(ValueError, match=message):
         LengthReward(rule, **options)
+
+
+def test_lots_are_independent_of_what_is_said_and_the_same_for_the_same():
+    texts, prompts = [f"answer {n}" for n in range(2000)], ["q"] * 2000
+    drawn = RandomReward().score(texts, prompts).value
+    assert set(drawn.tolist()) == {0.0, 1.0} and abs(float(drawn.mean()) - 0.5) < 0.04
+    assert torch.equal(RandomReward().score(texts[::-1], prompts).value, drawn.flip(0))
+    for other in (RandomReward(seed=1).score(texts, prompts), RandomReward().score(texts, ["r"] * 2000)):
+        assert 0.45 < float((other.value == drawn).float().mean()) < 0.55
+    assert abs(float(RandomReward(0.1).score(texts, prompts).value.mean()) - 0.1) < 0.03
+    with pytest.raises(ValueError, match="share is 1; allowed are numbers between 0 and 1, without them"):
+        RandomReward(1)
 
 
 def test_repetition_counts_ngrams():
