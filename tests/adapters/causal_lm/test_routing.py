@@ -153,6 +153,8 @@ def test_dense_models_and_demonstrations_are_refused(tmp_path: Path) -> None:
     policy = CausalLMPolicy(tiny_model(), tiny_tokenizer())
     with pytest.raises(UserError, match=r"Qwen3ForCausalLM has no layers with a module `experts`"):
         policy.with_routes(_rollout(policy))
+    with pytest.raises(UserError, match=r"Qwen3ForCausalLM has no layers with a module `experts`"):
+        toy_text_trainer(tmp_path, rollout={"routing_replay": True})  # before anything is written or measured
     mixture = _policy()
     given = DemonstrationBatches(mixture, DEMONSTRATIONS, size=2, seed=0)
     replay: dict[str, Any] = {"rollout": {"routing_replay": True}, "policy": mixture}

@@ -108,6 +108,19 @@ def test_values_that_a_stage_refuses_are_refused_with_the_settings(kind: Any, ch
         kind(algorithm="grpo", changes=changes)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stride": 0}, "stride must be at least 1 token; got 0"),
+        ({"rate": 7.0}, r"rate must lie in \[0, 1\]"),
+    ],
+)
+def test_a_rank_bonus_of_no_tokens_is_refused_before_there_are_any(options: Any, message: str):
+    changes = {"advantage_options": options}
+    with pytest.raises(UserError, match=f"^objective: .*{message}"):
+        TextObjectiveSettings(algorithm="rank_bonus", changes=changes).build(length=5)
+
+
 def test_the_reference_is_asked_where_the_advantage_is_made_of_it(tmp_path):
     trainer = toy_trainer(tmp_path, objective={"algorithm": "prl"})
     trainer.iterate()

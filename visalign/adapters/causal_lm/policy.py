@@ -285,6 +285,14 @@ class CausalLMPolicy:
                 recomputed=self._checkpointing and grad,
             )
 
+    def check_routes(self) -> None:
+        """Refuse a model whose tokens go to no experts.
+
+        Raises:
+            UserError: names what it lacks.
+        """
+        self._routing = self._routing or ExpertRouting(self.model)
+
     @torch.no_grad()
     def with_routes(self, rollout: TextRollout) -> TextRollout:
         """The rollout with the experts of a mixture that its tokens go to now; `log_probs` of it sends them

@@ -15,7 +15,7 @@ from torch import Tensor
 from visalign.core.advantages import hidden_states
 from visalign.core.advantages.group import Baseline, Scale, group_advantages
 from visalign.core.advantages.risk import bundle_scores, riskpo_advantages, track_quantile
-from visalign.core.checks import check_choice
+from visalign.core.checks import check_choice, check_share
 from visalign.core.rewards.likelihood import Likelihood, jepo_credit
 from visalign.core.rewards.shaping import preference_as_reward
 
@@ -156,6 +156,9 @@ def rank_bonus(
     VERL, arXiv 2509.23808.
     """
     assert t.rank is not None
+    check_share(rate=rate)
+    if stride < 1:
+        raise ValueError(f"stride must be at least 1 token; got {stride}.")
     gain = group_advantages(reward - cost, t.group, scale=scale, valid=t.valid)
     return hidden_states.rank_bonus(gain, t.rank, t.rank_average, kappa=kappa)
 

@@ -248,3 +248,4 @@ def _check_routing(policy: TextPolicy, objective: Objective) -> None:
             f"rollout.routing_replay asks the policy where its tokens go, and {type(policy).__name__} "
             "has no method with_routes. Give it one as CausalLMPolicy has, or leave routing_replay out."
         )
+    getattr(policy, "check_routes", lambda: None)()
