@@ -14,7 +14,7 @@ from .rollout import TextRollout
 
 
 def model_log_prob(policy: TextPolicy, rollout: TextRollout, rows: Tensor | slice | None = None) -> Tensor:
-    """log π(y_t | y_<t) of the model itself: temperature 1, full vocabulary.
+    """log π(y_t | y_<t) of the model itself: temperature 1, full vocabulary, experts of its own router.
 
     Args:
         policy: with the token ids of the rollout.
@@ -24,7 +24,8 @@ def model_log_prob(policy: TextPolicy, rollout: TextRollout, rows: Tensor | slic
     Returns:
         [b, T] float32, differentiable unless gradients are off; 0 where the loss mask is 0.
     """
-    return policy.log_probs(replace(rollout, sampling=Sampling(), kept=None), rows).log_prob
+    own = replace(rollout, sampling=Sampling(), kept=None, routes=None)
+    return policy.log_probs(own, rows).log_prob
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.errors import UserError
 from visalign.text import StoppingCriteria, TextRollout, join_rollouts
+from visalign.text.log_ratio import model_log_prob
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {
@@ -176,3 +177,26 @@ def test_updates_replay_the_routes_of_their_rollout(tmp_path: Path, on: bool) ->
     trainer = toy_text_trainer(tmp_path, policy=policy, rollout={"routing_replay": on}, run={"iterations": 2})
     trainer.train()
     assert seen and all(each == on for each in seen)
+
+
+@pytest.mark.parametrize("algorithm", ["likelihood", "jepo"])
+def test_answers_that_were_not_written_go_where_the_router_sends_them(tmp_path: Path, algorithm: str) -> None:
+    """The routes of a completion are not those of the answer that is scored behind it."""
+    found = []
+    for on in (False, True):
+        given: dict[str, Any] = {"policy": _policy(), "rollout": {"routing_replay": on}}
+        trainer = toy_text_trainer(tmp_path / str(on), algorithm, **given)
+        found.append(trainer.algorithm.collect(trainer.context).experience.trajectories.likelihood)
+    assert torch.equal(*found)
+
+
+def test_a_model_of_its_own_does_not_follow_the_policys_routes() -> None:
+    policy, other = _policy(), _policy()
+    routed = policy.with_routes(_rollout(policy))
+    _move_routers(other)
+    dense = CausalLMPolicy(tiny_model(), tiny_tokenizer())
+    for model in (other, dense):
+        with torch.no_grad():
+            assert torch.equal(
+                model_log_prob(model, routed), model_log_prob(model, replace(routed, routes=None))
+            )

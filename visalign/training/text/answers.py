@@ -85,4 +85,5 @@ def _given(rollout: TextRollout, read: Sequence[list[int]], answer: Sequence[lis
         sampling=Sampling(),
         kept=None,
         shared=None,
+        routes=None,  # they are of other tokens
     )
