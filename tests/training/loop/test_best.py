@@ -58,7 +58,7 @@ def test_the_weights_of_the_best_evaluation_are_the_result(
         known = {"by": by, "value": VALUES[best], "iteration": best}
         assert run.counters.own["best"] == known
     said = [
-        f"The result are the weights of iteration {best}, by run.best_by: {by} was {VALUES[best]:g} there."
+        f"The run leaves the weights of iteration {best}, by run.best_by: {by} was {VALUES[best]:g} there."
     ]
     assert said_of_best(by, run.counters.own) == ([] if by is None else said)
 

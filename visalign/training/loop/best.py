@@ -55,7 +55,7 @@ def best_of(by: str | None, own: Mapping[str, Any]) -> dict[str, Any]:
 def said_of_best(by: str | None, own: Mapping[str, Any]) -> list[str]:
     """For people: which weights are the result, where that are not the last ones."""
     return [
-        f"The result are the weights of iteration {best['iteration']}, by run.best_by: {best['by']} was "
+        f"The run leaves the weights of iteration {best['iteration']}, by run.best_by: {best['by']} was "
         f"{best['value']:.4g} there."
         for best in best_of(by, own).values()
     ]
