@@ -53,7 +53,8 @@ class TextEnsemble(Ensemble):
             ValueError: as `Ensemble`.
         """
         if not isinstance(members, Mapping):
-            if len(set(members)) < len(members) or isinstance(members, str):
+            names = members if isinstance(members, list | tuple) else ()
+            if not names or not all(isinstance(each, str) for each in names) or len({*names}) < len(names):
                 raise RewardError(
                     f"{name}: members is {members!r}; give different names, or {{label: {{name: "
                     "reward, option: value}}}} for one reward with several options."
@@ -93,6 +94,7 @@ def _member(name: str, label: str, given: Any, device: str | None) -> TextReward
     if isinstance(given, Mapping):
         options = {"name": label, **given}
         return load_text_reward(options.pop("name"), run_device=device, **options)
-    if given is None:
-        raise RewardError(f"{name}: member {label!r} is empty; give a reward's name or its options.")
+    if not hasattr(given, "score"):
+        what = "empty" if given is None else repr(given)
+        raise RewardError(f"{name}: member {label!r} is {what}; give a reward's name or its options.")
     return given

@@ -88,7 +88,9 @@ class RewardFusion:
         whole = [record if isinstance(record, Mapping) else {"prompt": record} for record in records]
         if not whole:
             raise ValueError("reward_fusion: the pool is empty; give a file of prompts, or records.")
-        first = {prompt_text(record["prompt"]): record for record in reversed(whole)}
+        for place, record in enumerate(whole):
+            _check_prompt(place, record.get("prompt"))
+        first = {_words(record["prompt"]): record for record in reversed(whole)}
         self.pool = tuple(first.values())
         self.embed: Embed = find_target(embed) if isinstance(embed, str) else embed or hashed_ngrams
         self._places = {text: place for place, text in enumerate(first)}
@@ -113,7 +115,7 @@ class RewardFusion:
 
     def _nearest(self, request: TextRequest) -> tuple[Tensor, Tensor]:
         """Cosines [B, M] of the nearest prompts of the pool, NaN below the threshold, and their places."""
-        texts = [prompt_text(prompt) for prompt in request.prompts]
+        texts = [_words(prompt) for prompt in request.prompts]
         places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
         cosine = self._embedded(list(places)) @ self._vectors.T if places else torch.zeros(0, len(self.pool))
         for text in places.keys() & self._places.keys():
@@ -148,3 +150,18 @@ class RewardFusion:
                 f"{self.name}: embed gave {given} for {len(texts)} texts; needed is a tensor [N, D]."
             )
         return normalize(vectors.detach().cpu().float(), dim=1)
+
+
+def _words(prompt: Prompt) -> str:
+    """What a prompt is known by; blanks at its ends, which a file of prompts loses, play no part."""
+    return prompt_text(prompt).strip()
+
+
+def _check_prompt(place: int, prompt: Any) -> None:
+    messages = prompt if isinstance(prompt, list | tuple) else ()
+    is_chat = bool(messages) and all(isinstance(m, Mapping) and "content" in m for m in messages)
+    if not (isinstance(prompt, str) or is_chat):
+        raise ValueError(
+            f"reward_fusion: entry {place} of the pool has the prompt {prompt!r}; needed is text or a list "
+            'of messages, by itself or as "prompt" of a record.'
+        )

@@ -70,6 +70,9 @@ def test_members_by_name_with_options() -> None:
         (["exact_answer"], ValueError, "1 members; an ensemble needs at least two"),
         (["exact_answer", "exat"], RewardError, "no text reward 'exat'"),
         ({"a": None, "b": "length"}, RewardError, "member 'a' is empty; give a reward's name or its options"),
+        ({"a": 3, "b": "length"}, RewardError, "member 'a' is 3; give a reward's name or its options"),
+        (3, RewardError, "members is 3; give different names"),
+        ([{"name": "length"}, "exact_answer"], RewardError, "members is .*; give different names"),
         ({"a": fixed([1]), "b": fixed([1], unit="m")}, ValueError, "the members have different units"),
     ],
 )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,11 +96,20 @@ def test_a_file_of_prompts_is_the_pool(tmp_path: Path) -> None:
     assert 0.5 < scores.value.item() < 0.6, "right here, wrong under the neighbour's record"
 
 
+def test_a_prompt_is_no_neighbour_of_itself_when_its_file_lost_the_blanks_at_its_ends(tmp_path: Path) -> None:
+    (tmp_path / "pool.jsonl").write_text(json.dumps({"prompt": "What is 2 + 2?\n", "answer": "5"}))
+    made = load_text_reward("reward_fusion", reward="exact_answer", pool=str(tmp_path / "pool.jsonl"))
+    scores = made.score(["4"], ["What is 2 + 2?\n"], [{"answer": "4"}])
+    assert scores.parts["neighbours"].item() == 0 and scores.value.item() == 1
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     for options, message in (
         ({"threshold": 0}, "threshold is 0 and top 5; needed are a cosine above 0"),
         ({"top": 0}, "top 0; needed are"),
         ({"pool": []}, "the pool is empty"),
+        ({"pool": ["own", 3]}, "entry 1 of the pool has the prompt 3; needed is text or a list of messages"),
+        ({"pool": [{"text": "own"}]}, "entry 0 of the pool has the prompt None; needed is text"),
         ({"flags": 1}, "flags: options are of a reward given by name"),
         ({"embed": lambda texts: [1.0]}, r"embed gave list for 1 texts; needed is a tensor \[N, D\]"),
     ):
