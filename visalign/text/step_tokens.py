@@ -64,7 +64,7 @@ class StepEncoder:
             steps: at least one, without their separators.
 
         Raises:
-            UserError: a conversation, and the tokenizer has no chat template.
+            UserError: a conversation that shows pictures, or one and the tokenizer has no chat template.
         """
         ids, ends = self._prompt(prompt), []
         for step in steps:
@@ -76,6 +76,12 @@ class StepEncoder:
         if isinstance(prompt, str):
             begin = getattr(self.tokenizer, "bos_token_id", None)
             return [*([] if begin is None else [begin]), *self._ids(prompt)]
+        said = [message["content"] for message in prompt if not isinstance(message["content"], str)]
+        if any(part.get("type") != "text" for parts in said for part in parts):
+            raise UserError(
+                "A prompt shows pictures, and a process reward model reads text alone. Leave such records "
+                "out, or judge whole completions by a reward that sees."
+            )
         if not getattr(self.tokenizer, "chat_template", None):
             raise UserError(
                 "A prompt is a conversation, and the tokenizer of the process reward model has no chat "

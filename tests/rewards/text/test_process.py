@@ -166,6 +166,13 @@ def test_a_prompt_its_steps_and_a_marker_after_each() -> None:
     assert StepEncoder(begun, StepReading()).encode("q", ["c"]).ids == ids("<system>qc\n")
     with pytest.raises(UserError, match="the tokenizer of the process reward model has no chat template"):
         StepEncoder(tiny_tokenizer(template=None), StepReading()).encode(asked, ["c"])
+    shown = [
+        {"role": "user", "content": [{"type": "image", "image": "x.png"}, {"type": "text", "text": "q"}]}
+    ]
+    with pytest.raises(
+        UserError, match="A prompt shows pictures, and a process reward model reads text alone"
+    ):
+        StepEncoder(TOKENIZER, StepReading()).encode(shown, ["c"])
     with pytest.raises(
         UserError, match="makes the unknown token of '§', so the ends of steps cannot be told"
     ):
