@@ -164,19 +164,21 @@ def test_dense_models_and_demonstrations_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on", [False, True])
-def test_updates_replay_the_routes_of_their_rollout(tmp_path: Path, on: bool) -> None:
-    policy, seen = _policy(), list[bool]()
+def test_updates_replay_the_routes_of_their_rollout_and_the_reference_has_its_own(
+    tmp_path: Path, on: bool
+) -> None:
+    policy, seen = _policy(), list[tuple[bool, bool]]()
     scored = policy.log_probs
 
     def watched(rollout: TextRollout, rows: Any = None, **options: Any) -> Any:
-        if torch.is_grad_enabled():
-            seen.append(rollout.routes is not None)
+        seen.append((torch.is_grad_enabled(), rollout.routes is not None))
         return scored(rollout, rows, **options)
 
     policy.log_probs = watched  # type: ignore[method-assign]
-    trainer = toy_text_trainer(tmp_path, policy=policy, rollout={"routing_replay": on}, run={"iterations": 2})
+    settings = {"run": {"iterations": 2}, "objective": {"changes": {"kl": 0.04}}}
+    trainer = toy_text_trainer(tmp_path, policy=policy, rollout={"routing_replay": on}, **settings)
     trainer.train()
-    assert seen and all(each == on for each in seen)
+    assert set(seen) == {(True, on), (False, False)}
 
 
 @pytest.mark.parametrize("algorithm", ["likelihood", "jepo"])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -53,8 +54,8 @@ def trajectories_of(
     """
     policy, more = parts.policy, {}
     if needs_reference(objective):
-        with parts.reference.applied():
-            more["ref_log_prob"] = policy.log_probs(rollout).log_prob.cpu()
+        with parts.reference.applied():  # which sends tokens where its own router does
+            more["ref_log_prob"] = policy.log_probs(replace(rollout, routes=None)).log_prob.cpu()
     recompute = settings.recompute or objective.importance_sampling is not None
     more |= _now(parts, rollout, objective, recompute)
     more |= _beside(parts, rollout, records, settings, objective)
