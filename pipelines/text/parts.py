@@ -185,6 +185,11 @@ def text_demonstrations(
         written: the same for a file.
     """
     source = getattr(data, key)
+    if source.startswith("tasks:") and data.question is not None:
+        raise UserError(
+            f"data.{key} is '{source}', whose records show no pictures, and data.question asks about some. "
+            "Give a .jsonl file of answers about pictures, such as the dataset.jsonl of text_sample."
+        )
     if source.startswith("tasks:"):
         records = text_records(key, data, seed)
         return [with_completion(r, f"data.{key}: record {i}", packaged) for i, r in enumerate(records)]

@@ -54,6 +54,8 @@ class StepDataConfig:
     dataset.jsonl of text_sample with selection.rule=all; or, with learns=labels, prompt, steps and labels."""
     heldout: Share = 0.1
     """Share of the prompts whose records are not learnt but measured."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """What becomes of records that the model cannot read whole: refuse, or drop."""
     separator: str = "\n"
     """What ends a step; give process.separator the same."""
     convex_da: ConvexDAConfig | None = None
@@ -172,9 +174,10 @@ def _build(config: TextProcessConfig, output: Path) -> ProcessRun:
         parameter.requires_grad_(config.model.train == "full" or name in head)
     model.to(accelerator.device).train()
     reading = StepReading(separator=config.data.separator)
+    given = {"reading": reading, "too_long": config.data.too_long}
     try:
         texts, heldout = (
-            StepTexts(model, tokenizer, side.rows, reading=reading, numbers=side.numbers)
+            StepTexts(model, tokenizer, side.rows, numbers=side.numbers, **given)
             for side in (learnt, measured)
         )
     except UserError as error:
@@ -223,7 +226,7 @@ class ProcessRun(JudgeRun):
     def counts(self, result: TrainResult) -> dict[str, Any]:
         """Records."""
         learnt = len(self.texts.rows)
-        left_out = len(self.texts.texts) - learnt
+        left_out = len(self.texts.texts) + self.texts.dropped - learnt
         return {
             "records": learnt,
             "records_left_out": left_out,

@@ -300,7 +300,7 @@ def _select(
     """Choose, write the dataset and the summary."""
     rule = config.selection
     free = may_be_chosen(completions, truncated=rule.truncated)
-    left = free & worth_learning(completions, threshold=rule.threshold, skip_solved=rule.skip_solved)
+    left = free & worth_learning(completions, free, threshold=rule.threshold, skip_solved=rule.skip_solved)
     chosen = sorted(chosen_completions(rule, completions, left), key=lambda i: (completions.prompt[i], i))
     if not chosen:
         raise nothing_chosen(rule, completions, free, output)

@@ -157,11 +157,15 @@ def test_hints_stand_in_where_nothing_was_right_and_what_is_solved_may_go():
         reason=[None] * 11,
         answers=[()] * 11,
     )
-    kept = worth_learning(completions, threshold=1.0)
+    kept = worth_learning(completions, completions.judged, threshold=1.0)
     assert kept.tolist() == [True] * 7 + [False, False, True, True]
-    harder = worth_learning(completions, threshold=1.0, skip_solved=True)
+    harder = worth_learning(completions, completions.judged, threshold=1.0, skip_solved=True)
     assert harder.tolist() == [False] * 3 + [True] * 4 + [False, False, True, True]
-    assert worth_learning(completions, threshold=2.0, skip_solved=True).all()
+    assert worth_learning(completions, completions.judged, threshold=2.0, skip_solved=True).all()
+    cut = completions.judged & (torch.arange(11) > 1)  # prompt 0 is right, and not to be learnt from
+    assert worth_learning(completions, cut, threshold=1.0).tolist() == [True] * 8 + [False, True, True]
+    easy = worth_learning(completions, cut, threshold=1.0, skip_solved=True)
+    assert not easy[[0, 1, 2, 7]].any(), "it is solved all the same"
 
 
 def test_a_hint_stands_behind_the_prompt_with_the_records_fields():

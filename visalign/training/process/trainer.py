@@ -72,10 +72,14 @@ class StepTexts:
         max_length: longest text in tokens; the model's own limit when None.
         right_label: which of two labels means right.
         numbers: of the records, in messages; 0, 1, ... when None.
+        too_long: what the model cannot read whole is refused ("refuse") or left out ("drop").
 
     Raises:
         UserError: a record that cannot be used, by its number.
     """
+
+    dropped: int
+    """Records that were too long."""
 
     def __init__(
         self,
@@ -87,8 +91,9 @@ class StepTexts:
         max_length: int | None = None,
         right_label: int = 1,
         numbers: Sequence[int] | None = None,
+        too_long: str = "refuse",
     ) -> None:
-        self.model, self.right_label = model, right_label
+        self.model, self.right_label, self.dropped = model, right_label, 0
         config = getattr(model, "config", None)
         self.sums = getattr(config, "num_labels", 2) == 1
         encoder = StepEncoder(tokenizer, reading or StepReading())
@@ -99,10 +104,13 @@ class StepTexts:
         for number, record in zip(named, records, strict=True):
             steps, labels = read_record(number, record, encoder.reading, outcomes=self.sums)
             tokens = encoder.encode(record["prompt"], steps)
+            if len(tokens.ids) > longest and too_long == "drop":
+                self.dropped += 1
+                continue
             if len(tokens.ids) > longest:
                 raise UserError(
                     f"Record {number} has {len(tokens.ids)} tokens; the model reads at most {longest}. Drop "
-                    "it, or cut whole steps off its end."
+                    "it (data.too_long=drop), or cut whole steps off its end."
                 )
             self.texts.append((tokens, torch.tensor(labels)))
 

@@ -28,7 +28,9 @@ def every_valid(valid: Tensor) -> list[int]:
     return valid.nonzero()[:, 0].tolist()
 
 
-def worth_learning(completions: Completions, *, threshold: float, skip_solved: bool = False) -> Tensor:
+def worth_learning(
+    completions: Completions, free: Tensor, *, threshold: float, skip_solved: bool = False
+) -> Tensor:
     """Bool [B]: what rejective fine-tuning leaves before it looks at rewards.
 
     Completions with a hint stand in for those without where none of these reaches the threshold. Where all of
@@ -36,6 +38,7 @@ def worth_learning(completions: Completions, *, threshold: float, skip_solved: b
 
     Args:
         completions: of whole prompts, with and without hints.
+        free: bool [B], which of them may be chosen: one that may not keeps no hinted one out.
         threshold: reward from which a completion is right.
         skip_solved: leave out prompts all of whose judged completions without a hint are right.
 
@@ -45,9 +48,11 @@ def worth_learning(completions: Completions, *, threshold: float, skip_solved: b
     plain, right = completions.judged & ~hinted, completions.reward >= threshold
     prompt = torch.tensor(completions.prompt)
     count = int(prompt.max()) + 1 if len(prompt) else 0
-    solved = torch.zeros(count).index_add_(0, prompt, (plain & right).float())[prompt]
-    tried = torch.zeros(count).index_add_(0, prompt, plain.float())[prompt]
-    kept = ~hinted | (solved == 0)
+    solved, tried, had = (
+        torch.zeros(count).index_add_(0, prompt, each.float())[prompt]
+        for each in (plain & right, plain, plain & right & free)
+    )
+    kept = ~hinted | (had == 0)
     return kept & ~((tried > 0) & (solved == tried)) if skip_solved else kept
 
 
