@@ -39,8 +39,8 @@ ROOMS = {
     "advantages.combine": "gdpo_advantages normalise_then_sum weighted_mean weighted_sum",
     "advantages.copo": "between_group_advantages consistency_entropy copo_advantages copo_weight",
     "advantages.entropy": (
-        "aem_advantages aem_scale empg_advantages empg_scale perplexity_advantages position_advantages "
-        "step_entropy"
+        "aem_advantages aem_scale empg_advantages empg_scale entropy_aware_advantages perplexity_advantages "
+        "position_advantages step_entropy"
     ),
     "advantages.gradient_balance": "combine_gradients min_norm_weights smooth_weights",
     "advantages.group": "clamp_advantages whiten",

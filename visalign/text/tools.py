@@ -34,22 +34,26 @@ CHARACTERS = 32
 @dataclass(frozen=True, kw_only=True)
 class Branching:
     """ARPO (arXiv 2507.19849, section 3.1): after a tool's answer a completion goes on in a second way with
-    the probability α + β ΔH, ΔH = (H − H₀)/ln V, H the mean entropy of the first tokens after the answer and
-    H₀ of the first tokens of the completion.
+    the probability (α + β ΔH)·max(0, 1 − p l), ΔH = (H − H₀)/ln V, H the mean entropy of the first tokens
+    after the answer and H₀ of the first tokens of the completion; l counts the turns in a row, up to this
+    one, after which a completion of the same prompt branched (AEPO, arXiv 2510.14545).
 
     Deviations: the released code adds the entropies of 10 log-probs of each token up instead of averaging,
-    and takes those before the answer; what is left of a group is drawn from the prompt at once.
+    and takes those before the answer; what is left of a group is drawn from the prompt at once. AEPO's
+    asks whether (u + β ΔH)·max(0, 1 − p l) ≥ 1 − α, u drawn from [0, 1).
     """
 
     initial: int | None
     """Completions of a prompt that begin on their own. None: AEPO's number (arXiv 2510.14545), which a first
     completion decides: m = k σ(b (H₀ − H_tool)) of k, at least 1, H_tool the mean of its H after answers."""
     balance: float = 1.0
-    """b, per nat; the value is ours. AEPO's penalty on branches in a row is left out."""
+    """b, per nat; the value is ours."""
     probability: float = 0.5
     """α."""
     entropy_weight: float = 0.2
     """β."""
+    penalty: float = 0.0
+    """p, on branches in a row; AEPO's released code takes 0.05."""
     tokens: int = 20
     """That H is the mean of."""
 
@@ -65,6 +69,13 @@ class Branching:
                 f"branch.probability is {self.probability}, of 0 to 1, and branch.entropy_weight "
                 f"{self.entropy_weight}, a finite number."
             )
+        if not 0 <= self.penalty <= 1:
+            raise UserError(f"branch.penalty is {self.penalty}; it must be 0 to 1 (AEPO: 0.05).")
+
+    def chance(self, rise: float, in_a_row: int) -> float:
+        """Of a branch, where entropy rose by ΔH after so many turns in a row with one; it may lie outside
+        0 to 1."""
+        return (self.probability + self.entropy_weight * rise) * max(0.0, 1 - self.penalty * in_a_row)
 
 
 class Continues(Protocol):
@@ -176,11 +187,12 @@ class ToolPolicy:
             groups.setdefault(labels[place], []).append(number)
         initial = count if self.branching is None else self.branching.initial
         undecided = set(groups) if initial is None else set[Hashable]()
+        in_a_row: Counter[Hashable] = Counter()
         waiting = {label: rows[initial or 1 :] for label, rows in groups.items()}
         growing = sorted(n for rows in groups.values() for n in rows[: initial or 1])
         while growing:
             draw.turn(samples, growing)
-            branched = self._branches(samples, growing, waiting, labels, undecided)
+            branched = self._branches(samples, growing, waiting, labels, undecided, in_a_row)
             growing = self._answered(samples, growing, stopping) + branched
             left = {labels[samples[number].place] for number in growing}
             for label in [label for label in waiting if label not in left]:
@@ -203,8 +215,11 @@ class ToolPolicy:
             share = 1 / (1 + math.exp(min(rule.balance * rise, 500.0)))
         own = min(len(waiting), max(1, round(share * len(rows))) - 1)
         begun, waiting[:own] = waiting[:own], []
+        in_a_row = 0
         for turn in turns:
-            begun += self._branch(samples, rows[0], turn, waiting)
+            made = self._branch(samples, rows[0], turn, waiting, in_a_row)
+            in_a_row = in_a_row + 1 if made else 0
+            begun += made
         return begun
 
     def _branches(
@@ -214,6 +229,7 @@ class ToolPolicy:
         waiting: dict[Hashable, list[int]],
         labels: Sequence[Hashable],
         undecided: set[Hashable],
+        in_a_row: Counter[Hashable],
     ) -> list[int]:
         """Samples that begin with what those before them had when their last turn began."""
         found: list[int] = []
@@ -221,7 +237,11 @@ class ToolPolicy:
             label = labels[samples[number].place]
             if self.branching is not None and label not in undecided:
                 turn = len(samples[number].begins) - 1
-                found += self._branch(samples, number, turn, waiting.get(label, []))
+                found += self._branch(samples, number, turn, waiting.get(label, []), in_a_row[label])
+        branched = {labels[samples[number].place] for number in found}
+        in_a_row.update(branched)
+        for label in in_a_row.keys() - branched:
+            del in_a_row[label]
         return found
 
     @staticmethod
@@ -232,7 +252,9 @@ class ToolPolicy:
         end = sample.begins[turn + 1] if turn + 1 < len(sample.begins) else len(sample.ids)
         return end > sample.begins[turn]
 
-    def _branch(self, samples: list[_Sample], number: int, turn: int, waiting: list[int]) -> list[int]:
+    def _branch(
+        self, samples: list[_Sample], number: int, turn: int, waiting: list[int], in_a_row: int
+    ) -> list[int]:
         """The first of those that wait, as a branch where a turn of a sample began; or nothing, by lot."""
         rule, sample = self.branching, samples[number]
         assert rule is not None
@@ -241,7 +263,7 @@ class ToolPolicy:
             return []
         rise = _known(sample.entropy(turn, rule.tokens) - sample.entropy(0, rule.tokens))
         lot = sample_seed("branch", sample.seed, turn) / 2**63
-        if not lot < rule.probability + rule.entropy_weight * rise / math.log(len(self.tokenizer)):
+        if not lot < rule.chance(rise / math.log(len(self.tokenizer)), in_a_row):
             return []
         begin, other = sample.begins[turn], waiting.pop(0)
         samples[other] = replace(

@@ -147,6 +147,31 @@ def test_behind_an_answer_a_completion_goes_on_in_two_ways_and_no_third(policy) 
     assert found.shared.max() > 2, "a second way may part again behind its own answers"
 
 
+def test_branches_in_a_row_become_rarer(policy) -> None:
+    """(α + β ΔH)·max(0, 1 − p l)."""
+    asked: list[int] = []
+
+    class Watched(Branching):
+        def chance(self, rise: float, in_a_row: int) -> float:
+            asked.append(in_a_row)
+            return super().chance(rise, in_a_row)
+
+    rule = Branching(initial=2, probability=0.6, entropy_weight=2.0, penalty=0.05)
+    assert rule.chance(0.1, 0) == pytest.approx(0.8) and rule.chance(0.1, 3) == pytest.approx(0.8 * 0.85)
+    assert rule.chance(0.1, 21) == 0.0
+    branches, most = {}, {}
+    for initial, penalty in ((1, 0.0), (1, 1.0), (None, 0.0), (None, 1.0)):
+        asked.clear()
+        rule = Watched(initial=initial, probability=1.0, entropy_weight=0.0, balance=0.0, penalty=penalty)
+        found = drawn(policy, use(close="e", max_calls=6), rule, num_generations=16, seeds=8)
+        branches[initial, penalty] = sum(trace.shared > 0 for trace in found.tools)
+        most[initial, penalty] = max(asked)
+    assert branches[1, 1.0] < branches[1, 0.0]
+    assert most == {(1, 0.0): 3, (1, 1.0): 1, (None, 0.0): 2, (None, 1.0): 1}  # after a turn without, anew
+    with pytest.raises(UserError, match=r"branch\.penalty is 2\.0; it must be 0 to 1"):
+        Branching(initial=2, penalty=2.0)
+
+
 def test_a_group_that_does_not_branch_is_filled_up_from_the_prompt(policy) -> None:
     rule = Branching(initial=2, probability=0.0, entropy_weight=0.0)
     found, plain = drawn(policy, use(), rule), drawn(policy, use())

@@ -28,6 +28,7 @@ NOT_ON_STEPS = {
         for name in ("top_entropy", "clip_cov", "kl_cov", "clip_b", "clip_v", "steer", "entrocraft")
     },
     **{name: rf"advantage='{name}'.*'canon'" for name in ("aem", "empg", "perplexity", "pear", "ares")},
+    "aepo": "advantage='entropy_aware'.*'canon'",
     **{name: r"entropy=0.*denoising steps of fixed variance.*FlowRL" for name in ("siren", "epo", "tea")},
     "par": r"advantage='par'.*reference.*'pref_grpo'",
     **dict.fromkeys(("likelihood", "jepo"), r"reference answer in words.*'grpo'"),

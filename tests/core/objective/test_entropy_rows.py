@@ -87,6 +87,26 @@ def test_low_perplexity_and_late_tokens_count_more() -> None:
     torch.testing.assert_close(found[2], -found[0])
 
 
+def test_unsure_tokens_count_more_by_aepo_and_its_clip_keeps_the_gradient() -> None:
+    entropy = f64(0.1, 0.2, 0.3, 0.4, 9.0, NAN).view(2, 3)
+    t = with_advantages(f64(2, -1), entropy=entropy)
+    t.weight[1, 1] = 0  # the 9 nats are of no token, and one token's entropy is not known
+    away = (f64(0.1, 0.2, 0.3, 0.4) - 0.25) / f64(0.1, 0.2, 0.3, 0.4).std(correction=0)
+    found = prepared("aepo", t)
+    torch.testing.assert_close(found[0], 2 * (1 + 0.2 * away[:3]))
+    assert_values(found[1], -(1 + 0.2 * float(away[3])), 0.0, -1.0)
+    missing = replace(t, valid=torch.tensor([True, False, True, False]))  # nor do its entropies count
+    torch.testing.assert_close(prepared("aepo", missing)[0], 2 * (1 + 0.2 * 1.5**0.5 * f64(-1, 0, 1)))
+    assert prepared("aepo", replace(t, entropy=torch.full_like(t.entropy, 0.3))).tolist()[0] == [2.0] * 3
+    assert prepared("aepo", t, a=9.0).tolist()[0][0] == 0.0  # no sign turns
+    row = named_objective("aepo", advantage_options={"scale": "none", "a": 0.0})
+    prepared_row = row.prepare(replace(t, reward=2 * t.reward))
+    policy = PolicyOutput(log_prob=(t.old_log_prob + 0.5).requires_grad_())
+    loss = row.loss(prepared_row, policy).decisions["policy"]
+    (gradient,) = torch.autograd.grad(loss[0, 0], policy.log_prob)
+    assert_values(gradient[0, :1], -1.2 * float(prepared_row.advantage[0, 0]))
+
+
 def test_aem_is_the_golden_case() -> None:
     case = golden("aem_worked")
     entropy = torch.tensor(case["inputs"]["response_entropy"]).double()[:, None].expand(-1, 2)

@@ -23,7 +23,7 @@ TEXT_ONLY = {
     *("ppo", "ppo_kl", "ppo_ptx", "safe", "remax", "opo", "dppo_tv", "dppo_kl", "top_entropy"),
     *("clip_cov", "kl_cov", "flowrl", "aem", "empg", "perplexity", "siren", "epo", "tea"),
     *("clip_b", "clip_v", "steer", "entrocraft", "pear", "ares", "riskpo", "par", "likelihood", "jepo"),
-    *("rank_bonus", "rlfr"),
+    *("rank_bonus", "rlfr", "aepo"),
     "canon",  # without objective.metric
 }
 """Rows that are refused for denoising steps."""

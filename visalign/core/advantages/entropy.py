@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages shaped by how sure the policy was, AEM of responses, EMPG of steps, by perplexity; by position.
+"""Advantages shaped by how sure the policy was: AEM of responses, EMPG of steps, AEPO of decisions; by
+perplexity, and by position.
 
 Entropies in nats; statistics are over all that is passed in, so pass the whole optimizer step (all devices).
 Denoising steps of fixed variance all have the same entropy, which makes every factor 1: give another measure
@@ -76,6 +77,34 @@ def aem_advantages(
         )
     scale = aem_scale(entropy, group, lam=lam, min_range=min_range)
     return advantage.detach() * (scale if advantage.ndim == 1 else scale[:, None])
+
+
+def entropy_aware_advantages(advantage: Tensor, entropy: Tensor, weight: Tensor, *, a: float = 0.2) -> Tensor:
+    """AEPO: unsure decisions count more, A′_t = A (1 + a (H_t − mean H)/std H), over all present decisions.
+
+    Args:
+        advantage: [B].
+        entropy: [B, T] of each decision as it was drawn, nats; what is not finite is missing.
+        weight: [B, T], 0 for absent decisions.
+        a: ≥ 0; 0 switches it off, and so does a std of 0.
+
+    Returns:
+        [B, T], float32 or better, no gradient; A where the entropy is missing, 0 where absent.
+
+    AEPO, arXiv 2510.14545 (a = 0.2). Deviations: the released code takes the entropies anew at each update,
+    and their mean and std (ddof 1) from each micro-batch. Addition: the factor stays at 0 or above.
+    """
+    check_not_negative(a=a)
+    check_axes(advantage=(advantage, "B"), entropy=(entropy, "B T"), weight=(weight, "B T"))
+    gain, inside = float32(advantage).detach()[:, None], weight != 0
+    present = inside & torch.isfinite(entropy)
+    known, one = (
+        torch.where(present, entropy, torch.nan).flatten(),
+        torch.zeros(present.numel(), dtype=torch.long),
+    )
+    away = group_advantages(known, one, ddof=0, eps=0.0).view_as(entropy)
+    factor = torch.where(present, 1 + a * away, 1.0).clamp(min=0).to(gain.dtype)
+    return torch.where(inside, gain * factor, 0.0)
 
 
 def empg_scale(entropy: Tensor, weight: Tensor | None = None, *, k: float = 1.0, eps: float = 1e-8) -> Tensor:

@@ -82,7 +82,7 @@ def conditional_advantages(
 
 
 def prl_advantages(
-    advantage: Tensor, log_ratio: Tensor, weight: Tensor | None = None, *, eta: float, block: int = 1
+    advantage: Tensor, log_ratio: Tensor, weight: Tensor | None = None, *, eta: float = 100.0, block: int = 1
 ) -> Tensor:
     """PRL: the divergence from the reference that is still to come, taken off each step's advantage.
 

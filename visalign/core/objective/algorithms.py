@@ -313,6 +313,14 @@ NAMED: dict[str, Objective] = {
         surrogate="gradient_keeping_clip",
         aggregation="token_mean",
     ),
+    "aepo": replace(
+        _GROUP,
+        source="AEPO, arXiv 2510.14545: the gradient-keeping clip and the entropy-aware advantage (a = 0.2)",
+        advantage="entropy_aware",
+        advantage_options={"a": 0.2},
+        surrogate="gradient_keeping_clip",
+        aggregation="token_mean",
+    ),
     "top_entropy": replace(
         _GROUP,
         source="Wang et al., arXiv 2506.01939: DAPO on a fifth of the tokens",

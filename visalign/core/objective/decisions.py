@@ -30,7 +30,7 @@ ON_STEPS: dict[tuple[str, Any], tuple[str, str]] = {
     ("entropy", _NONZERO): (NO_STEP_ENTROPY, _DIVERSITY),
     **{("selection", name): (NO_STEP_ENTROPY, _DIVERSITY) for name in stages.SELECTIONS},
     **dict.fromkeys(
-        [("advantage", name) for name in ("aem", "empg", "perplexity", "pear", "ares")],
+        [("advantage", name) for name in ("aem", "entropy_aware", "empg", "perplexity", "pear", "ares")],
         (NO_STEP_ENTROPY, "'canon' with another measure of the samples, or 'grpo'"),
     ),
     ("advantage", "opo"): (

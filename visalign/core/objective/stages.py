@@ -16,6 +16,7 @@ from visalign.core.advantages.copo import consistency_entropy, copo_advantages, 
 from visalign.core.advantages.entropy import (
     aem_advantages,
     empg_advantages,
+    entropy_aware_advantages,
     perplexity_advantages,
     position_advantages,
     step_entropy,
@@ -30,10 +31,7 @@ from visalign.core.rewards.entropy import (
     window_entropy,
 )
 from visalign.core.rewards.terms import kl_in_reward, place_terminal
-from visalign.core.surrogates import balance as surrogate_balance
-from visalign.core.surrogates import forms as surrogate_forms
-from visalign.core.surrogates import off_policy
-from visalign.core.surrogates import weighted as surrogate_weighted
+from visalign.core.surrogates import balance, forms, off_policy, weighted
 from visalign.core.surrogates.ppo import ppo_clip
 from visalign.core.tokens import selection, selection_rules, steer
 from visalign.core.tokens.entropy import entrocraft_direction, entrocraft_keep
@@ -113,6 +111,10 @@ def _shaped(function: Callable[..., Tensor]) -> Callable[..., Advantages]:
     return apply
 
 
+def _gain(t: Trajectories, beta: float, scale: Scale) -> Tensor:
+    return group_advantages(sample_reward(t, beta), t.group, scale=scale, valid=t.valid)
+
+
 def _opo(t: Trajectories, beta: float, **options: Any) -> Advantages:
     length = (t.weight != 0).sum(1)
     return baselines.opo_advantages(sample_reward(t, beta), length, t.group, valid=t.valid, **options), None
@@ -151,9 +153,8 @@ def _reinforce_pp(t: Trajectories, beta: float, **options: Any) -> Advantages:
 
 
 def _reinforce_pp_baseline(t: Trajectories, beta: float, **options: Any) -> Advantages:
-    reward = sample_reward(t, beta)
-    made = returns.reinforce_pp_baseline_advantages(reward, t.group, t.weight, valid=t.valid, **options)
-    return made, None
+    made = returns.reinforce_pp_baseline_advantages
+    return made(sample_reward(t, beta), t.group, t.weight, valid=t.valid, **options), None
 
 
 def _canon(t: Trajectories, beta: float, **options: Any) -> Advantages:
@@ -185,13 +186,10 @@ def _steps(t: Trajectories, _beta: float, **options: Any) -> Advantages:
     return group_advantages(t.process_reward, t.group, valid=t.valid, **options), None
 
 
-def _prl(
-    t: Trajectories, beta: float, *, eta: float = 100.0, block: int = 1, scale: Scale = "group"
-) -> Advantages:
+def _prl(t: Trajectories, beta: float, *, scale: Scale = "group", **options: Any) -> Advantages:
     assert t.ref_log_prob is not None
-    gain = group_advantages(sample_reward(t, beta), t.group, scale=scale, valid=t.valid)
     away = t.old_log_prob - t.ref_log_prob
-    return rules.prl_advantages(gain, away, t.weight, eta=eta, block=block), None
+    return rules.prl_advantages(_gain(t, beta, scale), away, t.weight, **options), None
 
 
 def _online_dpo(t: Trajectories, kl_in_reward: float, **options: Any) -> Advantages:
@@ -204,30 +202,32 @@ def _online_dpo(t: Trajectories, kl_in_reward: float, **options: Any) -> Advanta
 
 def _aem(t: Trajectories, beta: float, *, scale: Scale = "group", **options: Any) -> Advantages:
     assert t.entropy is not None
-    gain = group_advantages(sample_reward(t, beta), t.group, scale=scale, valid=t.valid)
     present = (t.weight != 0) & t.present()[:, None]
     mean = torch.where(present, t.entropy, 0.0).sum(1) / present.sum(1)  # NaN, missing, without a token
-    return aem_advantages(gain, mean, t.group, **options), None
+    return aem_advantages(_gain(t, beta, scale), mean, t.group, **options), None
+
+
+def _entropy_aware(t: Trajectories, beta: float, *, scale: Scale = "group", **options: Any) -> Advantages:
+    assert t.entropy is not None
+    weight = t.weight * t.present()[:, None]
+    return entropy_aware_advantages(_gain(t, beta, scale), t.entropy, weight, **options), None
 
 
 def _empg(t: Trajectories, beta: float, *, scale: Scale = "group", **options: Any) -> Advantages:
     """The steps of a completion stand for the turns of the paper's agents."""
     assert t.entropy is not None and t.step is not None
-    gain = group_advantages(sample_reward(t, beta), t.group, scale=scale, valid=t.valid)
-    gain = torch.where(t.present(), gain, torch.nan)
+    gain = torch.where(t.present(), _gain(t, beta, scale), torch.nan)
     made = empg_advantages(gain, *step_entropy(t.entropy, t.step, t.weight), **options)
     return torch.where(t.weight != 0, made.gather(1, t.step.clamp(min=0)), 0.0), None
 
 
 def _perplexity(t: Trajectories, beta: float, *, scale: Scale = "group", **options: Any) -> Advantages:
-    gain = group_advantages(sample_reward(t, beta), t.group, scale=scale, valid=t.valid)
-    gain = torch.where(t.present(), gain, torch.nan)
+    gain = torch.where(t.present(), _gain(t, beta, scale), torch.nan)
     return perplexity_advantages(gain, t.old_log_prob, t.weight, t.group, **options), None
 
 
 def _position(t: Trajectories, beta: float, *, scale: Scale = "group", **options: Any) -> Advantages:
-    gain = group_advantages(sample_reward(t, beta), t.group, scale=scale, valid=t.valid)
-    return position_advantages(gain, t.weight, **options), None
+    return position_advantages(_gain(t, beta, scale), t.weight, **options), None
 
 
 def _pear(t: Trajectories, beta: float, *, scale: Scale = "group", **options: Any) -> Advantages:
@@ -256,9 +256,8 @@ def _ares(
     """Threshold: the earlier rollouts' (at first its own); target: the mean of the same difficulty."""
     assert t.entropy is not None
     reward, present = sample_reward(t, beta), t.present()
-    threshold = t.entropy_before
-    if threshold is None:
-        threshold = ares_threshold(t, window=window, quantile=quantile)
+    before = t.entropy_before
+    threshold = ares_threshold(t, window=window, quantile=quantile) if before is None else before
     found, there = window_entropy(t.entropy, t.weight, window=window)
     count = (there & (found > threshold)).sum(1).double()
     index, groups = group_index(t.group, len(reward), reward.device)
@@ -282,16 +281,18 @@ def _given(t: Trajectories, _beta: float) -> Advantages:
     return t.advantage, None
 
 
+def _plain(function: Callable[..., Tensor]) -> Stage:
+    return Stage(function, _of_reward(function))
+
+
 ADVANTAGES = {
-    "group": Stage(group_advantages, _of_reward(group_advantages)),
+    "group": _plain(group_advantages),
     "gdpo": Stage(gdpo_advantages, _gdpo),
     "normalise_then_sum": Stage(normalise_then_sum, _normalise_then_sum),
     "opo": Stage(baselines.opo_advantages, _opo),
-    "gpg": Stage(baselines.gpg_advantages, _of_reward(baselines.gpg_advantages)),
-    "pass_at_k": Stage(baselines.pass_at_k_advantages, _of_reward(baselines.pass_at_k_advantages)),
-    "best_of_group": Stage(
-        baselines.best_of_group_advantages, _of_reward(baselines.best_of_group_advantages)
-    ),
+    "gpg": _plain(baselines.gpg_advantages),
+    "pass_at_k": _plain(baselines.pass_at_k_advantages),
+    "best_of_group": _plain(baselines.best_of_group_advantages),
     "gae": Stage(returns.gae, _gae, ("value",)),
     "remax": Stage(returns.remax_advantages, _remax, ("greedy_reward",)),
     "reinforce_pp": Stage(returns.reinforce_pp_advantages, _reinforce_pp),
@@ -302,6 +303,7 @@ ADVANTAGES = {
     "prl": Stage(rules.prl_advantages, _prl, ("ref_log_prob",)),
     "online_dpo": Stage(rules.online_dpo_advantages, _online_dpo, ("ref_log_prob",)),
     "aem": Stage(aem_advantages, _aem, ("entropy",)),
+    "entropy_aware": Stage(entropy_aware_advantages, _entropy_aware, ("entropy",)),
     "empg": Stage(empg_advantages, _empg, ("entropy", "step")),
     "perplexity": Stage(perplexity_advantages, _perplexity),
     "position": Stage(position_advantages, _position),
@@ -330,24 +332,24 @@ def _of_log_prob(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _ppo_kl(i: SurrogateInputs, **options: Any) -> Tensor:
-    return surrogate_forms.ppo_kl(i.log_ratio, i.rows.advantage, kl=i.policy.divergence, **options)
+    return forms.ppo_kl(i.log_ratio, i.rows.advantage, kl=i.policy.divergence, **options)
 
 
 def _gmpo(i: SurrogateInputs, **options: Any) -> Tensor:
-    return surrogate_forms.gmpo(i.log_ratio, i.rows.advantage, i.rows.weight, **options)
+    return forms.gmpo(i.log_ratio, i.rows.advantage, i.rows.weight, **options)
 
 
 def _policy_gradient(i: SurrogateInputs) -> Tensor:
-    return surrogate_weighted.reinforce(i.policy.log_prob, i.rows.advantage, weight=i.rows.weight)
+    return weighted.reinforce(i.policy.log_prob, i.rows.advantage, weight=i.rows.weight)
 
 
 def _weighted_policy_gradient(i: SurrogateInputs) -> Tensor:
     given = i.policy.log_prob, i.rows.advantage, i.log_ratio
-    return surrogate_weighted.reinforce(*given, weight=i.rows.weight)
+    return weighted.reinforce(*given, weight=i.rows.weight)
 
 
 def _dppo(i: SurrogateInputs, *, divergence: str = "tv", **options: Any) -> Tensor:
-    measures = {"tv": surrogate_weighted.binary_tv, "kl": surrogate_weighted.binary_kl}
+    measures = {"tv": weighted.binary_tv, "kl": weighted.binary_kl}
     if divergence == "exact":
         if i.policy.divergence is None:
             raise ValueError("divergence='exact' needs PolicyOutput.divergence, [b, T]; got None.")
@@ -356,7 +358,7 @@ def _dppo(i: SurrogateInputs, *, divergence: str = "tv", **options: Any) -> Tens
         measured = measures[divergence](i.policy.log_prob, i.rows.old_log_prob)
     else:
         raise ValueError(f"divergence must be one of tv, kl, exact; got {divergence!r}.")
-    return surrogate_weighted.dppo(i.log_ratio, i.rows.advantage, measured, weight=i.rows.weight, **options)
+    return weighted.dppo(i.log_ratio, i.rows.advantage, measured, weight=i.rows.weight, **options)
 
 
 def _flow_balance(i: SurrogateInputs, *, weighted: bool = True, **options: Any) -> Tensor:
@@ -364,7 +366,7 @@ def _flow_balance(i: SurrogateInputs, *, weighted: bool = True, **options: Any) 
     present = i.rows.weight != 0
     # R̂_i: the mean advantage of the row
     reward = torch.where(present, i.rows.advantage, 0.0).sum(1) / present.sum(1).clamp(min=1)
-    return surrogate_balance.flow_balance(
+    return balance.flow_balance(
         i.policy.log_prob,
         i.rows.ref_log_prob,
         i.policy.log_z,
@@ -377,19 +379,17 @@ def _flow_balance(i: SurrogateInputs, *, weighted: bool = True, **options: Any) 
 
 SURROGATES = {
     "ppo_clip": Stage(ppo_clip, _of_ratio(ppo_clip)),
-    "ppo_kl": Stage(surrogate_forms.ppo_kl, _ppo_kl),
-    "gradient_keeping_clip": Stage(
-        surrogate_forms.gradient_keeping_clip, _of_ratio(surrogate_forms.gradient_keeping_clip)
-    ),
-    "sapo": Stage(surrogate_forms.sapo, _of_ratio(surrogate_forms.sapo)),
-    "gmpo": Stage(surrogate_forms.gmpo, _gmpo),
-    "reinforce": Stage(surrogate_weighted.reinforce, _policy_gradient),
-    "weighted_reinforce": Stage(surrogate_weighted.reinforce, _weighted_policy_gradient),
-    "cispo": Stage(surrogate_weighted.cispo, _of_log_prob(surrogate_weighted.cispo)),
-    "vespo": Stage(surrogate_weighted.vespo, _of_log_prob(surrogate_weighted.vespo)),
-    "dppo": Stage(surrogate_weighted.dppo, _dppo),
-    "dro": Stage(surrogate_balance.dro, _of_log_prob(surrogate_balance.dro)),
-    "flow_balance": Stage(surrogate_balance.flow_balance, _flow_balance, ("log_z", "ref_log_prob")),
+    "ppo_kl": Stage(forms.ppo_kl, _ppo_kl),
+    "gradient_keeping_clip": Stage(forms.gradient_keeping_clip, _of_ratio(forms.gradient_keeping_clip)),
+    "sapo": Stage(forms.sapo, _of_ratio(forms.sapo)),
+    "gmpo": Stage(forms.gmpo, _gmpo),
+    "reinforce": Stage(weighted.reinforce, _policy_gradient),
+    "weighted_reinforce": Stage(weighted.reinforce, _weighted_policy_gradient),
+    "cispo": Stage(weighted.cispo, _of_log_prob(weighted.cispo)),
+    "vespo": Stage(weighted.vespo, _of_log_prob(weighted.vespo)),
+    "dppo": Stage(weighted.dppo, _dppo),
+    "dro": Stage(balance.dro, _of_log_prob(balance.dro)),
+    "flow_balance": Stage(balance.flow_balance, _flow_balance, ("log_z", "ref_log_prob")),
 }
 """Name -> loss per decision."""
 
