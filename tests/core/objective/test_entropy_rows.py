@@ -97,10 +97,11 @@ def test_unsure_tokens_count_more_by_aepo_and_its_clip_keeps_the_gradient() -> N
     assert_values(found[1], -(1 + 0.2 * float(away[3])), 0.0, -1.0)
     missing = replace(t, valid=torch.tensor([True, False, True, False]))  # nor do its entropies count
     torch.testing.assert_close(prepared("aepo", missing)[0], 2 * (1 + 0.2 * 1.5**0.5 * f64(-1, 0, 1)))
-    assert prepared("aepo", replace(t, entropy=torch.full_like(t.entropy, 0.3))).tolist()[0] == [2.0] * 3
+    alike = replace(t, entropy=torch.full((4, 3), 0.3).double())
+    assert prepared("aepo", alike).tolist()[0] == [2.0] * 3
     assert prepared("aepo", t, a=9.0).tolist()[0][0] == 0.0  # no sign turns
     row = named_objective("aepo", advantage_options={"scale": "none", "a": 0.0})
-    prepared_row = row.prepare(replace(t, reward=2 * t.reward))
+    prepared_row = row.prepare(t)
     policy = PolicyOutput(log_prob=(t.old_log_prob + 0.5).requires_grad_())
     loss = row.loss(prepared_row, policy).decisions["policy"]
     (gradient,) = torch.autograd.grad(loss[0, 0], policy.log_prob)
