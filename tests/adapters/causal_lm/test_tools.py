@@ -164,6 +164,7 @@ def test_branches_in_a_row_become_rarer(policy) -> None:
         asked.clear()
         rule = Watched(initial=initial, probability=1.0, entropy_weight=0.0, balance=0.0, penalty=penalty)
         found = drawn(policy, use(close="e", max_calls=6), rule, num_generations=16, seeds=8)
+        assert found.tools is not None
         branches[initial, penalty] = sum(trace.shared > 0 for trace in found.tools)
         most[initial, penalty] = max(asked)
     assert branches[1, 1.0] < branches[1, 0.0]
