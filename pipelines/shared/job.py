@@ -277,7 +277,7 @@ class PolicyRun(Job):
             **self.counts(result.counters),
         }
         spent = costs if self.seen is None else {**costs, "heldout_prompts_trained_on": self.seen}
-        spent = {**spent, "warnings": warnings, **best_of(by, own)}
+        spent = {**spent, "warnings": warnings, **best_of(own)}
         shared: dict[str, Any] = {"config": asdict(self.config), "versions": found}
         path = write_summary(output / "summary.json", before=before, after=after, costs=spent, **shared)
         accuracy = math.nan
@@ -358,7 +358,7 @@ class JudgeRun(Job):
             "after": after,
             **self.costs(result, measuring),
             **self.counts(result),
-            **best_of(self.config.run.best_by, result.counters.own),
+            **best_of(result.counters.own),
             "config": asdict(self.config),
             "versions": versions(),
         }

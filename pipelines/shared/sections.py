@@ -210,7 +210,8 @@ class RunConfig(MachineConfig):
     best_by: str | None = None
     """A metric of the evaluations on the way, such as heldout/accuracy or heldout/REWARD: the weights of the
     highest, or behind "-" the lowest, are the run's result. Of a reward that is not trained on: one judge
-    is learnt from, another decides. null: the last ones are the result."""
+    is learnt from, another decides. Where a resume changes it, what was best before is forgotten. null: the
+    last ones are the result."""
     trackers: list[str] = field(default_factory=list)
     """Trackers of accelerate besides metrics.jsonl: tensorboard, wandb, ..."""
 

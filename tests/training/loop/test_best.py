@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ VALUES = {1: 0.2, 2: math.nan, 3: 0.7, 4: 0.7, 5: 0.1}
 
 def _trainer(folder: Path, by: str | None, iterations: int = 5, every: int = 1, **optimizer: Any) -> Any:
     def evaluate(iteration: int) -> dict[str, float]:
-        return {"other": VALUES[iteration], "accuracy": 0.5}
+        return {"other": VALUES[iteration], "accuracy": 0.5, "unknown": math.nan}
 
     return toy_trainer(
         folder,
@@ -71,17 +72,46 @@ def test_a_resumed_run_knows_the_best(tmp_path: Path) -> None:
     assert rest.resume()
     rest.train()
     assert torch.equal(_result(rest), _result(whole)) and rest.counters.own["best"]["iteration"] == 3
-    other = _trainer(tmp_path / "cut", "-heldout/accuracy", 6)
     VALUES[6] = 0.0
+    last = _trainer(tmp_path / "cut", "-heldout/accuracy")
+    assert last.resume()
+    assert torch.equal(_result(last), _weights(last)), "the best by another number is no result"
+    other = _trainer(tmp_path / "cut", "-heldout/accuracy", 6)
     assert other.resume()
     other.train()
     assert other.counters.own["best"] == {"by": "-heldout/accuracy", "value": 0.5, "iteration": 6}
     assert [r["heldout/other"] for r in read_metrics(tmp_path / "cut" / "metrics.jsonl")][-1] == 0.0
 
 
+def test_a_number_that_no_evaluation_had_leaves_the_last_weights_and_says_so(tmp_path: Path) -> None:
+    run = _trainer(tmp_path, "heldout/unknown", 2)
+    run.train()
+    assert torch.equal(_result(run), _weights(run))
+    said = "Warning: no evaluation on the way had a number for run.best_by, heldout/unknown: the last weights"
+    assert [note for note in said_of_best("heldout/unknown", run.counters.own) if note.startswith(said)]
+
+
+def test_what_one_process_alone_measures_decides_for_all(tmp_path: Path) -> None:
+    """Of several processes the first one knows the drift of pictures, which the others leave out."""
+    other = _trainer(tmp_path, "heldout/drift", 1)
+    other.accelerator = SimpleNamespace(
+        is_main_process=False, device=other.accelerator.device, reduce=lambda said, _: said + 1
+    )
+    other._keep_best({"heldout/accuracy": 0.5})
+    assert "best" in other.context.tensors
+
+
 def test_what_cannot_decide_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"best_by is 'heldout/other', and nothing is evaluated on the way"):
-        _trainer(tmp_path / "never", "heldout/other", every=0)
-    said = r"'heldout/othr', .*Did you mean 'heldout/other'.*They say heldout/other, heldout/accuracy;"
+    for every in (0, 6):
+        said = r"best_by is 'heldout/other', and nothing is evaluated on the way.*of 5 at most"
+        with pytest.raises(UserError, match=said):
+            _trainer(tmp_path / "never", "heldout/other", every=every)
+    said = r"'heldout/othr', .*Did you mean 'heldout/other'.*They say heldout/other, heldout/accuracy, "
     with pytest.raises(UserError, match=said):
         _trainer(tmp_path / "unknown", "heldout/othr").train()
+    with pytest.raises(UserError, match=r"'reward_mean', which the evaluations on the way do not say"):
+        _trainer(tmp_path / "trained", "reward_mean").train()
+    nothing = _trainer(tmp_path / "nothing", "heldout/other")
+    nothing.evaluate = lambda _: {}
+    with pytest.raises(UserError, match="They say nothing, as nothing is held out"):
+        nothing.train()

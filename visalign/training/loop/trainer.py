@@ -121,10 +121,11 @@ class Trainer(Generic[A]):
         self.algorithm, self.run, self.evaluate = algorithm, run, evaluate
         self.accelerator = algorithm.accelerator
         check_accelerator(self.accelerator)
-        if run.best_by is not None and (evaluate is None or not run.evaluate_every):
+        if run.best_by is not None and (evaluate is None or not 0 < run.evaluate_every <= run.iterations):
             raise UserError(
                 f"run.best_by is {run.best_by!r}, and nothing is evaluated on the way. Set evaluation.every "
-                "to the iterations between two evaluations, or leave best_by out."
+                f"to the iterations between two evaluations, of {run.iterations} at most (run.iterations), "
+                "or leave best_by out."
             )
         settings = OptimizerSettings() if optimizer is None else optimizer
         named = list(algorithm.parameters())
@@ -194,7 +195,7 @@ class Trainer(Generic[A]):
                 f"Warning: {counters.iteration} iterations made no update: the weights are as at the start. "
                 + ("Every gradient was infinite or NaN." if counters.skipped else "No sample had a signal.")
             )
-        for said in said_of_best(self.run.best_by, counters.own):
+        for said in () if stopped == "interrupted" else said_of_best(self.run.best_by, counters.own):
             self.progress.note(said)
         return TrainResult(counters=counters, stopped=stopped, signal=interrupt.by)
 
@@ -226,9 +227,10 @@ class Trainer(Generic[A]):
             **updated,
             **self._passes(algorithm.forward_equivalents() - spent, samples),
         }
-        if evaluated := self._evaluated():
+        evaluated = self._evaluated()
+        if evaluated is not None:
             record |= evaluated
-            self._keep_best(record)
+            self._keep_best(evaluated)
         return {**record, **self.monitor.follow(record, counters.own), **self._timed(samples)}
 
     def _update(self, experience: Any) -> tuple[dict[str, float], list[dict[str, float]]]:
@@ -294,11 +296,11 @@ class Trainer(Generic[A]):
         self.counters.forward_equivalents += total
         return {"forward_equivalents_per_image": total / samples} if total and samples else {}
 
-    def _evaluated(self) -> dict[str, float]:
-        """The evaluation on the way, where the iteration just finished is due for one."""
+    def _evaluated(self) -> dict[str, float] | None:
+        """The evaluation on the way; None where the iteration just finished is not due for one."""
         every, iteration = self.run.evaluate_every, self.counters.iteration
         if self.evaluate is None or not every or iteration % every:
-            return {}
+            return None
         found: Mapping[str, float] = {}
         with self.clock.phase("evaluation"):
             self.algorithm.settle()
@@ -306,14 +308,29 @@ class Trainer(Generic[A]):
                 found = self.evaluate(iteration)
         return {f"heldout/{name}": value for name, value in found.items()}
 
-    def _keep_best(self, record: Mapping[str, Any]) -> None:
-        """Keep the averaged weights where this evaluation is the best so far, as the first process sees
-        it."""
-        by, own = self.run.best_by, self.counters.own
-        check_best_by(by, record)
-        if by is not None and self._agreed(self.accelerator.is_main_process and leads(by, record, own)):
+    def _keep_best(self, evaluated: Mapping[str, Any]) -> None:
+        """Keep the averaged weights where this evaluation is the best so far, as the first process sees it:
+        some of an evaluation's numbers are known there alone."""
+        by, counters = self.run.best_by, self.counters
+        if by is None:
+            return
+        led = False
+        if self.accelerator.is_main_process:
+            check_best_by(by, evaluated)
+            led = leads(by, evaluated, counters.iteration, counters.own)
+        if self._agreed(led):
             kept = {name: value.detach().clone() for name, value in self.ema.state().items()}
             self.context.tensors[BEST] = kept
+
+    def _forget_other_best(self) -> None:
+        """Of a checkpoint whose run went by another number: its best weights are no result of this one."""
+        own, by = self.counters.own, self.run.best_by
+        if BEST in own and own[BEST]["by"] != by:
+            self.progress.note(
+                f"run.best_by was {own[BEST]['by']} and is {'null' if by is None else by}: the weights of "
+                f"iteration {own[BEST]['iteration']} are not kept."
+            )
+            del own[BEST], self.context.tensors[BEST]
 
     def _timed(self, samples: int) -> dict[str, float]:
         """Seconds of the iteration that ends now, in all and by phase; they are added to the counters."""
@@ -356,7 +373,7 @@ class Trainer(Generic[A]):
     def result(self) -> AbstractContextManager[None]:
         """Inside, the model has the weights that the run leaves: the averaged ones, with `best_by` those of
         the best evaluation."""
-        return self.averaged(None if self.run.best_by is None else self.context.tensors.get(BEST))
+        return self.averaged(self.context.tensors.get(BEST))
 
     def save(self) -> None:
         """Write a checkpoint of the present state (main process; the others wait).
@@ -405,6 +422,7 @@ class Trainer(Generic[A]):
         self.context.counters = Counters(**loaded.state)
         own = loaded.tensors.keys() - {*self.weights.tensors(), "ema"}
         self.context.tensors = {stem: loaded.tensors[stem] for stem in own}
+        self._forget_other_best()
         self.algorithm.restore(self.context)
         self.progress.go_on(self.counters.iteration, self.counters.seconds)
         self.progress.note(f"Resumed from {folder} after iteration {loaded.step}.")
