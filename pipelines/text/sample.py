@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 from visalign.atomic import write_atomic
-from visalign.data.sets.prompt_files import demonstrations_jsonl
+from visalign.data.sets.prompt_files import TOOL_ANSWERS, demonstrations_jsonl
 from visalign.errors import UserError
 from visalign.interfaces import Scores
 from visalign.pipelines.shared.parts import Records
@@ -38,7 +38,6 @@ from visalign.pipelines.shared.sections import (
 )
 from visalign.schema import STRICT
 from visalign.text import StoppingCriteria
-from visalign.text.tool_calls import TOOL_ANSWERS
 from visalign.training.loop.judging import check_failures
 from visalign.training.text.sampling_grid import (
     Completions,

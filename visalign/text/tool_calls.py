@@ -23,9 +23,6 @@ Tool = Callable[[str], str | None]
 AT_ONCE = 32
 """Calls under way at a time."""
 
-TOOL_ANSWERS = "tool_answers"
-"""Field of a record: beginnings and ends of the characters of its completion that a tool wrote."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ToolUse:

@@ -11,6 +11,7 @@ from visalign.adapters.causal_lm.demonstrations import (
     DemonstrationBatches,
     demonstration_lengths,
     demonstration_rollout,
+    with_mismatched,
 )
 from visalign.adapters.causal_lm.log_partition import PromptLogPartition
 from visalign.errors import UserError
@@ -77,7 +78,28 @@ def test_what_a_tool_wrote_is_read_and_not_learnt():
     assert policy.log_probs(plain).log_prob[0, 6].item() == pytest.approx(found[6].item(), abs=1e-6)
 
 
-@pytest.mark.parametrize("spans", [[[0, 9]], [[3, 2]], [[2, 4], [3, 5]], [4, 6], "4-6", [[1]], 3, [["a", 2]]])
+def test_of_pairs_and_votes_too_what_a_tool_wrote_is_not_learnt():
+    pair = {"prompt": "g", "chosen": "a=b c", "rejected": "1+2=3. a", "rejected_tool_answers": [[4, 6]]}
+    rollout = DemonstrationBatches(toy_policy(), [pair], size=1, seed=0, field=("chosen", "rejected")).batch(
+        0
+    )
+    assert [rollout.loss_mask[row].sum().item() for row in (0, 1)] == [6, 7]
+    assert rollout.loss_mask[1, 4:6].tolist() == [0, 0]
+    votes = [
+        {"prompt": "g", "completion": "1+2=3. a", "tool_answers": [[4, 6]]},
+        {"prompt": "b c", "completion": "a=b c", "tool_answers": None},
+    ]
+    votes = with_mismatched(toy_policy(), votes)
+    rows = DemonstrationBatches(toy_policy(), votes, size=2, seed=0, field=("completion", "mismatched")).rows(
+        [0, 1]
+    )
+    assert rows.loss_mask.sum(1).tolist() == [7, 6, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [[[0, 9]], [[3, 2]], [[2, 4], [3, 5]], [4, 6], "4-6", [[1]], 3, [["a", 2]], [["1", "2"]], [[0.5, 2]]],
+)
 def test_spans_that_are_none_of_the_completion_are_refused(spans):
     record = {"prompt": "g", "completion": "1+2=3. a", "tool_answers": spans}
     said = r"Record 0 has tool_answers .*; it must be a list of \[begin, end\], .* \(it has 8\)"

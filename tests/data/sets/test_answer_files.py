@@ -54,6 +54,15 @@ def test_the_best_and_the_worst_of_judged_answers_become_a_pair(tmp_path):
         load_pairs(_file(tmp_path, *_judged(("q", "x", 1), ("q", "y", 1))))
 
 
+def test_what_a_tool_wrote_goes_with_the_answers(tmp_path):
+    rows = _judged(("p", "good", 1), ("p", "bad", 0))
+    pair = {**PAIR, "chosen_tool_answers": [[1, 2]]}
+    judged = _file(tmp_path, {**rows[0], "tool_answers": [[1, 2]]}, {**rows[1], "tool_answers": None})
+    assert load_pairs(judged).records == [pair]
+    good, bad = load_votes(_file(tmp_path, pair)).records
+    assert good["tool_answers"] == [[1, 2]] and "tool_answers" not in bad
+
+
 def test_votes_come_from_labels_pairs_and_rewards(tmp_path):
     bad = {"prompt": "p", "completion": "bad", "label": False}
     assert load_votes(_file(tmp_path, VOTE, {**bad, "label": 0})).records == [VOTE, bad]

@@ -31,6 +31,14 @@ def test_the_field_of_the_completion(tmp_path):
     assert load_demonstrations(file, "best")[0]["completion"] == "b"
 
 
+def test_what_a_tool_wrote_of_the_completion_is_none_of_another_field(tmp_path):
+    file = tmp_path / "a.jsonl"
+    both = {"prompt": "p", "completion": "c", "tool_answers": [[0, 1]], "solution": "s"}
+    file.write_text(json.dumps(both))
+    assert load_demonstrations(file)[0]["tool_answers"] == [[0, 1]]
+    assert "tool_answers" not in load_demonstrations(file, "solution")[0]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

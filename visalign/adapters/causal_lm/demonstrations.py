@@ -9,16 +9,17 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from visalign.data.sets.prompt_files import tool_answers_field, with_answer
 from visalign.errors import UserError
 from visalign.seeds import sample_seed
 from visalign.text import Prompt, Sampling, StoppingCriteria, StopReason, TextRollout
-from visalign.text.tool_calls import TOOL_ANSWERS
 
 from .loading import end_tokens, pad_id
 from .policy import CausalLMPolicy
@@ -101,18 +102,21 @@ def _tokens(policy: CausalLMPolicy, text: str, answers: Spans) -> tuple[list[int
     return ids, mask
 
 
-def _check_spans(place: int, record: Mapping[str, Any]) -> None:
-    """Refuse spans that are none of the completion."""
-    spans, size = record.get(TOOL_ANSWERS, ()), len(record["completion"])
-    try:
-        edges = [0, *(int(edge) for begin, end in spans for edge in (begin, end)), size]
-    except (TypeError, ValueError):
-        edges = [1, 0]
-    if edges != sorted(edges):
+def _spans(place: int, record: Mapping[str, Any], field: str) -> Spans:
+    """What a tool wrote of an answer; refuses spans that are none of it. Tables have null for none."""
+    name, size = tool_answers_field(field), len(record[field])
+    spans = record.get(name)
+    if spans is None:
+        return ()
+    edges: list[Any] = [None]
+    with suppress(TypeError, ValueError):
+        edges = [0, *(edge for begin, end in spans for edge in (begin, end)), size]
+    if any(type(edge) is not int for edge in edges) or edges != sorted(edges):
         raise UserError(
-            f"Record {place} has {TOOL_ANSWERS} {spans!r}; it must be a list of [begin, end], characters of "
-            f"the completion (it has {size}) that a tool wrote, one behind the other."
+            f"Record {place} has {name} {spans!r}; it must be a list of [begin, end], characters of "
+            f"the {field} (it has {size}) that a tool wrote, one behind the other."
         )
+    return spans
 
 
 def _check_sizes(policy: CausalLMPolicy, place: int, prompt: int, completion: int) -> None:
@@ -134,11 +138,11 @@ class DemonstrationBatches:
         records: each with "prompt" and the completion, or several.
         size: records per batch; each epoch visits every record once, in a new order.
         seed: of the order.
-        field: of the completion in a record, or of several completions. What `tool_answers` of a record say
-            that a tool wrote of its "completion" is read and not learnt.
+        field: of the completion in a record, or of several completions. What a record says that a tool wrote
+            of them (`tool_answers_field`) is read and not learnt.
 
     Raises:
-        UserError: no records, one without a completion, or a size below 1.
+        UserError: no records, one without a completion or with other spans than of it, or a size below 1.
     """
 
     def __init__(
@@ -151,7 +155,6 @@ class DemonstrationBatches:
         field: str | Sequence[str] = "completion",
     ) -> None:
         fields = (field,) if isinstance(field, str) else tuple(field)
-        self._answered = fields == ("completion",)
         if not records or size < 1:
             raise UserError(f"{len(records)} records in batches of {size}; both must be at least 1.")
         for place, record in enumerate(records):
@@ -160,8 +163,8 @@ class DemonstrationBatches:
                     f"Record {place} has no text in the field {missing[0]!r}: its fields are "
                     f"{', '.join(record)}. Each record needs a prompt and its completion."
                 )
-            if self._answered:
-                _check_spans(place, record)
+            for name in fields:
+                _spans(place, record, name)
         self._policy, self._records, self._fields = policy, records, fields
         self.size, self._seed = size, seed
         self._orders: dict[int, Any] = {}
@@ -181,7 +184,9 @@ class DemonstrationBatches:
             self._policy,
             [record["prompt"] for record in chosen] * len(self._fields),
             [record[field] for field in self._fields for record in chosen],
-            answers=[record.get(TOOL_ANSWERS, ()) for record in chosen] if self._answered else None,
+            answers=[
+                _spans(place, self._records[place], field) for field in self._fields for place in places
+            ],
         )
         return replace(rollout, group=list(places) * len(self._fields))
 
@@ -197,11 +202,8 @@ def demonstration_lengths(
     policy: CausalLMPolicy, records: Sequence[Mapping[str, Any]], field: str = "completion"
 ) -> list[int]:
     """Tokens of prompt and completion of each record together, the end token included."""
-    if field == "completion":
-        for place, record in enumerate(records):
-            _check_spans(place, record)
+    spans = [_spans(place, record, field) for place, record in enumerate(records)]
     prompts = policy.encode([record["prompt"] for record in records]).ids
-    spans = [record.get(TOOL_ANSWERS, ()) if field == "completion" else () for record in records]
     texts = [record[field] for record in records]
     completions = [_tokens(policy, text, own)[0] for text, own in zip(texts, spans, strict=True)]
     return [len(before) + len(after) + 1 for before, after in zip(prompts, completions, strict=True)]
@@ -250,7 +252,7 @@ def with_mismatched(
     alone = list(range(count))
     for step in range(1, count):
         for place in alone:
-            found[place][field] = records[(place + step) % count]["completion"]
+            found[place] = with_answer(found[place], field, records[(place + step) % count], "completion")
         lengths = demonstration_lengths(policy, [found[place] for place in alone], field)
         alone = [
             place

@@ -16,7 +16,7 @@ import torch
 from visalign.core.regression.signals import best_worst_pairs
 from visalign.errors import UserError
 
-from .prompt_files import is_prompt
+from .prompt_files import is_prompt, with_answer
 from .tables import listed, read_rows, require_columns
 
 Record = dict[str, Any]
@@ -78,7 +78,8 @@ def load_votes(path: str | Path, *, threshold: float = 1.0, unusable: str = "ref
     for number, row in rows:
         if PAIR[0] in row:
             kept = {name: value for name, value in row.items() if name not in PAIR}
-            votes += [(number, {**kept, "completion": row[n], "label": n == "chosen"}) for n in PAIR]
+            both = [{**with_answer(kept, "completion", row, n), "label": n == "chosen"} for n in PAIR]
+            votes += [(number, vote) for vote in both]
         elif VOTE[1] in row:
             votes.append((number, {**row, "label": _truth(path, number, row["label"])}))
         else:
@@ -159,8 +160,10 @@ def _of_best_and_worst(rows: Sequence[tuple[int, Record]]) -> tuple[list[tuple[i
     places = best_worst_pairs(rewards, keys).tolist()
     pairs = []
     for best, worst in sorted(places):
-        prompt, texts = rows[best][1]["prompt"], (rows[best][1]["completion"], rows[worst][1]["completion"])
-        pairs.append((rows[best][0], {"prompt": prompt, **dict(zip(PAIR, texts, strict=True))}))
+        number, record = rows[best][0], {"prompt": rows[best][1]["prompt"]}
+        for name, place in zip(PAIR, (best, worst), strict=True):
+            record = with_answer(record, name, rows[place][1], "completion")
+        pairs.append((number, record))
     return pairs, len(set(keys)) - len(pairs)
 
 

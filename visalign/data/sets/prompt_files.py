@@ -21,6 +21,9 @@ EMBEDDED = {"shapes:train": train_prompts, "shapes:heldout": heldout_prompts}
 COMPLETION, SOLUTION = "completion", "solution"
 """Where a completion stands when no field is named: the first of these that a record has."""
 
+TOOL_ANSWERS = "tool_answers"
+"""Field of a record: beginnings and ends of the characters of its completion that a tool wrote."""
+
 EXAMPLE = '{"prompt": "1 + 1 = ?", "completion": "2"}'
 
 
@@ -123,14 +126,28 @@ def load_demonstrations(path: str | Path, field: str | None = None) -> list[Reco
 
 
 def with_completion(record: Mapping[str, Any], where: str, field: str | None = None) -> Record:
-    """The record with its field (see `load_demonstrations`) as "completion"; `where` names it."""
+    """The record with its field (see `load_demonstrations`) as "completion", and what a tool wrote of it;
+    `where` names it."""
     name = field or (COMPLETION if COMPLETION in record or SOLUTION not in record else SOLUTION)
     if not isinstance(record.get(name), str):
         raise UserError(
             f"{where} has no text in the field {name!r}: its fields are {', '.join(record)}. Each record "
             f"needs a prompt and its completion, such as {EXAMPLE}."
         )
-    return {**record, COMPLETION: record[name]}
+    return with_answer({**record}, COMPLETION, record, name)
+
+
+def tool_answers_field(field: str) -> str:
+    """Where a record says what a tool wrote of the answer in its `field`."""
+    return TOOL_ANSWERS if field == COMPLETION else f"{field}_{TOOL_ANSWERS}"
+
+
+def with_answer(record: Record, field: str, source: Mapping[str, Any], name: str) -> Record:
+    """The record with the answer in the field `name` of `source` as its `field`, and what a tool wrote of
+    it."""
+    spans, own = source.get(tool_answers_field(name)), tool_answers_field(field)
+    kept = {key: value for key, value in record.items() if key != own}
+    return {**kept, field: source[name], **({own: spans} if spans else {})}
 
 
 def demonstrations_jsonl(records: Iterable[Mapping[str, Any]]) -> bytes:
