@@ -178,7 +178,8 @@ def _parse_override(item: str) -> tuple[list[str], Any]:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeError) as error:
         raise ConfigError(
-            f"Override '{item}': its value '{text}' is not valid YAML. Close its brackets or quote it."
+            f"Override '{item}': its value '{text}' is not valid YAML. Close its brackets, put a blank "
+            "behind each colon of a mapping ({key: value}), or quote it."
         ) from error
     return keys, typing.cast("dict[str, Any]", parsed)["value"]
 

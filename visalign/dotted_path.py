@@ -46,10 +46,21 @@ def named_object(path: str, *, what: str, error: type[Exception] = UserError) ->
     return found
 
 
+_PLAIN: Mapping[str, tuple[type, ...]] = {
+    "int": (int, float),
+    "float": (int, float),
+    "str": (str,),
+    "bool": (bool, int),
+    "None": (type(None),),
+}
+"""Kinds of values that a configuration writes, by how a signature names them; numbers are one kind."""
+
+
 def check_options(
     called: str, target: Callable[..., Any], options: Mapping[str, Any], error: type[Exception] = UserError
 ) -> None:
-    """Refuse options that a class or function does not know, or that it lacks.
+    """Refuse options that a class or function does not know, or that it lacks, and values of another kind
+    than its signature says, where that is a number, a text, true or false, or null.
 
     Args:
         called: Its name in messages, e.g. "Reward 'ocr'".
@@ -64,6 +75,12 @@ def check_options(
         known = signature.parameters
         near = "".join(suggestion(key, known) for key in options if key not in known)
         raise error(f"{called}: {problem}. {near}Its options: {', '.join(known) or 'none'}.") from problem
+    for name in [key for key in options if key in signature.parameters]:
+        said = signature.parameters[name].annotation
+        said = said if isinstance(said, str) else inspect.formatannotation(said)
+        kinds = [_PLAIN.get(kind.strip()) for kind in said.split("|")]
+        if not any(kind is None or isinstance(options[name], kind) for kind in kinds):
+            raise error(f"{called}: {name} is {options[name]!r}; it must be of the kind {said}.")
 
 
 def _from_file(file: Path, what: str, error: type[Exception]) -> ModuleType:

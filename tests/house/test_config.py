@@ -207,6 +207,10 @@ def test_a_bad_file_is_refused_by_name(write, text: str, message: str) -> None:
         ("=3", r"Override '=3' is not of the form"),
         ("optimizer..x=3", r"is not of the form key.sub=value"),
         ("seeds=[1,", r"Override 'seeds=\[1,': its value '\[1,' is not valid YAML"),
+        (
+            "rewards={a:{}}",
+            r"is not valid YAML. .*put a blank behind each colon of a mapping \({key: value}\)",
+        ),
         ("seeds=\udcff", r"its value '.*' is not valid YAML"),
         ("optimizer.lr=1", r"Unknown key 'optimizer.lr' in the override 'optimizer.lr=1'"),
         ("seeds=[1, b]", r"Key 'seeds\[1\]' in the override 'seeds=\[1, b\]': got 'b' \(str\), expected int"),

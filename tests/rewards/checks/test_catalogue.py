@@ -20,6 +20,7 @@ from visalign.rewards import (
     RewardError,
     check_reward,
     load_reward,
+    load_text_reward,
 )
 from visalign.rewards.catalogue import find_target
 
@@ -174,6 +175,23 @@ def test_dotted_paths(tmp_path):
 def test_refused_names(name, options, message):
     with pytest.raises(RewardError, match=message):
         load_reward(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("random", {"share": "lots"}, "Reward 'random': share is 'lots'; it must be of the kind float"),
+        (
+            "length",
+            {"target": [10]},
+            r"Reward 'length': target is \[10\]; it must be of the kind float \| None",
+        ),
+        ("length", {"rule": None}, "rule is None; it must be of the kind str"),
+    ],
+)
+def test_options_of_another_kind_are_refused(name, options, message):
+    with pytest.raises(RewardError, match=message):
+        load_text_reward(name, **options)
 
 
 class OnDevice(Constant):
