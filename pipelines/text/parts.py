@@ -27,6 +27,7 @@ from visalign.precision import autocast_dtype
 from visalign.text import TextRollout
 from visalign.text.tools import ToolPolicy
 from visalign.training.loop.sampler import PromptSampler
+from visalign.training.text.answers import check_answers
 
 from .config import (
     ActorCriticConfig,
@@ -72,6 +73,7 @@ def prepare(config: TextConfig, device: str | None = None) -> TextInputs:
     data, seed = config.data, config.seed
     records = text_records("train", data, seed)
     heldout, rewards = heldout_inputs(data, config.evaluation, seed, device, trained=config.rewards.terms)
+    check_answers(config.objective.build(length=config.rollout.max_new_tokens), records)
     PromptSampler(len(records), config.rollout.prompts_per_iteration, config.rollout.group_size, seed)
     demonstrations = None
     if data.demonstrations is not None:

@@ -239,6 +239,16 @@ def test_records_of_a_file_are_read(tmp_path):
     assert [record["answer"] for record in inputs.records] == ["1", "2", "3", "4", "5"]
 
 
+@pytest.mark.parametrize("row", ["likelihood", "jepo"])
+def test_a_record_without_the_answer_whose_likelihood_is_asked_is_refused_before_the_run(row, tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "What is 1 + 1?", "answer": "2"}\n{"prompt": "What is 2 + 1?", "answer": 3}')
+    with pytest.raises(
+        UserError, match=r"'What is 2 \+ 1\?' has no text \"answer\" \(it is 3\).*or take 'grpo'"
+    ):
+        prepare(_grpo(f"data.train={path}", f"objective.algorithm={row}"))
+
+
 @pytest.mark.parametrize("name", [name for name in list_configs() if name.startswith("text_")])
 def test_packaged_configurations_are_whole(name, tmp_path):
     judged = tmp_path / "judged.jsonl"  # what the config's first command writes

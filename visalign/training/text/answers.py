@@ -10,11 +10,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visalign.core import Objective
+from visalign.core.objective.stages import ADVANTAGES
 from visalign.core.rewards.likelihood import Likelihood, likelihood_reward
 from visalign.errors import UserError
 from visalign.text import Sampling, TextRollout
 
 from .parts import TextParts
+
+
+def check_answers(objective: Objective, records: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse records without an answer, if the objective looks at its likelihood.
+
+    Raises:
+        UserError: names the first one.
+    """
+    if "likelihood" in ADVANTAGES[objective.advantage].needs:
+        for record in records:
+            reference_answer(record)
+
+
+def reference_answer(record: Mapping[str, Any]) -> str:
+    """The answer whose likelihood is the reward.
+
+    Raises:
+        UserError: the record has none.
+    """
+    wanted = record.get("answer")
+    if not isinstance(wanted, str) or not wanted:
+        raise UserError(
+            f'The record of the prompt {str(record["prompt"])[:60]!r} has no text "answer" '
+            f"(it is {wanted!r}), whose likelihood is the reward. Give every record one, or take 'grpo'."
+        )
+    return wanted
 
 
 def answer_likelihood(
@@ -48,15 +76,9 @@ def answer_likelihood(
         return torch.zeros(0)
     read, answer = [], []
     for row, label in enumerate(rollout.group):
-        wanted = records[label].get("answer")
-        if not isinstance(wanted, str) or not wanted:
-            raise UserError(
-                f'The record of the prompt {str(rollout.prompt[row])[:60]!r} has no text "answer" '
-                f"(it is {wanted!r}), whose likelihood is the reward. Give every record one, or take 'grpo'."
-            )
         prompt = rollout.prompt_ids[row][rollout.prompt_mask[row] != 0].tolist()
         read.append(prompt + _ids(parts, rollout.text[row].split(prefix)[0] + prefix))
-        answer.append(_ids(parts, wanted))
+        answer.append(_ids(parts, reference_answer(records[label])))
     room = getattr(parts.policy, "context_length", None)
     fits = [room is None or len(a) + len(b) <= room for a, b in zip(read, answer, strict=True)]
     short = [(a, b) if fit else (a[:1], b[:1]) for a, b, fit in zip(read, answer, fits, strict=True)]

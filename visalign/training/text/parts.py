@@ -215,9 +215,9 @@ def check_parts(parts: TextParts, objective: Objective, *, name: str, rollout: T
     if parts.process is not None and objective.advantage not in PER_DECISION:
         raise UserError(
             f"objective.algorithm={name} has one advantage per completion (advantage {objective.advantage}), "
-            f"so rewards of single steps have no place in it. Use an advantage of {', '.join(PER_DECISION)}, "
-            "or the process reward model as a reward of the whole completion (process_reward in "
-            "rewards.terms)."
+            "so rewards of single steps (process, latent_flow) have no place in it. Use an advantage of "
+            f"{', '.join(PER_DECISION)} (the last is the row rlfr), or the process reward model as a reward "
+            "of the whole completion (process_reward in rewards.terms)."
         )
     if objective.ptx and parts.demonstrations is None:
         raise UserError(
