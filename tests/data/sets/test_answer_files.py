@@ -106,6 +106,7 @@ def test_equal_answers_are_refused_or_left_out(tmp_path):
             {**PAIR, "chosen": [{"content": "a"}] * 2},
             "chosen is neither a text nor a list of one",
         ),
+        (load_pairs, {**PAIR, "chosen": "\ud83d"}, "Line 1 of .* has half a character"),
         (load_pairs, _judged(("p", "a", "x"))[0], "Row 1 of .*: reward 'x' is no number"),
         (load_votes, _judged(("p", "a", float("nan")))[0], "Row 1 of .*: reward nan is no number"),
     ],

@@ -60,6 +60,7 @@ def test_duplicates_count_once_with_a_warning(tmp_path):
         ("a.txt", "\n \n", "nothing but blank lines"),
         ("a.csv", "a", r"ends in '\.csv'; use \.txt .* or \.jsonl"),
         ("a.jsonl", '{"prompt": "a"}\n{"prompt"', "line 2 is not JSON"),
+        ("a.jsonl", '{"prompt": "\\ud83d\\ude00"}\n{"prompt": "\\ud83d"}', "line 2 has half a character"),
         ("a.jsonl", '{"text": "a"}', 'line 1 needs a JSON object with a "prompt" that is text'),
         ("a.jsonl", '["a"]', "line 1 needs a JSON object"),
         (

@@ -13,6 +13,8 @@ from typing import Any
 from visalign.data.shapes.prompts import heldout_prompts, train_prompts
 from visalign.errors import UserError
 
+from .tables import check_characters
+
 Record = dict[str, Any]
 
 EMBEDDED = {"shapes:train": train_prompts, "shapes:heldout": heldout_prompts}
@@ -168,9 +170,11 @@ def _lines(path: Path, name: str) -> list[str]:
 
 def _json(line: str, where: str) -> Any:
     try:
-        return json.loads(line)
+        value = json.loads(line)
     except json.JSONDecodeError as error:
         raise UserError(f"{where} is not JSON: {error}.") from error
+    check_characters(where, line, value)
+    return value
 
 
 def _prompt_record(path: Path, number: int, line: str) -> Record:

@@ -19,6 +19,8 @@ _BLOCK = 1 << 20
 SEPARATORS = (",", ";", "\t", "|")
 """What may part the fields of a .csv or .tsv file whose first line has none of its own."""
 _BLANKS = re.compile(r"\s*")
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""A half of a pair of UTF-16; whole pairs begin with one too."""
 _MANY = 5
 """How many lines or names a message lists before it only counts."""
 
@@ -60,6 +62,23 @@ def require_columns(path: str | Path, row: Row, needed: Iterable[str], *, purpos
         )
 
 
+def check_characters(where: str, line: str, value: Any) -> None:
+    """Refuse half a character, such as "\\ud83d" where an emoji was cut, which is no text to a tokenizer.
+
+    Args:
+        where: for the message.
+        line: JSON, in which alone such a thing can be written.
+        value: what it says.
+    """
+    if not _HALF.search(line):
+        return
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start].encode("ascii", "backslashreplace").decode()
+        raise UserError(f"{where} has half a character ({half}). Mend or remove it.") from error
+
+
 def listed(items: Sequence[Any], *, limit: int = _MANY) -> str:
     """The first few of a list, and how many there are beyond them.
 
@@ -86,6 +105,7 @@ def _read_jsonl(path: Path, _: Sequence[str] | None) -> Iterator[tuple[int, Row]
                     f"Line {number} of '{path}' is no JSON ({error.msg} at column {error.colno}). Mend or "
                     "remove it."
                 ) from error
+            check_characters(f"Line {number} of '{path}'", line, row)
             yield number, _record(path, number, row, "Line")
 
 
