@@ -20,7 +20,7 @@ from visalign.data.sets.records import PreferencePair, PreferenceSet, QualityRec
 from visalign.data.sets.sources import GENERATED, load_source, shapes_pairs, shapes_quality
 from visalign.data.text_tasks.tasks import TASKS, heldout_tasks, text_tasks
 from visalign.errors import UserError
-from visalign.evaluation.heldout.text import check_text_judge
+from visalign.evaluation.heldout.text import check_labels, check_text_judge
 from visalign.pipelines.shared.parts import Records, build_records, load_terms, no_loading_bars, weighted_sum
 from visalign.pipelines.shared.sections import RewardsConfig, RewardTerm
 from visalign.precision import autocast_dtype
@@ -97,6 +97,7 @@ def heldout_inputs(
     """Held-out records and the rewards that judge them, those that are trained on among them."""
     heldout, judge = text_records("heldout", data, seed), evaluation.correctness
     rewards = text_rewards({**evaluation.rewards, **(trained or {})}, device)
+    check_labels(rewards)
     if judge is not None:
         check_text_judge(judge, rewards[judge], heldout[0])
     return heldout, rewards

@@ -162,7 +162,8 @@ def _check_rule(name: str, rule: str, given: set[str]) -> None:
     if given not in allowed:
         needed = " or ".join(" and ".join(sorted(one)) for one in allowed)
         raise ValueError(
-            f"{name}: rule {rule!r} needs {needed}; given: {', '.join(sorted(given)) or 'nothing'}."
+            f"{name}: rule {rule!r} takes {needed}, no more and no less; given: "
+            f"{', '.join(sorted(given)) or 'nothing'}."
         )
 
 

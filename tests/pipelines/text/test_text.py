@@ -249,6 +249,14 @@ def test_a_record_without_the_answer_whose_likelihood_is_asked_is_refused_before
         prepare(_grpo(f"data.train={path}", f"objective.algorithm={row}"))
 
 
+def test_a_reward_under_the_label_of_a_measure_is_refused_before_the_run():
+    options = "{task_answer: {}, length: {options: {rule: linear, scale: 5}}}"
+    with pytest.raises(
+        UserError, match=r"'length' is a measure's, .* and its name: {my_length: {name: length}}"
+    ):
+        prepare(_grpo(f"rewards.terms={options}", "rewards.allow_mixed_units=true"))
+
+
 @pytest.mark.parametrize("name", [name for name in list_configs() if name.startswith("text_")])
 def test_packaged_configurations_are_whole(name, tmp_path):
     judged = tmp_path / "judged.jsonl"  # what the config's first command writes

@@ -170,8 +170,12 @@ def test_a_tokenizer_counts():
     ("rule", "options", "message"),
     [
         ("short", {}, "rule is 'short'; allowed are target, linear, soft_overlong"),
-        ("target", {"target": 3}, "needs scale and target or scale and target_field; given: target"),
-        ("linear", {}, "rule 'linear' needs scale; given: nothing"),
+        (
+            "target",
+            {"target": 3},
+            "takes scale and target or scale and target_field, no more and no less; given: target",
+        ),
+        ("linear", {}, "rule 'linear' takes scale, no more and no less; given: nothing"),
         ("linear", {"scale": 0}, "scale is 0; allowed are finite numbers above 0"),
         (
             "soft_overlong",

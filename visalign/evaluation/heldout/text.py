@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,19 @@ _MEASURES = {
 }
 
 
+def check_labels(rewards: Iterable[str]) -> None:
+    """Refuse a reward under the label of a measure.
+
+    Raises:
+        UserError: names it.
+    """
+    if taken := sorted(set(rewards) & set(_MEASURES)):
+        raise UserError(
+            f"The label {taken[0]!r} is a measure's, which evaluations have besides; give the reward another "
+            f"one and its name: {{my_{taken[0]}: {{name: {taken[0]}}}}}."
+        )
+
+
 def evaluate_text(
     policy: TextPolicy,
     rewards: Mapping[str, TextReward],
@@ -60,8 +73,7 @@ def evaluate_text(
         The result, records in the given order, the seeds of a record side by side, without pictures.
     """
     check_asked(rewards, records, seeds, correctness)
-    if taken := sorted(set(rewards) & set(_MEASURES)):
-        raise UserError(f"The label {taken[0]!r} is a measure's; give the reward another one.")
+    check_labels(rewards)
     prompts = [record["prompt"] for record in records]
     names = [prompt_text(prompt) for prompt in prompts]
     drawn = [sample_seed("heldout", name, int(s)) for name in names for s in seeds]
