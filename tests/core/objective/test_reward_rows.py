@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.core.objective.test_entropy_rows import golden
+from tests.core.objective.test_entropy_rows import golden, prepared, with_advantages
 from tests.support.core import assert_values, f64
 from visalign.core.objective.algorithms import named_objective
 from visalign.core.objective.data import Trajectories
@@ -48,6 +49,35 @@ def test_riskpo_is_the_golden_case_over_its_std_and_tracks_its_quantiles() -> No
             tracked(row, t),
             *[case["outputs"][f"q_{x}_next"] for x in ("down", "up")],
         )
+
+
+def test_canon_copo_and_prl_are_their_golden_cases() -> None:
+    """Three samples of different rewards have the entropy ln 3, of which a ρ makes COPO's weight w."""
+    for name in ("canon_worked_alpha", "canon_mu0.7_al0.8_low_s0", "canon_mu1_al1_high_s1"):
+        case = golden(name)
+        reward, metric = (torch.tensor(case["inputs"][key]).double() for key in ("rewards", "metric"))
+        t = samples(reward, metric=metric)
+        named = {key.removeprefix("alpha_"): value for key, value in case["params"].items()}
+        found = named_objective("canon", advantage_options=named).prepare(t).advantage[:, 0]
+        assert_values(found, *case["outputs"]["advantages"])
+    case, w = golden("copo_blend_s0"), 0.4
+    reward, local = (
+        torch.tensor(held).double() for held in (case["inputs"]["rewards"], case["outputs"]["local"])
+    )
+    between = torch.tensor(case["outputs"]["global_"]).double()[:, None]
+    options = {"rho": math.log(3) - math.log(w / (1 - w)) / 20}
+    t = samples(reward.flatten(), group=torch.arange(4).repeat_interleave(3).tolist())
+    found = named_objective("copo", advantage_options=options).prepare(t).advantage[:, 0]
+    assert_values(found, *(w * local + (1 - w) * between).flatten().tolist())
+    for name in ("prl_worked", "prl_block1_s0", "prl_block3_s1"):
+        case = golden(name)
+        away, mask, advantage = (
+            torch.tensor(case["inputs"][k]).double() for k in ("log_ratio", "mask", "advantage")
+        )
+        t = with_advantages(advantage, ref_log_prob=-1 - away)
+        t = replace(t, weight=torch.cat([mask, 0 * mask]))
+        expected = torch.tensor(case["outputs"]["advantages"]).double()
+        torch.testing.assert_close(prepared("prl", t, **case["params"]), expected)
 
 
 def test_riskpo_begins_with_the_rollouts_own_quantiles_and_leaves_out_what_is_missing() -> None:
