@@ -13,7 +13,7 @@ import torch
 from tests.core.objective.test_entropy_rows import golden, prepared, with_advantages
 from tests.support.core import assert_values, f64
 from visalign.core.objective.algorithms import named_objective
-from visalign.core.objective.data import Trajectories
+from visalign.core.objective.data import PolicyOutput, Trajectories
 from visalign.core.objective.objective import Objective
 from visalign.core.objective.reward_stage import riskpo_quantiles
 
@@ -78,6 +78,26 @@ def test_canon_copo_and_prl_are_their_golden_cases() -> None:
         t = replace(t, weight=torch.cat([mask, 0 * mask]))
         expected = torch.tensor(case["outputs"]["advantages"]).double()
         torch.testing.assert_close(prepared("prl", t, **case["params"]), expected)
+
+
+def test_flowrl_is_the_golden_case_with_the_weight_that_the_paper_clips() -> None:
+    for name in ("flowrl_s0", "flowrl_s1", "flowrl_s2"):
+        case = golden(name)
+        held = {key: torch.tensor(value).double() for key, value in case["inputs"].items()}
+        t = Trajectories(
+            weight=held["mask"],
+            old_log_prob=held["old_log_prob"],
+            ref_log_prob=held["ref_log_prob"],
+            advantage=held["reward"],
+            group=[*range(len(held["reward"]))],
+        )
+        row = named_objective("flowrl", advantage="given", advantage_options={})
+        new = held["log_prob"].requires_grad_()
+        loss = row.loss(row.prepare(t), PolicyOutput(log_prob=new, log_z=held["log_z"])).total
+        expected = case["outputs_paper"]
+        assert_values(loss[None], expected["loss"])
+        (gradient,) = torch.autograd.grad(loss, new)
+        torch.testing.assert_close(gradient, torch.tensor(expected["grad_log_prob"]).double())
 
 
 def test_riskpo_begins_with_the_rollouts_own_quantiles_and_leaves_out_what_is_missing() -> None:
