@@ -109,16 +109,17 @@ def test_values_that_a_stage_refuses_are_refused_with_the_settings(kind: Any, ch
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("row", "options", "message"),
     [
-        ({"stride": 0}, "stride must be at least 1 token; got 0"),
-        ({"rate": 7.0}, r"rate must lie in \[0, 1\]"),
+        ("rank_bonus", {"stride": 0}, "stride must be at least 1 token; got 0"),
+        ("rank_bonus", {"rate": 7.0}, r"rate must lie in \[0, 1\]"),
+        ("par", {"references": 0}, "references must be at least 1 completion; got 0"),
     ],
 )
-def test_a_rank_bonus_of_no_tokens_is_refused_before_there_are_any(options: Any, message: str):
+def test_what_looks_at_nothing_is_refused_before_there_is_any(row: str, options: Any, message: str):
     changes = {"advantage_options": options}
     with pytest.raises(UserError, match=f"^objective: .*{message}"):
-        TextObjectiveSettings(algorithm="rank_bonus", changes=changes).build(length=5)
+        TextObjectiveSettings(algorithm=row, changes=changes).build(length=5)
 
 
 def test_the_reference_is_asked_where_the_advantage_is_made_of_it(tmp_path):

@@ -36,6 +36,8 @@ def par(
 
     PAR, arXiv 2502.18770.
     """
+    if references < 1:
+        raise ValueError(f"references must be at least 1 completion; got {references}.")
     assert t.reference_reward is not None
     given = tuple(t.reference_reward.shape)
     if given[1] != references:
