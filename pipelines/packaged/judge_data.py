@@ -24,6 +24,7 @@ EXPLAIN = "Does the picture show {prompt}? Answer, then say why."
 DESCRIBE = "What does the picture show?"
 RATE = "Rate the quality of the picture from 1 to 5."
 BETTER = "Is picture 2 better than picture 1 for {prompt}?"
+BETTER_WHY = "Is picture 2 better than picture 1 for {prompt}? Answer, then say why."
 JUDGE = "How good is the picture for {prompt}?<|Reward|>"
 
 LOOKS = {

@@ -136,6 +136,14 @@ def asked_pictures(key: str, source: str, question: str, size: int, seed: int) -
         size: records at most.
         seed: of generated ones for training.
     """
+    found = _pictures(key, source, size, seed)
+    if isinstance(found, PreferenceSet):
+        return [_about_pair(pair, question) for pair in found.pairs if pair.label != 0.5]
+    return [_about_picture(found, one, question) for one in found.records]
+
+
+def _pictures(key: str, source: str, size: int, seed: int) -> PreferenceSet | QualitySet:
+    """The set of a source, checked."""
     try:
         if source in GENERATED:
             make = {"shapes:pairs": shapes_pairs, "shapes:quality": shapes_quality}[source]
@@ -143,16 +151,51 @@ def asked_pictures(key: str, source: str, question: str, size: int, seed: int) -
             found = make(size, seed=seed if train else 0, split="train" if train else "heldout")
         else:
             found = load_source(source, limit=size)
-        if isinstance(found, PreferenceSet):
-            check_preferences(found, judge_sees_sides=True)
-            made = [_about_pair(pair, question) for pair in found.pairs if pair.label != 0.5]
-        else:
+        if not isinstance(found, PreferenceSet):
             check_quality(found)
-            made = [_about_picture(found, one, question) for one in found.records]
-        if not made:
+            return found
+        check_preferences(found, judge_sees_sides=True)
+        if all(pair.label == 0.5 for pair in found.pairs):
             raise UserError(f"'{source}' holds nothing but ties, of which nothing can be learnt.")
     except UserError as error:
         raise UserError(f"data.{key}: {error}") from error
+    return found
+
+
+def decided_pairs(
+    key: str, data: PromptsConfig, words: Sequence[str], reason: str | None, seed: int
+) -> Records:
+    """Questions about pairs and the answers that the votes give: the decision, behind it a teacher's reason.
+
+    Args:
+        key: of the source in `data`.
+        data: the section, with a question.
+        words: for "the first is better" and for "the second is better".
+        reason: column of the reasons; None: decisions alone.
+        seed: of generated pairs.
+    """
+    assert data.question is not None
+    source = getattr(data, key)
+    found, made = _pictures(key, source, data.size, seed), []
+    if not isinstance(found, PreferenceSet):
+        raise UserError(
+            f"data.decision decides between two pictures, and data.{key} is '{source}', a set of rated ones. "
+            "Give pairs, or take data.decision out."
+        )
+    for number, pair in enumerate(found.pairs):
+        if pair.label == 0.5:
+            continue
+        said = words[pair.label < 0.5]
+        if reason is not None:
+            told = pair.extra.get(reason)
+            if not isinstance(told, str) or not told.strip():
+                raise UserError(
+                    f"data.{key}: row {found.row(number)} of '{source}' has no text in the column {reason!r} "
+                    f"(data.field); its other columns are {', '.join(pair.extra) or 'none'}. Take out pairs "
+                    "without a reason, or set data.field to null."
+                )
+            said = f"{said}, {told.strip()}"
+        made.append({**_about_pair(pair, data.question), "completion": said})
     return made
 
 
@@ -187,7 +230,9 @@ def text_demonstrations(
         packaged: field of their completions; None: completion, or solution.
         written: the same for a file.
     """
-    source = getattr(data, key)
+    source, decision = getattr(data, key), getattr(data, "decision", None)
+    if decision is not None:
+        return decided_pairs(key, data, decision, written, seed)
     if source.startswith("tasks:") and data.question is not None:
         raise UserError(
             f"data.{key} is '{source}', whose records show no pictures, and data.question asks about some. "

@@ -34,6 +34,10 @@ class DemonstrationsDataConfig(HeldoutPromptsConfig):
     the job text_sample; a prompt may have several."""
     field: str | None = None
     """Where the completion stands in a record; null: completion, or solution where there is none."""
+    decision: list[Any] | None = None
+    """Of pairs of pictures, with a question: the word for "the first is better" and the one for "the second
+    is better". The completion is the word that the votes prefer, and behind it ", " and what the column
+    `field` says, a teacher's reason (RewardDance, arXiv 2509.08826). null: data.train holds completions."""
     too_long: Literal["refuse", "drop"] = "refuse"
     """A record that is longer than the model's context is an error (refuse), or left out (drop)."""
     batch: Count = 32
@@ -42,6 +46,19 @@ class DemonstrationsDataConfig(HeldoutPromptsConfig):
     def __post_init__(self) -> None:
         if self.field == "":
             raise UserError("data.field is empty; name the field of the completions, or null.")
+        if self.decision is None:
+            return
+        words = [word for word in self.decision if isinstance(word, str) and word.strip()]
+        if len(self.decision) != 2 or len(set(words)) != 2:
+            raise UserError(
+                f"data.decision is {self.decision}; give two different words, e.g. ['no', 'yes'] for the question "
+                "whether the second picture is better (without quotes YAML reads yes as true)."
+            )
+        if self.question is None:
+            raise UserError(
+                "data.decision says how pairs of pictures are decided, and data.question, which asks about "
+                "them, is null. Set data.question, or take data.decision out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

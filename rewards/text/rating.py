@@ -156,9 +156,10 @@ class VerdictReward(TextRule):
             ValueError: not two different words or options.
         """
         for what, two in (("words", words), ("options", options)):
-            if two is not None and (isinstance(two, str) or len(two) != 2 or len(set(two)) != 2):
+            if two is not None and (isinstance(two, str) or len({w for w in two if isinstance(w, str)}) != 2):
                 raise ValueError(
-                    f"{name}: {what} is {two!r}; give two that differ, of the first picture first."
+                    f"{name}: {what} is {two!r}; give two texts that differ, of the first picture first (in YAML "
+                    "'yes' needs its quotes)."
                 )
         self.name, self.words, self.options = name, words, tuple(options)
 

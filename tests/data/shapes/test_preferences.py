@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -32,6 +34,16 @@ def test_utility_by_hand():
     )
     assert annotator_noise(scene) == pytest.approx(0.15)
     assert annotator_noise(scene.distorted("noise", 0.5)) == pytest.approx(0.75)
+
+
+def test_a_reason_names_the_faults_of_each_picture():
+    record, draws = parse_prompt("two red circles"), np.random.default_rng(0)
+    right = sample_scene(record, draws, style="textured")
+    wrong = sample_scene(parse_prompt("a blue cross"), draws, style="flat").distorted("blur", 0.4)
+    pair = replace(PAIRS[0], record=record, left=right, right=wrong)
+    assert pair.reason == "picture 1: textured; picture 2: expected 2 circle, found 0, blurred, flat"
+    faint = replace(pair, right=right.distorted("jpeg", 0.2))
+    assert faint.reason == "picture 1: textured; picture 2: textured"
 
 
 def test_a_pair_is_a_function_of_its_number():

@@ -12,11 +12,13 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from visalign.config import load_config, resolve_config
+from visalign.data.sets.sources import shapes_pairs
 from visalign.errors import UserError
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.text import job, sample, sft
 from visalign.pipelines.text.job import TextGRPOConfig
 from visalign.pipelines.text.parts import prepare
+from visalign.pipelines.text.sft import TextSFTConfig, prepare_sft
 from visalign.rewards.catalogue import load_reward
 from visalign.training.loop.metrics import read_metrics, without_times
 
@@ -104,6 +106,54 @@ def test_pairs_are_asked_about_without_ties(tmp_path):
     (tmp_path / "ties.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(UserError, match=r"data\.train: .*tie"):
         prepare(config(f"data.train={tmp_path / 'ties.jsonl'}"))
+
+
+def decided(*overrides: str) -> TextSFTConfig:
+    """Demonstrations from pairs: a decision first, and perhaps a reason."""
+    return load_config(
+        TextSFTConfig,
+        None,
+        [
+            *(
+                "model.path=shapes-vlm",
+                "data.train=shapes:pairs",
+                "data.heldout=shapes:pairs",
+                "data.size=12",
+            ),
+            *("data.heldout_size=4", "data.question=Is picture 2 better for {prompt}?", "run.device=cpu"),
+            *("evaluation={rewards: {verdict: {options: {words: ['no', 'yes']}}}, correctness: null}",),
+            *("data.decision=['no', 'yes']", *overrides),
+        ],
+    )
+
+
+def test_a_teachers_reason_stands_behind_the_decision():
+    pairs = [pair for pair in shapes_pairs(12, split="train").pairs if pair.label != 0.5]
+    for field in ("reason", None):
+        made = prepare_sft(decided(f"data.field={field or 'null'}")).demonstrations
+        assert len(made) == len(pairs)
+        for record, pair in zip(made, pairs, strict=True):
+            said = "no" if pair.label > 0.5 else "yes"  # whether the second, the right one, is better
+            assert record["completion"] == (f"{said}, {pair.extra['reason']}" if field else said)
+            assert record["prompt"][0]["content"][2]["text"] == f"Is picture 2 better for {pair.prompt}?"
+    assert {record["completion"] for record in made} == {"no", "yes"}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.decision=['yes', 'yes']", r"data\.decision is \['yes', 'yes'\]; give two different words"),
+        ("data.decision=[no, yes]", r"is \[False, True\]; give two .* YAML reads yes as true"),
+        ("data.decision=['yes']", "give two different words"),
+        ("data.question=null", r"data\.question, which asks about them, is null"),
+        ("data.train=shapes:quality", r"data\.train is 'shapes:quality', a set of rated ones\. Give pairs"),
+        ("data.field=why", r"data\.train: row 1 of 'shapes:pairs' has no text in the column 'why'"),
+        ("data.train=nowhere.jsonl", r"data\.train: There is no set 'nowhere\.jsonl'"),
+    ],
+)
+def test_decisions_of_what_are_no_pairs_are_refused(override, message):
+    with pytest.raises(UserError, match=message):
+        prepare_sft(decided(override))
 
 
 def test_the_plan_says_what_will_be_asked():

@@ -90,7 +90,7 @@ def test_a_verdict_is_right_or_wrong():
     )
     assert said.value.tolist() == [1.0, -1.0, -1.0] and said.text == ["the second", "the first", "a tie"]
     for words in (["yes"], ["yes", "yes"], "no"):
-        with pytest.raises(ValueError, match=r"words is .*give two that differ"):
+        with pytest.raises(ValueError, match=r"words is .*give two texts that differ"):
             load_text_reward("verdict", words=words)
 
 

@@ -243,7 +243,7 @@ def shapes_pairs(count: int, *, seed: int = 0, split: str = "heldout") -> Prefer
     """Pairs of the shapes world ("train" or "heldout") with votes; a picture is drawn when it is asked for.
 
     The generators are the styles in which the scenes are drawn; `extra` has the true utilities, what the pair
-    differs in, and GenEval's record for verifiers.
+    differs in, GenEval's record for verifiers, and a teacher's reason.
     """
     source = ShapesPreferences(seed, split=split)
     pairs = []
@@ -267,6 +267,7 @@ def shapes_pairs(count: int, *, seed: int = 0, split: str = "heldout") -> Prefer
                     "utility_right": pair.utility[1],
                     "prob": pair.prob,
                     "record": pair.record,
+                    "reason": pair.reason,
                 },
             )
         )

@@ -34,6 +34,9 @@ CLEAR = 0.3
 """From this difference of utility on, the truth of a pair counts as clear."""
 
 _BASE_NOISE, _QUALITY_NOISE = 0.15, 1.2
+_DISTORTED = {"blur": "blurred", "noise": "noisy", "jpeg": "compression marks", "contrast": "low contrast"}
+_VISIBLE = 0.3
+"""Severity from which on a reason names a distortion."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,18 @@ class ShapesPair:
         """True probability that an annotator prefers the left: Φ((u_l − u_r) / √(s_l² + s_r²))."""
         spread = math.hypot(*self.noise) * math.sqrt(2)
         return 0.5 * (1 + math.erf((self.utility[0] - self.utility[1]) / spread))
+
+    @property
+    def reason(self) -> str:
+        """What a teacher sees in both: the first fault against the prompt, the distortion, the style."""
+        told = []
+        for number, scene in enumerate((self.left, self.right), 1):
+            fault = verify_scene(scene, self.record).reason.partition(";")[0]
+            distortion = (
+                _DISTORTED.get(scene.distortion.kind) if scene.distortion.severity >= _VISIBLE else ""
+            )
+            told.append(f"picture {number}: {', '.join(filter(None, (fault, distortion, scene.style)))}")
+        return "; ".join(told)
 
     def pictures(self) -> tuple[np.ndarray, np.ndarray]:
         """uint8 [64, 64, 3] of left and right."""
