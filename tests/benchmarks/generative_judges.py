@@ -92,7 +92,8 @@ def trained(folder: Path, name: str, pairs: int, seed: int) -> Path:
 def accuracy(name: str, judge: Path, pairs: list[ShapesPair]) -> float:
     """Share of pairs whose better picture the judge prefers."""
     kind, options = JUDGES[name]
-    reward, right = load_judge(kind, model=str(judge), **options), []
+    reward: Any = load_judge(kind, model=str(judge), **options)
+    right: list[float] = []
     for start in range(0, len(pairs), 100):
         part = pairs[start : start + 100]
         left, right_side = zip(*(pair.pictures() for pair in part), strict=True)
