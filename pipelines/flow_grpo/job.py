@@ -74,7 +74,10 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         config=config,
         output=output,
         trainer=build_trainer(
-            config, output, algorithm, on_the_way(config, measure, inputs.heldout, grids.keep, drift)
+            config,
+            output,
+            algorithm,
+            on_the_way(config, measure, inputs.heldout, grids.keep, drift, output / "before.npz"),
         ),
         fingerprints=inputs.fingerprints,
         title=f"{_title(config)} on {config.model.path}",

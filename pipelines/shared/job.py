@@ -374,14 +374,25 @@ def on_the_way(
     heldout: Records,
     keep: Callable[[int, HeldoutResult], None] = lambda *_: None,
     more: Callable[[HeldoutResult], Mapping[str, float]] = lambda _: {},
+    before: Path | None = None,
 ) -> Callable[[int], dict[str, float]]:
     """The evaluation while a policy is trained: some held-out prompts, the first seed; `keep` gets the
-    iterations finished and the result, and `more` makes numbers of it."""
+    iterations finished and the result, and `more` makes numbers of it. With the file of the evaluation before
+    training: what has changed of the accuracy and of rewards of weight 0."""
     some = evenly_spaced(heldout, config.evaluation.prompts_on_the_way)
+    terms = config.rewards.terms if hasattr(config, "rewards") else {}
+    watched = ["accuracy", *(label for label, term in terms.items() if term.weight == 0)]
+    first: list[HeldoutResult] = []
 
     def evaluate(iteration: int) -> dict[str, float]:
         result = measure(some, config.evaluation.seeds[:1])
         keep(iteration, result)
-        return {**heldout_metrics(result), **more(result)}
+        if before is not None and not first and before.is_file():
+            from visalign.evaluation import load_heldout
+
+            first.append(load_heldout(before))
+        changed = result.changes(first[0], watched) if first else {}
+        changed = {f"change/{label}": value for label, value in changed.items()}
+        return {**heldout_metrics(result), **changed, **more(result)}
 
     return evaluate

@@ -103,11 +103,16 @@ class RewardsConfig:
                     "use one process."
                 )
 
-    def check_monitor(self, monitor: MonitorSettings, **more: tuple[bool, str]) -> None:
+    def check_monitor(
+        self, monitor: MonitorSettings, evaluation: HeldoutConfig, **more: tuple[bool, str]
+    ) -> None:
         """Refuse a monitor that would stop by what is not measured; `more` as `MonitorSettings.check`."""
         remedy = "Hold a reward out with rewards.terms.LABEL.weight=0, or leave it null."
         recorded = any(term.weight == 0 for term in self.terms.values()), remedy
-        monitor.check({"agreement_change": recorded, "recorded_change": recorded, **more})
+        paired = evaluation.every > 0 and (recorded[0] or evaluation.correctness is not None)
+        both = f"Set evaluation.every above 0. {remedy}"
+        given = {"agreement_change": recorded, "recorded_change": recorded, "heldout_change": (paired, both)}
+        monitor.check({**given, **more})
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

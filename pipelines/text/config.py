@@ -284,7 +284,7 @@ class TextConfig:
     def __post_init__(self) -> None:
         check_batch_algebra(self.rollout.prompts_per_iteration, self.rollout.group_size)
         self.evaluation.check_correctness(*self.rewards.terms)
-        self.rewards.check_monitor(self.monitor, feature_drift=(False, "It is of pictures."))
+        self.rewards.check_monitor(self.monitor, self.evaluation, feature_drift=(False, "It is of pictures."))
         if self.self_imitation is not None and self.data.question is not None:
             raise UserError(
                 "self_imitation keeps tokens, and data.question asks about pictures. Set one of the two "

@@ -137,7 +137,7 @@ def text_run(
 
         return spread(algorithm.accelerator, len(records), stretch)
 
-    way = on_the_way(config, measure, heldout)
+    way = on_the_way(config, measure, heldout, before=output / "before.npz")
     return PolicyRun(
         config=config,
         output=output,

@@ -51,8 +51,8 @@ class DemonstrationsDataConfig(HeldoutPromptsConfig):
         words = [word for word in self.decision if isinstance(word, str) and word.strip()]
         if len(self.decision) != 2 or len(set(words)) != 2:
             raise UserError(
-                f"data.decision is {self.decision}; give two different words, e.g. ['no', 'yes'] for the question "
-                "whether the second picture is better (without quotes YAML reads yes as true)."
+                f"data.decision is {self.decision}; give two different words, e.g. ['no', 'yes'] for the "
+                "question whether the second picture is better (without quotes YAML reads yes as true)."
             )
         if self.question is None:
             raise UserError(

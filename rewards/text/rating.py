@@ -156,10 +156,11 @@ class VerdictReward(TextRule):
             ValueError: not two different words or options.
         """
         for what, two in (("words", words), ("options", options)):
-            if two is not None and (isinstance(two, str) or len({w for w in two if isinstance(w, str)}) != 2):
+            texts = {one for one in two or () if isinstance(one, str)}
+            if two is not None and (isinstance(two, str) or len(two) != 2 or len(texts) != 2):
                 raise ValueError(
-                    f"{name}: {what} is {two!r}; give two texts that differ, of the first picture first (in YAML "
-                    "'yes' needs its quotes)."
+                    f"{name}: {what} is {two!r}; give two texts that differ, of the first picture first (in "
+                    "YAML 'yes' needs its quotes)."
                 )
         self.name, self.words, self.options = name, words, tuple(options)
 

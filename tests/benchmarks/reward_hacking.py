@@ -21,6 +21,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,29 +78,30 @@ def fall(rows: list[dict[str, Any]], before: float) -> float:
     return found
 
 
-def warnings(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Limit -> the first iteration that crosses it, by what a user without a verifier has."""
-    found: dict[str, float] = {}
+def trends(rows: list[dict[str, Any]]) -> Iterator[tuple[int, str, float]]:
+    """(iteration, limit, value) of what a user without a verifier has."""
     for row in rows:
         for key, value in row.items():
-            name = key.removeprefix("heldout/").split("/")[0]
-            if name not in LIMITS or key.endswith("/truth") or value is None:
-                continue
-            past = value > LIMITS[name] if name in FROM_ABOVE else value < LIMITS[name]
-            if past:
-                found.setdefault(name, row["iteration"])
+            name = key.replace("heldout/change/", "heldout_change/").removeprefix("heldout/").split("/")[0]
+            if name in LIMITS and not key.endswith(("/truth", "/accuracy")) and value is not None:
+                yield row["iteration"], name, value
+
+
+def warnings(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Limit -> the first iteration that crosses it."""
+    found: dict[str, float] = {}
+    for iteration, name, value in trends(rows):
+        if value > LIMITS[name] if name in FROM_ABOVE else value < LIMITS[name]:
+            found.setdefault(name, iteration)
     return found
 
 
 def furthest(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Limit -> the value that came nearest to crossing it."""
     found: dict[str, float] = {}
-    for row in rows:
-        for key, value in row.items():
-            name = key.removeprefix("heldout/").split("/")[0]
-            if name in LIMITS and not key.endswith("/truth") and value is not None:
-                worse = max if name in FROM_ABOVE else min
-                found[name] = worse(found.get(name, value), value)
+    for _, name, value in trends(rows):
+        worse = max if name in FROM_ABOVE else min
+        found[name] = worse(found.get(name, value), value)
     return found
 
 

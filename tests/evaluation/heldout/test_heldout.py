@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.evaluation_samples import make_result
 from visalign.evaluation import HeldoutResult, check_judge, evaluate, joined, load_heldout
 from visalign.flow.noise import initial_noise
 from visalign.interfaces import ForwardCount, Metadata, Prediction, Scores
@@ -426,3 +427,32 @@ def test_the_shares_of_processes_make_the_whole(shares: int, most: int) -> None:
     assert sum(map(len, parts)) == 8
     assert same(joined(parts), run(max_images=most))
     assert same(joined([run()]), run())
+
+
+def test_changes_are_paired_and_in_standard_errors():
+    before = make_result(0.5, prompts=4, seeds=2)
+    now = replace(
+        before,
+        prompts=(*before.prompts[:6], "new", "new"),  # what was not there before is left out
+        scores={
+            "clip_score": before.scores["clip_score"] + np.array([1, 2, 3, 0, 2, np.nan, 50, 50], np.float32),
+            "sharpness": before.scores["sharpness"] + np.float32(3),
+            "loss": np.arange(8, dtype=np.float32),
+        },
+        higher_is_better={"clip_score": True, "loss": False},
+        correct=np.array([False] * 8),
+        judged=np.array([True] * 5 + [False] * 3),
+    )
+    then = replace(before, scores={**before.scores, "loss": np.zeros(8, np.float32)})
+    away = np.array([1.0, 2, 3, 0, 2])
+    expected = away.mean() / (away.std(ddof=1) / math.sqrt(5))
+    found = now.changes(then, ["clip_score", "sharpness", "loss", "accuracy"])
+    lost = -before.correct[:5].astype(float)
+    assert found == pytest.approx(
+        {
+            "clip_score": expected,
+            "loss": -2.5 / (np.arange(6).std(ddof=1) / math.sqrt(6)),
+            "accuracy": lost.mean() / (lost.std(ddof=1) / math.sqrt(5)),
+        }
+    ), "all sharpness rises alike: no error to measure in"
+    assert then.changes(then, ["clip_score"]) == {}

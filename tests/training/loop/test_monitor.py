@@ -153,6 +153,14 @@ def test_what_crosses_a_limit_is_said_once_with_both_numbers():
     assert said_by_monitor(own)[0].startswith("Stopped: judge_std_ratio/reward is 2, above")
 
 
+def test_a_fall_on_held_out_prompts_is_said_of_each_reward():
+    rows = [{"heldout/change/a": 0.3, "heldout/change/accuracy": -2.9}, {"heldout/change/accuracy": -3.1}, {}]
+    trends, said, own = _followed(rows)
+    assert said == ["Warning: heldout_change/accuracy is -3.1, below monitor.warn.heldout_change (-3)."]
+    assert own["monitor"]["now"] == {"heldout_change/a": 0.3, "heldout_change/accuracy": -3.1}
+    assert not any(trends)
+
+
 def test_limits_that_cannot_be_crossed_are_refused():
     with pytest.raises(UserError, match=r"monitor: the limit group_std_ratio is nan; give a number, or null"):
         MonitorLimits(group_std_ratio=NAN)
@@ -161,6 +169,7 @@ def test_limits_that_cannot_be_crossed_are_refused():
     for limit, remedy in (
         ("agreement_change=-0.2", "Hold a reward out"),
         ("feature_drift=1", "It is of pic"),
+        ("heldout_change=-2", r"Set evaluation\.every above 0\. Hold a reward out"),
     ):
         with pytest.raises(ConfigError, match=f"monitor.stop.*this run does not measure it. {remedy}"):
             load_config(TextGRPOConfig, overrides=[f"monitor.stop.{limit}"])

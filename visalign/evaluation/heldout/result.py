@@ -7,7 +7,7 @@ import io
 import json
 import math
 import zipfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,40 @@ class HeldoutResult:
             rows = self.rows(tag)
             found[tag] = (int(self.correct[rows].sum()), int(self.judged[rows].sum()))
         return found
+
+    def changes(self, before: HeldoutResult, labels: Iterable[str]) -> dict[str, float]:
+        """Label -> the mean change of a reward, or of the "accuracy", in its standard errors.
+
+        Paired over the samples of the same prompt and seed that both have judged; above 0 is better. A label
+        is left out where there are no two of them, or where all change alike.
+        """
+        there = {
+            (prompt, int(seed)): row
+            for row, (prompt, seed) in enumerate(zip(before.prompts, before.seeds, strict=True))
+        }
+        pairs = [
+            (row, there[prompt, int(seed)])
+            for row, (prompt, seed) in enumerate(zip(self.prompts, self.seeds, strict=True))
+            if (prompt, int(seed)) in there
+        ]
+        found = {}
+        for label in labels:
+            now, then = (
+                one._values(label)[[pair[side] for pair in pairs]] for side, one in enumerate((self, before))
+            )
+            away = (now - then)[np.isfinite(now - then)] * (
+                1 if self.higher_is_better.get(label, True) else -1
+            )
+            error = float(away.std(ddof=1)) / math.sqrt(len(away)) if len(away) > 1 else 0.0
+            if error > 0:
+                found[label] = float(away.mean()) / error
+        return found
+
+    def _values(self, label: str) -> NDArray[np.float64]:
+        """[N] of a reward, or of the accuracy; NaN where there is none."""
+        if label == "accuracy":
+            return np.where(self.judged, self.correct.astype(np.float64), np.nan)
+        return self.scores[label].astype(np.float64)
 
     def rows(self, tag: str) -> NDArray[np.bool_]:
         """[N] mask of the samples of one category."""

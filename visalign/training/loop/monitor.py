@@ -34,6 +34,9 @@ class MonitorLimits:
     """Least change of a rank agreement, agreement/LABEL; −2 to 0."""
     recorded_change: float | None = None
     """Least change of a recorded reward's mean, recorded/LABEL, in its standard deviations within groups."""
+    heldout_change: float | None = None
+    """Least change since before training of a held-out reward (weight 0) or of the accuracy, in its standard
+    errors over held-out prompts of the same seeds, heldout/change/LABEL."""
     group_std_ratio: float | None = None
     """Least share that is left of the reward's spread within groups, reward_group_std."""
     judge_std_ratio: float | None = None
@@ -56,6 +59,7 @@ def usual_warnings() -> MonitorLimits:
     return MonitorLimits(
         agreement_change=-0.3,
         recorded_change=-0.5,
+        heldout_change=-3.0,
         group_std_ratio=0.2,
         judge_std_ratio=2.0,
         diversity_ratio=0.4,
@@ -127,8 +131,12 @@ class Monitor:
                 seen["latest"][key] = [*seen["latest"].get(key, []), record[key]][-window:]
         latest = {key: seen["latest"][key] for key in known if key in seen["latest"]}
         trends = dict(_trends(seen["first"], latest, window))
-        drift = record.get("heldout/feature_drift", math.nan)
-        seen["now"] |= trends | ({"feature_drift": drift} if math.isfinite(drift) else {})
+        for key, value in record.items():
+            if key == "heldout/feature_drift" or key.startswith("heldout/change/"):
+                if math.isfinite(value):
+                    name = key.removeprefix("heldout/").replace("change/", "heldout_change/", 1)
+                    seen["now"][name] = value
+        seen["now"] |= trends
         for key, message in crossed(seen["now"], self.settings.warn, "warn"):
             if key not in seen["said"]:
                 seen["said"][key] = f"Iteration {record['iteration']}: {message}"
