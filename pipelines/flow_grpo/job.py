@@ -54,7 +54,9 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         seed=config.evaluation.seeds[0],
         most=config.evaluation.grid,
     )
-    drift = build_drift(inputs.features, output / "before.npz", accelerator.is_main_process)
+    before = output / "before.npz"
+    drift = build_drift(inputs.features, before, accelerator.is_main_process)
+    way = on_the_way(config, measure, inputs.heldout, grids.keep, drift, before)
     objective = config.objective
     kind = VelocityRegression if objective.regression else RewardGradient if objective.ascent else FlowGRPO
     algorithm = kind(
@@ -73,12 +75,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
     return PolicyRun(
         config=config,
         output=output,
-        trainer=build_trainer(
-            config,
-            output,
-            algorithm,
-            on_the_way(config, measure, inputs.heldout, grids.keep, drift, output / "before.npz"),
-        ),
+        trainer=build_trainer(config, output, algorithm, way),
         fingerprints=inputs.fingerprints,
         title=f"{_title(config)} on {config.model.path}",
         policy=policy,
