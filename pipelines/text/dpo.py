@@ -20,6 +20,7 @@ from visalign.pipelines.shared.sections import Count, Natural, PolicyRunConfig, 
 from visalign.schema import STRICT
 from visalign.seeds import sample_seed
 from visalign.training.loop.optimizer import OptimizerSettings
+from visalign.training.loop.progress import SHOWN_SUPERVISED
 from visalign.training.text.dpo import DPOSettings
 
 from .config import GenerationConfig, HeldoutPromptsConfig, TextEvaluationConfig, TextModelConfig
@@ -205,6 +206,7 @@ def _build(config: TextDPOConfig, output: Path) -> PolicyRun:
             "epochs": counters.samples / len(sides[0]),
         },
         seen=inputs.seen,
+        shown=SHOWN_SUPERVISED,
         beside=algorithm.measure,
     )
 

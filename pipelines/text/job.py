@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from visalign.pipelines.shared.parts import (
     spread,
 )
 from visalign.pipelines.shared.run_folder import fingerprint
+from visalign.training.loop.progress import SHOWN
 
 from .config import TextConfig, TextGRPOConfig, TextPPOConfig
 from .footprint import footprint
@@ -117,6 +118,7 @@ def text_run(
     said: Callable[[Any], Mapping[str, Any]] = lambda _: {},
     seen: int | None = None,
     beside: Callable[[], Mapping[str, float]] = dict,
+    shown: Sequence[tuple[str, str, str]] = SHOWN,
 ) -> PolicyRun:
     """The run of a text policy; `said` has more entries of the summary, `beside` more of each evaluation on
     the way."""
@@ -141,7 +143,7 @@ def text_run(
     return PolicyRun(
         config=config,
         output=output,
-        trainer=build_trainer(config, output, algorithm, lambda done: {**way(done), **beside()}),
+        trainer=build_trainer(config, output, algorithm, lambda done: {**way(done), **beside()}, shown=shown),
         fingerprints={key: fingerprint(records) for key, records in read.items()},
         title=f"{method} on {config.model.path}",
         policy=policy,

@@ -155,7 +155,7 @@ def _build(config: TextProcessConfig, output: Path) -> ProcessRun:
 
     from visalign.adapters.causal_lm.loading import from_pretrained
     from visalign.rewards.weights.checkpoint_files import quiet_loading
-    from visalign.training.loop.progress import SHOWN_OF_A_JUDGE
+    from visalign.training.loop.progress import SHOWN_SUPERVISED
     from visalign.training.process.label_fit import FitSettings, LabelFit
     from visalign.training.process.trainer import StepTexts, measure_steps
 
@@ -198,7 +198,7 @@ def _build(config: TextProcessConfig, output: Path) -> ProcessRun:
     return ProcessRun(
         config=config,
         output=output,
-        trainer=build_trainer(config, output, fit, lambda _: measure(), shown=SHOWN_OF_A_JUDGE),
+        trainer=build_trainer(config, output, fit, lambda _: measure(), shown=SHOWN_SUPERVISED),
         fingerprints={"data.train": fingerprint([*learnt.rows, *measured.rows])},
         texts=texts,
         model=model,

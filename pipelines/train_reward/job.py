@@ -40,7 +40,7 @@ def run(config: TrainRewardConfig, output: Path, resume: bool = False) -> dict[s
 def _build(config: TrainRewardConfig, output: Path, resume: bool) -> RewardRun:
     """Everything a run needs; reads, writes nothing."""
     from visalign.training import RewardModeling
-    from visalign.training.loop.progress import SHOWN_OF_A_JUDGE
+    from visalign.training.loop.progress import SHOWN_SUPERVISED
 
     from .examples import ExampleBatches
     from .judges import compute_dtype
@@ -61,7 +61,7 @@ def _build(config: TrainRewardConfig, output: Path, resume: bool) -> RewardRun:
         seed=config.seed,
         compute_dtype=compute_dtype(config.model, accelerator.device),
     )
-    trainer = build_trainer(config, output, algorithm, lambda _: measure(), shown=SHOWN_OF_A_JUDGE)
+    trainer = build_trainer(config, output, algorithm, lambda _: measure(), shown=SHOWN_SUPERVISED)
     for note in (*inputs.notes, *judge.first_notes()):
         trainer.progress.note(note)
     return RewardRun(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,11 @@ def _config(inputs: Path, *overrides: str) -> TextSFTConfig:
 def finished(inputs, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     output = tmp_path_factory.mktemp("runs") / "finished"
     return output, run(_config(inputs), output)
+
+
+def test_the_log_says_the_loss(inputs, tmp_path, capsys):
+    run(_config(inputs, "run.iterations=1"), tmp_path / "out")
+    assert re.search(r"iteration 1/1: loss \d+\.\d+, ", capsys.readouterr().out)
 
 
 def test_a_cold_start_raises_the_accuracy_of_a_random_model(finished):

@@ -26,7 +26,7 @@ SHOWN = (
 """Column title, metric, format. A metric that an iteration lacks shows its last value; held-out numbers of a
 log stand in the line of their evaluation alone."""
 
-SHOWN_OF_A_JUDGE = (
+SHOWN_SUPERVISED = (
     ("loss", "loss", "{:.4f}"),
     ("held-out", "heldout/accuracy", "{:.3f}"),
     ("ECE", "heldout/ece", "{:.3f}"),
@@ -36,7 +36,8 @@ SHOWN_OF_A_JUDGE = (
     ("lr", "lr", "{:.1e}"),
     ("samples/s", "samples_per_second", "{:.1f}"),
 )
-"""The same for the training of a judge, where a metric that no iteration had has no column."""
+"""The same where labels or demonstrations are learnt, and the loss says how well; a metric that no
+iteration had has no column."""
 
 
 def clock_text(seconds: float) -> str:
