@@ -95,7 +95,10 @@ def _load_ours(
     settings = JudgeSettings.read(folder)
     head_settings = settings.rest["head"]
     if not isinstance(head_settings, Mapping) or head_settings.get("type") != "ranknet":
-        raise RewardError(f"The head of {folder.name}/{SETTINGS} is {head_settings!r}; HPSv3's is 'ranknet'.")
+        raise RewardError(
+            f"The head of {folder.name}/{SETTINGS} is {head_settings!r}; HPSv3's is 'ranknet'. A folder of "
+            "'ranknet members' is for the judge lora_ensemble."
+        )
     if not (folder / HEAD_FILE).is_file():
         raise FileNotFoundError(f"{folder} holds no {HEAD_FILE}; copy the folder again.")
     source = base or base_of(folder, settings)
