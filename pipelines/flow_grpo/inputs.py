@@ -149,7 +149,7 @@ def _check_monitor(config: FlowGRPOConfig, features: bool) -> None:
     }
     if config.objective.ascent is not None:
         other = "The reward's gradient is all that its samples are asked for; take group_std_ratio."
-        names = ("agreement_change", "recorded_change", "judge_std_ratio", "diversity_ratio")
+        names = ("agreement", "agreement_change", "recorded_change", "judge_std_ratio", "diversity_ratio")
         own |= dict.fromkeys(names, (False, other))
     config.rewards.check_monitor(config.monitor, config.evaluation, **own)
 

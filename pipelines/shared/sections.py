@@ -111,8 +111,8 @@ class RewardsConfig:
         recorded = any(term.weight == 0 for term in self.terms.values()), remedy
         paired = evaluation.every > 0 and (recorded[0] or evaluation.correctness is not None)
         both = f"Set evaluation.every above 0. {remedy}"
-        given = {"agreement_change": recorded, "recorded_change": recorded, "heldout_change": (paired, both)}
-        monitor.check({**given, **more})
+        given = dict.fromkeys(("agreement", "agreement_change", "recorded_change"), recorded)
+        monitor.check({**given, "heldout_change": (paired, both), **more})
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -45,7 +45,11 @@ ARMS = {
     "ensemble, Bhattacharyya": f"{ENSEMBLE}, uncertainty: bhattacharyya}}",
 }
 HELDOUT = "clip_score: {weight: 0}, truth: {name: shapes_verifier, options: {mode: mixed}, weight: 0}"
+AGREEMENT = 0.25
+"""Of CLIP score with what is optimised, as the mean of WINDOW iterations; the usual limits have none."""
+WINDOW = 5
 LIMITS = {name: limit for name, limit in vars(usual_warnings()).items() if limit is not None}
+LIMITS["agreement"] = AGREEMENT
 
 
 def run(folder: Path, arm: str, seed: int, iterations: int) -> None:
@@ -80,8 +84,14 @@ def fall(rows: list[dict[str, Any]], before: float) -> float:
 
 def trends(rows: list[dict[str, Any]]) -> Iterator[tuple[int, str, float]]:
     """(iteration, limit, value) of what a user without a verifier has."""
+    seen: list[float] = []
     for row in rows:
+        seen = [*seen, row["agreement/clip_score"]][-WINDOW:] if "agreement/clip_score" in row else seen
+        if len(seen) == WINDOW:
+            yield row["iteration"], "agreement", float(np.mean(seen))
         for key, value in row.items():
+            if key.startswith("agreement/"):
+                continue
             name = key.replace("heldout/change/", "heldout_change/").removeprefix("heldout/").split("/")[0]
             if name in LIMITS and not key.endswith(("/truth", "/accuracy")) and value is not None:
                 yield row["iteration"], name, value

@@ -153,6 +153,17 @@ def test_what_crosses_a_limit_is_said_once_with_both_numbers():
     assert said_by_monitor(own)[0].startswith("Stopped: judge_std_ratio/reward is 2, above")
 
 
+def test_a_reward_that_agrees_with_none_is_said_before_anything_has_changed():
+    rows = [{"agreement/a": tau} for tau in (0.3, 0.0, 0.5, -0.4)]  # means of two: 0.15, 0.25, 0.05
+    limit = MonitorLimits(agreement=0.2)
+    for length, expected in ((1, None), (2, 0.15), (3, 0.15), (4, 0.15)):
+        _, said, own = _followed(rows[:length], warn=limit)
+        assert len(said) == (expected is not None), "said once"
+        if expected is not None:
+            assert said == [f"Warning: agreement/a is {expected}, below monitor.warn.agreement (0.2)."]
+    assert own["monitor"]["now"]["agreement/a"] == pytest.approx(0.05)
+
+
 def test_a_fall_on_held_out_prompts_is_said_of_each_reward():
     rows = [{"heldout/change/a": 0.3, "heldout/change/accuracy": -2.9}, {"heldout/change/accuracy": -3.1}, {}]
     trends, said, own = _followed(rows)
@@ -167,6 +178,7 @@ def test_limits_that_cannot_be_crossed_are_refused():
     with pytest.raises(UserError, match=r"monitor.window is 0; it must be .* at least 1"):
         MonitorSettings(window=0)
     for limit, remedy in (
+        ("agreement=0.2", "Hold a reward out"),
         ("agreement_change=-0.2", "Hold a reward out"),
         ("feature_drift=1", "It is of pic"),
         ("heldout_change=-2", r"Set evaluation\.every above 0\. Hold a reward out"),

@@ -30,6 +30,9 @@ FROM_ABOVE = ("judge_std_ratio", "feature_drift")
 class MonitorLimits:
     """Numbers that a run is held against, each named as its metric; null: none."""
 
+    agreement: float | None = None
+    """Least rank agreement of a held-out reward with what is optimised, agreement/LABEL, as the mean of
+    `window` iterations, the first ones too; −1 to 1. A reward of something else agrees with none."""
     agreement_change: float | None = None
     """Least change of a rank agreement, agreement/LABEL; −2 to 0."""
     recorded_change: float | None = None
@@ -131,6 +134,10 @@ class Monitor:
                 seen["latest"][key] = [*seen["latest"].get(key, []), record[key]][-window:]
         latest = {key: seen["latest"][key] for key in known if key in seen["latest"]}
         trends = dict(_trends(seen["first"], latest, window))
+        for key in known:
+            recent = [*seen["first"][key], *seen["latest"].get(key, [])][-window:]
+            if key.startswith("agreement/") and len(recent) == window:
+                seen["now"][key] = fmean(recent)
         for key, value in record.items():
             if key == "heldout/feature_drift" or key.startswith("heldout/change/"):
                 if math.isfinite(value):
