@@ -379,7 +379,9 @@ def on_the_way(
     """The evaluation while a policy is trained: some held-out prompts, the first seed; `keep` gets the
     iterations finished and the result, and `more` makes numbers of it. With the file of the evaluation before
     training: what has changed of the accuracy and of rewards of weight 0."""
-    some = evenly_spaced(heldout, config.evaluation.prompts_on_the_way)
+    numbers = evenly_spaced(range(len(heldout)), config.evaluation.prompts_on_the_way)
+    some = [heldout[number] for number in numbers]
+    rows = [number * len(config.evaluation.seeds) for number in numbers]
     terms = config.rewards.terms if hasattr(config, "rewards") else {}
     watched = ["accuracy", *(label for label, term in terms.items() if term.weight == 0)]
     first: list[HeldoutResult] = []
@@ -391,7 +393,7 @@ def on_the_way(
             from visalign.evaluation import load_heldout
 
             first.append(load_heldout(before))
-        changed = result.changes(first[0], watched) if first else {}
+        changed = result.changes(first[0], rows, watched) if first else {}
         changed = {f"change/{label}": value for label, value in changed.items()}
         return {**heldout_metrics(result), **changed, **more(result)}
 

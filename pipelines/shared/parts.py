@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from visalign.config import flatten
 from visalign.data.sets.prompt_files import load_prompts
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from visalign.evaluation import HeldoutResult
 
 Records = Sequence[Mapping[str, Any]]
+T = TypeVar("T")
 
 PATIENCE = timedelta(hours=12)
 """How long the processes wait for each other; a judge may take hours over the pictures of one."""
@@ -243,7 +244,7 @@ def check_texts(records: Records) -> Records:
     return records
 
 
-def evenly_spaced(records: Records, most: int | None) -> Records:
+def evenly_spaced(records: Sequence[T], most: int | None) -> Sequence[T]:
     """At most `most` records, evenly spaced over all, so that every category keeps its share."""
     if most is None or most >= len(records):
         return records

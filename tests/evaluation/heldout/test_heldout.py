@@ -446,13 +446,27 @@ def test_changes_are_paired_and_in_standard_errors():
     then = replace(before, scores={**before.scores, "loss": np.zeros(8, np.float32)})
     away = np.array([1.0, 2, 3, 0, 2])
     expected = away.mean() / (away.std(ddof=1) / math.sqrt(5))
-    found = now.changes(then, ["clip_score", "sharpness", "loss", "accuracy"])
+    found = now.changes(then, range(8), ["clip_score", "sharpness", "loss", "accuracy", "of_sets"])
     lost = -before.correct[:5].astype(float)
     assert found == pytest.approx(
         {
             "clip_score": expected,
+            "sharpness": 6.0,
             "loss": -2.5 / (np.arange(6).std(ddof=1) / math.sqrt(6)),
             "accuracy": lost.mean() / (lost.std(ddof=1) / math.sqrt(5)),
         }
-    ), "all sharpness rises alike: no error to measure in"
-    assert then.changes(then, ["clip_score"]) == {}
+    )
+    assert then.changes(then, range(8), ["clip_score"]) == {"clip_score": 0.0}
+
+
+def test_a_fall_of_all_samples_alike_is_the_largest_change():
+    before = make_result(1.0, prompts=10, seeds=1)
+    fallen = replace(before, correct=np.zeros(10, dtype=bool))
+    but_one = replace(before, correct=np.arange(10) == 3)
+    assert fallen.changes(before, range(10), ["accuracy"]) == {"accuracy": -10.0}
+    assert but_one.changes(before, range(10), ["accuracy"]) == pytest.approx({"accuracy": -9.0})
+
+
+def test_records_of_one_prompt_are_paired_each_with_itself():
+    before = replace(make_result(0.5, prompts=4, seeds=1), prompts=("same",) * 4)
+    assert before.changes(before, range(4), ["accuracy", "clip_score"]) == {"accuracy": 0, "clip_score": 0}

@@ -98,6 +98,14 @@ def test_the_report_is_true_and_can_be_copied(finished):
     assert f"visalign train {output}/config.yaml --output {output} --resume" in page
 
 
+def test_a_recorded_reward_that_judges_sets_has_no_held_out_change(inputs, tmp_path):
+    terms = "rewards.terms={jpeg_size: {}, vendi_gain: {weight: 0}, sharpness: {weight: 0}}"
+    run(_config(inputs, terms, "run.iterations=1"), tmp_path / "out")
+    (row,) = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    found = {key.removeprefix("heldout/change/") for key in row if key.startswith("heldout/change/")}
+    assert found == {"accuracy", "sharpness"}
+
+
 def test_the_monitor_is_in_log_report_and_summary(finished):
     output, summary = finished
     rows, page = read_metrics(output / "metrics.jsonl"), (output / "report.html").read_text()

@@ -77,20 +77,23 @@ class HeldoutResult:
             found[tag] = (int(self.correct[rows].sum()), int(self.judged[rows].sum()))
         return found
 
-    def changes(self, before: HeldoutResult, labels: Iterable[str]) -> dict[str, float]:
+    def changes(self, before: HeldoutResult, rows: Sequence[int], labels: Iterable[str]) -> dict[str, float]:
         """Label -> the mean change of a reward, or of the "accuracy", in its standard errors.
 
-        Paired over the samples of the same prompt and seed that both have judged; above 0 is better. A label
-        is left out where there are no two of them, or where all change alike.
+        Paired over the samples that both have judged; above 0 is better. Where all n of them change alike and
+        there is no error, it is that of one more without a change: n or −n. A label is left out where fewer
+        than two are judged.
+
+        Args:
+            before: an earlier result.
+            rows: [N] which of its samples each one here is; another prompt or seed there is left out.
+            labels: of rewards, or "accuracy".
         """
-        there = {
-            (prompt, int(seed)): row
-            for row, (prompt, seed) in enumerate(zip(before.prompts, before.seeds, strict=True))
-        }
         pairs = [
-            (row, there[prompt, int(seed)])
-            for row, (prompt, seed) in enumerate(zip(self.prompts, self.seeds, strict=True))
-            if (prompt, int(seed)) in there
+            (here, there)
+            for here, there in enumerate(rows)
+            if there < len(before)
+            and (self.prompts[here], self.seeds[here]) == (before.prompts[there], before.seeds[there])
         ]
         found = {}
         for label in labels:
@@ -100,16 +103,17 @@ class HeldoutResult:
             away = (now - then)[np.isfinite(now - then)] * (
                 1 if self.higher_is_better.get(label, True) else -1
             )
-            error = float(away.std(ddof=1)) / math.sqrt(len(away)) if len(away) > 1 else 0.0
-            if error > 0:
-                found[label] = float(away.mean()) / error
+            if len(away) > 1:
+                error = float(away.std(ddof=1)) / math.sqrt(len(away))
+                alike = (away == away[0]).all()
+                found[label] = float(np.sign(away[0])) * len(away) if alike else float(away.mean()) / error
         return found
 
     def _values(self, label: str) -> NDArray[np.float64]:
         """[N] of a reward, or of the accuracy; NaN where there is none."""
         if label == "accuracy":
-            return np.where(self.judged, self.correct.astype(np.float64), np.nan)
-        return self.scores[label].astype(np.float64)
+            return self.outcome()
+        return self.scores.get(label, np.full(len(self), np.nan)).astype(np.float64)
 
     def rows(self, tag: str) -> NDArray[np.bool_]:
         """[N] mask of the samples of one category."""
