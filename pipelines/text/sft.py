@@ -49,8 +49,8 @@ class DemonstrationsDataConfig(HeldoutPromptsConfig):
             raise UserError("data.field is empty; name the field of the completions, or null.")
         if self.decision is None:
             return
-        words = [word for word in self.decision if isinstance(word, str) and word.strip()]
-        if len(self.decision) != 2 or len(set(words)) != 2:
+        words = {word.strip().casefold() for word in self.decision if isinstance(word, str)} - {""}
+        if len(self.decision) != 2 or len(words) != 2:
             raise UserError(
                 f"data.decision is {self.decision}; give two different words, e.g. ['no', 'yes'] for the "
                 "question whether the second picture is better (without quotes YAML reads yes as true)."

@@ -143,6 +143,7 @@ def test_a_teachers_reason_stands_behind_the_decision():
     ("override", "message"),
     [
         ("data.decision=['yes', 'yes']", r"data\.decision is \['yes', 'yes'\]; give two different words"),
+        ("data.decision=['yes', 'Yes ']", "give two different words"),
         ("data.decision=[no, yes]", r"is \[False, True\]; give two .* YAML reads yes as true"),
         ("data.decision=['yes']", "give two different words"),
         ("data.question=null", r"data\.question, which asks about them, is null"),
