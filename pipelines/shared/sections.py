@@ -137,8 +137,14 @@ class HeldoutConfig:
             )
 
     def check_correctness(self, *others: str) -> None:
-        """Refuse a judge of correctness that is none of the rewards here or of the `others`, trained on."""
+        """Refuse a judge of correctness that is none of the rewards here or of the `others`, trained on;
+        and a reward whose numbers would stand where the verdicts' do."""
         known, judge = {**dict.fromkeys(others), **self.rewards}, self.correctness
+        if "accuracy" in known:
+            raise UserError(
+                "A reward's label is 'accuracy', which names the share of right verdicts in evaluations; "
+                "give the reward another one and its name: {my_accuracy: {name: REWARD}}."
+            )
         if judge is not None and judge not in known:
             where = "rewards.terms or evaluation.rewards" if others else "evaluation.rewards"
             raise UserError(

@@ -257,6 +257,12 @@ def test_a_reward_under_the_label_of_a_measure_is_refused_before_the_run():
         prepare(_grpo(f"rewards.terms={options}", "rewards.allow_mixed_units=true"))
 
 
+@pytest.mark.parametrize("where", ["rewards.terms", "evaluation.rewards"])
+def test_a_reward_under_the_label_of_the_verdicts_is_refused(where):
+    with pytest.raises(UserError, match=r"A reward's label is 'accuracy', which names .* {my_accuracy: "):
+        _grpo(f"{where}={{task_answer: {{}}, accuracy: {{name: task_answer, weight: 0}}}}")
+
+
 @pytest.mark.parametrize("name", [name for name in list_configs() if name.startswith("text_")])
 def test_packaged_configurations_are_whole(name, tmp_path):
     judged = tmp_path / "judged.jsonl"  # what the config's first command writes
