@@ -58,10 +58,11 @@ class MonitorLimits:
 
 
 def usual_warnings() -> MonitorLimits:
-    """Wide limits: they are to miss a slow drift rather than to cry at an honest run."""
+    """Wide limits: they are to miss a slow drift rather than to cry at an honest run, as tests/benchmarks/
+    reward_hacking.py measures."""
     return MonitorLimits(
         agreement_change=-0.3,
-        recorded_change=-0.5,
+        recorded_change=-0.3,
         heldout_change=-3.0,
         group_std_ratio=0.2,
         judge_std_ratio=2.0,
@@ -77,7 +78,7 @@ class MonitorSettings:
     window: int = 5
     """Iterations that a trend is the mean of: the latest against the first."""
     warn: MonitorLimits = field(default_factory=usual_warnings)
-    """A warning, once for each metric. The defaults are conservative and not yet held against experiments."""
+    """A warning, once for each metric. What the defaults saw in nine runs: docs/evidence/claims.md."""
     stop: MonitorLimits = field(default_factory=MonitorLimits)
     """The end of the run after the iteration, as at its last one; it goes on with --resume and other
     limits."""
