@@ -78,7 +78,7 @@ class MonitorSettings:
     window: int = 5
     """Iterations that a trend is the mean of: the latest against the first."""
     warn: MonitorLimits = field(default_factory=usual_warnings)
-    """A warning, once for each metric. What the defaults saw in nine runs: docs/evidence/claims.md."""
+    """A warning, once for each metric. What the defaults saw: docs/evidence/claims.md."""
     stop: MonitorLimits = field(default_factory=MonitorLimits)
     """The end of the run after the iteration, as at its last one; it goes on with --resume and other
     limits."""
