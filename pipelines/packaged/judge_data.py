@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from visalign.data.shapes.preferences import ShapesPreferences, annotator_noise, degraded, utility
+from visalign.data.shapes.preferences import VISIBLE, ShapesPreferences, annotator_noise, degraded, utility
 from visalign.data.shapes.prompts import COLORS, COUNT_WORDS, RELATIONS, SHAPES, Record, parse_prompt
 from visalign.data.shapes.scenes import Scene, sample_scene
 from visalign.data.shapes.verifier import verify_scene
@@ -38,9 +38,6 @@ LOOKS = {
     "Are the shapes flat?": ("style", "flat"),
 }
 """Questions about quality and style -> what makes their answer yes."""
-
-_VISIBLE = 0.3
-"""A distortion below this severity is not asked about."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +140,7 @@ def part(scene: Scene, rng: np.random.Generator) -> Question:
 
 def look(scene: Scene, rng: np.random.Generator) -> Question:
     """A question about quality or style whose answer can be seen."""
-    faint = scene.distortion.kind != "none" and scene.distortion.severity < _VISIBLE
+    faint = scene.distortion.kind != "none" and scene.distortion.severity < VISIBLE
     texts = [text for text, (axis, _) in LOOKS.items() if axis == "style" or not faint]
     text = str(rng.choice(texts))
     axis, wanted = LOOKS[text]

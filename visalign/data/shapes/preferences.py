@@ -35,8 +35,8 @@ CLEAR = 0.3
 
 _BASE_NOISE, _QUALITY_NOISE = 0.15, 1.2
 _DISTORTED = {"blur": "blurred", "noise": "noisy", "jpeg": "compression marks", "contrast": "low contrast"}
-_VISIBLE = 0.3
-"""Severity from which on a reason names a distortion."""
+VISIBLE = 0.3
+"""Severity below which a distortion is neither asked about nor named in a reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +75,7 @@ class ShapesPair:
         told = []
         for number, scene in enumerate((self.left, self.right), 1):
             fault = verify_scene(scene, self.record).reason.partition(";")[0]
-            distortion = (
-                _DISTORTED.get(scene.distortion.kind) if scene.distortion.severity >= _VISIBLE else ""
-            )
+            distortion = _DISTORTED.get(scene.distortion.kind) if scene.distortion.severity >= VISIBLE else ""
             told.append(f"picture {number}: {', '.join(filter(None, (fault, distortion, scene.style)))}")
         return "; ".join(told)
 
