@@ -24,6 +24,7 @@ from visalign.flow import (
     step_noise,
     time_grid,
 )
+from visalign.flow.rollout import visited
 from visalign.flow.trajectory import Trajectory
 from visalign.interfaces import DiffusionPolicy
 
@@ -311,6 +312,26 @@ def test_deterministic_rollout_needs_no_noise_and_counts_its_forwards():
     given_noise = rollout(policy, CONDITION, sigmas=GRID, noise=noise)
     assert torch.equal(given_noise.latents, ode.latents)
     assert torch.equal(noise, initial_noise(SEEDS, (2, 3, 3)))  # the caller's tensor is left as it was
+
+
+def test_steps_behind_the_last_noise_can_be_fewer():
+    """MixGRPO-Flash: the stochastic steps stay as they are, and what follows visits every other level."""
+    policy = GaussianPolicy(latent_shape=(2, 3, 3), storage_dtype=torch.float64)
+    whole = run(policy, sde_steps=(0, 1))
+    policy.forward_count.forward = 0
+    flash = run(policy, sde_steps=(0, 1), compression=0.5, batch_size=2)
+    assert policy.forward_count.forward == 5 * 4 and visited(6, (0, 1), 0.5) == [0, 1, 2, 4, 6]
+    assert torch.equal(flash.x_next, whole.x_next) and torch.equal(flash.log_prob, whole.log_prob)
+    x = flash.x_next[:, 1]
+    for sigma, sigma_next, time in zip(GRID[[2, 4]], GRID[[4, 6]], policy.times(GRID[[2, 4]]), strict=True):
+        v = policy.velocity(x, sigma.expand(5), CONDITION, time.expand(5))
+        x = (x + v * (sigma_next - sigma)).double()
+    torch.testing.assert_close(flash.latents, x)
+    assert visited(6, (0, 5), 0.5) == visited(6, (), 0.5) == visited(6, (0,)) == list(range(7))
+    assert visited(6, (0,), 0.01) == [0, 1, 6]
+    solved = run(policy, sde_steps=(0, 1), compression=0.5, solver="dpmpp_2m")
+    assert torch.equal(solved.x_next, whole.x_next) and not torch.equal(solved.latents, flash.latents)
+    assert ratio_check(policy, CONDITION, solved, bound=0.0).ok
 
 
 def test_initial_noise_can_be_shared_while_step_noise_differs():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DDIMScheduler
+from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,7 +27,7 @@ from visalign.flow import (
     time_grid,
 )
 from visalign.flow.parametrization import flow_sigma, preserving_scale, velocity_of_prediction
-from visalign.flow.transitions import ddim_step
+from visalign.flow.transitions import ODESolver, ddim_step
 
 LEVELS = {"flow": 0.7, "dance": 0.3, "cps": 0.8, "ddim": 1.0}
 
@@ -272,3 +272,37 @@ def test_ddim_is_diffusers_own_step():
             )
     with pytest.raises(ValueError, match=r"η of DDIM must lie in \[0, 1\]; got 1.5"):
         ddim_step(x, v, 0.5, 0.4, eta=1.5)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' set_timesteps
+def test_dpm_solver_is_diffusers_own_step():
+    """On flow sigmas, up to their float32; a stochastic step between lets it begin anew, like a first one."""
+    scheduler: Any = DPMSolverMultistepScheduler(
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        flow_shift=2.0,
+        final_sigmas_type="zero",  # type: ignore[arg-type]
+        lower_order_final=True,
+        euler_at_final=False,
+    )
+    scheduler.set_timesteps(6)
+
+    def velocity(x, sigma):
+        return torch.sin(3 * x) + x * sigma
+
+    theirs = ours = latents(4, 3, seed=1)
+    solver, sigmas = ODESolver("dpmpp_2m"), scheduler.sigmas.double()
+    for t, sigma, sigma_next in zip(scheduler.timesteps, sigmas[:-1], sigmas[1:], strict=True):
+        theirs = scheduler.step(velocity(theirs, sigma), t, theirs).prev_sample
+        ours = solver.step(ours, velocity(ours, sigma), sigma.expand(4), sigma_next.expand(4))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+    x, sigma, onward = latents(4, 3), torch.full((4,), 0.6), torch.full((4,), 0.4)
+    solver.step(x, x, torch.full((4,), 0.8), sigma)
+    second = solver.step(x, x - 1, sigma, onward)
+    solver.forget()
+    first = solver.step(x, x - 1, sigma, onward)
+    euler = sde_step(x, x - 1, sigma, onward, schedule="none").mean
+    torch.testing.assert_close(first, euler)  # the first order is exact where x̂0 is held, as is Euler's
+    assert (second - first).abs().max() > 1e-3
+    with pytest.raises(ValueError, match='Unknown solver "heun"; allowed: euler, dpmpp_2m'):
+        ODESolver("heun")

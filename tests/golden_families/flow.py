@@ -99,39 +99,40 @@ def ddim_steps(case: Any) -> dict[str, Any] | None:
 
 
 def windows(case: Any) -> dict[str, Any] | None:
-    """MixGRPO's windows; the peer's known error, a whole turn at an empty window, is put in here."""
+    """MixGRPO's windows; the peer's known error, a turn at an empty window (for good where it does not begin
+    anew), is put in here."""
     params = case.params
     if case.variant == "mixgrpo_window_random":
         size, steps = params["group_size"], params["max_timesteps"]
         draws = (np.random.default_rng(seed) for seed in case.inputs["seeds"])
         return {"start": [window_places(steps, size, 0, order="random", draw=draw)[0] for draw in draws]}
-    order = {None: "progressive", "exp_decay": "exp_decay"}.get(params.get("sample_strategy"))
-    if not case.variant.startswith("mixgrpo_window") or order is None or not params.get("roll_back"):
+    order: Any = params.get("sample_strategy", "progressive")
+    if not case.variant.startswith("mixgrpo_window") or order not in ("progressive", "decay", "exp_decay"):
         return None
     size, steps, every = (params[name] for name in ("group_size", "max_timesteps", "iters_per_group"))
-    stride = params.get("prog_overlap_step", 1) if params.get("prog_overlap") else size
-    threshold, rate = params.get("exp_decay_thre_timestep", 13), params.get("exp_decay_k", 0.1)
+    roll_back = params.get("roll_back", False)
+    every = params.get("max_iters_per_group", every) if order == "decay" else every
+    more: Any = {
+        "order": order,
+        "every": every,
+        "stride": params.get("prog_overlap_step", 1) if params.get("prog_overlap") else size,
+        "least": params.get("min_iters_per_group"),
+        "threshold": params.get("exp_decay_thre_timestep", 13),
+        "rate": params.get("exp_decay_k", 0.1),
+    }
 
     def stay(start: int) -> int:
-        return (
-            math.ceil(every * math.exp(-rate * max(0, start - threshold))) if order == "exp_decay" else every
-        )
+        if order == "decay":
+            return more["least"] or max(1, every // 4)
+        late = max(0, start - more["threshold"]) if order == "exp_decay" else 0
+        return math.ceil(every * math.exp(-more["rate"] * late))
 
-    own = sum(stay(start) for start in range(0, steps, stride))
+    turn = [window_places(steps, size, i, **more) for i in range(case.inputs["iterations"])]
+    own = next((i for i in range(1, len(turn)) if turn[i][0] < turn[i - 1][0]), len(turn))
     runs: list[list[int]] = []
     for iteration in range(case.inputs["iterations"]):
-        at = iteration % (own + stay(steps))
-        window = [steps, steps]
-        if at < own:
-            more: Any = {
-                "order": order,
-                "every": every,
-                "stride": stride,
-                "threshold": threshold,
-                "rate": rate,
-            }
-            places = window_places(steps, size, at, **more)
-            window = [places[0], places[-1] + 1]
+        at = iteration % (own + stay(steps)) if roll_back else iteration
+        window = [turn[at][0], turn[at][-1] + 1] if at < own else [steps, steps]
         if runs and runs[-1][:2] == window:
             runs[-1][2] += 1
         else:

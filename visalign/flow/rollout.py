@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from visalign.interfaces import Condition, DiffusionPolicy
 from .noise import checked_seeds, initial_noise, step_noise
 from .parametrization import preserving_scale
 from .trajectory import Trajectory
-from .transitions import LAST_IS_EXACT, Kernel, LogProbForm, sde_step
+from .transitions import LAST_IS_EXACT, Kernel, LogProbForm, ODESolver
 
 
 @torch.no_grad()
@@ -35,8 +36,10 @@ def rollout(
     sigma_max: float | None = None,
     batch_size: int | None = None,
     shared: Tensor | None = None,
+    solver: str = "euler",
+    compression: float | None = None,
 ) -> Trajectory:
-    """Denoise B samples; steps in `sde_steps` are stochastic, the others Euler steps of the ODE.
+    """Denoise B samples; steps in `sde_steps` are stochastic, the others steps of the ODE.
 
     After every step the latent is rounded to the policy's storage dtype; that is what the next forward sees.
     The log-probability is taken of the rounded latent, so a replay under unchanged weights finds it again.
@@ -58,6 +61,8 @@ def rollout(
         batch_size: Samples per forward; all B by default. It changes no noise.
         shared: [B] labels of samples that have one noise and one condition: their steps before the first
             stochastic one are made once for each label. None: each makes its own.
+        solver: of the ODE, see `ODESolver`; it begins anew after a stochastic step.
+        compression: see `visited`.
 
     Returns:
         Trajectory on the policy's device.
@@ -80,15 +85,43 @@ def rollout(
     latents = first_latents(policy, noise, grid)
     drawn = checked_seeds(seeds) if seeds is not None else []
     times = policy.times(grid)
+    path = visited(len(grid) - 1, steps, compression)
     begin = steps[0] if shared is not None and steps else 0
     if begin and shared is not None:
-        latents = _shared_steps(policy, condition, latents, grid, begin, shared, batch_size)
+        latents = _shared_steps(policy, condition, latents, grid, begin, shared, batch_size, solver)
     trajectory = _empty(policy, latents, grid, times, steps, kernel)
     for rows in torch.arange(len(condition)).split(_checked_batch_size(batch_size, len(condition))):
         own = drawn[rows[0] : rows[-1] + 1]
-        _denoise(policy, condition.select(rows), grid, times, own, trajectory, rows, begin)
+        _denoise(
+            policy,
+            condition.select(rows),
+            grid,
+            times,
+            own,
+            trajectory,
+            rows,
+            path[begin:],
+            ODESolver(solver),
+        )
     check_finite(trajectory.latents)
     return trajectory
+
+
+def visited(steps: int, sde_steps: Sequence[int], compression: float | None = None) -> list[int]:
+    """Places of a grid of T steps that a rollout visits, from 0 to T.
+
+    All of them, or with a compression c those up to the end of the last stochastic step, and of the
+    n ODE steps behind it max(1, round(c·n)), evenly over their places (MixGRPO-Flash, arXiv 2507.21802, where
+    the noise levels between them are new, and the last is not 0 if one step is left).
+
+    >>> visited(10, [1, 2], 0.4)
+    [0, 1, 2, 3, 5, 8, 10]
+    """
+    if compression is None or not sde_steps or sde_steps[-1] + 1 >= steps:
+        return list(range(steps + 1))
+    begin = sde_steps[-1] + 1
+    count = max(1, round(compression * (steps - begin)))
+    return [*range(begin), *(begin + round(i * (steps - begin) / count) for i in range(count + 1))]
 
 
 @torch.no_grad()
@@ -101,6 +134,7 @@ def complete(
     step: int,
     until: int | None = None,
     batch_size: int | None = None,
+    solver: str = "euler",
 ) -> Tensor:
     """Denoise latents from the middle of a grid on along the ODE, as `rollout` does its ODE steps.
 
@@ -112,6 +146,7 @@ def complete(
         step: in [0, T]; T leaves them as they are.
         until: the step before which to stop; None: the end of the grid.
         batch_size: samples per forward; all B by default.
+        solver: see `ODESolver`.
 
     Returns:
         [B, ...] storage dtype; clean latents at the end of the grid.
@@ -119,11 +154,11 @@ def complete(
     grid = _checked_grid(sigmas)
     levels, times, done = grid.to(x.device), policy.times(grid).to(x.device), []
     for rows in torch.arange(len(x)).split(_checked_batch_size(batch_size, len(x))):
-        part, of_part = x[rows.to(x.device)], condition.select(rows)
+        part, of_part, ode = x[rows.to(x.device)], condition.select(rows), ODESolver(solver)
         for k in range(step, len(grid) - 1 if until is None else until):
             sigma, sigma_next = levels[k].expand(len(part)), levels[k + 1].expand(len(part))
             v = velocity_of(policy, part, sigma, of_part, times[k].expand(len(part)))
-            part = sde_step(part, v, sigma, sigma_next, schedule="none").mean.to(part.dtype)
+            part = ode.step(part, v, sigma, sigma_next).to(part.dtype)
         done.append(part)
     return torch.cat(done)
 
@@ -211,6 +246,7 @@ def _shared_steps(
     until: int,
     shared: Tensor,
     batch_size: int | None,
+    solver: str,
 ) -> Tensor:
     """[B, ...] before step `until`, made once for each label."""
     if shared.shape != (len(noise),):
@@ -221,7 +257,8 @@ def _shared_steps(
         raise ValueError("shared names samples that start from different noise; give them one in `noise`.")
     some = batch_size if batch_size is None else min(batch_size, len(first))
     x = noise[first.to(noise.device)]
-    made = complete(policy, condition.select(first), x, sigmas=grid, step=0, until=until, batch_size=some)
+    own = condition.select(first)
+    made = complete(policy, own, x, sigmas=grid, step=0, until=until, batch_size=some, solver=solver)
     return made[index.to(made.device)].contiguous()
 
 
@@ -233,19 +270,21 @@ def _denoise(
     seeds: list[int],
     trajectory: Trajectory,
     rows: Tensor,
-    begin: int,
+    path: Sequence[int],
+    ode: ODESolver,
 ) -> None:
-    """Denoise the samples `rows`, which stand in trajectory.latents before step `begin`, and write them
-    there."""
+    """Denoise the samples `rows`, which stand in trajectory.latents at the first place of `path`, and write
+    them there."""
     chunk = slice(int(rows[0]), int(rows[-1]) + 1)
     kernel, x = trajectory.kernel, trajectory.latents[chunk].clone()
     levels, times = grid.to(x.device), times.to(x.device)
-    for k in range(begin, len(grid) - 1):
-        sigma, sigma_next = levels[k].expand(len(x)), levels[k + 1].expand(len(x))
+    for k, onward in itertools.pairwise(path):
+        sigma, sigma_next = levels[k].expand(len(x)), levels[onward].expand(len(x))
         v = velocity_of(policy, x, sigma, condition, times[k].expand(len(x)))
         if k not in trajectory.sde_steps:
-            x = sde_step(x, v, sigma, sigma_next, schedule="none").mean.to(x.dtype)
+            x = ode.step(x, v, sigma, sigma_next).to(x.dtype)
             continue
+        ode.forget()
         transition = kernel.step(x, v, sigma, sigma_next)
         x_next = transition.sample(step_noise(seeds, k, x.shape[1:])).to(x.dtype)
         s = trajectory.sde_steps.index(k)

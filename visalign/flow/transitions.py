@@ -21,6 +21,8 @@ from .schedules import NOISE_SCHEDULES, noise_rate
 KERNELS = (*NOISE_SCHEDULES, "cps", "ddim")
 LAST_IS_EXACT = ("cps", "ddim")
 """Kernels that add no noise in the last step (σ' = 0)."""
+SOLVERS = ("euler", "dpmpp_2m")
+"""Of the ODE."""
 LogProbForm = Literal["gaussian", "quadratic"]
 
 
@@ -165,6 +167,53 @@ def sde_step(
     drift = rate**2 / (2 * sigma)
     mean = x * _rows(1 + drift * dt, x) + v * _rows((1 + drift * (1 - sigma)) * dt, x)
     return Transition(mean, rate * torch.sqrt(-dt) if schedule != "none" else rate)
+
+
+class ODESolver:
+    """Deterministic steps of one path: "euler", x + v·dt, or "dpmpp_2m", DPM-Solver++(2M).
+
+    The latter is linear in x̂0 = x − σv of this step and of the one before, λ = ln((1 − σ)/σ):
+    x' = (σ'/σ)·x − (1 − σ')·(e^(−h) − 1)·(x̂0 + (x̂0 − x̂0_before)·h / (2 h_before)), h = λ' − λ;
+    without the last term in the first step, after `forget`, and in the step to σ' = 0, whose h is infinite.
+
+    Args:
+        name: a key of `SOLVERS`.
+
+    Raises:
+        ValueError: an unknown solver.
+
+    Source: Lu et al., DPM-Solver++, arXiv 2211.01095, algorithm 2; diffusers' flow sigmas.
+    """
+
+    def __init__(self, name: str = "euler") -> None:
+        _check_known(name, SOLVERS, "solver")
+        self.name = name
+        self._before: tuple[Tensor, Tensor] | None = None
+
+    def forget(self) -> None:
+        """Begin anew, as after a stochastic step."""
+        self._before = None
+
+    def step(self, x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
+        """[B, ...] at sigma_next, float32 or float64.
+
+        Args:
+            x: [B, ...] at sigma.
+            v: [B, ...] velocity.
+            sigma: [B] in (0, 1].
+            sigma_next: [B] below it.
+        """
+        if self.name == "euler":
+            return sde_step(x, v, sigma, sigma_next, schedule="none").mean
+        x, v, sigma, sigma_next = _prepared(x, v, sigma, sigma_next)
+        clean = x - _rows(sigma, x) * v
+        h = torch.special.logit(1 - sigma_next) - torch.special.logit(1 - sigma)
+        aim = clean
+        if self._before is not None and bool((sigma_next > 0).all()):
+            clean_before, h_before = self._before
+            aim = clean + _rows(h / (2 * h_before), x) * (clean - clean_before)
+        self._before = None if bool(torch.isinf(h).any()) else (clean, h)  # from pure noise h is infinite
+        return _rows(sigma_next / sigma, x) * x - _rows((1 - sigma_next) * torch.expm1(-h), x) * aim
 
 
 def cps_step(

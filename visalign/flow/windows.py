@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-WindowOrder = Literal["subset", "random", "progressive", "exp_decay"]
+WindowOrder = Literal["subset", "random", "progressive", "decay", "exp_decay"]
 WINDOW_ORDERS = get_args(WindowOrder)
 
 
@@ -20,18 +20,22 @@ def window_places(
     order: WindowOrder = "subset",
     every: int = 25,
     stride: int = 1,
+    least: int | None = None,
     threshold: int = 13,
     rate: float = 0.1,
+    roll_back: bool = True,
     draw: np.random.Generator | None = None,
 ) -> list[int]:
     """Places among the steps that may be stochastic, rising.
 
     subset: `size` places, each set as likely (Flow-Factory); random: `size` neighbours, each start as
     likely (Flow-GRPO-Fast, MixGRPO random); progressive: neighbours that start at 0 and move on by `stride`
-    after `every` iterations, shorter at the end, then begin anew (MixGRPO); exp_decay: so too, but a start p
-    above `threshold` stays only ⌈every · exp(−rate (p − threshold))⌉ iterations.
+    after `every` iterations, shorter at the end, then begin anew (MixGRPO); decay: so too, but a start p
+    stays ⌊every (1 − p/steps) + least p/steps⌋ iterations; exp_decay: a start p above `threshold` stays
+    ⌈every · exp(−rate (p − threshold))⌉.
 
-    Differs from the published MixGRPO, which after the last window stays one whole turn at an empty one.
+    Differs from the published MixGRPO, which after the last window stays one whole turn at an empty one, and
+    for good where it does not begin anew; ours then stays at the last window.
 
     Args:
         steps: how many there are.
@@ -40,8 +44,10 @@ def window_places(
         order: see above.
         every: iterations a window stays.
         stride: places that it moves on.
+        least: of decay; None: a quarter of `every`, at least 1, as published.
         threshold: see exp_decay.
         rate: see exp_decay.
+        roll_back: whether a moving window begins anew after its last place.
         draw: for subset and random.
 
     Raises:
@@ -62,9 +68,20 @@ def window_places(
         start = int(draw.integers(0, steps - size + 1))
         return list(range(start, start + size))
     starts = range(0, steps, stride)
-    stays = [
-        math.ceil(every * math.exp(-rate * max(0, start - threshold))) if order == "exp_decay" else every
-        for start in starts
-    ]
-    place = int(np.searchsorted(np.cumsum(stays), iteration % sum(stays), side="right"))
-    return list(range(starts[place], min(starts[place] + size, steps)))
+    until = np.cumsum([_stay(start, steps, order, every, least, threshold, rate) for start in starts])
+    at = iteration % until[-1] if roll_back else min(iteration, until[-1] - 1)
+    start = starts[int(np.searchsorted(until, at, side="right"))]
+    return list(range(start, min(start + size, steps)))
+
+
+def _stay(
+    start: int, steps: int, order: str, every: int, least: int | None, threshold: int, rate: float
+) -> int:
+    """Iterations that a moving window stays at `start`."""
+    if order == "decay":
+        least = max(1, every // 4) if least is None else least
+        done = start / steps
+        return max(least, int(every * (1 - done) + least * done))
+    if order == "exp_decay":
+        return math.ceil(every * math.exp(-rate * max(0, start - threshold)))
+    return every

@@ -395,6 +395,35 @@ def test_step_draws_are_reproducible_and_vary():
         steps=10, sde_steps=[1, 2, 4], sde_window=2, sde_window_order="progressive", sde_window_every=1
     )
     assert [choose_steps(moving, 0, i)[0] for i in range(4)] == [[1, 2], [2, 4], [4], [1, 2]]
+    held = replace(moving, sde_window_roll_back=False)
+    assert [choose_steps(held, 0, i)[0] for i in (1, 2, 3, 99)] == [[2, 4], [4], [4], [4]]
+
+
+def test_a_compressed_rest_is_counted_as_planned(tmp_path):
+    """MixGRPO-Flash by DPM-Solver: windows at 0 and at 1, of whose 3 and 2 steps behind 2 and 1 stay."""
+    window = {"sde_steps": [0, 1], "sde_window": 1, "sde_window_order": "progressive", "sde_window_every": 1}
+    flash = {**window, "ode_compression": 0.5, "solver": "dpmpp_2m"}
+    trainer = toy_trainer(tmp_path, reward=_Constant(), rollout=flash, run={"iterations": 2})
+    assert trainer.algorithm.rollout.sampled_per_image == 3
+    trainer.train()
+    for record in read_metrics(tmp_path / "metrics.jsonl"):
+        planned = forward_equivalents_per_image(
+            steps=3, trained=1, guided=False, reference=False, trained_share=record["trained_share"]
+        )
+        assert record["forward_equivalents_per_image"] == pytest.approx(planned, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ode_compression": 0.0}, "rollout.ode_compression is 0.0; it is a share above 0, at most 1"),
+        ({"ode_compression": 0.4}, "no two steps to make fewer of. Set rollout.sde_steps to earlier steps"),
+        ({"solver": "heun"}, "rollout.solver is 'heun'"),
+    ],
+)
+def test_solver_and_compression_are_checked(changes, message):
+    with pytest.raises(UserError, match=message):
+        RolloutSettings(steps=4, **changes)
 
 
 @pytest.mark.parametrize("schedule", ["dance", "ddim"])

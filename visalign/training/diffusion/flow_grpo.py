@@ -216,6 +216,7 @@ class FlowGRPO(PictureAlgorithm):
                         sigmas=source.sigmas,
                         step=step,
                         batch_size=self.rollout.batch_size,
+                        solver=self.rollout.solver,
                     )
             scores = source.judge(latents, made.records, run.clock)
             levels.append(torch.where(scores.valid, scores.value, torch.nan).double().cpu())
@@ -432,6 +433,7 @@ def choose_steps(settings: RolloutSettings, seed: int, iteration: int) -> tuple[
         order=settings.sde_window_order,  # type: ignore[arg-type]  # checked by the settings
         every=settings.sde_window_every,
         stride=settings.sde_window_stride,
+        roll_back=settings.sde_window_roll_back,
         draw=draw,
     )
     chosen = [sde_steps[place] for place in places]

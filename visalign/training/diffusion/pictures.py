@@ -267,6 +267,8 @@ class PictureSource:
                 log_prob_reduction=settings.log_prob_reduction,  # type: ignore[arg-type]  # checked by the settings
                 batch_size=settings.batch_size,
                 shared=group if settings.shared_noise else None,
+                solver=settings.solver,
+                compression=settings.ode_compression,
             )
 
     def _shared_noise(self, group: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ from visalign.core.regression.rows import (
     named_regression,
 )
 from visalign.errors import UserError, suggestion
-from visalign.flow.transitions import LAST_IS_EXACT
+from visalign.flow.rollout import visited
+from visalign.flow.transitions import LAST_IS_EXACT, SOLVERS
 from visalign.flow.windows import WINDOW_ORDERS
 from visalign.training.loop.optimizer import at_least, choice
 from visalign.training.policy.settings import (
@@ -69,12 +70,17 @@ class RolloutSettings:
     """Draw this many of `sde_steps` anew in each iteration and make only them stochastic (Flow-GRPO-Fast,
     MixGRPO). null: all of them."""
     sde_window_order: str = "subset"
-    """How they are drawn: "subset" (any), "random" (neighbours), "progressive" or "exp_decay" (neighbours
-    that move along the grid, MixGRPO)."""
+    """How they are drawn: "subset" (any), "random" (neighbours), "progressive", "decay" or "exp_decay"
+    (neighbours that move along the grid, with the last two ever faster, MixGRPO)."""
     sde_window_every: int = 25
     """Iterations that a moving window stays."""
     sde_window_stride: int = 1
     """Steps that it moves on."""
+    sde_window_roll_back: bool = True
+    """Whether it begins anew after the end of the grid; otherwise it stays there."""
+    ode_compression: float | None = None
+    """Share of the steps after the last stochastic one that are made, along the ODE (MixGRPO-Flash: 0.4, with
+    rollout.solver=dpmpp_2m); null: all."""
     shared_noise: bool = False
     """Start all samples of a group from one noise (DanceGRPO): they differ by their steps' noise alone, and
     the steps before the first stochastic one are made once for the group."""
@@ -83,6 +89,8 @@ class RolloutSettings:
     guidance: float | None = None
     """Guidance scale while samples for training are made, in regressions alone, whose loss does not ask how a
     picture came about; null: the model's."""
+    solver: str = "euler"
+    """Of the deterministic steps: "euler" or "dpmpp_2m", DPM-Solver++(2M). Evaluations take Euler steps."""
     log_prob_reduction: str = "mean"
     """Log-probability of a step: "mean" over the latent's numbers, as published, or their "sum"."""
     batch_size: int = 64
@@ -109,6 +117,7 @@ class RolloutSettings:
         choice("rollout.sde_window_order", self.sde_window_order, WINDOW_ORDERS)
         at_least("rollout.sde_window_every", self.sde_window_every, 1)
         at_least("rollout.sde_window_stride", self.sde_window_stride, 1)
+        choice("rollout.solver", self.solver, SOLVERS)
         choice("rollout.log_prob_reduction", self.log_prob_reduction, ("mean", "sum"))
         if not (math.isfinite(self.noise_level) and self.noise_level > 0):
             raise UserError(
@@ -141,6 +150,17 @@ class RolloutSettings:
                 f"rollout.sde_window_order is {self.sde_window_order} and there is no window. Set "
                 "rollout.sde_window to its size."
             )
+        if self.ode_compression is not None:
+            if not 0 < self.ode_compression <= 1:
+                raise UserError(
+                    f"rollout.ode_compression is {self.ode_compression}; it is a share above 0, at most 1."
+                )
+            if max(self.steps - 1 - end for end in self._ends) < 2:
+                raise UserError(
+                    f"rollout.ode_compression is {self.ode_compression}, and after the stochastic steps "
+                    f"{noisy} there are no two steps to make fewer of. Set rollout.sde_steps to earlier "
+                    "steps, or a rollout.sde_window with rollout.sde_window_order=progressive."
+                )
 
     def _check_exact_last(self, noisy: Sequence[int]) -> None:
         """The limits of kernels that replace part of the predicted noise."""
@@ -177,7 +197,23 @@ class RolloutSettings:
         """Denoising steps that a picture costs: those that its group shares count once for the group. With a
         window that begins later it is less."""
         begin = self.stochastic[0] if self.shared_noise else 0
-        return self.steps - begin + begin / self.group_size
+        paths = [visited(self.steps, [end], self.ode_compression) for end in self._ends]
+        made = sum(len(path) - 1 for path in paths) / len(paths)
+        return made - begin + begin / self.group_size
+
+    @property
+    def _ends(self) -> list[int]:
+        """The last stochastic step of each window, as if each stayed equally long; any subset counts as one
+        that reaches the end."""
+        noisy, size, order = self.stochastic, self.sde_window, self.sde_window_order
+        if size is None or order == "subset":
+            return noisy[-1:]
+        starts = (
+            range(len(noisy) - size + 1)
+            if order == "random"
+            else range(0, len(noisy), self.sde_window_stride)
+        )
+        return [noisy[min(start + size, len(noisy)) - 1] for start in starts]
 
     @property
     def completed_per_image(self) -> float:
@@ -371,7 +407,8 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
 CREDITS = ("picture", "turning_points", "one_step")
 
 _OF_STEPS = (
-    *("sde_steps", "sde_window", "sde_window_order", "sde_window_every", "sde_window_stride", "shared_noise"),
+    *("sde_steps", "sde_window", "sde_window_order", "sde_window_every", "sde_window_stride"),
+    *("sde_window_roll_back", "ode_compression", "shared_noise"),
     *("train_steps", "schedule", "noise_level", "log_prob_reduction"),
 )
 """Settings of stochastic steps; from one start the ODE makes one picture."""
@@ -384,6 +421,7 @@ def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettin
         UserError: with what to set instead.
     """
     row = objective.regression
+    _check_solver(objective, rollout)
     if rollout.staleness:
         is_step = row is None and objective.ascent is None
         check_stale(objective.build(length=1) if is_step else None, objective.algorithm)
@@ -408,6 +446,21 @@ def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettin
         raise UserError(
             f"objective.changes.levels is {row.levels}, and the sampler's grid has {rollout.steps} levels. "
             f"Take at most {rollout.steps}, or levels between them too: objective.changes.continuous=true."
+        )
+
+
+def _check_solver(objective: DiffusionObjectiveSettings, rollout: RolloutSettings) -> None:
+    """Refuse what completes a picture, or carries a gradient, by Euler steps on the whole grid."""
+    if objective.credit == "turning_points" and rollout.ode_compression is not None:
+        raise UserError(
+            f"rollout.ode_compression is {rollout.ode_compression}, and objective.credit=turning_points "
+            "completes pictures on the whole grid. Set rollout.ode_compression=null, or "
+            "objective.credit=one_step."
+        )
+    if objective.ascent is not None and rollout.solver != "euler":
+        raise UserError(
+            f"rollout.solver is {rollout.solver}, and objective.algorithm={objective.algorithm} sends the "
+            "reward's gradient through Euler steps. Set rollout.solver=euler."
         )
 
 
