@@ -103,7 +103,7 @@ def trained_per_image(config: FlowGRPOConfig) -> int:
     row, ascent, steps = config.objective.regression, config.objective.ascent, config.rollout.steps
     if ascent is not None:
         return ascent.counted(steps)[1]
-    return config.rollout.trained_per_image if row is None else row.level_count(steps)
+    return config.rollout.trained_per_image if row is None or row.visited else row.level_count(steps)
 
 
 def _others(config: FlowGRPOConfig) -> float:

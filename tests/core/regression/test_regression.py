@@ -194,7 +194,8 @@ def test_missing_rewards_and_equal_groups_say_nothing(name: str) -> None:
 )
 def test_a_step_on_a_row_lowers_the_error_of_what_was_good(name: str) -> None:
     row = named_regression(name, kl=0.0)
-    rest: dict[str, Any] = {"target": TARGET, "sigma": SIGMA, "anchor": V}
+    expert = TARGET if row.anchor == "expert" else V
+    rest: dict[str, Any] = {"target": TARGET, "sigma": SIGMA, "anchor": expert}
     gradient = _gradient(lambda v: row.pair_loss(PairOutput(v=v, **rest), f64(1, 1, 1, 1, 1)))
     assert (gradient * (V - TARGET)).sum() > 0
 
@@ -225,6 +226,8 @@ def test_a_row_with_changes() -> None:
         ("diffusion_nft", {"old_decay": [0, 0.1, 1.0]}, r"give \[start, slope, end\]"),
         ("diffusion_nft", {"level_range": [0.5, 0.5]}, "0 ≤ low < high ≤ 1"),
         ("gdro", {"noise": "start"}, "noise='start' gives each its own"),
+        ("opd", {"levels": 2}, "visited=True learns at the sampler's own states"),
+        ("ram", {"visited": True}, "by loss='distil' alone"),
     ],
 )
 def test_bad_rows_are_refused(name: str, changes: dict[str, Any], message: str) -> None:

@@ -45,6 +45,9 @@ BASE = (
 )
 
 
+REWARDED = [name for name, row in REGRESSIONS.items() if row.anchor != "expert"]
+
+
 def _config(*overrides: str) -> FlowGRPOConfig:
     return load_config(FlowGRPOConfig, None, [*BASE, *overrides])
 
@@ -54,7 +57,7 @@ def _places(images, prompts, metadata):
     return [float(place % 4) for place in range(len(images))]
 
 
-@pytest.mark.parametrize("name", REGRESSIONS)
+@pytest.mark.parametrize("name", REWARDED)
 def test_two_updates_of_each_row_on_a_picture_model(name, tmp_path):
     """Gradients on the adapters alone, nothing infinite, and the passes that the plan counts."""
     policy = SD3Policy(tiny_sd3_pipeline(), lora=LoraSettings(rank=4, alpha=8, seed=0), guidance=2.0)
@@ -111,6 +114,38 @@ def test_a_run_by_the_configuration(tmp_path):
     assert "<title>ram on" in (tmp_path / "out" / "report.html").read_text()
 
 
+def test_two_experts_become_one_policy(tmp_path):
+    """By the configuration: on each tag's prompts it says what its expert says, at the planned cost."""
+    tiny_sd3_pipeline().save_pretrained(tmp_path / "model")
+    lora = LoraSettings(rank=4, alpha=8, seed=0)
+    for seed, name in enumerate(("round", "square")):
+        expert = SD3Policy(tiny_sd3_pipeline(), lora=lora)
+        draw = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for key, weight in expert.trainable_parameters():
+                if "lora_B" in key:
+                    weight.normal_(std=0.2, generator=draw)
+        expert.save(tmp_path / name)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a red circle", "tag": "r"}\n{"prompt": "a blue square", "tag": "s"}\n')
+    config = _config(
+        f"model={{path: {tmp_path}/model, lora: {{rank: 4, alpha: 8}}}}",
+        f"data={{train: {prompts}, heldout: {prompts}}}",
+        "evaluation={correctness: null, rewards: {jpeg_size: {}}}",
+        f"objective={{algorithm: opd, experts: {{r: {tmp_path}/round, '*': {tmp_path}/square}}}}",
+        "rollout.sde_steps=[0, 2]",
+        "optimizer={lr: 0.01, updates_per_iteration: 4, micro_batch: 7, ema_decay: 0, ema_every: 1}",
+        "run.iterations=12",
+    )
+    run(config, tmp_path / "out")
+    log = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    assert log[-1]["anchor_distance"] < 0.3 * log[0]["anchor_distance"]
+    # 4 steps, and 2 of them with a backward and an expert's pass
+    assert (
+        {row["forward_equivalents_per_image"] for row in log} == {4 + 2 * (3 + 1)} == {planned_cost(config)}
+    )
+
+
 def test_a_file_of_stochastic_steps_is_refused_with_what_to_set():
     with pytest.raises(
         ConfigError, match=r"rollout.sde_steps is \[0, 1, 2, 3, 4\].*Set rollout.sde_steps=null"
@@ -118,7 +153,7 @@ def test_a_file_of_stochastic_steps_is_refused_with_what_to_set():
         load_job("shapes_grpo_guard", ["objective.algorithm=diffusion_nft", "objective.ratio_bound=null"])
 
 
-@pytest.mark.parametrize("name", REGRESSIONS)
+@pytest.mark.parametrize("name", REWARDED)
 def test_the_shapes_configuration_takes_any_row(name: Any):
     job = load_job("shapes_quickstart", [f"objective.algorithm={name}"])
     assert job.config.objective.regression.loss == REGRESSIONS[name].loss
@@ -128,7 +163,7 @@ def test_the_shapes_configuration_takes_any_row(name: Any):
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        *(("sd15", name) for name in REGRESSIONS),
+        *(("sd15", name) for name in REWARDED),
         *itertools.product(("flux", "z_image", "qwen_image"), ("diffusion_nft", "diffusion_dpo", "ram")),
     ],
 )

@@ -11,6 +11,7 @@ leads back to it. Most published losses are, up to terms without gradient,
 | DiffusionNFT, unweighted | v_old | A/(A_max β) · (u − v_old) | A_max β σ² |
 | RAM | v_ref | s A · (u − v) | 1 |
 | AWM, V-GRPO at the old policy; reward-weighted, rejection | u | 0 | A w(σ), negative for A < 0 |
+| on-policy distillation, at the sampler's states | v_expert | 0 | w(σ) |
 | group covariance; with two samples a finite difference | v_old | −s · mean_k A_k (x0_k − mean x0) | 1 |
 
 Nothing of an anchor or a guidance carries gradient. One number per row [N]; means are over the latent.

@@ -33,7 +33,7 @@ from .losses import (
 )
 from .signals import best_share, soft_clip, tilted_weights
 
-Anchor = Literal["none", "old", "reference"]
+Anchor = Literal["none", "old", "reference", "expert"]
 Noise = Literal["sample", "group", "start"]
 Signal = Literal["advantage", "gdpo", "normalise_then_sum", "tilt", "best", "reward"]
 
@@ -69,6 +69,12 @@ def _covariance(pairs: PairOutput, signal: Tensor, *, scale: float = 1.0) -> Ten
     return matching_loss(pairs.v, _anchor(pairs), pairs.guidance, gamma, torch.ones_like(gamma))
 
 
+def _distil(pairs: PairOutput, signal: Tensor) -> Tensor:
+    """|v − v_expert|², whatever the reward."""
+    nothing = torch.zeros_like(pairs.sigma)
+    return matching_loss(pairs.v, _anchor(pairs), pairs.target, nothing, torch.ones_like(nothing))
+
+
 def _elbo(error: Tensor, anchor_error: Tensor, signal: Tensor, **options: Any) -> Tensor:
     # log r = −(e − e_old)
     return ppo_clip(anchor_error.detach() - error, signal, **options)
@@ -101,6 +107,7 @@ ON_VELOCITIES = {
     "nft": Stage(nft_loss, _nft),
     "ram": Stage(ram_loss, _ram),
     "covariance": Stage(covariance_guidance, _covariance),
+    "distil": Stage(matching_loss, _distil),
 }
 """Losses of single pairs on the velocity itself."""
 ON_ERRORS = {"elbo": Stage(ppo_clip, _elbo), "weighted": Stage(_weighted, _weighted)}
@@ -128,6 +135,7 @@ _ANCHORS: dict[str, tuple[Anchor, ...]] = {
     **dict.fromkeys(("nft", "ram", "covariance", "crd", "dpo", "gdro"), ("old", "reference")),
     "elbo": ("old",),
     "weighted": ("none",),
+    "distil": ("expert",),
 }
 
 
@@ -145,11 +153,14 @@ class Regression:
     """A key of `LOSSES`."""
     loss_options: Mapping[str, Any] = field(default_factory=dict)
     anchor: Anchor = "old"
-    """Whose velocity the loss leans on: the policy that sampled, the reference (before training), or none."""
+    """Whose velocity the loss leans on: the policy that sampled, the reference (before training), the expert
+    of the sample's prompt, or none."""
+    visited: bool = False
+    """Learn at the states before the sampler's stochastic steps, in place of noised end points."""
     weighting: Weighting | Literal["prediction"] = "uniform"
-    """w(σ) of the errors that a loss is made of, see `matching_error`, or of "ram" and "covariance", see
-    `level_weight`; "nft" has its own. "prediction" is that of what the network predicts, the velocity unless
-    the trainer knows better."""
+    """w(σ) of the errors that a loss is made of, see `matching_error`, or of "ram", "covariance" and
+    "distil", see `level_weight`; "nft" has its own. "prediction" is that of what the network predicts, the
+    velocity unless the trainer knows better."""
     signal: Signal = "advantage"
     """What of the rewards the loss gets: a key of `SIGNALS`, or of `MATRIX_SIGNALS`."""
     signal_options: Mapping[str, Any] = field(default_factory=dict)
@@ -175,8 +186,9 @@ class Regression:
     """Iteration at which the pull is gone and the reference asked no more, k falling linearly from the first
     on; None: it stays."""
     reference_guidance: float | None = None
-    """Guidance scale w of the reference, v_ref = v(∅) + w (v(prompt) − v(∅)), so that a policy that samples
-    without guidance is drawn to what guidance gives (`kl_cfg` of CRD's code); None: the policy's own."""
+    """Guidance scale w of the reference and of experts, v_ref = v(∅) + w (v(prompt) − v(∅)), so that a policy
+    that samples without guidance is drawn to what guidance gives (`kl_cfg` of CRD's code); None: the
+    policy's own."""
 
     def __post_init__(self) -> None:
         for name in ("old_decay", "level_range"):
@@ -204,7 +216,12 @@ class Regression:
             raise ValueError(
                 f"reference_guidance is {self.reference_guidance}; it must be at least 0, or None."
             )
-        if self.reference_guidance is not None and not self.asks_reference:
+        if self.visited and (self.loss != "distil" or self.levels or self.continuous):
+            raise ValueError(
+                "visited=True learns at the sampler's own states, by loss='distil' alone, without levels and "
+                "continuous, which are of noised end points."
+            )
+        if self.reference_guidance is not None and not (self.asks_reference or self.anchor == "expert"):
             raise ValueError(
                 "reference_guidance is set, and nothing leans on the reference. Set kl, e.g. kl=1, or "
                 "anchor='reference'."
@@ -236,7 +253,7 @@ class Regression:
     @property
     def pulls(self) -> bool:
         """Whether the loss of a sample without signal has a gradient once the policy has left its anchor."""
-        return self.loss in ("nft", "ram", "covariance", "crd")
+        return self.loss in ("nft", "ram", "covariance", "crd", "distil")
 
     def kl_at(self, iteration: int) -> float:
         """k after so many finished iterations."""
@@ -382,6 +399,14 @@ REGRESSIONS: dict[str, Regression] = {
         loss="covariance",
         loss_options={"scale": 1.0},
         signal_options={"scale": "group", "ddof": 0},
+    ),
+    "opd": Regression(
+        source="on-policy distillation: Fang et al., Flow-OPD, arXiv 2605.08063; velocities, without its SDE "
+        "weights and its task-agnostic teacher, for which there is kl",
+        loss="distil",
+        anchor="expert",
+        visited=True,
+        signal="reward",
     ),
     "reward_weighted": Regression(
         source="Lee et al., arXiv 2302.12192; exponential weights, Fan et al., arXiv 2502.06061",

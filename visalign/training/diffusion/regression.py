@@ -36,6 +36,8 @@ from visalign.training.loop.judging import reward_weights
 from visalign.training.loop.processes import shared, unshared
 from visalign.training.policy.update import split_updates
 
+from .experts import Experts
+from .flow_grpo import choose_steps
 from .guidance import check_guided, guided
 from .pictures import PictureAlgorithm, Pictures
 from .settings import DiffusionObjectiveSettings, RolloutSettings, check_sampling
@@ -122,6 +124,9 @@ class VelocityRegression(PictureAlgorithm):
         self.row = replace(row, weighting=prediction) if row.weighting == "prediction" else row
         self.levels = self.row.level_count(self.rollout.steps)
         self.times = policy.times(self.source.sigmas)
+        self.experts = None
+        if self.row.anchor == "expert":
+            self.experts = Experts(policy, self.settings.experts or {}, self.source.records)
         self.module = shared(VelocityModule(policy), self.accelerator)
         self._old: EMA | None = None
         for scale in (self.rollout.guidance, self.row.reference_guidance):
@@ -136,9 +141,19 @@ class VelocityRegression(PictureAlgorithm):
             self._blend(0.0)
         old = self._as_old() if self.row.keeps_old else nullcontext()
         with old, guided(self.policy, self.rollout.guidance):
-            made = self.constrained(self.source.collect(run.counters.iteration, run.clock), run)
+            steps, self._trained = self._sde_steps(run.counters.iteration)
+            made = self.constrained(self.source.collect(run.counters.iteration, run.clock, steps), run)
         experience = self._said(made, self._weights(run))
         return Collected(experience=experience, samples=self.source.samples, metrics=made.metrics)
+
+    def _sde_steps(self, iteration: int) -> tuple[Sequence[int], Sequence[int]]:
+        """The stochastic steps, where the row learns at what they visit, and which of them (by place) it
+        takes."""
+        if not self.row.visited:
+            return (), ()
+        steps, trained = choose_steps(self.rollout, self.seed, iteration)
+        self.levels = len(trained)
+        return steps, trained
 
     def _weights(self, run: Context) -> Sequence[float]:
         """Of the rewards, for a row that takes them one by one."""
@@ -340,8 +355,13 @@ class VelocityRegression(PictureAlgorithm):
             if row.anchor == "old" and not step.on_policy:
                 with self._as_old():
                     anchor = velocity_of(self.policy, x, sigma, condition, time)
+            if self.experts is not None:
+                with guided(self.policy, row.reference_guidance):
+                    records = [made.records[i] for i in sample.tolist()]
+                    anchor = self.experts.velocity(records, x, sigma, condition, time)
         v = self.module(condition, x, sigma, time)
-        anchors = {"none": None, "reference": v_ref, "old": v.detach() if step.on_policy else anchor}
+        old = v.detach() if step.on_policy else anchor
+        anchors = {"none": None, "reference": v_ref, "old": old, "expert": anchor}
         guidance = None if experience.guidance is None else experience.guidance[sample.to(x.device)]
         pairs = PairOutput(v=v, target=target, sigma=sigma, anchor=anchors[row.anchor], guidance=guidance)
         kl = step.kl * _mean_square(v, v_ref) if step.kl > 0 and v_ref is not None else None
@@ -350,12 +370,15 @@ class VelocityRegression(PictureAlgorithm):
     def _noised(
         self, made: Pictures, sample: Tensor, level: Tensor, epoch: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(x_σ [N, ...] as stored, u = ε − x0, σ [N], time [N]) of pairs."""
+        """(x_σ [N, ...] as stored, u = ε − x0, σ [N], time [N]) of pairs; u is 0 where x_σ was visited."""
         row, grid = self.row, self.source.sigmas
+        if row.visited:
+            pairs = made.trajectory.pairs(sample, torch.tensor(self._trained)[level])
+            return pairs.x, torch.zeros_like(pairs.mean), pairs.sigma, pairs.time
         key = made.batch.group_id if row.noise == "group" else made.batch.sample_id
-        pairs = list(zip(key[sample].tolist(), level.tolist(), strict=True))
+        places = list(zip(key[sample].tolist(), level.tolist(), strict=True))
         # S equal parts of the chosen stretch of the grid's T steps, one place in each
-        draws = [sample_seed(self.seed, "level", one, number, epoch) / 2**63 for one, number in pairs]
+        draws = [sample_seed(self.seed, "level", one, number, epoch) / 2**63 for one, number in places]
         low, high = row.level_range
         within = (level + torch.tensor(draws, dtype=torch.float64)) / self.levels
         place = (low + (high - low) * within) * self.rollout.steps
@@ -367,7 +390,7 @@ class VelocityRegression(PictureAlgorithm):
         if row.noise == "start":
             seeds = self.source.sample_seeds(made.batch.sample_id[sample])
         else:
-            seeds = [sample_seed(self.seed, "target noise", one, number, epoch) for one, number in pairs]
+            seeds = [sample_seed(self.seed, "target noise", one, number, epoch) for one, number in places]
         stored = made.trajectory.latents[sample.to(made.trajectory.latents.device)]
         x0 = stored.to(torch.promote_types(stored.dtype, torch.float32))
         noise = initial_noise(seeds, self.policy.latent_shape).to(x0)
@@ -390,7 +413,8 @@ class VelocityRegression(PictureAlgorithm):
         elif self.row.anchor == "reference":
             self.divergence = total["anchor_distance"] / pairs
         loss = {"loss": (policy + kl) / len(sums), **terms}
-        return {**experience.metrics, **loss, **anchor, "match_error": total["match_error"] / pairs}
+        matched = {} if self.row.visited else {"match_error": total["match_error"] / pairs}
+        return {**experience.metrics, **loss, **anchor, **matched}
 
     def finish(self, run: Context) -> None:
         """Move the old policy after the new one, and the reference where it is due."""
@@ -452,14 +476,15 @@ def planned_passes(row: Regression, updates: int, *, own: int, reference: int, i
         row: the regression.
         updates: optimizer updates per iteration, in all epochs.
         own: passes of the policy itself: 2 under guidance.
-        reference: passes of the reference.
+        reference: passes of the reference, and of an expert.
         iterations: of the run, over which `Regression.kl_until` and `old_decay` are averaged.
     """
     lasts = 1.0 if row.kl_until is None or row.anchor == "reference" else min(1.0, row.kl_until / iterations)
     # an iteration's first update is on-policy where the old policy is the current one, bit for bit
     same = sum(not row.keeps_old or i == 0 or _decay(row, i - 1) == 0 for i in range(iterations))
     old = 1 - same / iterations / updates
-    return row.asks_reference * lasts * reference / own + (old if row.anchor == "old" else 0.0)
+    others = row.asks_reference * lasts + (row.anchor == "expert")
+    return others * reference / own + (old if row.anchor == "old" else 0.0)
 
 
 def _decay(row: Regression, iteration: int) -> float:

@@ -250,6 +250,9 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     multiplier_rate: float = 0.1
     """η of λ ← max(0, λ + η (bound − mean)), the multiplier of a reward that has a bound
     (`rewards.terms.LABEL.bound`), after each iteration's judgement; in units of 1 / (weight · reward)."""
+    experts: dict[str, str] | None = None
+    """Of algorithm=opd: tag of the prompts, or "*" for all that are not named -> folder of the trained
+    policy (a run's lora/ or model/) whose velocity is learnt there; made with the same model settings."""
     ratio_bound: float | None = None
     """Largest |log r| allowed at the run's first update, where r must be 1. null: 1e-5, times the
     latent's numbers where the ratio sums over them; networks in bfloat16 may need more."""
@@ -262,6 +265,11 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
                 f"Choose one of: {', '.join(allowed)}."
             )
         choice("objective.credit", self.credit, CREDITS)
+        if self.experts and (self.regression is None or self.regression.anchor != "expert"):
+            raise UserError(
+                f"objective.experts is {self.experts}, and objective.algorithm={self.algorithm} has none. "
+                "Set objective.algorithm=opd, or objective.experts=null."
+            )
         if not 0 < self.multiplier_rate < math.inf:
             raise UserError(f"objective.multiplier_rate is {self.multiplier_rate}; set it above 0.")
         if self.regression is not None:
@@ -440,6 +448,14 @@ def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettin
                 "needs log-probs of the policy that sampled. Set rollout.guidance=null and model.guidance, "
                 "or take a regression, e.g. objective.algorithm=diffusion_nft."
             )
+        return
+    if row.anchor == "expert" and not objective.experts:
+        raise UserError(
+            f"objective.algorithm={objective.algorithm} learns from experts, and there are none. Set "
+            'objective.experts to the folders of trained policies, e.g. {counting: runs/a/lora, "*": '
+            "runs/b/lora}."
+        )
+    if row.visited:
         return
     _check_no_noise(objective, rollout, "at noised end points, objective.changes.levels of an image")
     if not row.continuous and (row.levels or 0) > rollout.steps:

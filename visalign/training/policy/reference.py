@@ -24,6 +24,21 @@ KEY = "reference"
 """File stem of the reference's weights in a checkpoint, and key of the iteration of the last reset."""
 
 
+@contextmanager
+def lent(policy: Any, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, the trained parameters hold other weights; a graph built before stays good, as nothing is
+    copied."""
+    named = policy.trainable_parameters()
+    own = [parameter.data for _, parameter in named]
+    try:
+        for name, parameter in named:
+            parameter.data = weights[name]
+        yield
+    finally:
+        for (_, parameter), kept in zip(named, own, strict=True):
+            parameter.data = kept
+
+
 class Reference:
     """θ_ref ← θ every N iterations since the last reset, or once the divergence from it exceeds a bound.
 
@@ -49,15 +64,8 @@ class Reference:
             with self.policy.reference():
                 yield
             return
-        named = self.policy.trainable_parameters()
-        own = [parameter.data for _, parameter in named]
-        try:
-            for name, parameter in named:
-                parameter.data = self._stored[name]
+        with lent(self.policy, self._stored):
             yield
-        finally:
-            for (_, parameter), kept in zip(named, own, strict=True):
-                parameter.data = kept
 
     def finish(self, run: Context, divergence: float | None) -> None:
         """Reset at the end of an iteration where it is due.
