@@ -72,6 +72,7 @@ def test_a_resumed_run_and_micro_batches_change_nothing(tmp_path, experts):
         trainer = _trainer(tmp_path / f"{size}", experts, policy=policy, optimizer={"micro_batch": size})
         made = trainer.algorithm.collect(trainer.context).experience
         trainer.algorithm.backward(made, trainer.algorithm.prepare(made, trainer.context)[0], trainer.context)
+        assert policy.net.shift.grad is not None
         found.append(policy.net.shift.grad.clone())
     torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(found[0], found[2], rtol=1e-9, atol=1e-12)
