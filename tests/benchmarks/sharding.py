@@ -112,8 +112,8 @@ def work(kind: str) -> None:
     if accelerator.is_main_process:
         most, saving = (peaks.max(0).values / 2**20).tolist()
         print(
-            f"{kind}: {weights / 1e6:.1f} M weights, {most:.0f} MiB at most in a process, {saving:.0f} with a "
-            f"checkpoint, which took {seconds:.1f} s"
+            f"{kind}: {weights / 1e6:.1f} M weights, {most:.0f} MiB at most in a process, {saving:.0f} "
+            f"with a checkpoint, which took {seconds:.1f} s"
         )
     end_processes()
 

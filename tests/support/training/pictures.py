@@ -229,7 +229,7 @@ def toy_trainer(
 def outcome(folder: Path) -> tuple[str, dict[str, bytes], list[dict[str, Any]]]:
     """What equal runs have alike: the last checkpoint's name and tensors, and the metrics without times."""
     stored = checkpoint.folders(folder / "checkpoints")[-1]
-    files = {path.name: path.read_bytes() for path in stored.glob("*.safetensors")}
+    files = {str(path.relative_to(stored)): path.read_bytes() for path in stored.rglob("*.safetensors")}
     return stored.name, files, [without_times(row) for row in read_metrics(folder / "metrics.jsonl")]
 
 

@@ -136,20 +136,21 @@ def dpo(
     )
 
 
-def judge(folder: Path, accelerator: Accelerator) -> Trainer[Any]:
+def judge(folder: Path, accelerator: Accelerator, sharding: bool = False) -> Trainer[Any]:
     """Batches of nine pairs."""
     algorithm = RewardModeling(
         ToyJudge(dropout=0.0),
         ToyPairs(9, micro=2),
         objective=RewardObjectiveSettings(task="bradley_terry"),
         accelerator=accelerator,
+        sharding=sharding and accelerator.num_processes > 1,
     )
     pace = OptimizerSettings(lr=1e-3, ema_decay=0.5, ema_every=1)
     run = RunSettings(folder=folder, iterations=2, checkpoint_every=1)
     return Trainer(algorithm, optimizer=pace, run=run)
 
 
-def process_reward(folder: Path, accelerator: Accelerator) -> Trainer[Any]:
+def process_reward(folder: Path, accelerator: Accelerator, sharding: bool = False) -> Trainer[Any]:
     """Batches of two texts, so that the last has one."""
     from transformers import Qwen3ForTokenClassification
 
@@ -157,8 +158,8 @@ def process_reward(folder: Path, accelerator: Accelerator) -> Trainer[Any]:
         torch.manual_seed(0)
         model = Qwen3ForTokenClassification(tiny_config(num_labels=2, classifier_dropout=0.0))
     settings = FitSettings(batch_size=2, epochs=2, learning_rate=1e-3)
-    moving = list(model.named_parameters())
-    trainer = label_trainer(moving, settings)
+    divided = model if sharding and accelerator.num_processes > 1 else None
+    trainer = label_trainer(list(model.named_parameters()), settings, divided=divided)
     made: Any = trainer
 
     def train() -> None:
@@ -266,6 +267,8 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     ),
     "kto+sharded": lambda f, a: dpo(f, a, "kto", sharding=True),
     "sft+sharded": lambda f, a: sft(f, a, sharding=True),
+    "judge+sharded": lambda f, a: judge(f, a, sharding=True),
+    "process_reward+sharded": lambda f, a: process_reward(f, a, sharding=True),
     "diffusion_nft": lambda f, a: pictures(f, a, "diffusion_nft"),
     "crd": lambda f, a: pictures(f, a, "crd"),
     "draft": lambda f, a: pictures(f, a, "draft"),

@@ -54,7 +54,7 @@ def test_the_updates_of_several_processes_are_those_of_one(name: str, world: int
         # the first from equal weights; of the others Adam's steps have spread what was rounding
         assert float((mine - other).norm()) <= (2e-6 if number == 0 else 1e-4) * float(mine.norm())
     assert float(one[0].norm()) > 0
-    if name == "process_reward":
+    if name.startswith("process_reward"):
         reports = [(runs / str(count) / name / "reports.txt").read_text().split() for count in (1, world)]
         assert [float(x) for x in reports[1]] == pytest.approx([float(x) for x in reports[0]], rel=1e-5)
         return
@@ -104,23 +104,28 @@ def test_a_killed_process_ends_the_others_and_any_number_goes_on(runs: Path, tmp
 
 @pytest.mark.slow
 def test_a_sharded_run_goes_on_in_any_number_of_processes(runs: Path, tmp_path: Path) -> None:
-    """From one checkpoint two processes are bit for bit the run that went through; one is up to rounding."""
-    name, ran = "flow_grpo+sharded", runs / "2" / "flow_grpo+sharded"
-    for count in ("one", "two"):
-        shutil.copytree(ran, tmp_path / count / name)
-        shutil.rmtree(checkpoint.step_folder(tmp_path / count / name / "checkpoints", 2))
-    started = start((tmp_path / "two", 2, [name]))
-    run(tmp_path / "one", [name])
+    """From one checkpoint two processes are bit for bit the run that went through; one is up to rounding, and
+    so are two from the whole checkpoint of one process."""
+    names = ("flow_grpo+sharded", "judge+sharded")
+    for count, source in (("one", "2"), ("two", "2"), ("whole", "1")):
+        for name in names:
+            shutil.copytree(runs / source / name, tmp_path / count / name)
+            shutil.rmtree(checkpoint.step_folder(tmp_path / count / name / "checkpoints", 2))
+    started = start(*((tmp_path / folder, 2, names) for folder in ("two", "whole")))
+    run(tmp_path / "one", names)
     said, _ = started.communicate(timeout=500)
     assert started.returncode == 0, said
-    assert outcome(tmp_path / "two" / name) == outcome(ran)
-    rest, kept = (
-        checkpoint.load(checkpoint.step_folder(folder / "checkpoints", 2), {"seed": 0}).tensors
-        for folder in (tmp_path / "one" / name, ran)
-    )
-    for stem in ("trainable", "ema"):
-        for key, weight in kept[stem].items():
-            torch.testing.assert_close(rest[stem][key], weight, rtol=1e-3, atol=1e-5)
+    for name in names:
+        assert outcome(tmp_path / "two" / name) == outcome(runs / "2" / name)
+        one, whole, kept = (
+            checkpoint.load(checkpoint.step_folder(folder / name / "checkpoints", 2), config).tensors
+            for folder in (tmp_path / "one", tmp_path / "whole", runs / "2")
+            for config in ({"seed": 0} if "grpo" in name else {},)
+        )
+        for stem in ("trainable", "ema"):
+            for key, weight in kept[stem].items():
+                torch.testing.assert_close(one[stem][key], weight, rtol=1e-3, atol=1e-5)
+                torch.testing.assert_close(whole[stem][key], weight, rtol=1e-3, atol=1e-5)
 
 
 class _Rank:

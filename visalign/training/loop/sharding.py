@@ -9,7 +9,7 @@ any number of them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,23 @@ def shard(network: nn.Module, accelerator: Accelerator) -> None:
     root._get_fsdp_state()._lazy_init()  # else a block that is called before the network becomes the root
 
 
+class Asked(nn.Module):
+    """A function of a network as a module's forward: once divided, its weights are gathered around it.
+
+    Args:
+        network: with all the weights that the function uses; each of them in every call.
+        ask: anything -> name -> tensor, with gradient.
+    """
+
+    def __init__(self, network: nn.Module, ask: Callable[..., Mapping[str, Tensor]]) -> None:
+        super().__init__()
+        self.network, self._ask = network, ask
+
+    def forward(self, *given: Any) -> dict[str, Tensor]:
+        """What the function says, as copies: FSDP2 warns of views."""
+        return {name: value.clone() for name, value in self._ask(*given).items()}
+
+
 @contextmanager
 def whole(network: nn.Module) -> Iterator[None]:
     """Inside, each process has the whole network and its forwards wait for nobody; no gradient.
@@ -90,7 +107,7 @@ def whole_state(network: nn.Module) -> Iterator[None]:
 
     All processes enter; it holds the whole model once in each. A network that is not sharded is as it was.
     """
-    if not any(isinstance(module, FSDPModule) for module in network.modules()):
+    if not any(isinstance(parameter, DTensor) for parameter in network.parameters()):
         yield
         return
     held = network.state_dict(keep_vars=True)
