@@ -171,7 +171,9 @@ def process_reward(folder: Path, accelerator: Accelerator, sharding: bool = Fals
     return trainer
 
 
-def pictures(folder: Path, accelerator: Accelerator, row: str, **objective: Any) -> Trainer[Any]:
+def pictures(
+    folder: Path, accelerator: Accelerator, row: str, sharding: bool = False, **objective: Any
+) -> Trainer[Any]:
     """A trainer of pictures; where a row lets it be, on samples that no number of processes divides."""
     several = "balance_every" in objective
     terms = {"light": (Brightness(), 1.0), "red": (Loud(), 0.5), "blue": (Loud(2), 1.0)}
@@ -180,6 +182,8 @@ def pictures(folder: Path, accelerator: Accelerator, row: str, **objective: Any)
         changes |= {"surrogate_options": {"eps_low": 0.1, "eps_high": 0.1}}
     if row == "draft":
         changes |= {"last": 2}
+    if sharding:  # the toy has no LoRA for a reference
+        changes |= {"kl": 0.0}
     return toy_trainer(
         folder,
         accelerator=accelerator,
@@ -188,18 +192,7 @@ def pictures(folder: Path, accelerator: Accelerator, row: str, **objective: Any)
         rollout={} if row == "crd" else UNEVEN,
         optimizer={"micro_batch": 7, "lr": 1e-3},
         run={"iterations": 2, "checkpoint_every": 1},
-    )
-
-
-def sharded(folder: Path, accelerator: Accelerator) -> Trainer[Any]:
-    """Pictures with weights divided among the processes, if there are several."""
-    return toy_trainer(
-        folder,
-        accelerator=accelerator,
-        rollout=UNEVEN,
-        optimizer={"micro_batch": 7, "lr": 1e-3},
-        run={"iterations": 2, "checkpoint_every": 1},
-        sharding=accelerator.num_processes > 1,
+        sharding=sharding and accelerator.num_processes > 1,
     )
 
 
@@ -255,7 +248,9 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "process_reward": process_reward,
     "flow_grpo": lambda f, a: pictures(f, a, "flow_grpo"),
     "flow_gspo": lambda f, a: pictures(f, a, "flow_gspo"),
-    "flow_grpo+sharded": lambda f, a: sharded(f, a),
+    "flow_grpo+sharded": lambda f, a: pictures(f, a, "flow_grpo", sharding=True),
+    "diffusion_nft+sharded": lambda f, a: pictures(f, a, "diffusion_nft", sharding=True),
+    "draft+sharded": lambda f, a: pictures(f, a, "draft", sharding=True),
     "grpo+sharded": lambda f, a: text(f, a, "grpo", objective={"changes": {"kl": 0.0}}, sharding=True),
     "gspo+lora+sharded": lambda f, a: text(
         f,

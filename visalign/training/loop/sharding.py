@@ -65,7 +65,7 @@ def shard(network: nn.Module, accelerator: Accelerator) -> None:
     root._get_fsdp_state()._lazy_init()  # else a block that is called before the network becomes the root
 
 
-class Asked(nn.Module):
+class AsForward(nn.Module):
     """A function of a network as a module's forward: once divided, its weights are gathered around it.
 
     Args:

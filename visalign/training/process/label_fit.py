@@ -19,7 +19,7 @@ from visalign.errors import UserError
 from visalign.training.loop.algorithm import Algorithm, Collected, Context
 from visalign.training.loop.optimizer import AdamWSettings
 from visalign.training.loop.processes import accelerator_of, add_up
-from visalign.training.loop.sharding import Asked, shard, whole
+from visalign.training.loop.sharding import AsForward, shard, whole
 from visalign.training.loop.trainer import RunSettings, Trainer
 
 
@@ -116,7 +116,7 @@ class LabelFit(Algorithm):
         self.accelerator = accelerator_of(accelerator, next((p for _, p in self.named), torch.zeros(0)))
         self.divided: nn.Module | None = None
         if divided is not None:
-            self.divided = Asked(divided, lambda rows: vars(self.judge(rows)))
+            self.divided = AsForward(divided, lambda rows: vars(self.judge(rows)))
             shard(self.divided, self.accelerator)
             now = dict(divided.named_parameters())
             self.named = [(name, now[name]) for name, _ in self.named]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from visalign.errors import UserError
 from visalign.training.loop.algorithm import Algorithm, Collected, Context
 from visalign.training.loop.processes import add_up
-from visalign.training.loop.sharding import Asked, at_most, shard, whole
+from visalign.training.loop.sharding import AsForward, at_most, shard, whole
 from visalign.training.loop.trainer import LEAST_LOSS_SCALE
 
 from .batch import Outputs, RewardBatch, RewardData, TrainableJudge
@@ -63,7 +63,7 @@ class RewardModeling(Algorithm):
         self.sharding = sharding
         self.ask: Callable[[Any], Outputs] = judge
         if sharding:
-            self.ask = Asked(self._network(), judge)
+            self.ask = AsForward(self._network(), judge)
             shard(self.ask, accelerator)
 
     def _network(self) -> nn.Module:
@@ -85,7 +85,7 @@ class RewardModeling(Algorithm):
 
     def whole(self) -> AbstractContextManager[Any]:
         """Inside, each process has all of the judge."""
-        return whole(self.ask) if isinstance(self.ask, Asked) else nullcontext()
+        return whole(self.ask) if isinstance(self.ask, AsForward) else nullcontext()
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """What of the judge is trained."""
