@@ -5,10 +5,10 @@
     python tests/benchmarks/killed_process.py --moments 20 --jobs flow_grpo+sharded
 
 Two tiny trainings, of text and of pictures, run one after the other in two processes (gloo, CPU), with a
-reward that pauses; or those of `tests.support.training.processes` that are named. At each moment, drawn over the time that both take, kill -9 ends a process drawn by lot;
-timed is how long the other lives on, and noted is whether it says why. Two processes then resume, and one:
-the former must leave the weights and metrics of a run that was not killed bit for bit, the latter up to
-rounding.
+reward that pauses; or those of `tests.support.training.processes` that are named. At each moment, drawn over
+the time that they take, kill -9 ends a process drawn by lot; timed is how long the other lives on, and noted
+is whether it says why. Two processes then resume, and one: the former must leave the weights and metrics of a
+run that was not killed bit for bit, the latter up to rounding.
 """
 
 from __future__ import annotations

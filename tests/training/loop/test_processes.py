@@ -17,12 +17,13 @@ from safetensors.torch import load_file
 
 from tests.support.training.pictures import outcome, toy_trainer
 from tests.support.training.processes import JOBS, PAUSE, run, start
+from tests.support.training.rewards import ToyPairs
 from tests.support.training.text import toy_policy, toy_text_trainer
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.errors import UserError
 from visalign.rewards.base.contract import RewardError
 from visalign.text import Branching, ToolPolicy, ToolUse
-from visalign.training import read_metrics
+from visalign.training import RewardModeling, RewardObjectiveSettings, read_metrics
 from visalign.training.loop import checkpoint, processes
 from visalign.training.loop.metrics import without_times
 from visalign.training.loop.processes import ProcessLost, Shares, lost_process_named, one_process, stretch
@@ -106,7 +107,7 @@ def test_a_killed_process_ends_the_others_and_any_number_goes_on(runs: Path, tmp
 def test_a_sharded_run_goes_on_in_any_number_of_processes(runs: Path, tmp_path: Path) -> None:
     """From one checkpoint two processes are bit for bit the run that went through; one is up to rounding, and
     so are two from the whole checkpoint of one process."""
-    names = ("flow_grpo+sharded", "judge+sharded")
+    names = ("diffusion_nft+sharded", "judge+sharded")
     for count, source in (("one", "2"), ("two", "2"), ("whole", "1")):
         for name in names:
             shutil.copytree(runs / source / name, tmp_path / count / name)
@@ -120,7 +121,7 @@ def test_a_sharded_run_goes_on_in_any_number_of_processes(runs: Path, tmp_path: 
         one, whole, kept = (
             checkpoint.load(checkpoint.step_folder(folder / name / "checkpoints", 2), config).tensors
             for folder in (tmp_path / "one", tmp_path / "whole", runs / "2")
-            for config in ({"seed": 0} if "grpo" in name else {},)
+            for config in ({} if name == "judge+sharded" else {"seed": 0},)
         )
         for stem in ("trainable", "ema"):
             for key, weight in kept[stem].items():
@@ -169,9 +170,15 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     bits.weight.data = torch.zeros(2, 2, dtype=torch.uint8)
     with pytest.raises(UserError, match=r"cannot divide weight, which is torch\.uint8.*quantization"):
         shard(bits, two)
-    with pytest.raises(UserError, match=r"sharding goes with trainings of log-probs.*not with VelocityReg"):
-        toy_trainer(Path(), objective={"algorithm": "diffusion_nft"}, sharding=True)
+    beside = SimpleNamespace(trainable_parameters=lambda: [("head", torch.nn.Parameter(torch.ones(1)))])
+    task = RewardObjectiveSettings(task="bradley_terry")
+    with pytest.raises(
+        UserError, match=r"cannot divide head, which SimpleNamespace holds beside a torch mod"
+    ):
+        RewardModeling(beside, ToyPairs(), objective=task, accelerator=two, sharding=True)
     for objective, said in (
+        ({"algorithm": "crd", "changes": {"kl": 0.0}}, "the row 'crd', which joins the samples of a group"),
+        ({"algorithm": "diffusion_nft", "changes": {"kl": 0.1}}, r"a reference .* without LoRA"),
         ({"algorithm": "flow_gspo", "changes": {"kl": 0.0}}, "the row 'flow_gspo', which joins the steps"),
         ({"changes": {"kl": 0.1}}, r"a reference .* without LoRA"),
     ):
