@@ -170,7 +170,7 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     bits.weight.data = torch.zeros(2, 2, dtype=torch.uint8)
     with pytest.raises(UserError, match=r"cannot divide weight, which is torch\.uint8.*quantization"):
         shard(bits, two)
-    beside = SimpleNamespace(trainable_parameters=lambda: [("head", torch.nn.Parameter(torch.ones(1)))])
+    beside: Any = SimpleNamespace(trainable_parameters=lambda: [("head", torch.nn.Parameter(torch.ones(1)))])
     task = RewardObjectiveSettings(task="bradley_terry")
     with pytest.raises(
         UserError, match=r"cannot divide head, which SimpleNamespace holds beside a torch mod"

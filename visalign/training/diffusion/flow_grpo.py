@@ -106,7 +106,7 @@ class FlowGRPO(PictureAlgorithm):
     """
 
     def begin(self) -> None:
-        """The objective, and the module that DDP wraps."""
+        """The objective, and the module that the processes share or divide."""
         self.objective = self.settings.build(length=self.rollout.trained_per_image)
         self.step_weights = step_weights(self.settings, self.rollout, self.source.sigmas)
         joins = "the steps of a picture" if couples_decisions(self.objective) else None

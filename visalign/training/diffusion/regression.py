@@ -116,16 +116,18 @@ class VelocityRegression(PictureAlgorithm):
     usual = "diffusion_nft"
 
     def begin(self) -> None:
-        """The row, its levels, and the module that DDP wraps."""
+        """The row, its levels, and the module that the processes share or divide."""
         policy = self.policy
         row = checked_row(self.settings, self.rollout, self.accelerator.num_processes)
         prediction = "uniform" if policy.prediction == "velocity" else policy.prediction
         self.row = replace(row, weighting=prediction) if row.weighting == "prediction" else row
         self.levels = self.row.level_count(self.rollout.steps)
         self.times = policy.times(self.source.sigmas)
-        asks = self.row.asks_reference or self.row.kl > 0 or self.row.anchor == "reference"
-        joins = "the samples of a group" if self.row.of_groups else None
-        self.module = self.spread(VelocityModule(policy), asks_reference=asks, joins=joins)
+        self.module = self.spread(
+            VelocityModule(policy),
+            asks_reference=self.row.asks_reference,
+            joins="the samples of a group" if self.row.of_groups else None,
+        )
         self._old: EMA | None = None
         for scale in (self.rollout.guidance, self.row.reference_guidance):
             check_guided(policy, scale, self.source.records[0])

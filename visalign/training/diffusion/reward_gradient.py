@@ -77,7 +77,7 @@ class RewardGradient(PictureAlgorithm):
     usual = "draft"
 
     def begin(self) -> None:
-        """The row, and the module that DDP wraps."""
+        """The row, and the module that the processes share or divide."""
         self.row = checked_ascent(self.settings, self.rollout)
         check_differentiable(self.reward)
         self.times = self.policy.times(self.source.sigmas)

@@ -17,9 +17,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, distributed, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, load, save
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -145,6 +142,9 @@ def write_shards(folder: Path, divided: Mapping[str, Tensor]) -> None:
     Raises:
         OSError: a process could not write its part; raised in all of them.
     """
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
+    from torch.distributed.checkpoint.api import CheckpointException
+
     distributed.barrier()  # the first process has made the place
     stems = sorted({name.partition("/")[0] for name in divided})
     files = {name: stems.index(name.partition("/")[0]) + 1 for name in divided}
@@ -164,14 +164,18 @@ def read_shards(folder: Path, divided: Mapping[str, Tensor]) -> dict[str, Tensor
         divided: parameters by name; what belongs to one, is named "stem/parameter" or
             "stem/parameter.moment" and has its shape, is divided as it is. The rest is whole, on the CPU.
     """
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+
     reader = HuggingFaceStorageReader(path=str(folder))
     found: dict[str, Any] = {}
-    for key, there in reader.read_metadata().state_dict_metadata.items():
-        assert isinstance(there, TensorStorageMetadata)
-        name, form = key.partition("/")[2], {"dtype": there.properties.dtype}
+    metadata: Any = reader.read_metadata()  # of tensors alone
+    for key, there in metadata.state_dict_metadata.items():
+        name, dtype = key.partition("/")[2], there.properties.dtype
         other = divided.get(name, divided.get(name.rpartition(".")[0]))
-        same = other is not None and other.shape == there.size
-        found[key] = torch.zeros_like(other, **form) if same else torch.empty(there.size, **form)
+        if other is None or other.shape != there.size:
+            found[key] = torch.empty(there.size, dtype=dtype)
+        else:
+            found[key] = torch.zeros_like(other, dtype=dtype)
     with warnings.catch_warnings():  # each process reads by itself, which torch takes for an accident
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load(found, storage_reader=reader, no_dist=True)

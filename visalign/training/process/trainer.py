@@ -158,8 +158,8 @@ def train_process_reward(
         max_length: longest text in tokens; the model's own limit when None.
         right_label: which of two labels means right.
         trainer: one to go on with, in place of a new one by the settings.
-        sharding: divide the model, its gradients and AdamW's moments among the processes (FSDP2); it stays
-            divided.
+        sharding: divide the model, its gradients and AdamW's moments among the processes (FSDP2), for a new
+            trainer; it stays divided.
 
     Returns:
         Loss and accuracy of each epoch.
