@@ -10,6 +10,7 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -314,6 +315,8 @@ class JudgeRun(Job):
     """(final) -> name -> number, of the weights that the judge has."""
     heldout: int
     """Examples that it measures on."""
+    network: Any = None
+    """The module whose weights may be divided among the processes; None: none may."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -339,19 +342,24 @@ class JudgeRun(Job):
         if self.heldout:
             note = f"Measuring on {self.heldout} held-out examples before training."
             self.trainer.progress.note(note)
-        before = self.measure()
+        with self.trainer.algorithm.whole():
+            before = self.measure()
         if accelerator.is_main_process:
             write_once(path, summary_json(before))
         return before
 
     def after(self, before: dict[str, Any], result: TrainResult, measuring: float) -> dict[str, Any]:
         """Measure, save the judge with its card, write the summary."""
+        from visalign.training.loop.sharding import whole_state
+
         begin, is_first = time.perf_counter(), self.trainer.accelerator.is_main_process
         with self.trainer.result():
-            after = self.measure(final=True)
+            with self.trainer.algorithm.whole():
+                after = self.measure(final=True)
             measuring += time.perf_counter() - begin
-            if is_first:
-                self.save(self.output / JUDGE)
+            with nullcontext() if self.network is None else whole_state(self.network):
+                if is_first:
+                    self.save(self.output / JUDGE)
             notes = self.notes()
         summary = {
             "before": before,

@@ -19,7 +19,7 @@ from visalign.errors import UserError
 from visalign.pipelines.shared.job import JudgeRun, build_trainer, run_job
 from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by, no_loading_bars
 from visalign.pipelines.shared.run_folder import fingerprint
-from visalign.pipelines.shared.sections import ConvexDAConfig, Count, Dtype, Natural, RunConfig, Share
+from visalign.pipelines.shared.sections import ConvexDAConfig, Count, Dtype, Natural, PolicyRunConfig, Share
 from visalign.schema import STRICT
 from visalign.text.steps import StepReading
 from visalign.training.loop.optimizer import AdamWSettings
@@ -98,7 +98,7 @@ class TextProcessConfig:
     """How the weights move; updates_per_iteration stays 1: an iteration has an update for each batch."""
     evaluation: StepEvaluationConfig = field(default_factory=StepEvaluationConfig)
     """What is measured."""
-    run: RunConfig = field(default_factory=lambda: RunConfig(iterations=3, checkpoint_every=1))
+    run: PolicyRunConfig = field(default_factory=lambda: PolicyRunConfig(iterations=3, checkpoint_every=1))
     """Length, checkpoints, machine; an iteration is a pass over the records."""
 
     def __post_init__(self) -> None:
@@ -187,9 +187,9 @@ def _build(config: TextProcessConfig, output: Path) -> ProcessRun:
             f"data.train: none of the {len(learnt.rows)} records has a step and a finite reward or label."
         )
     moving = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-    fit = LabelFit(
-        moving, FitSettings(batch_size=config.data.batch, seed=config.seed), accelerator=accelerator
-    )
+    settings = FitSettings(batch_size=config.data.batch, seed=config.seed)
+    divided = model if config.run.sharding else None
+    fit = LabelFit(moving, settings, accelerator=accelerator, divided=divided)
     fit.judge, fit.rows = texts.judge, texts.rows
 
     def measure(*, final: bool = False) -> dict[str, float]:
@@ -201,7 +201,7 @@ def _build(config: TextProcessConfig, output: Path) -> ProcessRun:
         trainer=build_trainer(config, output, fit, lambda _: measure(), shown=SHOWN_SUPERVISED),
         fingerprints={"data.train": fingerprint([*learnt.rows, *measured.rows])},
         texts=texts,
-        model=model,
+        network=model,
         tokenizer=tokenizer,
         measure=measure,
         heldout=len(heldout.rows),
@@ -214,13 +214,12 @@ class ProcessRun(JudgeRun):
 
     texts: StepTexts
     """To learn from."""
-    model: Any
     tokenizer: Any
 
     def save(self, folder: Path) -> None:
         """As transformers reads it."""
         with no_loading_bars():
-            self.model.save_pretrained(folder)
+            self.network.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
     def counts(self, result: TrainResult) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 """One of two processes is killed at random moments, and the run goes on.
 
     python tests/benchmarks/killed_process.py --moments 20
+    python tests/benchmarks/killed_process.py --moments 20 --jobs flow_grpo+sharded
 
 Two tiny trainings, of text and of pictures, run one after the other in two processes (gloo, CPU), with a
-reward that pauses. At each moment, drawn over the time that both take, kill -9 ends a process drawn by lot;
-timed is how long the other lives on, and noted is whether it says why. Two processes then resume, and one:
-the former must leave the weights and metrics of a run that was not killed bit for bit, the latter up to
-rounding.
+reward that pauses; or those of `tests.support.training.processes` that are named. At each moment, drawn over
+the time that they take, kill -9 ends a process drawn by lot; timed is how long the other lives on, and noted
+is whether it says why. Two processes then resume, and one: the former must leave the weights and metrics of a
+run that was not killed bit for bit, the latter up to rounding.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def weights(folder: Path, job: str) -> dict[str, torch.Tensor]:
     return dict(checkpoint.load(last, {"seed": 0}).tensors["trainable"])
 
 
-def killed(folder: Path, rank: int, delay: float) -> tuple[float, str] | None:
+def killed(folder: Path, jobs: Sequence[str], rank: int, delay: float) -> tuple[float, str] | None:
     """(seconds that the other process lived on, its last words) of a run in which one is killed; None where
     the run was over by then."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -52,7 +53,7 @@ def killed(folder: Path, rank: int, delay: float) -> tuple[float, str] | None:
     with (folder / "said").open("w") as said:
         os.dup2(said.fileno(), 2)
         try:
-            is_whole = forked(folder, 2, JOBS)
+            is_whole = forked(folder, 2, jobs)
         finally:
             os.dup2(kept, 2)
     ended = time.time()
@@ -69,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--moments", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", nargs="+", default=JOBS)
     options = parser.parse_args(arguments)
+    jobs = options.jobs
     torch.set_num_threads(1)
     draw = random.Random(options.seed)
     os.environ[PAUSE] = "0.1"
@@ -78,24 +81,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         begin = time.time()
-        if not forked(root / "whole", 2, JOBS):
+        if not forked(root / "whole", 2, jobs):
             return 1
         span = time.time() - begin
         for moment in range(options.moments):
             folder, found = root / str(moment), None
             while found is None:
                 rank, delay = draw.randrange(2), draw.uniform(0.2, span)
-                found = killed(folder, rank, delay)
+                found = killed(folder, jobs, rank, delay)
             seconds, words = found
             told = "Another process of this run has ended" in words
             longest = max(longest, seconds)
             shutil.copytree(folder, root / "one", dirs_exist_ok=True)
-            same = forked(folder, 2, JOBS) and all(
-                outcome(folder / job) == outcome(root / "whole" / job) for job in JOBS
+            same = forked(folder, 2, jobs) and all(
+                outcome(folder / job) == outcome(root / "whole" / job) for job in jobs
             )
-            close = forked(root / "one", 1, JOBS) and all(
+            close = forked(root / "one", 1, jobs) and all(
                 torch.allclose(value, weights(root / "one", job)[key], rtol=1e-3, atol=1e-4)
-                for job in JOBS
+                for job in jobs
                 for key, value in weights(root / "whole", job).items()
             )
             shutil.rmtree(root / "one")

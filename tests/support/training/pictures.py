@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from visalign.interfaces import DiffusionPolicy, ForwardCount, Scores
@@ -229,8 +230,12 @@ def toy_trainer(
 def outcome(folder: Path) -> tuple[str, dict[str, bytes], list[dict[str, Any]]]:
     """What equal runs have alike: the last checkpoint's name and tensors, and the metrics without times."""
     stored = checkpoint.folders(folder / "checkpoints")[-1]
-    files = {path.name: path.read_bytes() for path in stored.glob("*.safetensors")}
-    return stored.name, files, [without_times(row) for row in read_metrics(folder / "metrics.jsonl")]
+    tensors = {
+        f"{path.relative_to(stored)}/{name}": value.reshape(-1).view(torch.uint8).numpy().tobytes()
+        for path in stored.rglob("*.safetensors")
+        for name, value in load_file(path).items()  # the headers of parts have an order of their own
+    }
+    return stored.name, tensors, [without_times(row) for row in read_metrics(folder / "metrics.jsonl")]
 
 
 def whole_and_resumed(make: Callable[[Path, int], Trainer[Any]], folder: Path, first: int, last: int) -> Any:

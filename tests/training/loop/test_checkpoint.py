@@ -10,9 +10,21 @@ import resource
 import pytest
 import torch
 from safetensors import SafetensorError
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from visalign.training.loop import checkpoint
-from visalign.training.loop.checkpoint import CheckpointError, load, newest_intact, save, step_folder, verify
+from visalign.training.loop.checkpoint import (
+    CheckpointError,
+    load,
+    newest_intact,
+    not_finite,
+    save,
+    step_folder,
+    verify,
+)
+from visalign.training.loop.sharding import of_process
 
 CONFIG = {"seed": 0, "optimizer": {"lr": 1e-3}, "run": {"iterations": 10}}
 
@@ -157,6 +169,54 @@ def test_a_write_that_really_fails(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
     assert load(previous, CONFIG).step == 1
+
+
+@pytest.fixture
+def divided():
+    """[3, 2] that is divided among the processes, of which this is the only one."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield distribute_tensor(torch.arange(6.0).view(3, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
+    distributed.destroy_process_group()
+
+
+def test_what_is_divided_is_written_divided_and_read_whole_or_divided(tmp_path, divided):
+    moments = {"w.step": torch.tensor(2.0), "w.exp_avg": divided + 1}
+    tensors = {"trainable": {"w": divided, "rest": torch.ones(2)}, "optimizer": moments}
+    folder = save(tmp_path, 1, tensors, {}, CONFIG)
+    written = {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")}
+    shards = {f"sharded/shard-00001-model-0000{stem}-of-00002.safetensors" for stem in (1, 2)}
+    assert (
+        written == {"trainable.safetensors", "optimizer.safetensors", "state.json", "manifest.json"} | shards
+    )
+    whole, parts = load(folder, CONFIG).tensors, load(folder, CONFIG, divided={"w": divided}).tensors
+    for found, kind in ((whole, torch.Tensor), (parts, DTensor)):
+        assert type(found["trainable"]["w"]) is type(found["optimizer"]["w.exp_avg"]) is kind
+        assert torch.equal(of_process(found["trainable"]["w"]), divided.to_local())
+        assert torch.equal(of_process(found["optimizer"]["w.exp_avg"]), divided.to_local() + 1)
+        assert found["optimizer"]["w.step"] == 2 and torch.equal(found["trainable"]["rest"], torch.ones(2))
+    _flip(folder / min(shards))
+    with pytest.raises(CheckpointError, match=r"content of sharded/shard-00001-model-00001.* has changed"):
+        load(folder, CONFIG)
+
+
+def test_a_part_that_cannot_be_written_leaves_the_previous_checkpoint(tmp_path, divided):
+    previous = save(tmp_path, 1, {"trainable": {"w": divided}}, {}, CONFIG)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(
+            CheckpointError, match=r"step_000002: .*process 0: .*earlier checkpoints are untou"
+        ):
+            save(tmp_path, 2, {"trainable": {"w": divided}}, {}, CONFIG, keep=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+    assert load(previous, CONFIG).step == 1
+
+
+def test_a_weight_that_is_not_finite_is_found_where_it_is(divided):
+    assert not_finite({"w": divided, "v": torch.ones(2)}) == []
+    assert not_finite({"w": divided.log(), "v": torch.ones(2)}) == ["w"]
 
 
 def test_the_rests_of_a_killed_write_are_swept_away(tmp_path):

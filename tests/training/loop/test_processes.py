@@ -17,12 +17,13 @@ from safetensors.torch import load_file
 
 from tests.support.training.pictures import outcome, toy_trainer
 from tests.support.training.processes import JOBS, PAUSE, run, start
+from tests.support.training.rewards import ToyPairs
 from tests.support.training.text import toy_policy, toy_text_trainer
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.errors import UserError
 from visalign.rewards.base.contract import RewardError
 from visalign.text import Branching, ToolPolicy, ToolUse
-from visalign.training import read_metrics
+from visalign.training import RewardModeling, RewardObjectiveSettings, read_metrics
 from visalign.training.loop import checkpoint, processes
 from visalign.training.loop.metrics import without_times
 from visalign.training.loop.processes import ProcessLost, Shares, lost_process_named, one_process, stretch
@@ -54,7 +55,7 @@ def test_the_updates_of_several_processes_are_those_of_one(name: str, world: int
         # the first from equal weights; of the others Adam's steps have spread what was rounding
         assert float((mine - other).norm()) <= (2e-6 if number == 0 else 1e-4) * float(mine.norm())
     assert float(one[0].norm()) > 0
-    if name == "process_reward":
+    if name.startswith("process_reward"):
         reports = [(runs / str(count) / name / "reports.txt").read_text().split() for count in (1, world)]
         assert [float(x) for x in reports[1]] == pytest.approx([float(x) for x in reports[0]], rel=1e-5)
         return
@@ -104,23 +105,28 @@ def test_a_killed_process_ends_the_others_and_any_number_goes_on(runs: Path, tmp
 
 @pytest.mark.slow
 def test_a_sharded_run_goes_on_in_any_number_of_processes(runs: Path, tmp_path: Path) -> None:
-    """From one checkpoint two processes are bit for bit the run that went through; one is up to rounding."""
-    name, ran = "flow_grpo+sharded", runs / "2" / "flow_grpo+sharded"
-    for count in ("one", "two"):
-        shutil.copytree(ran, tmp_path / count / name)
-        shutil.rmtree(checkpoint.step_folder(tmp_path / count / name / "checkpoints", 2))
-    started = start((tmp_path / "two", 2, [name]))
-    run(tmp_path / "one", [name])
+    """From one checkpoint two processes are bit for bit the run that went through; one is up to rounding, and
+    so are two from the whole checkpoint of one process."""
+    names = ("diffusion_nft+sharded", "judge+sharded")
+    for count, source in (("one", "2"), ("two", "2"), ("whole", "1")):
+        for name in names:
+            shutil.copytree(runs / source / name, tmp_path / count / name)
+            shutil.rmtree(checkpoint.step_folder(tmp_path / count / name / "checkpoints", 2))
+    started = start(*((tmp_path / folder, 2, names) for folder in ("two", "whole")))
+    run(tmp_path / "one", names)
     said, _ = started.communicate(timeout=500)
     assert started.returncode == 0, said
-    assert outcome(tmp_path / "two" / name) == outcome(ran)
-    rest, kept = (
-        checkpoint.load(checkpoint.step_folder(folder / "checkpoints", 2), {"seed": 0}).tensors
-        for folder in (tmp_path / "one" / name, ran)
-    )
-    for stem in ("trainable", "ema"):
-        for key, weight in kept[stem].items():
-            torch.testing.assert_close(rest[stem][key], weight, rtol=1e-3, atol=1e-5)
+    for name in names:
+        assert outcome(tmp_path / "two" / name) == outcome(runs / "2" / name)
+        one, whole, kept = (
+            checkpoint.load(checkpoint.step_folder(folder / name / "checkpoints", 2), config).tensors
+            for folder in (tmp_path / "one", tmp_path / "whole", runs / "2")
+            for config in ({} if name == "judge+sharded" else {"seed": 0},)
+        )
+        for stem in ("trainable", "ema"):
+            for key, weight in kept[stem].items():
+                torch.testing.assert_close(one[stem][key], weight, rtol=1e-3, atol=1e-5)
+                torch.testing.assert_close(whole[stem][key], weight, rtol=1e-3, atol=1e-5)
 
 
 class _Rank:
@@ -164,9 +170,15 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     bits.weight.data = torch.zeros(2, 2, dtype=torch.uint8)
     with pytest.raises(UserError, match=r"cannot divide weight, which is torch\.uint8.*quantization"):
         shard(bits, two)
-    with pytest.raises(UserError, match=r"sharding goes with trainings of log-probs.*not with VelocityReg"):
-        toy_trainer(Path(), objective={"algorithm": "diffusion_nft"}, sharding=True)
+    beside: Any = SimpleNamespace(trainable_parameters=lambda: [("head", torch.nn.Parameter(torch.ones(1)))])
+    task = RewardObjectiveSettings(task="bradley_terry")
+    with pytest.raises(
+        UserError, match=r"cannot divide head, which SimpleNamespace holds beside a torch mod"
+    ):
+        RewardModeling(beside, ToyPairs(), objective=task, accelerator=two, sharding=True)
     for objective, said in (
+        ({"algorithm": "crd", "changes": {"kl": 0.0}}, "the row 'crd', which joins the samples of a group"),
+        ({"algorithm": "diffusion_nft", "changes": {"kl": 0.1}}, r"a reference .* without LoRA"),
         ({"algorithm": "flow_gspo", "changes": {"kl": 0.0}}, "the row 'flow_gspo', which joins the steps"),
         ({"changes": {"kl": 0.1}}, r"a reference .* without LoRA"),
     ):

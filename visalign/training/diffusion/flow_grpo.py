@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from visalign.core import PolicyOutput, Prepared, Trajectories
@@ -40,8 +39,7 @@ from visalign.interfaces import Condition, DiffusionPolicy
 from visalign.seeds import sample_seed
 from visalign.training.loop.algorithm import Collected, Context
 from visalign.training.loop.judging import Ahead, reward_weights
-from visalign.training.loop.processes import shared, unshared
-from visalign.training.loop.sharding import at_most, shard
+from visalign.training.loop.processes import unshared
 from visalign.training.policy.settings import MATRIX_ADVANTAGES, away_from_reference
 from visalign.training.policy.update import (
     PolicyStep,
@@ -107,40 +105,16 @@ class FlowGRPO(PictureAlgorithm):
         UserError: settings that do not fit each other.
     """
 
-    shards = True
-
     def begin(self) -> None:
-        """The objective, and the module that DDP wraps."""
+        """The objective, and the module that the processes share or divide."""
         self.objective = self.settings.build(length=self.rollout.trained_per_image)
         self.step_weights = step_weights(self.settings, self.rollout, self.source.sigmas)
-        self.module: nn.Module = ReplayModule(self.policy)
-        if self.sharding:
-            self._check_sharding()
-            shard(self.policy.module, self.accelerator)
-        else:
-            self.module = shared(self.module, self.accelerator)
+        joins = "the steps of a picture" if couples_decisions(self.objective) else None
+        self.module = self.spread(
+            ReplayModule(self.policy), asks_reference=self._needs_reference(), joins=joins
+        )
         self.ratio_bound: float | None = self._ratio_bound()
         self._ahead: Ahead[tuple[Drawn, tuple[int, ...]]] = Ahead(self._draw, self.rollout.staleness)
-
-    def _check_sharding(self) -> None:
-        """Refuse what looks at all weights at once.
-
-        Raises:
-            UserError: names it.
-        """
-        adapters = any(isinstance(module, LoraLayer) for module in self.policy.module.modules())
-        refused = {
-            "objective.balance_every": self.settings.balance_every is not None,
-            "objective.reset_reference_every": self.settings.reset_reference_every is not None,
-            "objective.reset_reference_above": self.settings.reset_reference_above is not None,
-            "a reference (objective.changes.kl) without LoRA": self._needs_reference() and not adapters,
-            f"the row {self.settings.algorithm!r}, which joins the steps of a picture": couples_decisions(
-                self.objective
-            ),
-        }
-        given = [name for name, is_there in refused.items() if is_there]
-        if given:
-            raise UserError(f"sharding goes without {given[0]}. Leave one of the two out.")
 
     def _needs_reference(self) -> bool:
         objective = self.objective
@@ -323,14 +297,10 @@ class FlowGRPO(PictureAlgorithm):
     def _micro_batches(
         self, experience: Experience, step: PolicyStep, size: int
     ) -> Iterator[tuple[Prepared, PolicyOutput]]:
-        """Rows and the policy's numbers for them; a process without any gets an absent decision, as DDP must
-        meet."""
+        """Rows and the policy's numbers for them; absent decisions where this process is `idle`."""
         steps = len(experience.trained)
         own = step.own(experience.first, len(experience.trajectory))
-        idle = int(not len(own))
-        if self.sharding:  # each forward gathers weights from all
-            count = math.ceil(len(own) * steps / size)
-            idle = at_most(max(1, count), self.accelerator) - count
+        idle = self.idle(math.ceil(len(own) * steps / size))
         first = torch.zeros(1, dtype=torch.int64)
         one = flat_rows(step.prepared, first, first)
         nothing = replace(one, weight=torch.zeros_like(one.weight)).to(self.policy.device)

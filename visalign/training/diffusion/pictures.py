@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from visalign.errors import UserError
@@ -27,10 +28,10 @@ from visalign.training.loop.judging import (
     oriented,
     reward_columns,
 )
-from visalign.training.loop.processes import Shares, accelerator_of
+from visalign.training.loop.processes import Shares, accelerator_of, shared
 from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import Batch, PromptSampler
-from visalign.training.loop.sharding import whole
+from visalign.training.loop.sharding import at_most, shard, whole
 from visalign.training.policy.balance import RewardBalance
 from visalign.training.policy.constraints import RewardConstraints
 from visalign.training.policy.reference import Reference
@@ -298,8 +299,6 @@ class PictureAlgorithm(Algorithm):
 
     usual = "flow_grpo"
     """`objective.algorithm` where no objective is given."""
-    shards = False
-    """Whether the network may be divided among processes."""
 
     def __init__(
         self,
@@ -316,11 +315,6 @@ class PictureAlgorithm(Algorithm):
         sharding: bool = False,
         features: Features | None = None,
     ) -> None:
-        if sharding and not self.shards:
-            raise UserError(
-                f"sharding goes with trainings of log-probs (flow_grpo and its kin), not with "
-                f"{type(self).__name__}. Leave sharding out, or take another objective.algorithm."
-            )
         self.sharding = sharding
         self.policy, self.seed, self.reward = policy, seed, reward
         self.settings = objective or DiffusionObjectiveSettings(algorithm=self.usual)
@@ -348,6 +342,43 @@ class PictureAlgorithm(Algorithm):
     def begin(self) -> None:
         """Check the row against the rollout and make what it needs."""
         ...
+
+    def spread(self, module: nn.Module, *, asks_reference: bool, joins: str | None = None) -> nn.Module:
+        """The module that the processes share, or whose network they divide.
+
+        Args:
+            module: through which the training looks at the policy with gradient.
+            asks_reference: whether it looks at the policy before training as well.
+            joins: what a row joins, so that processes differ in their forwards; None: nothing.
+
+        Raises:
+            UserError: sharding with what looks at all weights at once, or see `shard`.
+        """
+        if not self.sharding:
+            return shared(module, self.accelerator)
+        settings, network = self.settings, self.policy.module
+        adapters = any(isinstance(each, LoraLayer) for each in network.modules())
+        refused = {
+            "objective.balance_every": settings.balance_every is not None,
+            "objective.experts": bool(settings.experts),
+            "objective.reset_reference_every": settings.reset_reference_every is not None,
+            "objective.reset_reference_above": settings.reset_reference_above is not None,
+            "a reference (objective.changes.kl) without LoRA": asks_reference and not adapters,
+            f"the row {settings.algorithm!r}, which joins {joins}": joins is not None,
+        }
+        given = [name for name, is_there in refused.items() if is_there]
+        if given:
+            raise UserError(f"sharding goes without {given[0]}. Leave one of the two out.")
+        shard(network, self.accelerator)
+        return module
+
+    def idle(self, batches: int) -> int:
+        """How many micro-batches without gradient this process makes beside its own: DDP must meet a backward
+        of every process, and each forward through a divided network gathers weights from all. All processes
+        call it before the first of an update."""
+        if not self.sharding:
+            return int(not batches)
+        return at_most(max(1, batches), self.accelerator) - batches
 
     def constrained(self, made: Pictures, run: Context) -> Pictures:
         """The pictures with what is optimised for their value, where a reward has a bound."""

@@ -33,7 +33,8 @@ from visalign.seeds import sample_seed
 from visalign.training.loop.algorithm import Collected, Context
 from visalign.training.loop.ema import EMA
 from visalign.training.loop.judging import reward_weights
-from visalign.training.loop.processes import shared, unshared
+from visalign.training.loop.processes import unshared
+from visalign.training.loop.sharding import at_most, of_process
 from visalign.training.policy.update import split_updates
 
 from .experts import Experts
@@ -117,7 +118,7 @@ class VelocityRegression(PictureAlgorithm):
     usual = "diffusion_nft"
 
     def begin(self) -> None:
-        """The row, its levels, and the module that DDP wraps."""
+        """The row, its levels, and the module that the processes share or divide."""
         policy = self.policy
         row = checked_row(self.settings, self.rollout, self.accelerator.num_processes)
         prediction = "uniform" if policy.prediction == "velocity" else policy.prediction
@@ -127,7 +128,11 @@ class VelocityRegression(PictureAlgorithm):
         self.experts = None
         if self.row.anchor == "expert":
             self.experts = Experts(policy, self.settings.experts or {}, self.source.records)
-        self.module = shared(VelocityModule(policy), self.accelerator)
+        self.module = self.spread(
+            VelocityModule(policy),
+            asks_reference=self.row.asks_reference,
+            joins="the samples of a group" if self.row.of_groups else None,
+        )
         self._old: EMA | None = None
         for scale in (self.rollout.guidance, self.row.reference_guidance):
             check_guided(policy, scale, self.source.records[0])
@@ -140,8 +145,8 @@ class VelocityRegression(PictureAlgorithm):
         if self._old is not None and not self.row.keeps_old:
             self._blend(0.0)
         old = self._as_old() if self.row.keeps_old else nullcontext()
-        with old, guided(self.policy, self.rollout.guidance):
-            steps, self._trained = self._sde_steps(run.counters.iteration)
+        steps, self._trained = self._sde_steps(run.counters.iteration)
+        with old, self.whole(), guided(self.policy, self.rollout.guidance):
             made = self.constrained(self.source.collect(run.counters.iteration, run.clock, steps), run)
         experience = self._said(made, self._weights(run))
         return Collected(experience=experience, samples=self.source.samples, metrics=made.metrics)
@@ -254,11 +259,11 @@ class VelocityRegression(PictureAlgorithm):
         share = 1 / (step.count * self.levels)
         scale = run.counters.loss_scale * self.accelerator.num_processes * share
         batches = list(self._batches(own, run.micro_batch))
+        idle, nothing = self.idle(len(batches)), torch.zeros(1, dtype=torch.int64)
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
             sums += self._backward_batch(experience, step, batch, run.micro_batch, scale, last)
-        if not batches:  # DDP must meet a backward of every process
-            nothing = torch.zeros(1, dtype=torch.int64)
+        for _ in range(idle):
             said = self._ask(experience, step, nothing, nothing)
             self.accelerator.backward(said.pairs.v.sum() * 0.0)
         if self.accelerator.num_processes > 1:
@@ -441,11 +446,15 @@ class VelocityRegression(PictureAlgorithm):
         return nullcontext() if self._old is None else self._old.applied()
 
     def _is_on_policy(self) -> bool:
-        """Whether the old policy is the current one, bit for bit."""
+        """Whether the old policy is the current one, bit for bit, in all processes."""
         if self._old is None:
             return True
         stored, named = self._old.state(), self.policy.trainable_parameters()
-        return all(torch.equal(stored[name], weight.detach().float()) for name, weight in named)
+        same = all(
+            torch.equal(of_process(stored[name]), of_process(weight.detach()).float())
+            for name, weight in named
+        )
+        return same if not self.sharding else not at_most(int(not same), self.accelerator)
 
 
 def checked_row(

@@ -29,7 +29,7 @@ from visalign.interfaces import Condition, Scores
 from visalign.seeds import sample_seed
 from visalign.training.loop.algorithm import Collected, Context
 from visalign.training.loop.judging import check_failures, reward_metrics
-from visalign.training.loop.processes import shared, unshared
+from visalign.training.loop.processes import unshared
 from visalign.training.loop.sampler import Batch
 from visalign.training.policy.update import split_updates
 
@@ -77,11 +77,11 @@ class RewardGradient(PictureAlgorithm):
     usual = "draft"
 
     def begin(self) -> None:
-        """The row, and the module that DDP wraps."""
+        """The row, and the module that the processes share or divide."""
         self.row = checked_ascent(self.settings, self.rollout)
         check_differentiable(self.reward)
         self.times = self.policy.times(self.source.sigmas)
-        self.module = shared(VelocityModule(self.policy), self.accelerator)
+        self.module = self.spread(VelocityModule(self.policy), asks_reference=self.row.kl > 0)
 
     def collect(self, run: Context) -> Collected:
         """Which pictures the iteration makes; each update makes its own, under the weights of that moment."""
@@ -125,13 +125,17 @@ class RewardGradient(PictureAlgorithm):
         # DDP averages over the processes, and the loss is a mean over all of them
         scale = run.counters.loss_scale * process.num_processes / len(step.sample)
         batches = list(own.split(max(1, run.micro_batch))) if len(own) else []
+        idle, nothing = self.idle(len(batches)), torch.zeros(1, dtype=torch.int64)
         for number, sample in enumerate(batches):
             found, some = self._climb(experience, step, sample, scale, number == len(batches) - 1)
             value[first + sample] = found
             sums += some
-        if not batches:  # DDP must meet a backward of every process
-            nothing = torch.zeros(1, dtype=torch.int64)
-            process.backward(self._end(experience, step, nothing)[0].sum() * 0.0)
+        for _ in range(idle):
+            x0, _ = self._end(experience, step, nothing)
+            process.backward(x0.sum() * 0.0)
+            for number in range(self.row.renoised if self.sharding else 0):
+                again, _ = self._again(experience, step, nothing, x0.detach(), number)
+                process.backward(again.sum() * 0.0)
         if process.num_processes > 1:
             known = torch.stack([value.nan_to_num(), (~value.isnan()).double()]).to(self.policy.device)
             total, seen = torch.as_tensor(process.reduce(known, "sum")).cpu()

@@ -3,7 +3,8 @@
 read.
 
 A checkpoint is a folder `step_000123` with tensors as safetensors, counters as JSON, and `manifest.json` with
-the size and SHA-256 of each file and the configuration of the run. No pickle.
+the size and SHA-256 of each file and the configuration of the run. No pickle. Tensors that are divided among
+processes stand in `sharded/`, a file of each process by torch's distributed checkpoint: none has them whole.
 """
 
 from __future__ import annotations
@@ -13,20 +14,24 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor
 
 from visalign.errors import UserError
+
+from .sharding import of_process, read_shards, write_shards
 
 FORMAT = 1
 _PREFIX = "step_"
 _TEMPORARY = ".writing_"
+_SHARDS = "sharded"
 
 
 class CheckpointError(UserError):
@@ -60,6 +65,8 @@ def save(
 ) -> Path:
     """Write the checkpoint of `step`; delete later ones and all but the newest `keep` that are whole.
 
+    The first process calls it; all do where tensors are divided among them.
+
     Args:
         root: folder of the run's checkpoints; created when missing.
         step: iterations finished.
@@ -80,22 +87,38 @@ def save(
         raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept.")
     temporary = root / f"{_TEMPORARY}{step:06d}"
     folder = step_folder(root, step)
+    divided = {
+        f"{stem}/{name}": value
+        for stem, named in tensors.items()
+        for name, value in named.items()
+        if isinstance(value, DTensor)
+    }
+    first = not divided or distributed.get_rank() == 0
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        for stale in root.glob(_TEMPORARY + "*"):
-            shutil.rmtree(stale)
-        temporary.mkdir()
+        if first:
+            root.mkdir(parents=True, exist_ok=True)
+            for stale in root.glob(_TEMPORARY + "*"):
+                shutil.rmtree(stale)
+            temporary.mkdir()
+        if divided:
+            write_shards(temporary / _SHARDS, divided)
+        if not first:
+            return folder
         for stem, named in tensors.items():
-            copies = {name: t.detach().cpu().contiguous().clone() for name, t in named.items()}
+            copies = {
+                name: t.detach().cpu().contiguous().clone()
+                for name, t in named.items()
+                if f"{stem}/{name}" not in divided
+            }
             save_file(copies, temporary / f"{stem}.safetensors")
         _write_json(temporary / "state.json", state)
-        files = {path.name: _sync_and_describe(path) for path in sorted(temporary.iterdir())}
+        written = sorted(path for path in temporary.rglob("*") if path.is_file())
         manifest = {
             "format": FORMAT,
             "step": step,
             "config": config,
             "config_sha256": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
-            "files": files,
+            "files": {path.relative_to(temporary).as_posix(): _sync_and_describe(path) for path in written},
         }
         _write_json(temporary / "manifest.json", manifest)
         _sync_and_describe(temporary / "manifest.json")
@@ -104,25 +127,34 @@ def save(
         os.rename(temporary, folder)
         _sync_folder(root)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if first:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(_write_failure(folder, error)) from error
     _prune(root, folder, keep)
     return folder
 
 
-def check_finite(weights: Mapping[str, Tensor], iteration: int) -> None:
+def not_finite(weights: Mapping[str, Tensor]) -> list[str]:
+    """Names of weights that are not finite, as far as this process holds them."""
+    return [name for name, value in weights.items() if not bool(of_process(value).isfinite().all())]
+
+
+def check_finite(odd: Sequence[str], iteration: int) -> None:
     """Refuse to keep weights that are not finite.
+
+    Args:
+        odd: names of these, `not_finite` of all processes.
+        iteration: the last one.
 
     Raises:
         CheckpointError: names the first such.
     """
-    for name, value in weights.items():
-        if not bool(value.isfinite().all()):
-            raise CheckpointError(
-                f"after iteration {iteration} the weight {name} is not finite: the run has diverged, and no "
-                "checkpoint of it is kept. Go on from the last whole one with a lower optimizer.lr, or "
-                "compute in bfloat16 or float32 where the model is in float16."
-            )
+    if odd:
+        raise CheckpointError(
+            f"after iteration {iteration} the weight {odd[0]} is not finite: the run has diverged, and no "
+            "checkpoint of it is kept. Go on from the last whole one with a lower optimizer.lr, or "
+            "compute in bfloat16 or float32 where the model is in float16."
+        )
 
 
 def _prune(root: Path, newest: Path, keep: int) -> None:
@@ -194,14 +226,22 @@ def verify(folder: Path) -> dict[str, Any]:
 _HINT = " Delete this folder and resume: the newest whole checkpoint before it will be used."
 
 
-def load(folder: Path, config: Mapping[str, Any], *, free: Collection[str] = ()) -> Checkpoint:
-    """Read a checkpoint after verifying it.
+def load(
+    folder: Path,
+    config: Mapping[str, Any],
+    *,
+    free: Collection[str] = (),
+    divided: Mapping[str, Tensor] | None = None,
+) -> Checkpoint:
+    """Read a checkpoint after verifying it, in any number of processes.
 
     Args:
         folder: of the checkpoint.
         config: the configuration of the run that wants to resume.
         free: dotted keys that may differ without changing what was trained (for example the number of
             iterations).
+        divided: parameters that are divided among the processes, by name: of what a checkpoint has divided,
+            each process reads its part of them and of their averages and moments.
 
     Raises:
         CheckpointError: damaged, or written under another configuration; the message lists the keys.
@@ -211,8 +251,12 @@ def load(folder: Path, config: Mapping[str, Any], *, free: Collection[str] = ())
     tensors = {
         name.removesuffix(".safetensors"): load_file(folder / name)
         for name in manifest["files"]
-        if name.endswith(".safetensors")
+        if name.endswith(".safetensors") and "/" not in name
     }
+    if (folder / _SHARDS).is_dir():
+        for key, value in read_shards(folder / _SHARDS, divided or {}).items():
+            stem, _, name = key.partition("/")
+            tensors[stem][name] = value
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     return Checkpoint(step=manifest["step"], tensors=tensors, state=state)
 

@@ -8,13 +8,15 @@ any number of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -49,7 +51,7 @@ def shard(network: nn.Module, accelerator: Accelerator) -> None:
             )
     with torch.no_grad():
         for value in (*network.parameters(), *network.buffers()):
-            torch.distributed.broadcast(value.data, src=0)
+            distributed.broadcast(value.data, src=0)
     keys = ("_repeated_blocks", "_no_split_modules")
     names = {name for part in network.modules() for key in keys for name in getattr(part, key, None) or ()}
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
@@ -58,6 +60,23 @@ def shard(network: nn.Module, accelerator: Accelerator) -> None:
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     root: Any = network
     root._get_fsdp_state()._lazy_init()  # else a block that is called before the network becomes the root
+
+
+class AsForward(nn.Module):
+    """A function of a network as a module's forward: once divided, its weights are gathered around it.
+
+    Args:
+        network: with all the weights that the function uses; each of them in every call.
+        ask: anything -> name -> tensor, with gradient.
+    """
+
+    def __init__(self, network: nn.Module, ask: Callable[..., Mapping[str, Tensor]]) -> None:
+        super().__init__()
+        self.network, self._ask = network, ask
+
+    def forward(self, *given: Any) -> dict[str, Tensor]:
+        """What the function says, as copies: FSDP2 warns of views."""
+        return {name: value.clone() for name, value in self._ask(*given).items()}
 
 
 @contextmanager
@@ -85,7 +104,7 @@ def whole_state(network: nn.Module) -> Iterator[None]:
 
     All processes enter; it holds the whole model once in each. A network that is not sharded is as it was.
     """
-    if not any(isinstance(module, FSDPModule) for module in network.modules()):
+    if not any(isinstance(parameter, DTensor) for parameter in network.parameters()):
         yield
         return
     held = network.state_dict(keep_vars=True)
@@ -107,14 +126,59 @@ def gathered(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def whole_tensors(named: Mapping[str, Tensor], accelerator: Accelerator) -> dict[str, Tensor]:
-    """Tensors that may be divided, whole on the main process, those that were divided on its CPU; in the
-    others nothing. All processes call it."""
-    found = {}
-    for name, value in named.items():
-        full = gathered(value)
-        if accelerator.is_main_process:
-            found[name] = full if full is value else full.cpu()
+def of_process(value: Tensor) -> Tensor:
+    """What this process holds of a tensor that may be divided."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def write_shards(folder: Path, divided: Mapping[str, Tensor]) -> None:
+    """Write tensors that are divided among the processes, each its part; all processes call it.
+
+    Args:
+        folder: made by the first process.
+        divided: "stem/name" -> tensor; each process writes a file for each stem, one after the other, as it
+            stands in memory a second time meanwhile.
+
+    Raises:
+        OSError: a process could not write its part; raised in all of them.
+    """
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    distributed.barrier()  # the first process has made the place
+    stems = sorted({name.partition("/")[0] for name in divided})
+    files = {name: stems.index(name.partition("/")[0]) + 1 for name in divided}
+    writer = HuggingFaceStorageWriter(path=str(folder), fqn_to_index_mapping=files, save_distributed=True)
+    try:
+        save(dict(divided), storage_writer=writer)
+    except CheckpointException as failure:  # torch's is no Exception
+        rank, (error, _) = next(iter(failure.failures.items()))
+        raise OSError(getattr(error, "errno", None), f"process {rank}: {error}") from failure
+
+
+def read_shards(folder: Path, divided: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `write_shards` wrote, in any number of processes.
+
+    Args:
+        folder: given there.
+        divided: parameters by name; what belongs to one, is named "stem/parameter" or
+            "stem/parameter.moment" and has its shape, is divided as it is. The rest is whole, on the CPU.
+    """
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+
+    reader = HuggingFaceStorageReader(path=str(folder))
+    found: dict[str, Any] = {}
+    metadata: Any = reader.read_metadata()  # of tensors alone
+    for key, there in metadata.state_dict_metadata.items():
+        name, dtype = key.partition("/")[2], there.properties.dtype
+        other = divided.get(name, divided.get(name.rpartition(".")[0]))
+        if other is None or other.shape != there.size:
+            found[key] = torch.empty(there.size, dtype=dtype)
+        else:
+            found[key] = torch.zeros_like(other, dtype=dtype)
+    with warnings.catch_warnings():  # each process reads by itself, which torch takes for an accident
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load(found, storage_reader=reader, no_dist=True)
     return found
 
 

@@ -21,7 +21,9 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from visalign.core.surrogates.ratio_check import check_log_ratio
 from visalign.errors import UserError
@@ -38,7 +40,6 @@ from .optimizer import AdamWSettings, OptimizerSettings, TrainedWeights
 from .processes import check_accelerator, lost_process_named
 from .progress import TrainingProgress
 from .runtime import PhaseClock
-from .sharding import whole_tensors
 
 Evaluate = Callable[[int], Mapping[str, float]]
 """Iterations finished -> name -> number."""
@@ -376,15 +377,16 @@ class Trainer(Generic[A]):
         return self.averaged(self.context.tensors.get(BEST))
 
     def save(self) -> None:
-        """Write a checkpoint of the present state (main process; the others wait).
+        """Write a checkpoint of the present state: the main process alone, or each its part of what is
+        divided.
 
         Raises:
             CheckpointError: it could not be written, or the weights are not finite: the last one stands.
         """
-        held = {**self.context.tensors, **self.weights.tensors(), "ema": self.ema.state()}
-        tensors = {stem: whole_tensors(named, self.accelerator) for stem, named in held.items()}
-        if self.accelerator.is_main_process:
-            checkpoint.check_finite(tensors["trainable"], self.counters.iteration)
+        tensors = {**self.context.tensors, **self.weights.tensors(), "ema": self.ema.state()}
+        odd = gather_object(checkpoint.not_finite(tensors["trainable"]))
+        checkpoint.check_finite(odd, self.counters.iteration)
+        if self.accelerator.is_main_process or self._divided():
             checkpoint.save(
                 self.run.folder / "checkpoints",
                 self.counters.iteration,
@@ -394,6 +396,10 @@ class Trainer(Generic[A]):
                 keep=self.run.keep_checkpoints,
             )
         self.accelerator.wait_for_everyone()
+
+    def _divided(self) -> dict[str, Tensor]:
+        """Parameters that are divided among the processes."""
+        return {name: master for name, master in self.weights.masters if isinstance(master, DTensor)}
 
     def resume(self) -> bool:
         """Take up the newest whole checkpoint; says so, and why a newer one was passed over.
@@ -416,7 +422,7 @@ class Trainer(Generic[A]):
                 )
             self.progress.note("No checkpoint yet: starting at iteration 0.")
             return False
-        loaded = checkpoint.load(folder, self.run.config, free=self.run.free_keys)
+        loaded = checkpoint.load(folder, self.run.config, free=self.run.free_keys, divided=self._divided())
         self.weights.restore(loaded)
         self.ema.load(loaded.tensors["ema"])
         self.context.counters = Counters(**loaded.state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from visalign.errors import UserError
 from visalign.training.loop.algorithm import Algorithm, Collected, Context
 from visalign.training.loop.optimizer import AdamWSettings
 from visalign.training.loop.processes import accelerator_of, add_up
+from visalign.training.loop.sharding import AsForward, shard, whole
 from visalign.training.loop.trainer import RunSettings, Trainer
 
 
@@ -82,15 +84,19 @@ class Judged:
     """Differentiable; 0 where there is no label."""
 
 
-_NONE = torch.zeros(0)
-
-
 class LabelFit(Algorithm):
     """Fits a judge to right and wrong; an iteration is a pass over the rows, an `Algorithm` for `Trainer`.
 
     The loss of an update is the mean over the labels of its batch, which the processes share; dropout alone
     differs between one and several. What is judged may change between passes, as in PRIME: set `judge` and
     `rows`.
+
+    Args:
+        parameters: names and parameters to train.
+        settings: batches and seed.
+        accelerator: processes; None makes one on the parameters' device.
+        divided: the network of these parameters and names, to be divided with its gradients and AdamW's
+            moments among the processes (FSDP2); the judge uses each of its weights whatever the rows.
     """
 
     judge: Callable[[list[int]], Judged]
@@ -103,15 +109,27 @@ class LabelFit(Algorithm):
         parameters: Iterable[tuple[str, nn.Parameter]],
         settings: FitSettings,
         accelerator: Accelerator | None = None,
+        *,
+        divided: nn.Module | None = None,
     ) -> None:
         self.named, self.settings = list(parameters), settings
         self.accelerator = accelerator_of(accelerator, next((p for _, p in self.named), torch.zeros(0)))
+        self.divided: nn.Module | None = None
+        if divided is not None:
+            self.divided = AsForward(divided, lambda rows: vars(self.judge(rows)))
+            shard(self.divided, self.accelerator)
+            now = dict(divided.named_parameters())
+            self.named = [(name, now[name]) for name, _ in self.named]
         self.order = torch.Generator().manual_seed(settings.seed)
         self.seen: list[Judged] = []
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """What moves."""
         return self.named
+
+    def whole(self) -> AbstractContextManager[Any]:
+        """Inside, each process has all of the network."""
+        return nullcontext() if self.divided is None else whole(self.divided)
 
     def collect(self, run: Context) -> Collected:
         """The rows in a new order, in batches."""
@@ -127,7 +145,7 @@ class LabelFit(Algorithm):
         devices = sorted({p.device.index or 0 for _, p in self.named if p.device.type == "cuda"})
         with torch.random.fork_rng(devices):  # dropout is that of the update, so a resumed run has it too
             torch.manual_seed(self.settings.seed + run.counters.updates)
-            judged = self.judge(own) if own else Judged(odds=_NONE, label=_NONE, loss=_NONE)
+            judged = self._judged(own, step)
         sums = torch.stack([judged.loss.detach().sum(), torch.isfinite(judged.label).sum()]).double()
         total, labels = torch.as_tensor(process.reduce(sums.to(process.device), "sum"))
         labels = labels.clamp(min=1)
@@ -137,11 +155,24 @@ class LabelFit(Algorithm):
                 f"The loss of the texts {sorted(step)[:8]} is {loss}; a log-odds or log-prob is not "
                 "finite. Lower the learning rate, or look at these texts. The weights are as before them."
             )
-        if own:
-            (judged.loss.sum() / labels.to(judged.loss) * run.counters.loss_scale).backward()
-        add_up((parameter for _, parameter in self.named), process)
+        if judged.loss.requires_grad:
+            # what is divided gets the mean over the processes
+            scale = run.counters.loss_scale * (1 if self.divided is None else process.num_processes)
+            (judged.loss.sum() / labels.to(judged.loss) * scale).backward()
+        if self.divided is None:
+            add_up((parameter for _, parameter in self.named), process)
         self.seen.append(replace(judged, odds=judged.odds.detach(), loss=judged.loss.detach()))
         return {"loss": loss}
+
+    def _judged(self, own: list[int], step: list[int]) -> Judged:
+        """What is said of this process's rows of a batch; of none, a loss of 0 through the network where it
+        is divided, since the others wait for its weights."""
+        if self.divided is not None:
+            said = Judged(**self.divided(own or step[:1]))
+            nothing = {"label": torch.full_like(said.label, math.nan), "loss": said.loss * 0.0}
+            return said if own else replace(said, **nothing)
+        none = torch.zeros(0)
+        return self.judge(own) if own else Judged(odds=none, label=none, loss=none)
 
     def record(self, experience: Any, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """The mean loss over the labels."""
@@ -155,16 +186,20 @@ class LabelFit(Algorithm):
 
 
 def label_trainer(
-    parameters: Iterable[tuple[str, nn.Parameter]], settings: FitSettings | None = None
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    settings: FitSettings | None = None,
+    *,
+    divided: nn.Module | None = None,
 ) -> Trainer[LabelFit]:
-    """A trainer of a judge, which several calls of `fit_labels` can go on with.
+    """A trainer of a judge, which several calls of `fit_labels` can go on with; its arguments are those of
+    `LabelFit`.
 
     Raises:
-        UserError: nothing is trainable.
+        UserError: nothing is trainable, or a network that cannot be divided.
     """
     given = settings or FitSettings()
     return Trainer(
-        LabelFit(parameters, given),
+        LabelFit(parameters, given, divided=divided),
         run=RunSettings(folder=Path(), iterations=given.epochs),  # nothing written
         optimizer=AdamWSettings(
             lr=given.learning_rate,

@@ -141,6 +141,7 @@ def train_process_reward(
     max_length: int | None = None,
     right_label: int = 1,
     trainer: Trainer[LabelFit] | None = None,
+    sharding: bool = False,
 ) -> list[LabelReport]:
     """Fit a token classifier to labels of steps, or one with a single label to outcomes; it is changed in
     place.
@@ -157,12 +158,14 @@ def train_process_reward(
         max_length: longest text in tokens; the model's own limit when None.
         right_label: which of two labels means right.
         trainer: one to go on with, in place of a new one by the settings.
+        sharding: divide the model, its gradients and AdamW's moments among the processes (FSDP2), for a new
+            trainer; it stays divided.
 
     Returns:
         Loss and accuracy of each epoch.
 
     Raises:
-        UserError: a record that cannot be used, by its number.
+        UserError: a record that cannot be used, by its number; a model that cannot be divided.
     """
     texts = StepTexts(
         model, tokenizer, records, reading=reading, max_length=max_length, right_label=right_label
@@ -170,8 +173,10 @@ def train_process_reward(
     moving = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     was_training = model.training
     model.train()
+    divided = model if sharding else None
     try:
-        return fit_labels(texts.judge, texts.rows, trainer or label_trainer(moving, settings))
+        made = trainer or label_trainer(moving, settings, divided=divided)
+        return fit_labels(texts.judge, texts.rows, made)
     finally:
         model.train(was_training)
 

@@ -9,8 +9,9 @@ micro-batch, and draws (dropout, Monte Carlo): those of update n come from (seed
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +21,10 @@ from torch import Tensor, nn
 from visalign.errors import UserError
 from visalign.training.loop.algorithm import Algorithm, Collected, Context
 from visalign.training.loop.processes import add_up
+from visalign.training.loop.sharding import AsForward, at_most, shard, whole
 from visalign.training.loop.trainer import LEAST_LOSS_SCALE
 
-from .batch import RewardData, TrainableJudge
+from .batch import Outputs, RewardBatch, RewardData, TrainableJudge
 from .settings import RewardObjectiveSettings
 from .tasks import TASKS
 
@@ -37,6 +39,11 @@ class RewardModeling(Algorithm):
         accelerator: processes and trackers.
         seed: of dropout and of sampled losses.
         compute_dtype: of the judge's products, where not all are in float32; float16 gets its loss scaled.
+        sharding: divide the judge, its gradients and AdamW's moments among the processes (FSDP2). The judge
+            is a module then, or has all its weights in `module`, and uses each of them for any batch.
+
+    Raises:
+        UserError: a judge that cannot be divided.
     """
 
     def __init__(
@@ -48,10 +55,37 @@ class RewardModeling(Algorithm):
         accelerator: Accelerator,
         seed: int = 0,
         compute_dtype: torch.dtype = torch.float32,
+        sharding: bool = False,
     ) -> None:
         self.judge, self.data, self.seed = judge, data, seed
         self.objective, self.accelerator = objective, accelerator
         self._compute_dtype = compute_dtype
+        self.sharding = sharding
+        self.ask: Callable[[Any], Outputs] = judge
+        if sharding:
+            self.ask = AsForward(self._network(), judge)
+            shard(self.ask, accelerator)
+
+    def _network(self) -> nn.Module:
+        """The module with all weights of the judge.
+
+        Raises:
+            UserError: it has none.
+        """
+        network: Any = getattr(self.judge, "module", self.judge)
+        held = {id(p) for p in network.parameters()} if isinstance(network, nn.Module) else set()
+        for name, parameter in self.parameters():
+            if id(parameter) not in held:
+                raise UserError(
+                    f"sharding cannot divide {name}, which {type(self.judge).__name__} holds beside a torch "
+                    "module. Give a judge that is a module or has all its weights in `module`, or leave "
+                    "sharding out."
+                )
+        return network
+
+    def whole(self) -> AbstractContextManager[Any]:
+        """Inside, each process has all of the judge."""
+        return whole(self.ask) if isinstance(self.ask, AsForward) else nullcontext()
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """What of the judge is trained."""
@@ -70,7 +104,8 @@ class RewardModeling(Algorithm):
         """The gradient of Σ w ℓ / Σ w over batch `step`, summed over the processes."""
         sums = self._accumulate(step, run.counters.loss_scale)
         parameters = [parameter for _, parameter in self.parameters()]
-        add_up(parameters, self.accelerator)
+        if not self.sharding:
+            add_up(parameters, self.accelerator)
         loss, weight, examples = self.accelerator.reduce(sums, "sum").tolist()  # type: ignore[union-attr]
         if not weight > 0:
             raise UserError(
@@ -103,13 +138,26 @@ class RewardModeling(Algorithm):
         task = TASKS[self.objective.task]
         self.judge.train(True)
         with _drawn_from(self.seed, number, part[0]) as generator:
-            for batch in self.data.batch(number, part):
-                total, weight = task.loss(self.judge(batch.inputs), batch, self.objective, generator)
-                (total * scale).backward()
+            for batch, counts in self._batches(number, part):
+                total, weight = task.loss(self.ask(batch.inputs), batch, self.objective, generator)
+                # what is divided gets the mean over the processes
+                (total * (counts * scale * (part[1] if self.sharding else 1))).backward()
                 found = torch.stack([total.detach().double(), weight.detach().double()])
-                sums[:2] += found.to(sums.device)
-                sums[2] += batch.size
+                sums[:2] += counts * found.to(sums.device)
+                sums[2] += counts * batch.size
         return sums
+
+    def _batches(self, number: int, part: tuple[int, int]) -> Iterator[tuple[RewardBatch, int]]:
+        """(micro-batch, 1) of this process's share; of a judge that is divided, after them (one of them, 0)
+        where another process has more, and waits for weights."""
+        own, last = iter(self.data.batch(number, part)), None
+        while True:
+            batch = next(own, None)
+            live = int(batch is not None)
+            if not (at_most(live, self.accelerator) if self.sharding else live):
+                return
+            last = batch or last or next(iter(self.data.batch(number)))
+            yield last, live
 
 
 @contextmanager
