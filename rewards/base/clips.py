@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clip intake: what a judge of clips accepts in the place of a picture, and the frames of it that it asks for.
+"""Clip intake: what a judge of clips accepts in the place of a picture, and the frames that it asks for.
 
 A clip is a sequence of pictures of one size, or an array [F, ...], in any form that `load_images` takes; an
 animated GIF, PNG or WebP (a path or a PIL image) is a clip of its frames, any other single picture one of one
@@ -21,7 +21,7 @@ from .memory import max_pixels
 
 
 def listed_clips(name: str, images: Any) -> list[Any]:
-    """Clips one by one, of a sequence or an array [B, F, ...] or [B, ...]; `name` is the judge's, for messages.
+    """Clips one by one, of a sequence, or an array [B, F, ...] or [B, ...]; `name` is the judge's.
 
     Raises:
         TypeError: no sequence of clips or pictures.

@@ -128,4 +128,3 @@ class Frames:
         parts = {"frames": count.float(), "lowest": end("amin"), "highest": end("amax")}
         own = {f"{self.reward.name}.{name}": mean(part) for name, part in scores.parts.items()}
         return make_scores(mean(scores.value), reasons, self.unit, parts=parts | own)
-

@@ -172,9 +172,7 @@ def published_engine(
     options = {"min_pixels": PIXELS, "max_pixels": PIXELS, **settings.rest.get("pixels", {}), **options}
     options = {"name": folder.name, "settings": settings, **options}
     source = find_model(base or own or "", SMALL_FILES)
-    engine = engine_of_tensors(
-        state, source, tokens=[REWARD_TOKEN], device=device, dtype=dtype, **options
-    )
+    engine = engine_of_tensors(state, source, tokens=[REWARD_TOKEN], device=device, dtype=dtype, **options)
     engine.settle(fingerprint(file))
     engine.revision = revision_of(folder)
     return engine, found
@@ -190,8 +188,8 @@ def engine_of_tensors(
     settings: JudgeSettings,
     **options: Any,
 ) -> VisionLanguageEngine:
-    """A model with these weights, under the names of transformers 4 or 5, in which the reward `tokens` are the
-    last of the vocabulary; config and processor from the folder `source`, positions plain unless told.
+    """A model with these weights, under the names of transformers 4 or 5, in whose vocabulary the reward
+    `tokens` are the last; config and processor from the folder `source`, positions plain unless told.
 
     Raises:
         RewardError: weights of another model, or a tokenizer with other ids for the tokens.
@@ -205,8 +203,8 @@ def engine_of_tensors(
     vocabulary, places = len(model.get_input_embeddings().weight), [engine.rows.specials[t] for t in tokens]
     if places != list(range(vocabulary - len(tokens), vocabulary)):
         raise RewardError(
-            f"The tokenizer of the base gives {', '.join(tokens)} the id {', '.join(map(str, places))}, and in "
-            f"the weights it is the last of {vocabulary}. Give the processor of the model that they were "
+            f"The tokenizer of the base gives {', '.join(tokens)} the id {', '.join(map(str, places))}, and "
+            f"in the weights it is the last of {vocabulary}. Give the processor of the model that they were "
             "trained from."
         )
     return engine

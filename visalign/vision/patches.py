@@ -84,7 +84,9 @@ class PatchCutter:
         if tuple(pixels.shape[-2:]) == size:
             return pixels.float()
         shape = (*pixels.shape[:-2], *size)
-        return resize_like_pil(pixels.float().reshape(-1, *pixels.shape[-3:]), size, self.resample).view(shape)
+        return resize_like_pil(pixels.float().reshape(-1, *pixels.shape[-3:]), size, self.resample).view(
+            shape
+        )
 
     def cut(self, pixels: Tensor) -> Tensor:
         """Patches [moments · rows · columns, 3 · frames · patch²] float32 of a picture uint8 [3, H, W] or a
