@@ -192,8 +192,13 @@ def engine_of_tensors(
     `tokens` are the last; config and processor from the folder `source`, positions plain unless told.
 
     Raises:
-        RewardError: weights of another model, or a tokenizer with other ids for the tokens.
+        RewardError: weights of another model, an `adapter`, or a tokenizer with other ids for the tokens.
     """
+    if options.pop("adapter", None) is not None:
+        raise RewardError(
+            "A published file of weights takes no adapter; give a folder of HPSv3Model.save_pretrained, or "
+            "leave adapter out."
+        )
     processor = load_processor(source)
     placing = {name: options.pop(name) for name in PLACING if name in options}
     model = _backbone(source, _renamed(state), placing_options(dtype, device, **placing))

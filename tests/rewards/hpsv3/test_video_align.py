@@ -12,10 +12,19 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.support.hub import hub
 from tests.support.judges.official import PIXELS, RATE, clips, video_align
 from tests.support.models.vision_language import save_tiny_seeing_model
 from visalign.rewards import RewardError, load_judge
-from visalign.rewards.hpsv3.video_align import PARTS, TEMPLATE, VideoAlign, merged, sampled_frames
+from visalign.rewards.hpsv3.video_align import (
+    BASE,
+    PARTS,
+    PUBLISHED,
+    TEMPLATE,
+    VideoAlign,
+    merged,
+    sampled_frames,
+)
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +133,15 @@ def test_a_lora_that_was_saved_alone(folder, tmp_path) -> None:
     (tmp_path / "VideoReward" / "checkpoint-20" / "adapter_model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"no model\.pth, and for a LoRA it lacks adapter_model"):
         judge(tmp_path, frames=2).score(shown[:1], ["a"])
+
+
+def test_a_hub_id_brings_weights_and_of_its_base_the_small_files_alone(folder, monkeypatch) -> None:
+    log = hub(monkeypatch, {PUBLISHED: folder / "VideoReward", BASE: folder / "base"})
+    options = {"clip_fps": RATE, "min_pixels": PIXELS["min_pixels"]}
+    found = load_judge("video_align", model=PUBLISHED, **options).score(clips()[:1], ["a cat"])
+    assert torch.equal(found.value, judge(folder).score(clips()[:1], ["a cat"]).value)
+    assert [entry for entry in log if entry.startswith("list")] == [f"list {PUBLISHED}", f"list {BASE}"]
+    assert not any("model.safetensors" in entry for entry in log)
 
 
 def test_halves_of_a_lora_are_refused() -> None:
