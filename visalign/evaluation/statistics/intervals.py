@@ -222,7 +222,8 @@ def fisher_interval(
     fit to a resample looks better than the fit to the data by as much as that looks better than the truth. s
     is the deviation of the draws' artanh times √(K/(K−1)); or, as a fit to a resample with its repetitions
     varies too little, the jackknife's √((K−1)/K Σ_c (z_c − z̄)²) of the artanh of `left_out` [K], the
-    estimates without each cluster. Ends are NaN where `interval` has none.
+    estimates without each cluster. Ends are NaN where `interval` has none, and where s is 0, as it is of a
+    perfect fit, which says nothing of its error.
 
     Source: Efron and Stein, Annals of Statistics 9 (1981) 586, for the jackknife.
     """
@@ -235,6 +236,8 @@ def fisher_interval(
         s = found.std() * math.sqrt(clusters / (clusters - 1))
     else:
         s = np.arctanh(np.clip(left_out, -most, most)).std() * math.sqrt(clusters - 1)
+    if s < 1e-12:
+        return Interval(estimate=estimate, level=level)
     half = -float(stats.t.ppf((1 - level) / 2, clusters - 1)) * s
     middle = 2 * z - np.median(found)
     low, high = np.tanh([middle - half, middle + half])
