@@ -314,12 +314,14 @@ class RatioTable:
         estimates, clusters = ratio(tops.sum(0), bottoms.sum(0)), (bottoms > 0).sum(0)
         shares = ((tops >= 0) & (tops <= bottoms)).all(0) & [key not in self._others for key in self._sums]
         rest = np.flatnonzero(~shares)
-        draws = bootstrap(
-            np.concatenate([tops[:, rest], bottoms[:, rest]], axis=1),
-            lambda sums: ratio(sums[:, : len(rest)], sums[:, len(rest) :]),
-            generator=generator,
-            resamples=resamples,
-        )
+        draws = np.empty((0, 0))
+        if len(rest):
+            draws = bootstrap(
+                np.concatenate([tops[:, rest], bottoms[:, rest]], axis=1),
+                lambda sums: ratio(sums[:, : len(rest)], sums[:, len(rest) :]),
+                generator=generator,
+                resamples=resamples,
+            )
         found: dict[Hashable, Interval] = {}
         for k, key in enumerate(self._sums):
             estimate, count = float(estimates[k]), int(clusters[k])
