@@ -138,7 +138,7 @@ def test_a_lora_that_was_saved_alone(folder, tmp_path) -> None:
 def test_a_hub_id_brings_weights_and_of_its_base_the_small_files_alone(folder, monkeypatch) -> None:
     log = hub(monkeypatch, {PUBLISHED: folder / "VideoReward", BASE: folder / "base"})
     options = {"clip_fps": RATE, "min_pixels": PIXELS["min_pixels"]}
-    found = load_judge("video_align", model=PUBLISHED, **options).score(clips()[:1], ["a cat"])
+    found = VideoAlign(PUBLISHED, **options).score(clips()[:1], ["a cat"])
     assert torch.equal(found.value, judge(folder).score(clips()[:1], ["a cat"]).value)
     assert [entry for entry in log if entry.startswith("list")] == [f"list {PUBLISHED}", f"list {BASE}"]
     assert not any("model.safetensors" in entry for entry in log)

@@ -312,7 +312,8 @@ class RatioTable:
         tops = np.stack([top for top, _ in self._sums.values()], axis=1)
         bottoms = np.stack([bottom for _, bottom in self._sums.values()], axis=1)
         estimates, clusters = ratio(tops.sum(0), bottoms.sum(0)), (bottoms > 0).sum(0)
-        shares = ((tops >= 0) & (tops <= bottoms)).all(0) & [key not in self._others for key in self._sums]
+        said = np.array([key not in self._others for key in self._sums], dtype=bool)
+        shares = said & np.asarray(((tops >= 0) & (tops <= bottoms)).all(0), dtype=bool)
         rest = np.flatnonzero(~shares)
         draws = np.empty((0, 0))
         if len(rest):
