@@ -53,6 +53,7 @@ CATALOGUE: dict[str, Entry] = {
     "frechet_gain": "visalign.rewards.scorers.set_gain:FrechetGain",
     "calibrated": "visalign.rewards.combine.calibrated:Calibrated",
     "frames": "visalign.rewards.combine.frames:Frames",
+    "video_align": "visalign.rewards.hpsv3.video_align:VideoAlign",
     "remote": "visalign.rewards.serve.client:RemoteReward",
     "unified_reward": "visalign.rewards.chat.unified_reward:UnifiedReward",
     "unified_reward_pairs": "visalign.rewards.chat.unified_reward_pairs:UnifiedRewardPairs",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -17,7 +18,7 @@ from visalign.data.sets.columns import Columns, renamed
 from visalign.data.sets.layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS
 from visalign.data.sets.records import PreferenceSet
 from visalign.data.sets.sources import GENERATED, load_source
-from visalign.data.sets.tables import READERS, listed, read_rows
+from visalign.data.sets.tables import READERS, Row, listed, read_rows
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.pages.agree_page import agree_page, file_tables
 from visalign.evaluation.pages.table_files import FOLDER, write_tables
@@ -51,7 +52,8 @@ def read_set(
         prompt: For images without one.
         limit: Take at most so many images.
         columns: How the columns of a table are read.
-        scores: Names of scores in columns, kept in the rows' metadata: NAME, or NAME_left and NAME_right.
+        scores: Names of scores, kept in the rows' metadata: of columns NAME, or NAME_left and NAME_right; or
+            of rewards in a table that `visalign score` wrote (image, reward, value).
 
     Raises:
         UserError: There is no such set, or it cannot be read.
@@ -69,7 +71,9 @@ def read_set(
     elif Path(source).is_file() and scores:
         rows = _of_table(Path(source), prompt, wanted, scores)
     elif Path(source).exists():
-        rows = image_rows([Path(source)], prompt, needs_prompt=wanted.has_pictures, names=wanted.names)
+        rows = _each_once(
+            image_rows([Path(source)], prompt, needs_prompt=wanted.has_pictures, names=wanted.names)
+        )
     else:
         names = ", ".join((*PAIR_LAYOUTS, *QUALITY_LAYOUTS))
         raise UserError(
@@ -225,6 +229,8 @@ def _of_quality(found: Any, prompt: str | None, scores: Sequence[str]) -> list[I
 def _of_table(path: Path, prompt: str | None, columns: Columns, scores: Sequence[str]) -> list[ImageRow]:
     """A table with scores; prompts and pictures where it has them."""
     table = [(number, renamed(path, given, columns.names)) for number, given in read_rows(path)]
+    if table and {"image", "reward", "value"} <= set(table[0][1]):
+        table = _by_picture(table)
     _require({name for _, row in table for name in row}, scores, str(path))
     return [
         ImageRow(
@@ -234,6 +240,26 @@ def _of_table(path: Path, prompt: str | None, columns: Columns, scores: Sequence
         )
         for number, row in table
     ]
+
+
+def _each_once(rows: Sequence[ImageRow]) -> list[ImageRow]:
+    """The first row of each picture and prompt; a warning says how many say it again."""
+    first: dict[tuple[str, str], ImageRow] = {}
+    for row in rows:
+        first.setdefault((row.image, row.prompt), row)
+    if again := len(rows) - len(first):
+        warnings.warn(f"{again} of {len(rows)} rows name a picture again, which counts once.", stacklevel=3)
+    return list(first.values())
+
+
+def _by_picture(table: Sequence[tuple[int, Row]]) -> list[tuple[int, Row]]:
+    """The rows of a table of scores, each of one reward, as one row for each picture and prompt."""
+    found: dict[tuple[Any, Any], tuple[int, Row]] = {}
+    for number, row in table:
+        about = {name: row[name] for name in ("image", "prompt") if name in row}
+        key = row["image"], row.get("prompt")
+        found.setdefault(key, (number, about))[1][str(row["reward"])] = row["value"]
+    return list(found.values())
 
 
 def _place(path: Path, image: str) -> str:

@@ -20,6 +20,8 @@ from visalign.config import config_to_yaml, load_config
 from visalign.errors import UserError
 from visalign.locks import LOCK, check_free, hold
 
+FILE_ENDINGS = (".json", ".jsonl", ".csv", ".tsv", ".html", ".txt", ".parquet")
+"""No new folder is named so."""
 FINGERPRINTS = "inputs.json"
 """File of a run folder: what was read -> SHA-256 of its content."""
 
@@ -53,10 +55,16 @@ def check_run_folder(folder: Path, *, resume: bool) -> None:
     """Refuse whatever would overwrite or lose results; nothing is created.
 
     Raises:
-        UserError: the folder is a file, holds something (without `resume`), or is absent (with it).
+        UserError: the folder is a file or named like one, holds something (without `resume`), or is absent
+            (with it).
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"The output '{folder}' is a file. Give a folder with --output.")
+    if folder.suffix.lower() in FILE_ENDINGS and not folder.exists():
+        raise UserError(
+            f"The output '{folder}' is named like a file, and several files are written into a folder. Give "
+            f"a folder, such as '{folder.with_suffix('')}'."
+        )
     check_place(folder)
     if resume and not folder.is_dir():
         raise UserError(

@@ -3,27 +3,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from visalign.interfaces import Metadata, PointwiseReward, Scores
+from visalign.rewards.base.clips import listed_clips, read_clip
 from visalign.rewards.base.contract import RewardError, make_scores, read_metadata
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.identity import Identity
-from visalign.rewards.base.images import (
-    animation_length,
-    as_contract,
-    load_animation,
-    load_images,
-    pixels_of,
-)
-from visalign.rewards.base.memory import max_pixels
+from visalign.rewards.base.images import as_contract
 
 
 class Frames:
@@ -93,7 +84,7 @@ class Frames:
             TypeError: no sequence of clips or pictures.
             ValueError: a clip of no frames or of mixed sizes, or not one prompt per clip.
         """
-        clips = _listed(self.name, images)
+        clips = listed_clips(self.name, images)
         if len(clips) != len(prompts):
             raise ValueError(f"{self.name}: {len(clips)} clips and {len(prompts)} prompts; give one each.")
         records = read_metadata(self.name, metadata, len(clips), noun="clip")
@@ -101,7 +92,7 @@ class Frames:
         rows: list[int] = []
         reasons: list[str | None] = [None] * len(clips)
         for row, clip in enumerate(clips):
-            read, reasons[row] = self._read(row, clip)
+            read, reasons[row] = read_clip(f"{self.name}: images[{row}]", clip, self._chosen)
             frames += read
             rows += [row] * len(read)
         with Naming(self.reward.name):
@@ -109,36 +100,10 @@ class Frames:
             scores = self.reward.score(as_contract(frames), *asked) if rows else None
         return self._averaged(scores, rows, reasons)
 
-    def _read(self, row: int, clip: Any) -> tuple[list[Tensor], str | None]:
-        """The frames of a clip that are judged, or none of them and why."""
-        where = f"{self.name}: images[{row}]"
-        frames, length = _frames_of(where, clip), animation_length(clip)
-        is_animated, length = length > 1, max(length, len(frames))
+    def _chosen(self, length: int) -> list[int]:
+        """Which of a clip's frames are judged."""
         n = min(self.frames, length)
-        chosen = [(2 * k + 1) * length // (2 * n) for k in range(n)]
-        if is_animated:
-            batch = load_animation(clip, chosen)
-        elif isinstance(frames, Tensor | np.ndarray):
-            batch = load_images(frames[chosen])
-        else:
-            shown = [frames[at] for at in chosen]
-            files = [frame for frame in shown if isinstance(frame, str | os.PathLike)]
-            if len(files) > 1 and sum(map(pixels_of, files)) > max_pixels():
-                return [], (
-                    f"the {len(files)} frames that would be judged have more than {max_pixels()} pixels "
-                    "together; judge fewer, shrink them, or raise the environment variable "
-                    "VISALIGN_MAX_PIXELS if you have the memory"
-                )
-            batch = load_images(shown)
-        for at, reason in zip(chosen, batch.reasons, strict=True):
-            if reason is not None:
-                return [], reason if is_animated else f"frame {at}: {reason}"
-        read = [image for _, image in batch.readable()]
-        sizes = sorted({tuple(image.shape[1:]) for image in read})
-        if len(sizes) > 1:
-            listed = ", ".join(f"{height}×{width}" for height, width in sizes)
-            raise ValueError(f"{where} has frames of the sizes {listed}; the frames of a clip have one size.")
-        return read, None
+        return [(2 * k + 1) * length // (2 * n) for k in range(n)]
 
     def _averaged(self, scores: Scores | None, rows: list[int], reasons: list[str | None]) -> Scores:
         """Scores of clips from those of frames; `rows` says whose frame each is."""
@@ -163,33 +128,3 @@ class Frames:
         parts = {"frames": count.float(), "lowest": end("amin"), "highest": end("amax")}
         own = {f"{self.reward.name}.{name}": mean(part) for name, part in scores.parts.items()}
         return make_scores(mean(scores.value), reasons, self.unit, parts=parts | own)
-
-
-def _listed(name: str, images: Any) -> list[Any]:
-    """Clips one by one."""
-    if isinstance(images, Image.Image | str | bytes) or not isinstance(
-        images, Sequence | Tensor | np.ndarray
-    ):
-        raise TypeError(
-            f"{name}: images is a {type(images).__name__}; give a list of clips, each a list of pictures or "
-            "an array [F, H, W, 3]."
-        )
-    if isinstance(images, Tensor | np.ndarray) and images.ndim not in (4, 5):
-        raise ValueError(
-            f"{name}: images has shape {tuple(images.shape)}; give clips [B, F, 3, H, W] or pictures "
-            "[B, 3, H, W]."
-        )
-    return list(images)
-
-
-def _frames_of(where: str, clip: Any) -> Any:
-    """A clip's frames as `load_images` takes them."""
-    if isinstance(clip, Tensor | np.ndarray):
-        frames = clip[None] if clip.ndim == 3 else clip
-    elif isinstance(clip, Sequence) and not isinstance(clip, str | bytes):
-        frames = clip
-    else:
-        frames = [clip]
-    if len(frames) == 0:
-        raise ValueError(f"{where} is a clip of 0 frames; give at least one picture.")
-    return frames

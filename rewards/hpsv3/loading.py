@@ -13,7 +13,7 @@ from (`BASE`, of which the small files alone are fetched). Its instruction is bu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ from visalign.rewards.weights.hub import SMALL_FILES, local_folder, revision_of
 from visalign.vision.patches import smart_resize as _smart_resize
 
 from .head import RanknetHead
-from .model import CLAMP, HEAD_FILE, REWARD_TOKEN, HPSv3Model, add_reward_token
+from .model import CLAMP, HEAD_FILE, REWARD_TOKEN, HPSv3Model, add_reward_tokens
 from .published import PUBLISHED_TEMPLATE
 
 PIXELS = 448 * 448
@@ -167,29 +167,52 @@ def published_engine(
             f"{folder} holds no config.json; give as base the model that the weights were trained from "
             "(folder or hub id), whose config and processor they need."
         )
-    source = find_model(base or own or "", SMALL_FILES)
-    processor = load_processor(source)
     state = read_tensors(file, "model" if file.suffix in (".pt", ".pth") else None, optional=True)
     found = {key: state.pop(key) for key in list(state) if key.startswith(heads)}
-    placing = {name: options.pop(name) for name in PLACING if name in options}
-    model = _backbone(source, _renamed(state), placing_options(dtype, device, **placing))
     options = {"min_pixels": PIXELS, "max_pixels": PIXELS, **settings.rest.get("pixels", {}), **options}
-    options.setdefault("positions", settings.positions or "1d")
-    engine = VisionLanguageEngine(
-        placed(model, device, **placing),
-        processor,
-        **{"name": folder.name, "settings": settings, **options},
-    )
-    add_reward_token(engine)
-    vocabulary, place_of = len(model.get_input_embeddings().weight), engine.rows.specials[REWARD_TOKEN]
-    if place_of != vocabulary - 1:
-        raise RewardError(
-            f"The tokenizer of the base gives {REWARD_TOKEN} the id {place_of}, and in the weights it is the "
-            f"last of {vocabulary}. Give the processor of the model that they were trained from."
-        )
+    options = {"name": folder.name, "settings": settings, **options}
+    source = find_model(base or own or "", SMALL_FILES)
+    engine = engine_of_tensors(state, source, tokens=[REWARD_TOKEN], device=device, dtype=dtype, **options)
     engine.settle(fingerprint(file))
     engine.revision = revision_of(folder)
     return engine, found
+
+
+def engine_of_tensors(
+    state: Mapping[str, Tensor],
+    source: Path,
+    *,
+    tokens: Sequence[str],
+    device: str | torch.device,
+    dtype: torch.dtype,
+    settings: JudgeSettings,
+    **options: Any,
+) -> VisionLanguageEngine:
+    """A model with these weights, under the names of transformers 4 or 5, in whose vocabulary the reward
+    `tokens` are the last; config and processor from the folder `source`, positions plain unless told.
+
+    Raises:
+        RewardError: weights of another model, an `adapter`, or a tokenizer with other ids for the tokens.
+    """
+    if options.pop("adapter", None) is not None:
+        raise RewardError(
+            "A published file of weights takes no adapter; give a folder of HPSv3Model.save_pretrained, or "
+            "leave adapter out."
+        )
+    processor = load_processor(source)
+    placing = {name: options.pop(name) for name in PLACING if name in options}
+    model = _backbone(source, _renamed(state), placing_options(dtype, device, **placing))
+    options.setdefault("positions", settings.positions or "1d")
+    engine = VisionLanguageEngine(placed(model, device, **placing), processor, settings=settings, **options)
+    add_reward_tokens(engine, tokens)
+    vocabulary, places = len(model.get_input_embeddings().weight), [engine.rows.specials[t] for t in tokens]
+    if places != list(range(vocabulary - len(tokens), vocabulary)):
+        raise RewardError(
+            f"The tokenizer of the base gives {', '.join(tokens)} the id {', '.join(map(str, places))}, and "
+            f"in the weights it is the last of {vocabulary}. Give the processor of the model that they were "
+            "trained from."
+        )
+    return engine
 
 
 def _backbone(source: str | Path, state: dict[str, Tensor], options: dict[str, Any]) -> Any:

@@ -115,7 +115,7 @@ class HPSv3Model(nn.Module):
         """Give the tokenizer its reward token, and the model a row for it, where they are missing; its
         embedding is the mean of all others when None.
         """
-        missing = add_reward_token(self.engine)
+        missing = add_reward_tokens(self.engine, [REWARD_TOKEN])
         tokenizer = self.engine.processor.tokenizer
         model: Any = self.engine.model
         place = tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
@@ -201,13 +201,13 @@ class HPSv3Model(nn.Module):
         (folder / HEAD_FILE).chmod((folder / "judge.json").stat().st_mode)
 
 
-def add_reward_token(engine: VisionLanguageEngine) -> bool:
-    """Give the tokenizer its reward token; whether it was missing."""
+def add_reward_tokens(engine: VisionLanguageEngine, tokens: Sequence[str]) -> bool:
+    """Give the tokenizer its reward tokens, in their order; whether one was missing."""
     from transformers import AddedToken
 
-    missing = REWARD_TOKEN not in engine.rows.specials
+    missing = [token for token in tokens if token not in engine.rows.specials]
     if missing:
-        token = AddedToken(REWARD_TOKEN, special=True, normalized=False)
-        engine.processor.tokenizer.add_tokens([token], special_tokens=True)
+        added = [AddedToken(token, special=True, normalized=False) for token in missing]
+        engine.processor.tokenizer.add_tokens(added, special_tokens=True)
         engine.rows.refresh()
-    return missing
+    return bool(missing)

@@ -121,7 +121,7 @@ _WITHOUT = (
     *("vqa_score", "soft_tifa"),
     *("clip_score", "pick_score", "hps_v2", "laion_aesthetic", "image_reward", "ict", "hp", "ict_hp"),
     *("brightness", "contrast", "saturation", "colourfulness", "edge_density", "sharpness", "jpeg_size"),
-    *("yes_no_server", "rubric", "mps", "iqa", "vendi_gain", "frechet_gain"),
+    *("yes_no_server", "rubric", "mps", "iqa", "vendi_gain", "frechet_gain", "video_align"),
 )
 
 DEVIATIONS: dict[str, Deviation] = {

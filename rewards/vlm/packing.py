@@ -86,14 +86,13 @@ def _split(rows: Sequence[TokenRow], members: Sequence[int], image_token: int) -
         ids = rows[number].ids
         common = _common(ids, rows[open_rows[0]].ids) if open_rows else len(ids)
         # the last token is the row's own, so that it has a place to be read at
-        common = min(common, shared) if open_rows else len(ids) - 1
-        common = min(common, rows[number].mark)
+        common = min(common, shared, len(ids) - 1) if open_rows else len(ids) - 1
         size = common + sum(len(rows[one].ids) - common for one in [*open_rows, number])
         if open_rows and (
             common < max(SHORTEST, _pictures_end(ids, image_token)) or size > max(PACK, 2 * len(ids))
         ):
             yield _close(rows, open_rows, shared)
-            open_rows, common = [], min(len(ids) - 1, rows[number].mark)
+            open_rows, common = [], len(ids) - 1
         open_rows.append(number)
         shared = common
     if open_rows:
@@ -145,9 +144,8 @@ def collate(packs: Sequence[Pack], image_token: int, pad: int, merge: int) -> Ba
         along = _positions(pack, image_token, merge)
         steps.append(along[:, : pack.shared])
         for part, row in enumerate(pack.rows, 1):
-            start = len(tokens) - pack.shared if row.mark >= pack.shared else 0
-            marks.append((place, row.mark + start))
             tokens += row.ids[pack.shared :]
+            marks.append((place, len(tokens) - 1))
             parts += [part] * (len(row.ids) - pack.shared)
             steps.append(along[:, pack.shared : len(row.ids)])
         numbers += pack.numbers

@@ -2,6 +2,9 @@
 """Requests to a vision-language model: pictures measured in tokens as its family takes them in, prompts
 turned into token ids.
 
+A clip [F, 3, H, W] may stand in a picture's slot: its features take the places of the tokens, so that the
+model reads what it reads behind its own video token.
+
 No user can write a special token: a prompt that spells one out is taken apart or refused.
 """
 
@@ -36,7 +39,7 @@ class SeenPicture:
     tokens: int = field(compare=False)
     """Places that it takes in the prompt."""
     pixels: Tensor = field(compare=False, repr=False)
-    """uint8 [3, H, W]."""
+    """uint8 [3, H, W], or [F, 3, H, W] of a clip."""
 
 
 class PictureEncoder(Protocol):
@@ -46,7 +49,7 @@ class PictureEncoder(Protocol):
     """Patches that become one token, on each side; 0 where positions know no grid."""
 
     def measure(self, pixels: Tensor) -> SeenPicture:
-        """A picture's size in tokens; ValueError with the reason where the model cannot take it."""
+        """A picture's or clip's size in tokens; ValueError with the reason where the model cannot take it."""
         ...
 
     def features(self, trunk: Any, shown: Sequence[SeenPicture]) -> list[PictureFeatures]:
@@ -68,7 +71,7 @@ class PatchEncoder:
         self.merge = self.cutter.merge
 
     def measure(self, pixels: Tensor) -> SeenPicture:
-        grid = self.cutter.grid(pixels.shape[1], pixels.shape[2])
+        grid = self.cutter.grid(*pixels.shape[-2:], frames=len(pixels) if pixels.ndim == 4 else 1)
         return SeenPicture(pixel_digest(pixels), grid, self.cutter.tokens(grid), pixels)
 
     def features(self, trunk: Any, shown: Sequence[SeenPicture]) -> list[PictureFeatures]:
@@ -88,6 +91,8 @@ class TileEncoder:
         self._images, self._length = processor.image_processor, int(processor.image_seq_length)
 
     def measure(self, pixels: Tensor) -> SeenPicture:
+        if pixels.ndim != 3:
+            raise RewardError("A model that cuts pictures into tiles takes no clip; give a Qwen2-VL.")
         tiles = self._images.get_number_of_image_patches(*pixels.shape[1:], {"crop_to_patches": True})
         return SeenPicture(pixel_digest(pixels), (int(tiles), 1, 1), int(tiles) * self._length, pixels)
 
@@ -134,7 +139,7 @@ class Query:
     """One request: pictures for the slots of a template, and what fills its names."""
 
     images: Sequence[Tensor]
-    """Each [3, H, W] float in [0, 1], or uint8."""
+    """Each [3, H, W] float in [0, 1], or uint8; [F, 3, H, W] of a clip."""
     prompt: str
     """Fills `{prompt}`."""
     fields: Mapping[str, str] = field(default_factory=dict)
@@ -145,14 +150,12 @@ class Query:
 
 @dataclass(frozen=True)
 class TokenRow:
-    """What the network reads for one request."""
+    """What the network reads for one request, up to the token whose hidden state is asked for."""
 
     ids: tuple[int, ...]
     """Tokens, with as many image tokens as the pictures take."""
     shown: tuple[SeenPicture, ...]
     """Pictures in the order of their tokens."""
-    mark: int
-    """The position whose hidden state is read."""
 
 
 class RowEncoder:
@@ -182,7 +185,7 @@ class RowEncoder:
         self, template: Template, query: Query, at: str | None, measured: dict[int, SeenPicture] | None = None
     ) -> TokenRow:
         """One request; ValueError with the reason why it cannot be judged, RewardError where the template
-        does not fit. `at` is the token whose place is read, None the last one; `measured` holds pictures
+        does not fit. `at` is the token at which the row ends, None the last one; `measured` holds pictures
         that were met before, by the id of their tensor, and is filled here.
         """
         if len(query.images) != template.images:
@@ -205,7 +208,8 @@ class RowEncoder:
                 f"prompt and pictures take {len(ids)} tokens; the model reads at most {self.longest}: "
                 "shorten the prompt or shrink the pictures"
             )
-        return TokenRow(tuple(ids), shown, len(ids) - 1 if at is None else self._place(ids, at, template))
+        end = len(ids) - 1 if at is None else self._place(ids, at, template)
+        return TokenRow(tuple(ids[: end + 1]), shown)
 
     def word_ids(self, words: Sequence[str], *, skip_missing: bool = False) -> list[int]:
         """The ids of words (blanks included) that are one token each, without repeats; `skip_missing` leaves
@@ -289,11 +293,16 @@ class RowEncoder:
                 f"The template {template.name!r} holds {token} {len(places)} times; a judge reads at exactly "
                 "one."
             )
+        if self.image_token in ids[places[0] :]:
+            raise RewardError(
+                f"The template {template.name!r} shows a picture behind {token}, where it is not seen any "
+                "more. Write the pictures first."
+            )
         return places[0]
 
 
 def _levels(image: Tensor) -> Tensor:
-    """uint8 [3, H, W] on the CPU."""
+    """uint8 on the CPU."""
     if image.dtype == torch.uint8:
         return image.cpu()
     return image.detach().cpu().float().mul(255).round().clamp(0, 255).to(torch.uint8)

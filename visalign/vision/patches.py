@@ -26,7 +26,7 @@ class PatchCutter:
     merge: int
     """Patches that become one token, on each side."""
     frames: int
-    """Times that a still picture is repeated."""
+    """Moments of a patch; a still picture is repeated so often."""
     min_pixels: int
     """Of the resized picture."""
     max_pixels: int
@@ -68,34 +68,49 @@ class PatchCutter:
         """For the identity of a judge."""
         return asdict(self)
 
-    def grid(self, height: int, width: int) -> tuple[int, int, int]:
-        """(1, rows, columns) of patches of a picture."""
+    def grid(self, height: int, width: int, *, frames: int = 1) -> tuple[int, int, int]:
+        """(moments, rows, columns) of patches of a picture, or of a clip."""
         tall, wide = smart_resize(height, width, self.patch * self.merge, self.min_pixels, self.max_pixels)
-        return 1, tall // self.patch, wide // self.patch
+        return math.ceil(frames / self.frames), tall // self.patch, wide // self.patch
 
     def tokens(self, grid: tuple[int, int, int]) -> int:
         """Places that a picture takes in the prompt."""
         return grid[0] * grid[1] * grid[2] // self.merge**2
 
     def levels(self, pixels: Tensor) -> Tensor:
-        """A picture uint8 [3, H, W] resized: float32 [3, h, w] of whole numbers from 0 to 255."""
-        _, rows, columns = self.grid(pixels.shape[1], pixels.shape[2])
+        """Pictures uint8 [*, 3, H, W] resized: float32 [*, 3, h, w] of whole numbers from 0 to 255."""
+        _, rows, columns = self.grid(*pixels.shape[-2:])
         size = (rows * self.patch, columns * self.patch)
-        if tuple(pixels.shape[1:]) == size:
+        if tuple(pixels.shape[-2:]) == size:
             return pixels.float()
-        return resize_like_pil(pixels[None].float(), size, self.resample)[0]
+        shape = (*pixels.shape[:-2], *size)
+        return resize_like_pil(pixels.float().reshape(-1, *pixels.shape[-3:]), size, self.resample).view(
+            shape
+        )
 
     def cut(self, pixels: Tensor) -> Tensor:
-        """Patches [rows · columns, 3 · frames · patch²] float32 of a picture uint8 [3, H, W]; those of one
-        token stand together."""
+        """Patches [moments · rows · columns, 3 · frames · patch²] float32 of a picture uint8 [3, H, W] or a
+        clip [F, 3, H, W], whose last frame is repeated where a moment lacks one; those of one token stand
+        together.
+        """
         mean, std = (torch.tensor(of, device=pixels.device).view(3, 1, 1) for of in (self.mean, self.std))
         image = (self.levels(pixels) / 255 - mean) / std
+        if image.ndim == 3:
+            image = image[None].expand(self.frames, -1, -1, -1)
+        elif short := -len(image) % self.frames:
+            image = torch.cat([image, image[-1:].expand(short, -1, -1, -1)])
         side, merge = self.patch, self.merge
-        rows, columns = image.shape[1] // side, image.shape[2] // side
-        parts = image.reshape(3, rows // merge, merge, side, columns // merge, merge, side)
-        parts = parts.permute(1, 4, 2, 5, 0, 3, 6)  # [rows, columns, row, column in a token, 3, side, side]
-        parts = parts.unsqueeze(5).expand(*[-1] * 5, self.frames, -1, -1)
-        return parts.reshape(rows * columns, 3 * self.frames * side * side)
+        moments, rows, columns = (
+            len(image) // self.frames,
+            image.shape[2] // side,
+            image.shape[3] // side,
+        )
+        parts = image.reshape(
+            moments, self.frames, 3, rows // merge, merge, side, columns // merge, merge, side
+        )
+        # [moment, rows, columns, row, column in a token, 3, frame, side, side]
+        parts = parts.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
+        return parts.reshape(moments * rows * columns, 3 * self.frames * side * side)
 
 
 def smart_resize(

@@ -32,8 +32,9 @@ def rotary_positions(
 ) -> tuple[Tensor, Tensor]:
     """Positions of tokens on three axes.
 
-    Text moves on by one on all axes at once. A picture of r × c tokens that begins at position s has the axes
-    (s, s + its row, s + its column), and the text behind it goes on at s + max(r, c).
+    Text moves on by one on all axes at once. A clip of t × r × c tokens (a picture has t = 1) that begins at
+    position s has the axes (s + its moment, s + its row, s + its column), and the text behind it goes on at
+    s + max(t, r, c), as Qwen2-VL counts; its successors space moments by seconds.
 
     Args:
         places: bool [b, S], True for the tokens that stand for pictures.
@@ -57,7 +58,7 @@ def rotary_positions(
             frames, rows, columns = picture.grid[0], picture.grid[1] // merge, picture.grid[2] // merge
             grid = torch.cartesian_prod(*(torch.arange(n) for n in (frames, rows, columns)))
             parts += [_steps(text, start), grid.T + start + text]
-            start += text + max(rows, columns)
+            start += text + max(frames, rows, columns)
             done += text + picture.tokens
             used += picture.tokens
         parts.append(_steps(len(real) - done, start))

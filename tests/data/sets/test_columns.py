@@ -116,6 +116,13 @@ def test_other_separators_are_seen(tmp_path: Path, sign: str) -> None:
     assert [row for _, row in read_rows(tmp_path / "a.csv")] == [{"image": "a, b.png", "mos": "1"}]
 
 
+@pytest.mark.parametrize("has_pictures", [True, False])
+def test_another_separator_is_said_to_be_none(tmp_path: Path, has_pictures: bool) -> None:
+    (tmp_path / "a.csv").write_text("prompt^image_left^image_right^label\na^1^2^left\n")
+    with pytest.raises(UserError, match=r"There is one column; those of a CSV are parted by , ; \| or tabs"):
+        load_preferences(tmp_path / "a.csv", columns=Columns(has_pictures=has_pictures))
+
+
 def test_a_set_without_pictures_is_read_where_none_is_opened(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("label,m_left,m_right\nleft,1,0\nright,1,2\n")
     with pytest.raises(UserError, match="lacks the columns 'prompt', 'image_left', 'image_right'"):

@@ -78,6 +78,14 @@ def test_two_clusters_give_no_jackknife() -> None:
     assert math.isnan(jackknife_interval(1.0, np.ones(10)).high), "a perfect order says nothing of its error"
 
 
+def test_a_perfect_fit_says_nothing_of_its_error() -> None:
+    x = np.arange(12.0)
+    report = evaluate_quality(records(x, None), from_values("a", "x", x), IntervalSettings(resamples=100))
+    for name in ("srcc", "plcc_logistic5"):
+        found = report["correlations"][name]
+        assert found["estimate"] == pytest.approx(1) and found["low"] is None and found["high"] is None
+
+
 @pytest.mark.slow
 def test_a_fit_of_30_pictures_is_fitted_in_each_resample() -> None:
     mos, x, _, _ = ratings(10**6, 4_000, 1)

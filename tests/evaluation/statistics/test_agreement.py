@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from visalign.evaluation.statistics.agreement import (
     POLICIES,
@@ -18,6 +19,7 @@ from visalign.evaluation.statistics.agreement import (
 from visalign.evaluation.statistics.generator_control import bradley_terry, generator_control
 from visalign.evaluation.statistics.intervals import (
     RatioTable,
+    clustered_wilson,
     interval,
     resample_weights,
 )
@@ -105,6 +107,33 @@ def test_the_interval_of_a_share_covers_it_as_often_as_it_says() -> None:
         found = table.intervals(generator=torch.Generator().manual_seed(trial), resamples=400)["share"]
         hits += found.low <= 0.7 <= found.high
     assert 0.90 <= hits / 200 <= 0.99
+
+
+def test_a_share_has_wilsons_interval_at_the_size_that_its_prompts_are_worth() -> None:
+    rng = np.random.default_rng(1)
+    index = np.arange(48) // 4
+    right = (rng.random(48) < rng.beta(2, 1, 12)[index]).astype(float)
+    table = RatioTable(index, 12)
+    table.add("share", right, np.ones(48))
+    table.add("half", 0.5 + 0 * right, np.ones(48))
+    table.add("all", 1 + 0 * right, np.ones(48))
+    table.add("beyond", 1.5 * right, np.ones(48))
+    table.add("other", right, np.ones(48), share=False)
+    found = table.intervals(generator=torch.Generator().manual_seed(0), resamples=400)
+    p, sums = right.mean(), (right - right.mean()).reshape(12, 4).sum(1)
+    size = p * (1 - p) / (12 / 11 * (sums @ sums) / 48**2)
+    t = stats.t.ppf(0.975, 11)
+    for end in (
+        found["share"].low,
+        found["share"].high,
+    ):  # Wilson's: (p̂ − p)² = t² p (1 − p) / n at both ends
+        assert (p - end) ** 2 == pytest.approx(t**2 * end * (1 - end) / size, rel=1e-9)
+    own = clustered_wilson(right, index)
+    assert (own.low, own.high) == pytest.approx((found["share"].low, found["share"].high), rel=1e-9)
+    assert (found["half"].low, found["half"].high) == (0.5, 0.5)
+    assert found["all"].high == 1 and found["all"].low == pytest.approx(12 / (12 + t**2))
+    assert found["beyond"].high > 1.2, "percentiles: what can be more than all is no share"
+    assert (found["other"].low, found["other"].high) != (found["share"].low, found["share"].high)
 
 
 def test_one_cluster_or_mostly_undefined_draws_give_no_interval() -> None:

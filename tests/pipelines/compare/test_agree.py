@@ -171,6 +171,25 @@ def test_bad_sets_are_refused_by_message(tmp_path: Path) -> None:
         agree_rewards(rows, {"a": Brightness()})
 
 
+def test_scores_of_several_rewards_as_score_writes_them(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for level in range(6):
+        Image.new("RGB", (8, 8), (9, 40 * level, 9 + 7 * (level % 3))).save(tmp_path / f"{level}.png")
+    names = [word for name in ("saturation", "brightness") for word in ("-r", name)]
+    assert CliRunner().invoke(app, ["score", ".", *names, "-o", "long.csv"]).exit_code == 0
+    asked = CliRunner().invoke(app, ["agree", ".", *names, "-p", "x", "--json"])
+    columns = ["-s" if word == "-r" else word for word in names]
+    read = CliRunner().invoke(app, ["agree", "long.csv", *columns, "--json"])
+    assert read.exit_code == 0, read.output
+    wanted, found = (json.loads(result.stdout)["pairs"][0] for result in (asked, read))
+    assert found["images"] == 6 and found["overall"] == wanted["overall"]
+    with pytest.warns(UserWarning, match="6 of 12 rows name a picture again, which counts once"):
+        again = CliRunner().invoke(app, ["agree", "long.csv", *names, "--json"])
+    assert json.loads(again.stdout)["set"]["images"] == 6
+    wrong = CliRunner().invoke(app, ["agree", "long.csv", "-s", "contrast"])
+    assert wrong.exit_code == 2 and "has no column 'contrast'" in wrong.output
+
+
 def test_the_command_reads_tables_of_pairs_folders_and_resumes(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "pairs.jsonl", list(shapes_pairs(6).pairs))

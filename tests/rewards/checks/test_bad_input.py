@@ -43,7 +43,7 @@ ELSEWHERE = {
     *("shapes_verifier", "laion_aesthetic", "image_reward", "heie", "geneval", "ocr", "lora_ensemble"),
     *("calibrated", "remote", "unified_reward", "unified_reward_pairs", "lift", "deepseek_grm"),
     *("yes_no_server", "soft_tifa", "edit_score", "edit_reward", "rational_rewards", "rubric"),
-    *("q_align", "mps", "iqa", "frames"),
+    *("q_align", "mps", "iqa", "frames", "video_align"),
     *("vendi_gain", "frechet_gain"),
 }
 """Judges of records and of sets, and those that need more than an option: tests of their own hold them to the

@@ -107,6 +107,7 @@ def test_catalogue_names_load_lazily():
         "remote",
         "calibrated",
         "frames",
+        "video_align",
         "jpeg_size",
         "sharpness",
         "hpsv3",

@@ -43,13 +43,13 @@ def test_the_score_is_the_head_at_the_reward_token(shared) -> None:
         encoded = shared.encode([picture], [prompt]).rows[0]
         token = shared.engine.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
         ids = torch.tensor([encoded.ids])
-        assert encoded.ids.count(token) == 1 and encoded.ids[encoded.mark] == token
+        assert encoded.ids.count(token) == 1 and encoded.ids[-1] == token
         embeds = model.get_input_embeddings()(ids).clone()
         patches = shared.engine.network.pictures.cutter.cut(encoded.shown[0].pixels)  # type: ignore[attr-defined]
         seen = model.model.visual(patches, torch.tensor([encoded.shown[0].grid])).pooler_output
         embeds[ids == shared.engine.network.image_token] = seen
         hidden = model.model.language_model(inputs_embeds=embeds).last_hidden_state
-        mean, raw = shared.head(hidden[0, encoded.mark])
+        mean, raw = shared.head(hidden[0, -1])
         torch.testing.assert_close(scores.value[row], mean, rtol=1e-5, atol=1e-5)
         assert scores.std is not None
         torch.testing.assert_close(scores.std[row], soft_clamp(raw).exp(), rtol=1e-5, atol=1e-5)
@@ -75,7 +75,7 @@ def test_a_typed_reward_token_is_escaped(shared) -> None:
     batch = shared.encode([PICTURES[0]], [typed])
     token = shared.engine.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
     assert batch.reasons == [None] and batch.rows[0].ids.count(token) == 1
-    assert batch.rows[0].mark > len(batch.rows[0].ids) - 20
+    assert batch.rows[0].ids[-1] == token and len(batch.rows[0].ids) > 20
     assert HPSv3(shared).score([PICTURES[0]], [typed]).valid.all()
 
 

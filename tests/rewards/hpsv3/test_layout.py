@@ -71,6 +71,12 @@ def test_the_published_layout(tmp_path) -> None:
         torch.testing.assert_close(again.score(PICTURES, PROMPTS).value, scores.value)
 
 
+def test_a_published_file_takes_no_adapter(tmp_path) -> None:
+    file, _ = published(tmp_path)
+    with pytest.raises(RewardError, match="A published file of weights takes no adapter"):
+        HPSv3.from_pretrained(file, base=tmp_path / "base", adapter=tmp_path)
+
+
 def test_config_and_processor_come_from_the_base_of_the_published_model(tmp_path, monkeypatch) -> None:
     file, _ = published(tmp_path)
     log = hub(monkeypatch, {"Qwen/Qwen2-VL-7B-Instruct": tmp_path / "base"})

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from tests.support.judges.official import FROZEN, JUDGES, QUESTIONS, SOURCE, pictures, prompts_of
+from tests.support.judges.official import FROZEN, JUDGES, QUESTIONS, SOURCE, clips, pictures, prompts_of
 
 TOLERANCE = 1e-5
 
@@ -17,7 +17,8 @@ TOLERANCE = 1e-5
 def test_scores_are_the_official_ones(name, tmp_path):
     judge, official = JUDGES[name](tmp_path)
     frozen = torch.tensor(json.loads(FROZEN.read_text())[name], dtype=torch.float64)
-    found = judge.score(pictures(), prompts_of(name), [{"source": SOURCE, "vqa_list": QUESTIONS}] * 4)
+    shown = clips() if getattr(judge, "takes_clips", False) else pictures()
+    found = judge.score(shown, prompts_of(name), [{"source": SOURCE, "vqa_list": QUESTIONS}] * 4)
     assert found.valid.all(), found.reason
     with torch.no_grad():
         now = official().double()

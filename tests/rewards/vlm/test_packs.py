@@ -14,10 +14,9 @@ def shown(digest: str, grid: tuple[int, int, int] = (1, 4, 6)) -> SeenPicture:
     return SeenPicture(digest, grid, grid[1] * grid[2] // MERGE**2, torch.zeros(3, 1, 1))
 
 
-def row(digest: str, tail: list[int], *, mark: int | None = None) -> TokenRow:
+def row(digest: str, tail: list[int]) -> TokenRow:
     picture = shown(digest)
-    ids = (1, 2, *[IMAGE] * picture.tokens, 3, 3, *tail)
-    return TokenRow(ids, (picture,), len(ids) - 1 if mark is None else mark)
+    return TokenRow((1, 2, *[IMAGE] * picture.tokens, 3, 3, *tail), (picture,))
 
 
 ROWS = [row("a", [7, 8, 9]), row("b", [7]), row("a", [7, 8, 10, 11]), row("a", [6]), row("a", [7, 8, 9, 9])]
@@ -42,15 +41,15 @@ def test_a_row_that_is_the_beginning_of_another_keeps_its_last_token() -> None:
 
 
 def test_pictures_stand_in_the_beginning_alone() -> None:
-    early = TokenRow((9, *ROWS[0].ids), ROWS[0].shown, len(ROWS[0].ids))
+    early = TokenRow((9, *ROWS[0].ids), ROWS[0].shown)
     assert len(pack_rows([ROWS[0], early], IMAGE)) == 2
 
 
 def test_rows_that_differ_between_their_pictures_do_not_share() -> None:
     two = (shown("a"), shown("b"))
-    rows = [TokenRow((*[1] * 9, *[IMAGE] * 6, word, *[IMAGE] * 6, 3, 4), two, 23) for word in (7, 8)]
+    rows = [TokenRow((*[1] * 9, *[IMAGE] * 6, word, *[IMAGE] * 6, 3, 4), two) for word in (7, 8)]
     assert len(pack_rows(rows, IMAGE)) == 2
-    same = [TokenRow((*rows[0].ids[:-1], word), two, 23) for word in (4, 6)]
+    same = [TokenRow((*rows[0].ids[:-1], word), two) for word in (4, 6)]
     assert [pack.shared for pack in pack_rows(same, IMAGE)] == [23]
 
 
@@ -71,13 +70,6 @@ def test_marked_places_positions_and_segments() -> None:
         assert torch.equal(mask == 0, seen)
     assert batch.mask.sum() == sum(pack.length for pack in packs)
     assert int(batch.places.sum()) == 6 + 6
-
-
-def test_an_early_mark_is_read_in_its_own_part() -> None:
-    rows = [row("a", [7, 8, 9], mark=11), row("a", [7, 8, 10], mark=11)]
-    pack = pack_rows(rows, IMAGE)[0]
-    batch = collate([pack], IMAGE, 0, MERGE)
-    assert pack.shared <= 11 and [int(batch.ids[p, at]) for p, at in batch.marks.tolist()] == [8, 8]
 
 
 def test_plain_positions_count_tokens() -> None:

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -57,6 +58,19 @@ def pictures() -> list[Image.Image]:
     """Noise of other sizes each; numpy's generator is the same everywhere."""
     random = np.random.default_rng(7)
     return [Image.fromarray(random.integers(0, 256, (*shape, 3), dtype=np.uint8)) for shape in SHAPES]
+
+
+RATE = 4.0
+"""Frames a second that the clips show."""
+
+
+def clips() -> list[np.ndarray]:
+    """Of 5, 9, 20 and 37 frames, uint8 [F, H, W, 3] each."""
+    random = np.random.default_rng(8)
+    return [
+        random.integers(0, 256, (length, *shape, 3), dtype=np.uint8)
+        for length, shape in zip((5, 9, 20, 37), SHAPES, strict=True)
+    ]
 
 
 def weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
@@ -355,6 +369,105 @@ def hpsv3(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     return HPSv3(folder / "hpsv3" / "HPSv3.safetensors", base=base, **PIXELS), official
 
 
+def video_align(folder: Path, *, saved: str = "whole") -> tuple[Any, Callable[[], Tensor]]:
+    """The released forward on transformers' and peft's own classes: two frames a second, resized by
+    torchvision, a video's tokens, plain positions, the head at three tokens, the sum in deviations.
+
+    Args:
+        folder: is filled.
+        saved: "whole", as published, or "apart": the LoRA alone, and what was trained beside it.
+    """
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file, save_file
+
+    from visalign.rewards.hpsv3.video_align import TEMPLATE as QUESTION
+    from visalign.rewards.hpsv3.video_align import TOKENS, VideoAlign
+
+    base, checkpoint = folder / "base", folder / "VideoReward" / "checkpoint-20"
+    _, processor = _seeing(base, 16)
+    processor.tokenizer.add_special_tokens({"additional_special_tokens": list(TOKENS)})
+    places = processor.tokenizer.convert_tokens_to_ids(list(TOKENS))
+    model: Any = tiny_seeing_model(vocab_size=places[-1] + 1, max_position_embeddings=8192)
+    names = [n for n, m in model.model.language_model.named_modules() if isinstance(m, nn.Linear)]
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=[f"model.language_model.{name}" for name in names])
+    with warnings.catch_warnings():  # peft 0.18 reads a property that transformers 5.23 has renamed
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        wrapped: Any = get_peft_model(model, lora)
+    state = weights({key: tuple(value.shape) for key, value in wrapped.state_dict().items()}, 17)
+    state |= {key: 0.2 * held for key, held in state.items() if ".lora_" in key}
+    embeddings = "base_model.model.model.language_model.embed_tokens.weight"
+    state["base_model.model.lm_head.weight"] = state[embeddings]
+    wrapped.load_state_dict(state)
+    head = weights({"rm_head.weight": (1, 32)}, 18)["rm_head.weight"]
+    checkpoint.mkdir(parents=True)
+    old = {
+        key.replace("model.model.visual.", "model.visual.").replace("model.language_model.", "model."): held
+        for key, held in (state | {"base_model.model.rm_head.weight": head}).items()
+    }
+    if saved == "whole":
+        torch.save({key: held.clone() for key, held in old.items()}, checkpoint / "model.pth")
+    else:
+        low = {key.replace(".default.", "."): held for key, held in old.items() if ".lora_" in key}
+        save_file(low, checkpoint / "adapter_model.safetensors")
+        beside = {k: held for k, held in old.items() if ".lora_" not in k and ".base_layer." not in k}
+        torch.save(beside, checkpoint / "non_lora_state_dict.pth")
+        plain = {
+            key.removeprefix("base_model.model.").replace(".base_layer.", "."): held
+            for key, held in old.items()
+            if ".base_layer." in key
+        }
+        save_file(load_file(base / "model.safetensors") | plain, base / "model.safetensors")
+    normal = {"VQ_mean": 3.7, "VQ_std": 2.2, "MQ_mean": 1.2, "MQ_std": 1.4, "TA_mean": 2.8, "TA_std": 2.5}
+    told = {
+        "data_config": {"eval_dim": ["VQ", "MQ", "TA"], "prompt_template_type": "detailed_special"},
+        "model_config": {"use_special_tokens": True, "output_dim": 1, "reward_token": "special"},
+        "peft_lora_config": {"lora_r": 4, "lora_alpha": 8, "use_rslora": False},
+        "inference_config": normal,
+    }
+    told["data_config"] |= {"fps": 2.0, "max_frame_pixels": 2048, "sample_type": "uniform"}
+    (folder / "VideoReward" / "model_config.json").write_text(json.dumps(told))
+    text = QUESTION.messages[0]["content"][1]["text"]
+
+    def official() -> Tensor:
+        trunk, found = wrapped.eval().base_model.model.model, []
+        for clip, prompt in zip(clips(), _SPELLED, strict=True):
+            inputs = _shown(processor, text.replace("{prompt}", prompt), clip)
+            ids = inputs["input_ids"]
+            embedded = trunk.get_input_embeddings()(ids)
+            seen = trunk.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"])
+            mask = (ids == model.config.video_token_id)[..., None].expand_as(embedded)
+            embedded = embedded.masked_scatter(mask, torch.cat(list(seen.pooler_output)))
+            states = trunk.language_model(inputs_embeds=embedded, attention_mask=inputs["attention_mask"])[0]
+            said = dict(
+                zip(("VQ", "MQ", "TA"), states[0, torch.isin(ids[0], torch.tensor(places))], strict=True)
+            )
+            raw = {part: F.linear(state, head)[0] for part, state in said.items()}
+            found.append(sum((raw[p] - normal[f"{p}_mean"]) / normal[f"{p}_std"] for p in raw))
+        return torch.stack(found)
+
+    judge = VideoAlign(folder / "VideoReward", base=base, clip_fps=RATE, min_pixels=PIXELS["min_pixels"])
+    return judge, official
+
+
+def _shown(processor: Any, text: str, clip: np.ndarray) -> Any:
+    """The processor's inputs of a video, of which two frames a second are taken, four at least and an even
+    number, and resized as tensors.
+    """
+    from torchvision.transforms import InterpolationMode
+    from torchvision.transforms.functional import resize
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+    count = 2 * round(min(max(len(clip) / RATE * 2.0, 4), len(clip) // 2 * 2) / 2)
+    frames = torch.tensor(clip)[torch.linspace(0, len(clip) - 1, count).round().long()].permute(0, 3, 1, 2)
+    size = smart_resize(*clip.shape[1:3], factor=8, min_pixels=PIXELS["min_pixels"], max_pixels=2048)
+    frames = resize(frames, list(size), interpolation=InterpolationMode.BICUBIC, antialias=True)
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
+    written = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    written = written.replace("<|image_pad|>", "<|video_pad|>")
+    kept = {"do_resize": False, "do_sample_frames": False, "cap_pixels_per_frame": False}
+    return processor(text=[written], videos=[frames], videos_kwargs=kept, return_tensors="pt")
+
+
 def edit_reward(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     """The released forward once for each head: source and edit, the head at every token, read at the reward
     token, the mean of both heads' outputs; the first of them.
@@ -559,6 +672,7 @@ JUDGES = {
         "soft_tifa": soft_tifa,
         "hpsv3": hpsv3,
         "edit_reward": edit_reward,
+        "video_align": video_align,
         "mps": mps,
         "image_reward": image_reward,
         "unified_reward": partial(unified_reward, mode="aspects"),
@@ -570,7 +684,8 @@ JUDGES = {
 
 def prompts_of(name: str) -> list[str]:
     """What a judge is asked with."""
-    spelled = ("vqa_score", "soft_tifa", "hpsv3", "edit_reward", "unified_reward", "unified_reward_final")
+    spelled = ("vqa_score", "soft_tifa", "hpsv3", "edit_reward", "video_align")
+    spelled += ("unified_reward", "unified_reward_final")
     return _SPELLED if name in spelled else PROMPTS
 
 

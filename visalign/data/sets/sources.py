@@ -154,7 +154,7 @@ def _load(
     what, purpose, needed = kind
     for number, given in read_rows(path):
         row = renamed(path, given, columns.names)
-        if not splits and columns.missing(row, needed):
+        if not splits and (columns.missing(row, needed) or len(row) == 1):
             require_columns(path, row, needed, purpose=purpose)
         splits.add(row.get("split"))
         if split is not None and row.get("split") != split:

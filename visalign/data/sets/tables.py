@@ -56,6 +56,8 @@ def require_columns(path: str | Path, row: Row, needed: Iterable[str], *, purpos
     missing = [name for name in needed if name not in row]
     if missing:
         hint = suggestion(missing[0], row)
+        if len(row) == 1 and Path(path).suffix.lower() in (".csv", ".tsv"):
+            hint += "There is one column; those of a CSV are parted by , ; | or tabs. "
         raise UserError(
             f"'{path}' lacks {_names(missing)}, needed for {purpose}. {hint}Found: "
             f"{', '.join(row) or 'none'}."

@@ -124,8 +124,8 @@ def _add_control(table: RatioTable, judged: JudgedPairs, control: GeneratorContr
 
 def _add_calibration(table: RatioTable, judged: JudgedPairs) -> None:
     ones = np.ones_like(judged.prob)
-    table.add(("calibration", "nll"), nll(judged.prob, judged.label), ones)
-    table.add(("calibration", "brier"), brier(judged.prob, judged.label), ones)
+    table.add(("calibration", "nll"), nll(judged.prob, judged.label), ones, share=False)
+    table.add(("calibration", "brier"), brier(judged.prob, judged.label), ones, share=False)
 
 
 def _counts(pairs: PreferenceSet, scores: PairScores, judged: JudgedPairs) -> dict[str, Any]:

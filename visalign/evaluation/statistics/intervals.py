@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Intervals: Wilson for one proportion, and a bootstrap over clusters (prompts) for all other numbers.
+"""Intervals: Wilson for shares, and a bootstrap over clusters (prompts) for all other numbers.
 
 Two seeds of one prompt succeed or fail together, so prompts are drawn, not images, and a drawn prompt brings
 all that it has. Numbers that are asked for together see the same resamples. The ends are percentiles of the
@@ -69,26 +69,39 @@ def clustered_wilson(
 ) -> Interval:
     """Wilson's interval of a share of outcomes [N] (0 or 1) that come in clusters [N], such as prompts.
 
-    n becomes p(1-p) / v, v the variance of the mean between the K clusters, if that is less, and z becomes
-    t_{K-1}; a share of 0 or 1, which shows no variance, counts each cluster once. Where no cluster has two
+    `share_interval` with v the variance of the mean between clusters; n is its most. Where no cluster has two
     outcomes it is `wilson_interval`.
-
-    Source: Korn and Graubard, Survey Methodology 24 (1998) 193, for the effective sample size.
     """
     y = np.asarray(outcome, dtype=np.float64)
     index, clusters = cluster_index(cluster)
     n, hits = len(y), int(y.sum())
     if clusters == n or clusters < 2:
         return wilson_interval(hits, n, level=level)
-    _check_level(level)
-    p = hits / n
-    between = cluster_sums(y - p, index, clusters)[:, 0]
+    between = cluster_sums(y - hits / n, index, clusters)[:, 0]
     v = clusters / (clusters - 1) * float(between @ between) / n**2
-    size = min(float(n), p * (1 - p) / v) if v > 0 else float(clusters)
+    return share_interval(hits / n, v, clusters, level=level, most=n)
+
+
+def share_interval(
+    share: float, variance: float, clusters: int, *, level: float = 0.95, most: float = math.inf
+) -> Interval:
+    """Wilson's interval of a share p of which only the variance v between K clusters is known.
+
+    n becomes p(1-p) / v, or `most` if that is less, and z becomes t_{K-1}; a share of 0 or 1, which shows no
+    variance, counts each cluster once. Any other that shows none has ends that equal it.
+
+    Source: Korn and Graubard, Survey Methodology 24 (1998) 193, for the effective sample size.
+    """
+    _check_level(level)
+    if clusters < 2 or not math.isfinite(share):
+        return Interval(estimate=share, level=level)
+    if not variance and share not in (0.0, 1.0):
+        return Interval(estimate=share, low=share, high=share, level=level)
+    size = min(most, share * (1 - share) / variance) if variance > 0 else float(clusters)
     z2 = float(stats.t.ppf((1 - level) / 2, clusters - 1)) ** 2
-    centre = (p + z2 / (2 * size)) / (1 + z2 / size)
-    half = math.sqrt(z2) / (1 + z2 / size) * math.sqrt(p * (1 - p) / size + z2 / (4 * size**2))
-    return Interval(estimate=p, low=max(centre - half, 0.0), high=min(centre + half, 1.0), level=level)
+    centre = (share + z2 / (2 * size)) / (1 + z2 / size)
+    half = math.sqrt(z2) / (1 + z2 / size) * math.sqrt(share * (1 - share) / size + z2 / (4 * size**2))
+    return Interval(estimate=share, low=max(centre - half, 0.0), high=min(centre + half, 1.0), level=level)
 
 
 def paired_bootstrap(
@@ -128,8 +141,8 @@ def paired_bootstrap(
         return Interval(estimate=math.nan, level=level)
     _, index = np.unique(cluster_index(cluster)[0][known], return_inverse=True)
     table = RatioTable(index, int(index.max()) + 1)
-    table.add("change", change[known], np.ones(int(known.sum())))
-    return table.intervals(generator=generator, resamples=resamples, level=level, wilson=False)["change"]
+    table.add("change", change[known], np.ones(int(known.sum())), share=False)
+    return table.intervals(generator=generator, resamples=resamples, level=level)["change"]
 
 
 def cluster_index(labels: Sequence[Hashable] | NDArray) -> tuple[NDArray[np.int64], int]:
@@ -209,7 +222,8 @@ def fisher_interval(
     fit to a resample looks better than the fit to the data by as much as that looks better than the truth. s
     is the deviation of the draws' artanh times √(K/(K−1)); or, as a fit to a resample with its repetitions
     varies too little, the jackknife's √((K−1)/K Σ_c (z_c − z̄)²) of the artanh of `left_out` [K], the
-    estimates without each cluster. Ends are NaN where `interval` has none.
+    estimates without each cluster. Ends are NaN where `interval` has none, and where s is 0, as it is of a
+    perfect fit, which says nothing of its error.
 
     Source: Efron and Stein, Annals of Statistics 9 (1981) 586, for the jackknife.
     """
@@ -222,6 +236,8 @@ def fisher_interval(
         s = found.std() * math.sqrt(clusters / (clusters - 1))
     else:
         s = np.arctanh(np.clip(left_out, -most, most)).std() * math.sqrt(clusters - 1)
+    if s < 1e-12:
+        return Interval(estimate=estimate, level=level)
     half = -float(stats.t.ppf((1 - level) / 2, clusters - 1)) * s
     middle = 2 * z - np.median(found)
     low, high = np.tanh([middle - half, middle + half])
@@ -261,11 +277,16 @@ class RatioTable:
     def __init__(self, index: NDArray[np.int64], count: int) -> None:
         self._index, self._count = index, count
         self._sums: dict[Hashable, tuple[Array, Array]] = {}
+        self._others: set[Hashable] = set()
 
-    def add(self, key: Hashable, numerator: ArrayLike, denominator: ArrayLike) -> None:
-        """Sum samples: numerator [N] and denominator [N] of the ratio called `key`."""
+    def add(self, key: Hashable, numerator: ArrayLike, denominator: ArrayLike, *, share: bool = True) -> None:
+        """Sum samples: numerator [N] and denominator [N] of the ratio called `key`; `share` says that it is
+        the share of something, which has its own interval.
+        """
         both = cluster_sums(np.stack([numerator, denominator], axis=1), self._index, self._count)
         self._sums[key] = both[:, 0], both[:, 1]
+        if not share:
+            self._others.add(key)
 
     def add_macro(self, key: Hashable, numerator: ArrayLike, denominator: ArrayLike) -> None:
         """The mean over clusters of the ratio within each; those with nothing to divide by are left out."""
@@ -279,33 +300,38 @@ class RatioTable:
         generator: torch.Generator,
         resamples: int = 1_000,
         level: float = 0.95,
-        wilson: bool = True,
     ) -> dict[Hashable, Interval]:
-        """key -> ratio with its interval; a few hundred of them cost one matrix product.
+        """key -> ratio with its interval.
 
-        With `wilson`, a share of exactly 0 or 1, which no resample can move, gets Wilson's interval over
-        clusters.
+        That of a share is `share_interval`'s, as percentiles of resamples hold a share too seldom and reach
+        1 too early; one that is more than all of its denominator in some cluster, as a published way to count
+        can make it, is none. Other ratios get percentiles; a few hundred cost one matrix product.
         """
         if not self._sums:
             return {}
         tops = np.stack([top for top, _ in self._sums.values()], axis=1)
         bottoms = np.stack([bottom for _, bottom in self._sums.values()], axis=1)
-        columns = tops.shape[1]
-        draws = bootstrap(
-            np.concatenate([tops, bottoms], axis=1),
-            lambda sums: ratio(sums[:, :columns], sums[:, columns:]),
-            generator=generator,
-            resamples=resamples,
-        )
-        estimates = ratio(tops.sum(0), bottoms.sum(0))
-        clusters = (bottoms > 0).sum(0)
-        found = {}
+        estimates, clusters = ratio(tops.sum(0), bottoms.sum(0)), (bottoms > 0).sum(0)
+        said = np.array([key not in self._others for key in self._sums], dtype=bool)
+        shares = said & np.asarray(((tops >= 0) & (tops <= bottoms)).all(0), dtype=bool)
+        rest = np.flatnonzero(~shares)
+        draws = np.empty((0, 0))
+        if len(rest):
+            draws = bootstrap(
+                np.concatenate([tops[:, rest], bottoms[:, rest]], axis=1),
+                lambda sums: ratio(sums[:, : len(rest)], sums[:, len(rest) :]),
+                generator=generator,
+                resamples=resamples,
+            )
+        found: dict[Hashable, Interval] = {}
         for k, key in enumerate(self._sums):
-            estimate, own, count = float(estimates[k]), draws[:, k], int(clusters[k])
-            still = bool((own[np.isfinite(own)] == estimate).all())
-            if wilson and count > 1 and estimate in (0.0, 1.0) and still:
-                found[key] = wilson_interval(count * int(estimate), count, level=level)
+            estimate, count = float(estimates[k]), int(clusters[k])
+            if shares[k]:
+                apart = tops[:, k] - estimate * bottoms[:, k]
+                v = count / max(count - 1, 1) * float(apart @ apart) / max(bottoms[:, k].sum(), 1) ** 2
+                found[key] = share_interval(estimate, v, count, level=level)
             else:
+                own = draws[:, int(np.searchsorted(rest, k))]
                 found[key] = interval(estimate, own, count, level=level)
         return found
 

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clip intake: what a judge of clips accepts in the place of a picture, and the frames that it asks for.
+
+A clip is a sequence of pictures of one size, or an array [F, ...], in any form that `load_images` takes; an
+animated GIF, PNG or WebP (a path or a PIL image) is a clip of its frames, any other single picture one of one
+frame.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from .images import animation_length, load_animation, load_images, pixels_of
+from .memory import max_pixels
+
+
+def listed_clips(name: str, images: Any) -> list[Any]:
+    """Clips one by one, of a sequence, or an array [B, F, ...] or [B, ...]; `name` is the judge's.
+
+    Raises:
+        TypeError: no sequence of clips or pictures.
+        ValueError: an array of another number of axes.
+    """
+    if isinstance(images, Image.Image | str | bytes) or not isinstance(
+        images, Sequence | Tensor | np.ndarray
+    ):
+        raise TypeError(
+            f"{name}: images is a {type(images).__name__}; give a list of clips, each a list of pictures or "
+            "an array [F, H, W, 3]."
+        )
+    if isinstance(images, Tensor | np.ndarray) and images.ndim not in (4, 5):
+        raise ValueError(
+            f"{name}: images has shape {tuple(images.shape)}; give clips [B, F, 3, H, W] or pictures "
+            "[B, 3, H, W]."
+        )
+    return list(images)
+
+
+def read_clip(
+    where: str, clip: Any, choose: Callable[[int], Sequence[int] | str]
+) -> tuple[list[Tensor], str | None]:
+    """The frames of a clip that are judged, [3, H, W] float32 in [0, 1] each; or none of them, and why.
+
+    The frames of files that are judged, and all of an animation, may together have as many pixels as a single
+    picture.
+
+    Args:
+        where: which clip it is, for messages.
+        clip: in any form.
+        choose: from the number of its frames to the numbers of those that are judged, rising from 0; or why
+            a clip of so many frames cannot be judged.
+
+    Raises:
+        ValueError: a clip of no frames or of mixed sizes.
+    """
+    frames, length = _frames_of(where, clip), animation_length(clip)
+    is_animated, length = length > 1, max(length, len(frames))
+    chosen = choose(length)
+    if isinstance(chosen, str):
+        return [], chosen
+    if is_animated:
+        batch = load_animation(clip, chosen)
+    elif isinstance(frames, Tensor | np.ndarray):
+        batch = load_images(frames[chosen])
+    else:
+        shown = [frames[at] for at in chosen]
+        files = [frame for frame in shown if isinstance(frame, str | os.PathLike)]
+        if len(files) > 1 and sum(map(pixels_of, files)) > max_pixels():
+            return [], (
+                f"the {len(files)} frames that would be judged have more than {max_pixels()} pixels "
+                "together; judge fewer, shrink them, or raise the environment variable "
+                "VISALIGN_MAX_PIXELS if you have the memory"
+            )
+        batch = load_images(shown)
+    for at, reason in zip(chosen, batch.reasons, strict=True):
+        if reason is not None:
+            return [], reason if is_animated else f"frame {at}: {reason}"
+    read = [image for _, image in batch.readable()]
+    sizes = sorted({tuple(image.shape[1:]) for image in read})
+    if len(sizes) > 1:
+        listed = ", ".join(f"{height}×{width}" for height, width in sizes)
+        raise ValueError(f"{where} has frames of the sizes {listed}; the frames of a clip have one size.")
+    return read, None
+
+
+def _frames_of(where: str, clip: Any) -> Any:
+    """A clip's frames as `load_images` takes them."""
+    if isinstance(clip, Tensor | np.ndarray):
+        frames = clip[None] if clip.ndim == 3 else clip
+    elif isinstance(clip, Sequence) and not isinstance(clip, str | bytes):
+        frames = clip
+    else:
+        frames = [clip]
+    if len(frames) == 0:
+        raise ValueError(f"{where} is a clip of 0 frames; give at least one picture.")
+    return frames

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""VideoAlign: the published words, layouts and frames, failures; test_official has its values."""
+
+import hashlib
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.support.hub import hub
+from tests.support.judges.official import PIXELS, RATE, clips, video_align
+from tests.support.models.vision_language import save_tiny_seeing_model
+from visalign.rewards import RewardError, load_judge
+from visalign.rewards.hpsv3.video_align import (
+    BASE,
+    PARTS,
+    PUBLISHED,
+    TEMPLATE,
+    VideoAlign,
+    merged,
+    sampled_frames,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("video_align")
+    video_align(place)
+    return place
+
+
+@cache
+def judge(folder: Path, model: str = "VideoReward", **options) -> VideoAlign:
+    options = {"base": folder / "base", "clip_fps": RATE, "min_pixels": PIXELS["min_pixels"], **options}
+    found = load_judge("video_align", model=str(folder / model), **options)
+    assert isinstance(found, VideoAlign)
+    return found
+
+
+def test_the_published_words() -> None:
+    text = TEMPLATE.messages[0]["content"][1]["text"]
+    assert hashlib.sha256(text.encode()).hexdigest()[:12] == "fd7862ecb43b"
+    assert [text.count(f"<|{part}_reward|>") for part in PARTS] == [1, 1, 1]
+
+
+def test_frames_are_even_from_the_first_to_the_last() -> None:
+    assert sampled_frames(10, clip_fps=5, fps=2) == [0, 3, 6, 9]
+    assert sampled_frames(3, clip_fps=8, fps=2) == [0, 2], "of three frames there is one pair"
+    assert sampled_frames(9, clip_fps=8, fps=2, frames=5) == [0, 3, 5, 8], "halves of pairs round to even"
+    assert sampled_frames(5, clip_fps=None, fps=2, frames=8) == [0, 1, 3, 4]
+    assert len(sampled_frames(10_000, clip_fps=1, fps=2)) == 768
+    assert sampled_frames(1, clip_fps=8, fps=2) == "a clip of 1 frame shows no motion; 2 frames are needed"
+    assert 'give clip_fps, an "fps" in its record' in str(sampled_frames(9, clip_fps=None, fps=2))
+
+
+def test_parts_add_up_in_deviations_and_a_clip_stands_alone(folder) -> None:
+    shown, prompts = clips(), ["a cat", "a red dog", "a cat", "b"]
+    found = judge(folder).score(shown, prompts)
+    assert found.valid.all() and found.unit == "standard deviations"
+    assert torch.equal(found.value, found.parts["VQ"] + found.parts["MQ"] + found.parts["TA"])
+    assert found.parts["frames"].tolist() == [4, 4, 10, 18]
+    raw = judge(folder, normalise=False).score(shown, prompts)
+    normal = json.loads((folder / "VideoReward" / "model_config.json").read_text())["inference_config"]
+    for part in PARTS:
+        wanted = found.parts[part] * normal[f"{part}_std"] + normal[f"{part}_mean"]
+        torch.testing.assert_close(raw.parts[part], wanted, rtol=1e-5, atol=1e-5)
+    assert raw.unit == "logit"
+    alone = [judge(folder).score([clip], [prompt]).value for clip, prompt in zip(shown, prompts, strict=True)]
+    torch.testing.assert_close(torch.cat(alone), found.value, rtol=1e-4, atol=1e-4)
+    backwards = judge(folder).score([clip[::-1].copy() for clip in shown], prompts).value
+    assert (backwards - found.value).abs().min() > 1e-4, "the order of frames is seen"
+
+
+def test_every_form_of_a_clip_and_its_own_rate(folder, tmp_path) -> None:
+    clip = clips()[2]
+    for at, frame in enumerate(clip):
+        Image.fromarray(frame).save(tmp_path / f"{at:02}.png")
+    forms = [clip, torch.tensor(clip).permute(0, 3, 1, 2) / 255, sorted(tmp_path.glob("*.png"))]
+    found = judge(folder).score(forms, ["a"] * 3).value
+    assert found.tolist() == pytest.approx([float(found[0])] * 3, abs=1e-6)
+    told = judge(folder, clip_fps=None).score([clip] * 2, ["a"] * 2, [{"fps": 8}, {"fps": RATE}])
+    assert told.parts["frames"].tolist() == [4, 10] and told.value[1] == pytest.approx(
+        float(found[0]), abs=1e-5
+    )
+    assert judge(folder, frames=6).score([clip], ["a"]).parts["frames"].item() == 6
+    assert judge(folder, fps=1).identity != judge(folder).identity
+
+
+def test_what_cannot_be_judged_has_a_reason_and_no_score(folder) -> None:
+    clip = clips()[0]
+    broken = [*(Image.fromarray(frame) for frame in clip[:4]), folder / "none.png"]
+    long = np.zeros((4, 1, 300, 3), dtype=np.uint8)
+    given = [clip, clip[:1], broken, clip, clip, long]
+    records = [None, None, None, {"fps": "fast"}, None, None]
+    found = judge(folder).score(given, ["a", "a", "a", "a", " ", "a"], records)
+    assert found.valid.tolist() == [True] + [False] * 5 and torch.isnan(found.parts["VQ"][1:]).all()
+    for reason, wanted in zip(
+        (found.reason or [])[1:],
+        (
+            "clip of 1 frame",
+            "frame 4: no such image",
+            '"fps" of its record is',
+            "the prompt is empty",
+            "200 times",
+        ),
+        strict=True,
+    ):
+        assert wanted in str(reason)
+    unknown = judge(folder, clip_fps=None).score([clip], ["a"])
+    assert not unknown.valid.any() and "not known how many frames" in str(unknown.reason)
+    typed = judge(folder).score([clip], ["a <|VQ_reward|> <|MQ_reward|> {x}"])
+    assert typed.valid.all(), typed.reason
+    with pytest.raises(ValueError, match="1 clips and 2 prompts; give one each"):
+        judge(folder).score([clip], ["a", "b"])
+    with pytest.raises(RewardError, match="clip_fps is 0; allowed are numbers above 0"):
+        judge(folder, clip_fps=0)
+    with pytest.raises(RewardError, match="give fps or frames, not both"):
+        judge(folder, fps=1, frames=4)
+
+
+def test_a_lora_that_was_saved_alone(folder, tmp_path) -> None:
+    video_align(tmp_path, saved="apart")
+    shown, prompts = clips(), ["a cat"] * 4
+    whole, apart = (judge(place).score(shown, prompts).value for place in (folder, tmp_path))
+    torch.testing.assert_close(apart, whole, rtol=1e-5, atol=1e-5)
+    for place in ("VideoReward/checkpoint-20", "VideoReward/checkpoint-20/model.pth"):
+        assert torch.equal(judge(folder, place).score(shown[:1], ["a cat"]).value, whole[:1])
+    (tmp_path / "VideoReward" / "checkpoint-20" / "adapter_model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no model\.pth, and for a LoRA it lacks adapter_model"):
+        judge(tmp_path, frames=2).score(shown[:1], ["a"])
+
+
+def test_a_hub_id_brings_weights_and_of_its_base_the_small_files_alone(folder, monkeypatch) -> None:
+    log = hub(monkeypatch, {PUBLISHED: folder / "VideoReward", BASE: folder / "base"})
+    options = {"clip_fps": RATE, "min_pixels": PIXELS["min_pixels"]}
+    found = VideoAlign(PUBLISHED, **options).score(clips()[:1], ["a cat"])
+    assert torch.equal(found.value, judge(folder).score(clips()[:1], ["a cat"]).value)
+    assert [entry for entry in log if entry.startswith("list")] == [f"list {PUBLISHED}", f"list {BASE}"]
+    assert not any("model.safetensors" in entry for entry in log)
+
+
+def test_halves_of_a_lora_are_refused() -> None:
+    w, a, b = torch.zeros(3, 2), torch.ones(1, 2), torch.ones(3, 1)
+    names = [
+        f"base_model.model.q.{part}.weight" for part in ("base_layer", "lora_A.default", "lora_B.default")
+    ]
+    done = merged(dict(zip(names, (w, a, b), strict=True)), 2.0, torch.float32)
+    assert list(done) == ["q.weight"] and torch.equal(done["q.weight"], torch.full((3, 2), 2.0))
+    with pytest.raises(RewardError, match=r"q\.lora_B\.weight does not fit"):
+        merged({names[0]: w, names[2]: b}, 2.0, torch.float32)
+    with pytest.raises(RewardError, match=r"q\.lora_A\.weight lacks its other half"):
+        merged({names[0]: w, names[1]: a}, 2.0, torch.float32)
+
+
+def test_other_checkpoints_are_refused_by_name(folder, tmp_path) -> None:
+    shutil.copytree(folder / "VideoReward", tmp_path / "VideoReward")
+    file = tmp_path / "VideoReward" / "model_config.json"
+    told = json.loads(file.read_text())
+
+    def refused(kind: type[Exception], match: str) -> None:
+        with pytest.raises(kind, match=match):
+            judge(tmp_path, base=folder / "base").score(clips()[:1], ["a"])
+
+    del told["inference_config"]
+    file.write_text(json.dumps(told))
+    refused(RewardError, r"has no inference_config .* normalise=False")
+    assert judge(tmp_path, base=folder / "base", normalise=False).score(clips()[:1], ["a"]).valid.all()
+    told["data_config"]["prompt_template_type"] = "simple"
+    file.write_text(json.dumps(told))
+    refused(RewardError, "says prompt_template_type = 'simple'; known is 'detailed_special'")
+    file.write_text("{}")
+    refused(RewardError, r"is no config of VideoAlign \(KeyError: 'data_config'\)")
+    file.unlink()
+    refused(FileNotFoundError, r"holds model_config\.json; give the folder as it was published")
+    other = save_tiny_seeing_model(tmp_path / "other", "qwen2_5_vl")
+    with pytest.raises(RewardError, match="The weights do not fit the model"):
+        judge(folder, base=other).score(clips()[:1], ["a"])
