@@ -5,7 +5,8 @@ Source: Liu et al., "Inference-Time Scaling for Generalist Reward Modeling", arX
 pointwise scores of 1 to 10, k samples whose scores are added, and a meta reward model that keeps the k_meta
 best samples. There answers of a language model are judged; here it is a picture, by a served vision-language
 model, and the meta judge is a model that is asked whether the critique is right, its log-odds of yes being
-the meta score.
+the meta score: that is a scalar head, the difference of two rows of the vocabulary, and `visalign
+train-reward` with model.kind critique trains it by cross-entropy on which votes were right.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,6 +71,7 @@ class DeepSeekGRM(ServedJudge):
         *,
         answers: int = 8,
         k_meta: int | None = None,
+        meta: str | Path | None = None,
         meta_server: ChatServer | LocalModel | None = None,
         meta_template: Template | str | None = None,
         min_mass: float = MIN_MASS,
@@ -82,8 +85,9 @@ class DeepSeekGRM(ServedJudge):
             model: see `ServedJudge`.
             answers: K samples of each picture.
             k_meta: samples that the meta judge keeps; None asks none.
-            meta_server: of the meta judge; the judge's own when None.
-            meta_template: instead of ours, with {critique}.
+            meta: folder of a trained meta judge, loaded here and asked as it was trained.
+            meta_server: of an untrained one; the judge's own when None.
+            meta_template: its question instead of ours, with {critique}.
             min_mass: smallest probability of yes and no together that counts as the meta judge's answer.
             device: see `ServedJudge`.
             **asking: of `ServedJudge`; the temperature is 1 and a sample has 2048 tokens.
@@ -98,6 +102,15 @@ class DeepSeekGRM(ServedJudge):
             )
         asking = {"default": CRITIQUE, "temperature": 1.0, "max_new_tokens": 2048, **asking}
         super().__init__(base_url, model, answers=answers, device=device, **asking)
+        if meta is not None:
+            if k_meta is None or meta_server is not None or meta_template is not None:
+                raise RewardError(
+                    f"{self.name}: meta is '{meta}', k_meta is {k_meta}, and meta_server or meta_template "
+                    "may be given too. A trained meta judge keeps k_meta of the samples and has its own "
+                    "model and question: set k_meta, and leave the two out."
+                )
+            meta_server = LocalModel(meta, device=device)
+            meta_template = meta_server.engine.template(META.name, META)
         self.meta_server = meta_server or self.server
         self.meta_template = as_template(self.name, meta_template, META, needed=("critique",))
         self.k_meta, self.votes, self.min_mass = k_meta, k_meta or answers, min_mass

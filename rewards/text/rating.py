@@ -17,13 +17,14 @@ import torch
 from visalign.core.preference.fidelity import FLOOR, answer_statistics, fidelity_rewards
 from visalign.interfaces import Metadata, Prompt, Scores
 from visalign.rewards.reading.numbers import AnswerError, statement
-from visalign.rewards.reading.ratings import quality_score
+from visalign.rewards.reading.ratings import boxed_scores, quality_score
 from visalign.rewards.reading.verdicts import OPTIONS, verdict
 
 from .contract import TextRule, TextVerdict, read_text_request, text_scores
 
 RULES = ("fidelity", "binary", "regression")
-LOW, HIGH = 1.0, 5.0
+SCALES = {"answer": (1.0, 5.0), "boxed": (1.0, 10.0)}
+"""How a rating is written, <answer>3</answer> or \\boxed{7} -> its smallest and largest value."""
 
 
 class RatingReward:
@@ -32,7 +33,7 @@ class RatingReward:
     - "fidelity": mean over the other pictures of the set of √(p q) + √((1 − p)(1 − q)), q = Φ(this rating's
       lead over the other picture's mean in deviations), p by the labels 1, ½ or 0; in [0, 1];
     - "binary": mean over the other pictures of 1 where the lead has the labels' sign, ½ for equal ratings;
-    - "regression": 1 − |rating − mos| / 4.
+    - "regression": 1 − |rating − mos| / (largest − smallest rating).
 
     The K answers of a picture are those of its prompt that are judged together. An answer that cannot be read
     takes no part in its picture's mean; it gets 0 where there is a bonus for the form, and is masked without.
@@ -48,6 +49,7 @@ class RatingReward:
         rule: str = "fidelity",
         *,
         form: float = 0.0,
+        reads: str = "answer",
         prefilled: str = "",
         floor: float = FLOOR,
         name: str = "rating",
@@ -57,6 +59,8 @@ class RatingReward:
         Args:
             rule: see the class.
             form: added for an answer that can be read, ≥ 0.
+            reads: "answer", a rating from 1 to 5 as VisualQuality-R1 writes it, or "boxed", one from 1 to 10
+                as DeepSeek-GRM does.
             prefilled: what the prompt opened the answer with, e.g. "<answer>".
             floor: γ of "fidelity", in squared rating steps.
             name: for messages and logs.
@@ -66,10 +70,13 @@ class RatingReward:
         """
         if rule not in RULES:
             raise ValueError(f"{name}: rule is {rule!r}; allowed are {', '.join(RULES)}.")
+        if reads not in SCALES:
+            raise ValueError(f"{name}: reads is {reads!r}; allowed are {', '.join(SCALES)}.")
         if not 0 <= form < math.inf or not 0 < floor < math.inf:
             raise ValueError(f"{name}: form is {form} and floor {floor}; form is ≥ 0 and floor > 0.")
         self.name, self.rule, self.form, self.floor = name, rule, form, floor
         self.prefilled, self.range = prefilled, (0.0, 1.0 + form)
+        self.reads, (self.low, self.high) = reads, SCALES[reads]
         self.needs_batch = rule != "regression"
 
     def score(
@@ -101,21 +108,27 @@ class RatingReward:
     def _lacking(self, image: Any, mos: Any) -> str | None:
         if not isinstance(image, str) or not math.isfinite(_number(mos)):
             return "its record has no image and finite mos"
-        if self.rule == "regression" and not LOW <= mos <= HIGH:
-            return f"its mos is {mos:g}, and regression compares ratings of {LOW:g} to {HIGH:g} with it"
+        if self.rule == "regression" and not self.low <= mos <= self.high:
+            return (
+                f"its mos is {mos:g}, and regression compares ratings of {self.low:g} to {self.high:g} "
+                "with it"
+            )
         return None
 
     def _read(self, completion: str) -> tuple[float, str]:
         """(rating, or NaN, why there is none)."""
         try:
-            return quality_score(self.prefilled + completion, low=LOW, high=HIGH), ""
+            text = self.prefilled + completion
+            if self.reads == "boxed":
+                return boxed_scores(text, low=self.low, high=self.high)[0], ""
+            return quality_score(text, low=self.low, high=self.high), ""
         except AnswerError as error:
             return math.nan, str(error)
 
     def _values(self, answers: torch.Tensor, target: torch.Tensor, sets: Sequence[str]) -> torch.Tensor:
         """[B, K] of [B, K] ratings; NaN where there is none."""
         if self.rule == "regression":
-            return 1 - (answers - target[:, None]).abs() / (HIGH - LOW)
+            return 1 - (answers - target[:, None]).abs() / (self.high - self.low)
         if self.rule == "fidelity":
             found = fidelity_rewards(answers, target, within=sets, floor=self.floor)
         else:
