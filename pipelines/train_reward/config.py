@@ -90,6 +90,21 @@ class HpModel(TrainedModel):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class DiversityConfig:
+    """What keeps a member of an ensemble apart from those that are there: −weight times the mean over the
+    adapted layers of `visalign.core.nuclear_diversity` of their LoRA matrices and its own.
+
+    Zhai et al., arXiv 2401.00243, whose members are trained together; here one after another, the earlier
+    ones fixed.
+    """
+
+    others: Annotated[list[str], Field(min_length=1)]
+    """Folders of the members, trained from the same base with adapters of the same layers."""
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Beside a loss in nats."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class SeeingModel(TrainedModel):
     """A judge on a vision-language model."""
 
@@ -98,6 +113,16 @@ class SeeingModel(TrainedModel):
     part."""
     dtype: Dtype = "float32"
     """Of the weights while training."""
+    diversity: DiversityConfig | None = None
+    """Adapters unlike those of other members of an ensemble; null: another seed alone."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.diversity is not None and self.train != "lora":
+            raise UserError(
+                f"model.diversity keeps adapters apart, and model.train is {self.train!r}, which has none. "
+                "Set train: lora, or leave it out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -253,8 +278,8 @@ class TrainRewardConfig:
         for name, source in (("data.train", self.data.train), ("data.heldout", self.data.heldout)):
             if source in GENERATED and learns == "answers":
                 raise UserError(
-                    f"{name} is {source}, and a judge of kind {kind} learns from what another one wrote. Give "
-                    "the dataset.jsonl of text_sample (selection.rule=all, with data.question)."
+                    f"{name} is {source}, and a judge of kind {kind} learns from what another one wrote. "
+                    "Give the dataset.jsonl of text_sample (selection.rule=all, with data.question)."
                 )
             if source == "shapes:quality" and learns != "rows":
                 raise UserError(

@@ -157,7 +157,9 @@ class AnswerJudge(SeeingJudge):
         return RewardBatch(inputs=(rows, 1.0), size=count, target=torch.cat([first, 1 - first]))
 
     def _rows(self, asks: list[Query]) -> list[Any]:
-        asks = [replace(ask, fields={**ask.fields, **self._fields}) for ask in asks]  # as the judge that is saved asks
+        asks = [
+            replace(ask, fields={**ask.fields, **self._fields}) for ask in asks
+        ]  # as the judge that is saved asks
         rows, reasons = self.engine.encode(self.template, asks)
         refuse(reasons, [ask.prompt for ask in asks])
         return rows

@@ -22,7 +22,7 @@ import torch
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError, make_scores, read_request
 from visalign.rewards.reading.numbers import AnswerError
-from visalign.rewards.reading.ratings import boxed_scores
+from visalign.rewards.reading.ratings import FORMS
 from visalign.rewards.vlm.requests import Query, requests
 from visalign.rewards.vlm.template import Template
 from visalign.rewards.vlm.yes_no import MIN_MASS
@@ -33,7 +33,6 @@ from .messages import Reply, question
 from .server import ChatServer
 from .yes_no import read_yes_no
 
-LOW, HIGH = 1.0, 10.0
 TOP_LOGPROBS = 20
 
 CRITIQUE = question(
@@ -53,7 +52,7 @@ META = question(
 
 
 class DeepSeekGRM(ServedJudge):
-    """Sum of the scores, 1 to 10 each, of K samples, or of the k_meta that a meta judge rates highest.
+    """Sum of the scores of K samples, or of the k_meta that a meta judge rates highest.
 
     Where samples cannot be read the sum is scaled to the full number, K·mean, so that a failure is no low
     vote; at least two must be readable. `std` is the standard error of that sum, K·s/√n. The parts hold
@@ -70,6 +69,7 @@ class DeepSeekGRM(ServedJudge):
         model: str | None = None,
         *,
         answers: int = 8,
+        reads: str = "boxed",
         k_meta: int | None = None,
         meta: str | Path | None = None,
         meta_server: ChatServer | LocalModel | None = None,
@@ -84,6 +84,8 @@ class DeepSeekGRM(ServedJudge):
             base_url: see `ServedJudge`.
             model: see `ServedJudge`.
             answers: K samples of each picture.
+            reads: how a sample states its score, a row of `rewards.reading.ratings.FORMS`: "boxed", 1 to 10,
+                or of judges that were taught another form "answer", 1 to 5, or "yes_no", 1 or 0.
             k_meta: samples that the meta judge keeps; None asks none.
             meta: folder of a trained meta judge, loaded here and asked as it was trained.
             meta_server: of an untrained one; the judge's own when None.
@@ -96,6 +98,8 @@ class DeepSeekGRM(ServedJudge):
             raise RewardError(
                 f"{self.name}: k_meta is {k_meta}; allowed are whole numbers from 1 to answers ({answers})."
             )
+        if reads not in FORMS:
+            raise RewardError(f"{self.name}: reads is {reads!r}; allowed are {', '.join(FORMS)}.")
         if not 0 <= min_mass < 1:
             raise RewardError(
                 f"{self.name}: min_mass is {min_mass}; allowed are probabilities from 0 up to below 1."
@@ -114,9 +118,10 @@ class DeepSeekGRM(ServedJudge):
         self.meta_server = meta_server or self.server
         self.meta_template = as_template(self.name, meta_template, META, needed=("critique",))
         self.k_meta, self.votes, self.min_mass = k_meta, k_meta or answers, min_mass
-        self.unit = f"sum of {self.votes} scores from 1 to 10"
-        self.range = (self.votes * LOW, self.votes * HIGH)
-        options: dict[str, Any] = {**self.drawing, "k_meta": k_meta}
+        self.reader, low, high = FORMS[reads]
+        self.unit = f"sum of {self.votes} scores from {low:g} to {high:g}"
+        self.range = (self.votes * low, self.votes * high)
+        options: dict[str, Any] = {**self.drawing, "k_meta": k_meta, "reads": reads}
         if k_meta is not None:
             options |= {"meta_model": self.meta_server.model, "meta_template": self.meta_template.text}
             options["min_mass"] = min_mass
@@ -127,7 +132,7 @@ class DeepSeekGRM(ServedJudge):
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         rows, queries = requests(request, self.template, reasons)
-        drawn = self.server.ask(self.template, queries, read=_read, **self.drawing)
+        drawn = self.server.ask(self.template, queries, read=self.read, **self.drawing)
         samples = [[said for said in row if not isinstance(said, AnswerError)] for row in drawn]
         for place, row in enumerate(rows):
             if len(samples[place]) < self.least:
@@ -148,6 +153,10 @@ class DeepSeekGRM(ServedJudge):
             for name, number in self._summed(kept).items():
                 columns[name][row] = number
         return self._scores(columns, reasons, text)
+
+    def read(self, reply: Reply) -> tuple[float, str]:
+        """(score, text) of one sample."""
+        return self.reader(reply.text), reply.text
 
     def _meta(
         self, queries: list[Query], samples: list[list[tuple[float, str]]]
@@ -186,10 +195,6 @@ class DeepSeekGRM(ServedJudge):
         parts = columns if self.k_meta is None else {**columns, "meta": meta}
         spread = std if self.answers > 1 else None
         return make_scores(value, reasons, self.unit, std=spread, parts=parts, text=text)
-
-
-def _read(reply: Reply) -> tuple[float, str]:
-    return boxed_scores(reply.text, low=LOW, high=HIGH)[0], reply.text
 
 
 def _kept(

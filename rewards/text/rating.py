@@ -8,7 +8,6 @@ picture alone is no error, and pictures are compared over all answers that are j
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,15 +15,13 @@ import torch
 
 from visalign.core.preference.fidelity import FLOOR, answer_statistics, fidelity_rewards
 from visalign.interfaces import Metadata, Prompt, Scores
-from visalign.rewards.reading.numbers import AnswerError, statement
-from visalign.rewards.reading.ratings import boxed_scores, quality_score
+from visalign.rewards.reading.numbers import AnswerError
+from visalign.rewards.reading.ratings import FORMS, first_word
 from visalign.rewards.reading.verdicts import OPTIONS, verdict
 
 from .contract import TextRule, TextVerdict, read_text_request, text_scores
 
 RULES = ("fidelity", "binary", "regression")
-SCALES = {"answer": (1.0, 5.0), "boxed": (1.0, 10.0)}
-"""How a rating is written, <answer>3</answer> or \\boxed{7} -> its smallest and largest value."""
 
 
 class RatingReward:
@@ -59,8 +56,8 @@ class RatingReward:
         Args:
             rule: see the class.
             form: added for an answer that can be read, ≥ 0.
-            reads: "answer", a rating from 1 to 5 as VisualQuality-R1 writes it, or "boxed", one from 1 to 10
-                as DeepSeek-GRM does.
+            reads: how it is written, a row of `rewards.reading.ratings.FORMS`: "answer" (1 to 5), "boxed" (1
+                to 10) or "yes_no" (1 or 0).
             prefilled: what the prompt opened the answer with, e.g. "<answer>".
             floor: γ of "fidelity", in squared rating steps.
             name: for messages and logs.
@@ -70,13 +67,13 @@ class RatingReward:
         """
         if rule not in RULES:
             raise ValueError(f"{name}: rule is {rule!r}; allowed are {', '.join(RULES)}.")
-        if reads not in SCALES:
-            raise ValueError(f"{name}: reads is {reads!r}; allowed are {', '.join(SCALES)}.")
+        if reads not in FORMS:
+            raise ValueError(f"{name}: reads is {reads!r}; allowed are {', '.join(FORMS)}.")
         if not 0 <= form < math.inf or not 0 < floor < math.inf:
             raise ValueError(f"{name}: form is {form} and floor {floor}; form is ≥ 0 and floor > 0.")
         self.name, self.rule, self.form, self.floor = name, rule, form, floor
         self.prefilled, self.range = prefilled, (0.0, 1.0 + form)
-        self.reads, (self.low, self.high) = reads, SCALES[reads]
+        self.reader, self.low, self.high = FORMS[reads]
         self.needs_batch = rule != "regression"
 
     def score(
@@ -118,10 +115,7 @@ class RatingReward:
     def _read(self, completion: str) -> tuple[float, str]:
         """(rating, or NaN, why there is none)."""
         try:
-            text = self.prefilled + completion
-            if self.reads == "boxed":
-                return boxed_scores(text, low=self.low, high=self.high)[0], ""
-            return quality_score(text, low=self.low, high=self.high), ""
+            return self.reader(self.prefilled + completion), ""
         except AnswerError as error:
             return math.nan, str(error)
 
@@ -191,7 +185,7 @@ class VerdictReward(TextRule):
 
     def _word(self, completion: str) -> int:
         assert self.words is not None
-        first = next(iter(re.findall(r"\w+", statement(completion).text)), "").casefold()
+        first = first_word(completion)
         for side, word in enumerate(self.words, 1):
             if first == word.casefold():
                 return side

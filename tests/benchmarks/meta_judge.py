@@ -3,13 +3,14 @@
 
     python tests/benchmarks/meta_judge.py --output runs/meta --seeds 0 1 2
 
-The packaged vision-language model first learns from a teacher of the shapes world to criticise a picture and
-to box a score from 1 to 10, twice the true utility and 1. It then judges new pictures of training prompts
-several times each; a vote within 1 of the truth is right, and the meta judge, the packaged model again,
-learns which are by cross-entropy (SPCT, arXiv 2504.02495). Of held-out pairs whose truth is clear each
-picture gets K votes, and the sum of all is set against the sum of the half of them that the meta judge rates
+The packaged vision-language model is asked whether a picture shows its prompt, answers at temperature 1 with
+yes or no and the reason, and does so several times for pictures of training prompts. A vote is right where
+the verifier says the same; the meta judge, the packaged model again, learns which are by cross-entropy (SPCT,
+arXiv 2504.02495). Of held-out pairs, of which one picture shows the prompt and the other does not, each
+picture gets K votes; the sum of all is set against the sum of the half of them that the meta judge rates
 highest, as `deepseek_grm` does it with k_meta. Beside it: the meta judge before its training, half of the
-votes by lot, and the half that is nearest to the truth, which no meta judge can beat.
+votes by lot, the half that is right where there is one, which no meta judge can beat, and P(yes) of the
+judge itself, which needs no votes. Pictures have the packaged model's distortions and surroundings.
 
 That a meta judge is worth having is refuted where the interval of what the half that it keeps leads by over
 all K votes holds 0: 95 %, by bootstrap over the pairs of all seeds, paired.
@@ -19,152 +20,102 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from visalign.data.sets.image_references import resolve_image, shapes_reference
-from visalign.data.shapes.preferences import _DISTORTED, VISIBLE, ShapesPreferences
-from visalign.data.shapes.scenes import Scene
+from visalign.data.shapes.preferences import ShapesPair, ShapesPreferences
 from visalign.data.shapes.verifier import verify_scene
+from visalign.pipelines.jobs import load_job
+from visalign.rewards import load_judge
 from visalign.rewards.base.images import load_images
-from visalign.rewards.chat.deepseek_grm import DeepSeekGRM, _read
+from visalign.rewards.chat.deepseek_grm import DeepSeekGRM
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.vlm.requests import Query
 
-QUESTION = "How good is the picture for {prompt}?"
-RIGHT = 1 - 1.001 / 9
-"""Reward of a score that is 1 away from the truth, on a scale of 9."""
-TOKENS = 40
-TRUTH = 11
-"""Seed of the pictures that the judge learns from; votes are of the next ones."""
+MODEL, QUESTION = "shapes-vlm", "Does the picture show {prompt}? Answer, then say why."
+WORLD: dict[str, Any] = {"kinds": ("alignment", "mixed"), "surroundings": 0.7}
+SAMPLES, TOKENS = 4, 24
+"""Votes of each picture that the meta judge learns from; tokens of one at most."""
 
 
-def command(*arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "visalign", *arguments], cwd=ROOT, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise SystemExit(f"visalign {' '.join(arguments)}: {done.stderr[-2000:]}")
+def done(name: str, folder: Path, *changes: str) -> dict[str, Any]:
+    """The summary of a job, which is run where it is not there."""
+    if not (folder / "summary.json").is_file():
+        job = load_job(name, [change for change in changes if change])
+        job.run(job.config, output=folder)
+    return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
 
 
-def points(utility: float) -> float:
-    """The true score from 1 to 10."""
-    return 1 + 2 * utility
-
-
-def critique(scene: Scene, record: Any, utility: float) -> str:
-    """What a teacher says of a picture: the first fault, the distortion, the style, the score."""
-    verdict = verify_scene(scene, record)
-    said = "yes, all of it" if verdict.correct else f"no, {verdict.reason.partition(';')[0]}"
-    seen = _DISTORTED.get(scene.distortion.kind, "") if scene.distortion.severity >= VISIBLE else ""
-    return f"{', '.join(filter(None, (said, seen, scene.style)))} \\boxed{{{points(utility):.0f}}}"
-
-
-def write(file: Path, rows: list[dict[str, Any]]) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return file
-
-
-def pictures(split: str, seed: int, count: int) -> list[dict[str, Any]]:
-    """Rated pictures with the teacher's critique."""
-    world, rows = ShapesPreferences(seed, split=split), []
-    for number in range(count):
-        pair = world.pair(number)
-        rows.append({
-            "image": shapes_reference(split, seed, "pair", number, "left"),
-            "prompt": pair.prompt,
-            "mos": points(pair.utility[0]),
-            "critique": critique(pair.left, pair.record, pair.utility[0]),
-        })  # fmt: skip
-    return rows
-
-
-def taught(folder: Path, seed: int, count: int) -> Path:
-    """The judge that writes."""
-    made = folder / "grm"
-    if not (made / "summary.json").is_file():
-        rows = pictures("train", TRUTH + 10 * seed, count)
-        shown = [
-            {
-                "prompt": [{"role": "user", "content": [
-                    {"type": "image", "image": row["image"]},
-                    {"type": "text", "text": QUESTION.replace("{prompt}", row["prompt"])},
-                ]}],
-                "completion": row["critique"],
-            }
-            for row in rows
-        ]  # fmt: skip
-        demos = write(folder / "critiques.jsonl", shown)
-        held = write(folder / "taught.jsonl", pictures("heldout", TRUTH + 10 * seed, 100))
-        updates = count // 32
-        command(
-            "train", "text_sft", "model.path=shapes-vlm", f"data.train={demos}", f"data.heldout={held}",
-            "data.heldout_size=100", f"data.question={QUESTION}", f"generation.max_new_tokens={TOKENS}",
-            "evaluation={rewards: {rating: {options: {reads: boxed, rule: regression, form: 0.1}}}, "
-            "correctness: null}", f"seed={seed}", "optimizer.lr=1e-3", "optimizer.warmup_updates=10",
-            "optimizer.decay=cosine", f"optimizer.decay_updates={updates}", f"run.iterations={updates}",
-            f"run.checkpoint_every={updates}", "-o", str(made),
-        )  # fmt: skip
-    return made / "model"
-
-
-def voted(folder: Path, name: str, grm: Path, split: str, seed: int, count: int, samples: int) -> Path:
-    """A file of judged votes on pictures that the judge has not learnt from."""
+def voted(folder: Path, name: str, split: str, seed: int, count: int) -> Path:
+    """A file of judged votes on pictures, each the first or second of a pair by lot."""
     made = folder / name
     if not (made / "summary.json").is_file():
-        table = write(folder / f"{name}.jsonl", pictures(split, TRUTH + 10 * seed + 1, count))
-        command(
-            "train", "text_sample", f"model.path={grm}", f"data.train={table}", f"data.size={count}",
-            f"data.question={QUESTION}", f"seed={seed}", f"rollout.samples={samples}",
-            f"rollout.max_new_tokens={TOKENS}", "selection={rule: all, threshold: 0.888}",
-            "rewards.terms={rating: {options: {reads: boxed, rule: regression}}}", "-o", str(made),
+        world, rng, rows = ShapesPreferences(seed, split=split, **WORLD), np.random.default_rng(seed), []
+        pictures = folder / f"{name}_pictures"
+        pictures.mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            pair, side = world.pair(number), int(rng.integers(2))
+            place = pictures / f"{number}.png"
+            Image.fromarray(pair.pictures()[side]).save(place)
+            rows.append({"image": str(place), "prompt": pair.prompt, "mos": float(shown(pair)[side])})
+        table = folder / f"{name}.jsonl"
+        table.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        done(
+            "text_sample", made, f"model.path={MODEL}", f"data.train={table}", f"data.size={count}",
+            f"data.question={QUESTION}", f"seed={seed}", f"rollout.samples={SAMPLES}",
+            "rollout.temperatures=[1.0]", f"rollout.max_new_tokens={TOKENS}", "selection.rule=all",
+            "rewards.terms={rating: {options: {reads: yes_no, rule: regression}}}",
         )  # fmt: skip
     return made / "dataset.jsonl"
 
 
+def shown(pair: ShapesPair) -> tuple[bool, bool]:
+    """Whether each picture shows the prompt."""
+    left, right = (verify_scene(scene, pair.record).correct for scene in (pair.left, pair.right))
+    return left, right
+
+
 def meta_judge(folder: Path, seed: int, votes: Path, heldout: Path) -> Path:
+    """The folder of the meta judge."""
     made = folder / "meta"
-    if not (made / "summary.json").is_file():
-        command(
-            "train-reward", "shapes_meta_judge", f"data.train={votes}", f"data.heldout={heldout}",
-            f"data.right={RIGHT}", f"seed={seed}", "-o", str(made),
-        )  # fmt: skip
-    print(f"seed {seed}: {json.loads((made / 'summary.json').read_text())['after']}", flush=True)
+    given = [f"data.train={votes}", f"data.heldout={heldout}", f"seed={seed}"]
+    print(f"seed {seed}: {done('shapes_meta_judge', made, *given)['after']}", flush=True)
     return made / "judge"
 
 
-def asked(grm: Path, metas: dict[str, str], pairs: list[Any], votes: int) -> dict[str, np.ndarray]:
-    """"votes" and the meta judges' names -> [2 N, K], left pictures first; NaN for what cannot be read."""
+def asked(metas: dict[str, str], pairs: list[ShapesPair], votes: int) -> dict[str, np.ndarray]:
+    """ "votes", the meta judges' names and "P(yes)" -> [2 N, K], left pictures first; NaN: cannot be read."""
     prompts = [pair.prompt for pair in pairs] * 2
-    shown = [pair.pictures()[side] for side in range(2) for pair in pairs]
-    images = [image for image in load_images(shown).images if image is not None]
-    options: dict[str, Any] = {"model": str(grm), "template": QUESTION, "max_new_tokens": TOKENS}
-    found: dict[str, np.ndarray] = {}
+    both = [pair.pictures() for pair in pairs]
+    images = [
+        i for i in load_images([two[side] for side in range(2) for two in both]).images if i is not None
+    ]
     queries = [Query(images=[i], prompt=p) for i, p in zip(images, prompts, strict=True)]
+    options: dict[str, Any] = {"model": MODEL, "template": QUESTION, "reads": "yes_no"}
+    found: dict[str, np.ndarray] = {"votes": np.full((len(images), votes), np.nan)}
     readable: list[list[tuple[float, str]]] = []
     for name, meta in metas.items():
-        judge = DeepSeekGRM(answers=votes, k_meta=votes // 2, meta=meta, **options)
+        judge = DeepSeekGRM(answers=votes, k_meta=votes // 2, meta=meta, max_new_tokens=TOKENS, **options)
         if not readable:
-            drawn = judge.server.ask(judge.template, queries, read=_read, **judge.drawing)
+            drawn = judge.server.ask(judge.template, queries, read=judge.read, **judge.drawing)
             readable = [[one for one in row if not isinstance(one, AnswerError)] for row in drawn]
-        rated = judge._meta(queries, readable)
-        found.setdefault("votes", np.full((len(images), votes), np.nan))
         found[name] = np.full((len(images), votes), np.nan)
-        for place, (row, said) in enumerate(zip(readable, rated, strict=True)):
+        for place, (row, said) in enumerate(zip(readable, judge._meta(queries, readable), strict=True)):
             found["votes"][place, : len(row)] = [score for score, _ in row]
             found[name][place, : len(row)] = [np.nan if isinstance(m, AnswerError) else m for m in said]
         mine = summed(found["votes"], found[name], votes // 2)
         scores = judge.score(images[:20], prompts[:20]).value.double().numpy()  # what users get
         np.testing.assert_allclose(scores, votes // 2 * mine[:20], rtol=1e-5)
+    plain: Any = load_judge("reward_dance", model=MODEL, decision_first=True)
+    found["P(yes)"] = plain.score(images, prompts).value.double().numpy()[:, None]
     return found
 
 
@@ -186,14 +137,13 @@ def hits(value: np.ndarray, better: np.ndarray) -> np.ndarray:
 def one_seed(output: Path, seed: int, given: argparse.Namespace) -> dict[str, np.ndarray]:
     """Way of summing -> whether each pair is right."""
     folder = output if seed == 0 else output / f"seed{seed}"
-    grm = taught(folder, seed, given.pictures)
-    votes = voted(folder, "votes", grm, "train", seed, given.judged, 4)
-    heldout = voted(folder, "heldout", grm, "heldout", seed, 250, 4)
+    votes = voted(folder, "votes", "train", seed, given.pictures)
+    heldout = voted(folder, "heldout", "heldout", seed, 100)
     meta = meta_judge(folder, seed, votes, heldout)
-    pairs = clear_pairs(seed, given.heldout)
-    found = asked(grm, {"trained": str(meta), "untrained": "shapes-vlm"}, pairs, given.votes)
-    utility = np.array([pair.utility for pair in pairs])
-    better, truth = np.sign(utility[:, 0] - utility[:, 1]), points(utility.T.reshape(-1))
+    pairs = told_apart(seed, given.heldout)
+    found = asked({"trained": str(meta), "untrained": MODEL}, pairs, given.votes)
+    truth = np.array([shown(pair) for pair in pairs]).astype(float)
+    better, each = np.sign(truth[:, 0] - truth[:, 1]), truth.T.reshape(-1)
     drawn, half = found["votes"], given.votes // 2
     lots = np.random.default_rng(seed).random(drawn.shape)
     orders = {
@@ -201,21 +151,22 @@ def one_seed(output: Path, seed: int, given: argparse.Namespace) -> dict[str, np
         f"{half} by the meta judge": (found["trained"], half),
         f"{half} by the untrained one": (found["untrained"], half),
         f"{half} by lot": (lots, half),
-        f"{half} nearest to the truth": (-np.abs(drawn - truth[:, None]), half),
+        f"{half} that are right, where there are": (-np.abs(drawn - each[:, None]), half),
         "1 by the meta judge": (found["trained"], 1),
         "1 by lot": (lots, 1),
     }
     print(f"seed {seed}: {np.isnan(drawn).mean():.4f} of the votes cannot be read; "
-          f"{np.nanmean(np.abs(drawn - truth[:, None]) <= 1.001):.3f} are right", flush=True)  # fmt: skip
-    return {name: hits(summed(drawn, *how), better) for name, how in orders.items()}
+          f"{np.nanmean(drawn == each[:, None]):.3f} are right", flush=True)  # fmt: skip
+    rows = {name: hits(summed(drawn, *how), better) for name, how in orders.items()}
+    return rows | {"P(yes), no votes": hits(found["P(yes)"][:, 0], better)}
 
 
-def clear_pairs(seed: int, count: int) -> list[Any]:
-    """Held-out pairs whose truth is clear."""
-    world, found, number = ShapesPreferences(TRUTH + 10 * seed + 2, split="heldout"), [], 0
+def told_apart(seed: int, count: int) -> list[ShapesPair]:
+    """Held-out pairs of which one picture shows the prompt."""
+    world, found, number = ShapesPreferences(seed + 100, split="heldout", **WORLD), [], 0
     while len(found) < count:
         pair = world.pair(number)
-        found += [pair] if pair.is_clear else []
+        found += [pair] if sum(shown(pair)) == 1 else []
         number += 1
     return found
 
@@ -225,8 +176,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="runs that are there are not repeated")
-    parser.add_argument("--pictures", type=int, default=8000, help="that the judge learns from")
-    parser.add_argument("--judged", type=int, default=2000, help="that the meta judge's votes are on")
+    parser.add_argument("--pictures", type=int, default=1500, help="with votes to learn from")
     parser.add_argument("--heldout", type=int, default=500, help="pairs")
     parser.add_argument("--votes", type=int, default=8, help="K")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])

@@ -107,7 +107,10 @@ def test_its_folder_rates_as_it_did(model, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"reward": 0.5}, r"none of the 8 answers of 'train.jsonl' are right by data.right 1.*from 0.5 to 0.5"),
+        (
+            {"reward": 0.5},
+            r"none of the 8 answers of 'train.jsonl' are right by data.right 1.*from 0.5 to 0.5",
+        ),
         ({"reward": 2}, r"all of the 8 answers of 'train.jsonl' are right by data.right 1"),
         ({"caption": None}, r"row 1 of 'train.jsonl' has None under 'caption'; needed are image, caption"),
         ({"image": 3}, r"row 1 of 'train.jsonl' has 3 under 'image'"),

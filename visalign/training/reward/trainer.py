@@ -9,7 +9,7 @@ micro-batch, and draws (dropout, Monte Carlo): those of update n come from (seed
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -36,6 +36,8 @@ class RewardModeling(Algorithm):
         objective: what is optimized.
         accelerator: processes and trackers.
         seed: of dropout and of sampled losses.
+        penalty: what each update adds to the loss of its labels, with gradient; None, or one that gives None,
+            adds nothing.
         compute_dtype: of the judge's products, where not all are in float32; float16 gets its loss scaled.
     """
 
@@ -47,11 +49,12 @@ class RewardModeling(Algorithm):
         objective: RewardObjectiveSettings,
         accelerator: Accelerator,
         seed: int = 0,
+        penalty: Callable[[], Tensor | None] = lambda: None,
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.judge, self.data, self.seed = judge, data, seed
         self.objective, self.accelerator = objective, accelerator
-        self._compute_dtype = compute_dtype
+        self._compute_dtype, self._penalty = compute_dtype, penalty
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """What of the judge is trained."""
@@ -105,6 +108,8 @@ class RewardModeling(Algorithm):
         with _drawn_from(self.seed, number, part[0]) as generator:
             for batch in self.data.batch(number, part):
                 total, weight = task.loss(self.judge(batch.inputs), batch, self.objective, generator)
+                if (penalty := self._penalty()) is not None:
+                    total = total + penalty * weight  # Σ w (ℓ + penalty) / Σ w over the micro-batches
                 (total * scale).backward()
                 found = torch.stack([total.detach().double(), weight.detach().double()])
                 sums[:2] += found.to(sums.device)
