@@ -127,7 +127,8 @@ def text_records(key: str, data: PromptsConfig, seed: int) -> Records:
 
 def asked_pictures(key: str, source: str, question: str, size: int, seed: int) -> Records:
     """Prompts that ask about the pictures of a set: rated ones with image, mos (higher is better), set,
-    task and caption (their prompt); or pairs with the label, the share of the votes for the first picture, without ties.
+    task and caption (their prompt); or pairs with the label, the share of the votes for the first picture,
+    without ties.
 
     Args:
         key: of the source in `data`.

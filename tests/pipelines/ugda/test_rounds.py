@@ -14,7 +14,7 @@ from PIL import Image
 from pydantic import ValidationError
 
 from tests.support.judges.brightness import Brightness
-from visalign.config import load_config, resolve_config
+from visalign.config import ConfigError, load_config, resolve_config
 from visalign.data.shapes.prompts import parse_prompt
 from visalign.errors import UserError
 from visalign.evaluation.pages.ugda_page import ugda_page
@@ -193,7 +193,7 @@ def test_members_are_kept_apart_from_those_before_them(tmp_path):
     assert found[:3] == [None] * 3 and found[3].weight == 0.3
     assert found[3].others == [str(tmp_path / "members" / str(member) / "judge") for member in range(2)]
     full = replace(config, ensemble=replace(config.ensemble, changes={"model.train": "full"}))
-    with pytest.raises(ValidationError, match=r"keeps adapters apart, and model.train is 'full'"):
+    with pytest.raises(ConfigError, match=r"keeps adapters apart, and model.train is 'full'"):
         plan(full)
 
 
