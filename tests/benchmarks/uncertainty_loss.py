@@ -32,13 +32,13 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
-from scipy import stats
 from torch import Tensor, nn
 
 from visalign.core.preference.uncertainty import soft_clamp
 from visalign.data.shapes.preferences import ShapesPair, ShapesPreferences, annotator_noise
 from visalign.data.shapes.render import render
 from visalign.data.shapes.surroundings import with_specks
+from visalign.evaluation.statistics.correlations import srcc
 from visalign.pipelines.train_reward.examples import (
     Example,
     Examples,
@@ -396,12 +396,11 @@ def noise_measures(task: str, said: HeldoutPairs, noise: Tensor) -> dict[str, fl
     found = {name: measures[name] for name in names}
     if task == "bradley_terry" or said.std is None:
         return found | dict.fromkeys(("noise", "noise_lead", "auroc", "auroc_lead"), float("nan"))
-    lead = lead_stratum(said.difference)
-    within = [
-        stats.spearmanr(said.std[lead == place], noise[lead == place])[0] for place in lead.unique().tolist()
-    ]
+    lead = lead_stratum(said.difference).numpy()
+    std, truth = said.std.numpy(), noise.numpy()
+    within = [srcc(std[lead == place], truth[lead == place]) for place in np.unique(lead)]
     return found | {
-        "noise": float(stats.spearmanr(said.std, noise)[0]),
+        "noise": float(srcc(std, truth)),
         "noise_lead": float(np.mean(within)),
         "auroc": measures["std_auroc_votes"],
         "auroc_lead": measures["std_auroc_lead"],
