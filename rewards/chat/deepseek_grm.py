@@ -34,6 +34,11 @@ from .server import ChatServer
 from .yes_no import read_yes_no
 
 TOP_LOGPROBS = 20
+TRAINED = (
+    "{name}: meta is '{meta}', k_meta is {k_meta}, and meta_server or meta_template may be given too. A trained "
+    "meta judge keeps k_meta of the samples and has its own model and question: set k_meta, and leave the two "
+    "out."
+)
 
 CRITIQUE = question(
     "deepseek_grm",
@@ -108,11 +113,7 @@ class DeepSeekGRM(ServedJudge):
         super().__init__(base_url, model, answers=answers, device=device, **asking)
         if meta is not None:
             if k_meta is None or meta_server is not None or meta_template is not None:
-                raise RewardError(
-                    f"{self.name}: meta is '{meta}', k_meta is {k_meta}, and meta_server or meta_template "
-                    "may be given too. A trained meta judge keeps k_meta of the samples and has its own "
-                    "model and question: set k_meta, and leave the two out."
-                )
+                raise RewardError(TRAINED.format(name=self.name, meta=meta, k_meta=k_meta))
             meta_server = LocalModel(meta, device=device)
             meta_template = meta_server.engine.template(META.name, META)
         self.meta_server = meta_server or self.server
