@@ -140,5 +140,5 @@ def test_other_sources_and_settings_are_refused(model, tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"k_meta": 2, "meta_template": "{prompt} {critique}"}])
 def test_a_trained_meta_judge_has_its_own_question_and_a_number_to_keep(model, options):
-    with pytest.raises(RewardError, match=r"meta is 'm', k_meta is .*set k_meta, and leave the two out"):
+    with pytest.raises(RewardError, match=r"meta is 'm' and k_meta .*: set k_meta, and leave meta_server"):
         DeepSeekGRM(model=str(model), meta="m", **options)
