@@ -35,8 +35,8 @@ from .yes_no import read_yes_no
 
 TOP_LOGPROBS = 20
 TRAINED = (
-    "{name}: meta is '{meta}' and k_meta {k_meta}. A trained meta judge keeps k_meta of the samples, and has its "
-    "own model and question: set k_meta, and leave meta_server and meta_template out."
+    "{name}: meta is '{meta}' and k_meta {k_meta}. A trained meta judge keeps k_meta of the samples, and has "
+    "its own model and question: set k_meta, and leave meta_server and meta_template out."
 )
 
 CRITIQUE = question(
