@@ -25,6 +25,7 @@ DESCRIBE = "What does the picture show?"
 RATE = "Rate the quality of the picture from 1 to 5."
 BETTER = "Is picture 2 better than picture 1 for {prompt}?"
 BETTER_WHY = "Is picture 2 better than picture 1 for {prompt}? Answer, then say why."
+CRITIC = "Is this right for {prompt}? {critique}"
 JUDGE = "How good is the picture for {prompt}?<|Reward|>"
 
 LOOKS = {

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from visalign.data.shapes.prompts import train_prompts
 from visalign.data.shapes.scenes import SIZE
 
-from .judge_data import BETTER, BETTER_WHY, DESCRIBE, EXPLAIN, JUDGE, LOOKS, RATE, SHOWS, Question
+from .judge_data import BETTER, BETTER_WHY, CRITIC, DESCRIBE, EXPLAIN, JUDGE, LOOKS, RATE, SHOWS, Question
 
 PATCH, MERGE = 8, 2
 TOKENS = (SIZE // PATCH // MERGE) ** 2
@@ -99,6 +99,7 @@ def judge_settings() -> dict[str, Any]:
             "rating": template(RATE, answer_prefix="<answer>", scores=["1", "2", "3", "4", "5"]),
             "pair": template(BETTER, 2, **answers),
             "pair_explain": template(BETTER_WHY, 2, **answers),
+            "deepseek_grm_meta": template(CRITIC, **answers),
             "describe": template(DESCRIBE),
             "hpsv3": template(JUDGE),
         }

@@ -99,7 +99,7 @@ class PromptsConfig:
     """Records of tasks:train."""
     question: str | None = None
     """What is asked of pictures: with it the sets are shapes:quality or shapes:pairs, tables of rated
-    pictures or of pairs, or LAYOUT:FOLDER, of data.train at most data.size; {prompt} is that of a pair.
+    pictures or of pairs, or LAYOUT:FOLDER, of data.train at most data.size; {prompt} is theirs.
     null: the sets are prompts."""
 
 

@@ -126,13 +126,14 @@ def text_records(key: str, data: PromptsConfig, seed: int) -> Records:
 
 
 def asked_pictures(key: str, source: str, question: str, size: int, seed: int) -> Records:
-    """Prompts that ask about the pictures of a set: rated ones with image, mos (higher is better), set and
-    task; or pairs with the label, the share of the votes for the first picture, without ties.
+    """Prompts that ask about the pictures of a set: rated ones with image, mos (higher is better), set,
+    task and caption (their prompt); or pairs with the label, the share of the votes for the first picture,
+    without ties.
 
     Args:
         key: of the source in `data`.
         source: as `visalign.data.sets.sources.load_source` takes it.
-        question: behind the pictures; {prompt} in it is that of a pair.
+        question: behind the pictures; {prompt} in it is theirs.
         size: records at most.
         seed: of generated ones for training.
     """
@@ -202,6 +203,7 @@ def decided_pairs(
 def _about_picture(pictures: QualitySet, one: QualityRecord, question: str) -> dict[str, Any]:
     mos = one.mos if pictures.higher_is_better else -one.mos
     tag = {} if one.category is None else {"task": one.category}
+    tag |= {"caption": one.prompt} if one.prompt else {}
     asked = question.replace("{prompt}", one.prompt)
     return {"prompt": _shown([one.image], asked), "image": one.image, "mos": mos, "set": pictures.name, **tag}
 

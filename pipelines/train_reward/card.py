@@ -22,6 +22,10 @@ MEANING = {
     "mass_low": "probability of all answers that are read, its 1 % quantile over the examples",
     "mae": "mean absolute error of the rating",
     "srcc": "Spearman correlation with the mean opinion score",
+    "critique_right": "answers that are right",
+    "critique_accuracy": "answers of which it says rightly whether they are",
+    "critique_auroc": "AUROC of its log-odds for right answers",
+    "critique_nll": "negative log-likelihood of whether an answer is right, nats",
 }
 
 READERS = {
@@ -29,6 +33,7 @@ READERS = {
     "yes_no": "visalign.rewards.questions.reward_dance.RewardDance",
     "pair": "visalign.rewards.questions.reward_dance.RewardDancePairs",
     "rating": "visalign.rewards.questions.visual_quality_r1.VisualQuality",
+    "critique": "visalign.rewards.chat.deepseek_grm.DeepSeekGRM` as `meta",
     "checklist": "visalign.rewards.questions.vision_reward.VisionReward",
     "ict": "visalign.rewards.scorers.ict.Ict",
     "hp": "visalign.rewards.scorers.hp.Hp",

@@ -28,6 +28,7 @@ JUDGE_TASKS = {
     "yes_no": ("yes_no",),
     "pair": ("yes_no",),
     "rating": ("rating", "rating_fidelity"),
+    "critique": ("critique",),
     "checklist": ("checklist",),
     "ict": ("ict",),
     "hp": ("hp", "bradley_terry"),
@@ -89,6 +90,21 @@ class HpModel(TrainedModel):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class DiversityConfig:
+    """What keeps a member of an ensemble apart from those that are there: −weight times the mean over the
+    adapted layers of `visalign.core.nuclear_diversity` of their LoRA matrices and its own.
+
+    Zhai et al., arXiv 2401.00243, whose members are trained together; here one after another, the earlier
+    ones fixed.
+    """
+
+    others: Annotated[list[str], Field(min_length=1)]
+    """Folders of the members, trained from the same base with adapters of the same layers."""
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Beside a loss in nats."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class SeeingModel(TrainedModel):
     """A judge on a vision-language model."""
 
@@ -97,6 +113,16 @@ class SeeingModel(TrainedModel):
     part."""
     dtype: Dtype = "float32"
     """Of the weights while training."""
+    diversity: DiversityConfig | None = None
+    """Adapters unlike those of other members of an ensemble; null: another seed alone."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.diversity is not None and self.train != "lora":
+            raise UserError(
+                f"model.diversity keeps adapters apart, and model.train is {self.train!r}, which has none. "
+                "Set train: lora, or leave it out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -115,9 +141,9 @@ class Hpsv3Model(SeeingModel):
 class AnswerModel(SeeingModel):
     """A judge that is read where its answer begins."""
 
-    kind: Literal["yes_no", "pair", "rating"] = "yes_no"
+    kind: Literal["yes_no", "pair", "rating", "critique"] = "yes_no"
     """yes_no (log-odds of yes), pair (is the second picture better), rating (expectation over score
-    tokens)."""
+    tokens), critique (is what a judge wrote of a picture right: the meta judge of deepseek_grm)."""
     train: Literal["lora", "full"] = "lora"
     """Adapters in the language part, or all."""
 
@@ -164,7 +190,8 @@ class RewardDataConfig:
     """The labelled examples."""
 
     train: str = "shapes:pairs"
-    """shapes:pairs, shapes:quality (generated), a file of pairs or of rated pictures, or LAYOUT:FOLDER."""
+    """shapes:pairs, shapes:quality (generated), a file of pairs or of rated pictures, or LAYOUT:FOLDER; for a
+    critique the dataset.jsonl of text_sample."""
     heldout: str | None = "shapes:pairs"
     """The same for what is measured; prompts that also stand in data.train are refused. null: nothing."""
     train_split: str | None = None
@@ -202,6 +229,8 @@ class RewardDataConfig:
     """Examples that go through the network together; memory only, but for ict's negatives."""
     theta: Annotated[float, Field(gt=0, le=1)] = 0.7
     """ict: CLIP score from which a picture counts as containing all of its prompt."""
+    right: float = 1.0
+    """critique: reward from which an answer counts as right."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -247,6 +276,11 @@ class TrainRewardConfig:
         _refuse_unused(self)
         learns = TASKS[task].labels
         for name, source in (("data.train", self.data.train), ("data.heldout", self.data.heldout)):
+            if source in GENERATED and learns == "answers":
+                raise UserError(
+                    f"{name} is {source}, and a judge of kind {kind} learns from what another one wrote. "
+                    "Give the dataset.jsonl of text_sample (selection.rule=all, with data.question)."
+                )
             if source == "shapes:quality" and learns != "rows":
                 raise UserError(
                     f"{name} is shapes:quality, which holds single rated pictures, and {task} learns from "
@@ -265,11 +299,16 @@ def _learns_pairs(c: TrainRewardConfig) -> bool:
 
 
 def _reads_files(c: TrainRewardConfig) -> bool:
-    return not {c.data.train, c.data.heldout} <= {None, *GENERATED}
+    return not _reads_answers(c) and not {c.data.train, c.data.heldout} <= {None, *GENERATED}
+
+
+def _reads_answers(c: TrainRewardConfig) -> bool:
+    return TASKS[c.objective.task].labels == "answers"
 
 
 USED: dict[str, tuple[Callable[[TrainRewardConfig], bool], str]] = {
     "theta": (lambda c: c.objective.task == "ict", "by the task ict alone"),
+    "right": (_reads_answers, "by the task critique alone"),
     "kinds": (
         lambda c: TASKS[c.objective.task].labels == "pairs" and c.data.train == "shapes:pairs",
         "where data.train is shapes:pairs and the task learns from pairs (data.heldout has heldout_kinds)",
@@ -302,12 +341,15 @@ USED: dict[str, tuple[Callable[[TrainRewardConfig], bool], str]] = {
         ),
         "where data.train is a file of pairs and the judge reads the prompt",
     ),
-    "columns": (_reads_files, "where data.train or data.heldout is a file"),
+    "columns": (_reads_files, "where data.train or data.heldout is a file of pairs or of rated pictures"),
     "coding": (_reads_files, "where data.train or data.heldout is a file of pairs"),
-    "train_split": (lambda c: c.data.train not in GENERATED, "where data.train is a file or layout"),
+    "train_split": (
+        lambda c: _reads_files(c) and c.data.train not in GENERATED,
+        "where data.train is a file or layout of pairs or of rated pictures",
+    ),
     "heldout_split": (
-        lambda c: c.data.heldout not in (None, *GENERATED),
-        "where data.heldout is a file or layout",
+        lambda c: _reads_files(c) and c.data.heldout not in (None, *GENERATED),
+        "where data.heldout is a file or layout of pairs or of rated pictures",
     ),
 }
 """Setting of `data` that the task or the source decides on -> (when it is read, the same in words)."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +26,7 @@ from visalign.training.reward.batch import RewardBatch
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One pair (two pictures), triple (three, ascending) or rated picture (one)."""
+    """One pair (two pictures), triple (three, ascending), rated picture (one) or answer about a picture."""
 
     prompt: str
     images: tuple[Tensor, ...]
@@ -40,7 +40,9 @@ class Example:
     votes: tuple[int, int, int] | None = None
     """Pairs: for the first, for the second, for neither."""
     target: float = math.nan
-    """Rated pictures: the mean opinion, 1 to 5 for the embedded models."""
+    """Rated pictures: the mean opinion, 1 to 5 for the embedded models; answers: 1 or 0 for right."""
+    critique: str = ""
+    """Answers: what a judge wrote."""
     weight: float = 1.0
     """Pairs: how much it counts beside the others."""
     refined: str | None = None
@@ -69,7 +71,7 @@ class Examples:
     """Number n of the set."""
     prompts: frozenset[str]
     """All prompts of the set, or of where it is drawn from, as `plain` writes them; of rated pictures from
-    files, which need not have prompts, the pictures or their references."""
+    files, which need not have prompts, and of answers, the pictures or their references."""
     rows: tuple[Row, ...] = ()
     """Of a set from files."""
     content: tuple[dict[str, object], ...] = ()
@@ -274,6 +276,56 @@ def file_ratings(records: QualitySet) -> Examples:
         prompts=frozenset(record.origin for record in records.records),
         rows=rows,
         content=tuple(record.to_row() for record in records.records),
+    )
+
+
+def file_answers(records: Sequence[Mapping[str, Any]], *, name: str, right: float) -> Examples:
+    """What a judge wrote of single pictures, and whether it was right.
+
+    Args:
+        records: of the dataset of text_sample, with image, caption, completion and reward.
+        name: of the file, for messages.
+        right: reward from which an answer is right.
+
+    Raises:
+        UserError: a record lacks one of these, or all answers are right, or none is.
+    """
+    rows = []
+    for number, record in enumerate(records, start=1):
+        for field, kind in (("image", str), ("caption", str), ("completion", str), ("reward", int | float)):
+            if not isinstance(record.get(field), kind):
+                raise UserError(
+                    f"row {number} of '{name}' has {record.get(field)!r} under {field!r}; needed are image, "
+                    "caption, completion and reward, as text_sample writes them with data.question about "
+                    "rated pictures that have prompts."
+                )
+        rows.append(Row(f"row {number} of '{name}'", record["caption"], (record["image"],)))
+    target = [float(record["reward"] >= right) for record in records]
+    if len(set(target)) < 2:
+        raise UserError(
+            f"{'all' if target[0] else 'none'} of the {len(records)} answers of '{name}' are right by "
+            f"data.right {right:g}; a judge of them learns from both kinds. Rewards go from "
+            f"{min(r['reward'] for r in records):g} to {max(r['reward'] for r in records):g}: set data.right "
+            "between, and in text_sample selection.rule=all."
+        )
+
+    def example(number: int) -> Example:
+        record, row = records[number], rows[number]
+        return Example(
+            prompt=record["caption"],
+            images=read_images(row.pictures, row.where),
+            target=target[number],
+            critique=record["completion"],
+        )
+
+    return Examples(
+        count=len(records),
+        example=example,
+        prompts=frozenset(record["image"] for record in records),
+        rows=tuple(rows),
+        content=tuple(
+            {key: record[key] for key in ("image", "caption", "completion", "reward")} for record in records
+        ),
     )
 
 

@@ -17,6 +17,7 @@ from visalign.core.surrogates.off_policy import effective_sample_size
 from visalign.data.sets.checks import check_preferences, check_quality, summed_votes, without_duplicates
 from visalign.data.sets.columns import Columns
 from visalign.data.sets.leaks import refuse_shared_pictures
+from visalign.data.sets.prompt_files import load_demonstrations
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import GENERATED, load_source
 from visalign.data.sets.tables import listed
@@ -27,6 +28,7 @@ from visalign.training.reward.tasks import TASKS
 from .config import ChecklistModel, OffPolicyConfig, TrainRewardConfig
 from .examples import (
     Examples,
+    file_answers,
     file_pairs,
     file_ratings,
     read_images,
@@ -159,6 +161,8 @@ def _read(config: TrainRewardConfig, which: str, notes: list[str]) -> Examples:
     split = data.train_split if which == "train" else data.heldout_split
     columns = Columns(names=data.columns, labels=data.coding)
     try:
+        if TASKS[config.objective.task].labels == "answers":
+            return file_answers(load_demonstrations(source)[:limit], name=Path(source).name, right=data.right)
         whole = load_source(source, split=split, limit=limit, columns=columns)
         if isinstance(whole, QualitySet):
             return _ratings(config, whole, name)

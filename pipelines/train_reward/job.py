@@ -59,6 +59,7 @@ def _build(config: TrainRewardConfig, output: Path, resume: bool) -> RewardRun:
         objective=config.objective,
         accelerator=accelerator,
         seed=config.seed,
+        penalty=judge.penalty,
         compute_dtype=compute_dtype(config.model, accelerator.device),
     )
     trainer = build_trainer(config, output, algorithm, lambda _: measure(), shown=SHOWN_SUPERVISED)

@@ -24,6 +24,7 @@ from .config import (
     SeeingModel,
     TrainedModel,
 )
+from .diversity import OtherMembers
 from .examples import Example, Examples
 
 LANGUAGE = r"(.*\.)?language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
@@ -70,6 +71,10 @@ class TrainedJudge(ABC):
         """What it has to say of itself as it is now."""
         return []
 
+    def penalty(self) -> Tensor | None:
+        """What an update adds to the loss beside the labels', with gradient."""
+        return None
+
     def precision(self) -> Any:
         """Autocast as model.autocast says."""
         dtype = autocast_dtype(self.settings.autocast, self.device)
@@ -91,6 +96,7 @@ class SeeingJudge(TrainedJudge):
             model.path, device=device, dtype=getattr(torch, model.dtype), max_tokens_per_batch=_TOKENS
         )
         super().__init__(model, self.engine.model, device)
+        self._apart: OtherMembers | None = None
 
     def add_lora(self) -> None:
         """Put new adapters into the model; their start comes from torch's global generator.
@@ -111,6 +117,15 @@ class SeeingJudge(TrainedJudge):
                 f"model.lora cannot be added to {self.settings.path!r}: {error} Name linear layers of this "
                 "model in model.lora.target_modules, or leave it out."
             ) from error
+        if self.settings.diversity is not None:
+            own = dict(moving(self.engine.model))
+            self._apart = OtherMembers(self.settings.diversity.others, own)
+
+    def penalty(self) -> Tensor | None:
+        """−weight times how different the adapters are from those of the members before."""
+        if self._apart is None or self.settings.diversity is None:
+            return None
+        return -self.settings.diversity.weight * self._apart.diversity()
 
     def odds(self, states: Tensor, yes: Sequence[int], no: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Log-odds of yes over no where an answer begins, and the log of what both have of all words."""

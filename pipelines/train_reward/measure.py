@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import softplus
 
 from visalign.training.reward.batch import RewardBatch
-from visalign.training.reward.heldout import LOW, join_pairs, judge_pairs, pair_measures
+from visalign.training.reward.heldout import LOW, auroc, join_pairs, judge_pairs, pair_measures
 from visalign.training.reward.tasks import TASKS
 
 from .config import TrainRewardConfig
@@ -52,6 +54,8 @@ class Measure:
         count = self.size if final else min(self.size, ON_THE_WAY)
         if self.config.model.kind == "rating":
             return self._ratings(count)
+        if self.config.model.kind == "critique":
+            return self._answers(count)
         task = TASKS[self.config.objective.task]
         own = [(number, judge_pairs(self.judge, [batch], task)) for number, batch in self._batches(count)]
         return pair_measures(join_pairs(self._of_all(own)))
@@ -74,10 +78,29 @@ class Measure:
     def _encode(self, examples: Sequence[Example]) -> RewardBatch:
         return self.judge.encode(examples, heldout=True)
 
-    @torch.no_grad()
     def _ratings(self, count: int) -> dict[str, float]:
         from visalign.evaluation.statistics.correlations import srcc
 
+        value, mass, target = self._said(count)
+        return {
+            "mae": float((value - target).abs().mean()),
+            "srcc": float(srcc(value.numpy(), target.numpy())),
+            "mass_low": float(mass.quantile(LOW)),
+        }
+
+    def _answers(self, count: int) -> dict[str, float]:
+        value, mass, target = self._said(count)
+        return {
+            "critique_right": float(target.mean()),
+            "critique_accuracy": float(((value > 0) == (target > 0.5)).double().mean()),
+            "critique_auroc": auroc(value, target > 0.5),
+            "critique_nll": float(softplus(torch.where(target > 0.5, -value, value)).mean()),
+            "mass_low": float(mass.quantile(LOW)),
+        }
+
+    @torch.no_grad()
+    def _said(self, count: int) -> Tensor:
+        """[3, count] value, mass of the answers, and target."""
         self.judge.train(False)
         own = []
         for number, batch in self._batches(count):
@@ -85,9 +108,4 @@ class Measure:
             outputs = self.judge(batch.inputs)
             said, mass = outputs["value"].cpu().double(), outputs["log_mass"].cpu().double().exp()
             own.append((number, torch.stack([said, mass, batch.target.double()])))
-        value, mass, target = torch.cat(self._of_all(own), 1)
-        return {
-            "mae": float((value - target).abs().mean()),
-            "srcc": float(srcc(value.numpy(), target.numpy())),
-            "mass_low": float(mass.quantile(LOW)),
-        }
+        return torch.cat(self._of_all(own), 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges on a vision-language model, to be trained: HPSv3's head, yes/no answers, ratings."""
+"""Judges on a vision-language model, to be trained: HPSv3's head, yes/no answers, ratings, critics."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visalign.rewards.chat.deepseek_grm import META
 from visalign.rewards.hpsv3.head import HIDDEN, RanknetHead
 from visalign.rewards.hpsv3.model import REWARD_TOKEN, HPSv3Model
 from visalign.rewards.questions.reward_dance import PAIR, YES_NO
@@ -98,14 +99,18 @@ class Hpsv3Judge(SeeingJudge):
 
 
 class AnswerJudge(SeeingJudge):
-    """A judge that is read where its answer begins: yes/no on one picture or on two, or a rating."""
+    """A judge that is read where its answer begins: yes/no on a picture, on two, or on what was written of
+    one; or a rating."""
 
     def __init__(self, model: AnswerModel, seed: int, device: torch.device) -> None:
         super().__init__(model, device)
         self.kind = model.kind
-        name, default = {"yes_no": ("yes_no", YES_NO), "pair": ("pair", PAIR), "rating": ("rating", RATING)}[
-            self.kind
-        ]
+        name, default = {
+            "yes_no": ("yes_no", YES_NO),
+            "pair": ("pair", PAIR),
+            "rating": ("rating", RATING),
+            "critique": (META.name, META),
+        }[self.kind]
         self.template: Template = self.engine.template(name, default)
         self._fields = check_fields(self.template)
         if self.kind == "rating":
@@ -126,12 +131,19 @@ class AnswerJudge(SeeingJudge):
             freeze(self.engine.model, model.frozen)
 
     def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
-        """Pictures of pairs one by one, pairs in both orders, or rated pictures."""
+        """Pictures of pairs one by one, pairs in both orders, rated pictures, or answers about pictures."""
         count, prompts = len(examples), [example.prompt for example in examples]
         if self.kind == "rating":
             rows = self._rows([Query(images=[e.images[0]], prompt="-") for e in examples])
             target = torch.tensor([example.target for example in examples])
             return RewardBatch(inputs=(rows, 1.0), size=count, target=target)
+        if self.kind == "critique":
+            asks = [
+                Query(images=[e.images[0]], prompt=e.prompt, fields={"critique": e.critique})
+                for e in examples
+            ]
+            target = torch.tensor([example.target for example in examples])
+            return RewardBatch(inputs=(self._rows(asks), 1.0), size=count, target=target)
         if self.kind == "yes_no":
             images = pair_images(examples)
             asks = [Query(images=[i], prompt=p) for i, p in zip(images, [*prompts, *prompts], strict=True)]
@@ -145,7 +157,9 @@ class AnswerJudge(SeeingJudge):
         return RewardBatch(inputs=(rows, 1.0), size=count, target=torch.cat([first, 1 - first]))
 
     def _rows(self, asks: list[Query]) -> list[Any]:
-        asks = [replace(ask, fields=self._fields) for ask in asks]  # as the judge that is saved asks
+        asks = [
+            replace(ask, fields={**ask.fields, **self._fields}) for ask in asks
+        ]  # as the judge that is saved asks
         rows, reasons = self.engine.encode(self.template, asks)
         refuse(reasons, [ask.prompt for ask in asks])
         return rows

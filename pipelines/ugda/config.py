@@ -66,12 +66,15 @@ class EnsembleConfig(PartConfig):
     """Judges, each from another seed."""
     judge: str = "reward_dance"
     """The name under which a member is loaded."""
+    diversity: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Weight of what keeps the adapters of each member apart from those of the members before it, as
+    model.diversity of train_reward; 0: they differ by their seeds alone."""
     off_policy: OffPolicyConfig | None = None
     """OCRM's weights of earlier rounds' pairs for the policy of this one; null: all labels count alike."""
 
 
 TAKEN = {
-    "ensemble": ("data.train", "data.heldout", "data.off_policy", "seed"),
+    "ensemble": ("data.train", "data.heldout", "data.off_policy", "model.diversity", "seed"),
     "policy": ("rewards", "seed"),
 }
 """Keys that a round sets itself."""

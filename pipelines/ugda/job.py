@@ -63,7 +63,7 @@ class WaitingForVotes(UserError):
 def plan(config: UGDAConfig) -> dict[str, Any]:
     """What the rounds will do, and what a policy's training is."""
     labels = config.labels
-    jobs = [_judge_job(config, 0, Path("pairs.jsonl")), _policy_job(config, [])]
+    jobs = [_judge_job(config, 1, Path()), _policy_job(config, [])]
     return {
         "rounds": config.rounds,
         "pictures_per_round": labels.prompts * labels.pictures,
@@ -254,8 +254,13 @@ def _require_votes(store: VoteStore, wanted: int) -> None:
         )
 
 
-def _judge_job(config: UGDAConfig, member: int, pairs: Path) -> Job:
-    given: dict[str, Any] = {"data.train": str(pairs), "data.heldout": None, "seed": config.seed + member}
+def _judge_job(config: UGDAConfig, member: int, folder: Path) -> Job:
+    """The training of a member of the round in `folder`."""
+    pairs, seed = str(folder / PAIRS), config.seed + member
+    given: dict[str, Any] = {"data.train": pairs, "data.heldout": None, "seed": seed}
+    if member and (weight := config.ensemble.diversity):
+        others = [str(folder / "members" / str(other) / "judge") for other in range(member)]
+        given["model.diversity"] = {"weight": weight, "others": others}
     if (off_policy := config.ensemble.off_policy) is not None:
         given["data.off_policy"] = asdict(off_policy)
     return _job("ensemble", config.ensemble, "train_reward", given)
@@ -293,7 +298,7 @@ def _job(name: str, part: PartConfig, pipeline: str, given: Mapping[str, Any]) -
 def _fitted(config: UGDAConfig, folder: Path, member: int) -> Path:
     place = folder / "members" / str(member)
     if not (place / SUMMARY).is_file():
-        job = _judge_job(config, member, folder / PAIRS)
+        job = _judge_job(config, member, folder)
         job.run(job.config, output=place, resume=(place / "config.yaml").is_file())
     return place / "judge"
 

@@ -5,7 +5,8 @@ Source: Liu et al., "Inference-Time Scaling for Generalist Reward Modeling", arX
 pointwise scores of 1 to 10, k samples whose scores are added, and a meta reward model that keeps the k_meta
 best samples. There answers of a language model are judged; here it is a picture, by a served vision-language
 model, and the meta judge is a model that is asked whether the critique is right, its log-odds of yes being
-the meta score.
+the meta score: that is a scalar head, the difference of two rows of the vocabulary, and `visalign
+train-reward` with model.kind critique trains it by cross-entropy on which votes were right.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ import torch
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError, make_scores, read_request
 from visalign.rewards.reading.numbers import AnswerError
-from visalign.rewards.reading.ratings import boxed_scores
+from visalign.rewards.reading.ratings import FORMS
 from visalign.rewards.vlm.requests import Query, requests
 from visalign.rewards.vlm.template import Template
 from visalign.rewards.vlm.yes_no import MIN_MASS
@@ -31,8 +33,11 @@ from .messages import Reply, question
 from .server import ChatServer
 from .yes_no import read_yes_no
 
-LOW, HIGH = 1.0, 10.0
 TOP_LOGPROBS = 20
+TRAINED = (
+    "{name}: meta is '{meta}' and k_meta {k_meta}. A trained meta judge keeps k_meta of the samples, and has "
+    "its own model and question: set k_meta, and leave meta_server and meta_template out."
+)
 
 CRITIQUE = question(
     "deepseek_grm",
@@ -51,7 +56,7 @@ META = question(
 
 
 class DeepSeekGRM(ServedJudge):
-    """Sum of the scores, 1 to 10 each, of K samples, or of the k_meta that a meta judge rates highest.
+    """Sum of the scores of K samples, or of the k_meta that a meta judge rates highest.
 
     Where samples cannot be read the sum is scaled to the full number, K·mean, so that a failure is no low
     vote; at least two must be readable. `std` is the standard error of that sum, K·s/√n. The parts hold
@@ -68,7 +73,9 @@ class DeepSeekGRM(ServedJudge):
         model: str | None = None,
         *,
         answers: int = 8,
+        reads: str = "boxed",
         k_meta: int | None = None,
+        meta: str | Path | None = None,
         meta_server: ChatServer | LocalModel | None = None,
         meta_template: Template | str | None = None,
         min_mass: float = MIN_MASS,
@@ -81,9 +88,12 @@ class DeepSeekGRM(ServedJudge):
             base_url: see `ServedJudge`.
             model: see `ServedJudge`.
             answers: K samples of each picture.
+            reads: how a sample states its score, a row of `rewards.reading.ratings.FORMS`: "boxed", 1 to 10,
+                or of judges that were taught another form "answer", 1 to 5, or "yes_no", 1 or 0.
             k_meta: samples that the meta judge keeps; None asks none.
-            meta_server: of the meta judge; the judge's own when None.
-            meta_template: instead of ours, with {critique}.
+            meta: folder of a trained meta judge, loaded here and asked as it was trained.
+            meta_server: of an untrained one; the judge's own when None.
+            meta_template: its question instead of ours, with {critique}.
             min_mass: smallest probability of yes and no together that counts as the meta judge's answer.
             device: see `ServedJudge`.
             **asking: of `ServedJudge`; the temperature is 1 and a sample has 2048 tokens.
@@ -92,18 +102,26 @@ class DeepSeekGRM(ServedJudge):
             raise RewardError(
                 f"{self.name}: k_meta is {k_meta}; allowed are whole numbers from 1 to answers ({answers})."
             )
+        if reads not in FORMS:
+            raise RewardError(f"{self.name}: reads is {reads!r}; allowed are {', '.join(FORMS)}.")
         if not 0 <= min_mass < 1:
             raise RewardError(
                 f"{self.name}: min_mass is {min_mass}; allowed are probabilities from 0 up to below 1."
             )
         asking = {"default": CRITIQUE, "temperature": 1.0, "max_new_tokens": 2048, **asking}
         super().__init__(base_url, model, answers=answers, device=device, **asking)
+        if meta is not None:
+            if k_meta is None or meta_server is not None or meta_template is not None:
+                raise RewardError(TRAINED.format(name=self.name, meta=meta, k_meta=k_meta))
+            meta_server = LocalModel(meta, device=device)
+            meta_template = meta_server.engine.template(META.name, META)
         self.meta_server = meta_server or self.server
         self.meta_template = as_template(self.name, meta_template, META, needed=("critique",))
         self.k_meta, self.votes, self.min_mass = k_meta, k_meta or answers, min_mass
-        self.unit = f"sum of {self.votes} scores from 1 to 10"
-        self.range = (self.votes * LOW, self.votes * HIGH)
-        options: dict[str, Any] = {**self.drawing, "k_meta": k_meta}
+        self.reader, low, high = FORMS[reads]
+        self.unit = f"sum of {self.votes} scores from {low:g} to {high:g}"
+        self.range = (self.votes * low, self.votes * high)
+        options: dict[str, Any] = {**self.drawing, "k_meta": k_meta, "reads": reads}
         if k_meta is not None:
             options |= {"meta_model": self.meta_server.model, "meta_template": self.meta_template.text}
             options["min_mass"] = min_mass
@@ -114,7 +132,7 @@ class DeepSeekGRM(ServedJudge):
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         rows, queries = requests(request, self.template, reasons)
-        drawn = self.server.ask(self.template, queries, read=_read, **self.drawing)
+        drawn = self.server.ask(self.template, queries, read=self.read, **self.drawing)
         samples = [[said for said in row if not isinstance(said, AnswerError)] for row in drawn]
         for place, row in enumerate(rows):
             if len(samples[place]) < self.least:
@@ -135,6 +153,10 @@ class DeepSeekGRM(ServedJudge):
             for name, number in self._summed(kept).items():
                 columns[name][row] = number
         return self._scores(columns, reasons, text)
+
+    def read(self, reply: Reply) -> tuple[float, str]:
+        """(score, text) of one sample."""
+        return self.reader(reply.text), reply.text
 
     def _meta(
         self, queries: list[Query], samples: list[list[tuple[float, str]]]
@@ -173,10 +195,6 @@ class DeepSeekGRM(ServedJudge):
         parts = columns if self.k_meta is None else {**columns, "meta": meta}
         spread = std if self.answers > 1 else None
         return make_scores(value, reasons, self.unit, std=spread, parts=parts, text=text)
-
-
-def _read(reply: Reply) -> tuple[float, str]:
-    return boxed_scores(reply.text, low=LOW, high=HIGH)[0], reply.text
 
 
 def _kept(

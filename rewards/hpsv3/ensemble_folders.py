@@ -100,7 +100,7 @@ def read_member(place: str | Path, base: str | Path | None = None) -> Member:
     for file in (_ADAPTER_WEIGHTS, HEAD_FILE):
         if not (folder / file).is_file():
             raise FileNotFoundError(f"{folder} holds no {file}; copy the folder again.")
-    tensors = {**_adapters(folder), **load_file(folder / HEAD_FILE)}
+    tensors = {**adapters_of(folder), **load_file(folder / HEAD_FILE)}
     if TOKEN not in tensors:
         raise RewardError(f"{folder.name}/{HEAD_FILE} holds no {TOKEN}; save the member again.")
     named = base_of(folder, settings)
@@ -153,7 +153,7 @@ def stack_members(members: Sequence[Member]) -> tuple[JudgeSettings, dict[str, T
     return settings, stacked
 
 
-def _adapters(folder: Path) -> dict[str, Tensor]:
+def adapters_of(folder: Path) -> dict[str, Tensor]:
     """`<layer>.lora_A` and `<layer>.lora_B` of a member."""
     found: dict[str, Tensor] = {}
     for key, value in load_file(folder / _ADAPTER_WEIGHTS).items():

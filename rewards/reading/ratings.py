@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from .numbers import NUMBER, AnswerError, check_range, json_object, single_number, statement
 
@@ -196,6 +196,19 @@ def boxed_scores(text: str, *, count: int = 1, low: float = 1.0, high: float = 1
     return [check_range(float(part), low, high) for part in parts]
 
 
+def first_word(text: str) -> str:
+    """The word that a judge's statement begins with, in small letters; "" where there is none."""
+    return next(iter(re.findall(r"\w+", statement(text).text)), "").casefold()
+
+
+def decision(text: str) -> float:
+    """1 of a text that begins with yes, 0 of one that begins with no."""
+    word = first_word(text)
+    if word not in ("yes", "no"):
+        raise AnswerError(f"the judge's text begins with {word!r:.40}, and neither with yes nor with no")
+    return float(word == "yes")
+
+
 def listed_scores(text: str, *, count: int = 2, low: float = 0.0, high: float = 25.0) -> list[float]:
     """The numbers of the list "score" in a JSON object, words around it allowed; so many, in the range."""
     given = json_object(text, "score")["score"]
@@ -203,6 +216,15 @@ def listed_scores(text: str, *, count: int = 2, low: float = 0.0, high: float = 
     if len(numbers) != count or any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers):
         raise AnswerError(f"the judge's score is {given!r:.60}; asked for is a list of {count} numbers")
     return [check_range(float(number), low, high) for number in numbers]
+
+
+FORMS: dict[str, tuple[Callable[[str], float], float, float]] = {
+    "answer": (quality_score, 1.0, 5.0),
+    "boxed": (lambda text: boxed_scores(text)[0], 1.0, 10.0),
+    "yes_no": (decision, 0.0, 1.0),
+}
+"""How a judge writes a score -> (its reader, smallest, largest): <answer>3</answer> as VisualQuality-R1,
+\\boxed{7} as DeepSeek-GRM, or a decision with its reasons behind it as RewardDance."""
 
 
 def _one(name: str, given: Sequence[float]) -> float:

@@ -8,7 +8,6 @@ picture alone is no error, and pictures are compared over all answers that are j
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,14 +15,13 @@ import torch
 
 from visalign.core.preference.fidelity import FLOOR, answer_statistics, fidelity_rewards
 from visalign.interfaces import Metadata, Prompt, Scores
-from visalign.rewards.reading.numbers import AnswerError, statement
-from visalign.rewards.reading.ratings import quality_score
+from visalign.rewards.reading.numbers import AnswerError
+from visalign.rewards.reading.ratings import FORMS, first_word
 from visalign.rewards.reading.verdicts import OPTIONS, verdict
 
 from .contract import TextRule, TextVerdict, read_text_request, text_scores
 
 RULES = ("fidelity", "binary", "regression")
-LOW, HIGH = 1.0, 5.0
 
 
 class RatingReward:
@@ -32,7 +30,7 @@ class RatingReward:
     - "fidelity": mean over the other pictures of the set of √(p q) + √((1 − p)(1 − q)), q = Φ(this rating's
       lead over the other picture's mean in deviations), p by the labels 1, ½ or 0; in [0, 1];
     - "binary": mean over the other pictures of 1 where the lead has the labels' sign, ½ for equal ratings;
-    - "regression": 1 − |rating − mos| / 4.
+    - "regression": 1 − |rating − mos| / (largest − smallest rating).
 
     The K answers of a picture are those of its prompt that are judged together. An answer that cannot be read
     takes no part in its picture's mean; it gets 0 where there is a bonus for the form, and is masked without.
@@ -48,6 +46,7 @@ class RatingReward:
         rule: str = "fidelity",
         *,
         form: float = 0.0,
+        reads: str = "answer",
         prefilled: str = "",
         floor: float = FLOOR,
         name: str = "rating",
@@ -57,6 +56,8 @@ class RatingReward:
         Args:
             rule: see the class.
             form: added for an answer that can be read, ≥ 0.
+            reads: how it is written, a row of `rewards.reading.ratings.FORMS`: "answer" (1 to 5), "boxed" (1
+                to 10) or "yes_no" (1 or 0).
             prefilled: what the prompt opened the answer with, e.g. "<answer>".
             floor: γ of "fidelity", in squared rating steps.
             name: for messages and logs.
@@ -66,10 +67,13 @@ class RatingReward:
         """
         if rule not in RULES:
             raise ValueError(f"{name}: rule is {rule!r}; allowed are {', '.join(RULES)}.")
+        if reads not in FORMS:
+            raise ValueError(f"{name}: reads is {reads!r}; allowed are {', '.join(FORMS)}.")
         if not 0 <= form < math.inf or not 0 < floor < math.inf:
             raise ValueError(f"{name}: form is {form} and floor {floor}; form is ≥ 0 and floor > 0.")
         self.name, self.rule, self.form, self.floor = name, rule, form, floor
         self.prefilled, self.range = prefilled, (0.0, 1.0 + form)
+        self.reader, self.low, self.high = FORMS[reads]
         self.needs_batch = rule != "regression"
 
     def score(
@@ -101,21 +105,24 @@ class RatingReward:
     def _lacking(self, image: Any, mos: Any) -> str | None:
         if not isinstance(image, str) or not math.isfinite(_number(mos)):
             return "its record has no image and finite mos"
-        if self.rule == "regression" and not LOW <= mos <= HIGH:
-            return f"its mos is {mos:g}, and regression compares ratings of {LOW:g} to {HIGH:g} with it"
+        if self.rule == "regression" and not self.low <= mos <= self.high:
+            return (
+                f"its mos is {mos:g}, and regression compares ratings of {self.low:g} to {self.high:g} "
+                "with it"
+            )
         return None
 
     def _read(self, completion: str) -> tuple[float, str]:
         """(rating, or NaN, why there is none)."""
         try:
-            return quality_score(self.prefilled + completion, low=LOW, high=HIGH), ""
+            return self.reader(self.prefilled + completion), ""
         except AnswerError as error:
             return math.nan, str(error)
 
     def _values(self, answers: torch.Tensor, target: torch.Tensor, sets: Sequence[str]) -> torch.Tensor:
         """[B, K] of [B, K] ratings; NaN where there is none."""
         if self.rule == "regression":
-            return 1 - (answers - target[:, None]).abs() / (HIGH - LOW)
+            return 1 - (answers - target[:, None]).abs() / (self.high - self.low)
         if self.rule == "fidelity":
             found = fidelity_rewards(answers, target, within=sets, floor=self.floor)
         else:
@@ -178,7 +185,7 @@ class VerdictReward(TextRule):
 
     def _word(self, completion: str) -> int:
         assert self.words is not None
-        first = next(iter(re.findall(r"\w+", statement(completion).text)), "").casefold()
+        first = first_word(completion)
         for side, word in enumerate(self.words, 1):
             if first == word.casefold():
                 return side

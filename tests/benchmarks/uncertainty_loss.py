@@ -8,10 +8,15 @@ annotator are noisier where a picture is degraded, so a standard deviation can b
 
     python tests/benchmarks/uncertainty_loss.py --pairs 20000
     python tests/benchmarks/uncertainty_loss.py --pairs 6000 --labels
+    python tests/benchmarks/uncertainty_loss.py --pairs 5000 --heldout 2000 --clutter
 
 With --labels Bradley-Terry alone, on pairs of one, three or nine votes, which are told to it in four ways.
 That soft labels and counts of votes beat a filter by agreement is refuted where the interval of what it loses
 against them holds 0.
+
+With --clutter the noise can be known from the pictures and goes with nothing else (`ClutteredPairs`). That a
+likelihood with a deviation is worth having is refuted where σ does not rank the noise, or where it tells
+errors no better than chance among pairs of equal lead, or costs accuracy or likelihood.
 """
 
 from __future__ import annotations
@@ -30,7 +35,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from visalign.core.preference.uncertainty import soft_clamp
-from visalign.pipelines.train_reward.examples import Examples, pair_batch, pair_images, shapes_pairs
+from visalign.data.shapes.preferences import ShapesPair, ShapesPreferences, annotator_noise
+from visalign.data.shapes.render import render
+from visalign.data.shapes.surroundings import with_specks
+from visalign.evaluation.statistics.correlations import srcc
+from visalign.pipelines.train_reward.examples import (
+    Example,
+    Examples,
+    as_image,
+    pair_batch,
+    pair_images,
+    shapes_pairs,
+)
 from visalign.rewards.hpsv3.head import RanknetHead
 from visalign.rewards.hpsv3.judge import HPSv3
 from visalign.rewards.questions.reward_dance import YES_NO
@@ -56,6 +72,8 @@ LABELS = {
 }
 """How votes become labels -> `pair_weight`."""
 BATCH, DRAWS = 64, 500
+SPECK_NOISE, ANNOTATORS = 0.15, 9
+"""Standard deviation that each speck adds to how an annotator sees a picture's utility; voters per pair."""
 
 
 @torch.no_grad()
@@ -112,6 +130,49 @@ def kept_features(engine: VisionLanguageEngine, pairs: Examples, file: Path | No
         inputs=None, size=count, label=tensors["label"], votes=tensors["votes"], clear=tensors["clear"]
     )
     return FeaturePairs(tensors["features"], labels)
+
+
+class ClutteredPairs:
+    """Pairs of which half of the pictures have 1 to 10 specks, and whose votes are noisier for them.
+
+    Each annotator sees u + s ε with s = `annotator_noise` + `SPECK_NOISE` times the number of specks, which
+    change nothing of the truth; the last annotator tosses a coin. All but the coin can be seen in the
+    pictures, and specks go with neither picture's utility.
+    """
+
+    def __init__(self, seed: int, split: str) -> None:
+        self._world, self._seed = ShapesPreferences(seed, split=split), seed
+
+    def drawn(self, number: int) -> tuple[ShapesPair, np.random.Generator]:
+        """Pair `number`, and the generator of its votes."""
+        pair, rng = self._world.pair(number), np.random.default_rng([self._seed, 71, number])
+        left, right = (
+            with_specks(scene, rng) if rng.random() < 0.5 else scene for scene in (pair.left, pair.right)
+        )
+        noise = [annotator_noise(scene) + SPECK_NOISE * len(scene.specks) for scene in (left, right)]
+        return replace(pair, left=left, right=right, noise=(noise[0], noise[1])), rng
+
+    def example(self, number: int) -> Example:
+        """The pair with its votes."""
+        pair, rng = self.drawn(number)
+        seen = rng.normal(pair.utility, pair.noise, size=(ANNOTATORS - 1, 2))
+        won = int((seen[:, 0] > seen[:, 1]).sum()) + int(rng.integers(2))
+        return Example(
+            prompt=pair.prompt,
+            images=tuple(as_image(render(scene)) for scene in (pair.left, pair.right)),
+            label=won / ANNOTATORS,
+            truth=(1 + np.sign(pair.utility[0] - pair.utility[1])) / 2,
+            clear=pair.is_clear,
+            votes=(won, ANNOTATORS - won, 0),
+        )
+
+    def noise(self, count: int) -> Tensor:
+        """[count] standard deviation of the difference that a careful annotator sees."""
+        return torch.tensor([float(np.hypot(*self.drawn(n)[0].noise)) for n in range(count)])
+
+    def examples(self, count: int) -> Examples:
+        """The first `count`."""
+        return Examples(count=count, example=self.example, prompts=frozenset())
 
 
 @torch.no_grad()
@@ -302,6 +363,50 @@ def compare_labels(
         print(f"| {kind} | {pairs[kind]} | {' | '.join(cells)} |", flush=True)
 
 
+def compare_under_noise(given: argparse.Namespace) -> None:
+    """A row per loss: means over seeds of data and heads, each seed's number in brackets."""
+    engine = VisionLanguageEngine.from_pretrained(given.model, feature_bytes=1 << 20)
+    found: dict[str, list[dict[str, float]]] = {task: [] for task in LOSSES}
+    for seed in given.seeds:
+        sets = []
+        for split, count in (("train", given.pairs), ("heldout", given.heldout)):
+            file = None if given.cache is None else given.cache / f"clutter_{seed}_{split}.safetensors"
+            sets.append(kept_features(engine, ClutteredPairs(seed, split).examples(count), file))
+        noise = ClutteredPairs(seed, "heldout").noise(given.heldout)
+        for task in LOSSES:
+            judge = train_head(task, sets[0], given.epochs, given.lr, seed)
+            said = judge_pairs(judge, [sets[1].rows(torch.arange(given.heldout))], TASKS[task])
+            found[task].append(noise_measures(task, said, noise))
+            print(f"seed {seed}, {task}: {found[task][-1]}", flush=True)
+    names = list(next(iter(found.values()))[0])
+    print(f"\n| loss | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
+    for task, rows in found.items():
+        cells = []
+        for name in names:
+            values = [row[name] for row in rows]
+            each = ", ".join(f"{value:.3f}" for value in values)
+            cells.append("" if np.isnan(values).all() else f"{np.mean(values):.3f} ({each})")
+        print(f"| {LOSSES[task]} | {' | '.join(cells)} |")
+
+
+def noise_measures(task: str, said: HeldoutPairs, noise: Tensor) -> dict[str, float]:
+    """`pair_measures`, and the rank correlation of σ with the true noise, over all and among equal leads."""
+    measures = pair_measures(said)
+    names = ("accuracy", "accuracy_all", "nll", "ece")
+    found = {name: measures[name] for name in names}
+    if task == "bradley_terry" or said.std is None:
+        return found | dict.fromkeys(("noise", "noise_lead", "auroc", "auroc_lead"), float("nan"))
+    lead = lead_stratum(said.difference).numpy()
+    std, truth = said.std.numpy(), noise.numpy()
+    within = [srcc(std[lead == place], truth[lead == place]) for place in np.unique(lead)]
+    return found | {
+        "noise": float(srcc(std, truth)),
+        "noise_lead": float(np.mean(within)),
+        "auroc": measures["std_auroc_votes"],
+        "auroc_lead": measures["std_auroc_lead"],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Three losses for an uncertain judge.")
     parser.add_argument("--pairs", type=int, default=20_000)
@@ -313,8 +418,14 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, help="folder that keeps the features")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--labels", action="store_true", help="compare ways of labelling, not losses")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the ways of labelling")
+    parser.add_argument("--clutter", action="store_true", help="votes whose noise can be seen: specks")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of --labels and --clutter")
     given = parser.parse_args()
+    if given.clutter:
+        if given.cache is not None:
+            given.cache.mkdir(parents=True, exist_ok=True)
+        compare_under_noise(given)
+        return
     heldout = shapes_pairs(given.seed + 7, given.heldout, split="heldout")
     if given.labels:
         compare_labels(*features(given, heldout), given.epochs, given.lr, given.seeds)

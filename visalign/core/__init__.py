@@ -78,6 +78,7 @@ ROOMS = {
         "class_disagreement ctrl_u_loss ctrl_u_weight fuse_heatmaps laplace_loss uncertainty_weight"
     ),
     "preference.ict": "IctLabels hp_loss ict_hp_loss ict_labels ict_loss truncated_score",
+    "preference.diversity": "nuclear_diversity",
     "preference.off_policy": "off_policy_pair_weights relative_log_density",
     "preference.pairing": "next_pairs",
     "preference.pairwise": "group_pairs win_rates",

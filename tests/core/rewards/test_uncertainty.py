@@ -13,6 +13,7 @@ from scipy.stats import norm
 from torch.nn import functional as F
 
 from tests.support.core import assert_values, f64, normal
+from visalign.core.preference.diversity import nuclear_diversity
 from visalign.core.preference.heatmaps import (
     class_disagreement,
     ctrl_u_loss,
@@ -235,9 +236,36 @@ class TestOldPairs:
         assert weight.mean().item() == pytest.approx(1) and not weight.requires_grad
 
 
+class TestDiversityOfMembers:
+    def test_one_for_matrices_that_share_nothing_less_for_equal_ones(self) -> None:
+        eye = torch.eye(8, dtype=torch.float64)
+        assert nuclear_diversity([eye[:2], eye[2:4]]).item() == pytest.approx(1)
+        assert nuclear_diversity([eye[:2], eye[:2]]).item() == pytest.approx(0.5**0.5)
+        assert nuclear_diversity([eye[:, :2], eye[:, 3:5]], dim=1).item() == pytest.approx(1)
+
+    def test_by_singular_values_and_without_regard_to_scale(self) -> None:
+        one, two = normal(3, 7), normal(3, 7, seed=1)
+        found = nuclear_diversity([one, two])
+        values = torch.linalg.svdvals(torch.cat([one, two]))
+        torch.testing.assert_close(found, values.sum() / values.square().sum().sqrt() / 6**0.5)
+        torch.testing.assert_close(nuclear_diversity([5 * one, 5 * two]), found)
+
+    def test_a_member_that_is_zero_is_drawn_to_where_the_others_are_not(self) -> None:
+        other, own = torch.eye(4, dtype=torch.float64)[:, :1], torch.zeros(4, 1, dtype=torch.float64)
+        own.requires_grad_()
+        nuclear_diversity([other, own], dim=1).backward()
+        assert own.grad is not None and own.grad[0].item() == pytest.approx(0, abs=1e-9)
+        assert own.grad.norm().item() == pytest.approx(0.5**0.5)  # of ‖C‖_* 1, over ‖C‖_F √2
+        leaf = normal(3, 4).requires_grad_()
+        assert torch.autograd.gradcheck(lambda x: nuclear_diversity([normal(2, 4, seed=3), x]), (leaf,))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: nuclear_diversity([normal(2, 3), normal(2, 4)]), r"shapes \[\(2, 3\), \(2, 4\)\]"),
+        (lambda: nuclear_diversity([normal(2, 3)], dim=2), "dim is 2"),
+        (lambda: nuclear_diversity([]), r"shapes \[\]"),
         (
             lambda: bhattacharyya(f64(1), f64(1, 2), f64(1), f64(1)),
             r"mean must be \[N\] and std \[N\]; got \(1,\) and \(2,\)",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from PIL import Image
 from pydantic import ValidationError
 
 from tests.support.judges.brightness import Brightness
-from visalign.config import load_config, resolve_config
+from visalign.config import ConfigError, load_config, resolve_config
 from visalign.data.shapes.prompts import parse_prompt
 from visalign.errors import UserError
 from visalign.evaluation.pages.ugda_page import ugda_page
@@ -21,7 +22,7 @@ from visalign.pipelines.collect.store import Plan, VoteStore
 from visalign.pipelines.collect.tasks import Form, Task
 from visalign.pipelines.train_reward.config import OffPolicyConfig
 from visalign.pipelines.ugda.config import EnsembleConfig, LabelConfig, PartConfig, UGDAConfig
-from visalign.pipelines.ugda.job import WaitingForVotes, plan, run
+from visalign.pipelines.ugda.job import WaitingForVotes, _judge_job, plan, run
 from visalign.pipelines.ugda.selection import Candidate, by_lot, member_scores, most_uncertain, selected
 from visalign.rewards.combine.ensemble import Ensemble
 
@@ -181,7 +182,22 @@ def test_labellers_that_fail_are_counted_and_stop_the_run(tmp_path):
     store.close()
 
 
-@pytest.mark.parametrize("key", ["seed", "data", "data.train", "data.off_policy.alpha"])
+def test_members_are_kept_apart_from_those_before_them(tmp_path):
+    plain = tiny(tmp_path)
+    config = replace(plain, ensemble=replace(plain.ensemble, diversity=0.3))
+    found = [
+        _judge_job(one, member, tmp_path).config.model.diversity
+        for one in (plain, config)
+        for member in (0, 2)
+    ]
+    assert found[:3] == [None] * 3 and found[3].weight == 0.3
+    assert found[3].others == [str(tmp_path / "members" / str(member) / "judge") for member in range(2)]
+    full = replace(config, ensemble=replace(config.ensemble, changes={"model.train": "full"}))
+    with pytest.raises(ConfigError, match=r"keeps adapters apart, and model.train is 'full'"):
+        plan(full)
+
+
+@pytest.mark.parametrize("key", ["seed", "data", "data.train", "data.off_policy.alpha", "model.diversity"])
 def test_what_a_round_sets_itself_cannot_be_changed(key):
     with pytest.raises(ValidationError, match=rf"ensemble\.changes sets {key}, which each round sets itself"):
         UGDAConfig(ensemble=EnsembleConfig(changes={key: 3}))

@@ -117,6 +117,18 @@ def test_regression_asks_for_opinions_on_the_scale_of_the_answers():
     assert found.value.tolist()[0] == 1.0, "a picture with another opinion is another picture"
 
 
+def test_boxed_scores_go_from_1_to_10():
+    """1 − |7 − 9.25| / 9 = .75; what the other form writes is no score."""
+    reward = RatingReward("regression", reads="boxed")
+    records = [{"image": "a", "mos": mos} for mos in (9.25, 10.0, 11.0)]
+    texts = [r"fine \boxed{7}", "<answer>4</answer>", r"\boxed{7}"]
+    scores = reward.score(texts, ["?"] * 3, records)
+    assert scores.value.tolist()[0] == 0.75 and scores.valid.tolist() == [True, False, False]
+    assert scores.reason is not None and "regression compares ratings of 1 to 10" in str(scores.reason[2])
+    with pytest.raises(ValueError, match="reads is 'box'; allowed are answer, boxed"):
+        RatingReward(reads="box")
+
+
 @pytest.mark.parametrize("text", ["**first**", "(first)", "<answer>first</answer>", "first: yes", "First."])
 def test_the_first_word_of_the_answer_is_the_verdict(text):
     reward = load_text_reward("verdict", words=("first", "second"))

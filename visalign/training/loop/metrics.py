@@ -112,8 +112,9 @@ METRICS: dict[str, str] = {
     "of the accuracy and of rewards of weight 0; "
     "of a judge on held-out labels: accuracy (where the truth is clear), accuracy_all, nll (nats per "
     "vote), ece, std_mean, std_auroc, std_auroc_votes, std_auroc_lead, mass_low; of ratings mae, srcc and "
-    "mass_low; of a judge of steps loss, accuracy, of labels that are right or wrong accuracy_right and "
-    "accuracy_wrong, and their number (labels)",
+    "mass_low; of a judge of critiques the share of right ones critique_right, critique_accuracy, "
+    "critique_auroc, critique_nll; of a judge of steps loss, accuracy, of labels that are right or wrong "
+    "accuracy_right and accuracy_wrong, and their number (labels)",
 }
 """Key -> meaning and unit. A key that ends in `/*` stands for a family of keys."""
 

@@ -28,7 +28,7 @@ class RewardObjectiveSettings:
 
     task: str = "uncertainty"
     """A row of `visalign.training.reward.tasks.TASKS`: bradley_terry, uncertainty, uncertainty_upstream,
-    upstream_monte_carlo, ict, hp, yes_no, rating, rating_fidelity, checklist."""
+    upstream_monte_carlo, ict, hp, yes_no, rating, rating_fidelity, critique, checklist."""
 
     def __new__(cls, task: str = "uncertainty", **given: Any) -> RewardObjectiveSettings:
         """The class of the task, where this one is called."""
@@ -147,6 +147,16 @@ class RatingSettings(RewardObjectiveSettings):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class CritiqueSettings(RewardObjectiveSettings):
+    """The log-odds that what a judge wrote is right, by cross-entropy."""
+
+    task: Literal["critique"] = "critique"
+    """critique."""
+    mass: Weight = 1.0
+    """As of a rating."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class YesNoSettings(VotesSettings):
     """The log-odds of yes."""
 
@@ -179,6 +189,7 @@ AnyObjective = Annotated[
     | HpSettings
     | YesNoSettings
     | RatingSettings
+    | CritiqueSettings
     | ChecklistSettings,
     Field(discriminator="task"),
 ]

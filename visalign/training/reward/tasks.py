@@ -44,7 +44,8 @@ class Task:
     """(ln P, ln (1 − P)) [N] that the left one of each pair is better; None: the judge gives no
     probability."""
     labels: str = "pairs"
-    """"pairs", "triples" or "rows": what the labels stand on."""
+    """"pairs", "triples", "rows" (rated pictures) or "answers" (what a judge wrote): what the labels stand
+    on."""
 
 
 def _sides(outputs: Outputs, batch: RewardBatch, name: str = "value") -> tuple[Tensor, Tensor]:
@@ -211,6 +212,7 @@ TASKS: dict[str, Task] = {
     "yes_no": Task(loss=_yes_no, log_prob=_logistic),
     "rating": Task(loss=rating, labels="rows"),
     "rating_fidelity": Task(loss=rating_fidelity, labels="rows"),
+    "critique": Task(loss=_yes_no, labels="answers"),
     "checklist": Task(loss=_checklist, log_prob=_logistic),
 }
 """Name -> what is learned. uncertainty_upstream and upstream_monte_carlo are HPSv3's released code, which

@@ -38,12 +38,14 @@ class RewardModeling(Algorithm):
         objective: what is optimized.
         accelerator: processes and trackers.
         seed: of dropout and of sampled losses.
+        penalty: what each update adds to the loss of its labels, with gradient; None, or one that gives None,
+            adds nothing.
         compute_dtype: of the judge's products, where not all are in float32; float16 gets its loss scaled.
         sharding: divide the judge, its gradients and AdamW's moments among the processes (FSDP2). The judge
             is a module then, or has all its weights in `module`, and uses each of them for any batch.
 
     Raises:
-        UserError: a judge that cannot be divided.
+        UserError: a judge that cannot be divided, or its weights have a penalty.
     """
 
     def __init__(
@@ -54,14 +56,17 @@ class RewardModeling(Algorithm):
         objective: RewardObjectiveSettings,
         accelerator: Accelerator,
         seed: int = 0,
+        penalty: Callable[[], Tensor | None] = lambda: None,
         compute_dtype: torch.dtype = torch.float32,
         sharding: bool = False,
     ) -> None:
         self.judge, self.data, self.seed = judge, data, seed
         self.objective, self.accelerator = objective, accelerator
-        self._compute_dtype = compute_dtype
+        self._compute_dtype, self._penalty = compute_dtype, penalty
         self.sharding = sharding
         self.ask: Callable[[Any], Outputs] = judge
+        if sharding and penalty() is not None:
+            raise UserError("sharding goes without a penalty of the weights. Leave one of the two out.")
         if sharding:
             self.ask = AsForward(self._network(), judge)
             shard(self.ask, accelerator)
@@ -140,6 +145,8 @@ class RewardModeling(Algorithm):
         with _drawn_from(self.seed, number, part[0]) as generator:
             for batch, counts in self._batches(number, part):
                 total, weight = task.loss(self.ask(batch.inputs), batch, self.objective, generator)
+                if (penalty := self._penalty()) is not None:
+                    total = total + penalty * weight  # Σ w (ℓ + penalty) / Σ w over the micro-batches
                 # what is divided gets the mean over the processes
                 (total * (counts * scale * (part[1] if self.sharding else 1))).backward()
                 found = torch.stack([total.detach().double(), weight.detach().double()])

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adapters of an ensemble's earlier members, from which those of the next one are kept apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from visalign.core import nuclear_diversity
+from visalign.errors import UserError
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.hpsv3.ensemble_folders import adapters_of, find_folder
+
+
+class OtherMembers:
+    """What the LoRA matrices of some folders and those that are trained have in common.
+
+    Args:
+        folders: judges that were trained with adapters.
+        own: parameters that are trained, by name; those that are no LoRA matrices are left out.
+
+    Raises:
+        UserError: a folder without adapters, or with those of other layers or widths.
+    """
+
+    def __init__(self, folders: Sequence[str], own: Mapping[str, Tensor]) -> None:
+        self.own = {
+            name.removesuffix(".default.weight"): value for name, value in own.items() if ".lora_" in name
+        }
+        self.others = [self._read(folder) for folder in folders]
+
+    def _read(self, folder: str) -> dict[str, Tensor]:
+        try:
+            found = adapters_of(Path(find_folder(folder)))
+        except (OSError, RewardError) as error:
+            raise UserError(
+                f"model.diversity.others names {folder!r}, which has no adapters to be kept apart from "
+                f"({error}). Give folders of judges that were trained with model.train lora."
+            ) from error
+        for name, value in self.own.items():
+            theirs = found.get(name)
+            axis = 1 if name.endswith("lora_A") else 0
+            if theirs is None or theirs.shape[axis] != value.shape[axis]:
+                raise UserError(
+                    f"model.diversity.others names {folder!r}, whose adapters have "
+                    f"{'no' if theirs is None else f'{tuple(theirs.shape)} at'} {name}, and those that are "
+                    f"trained {tuple(value.shape)}. Members have one base and model.lora.target_modules."
+                )
+        return {name: found[name].to(value.device).float() for name, value in self.own.items()}
+
+    def diversity(self) -> Tensor:
+        """Mean over the matrices A and B of all layers."""
+        found = [
+            nuclear_diversity(
+                [*(other[name] for other in self.others), value], dim=int(name.endswith("lora_B"))
+            )
+            for name, value in self.own.items()
+        ]
+        return torch.stack(found).mean()

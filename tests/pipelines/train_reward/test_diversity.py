@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Members of an ensemble whose adapters are kept apart: further apart than without, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.models.vision_language import save_tiny_seeing_model
+from visalign.config import load_config
+from visalign.errors import UserError
+from visalign.pipelines.train_reward.diversity import OtherMembers
+from visalign.pipelines.train_reward.job import TrainRewardConfig, build_judge, run
+from visalign.rewards.hpsv3.ensemble_folders import adapters_of
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_tiny_seeing_model(tmp_path_factory.mktemp("models") / "vlm")
+    return folder
+
+
+def _config(model: Path, *more: str, rank: int = 2) -> TrainRewardConfig:
+    given = [
+        f"model={{kind: hpsv3, head: [8, 4], save_dtype: float32, lora: {{rank: {rank}, alpha: 4.0}}}}",
+        f"model.path={model}", "data={size: 12, heldout: null, batch: 4, micro_batch: 2}",
+        "optimizer={lr: 1.0e-2, updates_per_iteration: 10}", "run={iterations: 1, device: cpu}",
+    ]  # fmt: skip
+    return load_config(TrainRewardConfig, None, [*given, *more])
+
+
+def test_a_member_that_is_kept_apart_differs_more(model, tmp_path):
+    run(_config(model), tmp_path / "0")
+    first = tmp_path / "0" / "judge"
+    run(_config(model, "seed=1"), tmp_path / "plain")
+    apart = f"model.diversity={{others: ['{first}'], weight: 10.0}}"
+    run(_config(model, "seed=1", apart), tmp_path / "apart")
+    found = {}
+    for name in ("plain", "apart"):
+        own = {
+            f"{key}.default.weight": value for key, value in adapters_of(tmp_path / name / "judge").items()
+        }
+        found[name] = float(OtherMembers([str(first)], own).diversity())
+    assert found["plain"] + 0.01 < found["apart"] <= 1
+
+
+def test_the_loss_gets_it_once_however_the_batch_is_cut(model, tmp_path):
+    run(_config(model), tmp_path / "0")
+    apart = f"model.diversity={{others: ['{tmp_path / '0' / 'judge'}'], weight: 3.0}}"
+    losses = []
+    for micro in (1, 4):
+        config = _config(
+            model, "seed=1", apart, f"data.micro_batch={micro}", "optimizer.updates_per_iteration=1"
+        )
+        run(config, tmp_path / str(micro))
+        line = (tmp_path / str(micro) / "metrics.jsonl").read_text().splitlines()[0]
+        losses.append(json.loads(line)["loss"])
+        found = build_judge(config, torch.device("cpu")).penalty()
+        assert found is not None
+        penalty = found.item()
+    plain = _config(model, "seed=1", "data.micro_batch=4", "optimizer.updates_per_iteration=1")
+    run(plain, tmp_path / "plain")
+    line = json.loads((tmp_path / "plain" / "metrics.jsonl").read_text().splitlines()[0])
+    assert -3 < penalty < 0
+    assert losses == pytest.approx([line["loss"] + penalty] * 2, abs=5e-3)  # dropout draws by micro-batch
+    assert build_judge(plain, torch.device("cpu")).penalty() is None
+
+
+def test_members_that_cannot_be_kept_apart_are_refused(model, tmp_path):
+    with pytest.raises(UserError, match=r"keeps adapters apart, and model.train is 'full'"):
+        _config(model, "model.train=full", "model.diversity={others: [a]}")
+    with pytest.raises(UserError, match=r"others names '.*vlm', which has no adapters"):
+        build_judge(_config(model, f"model.diversity={{others: ['{model}']}}"), torch.device("cpu"))
+    run(_config(model, "model.lora.target_modules=[q_proj]"), tmp_path / "other")
+    other = tmp_path / "other" / "judge"
+    with pytest.raises(UserError, match=r"whose adapters have no .*lora_A, and those that are trained \(2, "):
+        build_judge(_config(model, f"model.diversity={{others: ['{other}']}}"), torch.device("cpu"))
