@@ -33,6 +33,7 @@ from visalign.text import Branching, ToolPolicy, ToolUse
 from visalign.training import (
     DPO,
     SFT,
+    BranchSettings,
     DPOSettings,
     OptimizerSettings,
     RewardModeling,
@@ -170,7 +171,12 @@ def process_reward(folder: Path, accelerator: Accelerator) -> Trainer[Any]:
     return trainer
 
 
-def pictures(folder: Path, accelerator: Accelerator, row: str, **objective: Any) -> Trainer[Any]:
+BRANCHES = {"prompts_per_iteration": 4, "group_size": 4, "branch": BranchSettings(at=[0, 1])}
+
+
+def pictures(
+    folder: Path, accelerator: Accelerator, row: str, *, rollout: Any = None, **objective: Any
+) -> Trainer[Any]:
     """A trainer of pictures; where a row lets it be, on samples that no number of processes divides."""
     several = "balance_every" in objective
     terms = {"light": (Brightness(), 1.0), "red": (Loud(), 0.5), "blue": (Loud(2), 1.0)}
@@ -184,7 +190,7 @@ def pictures(folder: Path, accelerator: Accelerator, row: str, **objective: Any)
         accelerator=accelerator,
         objective={"algorithm": row, "changes": changes, **objective},
         reward=WeightedSum(terms, allow_mixed_units=True) if several else None,
-        rollout={} if row == "crd" else UNEVEN,
+        rollout=rollout or ({} if row == "crd" else UNEVEN),
         optimizer={"micro_batch": 7, "lr": 1e-3},
         run={"iterations": 2, "checkpoint_every": 1},
     )
@@ -254,6 +260,7 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "process_reward": process_reward,
     "flow_grpo": lambda f, a: pictures(f, a, "flow_grpo"),
     "flow_gspo": lambda f, a: pictures(f, a, "flow_gspo"),
+    "flow_grpo+branches": lambda f, a: pictures(f, a, "flow_grpo", rollout=BRANCHES, credit="branches"),
     "flow_grpo+sharded": lambda f, a: sharded(f, a),
     "grpo+sharded": lambda f, a: text(f, a, "grpo", objective={"changes": {"kl": 0.0}}, sharding=True),
     "gspo+lora+sharded": lambda f, a: text(
