@@ -22,7 +22,7 @@ from visalign.training.diffusion.flow_grpo import step_weights
 from visalign.training.diffusion.pictures import Features
 from visalign.training.diffusion.regression import checked_row
 from visalign.training.diffusion.reward_gradient import check_differentiable, checked_ascent
-from visalign.training.loop.sampler import PromptSampler, check_batch_algebra
+from visalign.training.loop.sampler import PromptSampler, check_batch_algebra, check_whole_groups
 
 from .config import ComparisonConfig, FlowGRPOConfig
 
@@ -59,6 +59,8 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
 
     rollout, data = config.rollout, config.data
     check_batch_algebra(rollout.prompts_per_iteration, rollout.group_size, world)
+    if rollout.branch is not None:
+        check_whole_groups(rollout.prompts_per_iteration, world)
     config.rewards.check_processes(world)
     records = build_records(data.train, "data.train")
     heldout = build_records(data.heldout, "data.heldout")
@@ -246,17 +248,3 @@ def _check_sets(terms: Mapping[str, PointwiseReward], prompts_per_iteration: int
             )
         if _is_of_sets(term):
             check_whole_groups(prompts_per_iteration, world)
-
-
-def check_whole_groups(prompts_per_iteration: int, world: int) -> None:
-    """Refuse processes that would share a group: its images could not be compared.
-
-    Raises:
-        UserError: the groups cannot be divided among the processes.
-    """
-    if prompts_per_iteration % world:
-        raise UserError(
-            f"rollout.prompts_per_iteration is {prompts_per_iteration} and there are {world} processes: some "
-            "group would be spread over two, and its images could not be compared. Use a multiple of "
-            f"{world}."
-        )

@@ -35,7 +35,7 @@ def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
     inputs = prepare(config, world)
     heldout = inputs.heldout
     images = rollout.prompts_per_iteration * rollout.group_size
-    pairs = images * trained_per_image(config)
+    pairs = round(images * trained_per_image(config))
     updates = config.objective.epochs * optimizer.updates_per_iteration
     some = len(evenly_spaced(heldout, config.evaluation.prompts_on_the_way))
     visits = config.run.iterations // config.evaluation.every if config.evaluation.every else 0
@@ -98,12 +98,13 @@ def _passes(config: FlowGRPOConfig, guidance: float | None) -> int:
     return 1 + has_two_halves(resolve_model(config.model.path), config.model.adapter, scale)
 
 
-def trained_per_image(config: FlowGRPOConfig) -> int:
-    """Steps, or noise levels, of an image that are trained on in an epoch."""
+def trained_per_image(config: FlowGRPOConfig) -> float:
+    """Steps, or noise levels, of an image that are trained on in an epoch; what images have in common counts
+    once."""
     row, ascent, steps = config.objective.regression, config.objective.ascent, config.rollout.steps
     if ascent is not None:
         return ascent.counted(steps)[1]
-    return config.rollout.trained_per_image if row is None or row.visited else row.level_count(steps)
+    return config.rollout.pairs_per_image if row is None or row.visited else row.level_count(steps)
 
 
 def _others(config: FlowGRPOConfig) -> float:
@@ -156,7 +157,7 @@ def _expected(config: FlowGRPOConfig, records: Records, images: float, pictures:
 
     sample, train, decode = (_seconds(f) / count for f in (forward, both, lambda: policy.decode(x)))
     per_step = _asked_again(config) * sample + config.objective.epochs * (train + _others(config) * sample)
-    per_image = config.rollout.steps * sample + decode + trained_per_image(config) * per_step
+    per_image = config.rollout.sampled_per_image * sample + decode + trained_per_image(config) * per_step
     iteration = images * per_image
     evaluation = pictures * ((config.evaluation.steps or config.rollout.steps) * sample + decode)
     total = config.run.iterations * iteration

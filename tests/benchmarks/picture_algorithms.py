@@ -29,12 +29,16 @@ PLAIN = "objective.rows.diffusion_nft_closed.reference_guidance=null"
 LEVELS = "{levels: 2, level_range: [0.0, 0.6]}"
 WINDOW = ["rollout.sde_window=2", "rollout.sde_window_order=random"]
 MOVING = ["rollout.sde_window=2", "rollout.sde_window_order=progressive", "rollout.sde_window_every=2"]
+SIXTEEN = ["rollout.prompts_per_iteration=18", "rollout.group_size=16"]
+TREE = ["rollout.branch={at: [0, 1, 2, 3], children: 2}", "objective.credit=branches"]
 CPS = ["rollout.schedule=cps", "rollout.noise_level=0.8", "objective.ratio_bound=null"]
 ROWS: dict[str, tuple[str, list[str]]] = {
     "Flow-GRPO": (TRAJECTORY, ["objective.algorithm=flow_grpo"]),
     "Flow-GRPO-Fast": (TRAJECTORY, ["objective.algorithm=flow_grpo", *WINDOW]),
     "MixGRPO": (TRAJECTORY, ["objective.algorithm=flow_grpo", *MOVING]),
     "GRPO-Guard": (TRAJECTORY, []),
+    "GRPO-Guard, one start": (TRAJECTORY, [*SIXTEEN, "rollout.shared_noise=true"]),
+    "GRPO-Guard, tree": (TRAJECTORY, [*SIXTEEN, *TREE]),
     "Flow-CPS": (TRAJECTORY, ["objective.algorithm=flow_grpo", *CPS]),
     "DiffusionNFT": (REGRESSION, [PLAIN]),
     "DiffusionNFT, guided reference": (REGRESSION, []),

@@ -104,8 +104,8 @@ ROOMS = {
     "rewards.sets": "frechet_distance frechet_gains set_gains vendi_gains vendi_score",
     "rewards.shaping": "preference_as_reward",
     "rewards.steps": (
-        "clip_step_rewards delta_step_rewards implicit_prm_loss implicit_step_rewards progress_loss "
-        "turning_point_rewards"
+        "branch_rewards clip_step_rewards delta_step_rewards implicit_prm_loss implicit_step_rewards "
+        "progress_loss turning_point_rewards"
     ),
     "rewards.terms": (
         "adaptive_kl_coefficient constraint_multiplier filter_overlong kl_in_reward penalty_kl_coefficient "

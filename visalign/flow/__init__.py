@@ -15,6 +15,7 @@ from .schedules import diffusers_time_grid, noise_rate, time_grid
 from .steering import steered_rollout
 from .trajectory import Pairs, Trajectory
 from .transitions import Kernel, Transition, cps_step, sde_step
+from .tree import tree_nodes
 
 __all__ = [
     "Kernel",
@@ -39,5 +40,6 @@ __all__ = [
     "steered_rollout",
     "step_noise",
     "time_grid",
+    "tree_nodes",
     "velocity_of_prediction",
 ]

@@ -18,6 +18,7 @@ from .noise import checked_seeds, initial_noise, step_noise
 from .parametrization import preserving_scale
 from .trajectory import Trajectory
 from .transitions import LAST_IS_EXACT, Kernel, LogProbForm, ODESolver
+from .tree import checked_nodes
 
 
 @torch.no_grad()
@@ -35,7 +36,7 @@ def rollout(
     log_prob: LogProbForm = "gaussian",
     sigma_max: float | None = None,
     batch_size: int | None = None,
-    shared: Tensor | None = None,
+    nodes: Tensor | None = None,
     solver: str = "euler",
     compression: float | None = None,
 ) -> Trajectory:
@@ -59,8 +60,8 @@ def rollout(
         log_prob: "gaussian" or (schedule "cps") "quadratic".
         sigma_max: Flow-SDE's stand-in for σ = 1; by default sigmas[1], as in the published code.
         batch_size: Samples per forward; all B by default. It changes no noise.
-        shared: [B] labels of samples that have one noise and one condition: their steps before the first
-            stochastic one are made once for each label. None: each makes its own.
+        nodes: [T + 1, B], see `tree_nodes`: samples of one condition that have their first steps in common,
+            which are made once, by the noise of the first of them. None: each makes its own.
         solver: of the ODE, see `ODESolver`; it begins anew after a stochastic step.
         compression: see `visited`.
 
@@ -68,7 +69,7 @@ def rollout(
         Trajectory on the policy's device.
 
     Raises:
-        ValueError: For a grid, sde_steps, seeds or noise that do not fit, each with what is allowed.
+        ValueError: For a grid, sde_steps, seeds, noise or nodes that do not fit, each with what is allowed.
         FloatingPointError: When a final latent is not finite.
     """
     grid = _checked_grid(sigmas)
@@ -81,28 +82,20 @@ def rollout(
         log_prob=log_prob if steps else "gaussian",
     )
     _check_stochastic(kernel, grid, steps)
-    noise = _checked_noise(policy, len(condition), seeds, noise, bool(steps))
-    latents = first_latents(policy, noise, grid)
-    drawn = checked_seeds(seeds) if seeds is not None else []
+    tree = checked_nodes(nodes, len(condition), len(grid) - 1, steps)
+    noise = _checked_noise(policy, tree[0], seeds, noise, bool(steps))
     times = policy.times(grid)
-    path = visited(len(grid) - 1, steps, compression)
-    begin = steps[0] if shared is not None and steps else 0
-    if begin and shared is not None:
-        latents = _shared_steps(policy, condition, latents, grid, begin, shared, batch_size, solver)
-    trajectory = _empty(policy, latents, grid, times, steps, kernel)
-    for rows in torch.arange(len(condition)).split(_checked_batch_size(batch_size, len(condition))):
-        own = drawn[rows[0] : rows[-1] + 1]
-        _denoise(
-            policy,
-            condition.select(rows),
-            grid,
-            times,
-            own,
-            trajectory,
-            rows,
-            path[begin:],
-            ODESolver(solver),
-        )
+    trajectory = _empty(policy, first_latents(policy, noise, grid), grid, times, steps, kernel, tree)
+    drawn = checked_seeds(seeds) if seeds is not None else []
+    size = _checked_batch_size(batch_size, len(condition))
+    solvers: dict[int, ODESolver] = {}  # of the chunks, which stay the same between two stochastic steps
+    for k, onward in itertools.pairwise(visited(len(grid) - 1, steps, compression)):
+        if k in steps:
+            solvers.clear()
+        for number, rows in enumerate(tree[k].unique().split(size)):
+            ode = solvers.setdefault(number, ODESolver(solver))
+            nodes = tree[[k, onward]]
+            _advance(policy, condition, grid, times, drawn, trajectory, nodes, rows, (k, onward), ode)
     check_finite(trajectory.latents)
     return trajectory
 
@@ -132,7 +125,6 @@ def complete(
     *,
     sigmas: Tensor,
     step: int,
-    until: int | None = None,
     batch_size: int | None = None,
     solver: str = "euler",
 ) -> Tensor:
@@ -144,7 +136,6 @@ def complete(
         x: [B, ...] before step `step`, storage dtype.
         sigmas: [T + 1], the whole grid.
         step: in [0, T]; T leaves them as they are.
-        until: the step before which to stop; None: the end of the grid.
         batch_size: samples per forward; all B by default.
         solver: see `ODESolver`.
 
@@ -155,7 +146,7 @@ def complete(
     levels, times, done = grid.to(x.device), policy.times(grid).to(x.device), []
     for rows in torch.arange(len(x)).split(_checked_batch_size(batch_size, len(x))):
         part, of_part, ode = x[rows.to(x.device)], condition.select(rows), ODESolver(solver)
-        for k in range(step, len(grid) - 1 if until is None else until):
+        for k in range(step, len(grid) - 1):
             sigma, sigma_next = levels[k].expand(len(part)), levels[k + 1].expand(len(part))
             v = velocity_of(policy, part, sigma, of_part, times[k].expand(len(part)))
             part = ode.step(part, v, sigma, sigma_next).to(part.dtype)
@@ -238,63 +229,43 @@ def velocity_of(
     return v
 
 
-def _shared_steps(
-    policy: DiffusionPolicy,
-    condition: Condition,
-    noise: Tensor,
-    grid: Tensor,
-    until: int,
-    shared: Tensor,
-    batch_size: int | None,
-    solver: str,
-) -> Tensor:
-    """[B, ...] before step `until`, made once for each label."""
-    if shared.shape != (len(noise),):
-        raise ValueError(f"shared is one label per sample, [{len(noise)}]; got {list(shared.shape)}.")
-    labels, index = shared.cpu().unique(return_inverse=True)
-    first = torch.stack([(index == label).nonzero()[0, 0] for label in range(len(labels))])
-    if not torch.equal(noise[first.to(noise.device)][index.to(noise.device)], noise):
-        raise ValueError("shared names samples that start from different noise; give them one in `noise`.")
-    some = batch_size if batch_size is None else min(batch_size, len(first))
-    x = noise[first.to(noise.device)]
-    own = condition.select(first)
-    made = complete(policy, own, x, sigmas=grid, step=0, until=until, batch_size=some, solver=solver)
-    return made[index.to(made.device)].contiguous()
-
-
-def _denoise(
+def _advance(
     policy: DiffusionPolicy,
     condition: Condition,
     grid: Tensor,
     times: Tensor,
     seeds: list[int],
     trajectory: Trajectory,
+    nodes: Tensor,
     rows: Tensor,
-    path: Sequence[int],
+    places: tuple[int, int],
     ode: ODESolver,
 ) -> None:
-    """Denoise the samples `rows`, which stand in trajectory.latents at the first place of `path`, and write
-    them there."""
-    chunk = slice(int(rows[0]), int(rows[-1]) + 1)
-    kernel, x = trajectory.kernel, trajectory.latents[chunk].clone()
-    levels, times = grid.to(x.device), times.to(x.device)
-    for k, onward in itertools.pairwise(path):
-        sigma, sigma_next = levels[k].expand(len(x)), levels[onward].expand(len(x))
-        v = velocity_of(policy, x, sigma, condition, times[k].expand(len(x)))
-        if k not in trajectory.sde_steps:
-            x = ode.step(x, v, sigma, sigma_next).to(x.dtype)
-            continue
-        ode.forget()
-        transition = kernel.step(x, v, sigma, sigma_next)
-        x_next = transition.sample(step_noise(seeds, k, x.shape[1:])).to(x.dtype)
-        s = trajectory.sde_steps.index(k)
-        trajectory.x[chunk, s] = x
-        trajectory.x_next[chunk, s] = x_next
-        trajectory.mean[chunk, s] = transition.mean
-        trajectory.std[chunk, s] = transition.std
-        trajectory.log_prob[chunk, s] = kernel.log_prob_of(transition, x_next)
-        x = x_next
-    trajectory.latents[chunk] = x
+    """Make the step between two places of the grid for the samples that `rows` stand for, whose latents are
+    in trajectory.latents.
+
+    nodes [2, B] says who stands for whom before the step and after it.
+    """
+    (k, onward), kernel, device = places, trajectory.kernel, trajectory.latents.device
+    leaves = torch.isin(nodes[0], rows).nonzero()[:, 0]
+    ends, own = nodes[1][leaves].unique(return_inverse=True)  # where the step leads, and each leaf's
+    parent, own = torch.searchsorted(rows, nodes[0][ends]).to(device), own.to(device)
+    x, levels = trajectory.latents[rows.to(device)], grid.to(device)
+    sigma, sigma_next = levels[k].expand(len(x)), levels[onward].expand(len(x))
+    v = velocity_of(policy, x, sigma, condition.select(rows), times.to(device)[k].expand(len(x)))
+    leaves = leaves.to(device)
+    if k not in trajectory.sde_steps:
+        trajectory.latents[leaves] = ode.step(x, v, sigma, sigma_next).to(x.dtype)[own]
+        return
+    transition = kernel.step(x[parent], v[parent], sigma[parent], sigma_next[parent])
+    x_next = transition.sample(step_noise([seeds[i] for i in ends.tolist()], k, x.shape[1:])).to(x.dtype)
+    s = trajectory.sde_steps.index(k)
+    trajectory.x[leaves, s] = x[parent][own]
+    trajectory.x_next[leaves, s] = x_next[own]
+    trajectory.mean[leaves, s] = transition.mean[own]
+    trajectory.std[leaves, s] = transition.std[own]
+    trajectory.log_prob[leaves, s] = kernel.log_prob_of(transition, x_next)[own]
+    trajectory.latents[leaves] = x_next[own]
 
 
 def _empty(
@@ -304,6 +275,7 @@ def _empty(
     times: Tensor,
     steps: tuple[int, ...],
     kernel: Kernel,
+    nodes: Tensor,
 ) -> Trajectory:
     """A trajectory to be filled: allocated once, so chunks are never joined by a copy."""
     count, shape = (len(latents), len(steps)), latents.shape[1:]
@@ -322,18 +294,19 @@ def _empty(
         time=times[index].to(device),
         sde_steps=steps,
         kernel=kernel,
+        node=nodes[1:][index].T.contiguous(),
     )
 
 
 def _checked_noise(
     policy: DiffusionPolicy,
-    count: int,
+    start: Tensor,
     seeds: Sequence[int] | Tensor | None,
     noise: Tensor | None,
     stochastic: bool,
 ) -> Tensor:
-    """The noise that the samples start from, [B, ...]: as given, or drawn."""
-    shape = tuple(policy.latent_shape)
+    """The noise that the samples start from, [B, ...]: as given, or drawn for the firsts, `start` [B]."""
+    shape, count = tuple(policy.latent_shape), len(start)
     if count == 0:
         raise ValueError("A rollout needs at least one sample; the condition is empty.")
     if seeds is None and (noise is None or stochastic):
@@ -343,11 +316,13 @@ def _checked_noise(
     if seeds is not None and len(seeds) != count:
         raise ValueError(f"One seed per sample: the condition has {count} samples, seeds has {len(seeds)}.")
     if noise is None:
-        noise = initial_noise([] if seeds is None else seeds, shape)
+        return initial_noise([] if seeds is None else seeds, shape)[start]
     if noise.shape != (count, *shape):
         raise ValueError(
             f"Initial noise must be {[count, *shape]} (samples, *latent_shape); got {list(noise.shape)}."
         )
+    if not torch.equal(noise[start.to(noise.device)], noise):
+        raise ValueError("nodes join samples that start from different noise; give them one in `noise`.")
     return noise
 
 

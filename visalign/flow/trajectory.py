@@ -63,6 +63,9 @@ class Trajectory:
     """The S stochastic steps, as indices into the grid."""
     kernel: Kernel
     """The kernel of the stochastic steps; `replay` needs the same."""
+    node: Tensor
+    """[B, S] int64 on the CPU, the first of the samples that have this step in common: one draw of noise, the
+    same numbers everywhere. Itself where a sample is alone."""
 
     def __len__(self) -> int:
         return self.latents.shape[0]
@@ -111,6 +114,9 @@ def joined_trajectories(parts: Sequence[Trajectory]) -> Trajectory:
     """Samples of several rollouts over the same steps as those of one."""
     if len(parts) == 1:
         return parts[0]
+    begins = [sum(map(len, parts[:number])) for number in range(len(parts))]
     return replace(
-        parts[0], **{name: torch.cat([getattr(one, name) for one in parts]) for name in _OF_SAMPLES}
+        parts[0],
+        **{name: torch.cat([getattr(one, name) for one in parts]) for name in _OF_SAMPLES},
+        node=torch.cat([one.node + begin for one, begin in zip(parts, begins, strict=True)]),
     )

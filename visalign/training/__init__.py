@@ -4,6 +4,7 @@
 It needs a policy and a reward handed in; no model family and no judge comes in.
 """
 
+from .diffusion.branching import BranchSettings
 from .diffusion.cost import forward_equivalents_per_image
 from .diffusion.flow_grpo import FlowGRPO
 from .diffusion.regression import VelocityRegression
@@ -39,6 +40,7 @@ __all__ = [
     "SFT",
     "AdamWSettings",
     "Algorithm",
+    "BranchSettings",
     "CheckpointError",
     "Counters",
     "DPOSettings",

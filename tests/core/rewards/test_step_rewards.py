@@ -13,6 +13,7 @@ import torch
 from tests.support.core import assert_values, f64
 from visalign.core.advantages.returns import discounted_returns
 from visalign.core.rewards.steps import (
+    branch_rewards,
     clip_step_rewards,
     delta_step_rewards,
     implicit_prm_loss,
@@ -55,6 +56,25 @@ def test_absent_steps_change_nothing() -> None:
     ):
         assert ours[weight == 0].eq(0).all()
         torch.testing.assert_close(ours[weight == 1].reshape(3, 4), alone.expand(3, 4))
+
+
+def test_a_common_step_earns_the_mean_of_what_came_of_it() -> None:
+    """Two trees of four: 0, 1, 2, 5 and 4, 4, x, 8, which part in two at each of two steps."""
+    reward = f64(0, 1, 2, 5, 4, 4, NAN, 8)
+    node = torch.tensor([[0, 0], [0, 1], [2, 2], [2, 3], [4, 4], [4, 5], [6, 6], [6, 7]])
+    found = branch_rewards(reward, node)
+    assert_hand(found[:, 0], 0.5, 0.5, 3.5, 3.5, 4, 4, 8, 8)
+    assert_hand(found[:6, 1], 0, 1, 2, 5, 4, 4)
+    assert found[6, 1].isnan() and found[7, 1] == 8
+    alone = torch.arange(8)[:, None].expand(8, 2)
+    assert torch.equal(
+        branch_rewards(reward, alone).nan_to_num(-1), reward.nan_to_num(-1)[:, None].expand(8, 2)
+    )
+    # equal rewards stay equal where one of three is missing, in any precision
+    for value in (f64(*[0.1] * 6), torch.full((6,), 0.1)):
+        some = torch.where(torch.arange(6) == 4, NAN, value)
+        means = branch_rewards(some, torch.tensor([0, 0, 0, 3, 3, 3])[:, None])
+        assert means.unique().tolist() == [value[0].item()]
 
 
 def test_rows_with_one_step_or_none() -> None:
@@ -180,6 +200,10 @@ def test_turning_points_on_plateaus_and_missing_rewards() -> None:
         (
             lambda: progress_loss(STEPS, f64(1, 0)),
             r"contribution must be \[B, T\] and outcome \[B\]; got \(1, 4\) and \(2,\)",
+        ),
+        (
+            lambda: branch_rewards(f64(1, 2), torch.zeros(1, 2, dtype=torch.int64)),
+            r"node \[B, T\]; got \(2,\) and \(1, 2\)",
         ),
         (lambda: turning_point_rewards(f64(1), f64(1, 2), STEPS), r"got \(1,\), \(2,\), \(1, 4\)"),
         (lambda: turning_point_rewards(f64(1), f64(1), f64(1)), r"reward_mid \[B, n\]; got"),

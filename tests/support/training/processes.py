@@ -33,6 +33,7 @@ from visalign.text import Branching, ToolPolicy, ToolUse
 from visalign.training import (
     DPO,
     SFT,
+    BranchSettings,
     DPOSettings,
     OptimizerSettings,
     RewardModeling,
@@ -172,8 +173,17 @@ def process_reward(folder: Path, accelerator: Accelerator, sharding: bool = Fals
     return trainer
 
 
+BRANCHES = {"prompts_per_iteration": 4, "group_size": 4, "branch": BranchSettings(at=[0, 1])}
+
+
 def pictures(
-    folder: Path, accelerator: Accelerator, row: str, sharding: bool = False, **objective: Any
+    folder: Path,
+    accelerator: Accelerator,
+    row: str,
+    *,
+    rollout: Any = None,
+    sharding: bool = False,
+    **objective: Any,
 ) -> Trainer[Any]:
     """A trainer of pictures; where a row lets it be, on samples that no number of processes divides."""
     several = "balance_every" in objective
@@ -190,7 +200,7 @@ def pictures(
         accelerator=accelerator,
         objective={"algorithm": row, "changes": changes, **objective},
         reward=WeightedSum(terms, allow_mixed_units=True) if several else None,
-        rollout={} if row == "crd" else UNEVEN,
+        rollout=rollout or ({} if row == "crd" else UNEVEN),
         optimizer={"micro_batch": 7, "lr": 1e-3},
         run={"iterations": 2, "checkpoint_every": 1},
         sharding=sharding and accelerator.num_processes > 1,
@@ -249,6 +259,7 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "process_reward": process_reward,
     "flow_grpo": lambda f, a: pictures(f, a, "flow_grpo"),
     "flow_gspo": lambda f, a: pictures(f, a, "flow_gspo"),
+    "flow_grpo+branches": lambda f, a: pictures(f, a, "flow_grpo", rollout=BRANCHES, credit="branches"),
     "flow_grpo+sharded": lambda f, a: pictures(f, a, "flow_grpo", sharding=True),
     "diffusion_nft+sharded": lambda f, a: pictures(f, a, "diffusion_nft", sharding=True),
     "draft+sharded": lambda f, a: pictures(f, a, "draft", sharding=True),

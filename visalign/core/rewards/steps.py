@@ -210,6 +210,36 @@ def turning_point_rewards(
     return TurningPoints(step_reward=base + bonus, increment=increment, sign=sign, turn=turn, bonus=bonus)
 
 
+def branch_rewards(reward: Tensor, node: Tensor) -> Tensor:
+    """A step that several samples have in common earns the mean of what came of it: r_e = mean_{i ∈ e} R_i.
+
+    Standardised within its group at each step, it is BranchGRPO's depth-wise advantage. The paper weighs the
+    samples by the probability of their paths; they were drawn by it already, and the plain mean, which its
+    released code takes unless told otherwise, has E[R | step] for its expectation.
+
+    Args:
+        reward: [B] R, any unit; entries that are not finite count as missing.
+        node: [B, T] integers in [0, B): equal in a column where samples have the step in common.
+
+    Returns:
+        [B, T], float32 or better, no gradient; NaN where every sample of a step is missing.
+
+    Li et al., BranchGRPO, arXiv 2509.06040: reward fusion.
+    """
+    check_axes(reward=(reward, "B"), node=(node, "B T"))
+    value = float32(reward).detach()[:, None].expand(node.shape)
+    known = torch.isfinite(value)
+    # least + mean(R − least): equal rewards have their own value for mean, not one beside it
+    least = torch.full_like(value, torch.inf).scatter_reduce(
+        0, node, torch.where(known, value, torch.inf), "amin"
+    )
+    above = torch.where(known, value - least.gather(0, node), 0.0)
+    total, count = (
+        torch.zeros_like(value).scatter_add(0, node, part) for part in (above, known.to(value.dtype))
+    )
+    return (least + total / count).gather(0, node)
+
+
 def next_present(inside: Tensor) -> Tensor:
     """Position of the next present step after each, [B, T] int64 from bool [B, T]; T where there is none."""
     length = inside.shape[1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 def forward_equivalents_per_image(
     *,
     steps: float,
-    trained: int,
+    trained: float,
     guided: bool,
     reference: float,
     trained_share: float = 1.0,
@@ -25,8 +25,9 @@ def forward_equivalents_per_image(
     policies. Old log-probabilities come from the rollout and cost nothing.
 
     Args:
-        steps: T, denoising steps of the sampling; without those that carry a gradient themselves.
-        trained: S, steps of an image that are trained on.
+        steps: T, denoising steps of the sampling; without those that carry a gradient themselves. What images
+            have in common counts once: Σ_{k<T} n_k / G, a group of G having n_k latents before step k.
+        trained: S, steps of an image that are trained on; likewise Σ n_{k+1} / G.
         guided: whether the guidance scale is above 1.
         reference: r, other policies that are asked at each trained step: the reference for a KL (β > 0) or as
             anchor, the old policy; a share where only some updates ask.

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from visalign.core import PolicyOutput, Prepared, Trajectories
-from visalign.core.rewards.steps import turning_point_rewards
+from visalign.core.rewards.steps import branch_rewards, turning_point_rewards
 from visalign.core.surrogates.kl import gaussian_kl
 from visalign.core.surrogates.ratios import guard_log_ratio, guard_step_weight
 from visalign.errors import UserError
@@ -78,6 +78,8 @@ class Experience:
     """[T] int64, the steps to train on: places among the stochastic steps of `trajectory`."""
     trajectories: Trajectories
     """[B, T] of all processes in rank order, on the CPU."""
+    node: Tensor
+    """[b, T] int64 of this process, the first of its samples that have the trained step in common."""
     first: int
     """Place of this process's first sample among the B."""
     signal: dict[str, float] = field(default_factory=dict)
@@ -140,11 +142,13 @@ class FlowGRPO(PictureAlgorithm):
     def _collect(self, run: Context) -> Collected:
         drawn, trained = self._ahead.take(run)
         made = self.constrained(self.source.judged(drawn, run.clock), run)
+        node = made.trajectory.node[:, list(trained)]
         experience = Experience(
             condition=made.condition,
             trajectory=made.trajectory,
             trained=torch.tensor(trained),
-            trajectories=self._credited(self._trajectories(made, trained), made, trained, run),
+            trajectories=self._credited(self._trajectories(made, trained), made, trained, node, run),
+            node=node,
             first=made.first,
         )
         with run.clock.phase("replay"):
@@ -171,12 +175,15 @@ class FlowGRPO(PictureAlgorithm):
         )
 
     def _credited(
-        self, found: Trajectories, made: Pictures, trained: Sequence[int], run: Context
+        self, found: Trajectories, made: Pictures, trained: Sequence[int], node: Tensor, run: Context
     ) -> Trajectories:
         """With a reward of each trained step; R_k is that of the picture without noise from step k on."""
         how, trajectory, source = self.settings.credit, made.trajectory, self.source
         if how == "picture":
             return found
+        if how == "branches":
+            value = torch.where(made.valid, made.value, torch.nan)
+            return self._earning(found, branch_rewards(value, source.of_all(node + made.first)))
         levels = []
         for k, step in enumerate(trajectory.sde_steps):
             if how == "one_step":
@@ -199,7 +206,11 @@ class FlowGRPO(PictureAlgorithm):
         middle = torch.cat([level[:, 1:], made.value[:, None]], 1)
         made_of = turning_point_rewards(made.value, level[:, 0], middle)
         step_reward = made_of.increment if how == "one_step" else made_of.step_reward
-        reward = step_reward[:, list(trained)].to(found.old_log_prob.dtype)
+        return self._earning(found, step_reward[:, list(trained)])
+
+    def _earning(self, found: Trajectories, step_reward: Tensor) -> Trajectories:
+        """With rewards [B, T] of the trained steps, NaN where they are not known."""
+        reward = step_reward.to(found.old_log_prob.dtype)
         known = torch.isfinite(reward).all(1)
         assert found.valid is not None
         return replace(found, process_reward=reward.nan_to_num() * known[:, None], valid=found.valid & known)
@@ -231,9 +242,9 @@ class FlowGRPO(PictureAlgorithm):
     @torch.no_grad()
     def _log_probs(self, experience: Experience, micro_batch: int) -> Tensor:
         """[B, T] of all samples' trained steps under the present weights, as the update computes them."""
-        count, steps = len(experience.trajectory), len(experience.trained)
-        sample = torch.arange(count).repeat_interleave(steps)
-        step = experience.trained.repeat(count)
+        node = experience.node
+        sample, decision = (node == torch.arange(len(node))[:, None]).nonzero(as_tuple=True)
+        step = experience.trained[decision]
         found = []
         for at in torch.arange(len(sample)).split(micro_batch):
             with self.accelerator.autocast():
@@ -244,7 +255,11 @@ class FlowGRPO(PictureAlgorithm):
                     experience.trajectory.kernel,
                 )
             found.append(stats.log_prob)
-        return self.source.of_all(torch.cat(found).view(count, steps))
+        said = torch.cat(found)
+        log_prob = said.new_empty(node.shape).index_put(
+            (sample.to(said.device), decision.to(said.device)), said
+        )
+        return self.source.of_all(log_prob.gather(0, node.to(said.device)))
 
     def prepare(self, experience: Experience, run: Context) -> list[PolicyStep]:
         """Advantages, denominators and the split into updates, over all processes' samples."""
@@ -269,7 +284,7 @@ class FlowGRPO(PictureAlgorithm):
             updates=run.optimizer.updates_per_iteration,
             seed=self.seed,
             iteration=run.counters.iteration,
-            whole_groups=False,
+            whole_groups=self.rollout.branch is not None,
         )
         return steps
 
@@ -298,9 +313,9 @@ class FlowGRPO(PictureAlgorithm):
         self, experience: Experience, step: PolicyStep, size: int
     ) -> Iterator[tuple[Prepared, PolicyOutput]]:
         """Rows and the policy's numbers for them; absent decisions where this process is `idle`."""
-        steps = len(experience.trained)
         own = step.own(experience.first, len(experience.trajectory))
-        idle = self.idle(math.ceil(len(own) * steps / size))
+        place, decision, times = self._pairs(experience, step, own)
+        idle = self.idle(math.ceil(len(place) / size))
         first = torch.zeros(1, dtype=torch.int64)
         one = flat_rows(step.prepared, first, first)
         nothing = replace(one, weight=torch.zeros_like(one.weight)).to(self.policy.device)
@@ -309,23 +324,44 @@ class FlowGRPO(PictureAlgorithm):
         if not len(own):
             return
         if couples_decisions(self.objective):
-            whole = own.split(max(1, size // steps))
-            for number, places in enumerate(whole):
-                sample = step.sample[places] - experience.first
-                rows = step.prepared.rows(places).to(self.policy.device)
-                last = number == len(whole) - 1
-                if steps <= size:
-                    with self._sync(last):
-                        yield rows, self._output(experience, sample)
-                else:
-                    yield from self._in_two_passes(experience, rows, sample, size, last)
+            yield from self._whole_samples(experience, step, own, size)
             return
-        place, decision = own.repeat_interleave(steps), torch.arange(steps).repeat(len(own))
         for at in torch.arange(len(place)).split(size):
-            rows = flat_rows(step.prepared, place[at], decision[at]).to(self.policy.device)
+            rows = flat_rows(step.prepared, place[at], decision[at])
+            rows = replace(rows, weight=rows.weight * times[at, None]).to(self.policy.device)
             sample = step.sample[place[at]] - experience.first
             with self._sync(int(at[-1]) == len(place) - 1):
                 yield rows, self._output(experience, sample, decision[at])
+
+    @staticmethod
+    def _pairs(experience: Experience, step: PolicyStep, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(place, decision, in how many samples) of N pairs: what samples have in common is there once.
+
+        The loss of such a pair counts for each of its samples, so the update is that of all of them: at every
+        step the mean over paths.
+        """
+        steps = len(experience.trained)
+        node = experience.node[step.sample[own] - experience.first]
+        label, place = (node * steps + torch.arange(steps)).flatten(), torch.arange(node.numel())
+        found, index, times = label.unique(return_inverse=True, return_counts=True)
+        first = torch.full_like(found, len(place)).scatter_reduce(0, index, place, "amin").sort().values
+        return own[first // steps], first % steps, times[index[first]]
+
+    def _whole_samples(
+        self, experience: Experience, step: PolicyStep, own: Tensor, size: int
+    ) -> Iterator[tuple[Prepared, PolicyOutput]]:
+        """All decisions of a sample side by side."""
+        steps = len(experience.trained)
+        whole = own.split(max(1, size // steps))
+        for number, places in enumerate(whole):
+            sample = step.sample[places] - experience.first
+            rows = step.prepared.rows(places).to(self.policy.device)
+            last = number == len(whole) - 1
+            if steps <= size:
+                with self._sync(last):
+                    yield rows, self._output(experience, sample)
+            else:
+                yield from self._in_two_passes(experience, rows, sample, size, last)
 
     def _sync(self, last: bool) -> AbstractContextManager[Any]:
         return unshared(self.module, self.accelerator, last=last)

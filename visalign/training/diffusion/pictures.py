@@ -30,7 +30,7 @@ from visalign.training.loop.judging import (
 )
 from visalign.training.loop.processes import Shares, accelerator_of, shared
 from visalign.training.loop.runtime import PhaseClock
-from visalign.training.loop.sampler import Batch, PromptSampler
+from visalign.training.loop.sampler import Batch, PromptSampler, check_whole_groups
 from visalign.training.loop.sharding import at_most, shard, whole
 from visalign.training.policy.balance import RewardBalance
 from visalign.training.policy.constraints import RewardConstraints
@@ -118,6 +118,8 @@ class PictureSource:
         self.judging = Judging(self.reward, what="images", beside=rollout.judged_beside)
         size = rollout.prompts_per_iteration, rollout.group_size
         self.sampler = PromptSampler(len(records), *size, seed, strata=strata, cycle=cycle)
+        if rollout.branch is not None:
+            check_whole_groups(size[0], accelerator.num_processes)
         self.samples = size[0] * size[1]
         self.shares = Shares.even(self.samples, accelerator)
         self.of_all = self.shares.of_all
@@ -147,8 +149,8 @@ class PictureSource:
         if getattr(self.reward, "needs_group", False):  # win rates: a prompt may stand in two groups
             for record, label in zip(records, group, strict=True):
                 record["group_id"] = label
-        shared = self.rollout.shared_noise
-        parts = self.judging.stretches(group, self.rollout.overlap, whole_groups=shared)
+        joined = self.rollout.shared_noise or self.rollout.branch is not None
+        parts = self.judging.stretches(group, self.rollout.overlap, whole_groups=joined)
         condition = self._encoded(records, clock)
         made, verdicts, looks = [], [], []
         for places in parts:
@@ -267,7 +269,7 @@ class PictureSource:
                 noise=self._shared_noise(group) if settings.shared_noise else None,
                 log_prob_reduction=settings.log_prob_reduction,  # type: ignore[arg-type]  # checked by the settings
                 batch_size=settings.batch_size,
-                shared=group if settings.shared_noise else None,
+                nodes=settings.nodes(group, sde_steps),
                 solver=settings.solver,
                 compression=settings.ode_compression,
             )

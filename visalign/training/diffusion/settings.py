@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from visalign.core import Objective
 from visalign.core.objective.algorithms import NAMED
@@ -28,6 +29,7 @@ from visalign.core.regression.rows import (
 from visalign.errors import UserError, suggestion
 from visalign.flow.rollout import visited
 from visalign.flow.transitions import LAST_IS_EXACT, SOLVERS
+from visalign.flow.tree import tree_nodes
 from visalign.flow.windows import WINDOW_ORDERS
 from visalign.training.loop.optimizer import at_least, choice
 from visalign.training.policy.settings import (
@@ -37,6 +39,9 @@ from visalign.training.policy.settings import (
     check_stale,
     merged_changes,
 )
+from visalign.training.policy.update import couples_decisions
+
+from .branching import BranchSettings
 
 
 def _steps(name: str, given: Sequence[int], allowed: Sequence[int], which: str) -> None:
@@ -83,7 +88,10 @@ class RolloutSettings:
     rollout.solver=dpmpp_2m); null: all."""
     shared_noise: bool = False
     """Start all samples of a group from one noise (DanceGRPO): they differ by their steps' noise alone, and
-    the steps before the first stochastic one are made once for the group."""
+    the steps up to the first stochastic one are made once for the group."""
+    branch: BranchSettings | None = None
+    """Let the samples of a group have their first steps in common and part on the way; what they have in
+    common is made once and trained once. It goes with `objective.credit=branches`. null: each goes alone."""
     train_steps: list[int] | None = None
     """Those of `sde_steps` that are trained on; null: all that are stochastic."""
     guidance: float | None = None
@@ -161,6 +169,22 @@ class RolloutSettings:
                     f"{noisy} there are no two steps to make fewer of. Set rollout.sde_steps to earlier "
                     "steps, or a rollout.sde_window with rollout.sde_window_order=progressive."
                 )
+        if self.branch is not None:
+            self._check_branch(self.branch)
+
+    def _check_branch(self, branch: BranchSettings) -> None:
+        """Refuse branches beside what else makes samples alike, and steps that do not fit."""
+        for name, given, none in (
+            ("shared_noise", self.shared_noise, "false"),
+            ("sde_window", self.sde_window, "null"),
+        ):
+            if given:
+                raise UserError(
+                    f"rollout.branch says for good which steps are whose, and rollout.{name} is {given}. Set "
+                    f"rollout.{name}={none}, or rollout.branch=null."
+                )
+        _steps("rollout.branch.at", branch.at, self.stochastic, "the stochastic steps")
+        branch.check(self.group_size, self.trained)
 
     def _check_exact_last(self, noisy: Sequence[int]) -> None:
         """The limits of kernels that replace part of the predicted noise."""
@@ -194,12 +218,11 @@ class RolloutSettings:
 
     @property
     def sampled_per_image(self) -> float:
-        """Denoising steps that a picture costs: those that its group shares count once for the group. With a
-        window that begins later it is less."""
-        begin = self.stochastic[0] if self.shared_noise else 0
-        paths = [visited(self.steps, [end], self.ode_compression) for end in self._ends]
-        made = sum(len(path) - 1 for path in paths) / len(paths)
-        return made - begin + begin / self.group_size
+        """Denoising steps that a picture costs: Σ_k n_k / G over those that are made, n_k = `paths(k)`. With
+        a window that begins later it is less."""
+        ways = [visited(self.steps, [end], self.ode_compression) for end in self._ends]
+        made = [sum(map(self.paths, way[:-1])) for way in ways]
+        return sum(made) / len(made) / self.group_size
 
     @property
     def _ends(self) -> list[int]:
@@ -215,6 +238,25 @@ class RolloutSettings:
         )
         return [noisy[min(start + size, len(noisy)) - 1] for start in starts]
 
+    def paths(self, step: int) -> int:
+        """n_k, different latents of a group before a step, or at the end (T)."""
+        if self.branch is not None:
+            return self.branch.paths(self.group_size, step)
+        return 1 if self.shared_noise and step <= self.stochastic[0] else self.group_size
+
+    def nodes(self, group: Tensor, sde_steps: Sequence[int]) -> Tensor | None:
+        """[T + 1, B] who has its latent in common with whom (`tree_nodes`); None: nobody.
+
+        Args:
+            group: [B] labels.
+            sde_steps: the iteration's stochastic steps.
+        """
+        if self.branch is not None:
+            return tree_nodes(group, self.steps, at=self.branch.at, children=self.branch.children)
+        if not self.shared_noise:
+            return None
+        return tree_nodes(group, self.steps, at=sde_steps[:1], children=self.group_size)
+
     @property
     def completed_per_image(self) -> float:
         """ODE steps that complete a picture from each of its stochastic steps; with a window, on average."""
@@ -225,6 +267,14 @@ class RolloutSettings:
     def trained_per_image(self) -> int:
         """How many steps of one image are trained on in one iteration."""
         return self.sde_window or len(self.trained)
+
+    @property
+    def pairs_per_image(self) -> float:
+        """Pairs of sample and step that are trained on for an image, Σ_k n_{k+1} / G over the trained steps:
+        what images have in common counts once."""
+        if self.branch is None:
+            return self.trained_per_image
+        return sum(self.paths(step + 1) for step in self.trained) / self.group_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +293,8 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     """What a denoising step earns: "picture", the advantage of its picture; "turning_points", by how much its
     noise raised the reward of the deterministic rest, a turning point all that was still to come (TP-GRPO,
     arXiv 2602.06422), at the price of completing and judging every sample from every stochastic step;
-    "one_step", by how much it raised the reward of the prediction x − σ v, at the price of judging alone."""
+    "one_step", by how much it raised the reward of the prediction x − σ v, at the price of judging alone;
+    "branches", the mean reward of the pictures that came of it, with `rollout.branch` (BranchGRPO)."""
     metric: str | None = None
     """The part of the reward, e.g. the label of a term of weight 0, at whose median advantage=canon splits a
     group."""
@@ -328,6 +379,12 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
                 "advantage='group', kl_in_reward=0 and objective.balance_every=null, as in flow_grpo; else "
                 "set objective.credit=picture."
             )
+        if self.credit == "branches" and couples_decisions(row):
+            raise UserError(
+                "objective.credit='branches' trains once what several pictures have in common, and "
+                f"objective.algorithm={self.algorithm} joins the steps of a picture. Take flow_grpo, "
+                "grpo_guard or grpo."
+            )
         return replace(row, advantage="steps", advantage_options={"scale": "group", "ddof": 0})
 
     @property
@@ -354,7 +411,7 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
         why = {
             f"{name} follows the rewards' own gradients": self.ascent is not None,
             f"objective.balance_every={self.balance_every} weighs them": self.balance_every is not None,
-            f"objective.credit={self.credit} judges more than pictures": self.credit != "picture",
+            f"objective.credit={self.credit} judges more than pictures": self.credit in COMPLETIONS,
             f"{name} takes each reward by itself": self._takes_columns,
         }
         for reason, there in why.items():
@@ -412,11 +469,13 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
             raise UserError(f"objective: {error}") from error
 
 
-CREDITS = ("picture", "turning_points", "one_step")
+COMPLETIONS = ("turning_points", "one_step")
+"""Credits that judge more pictures than are made."""
+CREDITS = ("picture", *COMPLETIONS, "branches")
 
 _OF_STEPS = (
     *("sde_steps", "sde_window", "sde_window_order", "sde_window_every", "sde_window_stride"),
-    *("sde_window_roll_back", "ode_compression", "shared_noise"),
+    *("sde_window_roll_back", "ode_compression", "shared_noise", "branch"),
     *("train_steps", "schedule", "noise_level", "log_prob_reduction"),
 )
 """Settings of stochastic steps; from one start the ODE makes one picture."""
@@ -430,6 +489,7 @@ def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettin
     """
     row = objective.regression
     _check_solver(objective, rollout)
+    _check_credit(objective, rollout)
     if rollout.staleness:
         is_step = row is None and objective.ascent is None
         check_stale(objective.build(length=1) if is_step else None, objective.algorithm)
@@ -455,6 +515,11 @@ def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettin
             'objective.experts to the folders of trained policies, e.g. {counting: runs/a/lora, "*": '
             "runs/b/lora}."
         )
+    if row.visited and rollout.branch is not None:
+        raise UserError(
+            f"rollout.branch is {rollout.branch}, and objective.algorithm={objective.algorithm} learns at each "
+            "picture's own states. Set rollout.branch=null."
+        )
     if row.visited:
         return
     _check_no_noise(objective, rollout, "at noised end points, objective.changes.levels of an image")
@@ -477,6 +542,21 @@ def _check_solver(objective: DiffusionObjectiveSettings, rollout: RolloutSetting
         raise UserError(
             f"rollout.solver is {rollout.solver}, and objective.algorithm={objective.algorithm} sends the "
             "reward's gradient through Euler steps. Set rollout.solver=euler."
+        )
+
+
+def _check_credit(objective: DiffusionObjectiveSettings, rollout: RolloutSettings) -> None:
+    """Refuse branches whose steps would earn what one picture does, and their credit without any."""
+    if objective.credit == "branches" and rollout.branch is None:
+        raise UserError(
+            "objective.credit is 'branches', and rollout.branch is null. Set rollout.branch={at: [0], "
+            "children: 2}, or where else pictures shall part, or objective.credit=picture."
+        )
+    is_step = objective.regression is None and objective.ascent is None
+    if is_step and rollout.branch is not None and objective.credit != "branches":
+        raise UserError(
+            f"objective.credit is {objective.credit!r}, and with rollout.branch a step that several pictures "
+            "have in common earns the mean of theirs. Set objective.credit=branches, or rollout.branch=null."
         )
 
 

@@ -58,6 +58,20 @@ def check_batch_algebra(prompts_per_iteration: int, group_size: int, world_size:
     stretch(prompts_per_iteration * group_size, 0, world_size)
 
 
+def check_whole_groups(prompts_per_iteration: int, world: int) -> None:
+    """Refuse processes that would share a group: its images could not be compared.
+
+    Raises:
+        UserError: the groups cannot be divided among the processes.
+    """
+    if prompts_per_iteration % world:
+        raise UserError(
+            f"rollout.prompts_per_iteration is {prompts_per_iteration} and there are {world} processes: some "
+            "group would be spread over two, and its images could not be compared. Use a multiple of "
+            f"{world}."
+        )
+
+
 class PromptSampler:
     """P prompts with G samples each per iteration.
 

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees: what samples have in common is made once, by one noise, and equal everywhere bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.flow_policies import GaussianPolicy, LinearPolicy, Shift
+from visalign.flow import initial_noise, ratio_check, rollout, step_noise, time_grid, tree_nodes
+from visalign.flow.trajectory import joined_trajectories
+
+GRID, SEEDS = time_grid(4), list(range(10, 18))
+GROUP = torch.tensor([7] * 4 + [3] * 4)
+CONDITION = Shift(torch.tensor([0.5] * 4 + [-0.5] * 4))
+
+
+def run(policy, nodes, **settings):
+    return rollout(
+        policy, CONDITION, **{"sigmas": GRID, "sde_steps": [0, 1, 2], "seeds": SEEDS, **settings}, nodes=nodes
+    )
+
+
+def test_a_tree_by_hand():
+    nodes = tree_nodes(GROUP, 4, at=[0, 2], children=2)
+    assert nodes.tolist() == [
+        [0, 0, 0, 0, 4, 4, 4, 4],
+        [0, 0, 2, 2, 4, 4, 6, 6],
+        [0, 0, 2, 2, 4, 4, 6, 6],
+        [0, 1, 2, 3, 4, 5, 6, 7],
+        [0, 1, 2, 3, 4, 5, 6, 7],
+    ]
+    two = tree_nodes(GROUP, 2, at=[1], children=2)  # two trees in each group
+    assert two.tolist() == [[0, 0, 2, 2, 4, 4, 6, 6]] * 2 + [list(range(8))]
+    assert torch.equal(tree_nodes(GROUP, 2, at=[0, 1], children=1), torch.arange(8).expand(3, 8))
+
+
+@pytest.mark.parametrize("batch_size", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_leaves_have_in_common_is_equal_to_the_bit_and_made_once(batch_size, dtype):
+    class Counting(LinearPolicy):
+        def velocity(self, x, sigma, condition, time=None):
+            self.count.forward += len(x)
+            return super().velocity(x, sigma, condition, time)
+
+    policy = Counting(storage_dtype=dtype)
+    nodes = tree_nodes(GROUP, 4, at=[0, 2], children=2)
+    made = run(policy, nodes, batch_size=batch_size)
+    # 2 trees: 1, 2, 2 and 4 paths before the four steps
+    assert policy.forward_count.forward == 2 * (1 + 2 + 2 + 4)
+    assert torch.equal(made.node, nodes[1:4].T)
+    for name in ("x", "x_next", "log_prob", "mean", "std"):
+        held = getattr(made, name)
+        for s in range(3):
+            first = nodes[s if name == "x" else s + 1]
+            assert torch.equal(held[:, s], held[first, s]), name
+    assert torch.equal(made.x[:, 0], made.x[nodes[0], 0])
+    assert len(made.latents.flatten(1).unique(dim=0)) == 8
+    assert ratio_check(policy, CONDITION, made).max_abs_log_ratio < 1e-5
+
+
+def test_a_node_draws_the_noise_of_its_first_sample():
+    policy = GaussianPolicy(latent_shape=(2, 3, 3), storage_dtype=torch.float64)
+    nodes = tree_nodes(GROUP, 4, at=[0, 2], children=2)
+    made = run(policy, nodes)
+    drawn = torch.tensor(SEEDS)
+    torch.testing.assert_close(made.x[:, 0], initial_noise(drawn[nodes[0]], (2, 3, 3)).double())
+    for s in range(3):
+        noise = (made.x_next[:, s] - made.mean[:, s]) / made.std[:, s].view(-1, 1, 1, 1)
+        expected = step_noise(drawn[nodes[s + 1]], s, (2, 3, 3))
+        torch.testing.assert_close(noise.float(), expected, rtol=1e-4, atol=1e-4)
+    # the first sample of a tree is what it would be alone
+    alone = run(policy, None)
+    assert torch.equal(made.latents[[0, 4]], alone.latents[[0, 4]])
+    assert not torch.equal(made.latents[1], alone.latents[1])
+    assert torch.equal(alone.node, torch.arange(8)[:, None].expand(8, 3))
+
+
+def test_stretches_of_trees_are_those_of_one_rollout():
+    policy = GaussianPolicy(latent_shape=(2, 3, 3), storage_dtype=torch.float32)
+    nodes = tree_nodes(GROUP, 4, at=[0, 2], children=2)
+    whole = run(policy, nodes)
+    parts = [
+        rollout(
+            policy,
+            CONDITION.select(rows),
+            sigmas=GRID,
+            sde_steps=[0, 1, 2],
+            seeds=torch.tensor(SEEDS)[rows],
+            nodes=tree_nodes(GROUP[rows], 4, at=[0, 2], children=2),
+        )
+        for rows in torch.arange(8).split(4)
+    ]
+    joined = joined_trajectories(parts)
+    assert torch.equal(joined.node, whole.node) and torch.equal(joined.latents, whole.latents)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "more", "message"),
+    [
+        (tree_nodes(GROUP, 3, at=[0], children=4), {}, r"int64 \[5, 8\].*4 steps.*got torch.int64 \[4, 8\]"),
+        (tree_nodes(GROUP, 4, at=[0], children=4).float(), {}, r"got torch.float32 \[5, 8\].*tree_nodes"),
+        (
+            tree_nodes(GROUP, 4, at=[3], children=4),
+            {},
+            r"part at step 3, which has no noise.*now \[0, 1, 2\]",
+        ),
+        (tree_nodes(GROUP, 4, at=[0], children=4) + 1, {}, "name, for each sample, the first"),
+        (tree_nodes(GROUP, 4, at=[0], children=4).flip(0), {}, "samples that have parted do not meet again"),
+        (torch.zeros(5, 8, dtype=torch.int64), {}, "have their last latent in common"),
+        (
+            tree_nodes(GROUP, 4, at=[0], children=4),
+            {"noise": initial_noise(SEEDS, (2, 3, 3))},
+            "join samples that start from different noise",
+        ),
+    ],
+)
+def test_nodes_that_do_not_fit_are_refused(nodes, more, message):
+    with pytest.raises(ValueError, match=message):
+        run(LinearPolicy(), nodes, **more)

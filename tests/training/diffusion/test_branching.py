@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tree rollouts in training: what a step earns, that it is trained once, what it costs, resume, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.training.pictures import CHANGES, Brightness, ToyPolicy, toy_trainer, whole_and_resumed
+from visalign.errors import UserError
+from visalign.training import (
+    BranchSettings,
+    DiffusionObjectiveSettings,
+    RolloutSettings,
+    forward_equivalents_per_image,
+)
+from visalign.training.diffusion.settings import check_sampling
+
+GRID = {"group_size": 8, "sde_steps": [0, 1, 2]}
+TREE = {**GRID, "branch": BranchSettings(at=[0, 2], children=2)}
+"""Two trees of four in a group: 2, 4, 4 and 8 paths before the four steps."""
+BRANCHES = {"credit": "branches"}
+
+
+def _collected(trainer: Any) -> tuple[Any, list[Any]]:
+    experience = trainer.algorithm.collect(trainer.context).experience
+    return experience, trainer.algorithm.prepare(experience, trainer.context)
+
+
+def _gradient(trainer: Any) -> torch.Tensor:
+    """Of all updates of an iteration, the policy moved before them."""
+    algorithm, policy = trainer.algorithm, trainer.algorithm.policy
+    experience, steps = _collected(trainer)
+    with torch.no_grad():
+        policy.net.shift.add_(0.003)  # so that ratios differ from 1
+    for step in steps:
+        algorithm.backward(experience, step, trainer.context)
+    return torch.cat([p.grad.flatten() for _, p in policy.trainable_parameters()])
+
+
+def _trainer(folder: Any, *, micro_batch: int = 64, updates: int = 2, **more: Any) -> Any:
+    pace = {"micro_batch": micro_batch, "updates_per_iteration": updates}
+    given: dict[str, Any] = {"rollout": TREE, "objective": BRANCHES, **more}
+    return toy_trainer(folder, policy=ToyPolicy(torch.float64), optimizer=pace, **given)
+
+
+def test_a_step_earns_the_mean_of_its_pictures_standardised_at_its_depth(tmp_path):
+    trainer = _trainer(tmp_path)
+    experience, steps = _collected(trainer)
+    reward = experience.trajectories.reward.view(6, 2, 2, 2).double()  # prompt, tree, first way, second way
+    levels = [reward.mean(3, keepdim=True), reward.mean(3, keepdim=True), reward]
+    sample = torch.cat([step.sample for step in steps])
+    found = torch.cat([step.prepared.advantage for step in steps])[sample.argsort()].view(6, 8, 3)
+    for step, level in enumerate(levels):
+        value = level.expand_as(reward).reshape(6, 8)
+        nodes = level.reshape(6, -1)  # each path once: 4, 4 and 8
+        assert nodes.shape[1] == (4, 4, 8)[step]
+        spread = nodes.std(1, correction=0, keepdim=True)
+        expected = (value - nodes.mean(1, keepdim=True)) / (spread + 1e-4)
+        torch.testing.assert_close(found[:, :, step].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_failed_picture_leaves_the_mean_and_its_step_is_still_trained(tmp_path):
+    class Failing(Brightness):
+        def score(self, images, prompts, metadata=None):
+            scores = super().score(images, prompts, metadata)
+            return replace(scores, valid=torch.arange(len(prompts)) % 8 != 0, parts={})
+
+    trainer = _trainer(tmp_path, reward=Failing())
+    experience, steps = _collected(trainer)
+    t = experience.trajectories
+    assert not t.valid[0] and t.valid[1:8].all()
+    assert t.process_reward[1, 0] == t.reward[1] and t.process_reward[1, 2] == t.reward[1]
+    torch.testing.assert_close(t.process_reward[2, 0], t.reward[2:4].mean())
+    step = next(step for step in steps if 1 in step.sample)
+    place, decision, times = trainer.algorithm._pairs(experience, step, step.own(0, 48))
+    rows = step.sample[place]
+    assert 0 not in rows and len(rows) == len(step.sample) // 8 * (4 + 4 + 7)
+    assert times[(rows == 1) & (decision == 0)] == 1 and times[(rows == 2) & (decision == 0)] == 2
+
+
+@pytest.mark.parametrize("objective", [{}, {"changes": {"kl": 0.1}}, {"algorithm": "grpo_guard"}])
+def test_what_is_trained_once_counts_as_for_each_picture(tmp_path, objective):
+    """The gradient is that of all pictures' steps, for 15 passes a group in place of 24."""
+    found = {
+        size: _gradient(_trainer(tmp_path, micro_batch=size, objective={**BRANCHES, **objective}))
+        for size in (1, 7, 500)
+    }
+    assert found[500].norm() > 1e-5
+    for size in (1, 7):
+        torch.testing.assert_close(found[size], found[500], rtol=1e-9, atol=1e-12)
+    every = _trainer(tmp_path, objective={**BRANCHES, **objective})
+    algorithm = every.algorithm
+    collect = algorithm.collect
+
+    def each_alone(run: Any) -> Any:
+        made = collect(run)
+        made.experience.node = torch.arange(48)[:, None].expand(48, 3)
+        return made
+
+    algorithm.collect = each_alone
+    torch.testing.assert_close(_gradient(every), found[500], rtol=1e-9, atol=1e-12)
+    counted = [t.algorithm.policy.count.forward_backward for t in (every, _counted(tmp_path, objective))]
+    assert counted == [6 * 8 * 3, 6 * (4 + 4 + 8)]
+
+
+def _counted(folder: Any, objective: dict[str, Any]) -> Any:
+    trainer = _trainer(folder, objective={**BRANCHES, **objective})
+    _gradient(trainer)
+    return trainer
+
+
+def test_one_child_everywhere_is_the_plain_rollout(tmp_path):
+    plain: dict[str, Any] = {
+        "rollout": GRID,
+        "objective": {"changes": {"advantage_options": {"scale": "group", "ddof": 0}}},
+    }
+    single = {"rollout": {**GRID, "branch": BranchSettings(at=[0, 2], children=1)}}
+    one, other = (_gradient(_trainer(tmp_path, updates=1, **given)) for given in (single, plain))
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("rollout_", "sampled", "pairs"),
+    [
+        (TREE, (2 + 4 + 4 + 8) / 8, (4 + 4 + 8) / 8),
+        ({**TREE, "train_steps": [2]}, 18 / 8, 1.0),
+        ({**TREE, "branch": BranchSettings(at=[0, 1, 2])}, (1 + 2 + 4 + 8) / 8, (2 + 4 + 8) / 8),
+        (
+            {**TREE, "sde_steps": [1, 2], "branch": BranchSettings(at=[1], children=8)},
+            (1 + 1 + 8 + 8) / 8,
+            2.0,
+        ),
+    ],
+)
+def test_the_cost_is_the_planned_one(rollout_, sampled, pairs, tmp_path):
+    trainer = toy_trainer(tmp_path, rollout=rollout_, objective={**BRANCHES, "changes": {"kl": 0.1}})
+    settings = trainer.algorithm.rollout
+    assert settings.sampled_per_image == sampled and settings.pairs_per_image == pairs
+    record = trainer.iterate()
+    planned = forward_equivalents_per_image(steps=sampled, trained=pairs, guided=False, reference=1)
+    assert record["forward_equivalents_per_image"] == pytest.approx(planned, rel=1e-12)
+    assert record["trained_share"] == 1 and record["ratio_floor"] < 1e-5
+
+
+@pytest.mark.parametrize("overlap", [1, 3])
+def test_it_learns_and_a_resume_is_exact(tmp_path, overlap):
+    def make(folder, iterations):
+        return toy_trainer(
+            folder,
+            rollout={**TREE, "overlap": overlap},
+            objective=BRANCHES,
+            run={"iterations": iterations},
+        )
+
+    whole, resumed, trainer = whole_and_resumed(make, tmp_path, 3, 10)
+    assert whole == resumed and trainer.counters.updates == 20 and not trainer.counters.skipped
+    rewards = [row["reward_mean"] for row in whole[2]]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.05
+
+
+def test_a_step_in_common_is_asked_again_once(tmp_path):
+    correction = {"importance_sampling": {"level": "token", "mode": "truncate", "high": 2.0}}
+    trainer = toy_trainer(tmp_path, rollout=TREE, objective={**BRANCHES, "changes": correction})
+    experience, _ = _collected(trainer)
+    t = experience.trajectories
+    assert trainer.algorithm.policy.count.forward == 6 * (2 + 4 + 4 + 8) + 6 * (4 + 4 + 8)
+    torch.testing.assert_close(t.old_log_prob, t.rollout_log_prob, rtol=1e-4, atol=1e-5)
+    assert torch.equal(t.old_log_prob.gather(0, experience.node), t.old_log_prob)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"group_size": 6},
+            "group_size is 6, and a tree with 2 children at 2 steps has 4 pictures.*multiple of 4",
+        ),
+        ({"branch": BranchSettings(at=[3])}, r"branch.at is \[3\].*among the stochastic steps \[0, 1, 2\]"),
+        ({"branch": BranchSettings(at=[])}, r"branch.at is \[\]; it needs at least one step"),
+        ({"branch": BranchSettings(at=[0], children=0)}, "branch.children is 0"),
+        ({"shared_noise": True}, "rollout.shared_noise is True. Set rollout.shared_noise=false"),
+        ({"sde_window": 2}, "rollout.sde_window is 2. Set rollout.sde_window=null"),
+        (
+            {"branch": BranchSettings(at=[1], children=8)},
+            "all pictures of a prompt have step 0 in common.*take 0 out of rollout.sde_steps or train_steps",
+        ),
+    ],
+)
+def test_trees_that_do_not_fit_are_refused(changes: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message):
+        RolloutSettings(**{"steps": 4, **TREE, **changes})
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        (
+            {"credit": "picture"},
+            "credit is 'picture', and with rollout.branch.*Set objective.credit=branches",
+        ),
+        ({"credit": "one_step"}, "credit is 'one_step', and with rollout.branch"),
+        ({"algorithm": "ram"}, "rollout.branch is Branch.*ram samples along the ODE.*rollout.branch=null"),
+        (
+            {"algorithm": "draft"},
+            "rollout.branch is Branch.*draft samples along the ODE.*rollout.branch=null",
+        ),
+    ],
+)
+def test_what_does_not_go_with_branches_is_refused(objective: dict[str, Any], message: str):
+    given: dict[str, Any] = {name: value for name, value in TREE.items() if name != "sde_steps"}
+    with pytest.raises(UserError, match=message):
+        check_sampling(DiffusionObjectiveSettings(**objective), RolloutSettings(steps=4, **given))
+
+
+@pytest.mark.parametrize("name", ["flow_gspo", "gmpo"])
+def test_rows_that_join_the_steps_of_a_picture_are_refused(name: str):
+    with pytest.raises(
+        UserError, match=f"credit='branches'.*{name} joins the steps of a picture. Take flow_grpo"
+    ):
+        DiffusionObjectiveSettings(algorithm=name, changes={"kl": 0.0}, credit="branches")
+
+
+def test_the_credit_of_branches_needs_them():
+    with pytest.raises(
+        UserError, match=r"credit is 'branches', and rollout.branch is null. Set rollout.branch="
+    ):
+        check_sampling(DiffusionObjectiveSettings(credit="branches", changes=CHANGES), RolloutSettings())
+
+
+def test_a_group_lies_in_one_process(tmp_path):
+    class Three:
+        num_processes, process_index = 4, 0
+
+    from visalign.training.diffusion.pictures import PictureSource
+
+    with pytest.raises(UserError, match="prompts_per_iteration is 6 and there are 4 processes"):
+        PictureSource(
+            ToyPolicy(),  # type: ignore[arg-type]
+            Brightness(),
+            [{"prompt": "dark"}],
+            rollout=RolloutSettings(prompts_per_iteration=6, steps=4, **TREE),
+            seed=0,
+            accelerator=Three(),  # type: ignore[arg-type]
+        )
