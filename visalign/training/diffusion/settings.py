@@ -517,8 +517,8 @@ def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettin
         )
     if row.visited and rollout.branch is not None:
         raise UserError(
-            f"rollout.branch is {rollout.branch}, and objective.algorithm={objective.algorithm} learns at each "
-            "picture's own states. Set rollout.branch=null."
+            f"rollout.branch is {rollout.branch}, and objective.algorithm={objective.algorithm} learns at "
+            "each picture's own states. Set rollout.branch=null."
         )
     if row.visited:
         return
