@@ -11,19 +11,22 @@ from .noise import initial_noise, step_noise
 from .parametrization import flow_sigma, preserving_scale, velocity_of_prediction
 from .replay import StepStats, ratio_check, replay
 from .rollout import rollout
+from .search import PathSearch, ZeroOrderSearch
 from .schedules import diffusers_time_grid, noise_rate, time_grid
 from .steering import steered_rollout
 from .trajectory import Pairs, Trajectory
-from .transitions import Kernel, Transition, cps_step, sde_step
+from .transitions import Kernel, Transition, cps_step, sde_step, velocity_between
 
 __all__ = [
     "Kernel",
     "Pairs",
+    "PathSearch",
     "RatioCheck",
     "RatioError",
     "StepStats",
     "Trajectory",
     "Transition",
+    "ZeroOrderSearch",
     "check_log_ratio",
     "cps_step",
     "diffusers_time_grid",
@@ -39,5 +42,6 @@ __all__ = [
     "steered_rollout",
     "step_noise",
     "time_grid",
+    "velocity_between",
     "velocity_of_prediction",
 ]

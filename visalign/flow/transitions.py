@@ -167,6 +167,27 @@ def sde_step(
     return Transition(mean, rate * torch.sqrt(-dt) if schedule != "none" else rate)
 
 
+def velocity_between(x: Tensor, x_next: Tensor, sigma: Tensor | float, sigma_next: Tensor | float) -> Tensor:
+    """The velocity v = (x' − x) / (σ' − σ) that an Euler step of the ODE took; x̂0 = x − σ v = x' − σ' v.
+
+    Rounding of stored latents is enlarged by 1 / (σ − σ').
+
+    Args:
+        x: [B, ...] latents at σ.
+        x_next: [B, ...] after the step.
+        sigma: Scalar or [B] noise levels.
+        sigma_next: Scalar or [B], below sigma.
+
+    Returns:
+        [B, ...] in float32, or float64 if x or x' is float64.
+
+    Raises:
+        ValueError: For shapes that do not fit.
+    """
+    x, x_next, sigma, sigma_next = _prepared(x, x_next, sigma, sigma_next)
+    return (x_next - x) / _rows(sigma_next - sigma, x)
+
+
 def cps_step(
     x: Tensor, v: Tensor, sigma: Tensor | float, sigma_next: Tensor | float, *, noise_level: float
 ) -> Transition:
