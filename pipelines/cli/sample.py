@@ -90,8 +90,8 @@ def sample(
         rows = sample_pictures(_records(prompts), settings, output, rewards=rewards)
         cost = sum(row[COST] for row in rows)
         typer.echo(
-            f"{len(rows)} pictures in {output}: {TABLE} for visalign score, {GRID} to look at. Denoising took "
-            f"{cost} forward-equivalents."
+            f"{len(rows)} pictures in {output}: {TABLE} for visalign score, {GRID} to look at. "
+            f"Denoising took {cost} forward-equivalents."
         )
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_more_rounds_of_zero_order_search_are_never_worse_and_reach_the_best_pic
     for rounds in (1, 2, 4, 8, 32):
         made, _ = searched(ZeroOrderSearch(rounds=rounds, candidates=2, radius=0.3))
         values.append(near_best(made))
-    assert all((later >= earlier).all() for earlier, later in zip(values, values[1:], strict=False))
+    assert all((later >= earlier).all() for earlier, later in pairwise(values))
     assert values[0].mean() < -0.1 and values[-1].mean() > -0.005
 
 
@@ -55,7 +55,7 @@ def test_more_branches_of_paths_are_better_and_reach_the_best_picture():
     for branches in (2, 4, 8, 32):
         made, _ = searched(PathSearch(branches=branches, start=2, back=2, forward=4), 256)
         means.append(float(near_best(made).mean()))
-    assert all(later > earlier for earlier, later in zip(means, means[1:], strict=False)), means
+    assert all(later > earlier for earlier, later in pairwise(means)), means
     assert means[0] < -0.1 and means[-1] > -0.005
 
 
@@ -105,7 +105,7 @@ def test_rounds_of_paths_join_and_end_with_the_grid(steps, data):
     rounds = search.rounds(steps)
     assert rounds[0][0] == start and rounds[-1][2] == steps
     assert all(0 <= up < at < end for at, up, end in rounds)
-    assert all(a[2] == b[0] for a, b in zip(rounds, rounds[1:], strict=False))
+    assert all(a[2] == b[0] for a, b in pairwise(rounds))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,10 @@ def test_the_noise_of_neighbours_and_paths_leaves_the_distribution_as_it_is():
     count = 4096
     own = plain(count)
     turned = iter(range(9))  # each candidate of later rounds beats all before
-    blind: Any = lambda images: torch.full((len(images),), float(next(turned)))
+
+    def blind(images):
+        return torch.full((len(images),), float(next(turned)))
+
     neighbours, _ = searched(ZeroOrderSearch(rounds=4, candidates=2), count, reward=blind)
     paths, _ = searched(
         PathSearch(branches=1, start=6, back=4, forward=5),

@@ -11,8 +11,8 @@ from .noise import initial_noise, step_noise
 from .parametrization import flow_sigma, preserving_scale, velocity_of_prediction
 from .replay import StepStats, ratio_check, replay
 from .rollout import rollout
-from .search import PathSearch, ZeroOrderSearch
 from .schedules import diffusers_time_grid, noise_rate, time_grid
+from .search import PathSearch, ZeroOrderSearch
 from .steering import steered_rollout
 from .trajectory import Pairs, Trajectory
 from .transitions import Kernel, Transition, cps_step, sde_step, velocity_between

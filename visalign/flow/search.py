@@ -21,9 +21,9 @@ from .transitions import velocity_between
 class ZeroOrderSearch:
     """Climb from a start noise to neighbours whose pictures the reward likes better.
 
-    Around the pivot n stand N neighbours  n' = √(1 − ρ²)·n + ρ·ε  with ε ~ N(0, I), which are start noise like
-    any other. Each is denoised along the ODE, decoded and judged; the best of them and n is the next pivot, K
-    times. A sample costs T (1 + K N) velocities, T steps each, and 1 + K N judged pictures.
+    Around the pivot n stand N neighbours  n' = √(1 − ρ²)·n + ρ·ε,  ε ~ N(0, I), start noise like any other.
+    Each is denoised along the ODE, decoded and judged; the best of them and n is the next pivot, K times. A
+    sample costs T (1 + K N) velocities, T steps each, and 1 + K N judged pictures.
 
     Differs from the paper, which says of neighbours only that they lie at a distance: ours keep the variance;
     the pivot stays where no neighbour is better, so that more rounds are never worse (the paper may move on);
@@ -37,8 +37,7 @@ class ZeroOrderSearch:
     candidates: int = 1
     """N, the neighbours of a round (the paper: 2 or 4)."""
     radius: float = 0.5
-    """ρ in (0, 1]: the share of a neighbour's deviation that is new; 1 draws all of it anew (best of 1 + K N).
-    """
+    """ρ in (0, 1]: the share of a neighbour's deviation that is new; 1 is best of 1 + K N."""
 
     def __post_init__(self) -> None:
         _at_least("rounds", self.rounds, 1)

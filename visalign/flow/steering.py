@@ -106,8 +106,13 @@ def resampled(
 
     Returns:
         [M] the place of each particle's parent, and [M] what is now known of it.
+
+    Raises:
+        ValueError: not one reward per particle.
     """
     value = value.double().cpu()
+    if value.shape != said.shape:
+        raise ValueError(f"The reward gave {list(value.shape)} values for {len(said)} pictures; give [B].")
     parents = _parents(strength * (value - said), particles, [sample_seed("steer", s, step) for s in seeds])
     return parents, torch.where(value.isfinite(), value, said)[parents]
 
