@@ -194,7 +194,7 @@ def sample_pictures(
     """
     rewards = rewards or {}
     if (settings.best_of > 1 or settings.search is not None) and not rewards:
-        asked = "a search" if settings.best_of == 1 else f"best_of is {settings.best_of}"
+        asked = f"best_of is {settings.best_of}" if settings.best_of > 1 else "--search is given"
         raise UserError(f"{asked} and nothing says what is best; give a reward (-r).")
     check_texts(records)
     check_place(output)
