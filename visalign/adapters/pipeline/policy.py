@@ -93,10 +93,9 @@ class PipelinePolicy:
         self.pipe, self.family, self.networks = pipe, self._call.family, self._call.networks
         self.latent_shape: tuple[int, ...] = self._call.latent_shape
         self.prediction: Prediction = self._call.scheduler.prediction
+        # the time decides which network, or is laid on tokens
         one_time = len(self.networks) > 1 or pipe.config.get("expand_timesteps")
-        self._mixed = (
-            self.family.mixed and not one_time
-        )  # the time decides which network, or is laid on tokens
+        self._mixed = self.family.mixed and not one_time
         if lora_path is not None:
             lora = settings_of(Path(lora_path), 0 if lora is None else lora.seed)
         network = next(iter(self.networks.values()))
