@@ -31,7 +31,7 @@ LOOK_AGAIN_LINES = 500
 LOOK_AGAIN_FUNCTION = 60
 LOOKED_AT = {
     "visalign/training/text/rl.py:__init__": "a third is its arguments, and each part is made once",
-    "visalign/adapters/pipeline/policy.py:__init__": "half says what its arguments are; each part is made once",
+    "visalign/adapters/pipeline/policy.py:__init__": "half says what its arguments are; parts are made once",
     "pipelines/cli/collect.py:collect": "an option a line, and what each of four uses calls",
     "pipelines/cli/evaluate.py:evaluate": "an option a line, and one call",
     "pipelines/cli/sample.py:sample": "an option a line, and one call",
