@@ -91,17 +91,15 @@ class ZeroOrderSearch:
             x = complete(policy, each, x, sigmas=grid, step=0, batch_size=batch_size)
             return x, _judged(policy, x, reward, count, batch_size)
 
-        latents, value = tried(pivot)
+        latents, (value,) = tried(pivot)
         for k in range(self.rounds):
             fresh = _fresh(seeds, policy.latent_shape, k, self.candidates)
-            near = (1 - self.radius**2) ** 0.5 * pivot.repeat(self.candidates, *_ones(pivot)) + (
-                self.radius * fresh
-            )
+            around = pivot.repeat(self.candidates, *_ones(pivot))
+            near = (1 - self.radius**2) ** 0.5 * around + self.radius * fresh
             found, values = tried(near)
             best, place = values.max(0)
-            better = best > value.squeeze(0)
-            value = torch.where(better, best, value.squeeze(0))[None]
-            at = place * count + rows
+            better, at = best > value, place * count + rows
+            value = torch.maximum(value, best)
             pivot = torch.where(_rows(better, pivot), near[at], pivot)
             latents = torch.where(_rows(better, latents), found[at.to(found.device)], latents)
         check_finite(latents)
