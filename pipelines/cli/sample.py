@@ -34,6 +34,13 @@ def sample(
         str | None,
         typer.Option(help="Steps such as 3,5,7: there the draws are resampled by -r (Feynman-Kac)."),
     ] = None,
+    search: Annotated[
+        str | None, typer.Option(help="Search for noise by -r: zero_order, or paths (--best-of of them).")
+    ] = None,
+    search_options: Annotated[
+        list[str] | None,
+        typer.Option("--search-option", help="NAME=VALUE of the search, such as rounds=3; repeat."),
+    ] = None,
     strength: Annotated[float, typer.Option(help="With --steer: of exp(strength * reward).")] = 10.0,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
@@ -45,7 +52,14 @@ def sample(
 ) -> None:
     """Make pictures of prompts: a folder of PNGs, a table that `visalign score` takes, and a grid."""
     with user_messages():
-        from visalign.pipelines.sample.job import GRID, TABLE, SampleSettings, sample_pictures
+        from visalign.pipelines.sample.job import (
+            COST,
+            GRID,
+            TABLE,
+            SampleSettings,
+            sample_pictures,
+            search_of,
+        )
         from visalign.pipelines.shared.reward_options import parse_options
         from visalign.pipelines.shared.sections import Dtype
         from visalign.rewards.catalogue import load_reward
@@ -55,6 +69,8 @@ def sample(
         given: dict[str, Any] = parse_options(options or [])
         if isinstance(given.get("image_size"), list):
             given["image_size"] = tuple(given["image_size"])
+        if search_options and search is None:
+            raise UserError(f"--search-option {search_options[0]} belongs to --search, which is not given.")
         settings = SampleSettings(
             model=model,
             adapter=given.pop("adapter", None),
@@ -62,6 +78,7 @@ def sample(
             seeds=numbers(seeds),
             best_of=best_of,
             resample_after=[] if steer is None else numbers(steer, "--steer"),
+            search=search and search_of(search, parse_options(search_options or [], "--search-option")),
             strength=strength,
             steps=steps,
             batch_size=batch_size,
@@ -71,7 +88,11 @@ def sample(
         )
         rewards = {name: load_reward(name) for name in dict.fromkeys(reward or [])}
         rows = sample_pictures(_records(prompts), settings, output, rewards=rewards)
-        typer.echo(f"{len(rows)} pictures in {output}: {TABLE} for visalign score, {GRID} to look at.")
+        cost = sum(row[COST] for row in rows)
+        typer.echo(
+            f"{len(rows)} pictures in {output}: {TABLE} for visalign score, {GRID} to look at. "
+            f"Denoising took {cost} forward-equivalents."
+        )
 
 
 def numbers(text: str, option: str = "--seeds") -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from visalign.atomic import write_atomic
 from visalign.data.assets import resolve_model
-from visalign.errors import UserError
+from visalign.errors import UserError, suggestion
 from visalign.flow.rollout import asked_of, rollout
+from visalign.flow.search import PathSearch, ZeroOrderSearch
 from visalign.flow.steering import steered_rollout
 from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores
 from visalign.pipelines.shared.parts import check_texts
@@ -25,10 +26,11 @@ from visalign.precision import check_device
 from visalign.rewards.base.images import to_pil
 from visalign.seeds import sample_seed
 
-TABLE = "images.jsonl"
+TABLE, COST = "images.jsonl", "forward_equivalents"
 GRID = "grid.png"
 LARGEST_GRID = 64
 """Prompts shown in the grid."""
+SEARCHES: dict[str, type[ZeroOrderSearch | PathSearch]] = {"zero_order": ZeroOrderSearch, "paths": PathSearch}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,9 @@ class SampleSettings:
     resample_after: Sequence[int] = ()
     """Steps, 0 to T − 3, after which the `best_of` draws of a seed are resampled by the rewards of their
     predicted pictures (Feynman-Kac steering); none: the draws do not meet."""
+    search: ZeroOrderSearch | PathSearch | None = None
+    """Search for noise that the rewards like: from each draw, or with the `best_of` draws of a seed as the
+    paths of a group."""
     strength: float = 10.0
     """λ of exp(λ r), what a steered draw is likelier by, per unit of the rewards' sum."""
     noise_level: float = 0.7
@@ -91,9 +96,47 @@ class SampleSettings:
             )
         if after and self.best_of < 2:
             raise UserError("--steer resamples the draws of a seed: give best_of (--best-of) of 2 or more.")
+        if self.search is not None and after:
+            raise UserError("--search and --steer are two ways to one picture; give one of them.")
+        if self.search is not None:
+            try:
+                self.search.velocities(self.steps)
+            except ValueError as error:
+                raise UserError(f"The search does not fit: {error}") from error
+        if isinstance(self.search, PathSearch) and self.best_of * self.search.branches < 2:
+            raise UserError(
+                "One path of one branch leaves nothing to choose: give branches=2 or --best-of 2."
+            )
         for name in ("strength", "noise_level"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise UserError(f"{name} is {getattr(self, name)}; it must be above 0 and finite.")
+
+
+def search_of(name: str, options: Mapping[str, Any]) -> ZeroOrderSearch | PathSearch:
+    """A search by its name.
+
+    Args:
+        name: of `SEARCHES`.
+        options: its fields.
+
+    Raises:
+        UserError: an unknown name or field, or a value out of range.
+
+    >>> search_of("zero_order", {"rounds": 2})
+    ZeroOrderSearch(rounds=2, candidates=1, radius=0.5)
+    """
+    if name not in SEARCHES:
+        raise UserError(f"--search is {name!r}. {suggestion(name, SEARCHES)}Allowed: {', '.join(SEARCHES)}.")
+    allowed = [one.name for one in fields(SEARCHES[name])]
+    if unknown := sorted(set(options) - set(allowed)):
+        raise UserError(
+            f"--search {name} has no {', '.join(unknown)}. {suggestion(unknown[0], allowed)}It has "
+            f"{', '.join(allowed)}."
+        )
+    try:
+        return SEARCHES[name](**options)
+    except ValueError as error:
+        raise UserError(f"--search {name}: {error}") from error
 
 
 def load_sampler(settings: SampleSettings) -> DiffusionPolicy:
@@ -134,6 +177,7 @@ def sample_pictures(
 
     The noise of a picture depends on its prompt and seed alone. With `best_of` N a seed stands for N draws,
     and the one with the highest sum of rewards is kept; one that could not be judged only where none could.
+    What is steered or searched goes by the same sum.
 
     Args:
         records: with "prompt"; handed to the rewards as metadata.
@@ -142,14 +186,16 @@ def sample_pictures(
         rewards: label -> reward, for the table and for `best_of`.
 
     Returns:
-        The rows of images.jsonl: image, prompt, seed, and each reward's value (null where it failed).
+        The rows of images.jsonl: image, prompt, seed, each reward's value (null where it failed), and the
+        forward-equivalents that the picture took, of all that was drawn for it.
 
     Raises:
         UserError: the folder is not empty, `best_of` without a reward, or see `load_sampler`.
     """
     rewards = rewards or {}
-    if settings.best_of > 1 and not rewards:
-        raise UserError(f"best_of is {settings.best_of} and nothing says what is best; give a reward (-r).")
+    if (settings.best_of > 1 or settings.search is not None) and not rewards:
+        asked = f"best_of is {settings.best_of}" if settings.best_of > 1 else "--search is given"
+        raise UserError(f"{asked} and nothing says what is best; give a reward (-r).")
     check_texts(records)
     check_place(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -190,7 +236,9 @@ def _drawn(
         judge = _Judge(rewards, prompts, [dict(record) for record, _, _ in part])
         with torch.no_grad():
             condition = policy.encode(asked_of(policy, [record for record, _, _ in part]))
+            before = policy.forward_count.equivalents
             latents = _denoised(policy, condition, settings, grid, seeds, judge)
+            spent = policy.forward_count.equivalents - before
             chunks = latents.split(settings.batch_size)
             images = torch.cat([policy.decode(chunk).float().cpu() for chunk in chunks])
         scores, liked = judge(images)
@@ -198,6 +246,7 @@ def _drawn(
             best = first + int(liked[first : first + count].argmax())
             row: dict[str, Any] = {"prompt": prompts[best], "seed": part[best][1]}
             row |= {n: float(s.value[best]) if bool(s.valid[best]) else None for n, s in scores.items()}
+            row[COST] = spent * count // len(part)  # every draw takes as many
             yield row, to_pil(images[best])
 
 
@@ -227,7 +276,18 @@ def _denoised(
     seeds: Sequence[int],
     judge: _Judge,
 ) -> Tensor:
-    """[N, ...] final latents: along the ODE, or steered."""
+    """[N, ...] final latents: along the ODE, steered, or searched for."""
+    if settings.search is not None:
+        groups = {"paths": settings.best_of} if isinstance(settings.search, PathSearch) else {}
+        return settings.search(
+            policy,
+            condition,
+            lambda images: judge(images)[1],
+            sigmas=grid,
+            seeds=seeds,
+            batch_size=settings.batch_size,
+            **groups,
+        )
     if not settings.resample_after:
         return rollout(policy, condition, sigmas=grid, seeds=seeds, batch_size=settings.batch_size).latents
     return steered_rollout(

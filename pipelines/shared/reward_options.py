@@ -12,8 +12,12 @@ from visalign.errors import UserError, suggestion
 from .run_folder import check_place
 
 
-def parse_options(items: list[str]) -> dict[str, Any]:
+def parse_options(items: list[str], option: str = "--option") -> dict[str, Any]:
     """`NAME=VALUE` items as options, the value read as YAML.
+
+    Args:
+        items: as typed.
+        option: how they were given, for messages.
 
     Raises:
         UserError: an item without a name or "=", or a value that is no YAML.
@@ -27,11 +31,11 @@ def parse_options(items: list[str]) -> dict[str, Any]:
     for item in items:
         name, sign, value = item.partition("=")
         if not sign or not name.isidentifier():
-            raise UserError(f"--option is {item!r}; write NAME=VALUE, e.g. --option quality=90.")
+            raise UserError(f"{option} is {item!r}; write NAME=VALUE, e.g. {option} quality=90.")
         try:
             found[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise UserError(f"--option {item!r}: the value cannot be read ({error}). Quote it.") from error
+            raise UserError(f"{option} {item!r}: the value cannot be read ({error}). Quote it.") from error
     return found
 
 

@@ -351,6 +351,8 @@ def _sampling(
         "-r": judge,
         "--best-of": lambda: r.choice(("2", "1", "0", "-1", "nan")),
         "--steer": lambda: r.choice(("0", "1", "0,1", *NUMBERS)),
+        "--search": lambda: r.choice(("zero_order", "paths", odd())),
+        "--search-option": lambda: r.choice(("rounds=1", "branches=2", "start=1", "radius=0", "=", odd())),
         "--strength": lambda: r.choice(("1", "10", *NUMBERS)),
         "--batch-size": lambda: r.choice(("1", "2", *NUMBERS)),
         "--dtype": lambda: r.choice(("float32", "bfloat16", "float16", odd())),

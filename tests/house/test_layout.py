@@ -31,8 +31,10 @@ LOOK_AGAIN_LINES = 500
 LOOK_AGAIN_FUNCTION = 60
 LOOKED_AT = {
     "visalign/training/text/rl.py:__init__": "a third is its arguments, and each part is made once",
+    "visalign/adapters/pipeline/policy.py:__init__": "half says what its arguments are; parts are made once",
     "pipelines/cli/collect.py:collect": "an option a line, and what each of four uses calls",
     "pipelines/cli/evaluate.py:evaluate": "an option a line, and one call",
+    "pipelines/cli/sample.py:sample": "an option a line, and one call",
     "pipelines/cli/score.py:score": "an option a line, and one call",
     "rewards/serve/bounds.py:bounded_protocol": "one class of uvicorn's, made where uvicorn is there",
     "pipelines/serve_reward.py:serve_reward": "an option a line, what each means, and one order",

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .catalogue import ADAPTERS, find_adapter, load_policy
     from .check import AdapterError, check_adapter
     from .lora import LoraSettings
+    from .steering import SteeringCallback
 
 __all__ = [
     "ADAPTERS",
@@ -47,6 +48,7 @@ __all__ = [
     "SD3Policy",
     "ServerError",
     "ServerGenerator",
+    "SteeringCallback",
     "ValueHead",
     "ValueModel",
     "append_null_token",
@@ -73,6 +75,7 @@ _HOME = {
     "SD3Policy": "sd3.policy",
     "ServerError": "server.generator",
     "ServerGenerator": "server.generator",
+    "SteeringCallback": "steering",
     "ValueHead": "causal_lm.value_head",
     "ValueModel": "causal_lm.value_head",
     "DemonstrationBatches": "causal_lm.demonstrations",

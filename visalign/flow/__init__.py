@@ -12,19 +12,22 @@ from .parametrization import flow_sigma, preserving_scale, velocity_of_predictio
 from .replay import StepStats, ratio_check, replay
 from .rollout import rollout
 from .schedules import diffusers_time_grid, noise_rate, time_grid
+from .search import PathSearch, ZeroOrderSearch
 from .steering import steered_rollout
 from .trajectory import Pairs, Trajectory
-from .transitions import Kernel, Transition, cps_step, sde_step
+from .transitions import Kernel, Transition, cps_step, sde_step, velocity_between
 from .tree import tree_nodes
 
 __all__ = [
     "Kernel",
     "Pairs",
+    "PathSearch",
     "RatioCheck",
     "RatioError",
     "StepStats",
     "Trajectory",
     "Transition",
+    "ZeroOrderSearch",
     "check_log_ratio",
     "cps_step",
     "diffusers_time_grid",
@@ -41,5 +44,6 @@ __all__ = [
     "step_noise",
     "time_grid",
     "tree_nodes",
+    "velocity_between",
     "velocity_of_prediction",
 ]

@@ -85,13 +85,58 @@ def steered_rollout(
                 moved = kernel.step(part, v, sigma, onward).sample(own)
             x[rows] = moved.to(x.dtype)
         if k in after:
-            value = reward(torch.cat(images)).double().cpu()
-            weight = strength * (value - said)
-            value = torch.where(value.isfinite(), value, said)
-            parents = _parents(weight, particles, [sample_seed("steer", seed, k) for seed in seeds])
-            x, said = x[parents.to(x.device)], value[parents]
+            parents, said = resampled(reward(torch.cat(images)), said, strength, particles, seeds, k)
+            x = x[parents.to(x.device)]
     check_finite(x)
     return x
+
+
+def resampled(
+    value: Tensor, said: Tensor, strength: float, particles: int, seeds: Sequence[int], step: int
+) -> tuple[Tensor, Tensor]:
+    """Draw the particles of each group again in proportion to exp(λ (r − r_prev)).
+
+    Args:
+        value: [M] rewards r of the predicted pictures, not finite where not known.
+        said: [M] float64, r_prev: what the last resampling knew of each particle; 0 before the first.
+        strength: λ.
+        particles: of a group, side by side.
+        seeds: [M]; the first of each group decides its draws.
+        step: which step this is, so that no two draw alike.
+
+    Returns:
+        [M] the place of each particle's parent, and [M] what is now known of it.
+
+    Raises:
+        ValueError: not one reward per particle.
+    """
+    value = value.double().cpu()
+    if value.shape != said.shape:
+        raise ValueError(f"The reward gave {list(value.shape)} values for {len(said)} pictures; give [B].")
+    parents = _parents(strength * (value - said), particles, [sample_seed("steer", s, step) for s in seeds])
+    return parents, torch.where(value.isfinite(), value, said)[parents]
+
+
+def check_steering(particles: int, after: Sequence[int], first: int, last: int, strength: float) -> None:
+    """Refuse groups, steps or a strength that nothing can be resampled by.
+
+    Args:
+        particles: of a group.
+        after: the steps.
+        first: the first step that allows it.
+        last: the last one.
+        strength: λ.
+
+    Raises:
+        ValueError: particles, steps or strength out of range.
+    """
+    if particles < 2:
+        raise ValueError(f"particles is {particles}; groups of at least 2 can be resampled.")
+    steps = list(after)
+    if not steps or steps != sorted(set(steps)) or not first <= steps[0] <= steps[-1] <= last:
+        raise ValueError(f"resample_after is {steps}; give rising steps among {first} to {last}.")
+    if not 0 < strength < float("inf"):
+        raise ValueError(f"strength is {strength}; it must be above 0 and finite.")
 
 
 def _check(count: int, seeds: int, particles: int, after: list[int], steps: int, strength: float) -> None:
@@ -100,10 +145,7 @@ def _check(count: int, seeds: int, particles: int, after: list[int], steps: int,
             f"{count} samples, {seeds} seeds, groups of {particles}: give whole groups of at least 2, "
             "and a seed for each sample."
         )
-    if not after or after != sorted(set(after)) or not 0 <= after[0] <= after[-1] <= steps - 3:
-        raise ValueError(f"resample_after is {after}; give rising steps among 0 to {steps - 3}.")
-    if not 0 < strength < float("inf"):
-        raise ValueError(f"strength is {strength}; it must be above 0 and finite.")
+    check_steering(particles, after, 0, steps - 3, strength)
 
 
 def _parents(log_weight: Tensor, particles: int, seeds: Sequence[int]) -> Tensor:

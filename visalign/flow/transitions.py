@@ -174,7 +174,8 @@ class ODESolver:
 
     The latter is linear in x̂0 = x − σv of this step and of the one before, λ = ln((1 − σ)/σ):
     x' = (σ'/σ)·x − (1 − σ')·(e^(−h) − 1)·(x̂0 + (x̂0 − x̂0_before)·h / (2 h_before)), h = λ' − λ;
-    without the last term in the first step, after `forget`, and in the step to σ' = 0, whose h is infinite.
+    without the last term in the first step and in the step to σ' = 0, whose h is infinite. After a stochastic
+    step a path needs a new one.
 
     Args:
         name: a key of `SOLVERS`.
@@ -189,10 +190,6 @@ class ODESolver:
         _check_known(name, SOLVERS, "solver")
         self.name = name
         self._before: tuple[Tensor, Tensor] | None = None
-
-    def forget(self) -> None:
-        """Begin anew, as after a stochastic step."""
-        self._before = None
 
     def step(self, x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
         """[B, ...] at sigma_next, float32 or float64.
@@ -214,6 +211,27 @@ class ODESolver:
             aim = clean + _rows(h / (2 * h_before), x) * (clean - clean_before)
         self._before = None if bool(torch.isinf(h).any()) else (clean, h)  # from pure noise h is infinite
         return _rows(sigma_next / sigma, x) * x - _rows((1 - sigma_next) * torch.expm1(-h), x) * aim
+
+
+def velocity_between(x: Tensor, x_next: Tensor, sigma: Tensor | float, sigma_next: Tensor | float) -> Tensor:
+    """The velocity v = (x' − x) / (σ' − σ) that an Euler step of the ODE took; x̂0 = x − σ v = x' − σ' v.
+
+    Rounding of stored latents is enlarged by 1 / (σ − σ').
+
+    Args:
+        x: [B, ...] latents at σ.
+        x_next: [B, ...] after the step.
+        sigma: Scalar or [B] noise levels.
+        sigma_next: Scalar or [B], below sigma.
+
+    Returns:
+        [B, ...] in float32, or float64 if x or x' is float64.
+
+    Raises:
+        ValueError: For shapes that do not fit.
+    """
+    x, x_next, sigma, sigma_next = _prepared(x, x_next, sigma, sigma_next)
+    return (x_next - x) / _rows(sigma_next - sigma, x)
 
 
 def cps_step(

@@ -66,10 +66,10 @@ def own_pictures(
         pipe.guider = pipe.ocr_guider = diffusers.ClassifierFreeGuidance(guidance_scale=policy.guidance)
     rows = policy.encode(tiny_prompts(name, PROMPTS)).rows()
     rows = rows if at is None else rows[at : at + 1]
-    call = {**policy._fixed, **policy._inputs(rows, guided=policy.guided)}
+    call = {**policy._call.fixed, **policy._call.inputs(rows, guided=policy.guided)}
     call |= {"image": call["image"].picture} if "image" in call else {}
     if name.startswith("flux2"):  # its `latents` stand unpacked
-        height, width = policy._fixed["height"] // 2, policy._fixed["width"] // 2
+        height, width = policy._call.fixed["height"] // 2, policy._call.fixed["width"] // 2
         latents = latents.permute(0, 2, 1).reshape(len(latents), -1, height, width)
     if name == "kandinsky5":  # behind them stand a condition and its mask, both absent
         latents = torch.cat([latents, latents.new_zeros(*latents.shape[:-1], latents.shape[-1] + 1)], -1)

@@ -87,7 +87,7 @@ def test_times_of_a_shift_that_the_noise_levels_do_not_share():
     """CogView4: σ = μ / (μ + 1/u − 1), t = 1000 u."""
     pipe, options = tiny_pipeline("cogview4")
     policy = PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
-    sigmas, mu = policy.sigmas(4, timestep_schedule="plain"), policy._scheduler.mu
+    sigmas, mu = policy.sigmas(4, timestep_schedule="plain"), policy._call.scheduler.mu
     assert mu is not None
     u = torch.tensor([1.0, 0.75, 0.5, 0.25])
     torch.testing.assert_close(sigmas[:-1], mu / (mu + 1 / u - 1), rtol=1e-5, atol=1e-6)

@@ -83,6 +83,42 @@ def test_steered_draws_go_where_the_reward_is(folder, tmp_path):
     assert len({row["saturation"] for row in rows(tmp_path / "steered")}) == 8
 
 
+ZERO_ORDER = ("--search", "zero_order", "--search-option", "rounds=2", "--search-option", "radius=0.8")
+PATHS = ("--search", "paths", "--best-of", 2, "--search-option", "branches=3", "--search-option", "start=2")
+
+
+def test_a_search_on_the_packaged_model_tells_its_cost(tmp_path):
+    """The first pivot is the draw of no search, and it stays where nothing is better."""
+    common = ("a red circle", "two blue squares", "--steps", 4, "--seeds", "0,1", "-r", "saturation")
+    costs = {"one": ((), 4), "zero": (ZERO_ORDER, 3 * 4), "paths": (PATHS, 2 * (2 + 3 * 3))}
+    found = {}
+    for name, (more, cost) in costs.items():
+        done = run(*common, *more, "-o", tmp_path / name)
+        assert done.exit_code == 0, done.output
+        assert f"Denoising took {4 * cost} forward-equivalents" in " ".join(done.output.split())
+        assert [row["forward_equivalents"] for row in rows(tmp_path / name)] == [cost] * 4
+        found[name] = [row["saturation"] for row in rows(tmp_path / name)]
+    better = [zero >= one for zero, one in zip(found["zero"], found["one"], strict=True)]
+    assert all(better) and sum(found["zero"]) > sum(found["one"]) + 0.01
+    assert sum(found["paths"]) > sum(found["one"]) + 0.01
+
+
+@pytest.mark.parametrize("search", [ZERO_ORDER, PATHS], ids=["zero_order", "paths"])
+def test_a_searched_picture_depends_on_its_prompt_and_seed_alone(folder, tmp_path, search):
+    common = ("-m", folder, "--steps", 4, "-r", "saturation", *search)
+    prompts = ("a red circle", "two blue squares")
+    assert run(*prompts, *common, "--seeds", "0,1", "-o", tmp_path / "all").exit_code == 0
+    assert run(prompts[1], *common, "--seeds", 1, "--batch-size", 2, "-o", tmp_path / "one").exit_code == 0
+    among, alone = pixels(tmp_path / "all" / "0001_1.png"), pixels(tmp_path / "one" / "0000_1.png")
+    assert np.abs(among.astype(int) - alone).max() <= 1
+
+
+def test_guidance_costs_twice(folder, tmp_path):
+    guided = ("--option", "guidance=3", "--best-of", 2, "-r", "sharpness", "--steps", 3, "--seeds", 0)
+    assert run("a red circle", "-m", folder, *guided, "-o", tmp_path / "out").exit_code == 0
+    assert rows(tmp_path / "out")[0]["forward_equivalents"] == 2 * 2 * 3
+
+
 def test_adapters_of_a_run_are_used(folder, tmp_path):
     policy = load_policy(folder, lora=LoraSettings(rank=2, alpha=4))
     with torch.no_grad():
@@ -115,6 +151,15 @@ def test_adapters_of_a_run_are_used(folder, tmp_path):
         (("--steer", "1"), "--steer resamples the draws of a seed: give best_of"),
         (("--steer", "8", "--best-of", 2, "-r", "sharpness"), "of 10 steps give rising ones from 0 to 7"),
         (("--steer", "x"), "--steer is 'x'; give numbers from 0 up"),
+        (("--search", "zero_order"), "--search is given and nothing says what is best; give a reward (-r)"),
+        (("--search", "zero"), "--search is 'zero'. Did you mean 'zero_order'? Allowed: zero_order, paths."),
+        (("--search-option", "rounds=1"), "--search-option rounds=1 belongs to --search"),
+        ((*ZERO_ORDER, "--search-option", "round=1"), "zero_order has no round. Did you mean 'rounds'"),
+        (("--search", "paths", "--search-option", "start"), "--search-option is 'start'; write NAME=VALUE"),
+        (("--search", "paths", "--search-option", "start=x"), "--search paths: start is 'x'; give a whole"),
+        ((*PATHS, "--search-option", "start=10", "-r", "sharpness"), "start is 10; with 10 steps"),
+        (("--search", "paths", "--search-option", "branches=1", "-r", "sharpness"), "nothing to choose"),
+        ((*PATHS, "--steer", 1, "-r", "sharpness"), "--search and --steer are two ways to one picture"),
         (("--device", "foo"), "The device 'foo' cannot be used"),
         (("b\udcffc",), "The prompt 'b\\udcffc' is no text in Unicode"),
         (("--device", "meta"), "The device 'meta' cannot be used"),

@@ -8,16 +8,13 @@ call, 3 to 11 ms of processor time a velocity (`tests/benchmarks/pipeline_call.p
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
-from diffusers.guiders import ClassifierFreeGuidance
-from PIL import Image
 from torch import Tensor, nn
 
 from visalign.adapters.lora import LoraSettings
@@ -28,20 +25,13 @@ from visalign.errors import UserError
 from visalign.flow.parametrization import preserving_scale, velocity_of_prediction
 from visalign.interfaces import Condition, ForwardCount, Prediction
 
-from .arguments import (
-    at_least_one,
-    call_arguments,
-    checked_guidance,
-    checked_negative,
-    checked_source,
-    known_family,
-    part_dtypes,
-)
-from .condition import Encoded, PipelineCondition, Source, join, lengths, named, positive, rows_of
-from .guidance import Halves, silent
+from .arguments import at_least_one, checked_source, known_family, part_dtypes
+from .call import PipelineCall
+from .condition import Encoded, PipelineCondition, lengths, rows_of
+from .guidance import Halves
 from .lora import add_lora, load_lora, save_lora, settings_of
 from .quantization import quantization_of
-from .schedulers import handing_scheduler, time_of
+from .schedulers import time_of
 
 TIMESTEP_SCHEDULES = ("diffusers", "plain")
 """The pipeline's own grid, and the paper's: a flow's shift applied once, or a noise schedule's times spaced
@@ -92,19 +82,20 @@ class PipelinePolicy:
         Raises:
             UserError: a pipeline of no known family, or arguments that it cannot be used with.
         """
-        self.family = known_family(type(pipe).__name__, "The pipeline")
-        self.pipe, self._own_scheduler = pipe, pipe.scheduler
-        self._arguments = inspect.signature(type(pipe).__call__).parameters
-        self._call = getattr(type(pipe).__call__, "__wrapped__", None) or type(pipe).__call__
-        found = {name: getattr(pipe, name, None) for name in self.family.networks}
-        self.networks: dict[str, Any] = {name: part for name, part in found.items() if part is not None}
+        self._call = PipelineCall(
+            pipe,
+            guidance=guidance,
+            negative_prompt=negative_prompt,
+            image_size=image_size,
+            num_frames=num_frames,
+            call=call,
+        )
+        self.pipe, self.family, self.networks = pipe, self._call.family, self._call.networks
+        self.latent_shape: tuple[int, ...] = self._call.latent_shape
+        self.prediction: Prediction = self._call.scheduler.prediction
+        # the time decides which network, or is laid on tokens
         one_time = len(self.networks) > 1 or pipe.config.get("expand_timesteps")
-        self._mixed = (
-            self.family.mixed and not one_time
-        )  # the time decides which network, or is laid on tokens
-        self.guidance = checked_guidance(pipe, self.family, guidance)
-        self.negative_prompt = checked_negative(pipe, self.family, negative_prompt)
-        self._fixed = call_arguments(pipe, self.family, image_size, num_frames, call)
+        self._mixed = self.family.mixed and not one_time
         if lora_path is not None:
             lora = settings_of(Path(lora_path), 0 if lora is None else lora.seed)
         network = next(iter(self.networks.values()))
@@ -118,7 +109,8 @@ class PipelinePolicy:
         self._trained = TrainedWeights(self.module, layers if lora_path is None and layers else None)
         self._forward_count = ForwardCount()
         self._halves = Halves(self.networks, self.family, self._forward_count)
-        self._take_over(pipe)
+        self._times: dict[float, float] = {}
+        self._fine = self._grid(FINE if self.prediction == "velocity" else 1)
 
     @classmethod
     def from_pretrained(
@@ -164,9 +156,18 @@ class PipelinePolicy:
         return cls(pipe.to(device), **options)
 
     @property
+    def guidance(self) -> float:
+        """The scale, which may be set."""
+        return self._call.guidance
+
+    @guidance.setter
+    def guidance(self, scale: float) -> None:
+        self._call.guidance = scale
+
+    @property
     def guided(self) -> bool:
         """Whether a velocity takes two halves."""
-        return self.guidance > self.family.off and self.family.guidance in ("concatenated", "two calls")
+        return self._call.guided
 
     @property
     def device(self) -> torch.device:
@@ -199,11 +200,11 @@ class PipelinePolicy:
         keys = [(text, source if isinstance(source, str) else id(source)) for text, source in asked]
         first = dict(zip(reversed(keys), reversed(asked), strict=True))
         places = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-        sized = "height" in self._fixed
+        sized = "height" in self._call.fixed
         given = {key[1]: first[key][1] for key in places}
         sources = {name: checked_source(self.pipe, self.family, each, sized) for name, each in given.items()}
         own = self.guided and self.family.source != "none"  # the null prompt may look at the picture
-        unique = tuple(self._encode(first[key][0], guided=own, source=sources[key[1]]) for key in places)
+        unique = tuple(self._call.encode(first[key][0], guided=own, source=sources[key[1]]) for key in places)
         return PipelineCondition(unique, torch.tensor([places[key] for key in keys]))
 
     @property
@@ -240,7 +241,7 @@ class PipelinePolicy:
 
     def times(self, sigmas: Tensor) -> Tensor:
         """What the network is given at noise levels: those of the last grids exactly, others between them."""
-        between = time_of(self._scheduler, sigmas, self._fine)
+        between = time_of(self._call.scheduler, sigmas, self._fine)
         exact = [
             self._times.get(level, other)
             for level, other in zip(sigmas.flatten().tolist(), between.flatten().tolist(), strict=True)
@@ -260,9 +261,8 @@ class PipelinePolicy:
                 f"steps={steps}, timestep_schedule={timestep_schedule!r}: steps must be at least 1 and "
                 f"timestep_schedule one of {TIMESTEP_SCHEDULES}."
             )
-        self._run(self._inputs([self._any]), None, None, steps=steps)
-        scheduler = self._scheduler
-        sigmas, times = scheduler.grid if timestep_schedule == "diffusers" else scheduler.levels(steps)
+        grid, scheduler = self._grid(steps), self._call.scheduler
+        sigmas, times = grid if timestep_schedule == "diffusers" else scheduler.levels(steps)
         if timestep_schedule == "plain" and self.prediction == "velocity":
             times = time_of(scheduler, sigmas[:-1], self._fine)
         self._times |= dict(zip(sigmas.tolist(), times.tolist(), strict=False))
@@ -277,8 +277,7 @@ class PipelinePolicy:
         Returns:
             [B, 3, H, W] float32 in [0, 1].
         """
-        images = self.decode_frames(latents)
-        return images if images.ndim == 4 else images[:, images.shape[1] // 2].contiguous()
+        return self._call.pictures(latents, self.decode_batch)
 
     def decode_frames(self, latents: Tensor) -> Tensor:
         """Pictures [B, 3, H, W], or videos [B, F, 3, H, W], float32 in [0, 1].
@@ -286,14 +285,7 @@ class PipelinePolicy:
         Args:
             latents: [B, ...].
         """
-        found = []
-        for chunk in latents.split(self.decode_batch):
-            inputs = self._inputs([self._any] * len(chunk))
-            decoder = getattr(self.pipe.vae, "dtype", chunk.dtype)
-            out = self._run(inputs, chunk.to(decoder), torch.empty(0), output_type="pt")
-            images = torch.stack(list(out)) if isinstance(out, list) else out
-            found.append(images.float().clamp(0, 1))
-        return torch.cat(found)
+        return self._call.frames(latents, self.decode_batch)
 
     def reference(self) -> AbstractContextManager[None]:
         """Inside, the policy is the model before training; may be nested. Call backward outside of it."""
@@ -313,7 +305,7 @@ class PipelinePolicy:
         if self.lora is not None:
             save_lora(type(self.pipe), self.networks, Path(folder))
         else:
-            with self._handed_back():
+            with self._call.handed_back():
                 self.pipe.save_pretrained(folder)
         umask_permissions(Path(folder))
 
@@ -330,28 +322,6 @@ class PipelinePolicy:
             saved = type(network).from_pretrained(folder, subfolder=part, dtype=self.storage_dtype)
             network.load_state_dict(saved.state_dict())
 
-    @torch.no_grad()
-    def _take_over(self, pipe: Any) -> None:
-        """Stand where the pipeline makes its grid, its start and its embeddings; ask it once for each."""
-        pipe.set_progress_bar_config(disable=True)
-        self._scheduler = pipe.scheduler = handing_scheduler(pipe.scheduler)
-        self.prediction: Prediction = self._scheduler.prediction
-        self._times: dict[float, float] = {}
-        self._start: Tensor | None = None
-        self._prepare, pipe.prepare_latents = pipe.prepare_latents, self._prepared
-        self._ask_encoder, pipe.encode_prompt = pipe.encode_prompt, self._encoded
-        self._returned: list[tuple[Any, ...]] = []
-        blank = Image.new("RGB", (64, 64), "white")
-        self._blank = Source(blank) if self.family.source == "needed" else None
-        if self.takes_source:
-            ask = pipe._encode_vae_image
-            pipe._encode_vae_image = lambda *args, **kwargs: self._source.encoded(ask, *args, **kwargs)
-        self._null: Encoded = {}
-        self._any: Encoded = positive(self._encode("", guided=self.guided, source=self._blank))
-        steps = FINE if self.prediction == "velocity" else 1
-        self._run(self._inputs([self._any]), None, None, steps=steps)
-        self._fine = self._scheduler.grid
-
     def _make_trainable(self, lora: LoraSettings | None, checkpointing: bool) -> list[Any]:
         for name, part in self.pipe.components.items():
             if isinstance(part, nn.Module) and name not in self.networks:
@@ -367,49 +337,11 @@ class PipelinePolicy:
                 network.enable_gradient_checkpointing()
         return layers
 
-    def _encode(self, prompt: str, *, guided: bool, source: Source | None = None) -> Encoded:
-        """One prompt, by whatever the pipeline's call asks of its `encode_prompt`."""
-        self._returned.clear()
-        given = {} if source is None else {"image": source}
-        inputs: dict[str, Any] = {"prompt": [prompt], **given, **self._scale(guided)}
-        if "negative_prompt" in self._arguments and self.negative_prompt is not None:
-            inputs["negative_prompt"] = [self.negative_prompt]
-        try:
-            self._run(inputs, None, None)
-        except ValueError as error:
-            raise UserError(f"{type(self.pipe).__name__} refuses its call: {error}") from error
-        found = {**named(self._returned, self.family.encodes.split()), **given}
-        return found if guided else positive(found)
-
-    def _scale(self, guided: bool) -> dict[str, float]:
-        family = self.family
-        if family.scale == "-":  # its guider has it; its own begins at a step's index, which one call has not
-            if self.pipe.components.get("guider") is not None:
-                scale = self.guidance if guided else family.off
-                self.pipe.guider = self.pipe.ocr_guider = ClassifierFreeGuidance(guidance_scale=scale)
-            return {}
-        return {family.scale: self.guidance if guided or family.guidance == "embedded" else family.off}
-
-    def _inputs(self, rows: Sequence[Encoded], *, guided: bool = False) -> dict[str, Any]:
-        """Arguments of the call for n samples."""
-        axes = self.family.batch_axis
-        inputs = join(rows, axes)
-        if guided:
-            inputs = {**join([self._negative()] * len(rows), axes), **inputs}
-        else:
-            inputs = positive(inputs)
-        inputs |= self._scale(guided)
-        if "negative_prompt" in self._arguments:
-            inputs["negative_prompt"] = None  # some calls have a default of their own
-        return inputs
-
     @torch.no_grad()
-    def _negative(self) -> Encoded:
-        """The unconditional half, encoded when first needed: the scale may be set later."""
-        if not self._null:
-            null = self._encode("", guided=True, source=self._blank)
-            self._null = {name: value for name, value in null.items() if name.startswith("negative_")}
-        return self._null
+    def _grid(self, steps: int) -> tuple[Tensor, Tensor]:
+        """The pipeline's own (σ [steps + 1], time [steps])."""
+        self._call.run(self._call.inputs([self._call.nothing]), None, None, steps=steps)
+        return self._call.scheduler.grid
 
     def _groups(self, rows: Sequence[Encoded], time: Tensor) -> list[list[int]]:
         """The samples that one call of the pipeline can take, in order of appearance."""
@@ -428,69 +360,7 @@ class PipelinePolicy:
         elif doubled:
             time = time.repeat(2)
         with self._halves.velocity_of(len(x), self.guided):
-            self._run(self._inputs(rows, guided=self.guided), x, time)
-        taken, self._scheduler.taken = self._scheduler.taken, None
+            self._call.run(self._call.inputs(rows, guided=self.guided), x, time)
+        taken, self._call.scheduler.taken = self._call.scheduler.taken, None
         assert taken is not None
         return taken
-
-    def _run(
-        self,
-        inputs: Mapping[str, Any],
-        latents: Tensor | None,
-        at: Tensor | None,
-        *,
-        steps: int = 1,
-        output_type: str = "latent",
-    ) -> Any:
-        """The pipeline's own call; `at` None makes the grid, an empty one takes no step.
-
-        On given latents it is silent: Qwen-Image warns at every call of what its own encoder left out.
-        """
-        self._scheduler.at = at
-        self._start = latents
-        self._source: Any = inputs.get("image")
-        shown = {} if self._source is None else {"image": self._source.picture}
-        given = {**self._fixed, **inputs, **shown, "num_inference_steps": steps, "output_type": output_type}
-        try:
-            with nullcontext() if latents is None else silent():
-                draw = torch.Generator().manual_seed(0)
-                return self._call(self.pipe, **given, generator=draw, return_dict=False)[0]
-        finally:
-            self._start = None
-
-    def _encoded(self, *args: Any, **kwargs: Any) -> Any:
-        """What the pipeline's encoders return, kept for `_encode`."""
-        out = self._ask_encoder(*args, **kwargs)
-        self._returned.append(out)
-        return out
-
-    def _prepared(self, *args: Any, **kwargs: Any) -> Any:
-        """The pipeline's latents and ids; the latents replaced by those that are asked about."""
-        bound = inspect.signature(self._prepare).bind(*args, **kwargs)
-        bound.arguments.pop("latents", None)
-        made = self._prepare(*bound.args, **bound.kwargs)
-        whole = made[0] if isinstance(made, tuple) else made
-        config = next(iter(self.networks.values())).config
-        # Kandinsky 5 lays a condition and a mask behind the channels of its latents
-        channels = config.in_visual_dim if getattr(config, "visual_cond", False) else whole.shape[-1]
-        drawn, rest = whole[..., :channels], whole[..., channels:]
-        self.latent_shape: tuple[int, ...] = tuple(drawn.shape[1:])
-        if self._start is None:
-            return made
-        decoding = self._scheduler.at is not None and not self._scheduler.at.numel()
-        given = self._start.to(drawn.device, None if decoding else drawn.dtype)
-        if given.shape != drawn.shape:
-            raise ValueError(
-                f"The latents are {list(given.shape)}; the pipeline works on {list(drawn.shape)}."
-            )
-        given = given if decoding or not rest.shape[-1] else torch.cat([given, rest], -1)
-        return (given, *made[1:]) if isinstance(made, tuple) else given
-
-    @contextmanager
-    def _handed_back(self) -> Iterator[None]:
-        """Inside, the pipeline has its own scheduler."""
-        self.pipe.scheduler = self._own_scheduler
-        try:
-            yield
-        finally:
-            self.pipe.scheduler = self._scheduler

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steering as a callback of a plain pipeline: what it sees, what it draws, what it refuses."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.flow_policies import GaussianPolicy, Shift
+from tests.support.models.pipelines import tiny_pipeline, tiny_prompts
+from visalign.adapters import LoraSettings, PipelinePolicy, SteeringCallback
+from visalign.data.assets import resolve_model
+from visalign.errors import UserError
+from visalign.flow.parametrization import preserving_scale
+
+diffusers: Any = importlib.import_module("diffusers")
+MEAN, DEVIATION, STEPS = 0.5, 0.3, 40
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated"),
+    pytest.mark.filterwarnings("ignore:__array__ implementation"),  # diffusers' Euler sampler and numpy 2
+]
+
+
+def _noise(**config):
+    betas = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
+    return {**betas, "timestep_spacing": "trailing", **config}
+
+
+SCHEDULERS = {
+    "flow": lambda: diffusers.FlowMatchEulerDiscreteScheduler(shift=1.0),
+    "ddim": lambda: diffusers.DDIMScheduler(**_noise(clip_sample=False)),
+    "euler": lambda: diffusers.EulerDiscreteScheduler(**_noise()),
+}
+
+
+class Sampler:
+    """A pipeline's loop around the exact network of data N(0.5, 0.3²); a picture is its latent."""
+
+    def __init__(self, kind):
+        self.kind, self.scheduler, self.seen = kind, SCHEDULERS[kind](), []
+
+    def __call__(self, count, callback, *, shape=(1,), steps=STEPS):
+        policy, scheduler = GaussianPolicy(MEAN, DEVIATION), self.scheduler
+        scheduler.set_timesteps(steps)
+        self.num_timesteps = len(scheduler.timesteps)
+        noise = torch.randn(count, *shape, generator=torch.Generator().manual_seed(3))
+        latents = noise * float(getattr(scheduler, "init_noise_sigma", 1))
+        for i, t in enumerate(scheduler.timesteps):
+            if self.kind == "flow":
+                sigma, x = float(scheduler.sigmas[i]), latents
+            else:  # ε of the network, from the flow's velocity
+                scheduler.scale_model_input(latents, t)
+                alpha = float(scheduler.alphas_cumprod[int(t)])
+                s = (1 - alpha) ** 0.5 / alpha**0.5
+                s = float(scheduler.sigmas[i]) if self.kind == "euler" else s
+                sigma = s / (1 + s)
+                scale = 1 / (1 + s) if self.kind == "euler" else float(preserving_scale(torch.tensor(sigma)))
+                x = latents * scale
+            at = torch.full((count,), sigma, dtype=torch.float64)
+            v = policy.velocity(x.double(), at, Shift(torch.zeros(count)))
+            self.seen.append((x.double() - sigma * v).float())  # x̂0
+            output = v if self.kind == "flow" else x + (1 - sigma) * v
+            latents = scheduler.step(output.float(), t, latents, return_dict=False)[0]
+            if callback is not None:
+                latents = callback(self, i, t, {"latents": latents}).pop("latents", latents)
+        return latents
+
+
+def own(latents):
+    return latents
+
+
+def level(images):
+    return images.flatten(1).mean(1)
+
+
+def blind(images):
+    return torch.zeros(len(images))
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_the_predicted_picture_is_the_networks_own(kind):
+    sampler, judged = Sampler(kind), []
+
+    def reward(images):
+        judged.append(images)
+        return torch.zeros(len(images))
+
+    callback = SteeringCallback(sampler, reward, particles=2, resample_after=[1, 20, 38], decode=own)
+    sampler(6, callback, shape=(2, 3))
+    for images, step in zip(judged, (1, 20, 38), strict=True):
+        torch.testing.assert_close(images, sampler.seen[step], rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("schedule", ["flow", "dance"])
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_the_noise_leaves_the_marginal_as_it_is_and_sets_children_apart(kind, schedule):
+    """A reward that says nothing: the pictures are still N(0.5, 0.3²), though all stood in noise 12 times."""
+    count, after = 4096, range(2, 38, 3)
+    sampler = Sampler(kind)
+    callback = SteeringCallback(
+        sampler, blind, resample_after=after, decode=own, schedule=schedule, noise_level=0.5
+    )
+    plain, made = sampler(count, None), sampler(count, callback)
+    assert made.mean() == pytest.approx(float(plain.mean()), abs=0.02)
+    assert made.std() == pytest.approx(float(plain.std()), rel=0.06)
+    assert torch.corrcoef(torch.stack([made.flatten(), plain.flatten()]))[0, 1] < 0.9
+    greedy = SteeringCallback(sampler, level, resample_after=[38], decode=own, strength=1e6)
+    assert len(sampler(64, greedy).unique()) == 64, "all four of a group are children of one"
+
+
+def test_the_samples_are_those_of_the_tilted_distribution():
+    """p(x) exp(λ x) of N(m, s²) is N(m + λ s², s²)."""
+    count, after, sampler = 2048, list(range(4, 38, 3)), Sampler("flow")
+
+    def steered(strength):
+        callback = SteeringCallback(
+            sampler, level, particles=count, resample_after=after, strength=strength, decode=own
+        )
+        return sampler(count, callback)
+
+    plain, tilted = steered(1e-9), steered(4.0)
+    assert tilted.mean() - plain.mean() == pytest.approx(4.0 * float(plain.var()), rel=0.1)
+    assert tilted.std() == pytest.approx(float(plain.std()), rel=0.15)
+
+
+def test_groups_are_apart_and_what_could_not_be_judged_has_no_child():
+    sampler = Sampler("flow")
+
+    def reward(images):
+        value = images.flatten().clone()
+        value[:4] = torch.nan  # a group in which nothing is known
+        value[4:8] = torch.tensor([torch.nan, torch.nan, 0.0, torch.nan])
+        return value
+
+    callback = SteeringCallback(sampler, reward, resample_after=[20], decode=own, noise_level=1e-6)
+    before, made = sampler(12, None).flatten(), sampler(12, callback).flatten()
+    torch.testing.assert_close(made[:4], before[:4], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(made[4:8], before[6].expand(4), rtol=1e-3, atol=1e-3)
+
+
+def test_a_seed_makes_the_call_again():
+    sampler = Sampler("flow")
+
+    def made(seed):
+        callback = SteeringCallback(sampler, level, resample_after=[5, 30], decode=own, seed=seed)
+        first = sampler(8, callback)
+        assert torch.equal(sampler(8, callback), first), "a callback keeps nothing from call to call"
+        return first
+
+    assert torch.equal(made(1), made(1)) and not torch.equal(made(1), made(2))
+
+
+FAMILIES = ("sd3", "sd15", "flux", "qwen_image", "wan")  # plain, a noise schedule, packed twice, a video
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_it_decodes_as_the_family_does_and_leaves_the_pipeline_alone(name):
+    """The pictures that the reward sees are those of the policy, whose velocity is asked in the other way."""
+    pipe, options = tiny_pipeline(name)
+    if name == "wan":  # its own solver takes several steps into account
+        pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler, encode = pipe.scheduler, pipe.encode_prompt
+    weights = {n: p.clone() for n, p in pipe.components[_network(pipe)].named_parameters()}
+    judged: list[torch.Tensor] = []
+    sizes = {key: options[key] for key in ("image_size", "num_frames") if key in options}
+
+    def reward(images):
+        judged.append(images)
+        return level(images)
+
+    callback = SteeringCallback(pipe, reward, particles=2, resample_after=[1], **sizes)
+    assert pipe.scheduler is scheduler and pipe.encode_prompt is encode
+    assert all(torch.equal(p, weights[n]) for n, p in pipe.components[_network(pipe)].named_parameters())
+    call: dict[str, Any] = {"num_inference_steps": 4, "output_type": "latent", "return_dict": False}
+    if "image_size" in options:
+        call["height"], call["width"] = options["image_size"]
+    if "num_frames" in options:
+        call["num_frames"] = options["num_frames"]
+    policy_pipe, _ = tiny_pipeline(name)
+    if name == "wan":
+        policy_pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    policy = PipelinePolicy(policy_pipe, **{**options, "lora": LoraSettings(rank=2)})
+    latents = torch.randn(4, *policy.latent_shape, generator=torch.Generator().manual_seed(5))
+    condition = policy.encode(tiny_prompts(name, ["a red circle"] * 2 + ["two blue squares!"] * 2))
+    call |= {**policy._call.fixed, **policy._call.inputs(condition.rows(), guided=policy.guided)}
+    made = pipe(**call, latents=latents.clone(), callback_on_step_end=callback)[0]
+    assert torch.as_tensor(made).isfinite().all()
+    x, grid = latents * (preserving_scale(policy.sigmas(4)[0]) if name == "sd15" else 1), policy.sigmas(4)
+    with torch.no_grad():
+        for k in (0, 1):
+            v = policy.velocity(x, grid[k].expand(4), condition)
+            clean, x = x - grid[k] * v, x + (grid[k + 1] - grid[k]) * v
+        expected = policy.decode(clean)
+    assert judged[0].shape == expected.shape
+    torch.testing.assert_close(judged[0], expected, rtol=0, atol=2e-3)
+
+
+def _network(pipe):
+    return "unet" if "unet" in pipe.components else "transformer"
+
+
+@pytest.mark.parametrize("model", ["shapes-sd3", "shapes-sd15"])
+def test_it_pays_on_the_packaged_models(model):
+    """Brightness, which both models can change: steered groups are brighter than the same draws without."""
+    pipe = diffusers.DiffusionPipeline.from_pretrained(resolve_model(model))
+    pipe.set_progress_bar_config(disable=True)
+
+    def brightness(callback):
+        made = pipe(
+            ["a red circle", "two blue squares"],
+            num_images_per_prompt=4,
+            num_inference_steps=8,
+            output_type="pt",
+            generator=torch.Generator().manual_seed(0),
+            callback_on_step_end=callback,
+        )
+        return float(level(made.images).mean())
+
+    callback = SteeringCallback(pipe, level, resample_after=[2, 3, 4, 5], strength=200.0)
+    assert brightness(callback) > brightness(None) + 0.02
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"particles": 1}, "particles is 1; groups of at least 2"),
+        ({"resample_after": []}, "resample_after is []; give rising steps among 1"),
+        ({"resample_after": [0]}, "resample_after is [0]; give rising steps among 1"),
+        ({"resample_after": [3, 2]}, "give rising steps"),
+        ({"strength": -1.0}, "strength is -1.0; it must be above 0"),
+        ({"schedule": "none", "noise_level": 0.5}, "draws no noise"),
+        ({"noise_level": 0.0}, "draws no noise"),
+        ({"schedule": "warm"}, 'Unknown noise schedule "warm"'),
+        ({"decode_batch": 0}, "decode_batch is 0; it must be at least 1"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(given, message):
+    settings = {"resample_after": [2], "decode": own, **given}
+    with pytest.raises(ValueError, match=message.replace("[", r"\[").replace("]", r"\]")):
+        SteeringCallback(Sampler("flow"), level, **settings)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "message"),
+    [
+        (lambda: diffusers.DPMSolverMultistepScheduler(), "DPMSolverMultistepScheduler, whose steps do not"),
+        (lambda: diffusers.PNDMScheduler(), "set pipe.scheduler = DDIMScheduler.from_config"),
+        (
+            lambda: diffusers.FlowMatchHeunDiscreteScheduler(),
+            "set pipe.scheduler = FlowMatchEulerDiscreteScheduler.from_config",
+        ),
+        (lambda: diffusers.DDIMScheduler(), "DDIMScheduler has clip_sample=True"),
+        (
+            lambda: diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True),
+            "has stochastic_sampling=True",
+        ),
+    ],
+)
+def test_samplers_whose_steps_do_not_say_what_they_were_are_refused(scheduler, message):
+    pipe = SimpleNamespace(scheduler=scheduler())
+    with pytest.raises(UserError, match=message):
+        SteeringCallback(pipe, level, resample_after=[2], decode=own)
+
+
+def test_calls_that_do_not_fit_are_refused():
+    sampler = Sampler("flow")
+    late = SteeringCallback(sampler, level, resample_after=[39], decode=own)
+    with pytest.raises(UserError, match=r"The call has 40 steps\. .*among 1 to 38"):
+        sampler(8, late)
+    callback = SteeringCallback(sampler, level, resample_after=[3], decode=own)
+    with pytest.raises(UserError, match=r"makes 6 pictures.*num_images_per_prompt=4"):
+        sampler(6, callback)
+    with pytest.raises(UserError, match="needs 'latents' in callback_on_step_end_tensor_inputs"):
+        callback(sampler, 0, 1, {})
+    with pytest.raises(UserError, match="saw step -1 and then 5; give it every step"):
+        fresh = SteeringCallback(sampler, level, resample_after=[3], decode=own)
+        fresh(sampler, 5, 1, {"latents": torch.zeros(4, 1)})
+    wrong = SteeringCallback(sampler, lambda images: images.sum(), resample_after=[3], decode=own)
+    with pytest.raises(ValueError, match=r"The reward gave \[\] values for 8 pictures"):
+        sampler(8, wrong)
+    with pytest.raises(UserError, match="of no family that is known"):
+        SteeringCallback(sampler, level, resample_after=[3])
+    pipe, _ = tiny_pipeline("sd3")
+    sized = SteeringCallback(pipe, level, resample_after=[1], image_size=32)
+    with pytest.raises(UserError, match="give SteeringCallback the image_size"):
+        sized(pipe, 0, 1, {"latents": torch.zeros(4, 4, 8, 4)})

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Search over start noise and over paths, on a flow to a Gaussian whose best picture is known."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.flow_policies import GaussianPolicy, Shift
+from visalign.flow import PathSearch, ZeroOrderSearch, rollout, time_grid, velocity_between
+from visalign.flow.search import noised_again
+from visalign.flow.transitions import sde_step
+
+GRID, BEST = time_grid(10), 0.9
+
+
+class Toy(GaussianPolicy):
+    """Data N(0.5 + condition, 0.3²); a picture is its latent."""
+
+    def decode(self, latents):
+        return latents
+
+
+def near_best(images):
+    return -(images.flatten(1) - BEST).square().mean(1)
+
+
+def searched(search, count=8, reward=near_best, seeds=None, condition=None, **more):
+    policy = Toy()
+    condition = Shift(torch.zeros(count)) if condition is None else condition
+    seeds = range(count) if seeds is None else seeds
+    made = search(policy, condition, reward, sigmas=GRID, seeds=seeds, **more)
+    return made, policy.count.equivalents
+
+
+def plain(count=8):
+    return rollout(Toy(), Shift(torch.zeros(count)), sigmas=GRID, seeds=range(count)).latents
+
+
+def test_more_rounds_of_zero_order_search_are_never_worse_and_reach_the_best_picture():
+    values = [near_best(plain())]
+    for rounds in (1, 2, 4, 8, 32):
+        made, _ = searched(ZeroOrderSearch(rounds=rounds, candidates=2, radius=0.3))
+        values.append(near_best(made))
+    assert all((later >= earlier).all() for earlier, later in pairwise(values))
+    assert values[0].mean() < -0.1 and values[-1].mean() > -0.005
+
+
+def test_more_branches_of_paths_are_better_and_reach_the_best_picture():
+    means = [float(near_best(plain(256)).mean())]
+    for branches in (2, 4, 8, 32):
+        made, _ = searched(PathSearch(branches=branches, start=2, back=2, forward=4), 256)
+        means.append(float(near_best(made).mean()))
+    assert all(later > earlier for earlier, later in pairwise(means)), means
+    assert means[0] < -0.1 and means[-1] > -0.005
+
+
+def test_of_paths_the_best_goes_on_and_stands_first():
+    made, _ = searched(PathSearch(branches=3, start=5), 24, paths=4)
+    values = near_best(made).view(6, 4)
+    assert (values[:, :-1] >= values[:, 1:]).all()
+    alone, _ = searched(PathSearch(branches=3, start=5), 24)
+    assert values[:, 0].mean() > near_best(alone).mean(), "groups choose among 12 where paths alone have 3"
+
+
+def test_what_is_judged_of_paths_is_the_picture_that_the_last_step_predicted():
+    class Recording(Toy):
+        def velocity(self, x, sigma, condition, time=None):
+            v = super().velocity(x, sigma, condition, time)
+            self.clean = list((x - sigma.double().view(-1, 1, 1, 1) * v).split(4))
+            return v
+
+    policy, seen = Recording(), []
+
+    def reward(images):
+        seen.append(images)
+        torch.testing.assert_close(images.double(), policy.clean[len(seen) % 3 - 1], rtol=0, atol=1e-6)
+        return near_best(images)
+
+    search = PathSearch(branches=3, start=3, back=1, forward=3)
+    search(policy, Shift(torch.zeros(4)), reward, sigmas=GRID, seeds=range(4))
+    assert len(seen) == 3 * len(search.rounds(10)) == 12
+
+
+@pytest.mark.parametrize("search", [ZeroOrderSearch(rounds=2, candidates=3), PathSearch(branches=3)])
+def test_a_sample_is_the_same_in_any_batch_and_again(search):
+    shifts, seeds = torch.tensor([0.0, 0.2, -0.1]), [5, 9, 2**62]
+    together, _ = searched(search, 3, seeds=seeds, condition=Shift(shifts))
+    for i in range(3):
+        alone, _ = searched(search, 1, seeds=seeds[i : i + 1], condition=Shift(shifts[i : i + 1]))
+        torch.testing.assert_close(alone, together[i : i + 1], rtol=0, atol=1e-12)
+    chunks, _ = searched(search, 3, seeds=seeds, condition=Shift(shifts), batch_size=2)
+    torch.testing.assert_close(chunks, together, rtol=0, atol=1e-12)
+    other, _ = searched(search, 3, seeds=[6, 10, 3], condition=Shift(shifts))
+    assert not (other == together).any()
+
+
+@pytest.mark.parametrize(
+    ("search", "velocities"),
+    [
+        (ZeroOrderSearch(rounds=3, candidates=1), 40),
+        (ZeroOrderSearch(rounds=2, candidates=4), 90),
+        (PathSearch(branches=4, start=4, back=1, forward=3), 4 + 4 * (3 + 3 + 3)),
+        (PathSearch(branches=2, start=9, back=8, forward=9), 9 + 2 * 9),
+        (PathSearch(branches=3, start=5, back=2, forward=5), 5 + 3 * (5 + 4)),
+    ],
+)
+def test_the_cost_is_what_the_formula_says(search, velocities):
+    assert search.velocities(10) == velocities
+    made, spent = searched(search, 6)
+    assert spent == 6 * velocities and made.shape == (6, 1, 1, 1)
+
+
+@given(st.integers(2, 30), st.data())
+@settings(max_examples=60, deadline=None)
+def test_rounds_of_paths_join_and_end_with_the_grid(steps, data):
+    start = data.draw(st.integers(1, steps - 1))
+    back = data.draw(st.integers(1, start))
+    search = PathSearch(start=start, back=back, forward=back + data.draw(st.integers(1, 5)))
+    rounds = search.rounds(steps)
+    assert rounds[0][0] == start and rounds[-1][2] == steps
+    assert all(0 <= up < at < end for at, up, end in rounds)
+    assert all(a[2] == b[0] for a, b in pairwise(rounds))
+
+
+@pytest.mark.parametrize(
+    "search", [ZeroOrderSearch(rounds=6, candidates=2, radius=1.0), PathSearch(branches=8, start=2)]
+)
+def test_what_could_not_be_judged_is_never_chosen(search):
+    def partly(images):
+        found = images.flatten().clone()
+        found[found > 0.7] = torch.nan  # the best would be these
+        return found
+
+    made, _ = searched(search, 64, reward=partly)
+    assert (plain(64) > 0.7).any() and (made <= 0.7).all()
+    nothing, _ = searched(search, 64, reward=lambda images: torch.full((len(images),), torch.nan))
+    assert nothing.isfinite().all()
+    if isinstance(search, ZeroOrderSearch):
+        torch.testing.assert_close(nothing, plain(64))
+
+
+def test_the_noise_of_neighbours_and_paths_leaves_the_distribution_as_it_is():
+    """Where the reward says nothing, what comes out is the model's own: N(0.5, 0.3²)."""
+    count = 4096
+    own = plain(count)
+    turned = iter(range(9))  # each candidate of later rounds beats all before
+
+    def blind(images):
+        return torch.full((len(images),), float(next(turned)))
+
+    neighbours, _ = searched(ZeroOrderSearch(rounds=4, candidates=2), count, reward=blind)
+    paths, _ = searched(
+        PathSearch(branches=1, start=6, back=4, forward=5),
+        count,
+        reward=lambda images: torch.zeros(len(images)),
+        paths=2,
+    )
+    for made in (neighbours, paths):
+        assert made.mean() == pytest.approx(float(own.mean()), abs=0.02)
+        assert made.std() == pytest.approx(float(own.std()), rel=0.04)
+        assert torch.corrcoef(torch.stack([made.flatten(), own.flatten()]))[0, 1] < 0.9, "it moved"
+
+
+def test_noised_again_is_the_flow_at_the_higher_level():
+    """x_σ = (1 − σ) x0 + σ ε goes to (1 − σ') x0 with variance σ'²; at σ' = 1 nothing of it is left."""
+    sigma, up = torch.tensor(0.6), torch.tensor(0.7)
+    clean, count = 2.0, 200_000
+    draw = torch.Generator().manual_seed(0)
+    first, second = torch.randn(2, count, 1, generator=draw, dtype=torch.float64)
+    made = noised_again((1 - 0.6) * clean + 0.6 * first, second, sigma, up)
+    assert float(made.mean()) == pytest.approx(0.3 * clean, abs=0.01)
+    assert float(made.std()) == pytest.approx(0.7, abs=0.01)
+    assert torch.equal(noised_again(first, second, sigma, torch.tensor(1.0)), second)
+
+
+def test_the_velocity_of_an_euler_step_is_found_again():
+    x, v = torch.randn(2, 3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    sigma, onward = torch.tensor([0.9, 0.5, 0.1]), torch.tensor([0.8, 0.2, 0.0])
+    moved = sde_step(x, v, sigma, onward, schedule="none").mean
+    torch.testing.assert_close(velocity_between(x, moved, sigma, onward), v, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ZeroOrderSearch(rounds=0), "rounds is 0; give a whole number of at least 1"),
+        (lambda: ZeroOrderSearch(candidates=1.5), "candidates is 1.5; give a whole number"),  # type: ignore[arg-type]
+        (lambda: ZeroOrderSearch(radius=0), "radius is 0; it must be above 0 and at most 1"),
+        (lambda: ZeroOrderSearch(radius="far"), "radius is 'far'; give a number"),  # type: ignore[arg-type]
+        (lambda: PathSearch(start=0), "start is 0; give a whole number of at least 1"),
+        (lambda: PathSearch(start=2, back=3, forward=5), "back is 3, and the paths have 2 steps"),
+        (lambda: PathSearch(back=3, forward=3), "no round would get any further"),
+        (lambda: searched(PathSearch(start=10)), "start is 10; with 10 steps it must be from 1 to 9"),
+        (lambda: searched(PathSearch(), 8, paths=3), "8 samples, groups of 3 paths"),
+        (lambda: searched(PathSearch(branches=1), 8), "at least 2 branches"),
+        (lambda: searched(ZeroOrderSearch(), 8, seeds=[1]), "8 samples and 1 seeds"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

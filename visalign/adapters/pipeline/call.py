@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipeline's own call, made to begin at latents that it is given and to hand over what its network says.
+
+Its scheduler, `prepare_latents` and `encode_prompt` are exchanged; no weight is touched.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from diffusers.guiders import ClassifierFreeGuidance
+from PIL import Image
+from torch import Tensor
+
+from visalign.errors import UserError
+
+from .arguments import call_arguments, checked_guidance, checked_negative, known_family
+from .condition import Encoded, Source, join, named, positive
+from .guidance import silent
+from .schedulers import handing_scheduler
+
+
+class PipelineCall:
+    """Stands where the pipeline makes its grid, its start and its embeddings."""
+
+    latent_shape: tuple[int, ...]
+    """Of one sample, as the pipeline's `prepare_latents` makes it."""
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        pipe: Any,
+        *,
+        guidance: float | None = None,
+        negative_prompt: str | None = None,
+        image_size: int | tuple[int, int] | None = None,
+        num_frames: int | None = None,
+        call: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Exchange the pipeline's parts and ask it once for each.
+
+        Args:
+            pipe: of a class in `FAMILIES`.
+            guidance: the scale; None is none, or the usual one of a network that takes it as an input.
+            negative_prompt: of the unconditional half; None is the pipeline's own.
+            image_size: in pixels, a square's side or (height, width); None is the pipeline's own.
+            num_frames: of a video; None is the pipeline's own.
+            call: more arguments of the pipeline's call.
+
+        Raises:
+            UserError: a pipeline of no known family, or arguments that it cannot be called with.
+        """
+        self.family = known_family(type(pipe).__name__, "The pipeline")
+        self.pipe, self._own_scheduler = pipe, pipe.scheduler
+        self._arguments = inspect.signature(type(pipe).__call__).parameters
+        self._call = getattr(type(pipe).__call__, "__wrapped__", None) or type(pipe).__call__
+        found = {name: getattr(pipe, name, None) for name in self.family.networks}
+        self.networks: dict[str, Any] = {name: part for name, part in found.items() if part is not None}
+        self.guidance = checked_guidance(pipe, self.family, guidance)
+        self.negative_prompt = checked_negative(pipe, self.family, negative_prompt)
+        self.fixed = call_arguments(pipe, self.family, image_size, num_frames, call)
+        pipe.set_progress_bar_config(disable=True)
+        self.scheduler = pipe.scheduler = handing_scheduler(pipe.scheduler)
+        self._start: Tensor | None = None
+        self._prepare, pipe.prepare_latents = pipe.prepare_latents, self._prepared
+        self._ask_encoder, pipe.encode_prompt = pipe.encode_prompt, self._encoded
+        self._returned: list[tuple[Any, ...]] = []
+        blank = Image.new("RGB", (64, 64), "white")
+        self._blank = Source(blank) if self.family.source == "needed" else None
+        if self.family.source != "none":
+            ask = pipe._encode_vae_image
+            pipe._encode_vae_image = lambda *args, **kwargs: self._source.encoded(ask, *args, **kwargs)
+        self._null: Encoded = {}
+        self.nothing: Encoded = positive(self.encode("", guided=self.guided, source=self._blank))
+        """The empty prompt, for calls whose prompt does not matter."""
+
+    @property
+    def guided(self) -> bool:
+        """Whether a velocity takes two halves."""
+        return self.guidance > self.family.off and self.family.guidance in ("concatenated", "two calls")
+
+    def encode(self, prompt: str, *, guided: bool, source: Source | None = None) -> Encoded:
+        """One prompt, by whatever the pipeline's call asks of its `encode_prompt`.
+
+        Args:
+            prompt: the text.
+            guided: with the negative one.
+            source: the picture to edit.
+        """
+        self._returned.clear()
+        given = {} if source is None else {"image": source}
+        inputs: dict[str, Any] = {"prompt": [prompt], **given, **self._scale(guided)}
+        if "negative_prompt" in self._arguments and self.negative_prompt is not None:
+            inputs["negative_prompt"] = [self.negative_prompt]
+        try:
+            self.run(inputs, None, None)
+        except ValueError as error:
+            raise UserError(f"{type(self.pipe).__name__} refuses its call: {error}") from error
+        found = {**named(self._returned, self.family.encodes.split()), **given}
+        return found if guided else positive(found)
+
+    def _scale(self, guided: bool) -> dict[str, float]:
+        family = self.family
+        if family.scale == "-":  # its guider has it; its own begins at a step's index, which one call has not
+            if self.pipe.components.get("guider") is not None:
+                scale = self.guidance if guided else family.off
+                self.pipe.guider = self.pipe.ocr_guider = ClassifierFreeGuidance(guidance_scale=scale)
+            return {}
+        return {family.scale: self.guidance if guided or family.guidance == "embedded" else family.off}
+
+    def inputs(self, rows: Sequence[Encoded], *, guided: bool = False) -> dict[str, Any]:
+        """Arguments of the call for n samples.
+
+        Args:
+            rows: one per sample.
+            guided: both halves.
+        """
+        axes = self.family.batch_axis
+        inputs = join(rows, axes)
+        if guided:
+            inputs = {**join([self._negative()] * len(rows), axes), **inputs}
+        else:
+            inputs = positive(inputs)
+        inputs |= self._scale(guided)
+        if "negative_prompt" in self._arguments:
+            inputs["negative_prompt"] = None  # some calls have a default of their own
+        return inputs
+
+    @torch.no_grad()
+    def _negative(self) -> Encoded:
+        """The unconditional half, encoded when first needed: the scale may be set later."""
+        if not self._null:
+            null = self.encode("", guided=True, source=self._blank)
+            self._null = {name: value for name, value in null.items() if name.startswith("negative_")}
+        return self._null
+
+    def frames(self, latents: Tensor, batch_size: int) -> Tensor:
+        """Pictures [B, 3, H, W], or videos [B, F, 3, H, W], float32 in [0, 1], as the pipeline decodes them.
+
+        Args:
+            latents: [B, ...].
+            batch_size: latents per pass of the autoencoder.
+        """
+        found = []
+        for chunk in latents.split(batch_size):
+            inputs = self.inputs([self.nothing] * len(chunk))
+            decoder = getattr(self.pipe.vae, "dtype", chunk.dtype)
+            out = self.run(inputs, chunk.to(decoder), torch.empty(0), output_type="pt")
+            images = torch.stack(list(out)) if isinstance(out, list) else out
+            found.append(images.float().clamp(0, 1))
+        return torch.cat(found)
+
+    def pictures(self, latents: Tensor, batch_size: int) -> Tensor:
+        """Pictures [B, 3, H, W], of videos their middle frames; see `frames`."""
+        images = self.frames(latents, batch_size)
+        return images if images.ndim == 4 else images[:, images.shape[1] // 2].contiguous()
+
+    def run(
+        self,
+        inputs: Mapping[str, Any],
+        latents: Tensor | None,
+        at: Tensor | None,
+        *,
+        steps: int = 1,
+        output_type: str = "latent",
+    ) -> Any:
+        """The pipeline's own call; `at` None makes the grid, an empty one takes no step.
+
+        On given latents it is silent: Qwen-Image warns at every call of what its own encoder left out.
+
+        Args:
+            inputs: as `inputs` makes them.
+            latents: [n, ...] to begin at; None are the pipeline's own.
+            at: the time of the one step.
+            steps: of the grid.
+            output_type: of the pipeline's call.
+        """
+        self.scheduler.at = at
+        self._start = latents
+        self._source: Any = inputs.get("image")
+        shown = {} if self._source is None else {"image": self._source.picture}
+        given = {**self.fixed, **inputs, **shown, "num_inference_steps": steps, "output_type": output_type}
+        try:
+            with nullcontext() if latents is None else silent():
+                draw = torch.Generator().manual_seed(0)
+                return self._call(self.pipe, **given, generator=draw, return_dict=False)[0]
+        finally:
+            self._start = None
+
+    def _encoded(self, *args: Any, **kwargs: Any) -> Any:
+        """What the pipeline's encoders return, kept for `encode`."""
+        out = self._ask_encoder(*args, **kwargs)
+        self._returned.append(out)
+        return out
+
+    def _prepared(self, *args: Any, **kwargs: Any) -> Any:
+        """The pipeline's latents and ids; the latents replaced by those that are asked about."""
+        bound = inspect.signature(self._prepare).bind(*args, **kwargs)
+        bound.arguments.pop("latents", None)
+        made = self._prepare(*bound.args, **bound.kwargs)
+        whole = made[0] if isinstance(made, tuple) else made
+        config = next(iter(self.networks.values())).config
+        # Kandinsky 5 lays a condition and a mask behind the channels of its latents
+        channels = config.in_visual_dim if getattr(config, "visual_cond", False) else whole.shape[-1]
+        drawn, rest = whole[..., :channels], whole[..., channels:]
+        self.latent_shape = tuple(drawn.shape[1:])
+        if self._start is None:
+            return made
+        decoding = self.scheduler.at is not None and not self.scheduler.at.numel()
+        given = self._start.to(drawn.device, None if decoding else drawn.dtype)
+        if given.shape != drawn.shape:
+            raise ValueError(
+                f"The latents are {list(given.shape)}; the pipeline works on {list(drawn.shape)}."
+            )
+        given = given if decoding or not rest.shape[-1] else torch.cat([given, rest], -1)
+        return (given, *made[1:]) if isinstance(made, tuple) else given
+
+    @contextmanager
+    def handed_back(self) -> Iterator[None]:
+        """Inside, the pipeline has its own scheduler."""
+        self.pipe.scheduler = self._own_scheduler
+        try:
+            yield
+        finally:
+            self.pipe.scheduler = self.scheduler

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Feynman-Kac steering of a plain diffusers pipeline, as its `callback_on_step_end`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from diffusers import DDIMScheduler, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
+from torch import Tensor
+
+from visalign.errors import UserError
+from visalign.flow.noise import step_noise
+from visalign.flow.parametrization import flow_sigma, preserving_scale
+from visalign.flow.steering import check_steering, resampled
+from visalign.flow.transitions import Kernel, velocity_between
+from visalign.seeds import sample_seed
+
+from .pipeline.arguments import at_least_one
+from .pipeline.call import PipelineCall
+
+Level = tuple[float, float]
+"""(σ on the flow, scale): the pipeline's latents times the scale are those of the flow at σ."""
+
+
+class SteeringCallback:
+    """Resamples groups within the batch of a pipeline's call by the rewards of their predicted pictures.
+
+        steering = SteeringCallback(pipe, reward, particles=4, resample_after=[3, 5, 7])
+        pipe(prompts, num_images_per_prompt=4, callback_on_step_end=steering)
+
+    A callback is given the latents after a step and no prediction of the network. But a step of these
+    samplers is an Euler step of an ODE, so two latents in a row say what it was: on the flow's scale
+    v = (x' − x) / (σ' − σ) and x̂0 = x − σ v, exact but for the rounding of latents that are stored in half
+    precision, which 1 / (σ − σ') enlarges. Particles are drawn as in `steered_rollout`, in proportion to
+    exp(λ (r(x̂0) − r_prev)). The sampler draws no noise, so children of one parent would stay equal: a step
+    after which is resampled is taken again, out of the parent's x along its v, as the SDE with the same
+    marginals (`sde_step`; with "flow" and "dance" x' = x + [v + s²/(2σ)·(x + (1 − σ) v)] (σ' − σ) +
+    s √(σ − σ')·ε), for every particle. All other steps are the pipeline's own; DDIM's `eta` stays 0.
+
+    It costs no pass of the network; pictures are decoded by the call of a copy of the pipeline, which shares
+    its weights.
+
+    Singhal et al., Feynman-Kac steering, arXiv 2501.06848.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        reward: Callable[[Tensor], Tensor],
+        *,
+        particles: int = 4,
+        resample_after: Sequence[int],
+        strength: float = 10.0,
+        schedule: str = "flow",
+        noise_level: float = 0.7,
+        seed: int = 0,
+        decode: Callable[[Tensor], Tensor] | None = None,
+        image_size: int | tuple[int, int] | None = None,
+        num_frames: int | None = None,
+        decode_batch: int = 8,
+    ) -> None:
+        """Prepare to steer calls of a pipeline; one callback serves any number of calls, one at a time.
+
+        Args:
+            pipe: a diffusers pipeline of a family in `FAMILIES`; nothing of it is changed.
+            reward: images [B, 3, H, W] -> [B] in the order of the call's pictures, higher is better, NaN
+                where not known; such a picture has no child, unless nothing in its group is known.
+            particles: pictures of a group, side by side (`num_images_per_prompt`), at least 2.
+            resample_after: steps of the call, rising, 1 to T − 2: the latents before step 0 are not shown to
+                a callback, and after the last step there is no noise.
+            strength: λ, per unit of the reward.
+            schedule: of the noise: "flow", "dance", "cps" or "ddim".
+            noise_level: of the schedule.
+            seed: of the draws and the noise; the same number gives the same pictures.
+            decode: latents [B, ...] as the pipeline has them, clean -> images [B, 3, H, W] in [0, 1]; None
+                decodes as the pipeline does (of a video the middle frame).
+            image_size: of the call, a square's side or (height, width), where it is not the pipeline's own.
+            num_frames: of the call's videos, where they are not the pipeline's own number.
+            decode_batch: pictures decoded at once.
+
+        Raises:
+            UserError: a pipeline of no known family, a scheduler whose steps do not say what they were.
+            ValueError: particles, steps, strength or noise out of range.
+        """
+        after = list(resample_after)
+        check_steering(particles, after, 1, max(after, default=1), strength)
+        _level_of(pipe.scheduler)
+        self._reward, self._particles, self._after = reward, particles, after
+        self._strength, self._seed = strength, seed
+        self._kernel = Kernel(schedule=schedule, noise_level=noise_level)
+        if not self._kernel.std(torch.tensor(0.5), torch.tensor(0.4)) > 0:
+            raise ValueError(
+                f'schedule "{schedule}" at noise_level {noise_level} draws no noise, so children of one '
+                "parent would stay equal. Raise noise_level; flow, dance, cps and ddim draw it."
+            )
+        self._batch = at_least_one("decode_batch", decode_batch)
+        self._shape: tuple[int, ...] | None = None
+        self._decode = decode
+        if decode is None:
+            call = PipelineCall(copy.copy(pipe), image_size=image_size, num_frames=num_frames)
+            self._shape, self._decode = call.latent_shape, lambda latents: call.pictures(latents, self._batch)
+        self._step = -1
+
+    @torch.no_grad()
+    def __call__(
+        self, pipe: Any, step: int, timestep: Any, callback_kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What diffusers calls after each step.
+
+        Args:
+            pipe: the pipeline.
+            step: number of the step in this call.
+            timestep: of the step.
+            callback_kwargs: with "latents" after the step.
+
+        Returns:
+            The latents to go on with.
+
+        Raises:
+            UserError: what the call does does not fit; the message says how to mend it.
+        """
+        latents = callback_kwargs.get("latents")
+        if latents is None:
+            raise UserError("The steering callback needs 'latents' in callback_on_step_end_tensor_inputs.")
+        if step == 0:
+            self._begin(pipe, latents)
+        elif step != self._step + 1:
+            raise UserError(
+                f"The steering callback saw step {self._step} and then {step}; give it every step."
+            )
+        if step in self._after:
+            latents = self._resampled(_level_of(pipe.scheduler)(timestep), latents, step)
+        self._step, self._before = step, latents
+        return {"latents": latents}
+
+    def _begin(self, pipe: Any, latents: Tensor) -> None:
+        """Check what can be checked before a picture is paid for."""
+        steps, count = getattr(pipe, "num_timesteps", len(pipe.scheduler.timesteps)), len(latents)
+        try:
+            check_steering(self._particles, self._after, 1, steps - 2, self._strength)
+        except ValueError as error:
+            raise UserError(f"The call has {steps} steps. {error}") from error
+        if count % self._particles:
+            raise UserError(
+                f"The call makes {count} pictures, which are no groups of {self._particles}: set "
+                f"num_images_per_prompt={self._particles}, or repeat each prompt as often."
+            )
+        if self._shape is not None and tuple(latents.shape[1:]) != self._shape:
+            raise UserError(
+                f"The call denoises latents of {list(latents.shape[1:])}, the callback decodes "
+                f"{list(self._shape)}: give SteeringCallback the image_size (and num_frames) of the call."
+            )
+        self._seeds = [sample_seed("callback", self._seed, i) for i in range(count)]
+        self._said = torch.zeros(count, dtype=torch.float64)
+
+    def _resampled(self, levels: tuple[Level, Level], latents: Tensor, step: int) -> Tensor:
+        """The latents after the step, of the children."""
+        (sigma, scale), (onward, scale_next) = levels
+        x = self._before.float() * scale
+        v = velocity_between(x, latents.float() * scale_next, sigma, onward)
+        assert self._decode is not None
+        images = self._decode((x - sigma * v).to(latents.dtype)).float().cpu()
+        parents, self._said = resampled(
+            self._reward(images), self._said, self._strength, self._particles, self._seeds, step
+        )
+        parents = parents.to(x.device)
+        noise = step_noise(self._seeds, step, x.shape[1:])
+        moved = self._kernel.step(x[parents], v[parents], sigma, onward).sample(noise)
+        return (moved / scale_next).to(latents.dtype)
+
+
+def _level_of(scheduler: Any) -> Callable[[Any], tuple[Level, Level]]:
+    """The levels before and after the step that was just taken, from its timestep.
+
+    Raises:
+        UserError: a scheduler whose steps are no Euler steps of an ODE.
+    """
+    kind, config = type(scheduler), scheduler.config
+    if kind not in _LEVELS:
+        raise UserError(
+            f"The pipeline samples with {kind.__name__}, whose steps do not say what the network predicted. "
+            f"Steering works with {', '.join(known.__name__ for known in _LEVELS)}: set pipe.scheduler = "
+            f"{'FlowMatchEulerDiscrete' if 'Flow' in kind.__name__ else 'DDIM'}Scheduler.from_config("
+            "pipe.scheduler.config)."
+        )
+    changed = [name for name in _PLAIN if config.get(name)]
+    if changed:
+        raise UserError(
+            f"The {kind.__name__} has {', '.join(f'{name}={config[name]}' for name in changed)}, so its "
+            "steps do not say what the network predicted. Set it to False."
+        )
+    return lambda timestep: _LEVELS[kind](scheduler, timestep)
+
+
+def _of_flow(scheduler: Any, timestep: Any) -> tuple[Level, Level]:
+    at = scheduler.step_index  # of the next step
+    return (float(scheduler.sigmas[at - 1]), 1.0), (float(scheduler.sigmas[at]), 1.0)
+
+
+def _of_noise(scheduler: Any, timestep: Any) -> tuple[Level, Level]:
+    """x_t = √ᾱ x0 + √(1 − ᾱ) ε at t and at the step's end, as DDIM counts."""
+    end = int(timestep) - scheduler.config.num_train_timesteps // scheduler.num_inference_steps
+    alphas = [scheduler.alphas_cumprod[int(timestep)]]
+    alphas.append(scheduler.alphas_cumprod[end] if end >= 0 else scheduler.final_alpha_cumprod)
+    sigmas = flow_sigma(torch.stack([torch.as_tensor(alpha).double() for alpha in alphas]))
+    first, second = zip(sigmas.tolist(), preserving_scale(sigmas).tolist(), strict=True)
+    return first, second
+
+
+def _of_variance(scheduler: Any, timestep: Any) -> tuple[Level, Level]:
+    """x = x0 + s ε, divided by 1 + s, is the flow at σ = s / (1 + s)."""
+    at = scheduler.step_index
+    before, after = (float(scheduler.sigmas[i]) for i in (at - 1, at))
+    return (before / (1 + before), 1 / (1 + before)), (after / (1 + after), 1 / (1 + after))
+
+
+_PLAIN = ("stochastic_sampling", "invert_sigmas", "clip_sample", "thresholding")
+"""Settings of a scheduler under which a step is more than an Euler step down the ODE."""
+_LEVELS: dict[type, Callable[[Any, Any], tuple[Level, Level]]] = {
+    FlowMatchEulerDiscreteScheduler: _of_flow,
+    DDIMScheduler: _of_noise,
+    EulerDiscreteScheduler: _of_variance,
+}
