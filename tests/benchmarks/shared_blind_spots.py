@@ -201,11 +201,10 @@ def main() -> None:
         for place in range(2):
             wrong, std = (torch.cat([found[name][place][what] for found in seeds]) for what in range(2))
             draws = torch.from_numpy(rng.integers(len(wrong), size=(DRAWS, len(wrong))))
-            low, high = np.nanquantile([auroc(std[rows], wrong[rows]) for rows in draws], [0.025, 0.975])
-            cells += [
-                f"{1 - wrong.double().mean():.3f}",
-                f"{auroc(std, wrong):.3f} ({low:.3f} to {high:.3f})",
-            ]
+            cells += [f"{1 - wrong.double().mean():.3f}", "–"]
+            if wrong.any():
+                low, high = np.nanquantile([auroc(std[rows], wrong[rows]) for rows in draws], [0.025, 0.975])
+                cells[-1] = f"{auroc(std, wrong):.3f} ({low:.3f} to {high:.3f})"
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
