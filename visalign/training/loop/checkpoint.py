@@ -87,12 +87,7 @@ def save(
         raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept.")
     temporary = root / f"{_TEMPORARY}{step:06d}"
     folder = step_folder(root, step)
-    divided = {
-        f"{stem}/{name}": value
-        for stem, named in tensors.items()
-        for name, value in named.items()
-        if isinstance(value, DTensor)
-    }
+    divided = _divided(tensors)
     first = not divided or distributed.get_rank() == 0
     try:
         if first:
@@ -105,33 +100,41 @@ def save(
         if not first:
             return folder
         for stem, named in tensors.items():
-            copies = {
-                name: t.detach().cpu().contiguous().clone()
-                for name, t in named.items()
-                if f"{stem}/{name}" not in divided
-            }
+            mine = {name: t for name, t in named.items() if not isinstance(t, DTensor)}
+            copies = {name: t.detach().cpu().contiguous().clone() for name, t in mine.items()}
             save_file(copies, temporary / f"{stem}.safetensors")
         _write_json(temporary / "state.json", state)
-        written = sorted(path for path in temporary.rglob("*") if path.is_file())
-        manifest = {
-            "format": FORMAT,
-            "step": step,
-            "config": config,
-            "config_sha256": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
-            "files": {path.relative_to(temporary).as_posix(): _sync_and_describe(path) for path in written},
-        }
-        _write_json(temporary / "manifest.json", manifest)
-        _sync_and_describe(temporary / "manifest.json")
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.rename(temporary, folder)
-        _sync_folder(root)
+        _finish(temporary, folder, step, config)
     except (OSError, SafetensorError) as error:
         if first:
             shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(_write_failure(folder, error)) from error
     _prune(root, folder, keep)
     return folder
+
+
+def _divided(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Of tensors that are divided among processes: "stem/name" -> tensor."""
+    named = ((f"{stem}/{name}", value) for stem, own in tensors.items() for name, value in own.items())
+    return {name: value for name, value in named if isinstance(value, DTensor)}
+
+
+def _finish(temporary: Path, folder: Path, step: int, config: Mapping[str, Any]) -> None:
+    """Sync and list what was written, and give it its name: from then on it counts."""
+    written = sorted(path for path in temporary.rglob("*") if path.is_file())
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "config": config,
+        "config_sha256": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
+        "files": {path.relative_to(temporary).as_posix(): _sync_and_describe(path) for path in written},
+    }
+    _write_json(temporary / "manifest.json", manifest)
+    _sync_and_describe(temporary / "manifest.json")
+    if folder.exists():
+        shutil.rmtree(folder)
+    os.rename(temporary, folder)
+    _sync_folder(folder.parent)
 
 
 def not_finite(weights: Mapping[str, Tensor]) -> list[str]:
