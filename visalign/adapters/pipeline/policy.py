@@ -3,7 +3,7 @@
 
 The pipeline's scheduler is exchanged, and its own call is run for one step: so tokenisation, packing, ids,
 masks, guidance and the embedding of time are the pipeline's, exactly. What this costs is the Python of that
-call, 3 to 11 ms of processor time a velocity (`tests/benchmarks/pipeline_call.py`).
+call, 1 to 3 ms of processor time (`tests/benchmarks/pipeline_call.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from visalign.errors import UserError
 from visalign.flow.parametrization import preserving_scale, velocity_of_prediction
 from visalign.interfaces import Condition, ForwardCount, Prediction
 
+from .answers import Answers
 from .arguments import (
     at_least_one,
     call_arguments,
@@ -337,7 +338,10 @@ class PipelinePolicy:
         self._scheduler = pipe.scheduler = handing_scheduler(pipe.scheduler)
         self.prediction: Prediction = self._scheduler.prediction
         self._times: dict[float, float] = {}
+        self._guiders: dict[float, ClassifierFreeGuidance] = {}
         self._start: Tensor | None = None
+        self._answers = Answers(pipe, self.networks)
+        self._prepares = inspect.signature(pipe.prepare_latents)
         self._prepare, pipe.prepare_latents = pipe.prepare_latents, self._prepared
         self._ask_encoder, pipe.encode_prompt = pipe.encode_prompt, self._encoded
         self._returned: list[tuple[Any, ...]] = []
@@ -386,7 +390,9 @@ class PipelinePolicy:
         if family.scale == "-":  # its guider has it; its own begins at a step's index, which one call has not
             if self.pipe.components.get("guider") is not None:
                 scale = self.guidance if guided else family.off
-                self.pipe.guider = self.pipe.ocr_guider = ClassifierFreeGuidance(guidance_scale=scale)
+                if scale not in self._guiders:  # which warns when it is made
+                    self._guiders[scale] = ClassifierFreeGuidance(guidance_scale=scale)
+                self.pipe.guider = self.pipe.ocr_guider = self._guiders[scale]
             return {}
         return {family.scale: self.guidance if guided or family.guidance == "embedded" else family.off}
 
@@ -452,7 +458,7 @@ class PipelinePolicy:
         shown = {} if self._source is None else {"image": self._source.picture}
         given = {**self._fixed, **inputs, **shown, "num_inference_steps": steps, "output_type": output_type}
         try:
-            with nullcontext() if latents is None else silent():
+            with nullcontext() if latents is None else silent(self.pipe), self._answers.remembered():
                 draw = torch.Generator().manual_seed(0)
                 return self._call(self.pipe, **given, generator=draw, return_dict=False)[0]
         finally:
@@ -466,7 +472,7 @@ class PipelinePolicy:
 
     def _prepared(self, *args: Any, **kwargs: Any) -> Any:
         """The pipeline's latents and ids; the latents replaced by those that are asked about."""
-        bound = inspect.signature(self._prepare).bind(*args, **kwargs)
+        bound = self._prepares.bind(*args, **kwargs)
         bound.arguments.pop("latents", None)
         made = self._prepare(*bound.args, **bound.kwargs)
         whole = made[0] if isinstance(made, tuple) else made
