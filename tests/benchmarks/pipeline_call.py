@@ -4,8 +4,8 @@ that of the network's calls in it, on a tiny pipeline of each family.
 
     python tests/benchmarks/pipeline_call.py [FAMILY ...]
 
-It is the Python of the pipeline's call, which does not grow with the model; at most 3 ms is wanted. Medians over
-the rounds are printed. Edits go through two calls here, one for each source.
+It is the Python of the pipeline's call, which does not grow with the model; at most 3 ms is wanted. Medians
+over the rounds are printed. Edits go through two calls here, one for each source.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def main(names: list[str]) -> None:
             inside.append(sum(spent))
         more = median(a - b for a, b in zip(whole, inside, strict=True))
         print(
-            f"{name:16s} network {median(inside):6.2f} ms  velocity {median(whole):6.2f} ms  more {more:5.2f} ms",
+            f"{name:16s} network {median(inside):6.2f} ms  velocity {median(whole):6.2f} ms  "
+            f"more {more:5.2f} ms",
             flush=True,
         )
 

@@ -174,7 +174,7 @@ def test_a_cache_of_features_is_still_emptied_behind_a_call(monkeypatch):
     monkeypatch.setattr(type(policy.module), "_reset_stateful_cache", lambda part: emptied.append(part))
     policy.velocity(x, sigma, condition)
     assert emptied == []
-    policy.module._cache_config = "some"
+    monkeypatch.setattr(type(policy.module), "is_cache_enabled", True)
     policy.velocity(x, sigma, condition)
     assert emptied == [policy.module]
 

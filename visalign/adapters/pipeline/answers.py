@@ -67,7 +67,7 @@ class Answers:
         return property(answer)
 
     def _free_hooks(self, own: Any) -> Any:
-        """What ends a call: it takes parts off the device again, and empties caches of the steps' features."""
+        """What ends a call: it takes parts off the device again and empties caches of features."""
 
         def free(pipe: Any) -> None:
             cached = any(getattr(network, "is_cache_enabled", False) for network in self._networks)
