@@ -164,7 +164,7 @@ def _round_to_four_bits(part: Any, dtype: torch.dtype) -> None:
             layer.weight = nn.Parameter(packed, requires_grad=False)
             layer.register_buffer("absmax", torch.empty(-(-count // 64), device=META))
             layer.register_buffer("code", torch.empty(16, device=META))
-            layer.forward = partial(_FourBitsProduct.of, layer, dtype)
+            layer.__dict__["forward"] = partial(_FourBitsProduct.of, layer, dtype)
 
 
 class _FourBitsProduct(torch.autograd.Function):

@@ -99,10 +99,9 @@ class PipelinePolicy:
         self._call = getattr(type(pipe).__call__, "__wrapped__", None) or type(pipe).__call__
         found = {name: getattr(pipe, name, None) for name in self.family.networks}
         self.networks: dict[str, Any] = {name: part for name, part in found.items() if part is not None}
+        # whether the time decides which network is asked, or is laid on tokens
         one_time = len(self.networks) > 1 or pipe.config.get("expand_timesteps")
-        self._mixed = (
-            self.family.mixed and not one_time
-        )  # the time decides which network, or is laid on tokens
+        self._mixed = self.family.mixed and not one_time
         self.guidance = checked_guidance(pipe, self.family, guidance)
         self.negative_prompt = checked_negative(pipe, self.family, negative_prompt)
         self._fixed = call_arguments(pipe, self.family, image_size, num_frames, call)
@@ -390,8 +389,7 @@ class PipelinePolicy:
         if family.scale == "-":  # its guider has it; its own begins at a step's index, which one call has not
             if self.pipe.components.get("guider") is not None:
                 scale = self.guidance if guided else family.off
-                if scale not in self._guiders:  # which warns when it is made
-                    self._guiders[scale] = ClassifierFreeGuidance(guidance_scale=scale)
+                self._guiders[scale] = self._guiders.get(scale) or ClassifierFreeGuidance(scale)  # it warns
                 self.pipe.guider = self.pipe.ocr_guider = self._guiders[scale]
             return {}
         return {family.scale: self.guidance if guided or family.guidance == "embedded" else family.off}
