@@ -17,7 +17,7 @@ def export_lora(
 ) -> None:
     """Write a run's LoRA under kohya's keys, for ComfyUI and A1111; diffusers reads the run's own file."""
     with user_messages():
-        from visalign.adapters.pipeline.lora import export_kohya
+        from visalign.adapters.pipeline.kohya import export_kohya
         from visalign.pipelines.shared.run_folder import new_file
 
         new_file(output, endings=(".safetensors",))

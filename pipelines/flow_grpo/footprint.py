@@ -44,7 +44,9 @@ def footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[st
 
     Operations and stored activations are those of the policy's own velocity on the meta device: counted, not
     fitted. On tiny pipelines of five families the operations are exactly those of a real velocity on a CPU,
-    the bytes within 6 % of its own, and 20 % fewer where the CPU's attention keeps its probabilities.
+    the bytes within 6 % of its own, and 20 % fewer where the CPU's attention keeps its probabilities. Under
+    autocast they hold the cast copy of each weight too, by the CPU's list of operations; a GPU's has norms in
+    float32 besides.
 
     Args:
         config: the run's.
@@ -100,7 +102,8 @@ def footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[st
 
 def _velocity(config: FlowGRPOConfig, record: Any, pairs: int, trace: Any) -> tuple[Any, float]:
     """(the hollow policy, operations of a pass for one sample); the trace holds one call for `pairs`."""
-    plain = replace(config.model, compile=False)  # which changes no size and no operation
+    autocast = "bfloat16" if config.model.autocast == "auto" else config.model.autocast  # as GPUs have it
+    plain = replace(config.model, compile=False, autocast=autocast)  # compiling changes no size
     policy: Any = build_policy(plain, torch.device("cpu"), config.seed)
     condition = policy.encode(asked_of(policy, [record] * pairs))
     trace.clear()

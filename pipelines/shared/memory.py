@@ -25,10 +25,16 @@ def weight_bytes(part: nn.Module, without: Collection[int] = ()) -> int:
 
 
 def _stored_bytes(value: Any) -> int:
-    """Of a tensor, or of the tensors that a rounded one is made of."""
+    """Of a tensor, or of the tensors that a rounded one is made of; bitsandbytes keeps scales beside it."""
     if is_traceable_wrapper_subclass(value):
         return sum(_stored_bytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
-    return value.numel() * value.element_size()
+    state = getattr(value, "quant_state", None)
+    beside = () if state is None else (state.absmax, state.code, *_second_scales(state))
+    return value.numel() * value.element_size() + sum(map(_stored_bytes, beside))
+
+
+def _second_scales(state: Any) -> tuple[Any, ...]:
+    return (state.offset, state.state2.absmax, state.state2.code) if state.nested else ()
 
 
 def dtype_name(part: nn.Module, without: Collection[int] = ()) -> str:

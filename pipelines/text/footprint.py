@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from visalign.pipelines.shared.memory import (
     trained_memory,
     weight_bytes,
 )
+from visalign.precision import autocast_dtype
 
 from .config import TextConfig
 from .parts import TextInputs, prompt_encoder, text_adapters
@@ -55,8 +57,11 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
     length = prompt + config.rollout.max_new_tokens
     completions = config.rollout.prompts_per_iteration * config.rollout.group_size
     rows = 0 if config.server is not None else min(config.model.generate_batch, completions)
-    cache = _cache_bytes(network, rows, length) if rows else 0
-    held, flops = _replayed(network, min(config.optimizer.micro_batch, completions), length, config)
+    autocast = config.model.autocast
+    low = torch.bfloat16 if autocast == "auto" else autocast_dtype(autocast, torch.device("cpu"))  # as GPUs
+    with torch.autocast("cpu", low) if low else nullcontext():
+        cache = _cache_bytes(network, rows, length) if rows else 0
+        held, flops = _replayed(network, min(config.optimizer.micro_batch, completions), length, config)
     memory = _weights(config, network)
     generating = cache + 4 * rows * network.config.vocab_size
     parts = [name for name in memory if name.startswith("frozen_weights, ") or name == "trained_weights"]
@@ -95,7 +100,7 @@ def _cache_bytes(network: Any, rows: int, length: int) -> int:
     """Of the keys and values of completions that grow together."""
     from visalign.adapters.hollow import traced_network
 
-    with torch.no_grad(), traced_network(network):
+    with torch.no_grad(), traced_network(network.base_model):
         out = network.base_model(input_ids=_tokens(rows, length), use_cache=True)
     pairs = [value for layer in out.past_key_values.layers for value in (layer.keys, layer.values)]
     return sum(value.numel() * value.element_size() for value in pairs)

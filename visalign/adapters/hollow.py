@@ -9,9 +9,11 @@ shape, so that tokenisation, packing, masks and guidance are the policy's own.
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +21,13 @@ from typing import Any
 import torch
 from diffusers import ConfigMixin, DiffusionPipeline, TorchAoConfig
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.func import functional_call
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
+
+from visalign.adapters.pipeline.quantization import FourBits, by_shapes_alone
 
 META = torch.device("meta")
 SMALL = 50e6
@@ -69,6 +75,8 @@ def hollow_pipelines() -> Iterator[Trace]:
                 part = _hollow(folder, name, entry, dtypes.get(name, dtypes["default"]))
                 if isinstance(rounded.get(name), TorchAoConfig):
                     _round(part, rounded[name])
+                elif isinstance(rounded.get(name), FourBits):
+                    _round_to_four_bits(part, rounded[name].dtype)
                 if part is not None:
                     parts[name] = _traced(part, name, trace)
         kind = getattr(diffusers, index["_class_name"])
@@ -79,7 +87,8 @@ def hollow_pipelines() -> Iterator[Trace]:
     try:
         changed.from_pretrained = classmethod(from_pretrained)
         functional.scaled_dot_product_attention = attention
-        yield trace
+        with by_shapes_alone():
+            yield trace
     finally:
         changed.from_pretrained = own
         functional.scaled_dot_product_attention = before
@@ -87,11 +96,14 @@ def hollow_pipelines() -> Iterator[Trace]:
 
 @contextmanager
 def traced_network(network: Any) -> Iterator[Trace]:
-    """Inside, a network on the meta device is called as it is; the trace is whole behind the block."""
-    trace, before = Trace(), functional.scaled_dot_product_attention
+    """Inside, a network on the meta device is called as it is, under autocast where the CPU's is on. The
+    trace is whole behind the block."""
+    trace, before, own = Trace(), functional.scaled_dot_product_attention, network.forward
     weights = {weight.untyped_storage()._cdata for weight in network.parameters()}
     try:
         functional.scaled_dot_product_attention = _attention_of()
+        if torch.is_autocast_enabled("cpu"):
+            network.forward = _under_autocast(network, own)
         with (
             FlopCounterMode(display=False) as counter,
             stored(weights) as held,
@@ -99,7 +111,7 @@ def traced_network(network: Any) -> Iterator[Trace]:
         ):
             yield trace
     finally:
-        functional.scaled_dot_product_attention = before
+        functional.scaled_dot_product_attention, network.forward = before, own
     trace.flops["network"], trace.held = counter.get_total_flops(), sum(held.values())
 
 
@@ -141,6 +153,38 @@ def _round(part: Any, config: TorchAoConfig) -> None:
     part.hf_quantizer = SimpleNamespace(quantization_config=config)  # which peft asks
 
 
+def _round_to_four_bits(part: Any, dtype: torch.dtype) -> None:
+    """Give the linear layers that diffusers replaces what bitsandbytes keeps of NF4 weights: two in a byte, a
+    float32 scale for 64 of them, and the table of 16 values."""
+    kept = getattr(part, "_keep_in_fp32_modules", None) or ()
+    for path, layer in list(part.named_modules()):
+        if isinstance(layer, nn.Linear) and not any(key + "." in path or key == path for key in kept):
+            count = layer.weight.numel()
+            packed = torch.empty((count + 1) // 2, 1, dtype=torch.uint8, device=META)
+            layer.weight = nn.Parameter(packed, requires_grad=False)
+            layer.register_buffer("absmax", torch.empty(-(-count // 64), device=META))
+            layer.register_buffer("code", torch.empty(16, device=META))
+            layer.__dict__["forward"] = partial(_FourBitsProduct.of, layer, dtype)
+
+
+class _FourBitsProduct(torch.autograd.Function):
+    """x W^T of a weight that is unpacked for the product and again for its backward, which keeps nothing."""
+
+    @staticmethod
+    def of(layer: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
+        unpacked = torch.empty(layer.out_features, layer.in_features, dtype=dtype, device=x.device)
+        product: Any = _FourBitsProduct.apply(x.to(dtype), unpacked)
+        return (product if layer.bias is None else product + layer.bias.to(dtype)).to(x.dtype)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, unpacked: Tensor) -> Tensor:
+        return functional.linear(x, unpacked)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError("A hollow pipeline has no backward.")
+
+
 def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
     """The part, which says that it is on the CPU and is called with tensors from there."""
     kind = type(part)
@@ -157,15 +201,16 @@ def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
         if encodes:
             kwargs.pop("attention_mask", None)  # whose numbers would decide which kernel, not which shape
         args, kwargs = tree_map(_to_meta, (args, kwargs))
+        call = _under_autocast(part, own) if torch.is_autocast_enabled("cpu") else own
         with FlopCounterMode(display=False) as counter:
             if torch.is_grad_enabled() and not encodes:
                 weights.update(p.untyped_storage()._cdata for p in part.parameters())
                 with stored(weights) as held, _checkpoints(part, weights, trace):
-                    out = own(*args, **kwargs)
+                    out = call(*args, **kwargs)
                 trace.held = sum(held.values())
             else:
                 with torch.no_grad():
-                    out = own(*args, **kwargs)
+                    out = call(*args, **kwargs)
         trace.flops[name] = trace.flops.get(name, 0) + counter.get_total_flops()
         return tree_map(_to_numbers, out)
 
@@ -180,6 +225,28 @@ def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
 
         part.encode = encoded
     return part
+
+
+def _under_autocast(part: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+    """The call on tensors without numbers that say they are on a CPU: autocast knows no meta device."""
+    mode, forward = FakeTensorMode(), part.forward
+    cpu = torch.device("cpu")
+
+    def fake(value: Any) -> Any:
+        return FakeTensor(mode, value, cpu) if isinstance(value, Tensor) and value.is_meta else value
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        weights = {name: fake(value) for name, value in [*part.named_parameters(), *part.named_buffers()]}
+        args, kwargs = tree_map(fake, (args, kwargs))
+        part.forward = own
+        try:
+            with mode, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of slower kernels, which run elsewhere
+                return functional_call(part, weights, args, kwargs)
+        finally:
+            part.forward = forward
+
+    return call
 
 
 @contextmanager
@@ -268,8 +335,11 @@ def _attention_of() -> Callable[..., Any]:
     own = functional.scaled_dot_product_attention
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not query.is_meta:
+        if not _has_no_numbers(query):
             return own(query, key, value, *args, **kwargs)
+        if isinstance(query, FakeTensor) and torch.is_autocast_enabled("cpu"):
+            low = torch.get_autocast_dtype("cpu")
+            query, key, value = query.to(low), key.to(low), value.to(low)
         return _Attention.apply(query, key, value)  # type: ignore[return-value]
 
     return attention
@@ -279,8 +349,12 @@ def _to_meta(value: Any) -> Any:
     return value.to(META) if isinstance(value, Tensor) else value
 
 
+def _has_no_numbers(value: Tensor) -> bool:
+    return value.is_meta or isinstance(value, FakeTensor)
+
+
 def _to_numbers(value: Any) -> Any:
-    if not isinstance(value, Tensor) or not value.is_meta:
+    if not isinstance(value, Tensor) or not _has_no_numbers(value):
         return value
     drawn = torch.rand if value.is_floating_point() else torch.zeros
     return drawn(value.shape, dtype=value.dtype)

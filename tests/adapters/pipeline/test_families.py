@@ -116,18 +116,67 @@ def test_pictures_are_the_pipelines_own(name):
     assert policy.decode(made).shape[:2] == (3, 3)
 
 
-def test_a_velocity_is_silent():
-    """Qwen-Image's pipeline warns of the mask that its own encoder left out, at every call."""
-    policy, said = policy_of("qwen_image"), logging.handlers.BufferingHandler(100)
-    condition = policy.encode(tiny_prompts("qwen_image", PROMPTS[:1]))
+@pytest.mark.parametrize("name", ["qwen_image", "hunyuan_image"])
+def test_a_velocity_is_silent(name):
+    """Qwen-Image's pipeline warns of the mask that its own encoder left out, at every call; HunyuanImage's
+    guider when it is made."""
+    policy, said = policy_of(name), logging.handlers.BufferingHandler(100)
+    condition = policy.encode(tiny_prompts(name, PROMPTS[:1]))
     logger = logging.getLogger("diffusers")
     logger.addHandler(said)
     try:
         level = logger.level
         policy.velocity(torch.randn(1, *policy.latent_shape), torch.full((1,), 0.5), condition)
         assert said.buffer == [] and logger.level == level
+        assert not logging.getLogger(type(policy.pipe).__module__).disabled
     finally:
         logger.removeHandler(said)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_velocity_walks_through_no_model(name, monkeypatch):
+    """diffusers looks for hooks in every module, five to ten times a call, longer the larger the model is."""
+    policy, walked = policy_of(name), []
+    own, kinds = torch.nn.Module.named_modules, [type(part) for part in (policy.pipe, policy.module)]
+    x, sigma = torch.randn(1, *policy.latent_shape), torch.full((1,), 0.5)
+    condition = policy.encode(tiny_prompts(name, PROMPTS[:1]))
+    expected = policy.velocity(x, sigma, condition)
+
+    def named_modules(module: Any, *args: Any, **kwargs: Any) -> Any:
+        for found in own(module, *args, **kwargs):
+            walked.append(found)
+            yield found
+
+    monkeypatch.setattr(torch.nn.Module, "named_modules", named_modules)
+    assert policy.velocity(x, sigma, condition).equal(expected)
+    count = len(walked)
+    assert count < sum(1 for _ in own(policy.module)) / 2, count
+    assert [type(part) for part in (policy.pipe, policy.module)] == kinds
+
+
+def test_answers_are_asked_for_again_when_weights_change():
+    policy = policy_of("sd15")
+    x, sigma = torch.randn(1, *policy.latent_shape), torch.full((1,), 0.5)
+    condition = policy.encode(PROMPTS[:1])
+    policy.velocity(x, sigma, condition)
+    policy.module.double()
+    assert policy.velocity(x.double(), sigma, condition).isfinite().all()
+    kind = type(policy.pipe)
+    with pytest.raises(ValueError, match="The latents are"):
+        policy.velocity(x[..., :-1], sigma, condition)
+    assert type(policy.pipe) is kind
+
+
+def test_a_cache_of_features_is_still_emptied_behind_a_call(monkeypatch):
+    policy, emptied = policy_of("flux"), []
+    x, sigma = torch.randn(1, *policy.latent_shape), torch.full((1,), 0.5)
+    condition = policy.encode(PROMPTS[:1])
+    monkeypatch.setattr(type(policy.module), "_reset_stateful_cache", lambda part: emptied.append(part))
+    policy.velocity(x, sigma, condition)
+    assert emptied == []
+    monkeypatch.setattr(type(policy.module), "is_cache_enabled", True)
+    policy.velocity(x, sigma, condition)
+    assert emptied == [policy.module]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from diffusers import FluxPipeline
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from tests.support.models.pipelines import tiny_pipeline
 from visalign.adapters import LoraSettings
+from visalign.adapters.pipeline.lora import METADATA, WEIGHT_FILE
 from visalign.adapters.pipeline.policy import PipelinePolicy
 from visalign.pipelines.cli.app import app
 
@@ -45,8 +49,64 @@ def test_the_exported_file_makes_the_same_pictures(name, tmp_path):
     assert scales and all(set(scale.values()) == {3.0} for scale in scales)
 
 
+def flux_adapters(rank: int, *more: str) -> dict[str, torch.Tensor]:
+    """Of FLUX.1's real shapes, where adapters go by default."""
+    joint = "to_q to_k to_v to_out.0 add_q_proj add_k_proj add_v_proj to_add_out".split()
+    names = [f"transformer_blocks.{i}.attn.{name}" for i in range(19) for name in joint]
+    names += [f"single_transformer_blocks.{i}.attn.{name}" for i in range(38) for name in joint[:3]]
+    shapes = {name: (3072, 3072) for name in names} | {name: (12288, 3072) for name in more}
+    draw = torch.Generator().manual_seed(0)
+    found = {}
+    for name, (outputs, inputs) in shapes.items():
+        found[f"transformer.{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=draw)
+        found[f"transformer.{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=draw)
+    return found
+
+
+def write(adapters: dict[str, torch.Tensor], folder: Path, alpha: int) -> Path:
+    folder.mkdir()
+    entry = {METADATA: json.dumps({"transformer.lora_alpha": alpha})}
+    save_file(adapters, folder / WEIGHT_FILE, {"format": "pt", **entry})
+    return folder
+
+
+@pytest.mark.parametrize("more", [(), ("single_transformer_blocks.7.proj_mlp",)])
+def test_adapters_of_flux_are_read_back_by_diffusers_as_they_were(tmp_path, more):
+    """At the real shapes: its reader counts 19 and 38 blocks of width 3072."""
+    adapters = flux_adapters(2, *more)
+    file = tmp_path / "kohya.safetensors"
+    folder = write(adapters, tmp_path / "lora", alpha=6)
+    done = CliRunner().invoke(app, ["export-lora", str(folder), "-o", str(file)])
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith(f"{19 * 4 + 38} layers under kohya's keys")
+    read, alphas, *_ = FluxPipeline.lora_state_dict(load_file(file), return_alphas=True)
+    assert not alphas
+    names = {name.removesuffix(".lora_A.weight") for name in adapters if name.endswith("lora_A.weight")}
+    extra = {name.removesuffix(".lora_A.weight") for name in read if name.endswith("lora_A.weight")} - names
+    assert all(not read[f"{name}.lora_B.weight"].any() for name in extra)
+    assert all(name.endswith("proj_mlp") for name in extra)
+    for name in names:
+        x = torch.randn(
+            adapters[f"{name}.lora_A.weight"].shape[1], generator=torch.Generator().manual_seed(1)
+        )
+        down, up = (f"{name}.lora_{letter}.weight" for letter in "AB")
+        expected = 3 * adapters[up] @ (adapters[down] @ x)
+        assert torch.allclose(read[up] @ (read[down] @ x), expected, rtol=1e-4, atol=1e-3), name
+
+
+def test_adapters_of_flux_without_a_key_are_named(tmp_path):
+    odd = "single_transformer_blocks.0.attn.norm_q"
+    folder = write(flux_adapters(1, odd), tmp_path / "lora", alpha=1)
+    done = CliRunner().invoke(app, ["export-lora", str(folder), "-o", str(tmp_path / "k.safetensors")])
+    said = " ".join(done.output.split())
+    assert done.exit_code != 0 and f"have no name for: {odd}" in said, said
+
+
 def test_a_network_without_such_keys_is_refused(tmp_path):
     saved("flux", tmp_path)
     done = CliRunner().invoke(app, ["export-lora", str(tmp_path), "-o", str(tmp_path / "k.safetensors")])
-    assert done.exit_code != 0 and "converts adapters of U-Nets alone" in " ".join(done.output.split())
+    assert (
+        done.exit_code != 0
+        and "kohya's keys are written for U-Nets (sd15, sdxl) and for FLUX.1" in " ".join(done.output.split())
+    )
     assert not (tmp_path / "k.safetensors").exists()

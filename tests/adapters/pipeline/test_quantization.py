@@ -13,7 +13,7 @@ import torch
 from tests.support.models.pipelines import tiny_folder
 from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.adapters import LoraSettings, check_adapter, load_policy
-from visalign.adapters.hollow import hollow_pipelines
+from visalign.adapters.hollow import hollow_pipelines, stored
 from visalign.adapters.pipeline import quantization
 from visalign.errors import UserError
 from visalign.flow.replay import ratio_check
@@ -24,6 +24,7 @@ LORA = LoraSettings(rank=2, alpha=4)
 SIZES = {"sd15": (32, 16), "flux": (16, 8), "sd3": (16, 16)}
 ABSENT: dict[str, Any] = {"sd15": {"safety_checker": None}}
 ABSENT["sd3"] = {"text_encoder_3": None, "tokenizer_3": None}
+NF4 = find_spec("bitsandbytes") is not None
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 
 
@@ -145,6 +146,37 @@ def test_a_plan_counts_rounded_weights(folders, name):
     frozen = sum(w.numel() for w in linear if not w.requires_grad)
     fewer = weight_bytes(whole.module) - weight_bytes(policy.module)
     assert 0.5 * 3 * frozen < fewer <= 3 * frozen  # but for a scale and a zero for each output
+
+
+@pytest.mark.skipif(not NF4, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize("name", ["flux", "sd15"])
+def test_a_plan_counts_four_bits(folders, monkeypatch, name):
+    """Against what bitsandbytes holds on a CPU, where diffusers would not read it."""
+    from bitsandbytes.nn import modules  # type: ignore[import-not-found]  # optional
+    from diffusers.quantizers.bitsandbytes.bnb_quantizer import BnB4BitDiffusersQuantizer as Quantizer
+
+    given = {"quantization": "bitsandbytes_4bit", "dtype": torch.bfloat16}
+    with hollow_pipelines() as trace:
+        hollow = int8(folders, name, **given)
+        hollow.velocity(*asked(hollow))
+    sizes = {k: weight_bytes(p) for k, p in hollow.pipe.components.items() if hasattr(p, "parameters")}
+    monkeypatch.setattr(Quantizer, "validate_environment", lambda *args, **kwargs: None)
+    monkeypatch.setattr(Quantizer, "update_device_map", lambda *args: {"": "cpu"})
+    monkeypatch.setattr(modules, "has_avx512bf16", lambda: False)  # or it packs weights otherwise
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        chosen = quantization.quantization_of(
+            given["quantization"], hollow.networks, torch.bfloat16, adapters=True
+        )
+    monkeypatch.setattr("visalign.adapters.pipeline.policy.quantization_of", lambda *args, **kwargs: chosen)
+    policy = int8(folders, name, **given)
+    policy.velocity(*asked(policy))  # which encodes the null prompt
+    with stored({weight.untyped_storage()._cdata for weight in policy.module.parameters()}) as held:
+        policy.velocity(*asked(policy))
+    assert sizes == {
+        k: weight_bytes(p) for k, p in policy.pipe.components.items() if hasattr(p, "parameters")
+    }
+    assert 0.97 < trace.held / sum(held.values()) < 1.03
 
 
 @pytest.mark.parametrize(

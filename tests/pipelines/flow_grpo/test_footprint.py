@@ -66,6 +66,7 @@ def asked(policy: Any, count: int) -> Any:
     return x, torch.full((count,), 0.5), condition
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # RMS norms under autocast
 @pytest.mark.parametrize(
     ("name", "options", "low", "high"),
     [
@@ -77,6 +78,11 @@ def asked(policy: Any, count: int) -> Any:
         ("flux", {"gradient_checkpointing": True}, 0.99, 1.01),
         ("flux", {"dtype": torch.bfloat16}, 0.94, 1.06),
         ("pixart", {"guidance": 3.0}, 0.95, 1.06),
+        ("shapes-sd3", {"autocast": torch.bfloat16}, 0.99, 1.01),  # two bytes more for each frozen weight
+        ("shapes-sd3", {"autocast": torch.bfloat16, "lora": None}, 0.99, 1.01),
+        ("shapes-sd15", {"autocast": torch.bfloat16}, 0.97, 1.03),
+        ("flux", {"autocast": torch.bfloat16, "gradient_checkpointing": True}, 0.99, 1.01),
+        ("pixart", {"autocast": torch.bfloat16, "guidance": 3.0}, 0.97, 1.03),
     ],
 )
 def test_operations_and_stored_bytes_are_those_of_a_real_velocity(folders, name, options, low, high):
@@ -101,6 +107,39 @@ def test_operations_and_stored_bytes_are_those_of_a_real_velocity(folders, name,
     assert bool(trace.largest_block) == ("gradient_checkpointing" in options)
     real = {k: weight_bytes(p) for k, p in policy.pipe.components.items() if hasattr(p, "parameters")}
     assert sizes == real
+
+
+def test_four_bits_are_planned_without_their_package_and_a_gpu(folders):
+    """Two weights a byte, a float32 scale for 64, a table of 16 for each layer; all else as it was."""
+    with hollow_pipelines() as trace:
+        whole: Any = load_policy(folders / "flux", lora=LoraSettings(rank=4), dtype=torch.bfloat16)
+        whole.velocity(*asked(whole, 3))
+        held, flops = trace.held, trace.flops
+        linear = [m for m in whole.module.modules() if isinstance(m, torch.nn.Linear)]
+        frozen = [m.weight.numel() for m in linear if not m.weight.requires_grad]
+    less = sum(2 * n - (n + 1) // 2 - 4 * -(-n // 64) - 4 * 16 for n in frozen)
+    with hollow_pipelines() as trace:
+        policy: Any = load_policy(
+            folders / "flux",
+            lora=LoraSettings(rank=4),
+            dtype=torch.bfloat16,
+            quantization="bitsandbytes_4bit",
+        )
+        policy.velocity(*asked(policy, 3))
+    assert weight_bytes(whole.module) - weight_bytes(policy.module) == less > 0
+    assert trace.flops == flops and trace.held <= held
+    changes = ("model.dtype=bfloat16", "model.quantization=bitsandbytes_4bit")
+    memory = estimate(configured(folders, "flux", *changes))["memory_in_GB"]
+    own = {id(w) for _, w in policy.trainable_parameters()}
+    assert memory["transformer, uint8"] * GB == pytest.approx(weight_bytes(policy.module, own))
+
+
+def test_autocast_is_planned_as_a_gpu_has_it(folders):
+    found = {}
+    for name in ("null", "bfloat16", "auto"):
+        planned = estimate(configured(folders, "flux", f"model.autocast={name}"))
+        found[name] = planned["memory_in_GB"]["activations_of_a_micro_batch"]
+    assert found["auto"] == found["bfloat16"] < 0.8 * found["null"]
 
 
 @pytest.mark.parametrize(

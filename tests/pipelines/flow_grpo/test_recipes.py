@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from visalign.training import FlowGRPO, RunSettings, Trainer
 from visalign.training.diffusion.settings import RolloutSettings
 from visalign.training.loop.optimizer import OptimizerSettings
 
+CONFIGS = Path(__file__).parents[3] / "configs"
 RECIPES = {
     "sd35_flow_grpo": "sd3",
     "flux1_flow_grpo": "flux",
@@ -31,6 +34,8 @@ RECIPES = {
     "z_image_flow_grpo": "z_image",
     "sdxl_flow_grpo": "sdxl",
     "sd15_ddpo": "sd15",
+    "pixart_flow_grpo": "pixart",
+    "sana_flow_grpo": "sana",
     "wan_flow_grpo": "wan",
 }
 
@@ -71,6 +76,8 @@ def test_a_recipe_runs_on_a_tiny_model_of_its_family(name, tmp_path):
     model = replace(config.model, path=str(tmp_path / "model"))
     planned = planned_cost(replace(config, model=model, rollout=rollout))
     assert policy.forward_count.equivalents - start == planned * 2 * 8
+    said = re.search(r"# Duration: ([\d +]+) forward-equivalents", (CONFIGS / f"{name}.yaml").read_text())
+    assert said and sum(map(int, said[1].split("+"))) == planned_cost(replace(config, model=model))
 
 
 def test_a_video_is_trained_and_evaluated_on_all_its_frames(tmp_path):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from visalign.errors import UserError
 
+from .answers import Answers
 from .arguments import call_arguments, checked_guidance, checked_negative, known_family
 from .condition import Encoded, Source, join, named, positive
 from .guidance import silent
@@ -65,7 +66,10 @@ class PipelineCall:
         self.fixed = call_arguments(pipe, self.family, image_size, num_frames, call)
         pipe.set_progress_bar_config(disable=True)
         self.scheduler = pipe.scheduler = handing_scheduler(pipe.scheduler)
+        self._guiders: dict[float, ClassifierFreeGuidance] = {}
         self._start: Tensor | None = None
+        self._answers = Answers(pipe, self.networks)
+        self._prepares = inspect.signature(pipe.prepare_latents)
         self._prepare, pipe.prepare_latents = pipe.prepare_latents, self._prepared
         self._ask_encoder, pipe.encode_prompt = pipe.encode_prompt, self._encoded
         self._returned: list[tuple[Any, ...]] = []
@@ -108,7 +112,8 @@ class PipelineCall:
         if family.scale == "-":  # its guider has it; its own begins at a step's index, which one call has not
             if self.pipe.components.get("guider") is not None:
                 scale = self.guidance if guided else family.off
-                self.pipe.guider = self.pipe.ocr_guider = ClassifierFreeGuidance(guidance_scale=scale)
+                self._guiders[scale] = self._guiders.get(scale) or ClassifierFreeGuidance(scale)  # it warns
+                self.pipe.guider = self.pipe.ocr_guider = self._guiders[scale]
             return {}
         return {family.scale: self.guidance if guided or family.guidance == "embedded" else family.off}
 
@@ -185,7 +190,7 @@ class PipelineCall:
         shown = {} if self._source is None else {"image": self._source.picture}
         given = {**self.fixed, **inputs, **shown, "num_inference_steps": steps, "output_type": output_type}
         try:
-            with nullcontext() if latents is None else silent():
+            with nullcontext() if latents is None else silent(self.pipe), self._answers.remembered():
                 draw = torch.Generator().manual_seed(0)
                 return self._call(self.pipe, **given, generator=draw, return_dict=False)[0]
         finally:
@@ -199,7 +204,7 @@ class PipelineCall:
 
     def _prepared(self, *args: Any, **kwargs: Any) -> Any:
         """The pipeline's latents and ids; the latents replaced by those that are asked about."""
-        bound = inspect.signature(self._prepare).bind(*args, **kwargs)
+        bound = self._prepares.bind(*args, **kwargs)
         bound.arguments.pop("latents", None)
         made = self._prepare(*bound.args, **bound.kwargs)
         whole = made[0] if isinstance(made, tuple) else made

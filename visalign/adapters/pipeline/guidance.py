@@ -17,15 +17,18 @@ from .families import Family
 
 
 @contextmanager
-def silent() -> Iterator[None]:
-    """Inside, diffusers says errors alone."""
-    logger = logging.getLogger("diffusers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+def silent(pipe: Any) -> Iterator[None]:
+    """Inside, the pipeline logs nothing; what it raises is raised.
+
+    Args:
+        pipe: the pipeline.
+    """
+    logger = logging.getLogger(type(pipe).__module__)
+    before, logger.disabled = logger.disabled, True  # a level would empty every logger's memory of its own
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.disabled = before
 
 
 class Halves:

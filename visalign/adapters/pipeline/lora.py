@@ -14,8 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from diffusers.utils import convert_state_dict_to_kohya
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError, safe_open
@@ -163,36 +161,6 @@ def read_lora(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             return {name: opened.get_tensor(name) for name in opened.keys()}, entries
     except (SafetensorError, json.JSONDecodeError) as error:
         raise UserError(f"{file} is no whole safetensors file ({error}). Copy it again.") from error
-
-
-def export_kohya(folder: Path, file: Path) -> int:
-    """Write saved adapters under kohya's keys, which ComfyUI, A1111 and diffusers' own loader read.
-
-    Args:
-        folder: with `pytorch_lora_weights.safetensors`, of a U-Net.
-        file: to be written, a .safetensors.
-
-    Returns:
-        How many layers it holds.
-
-    Raises:
-        FileNotFoundError: without that file.
-        UserError: diffusers has no such keys for this network.
-    """
-    saved, metadata = read_lora(folder)
-    part = next(iter(saved), "").partition(".")[0]
-    if part != "unet":
-        raise UserError(
-            f"The LoRA in {folder} is of a {part or 'model'}, and diffusers converts adapters of U-Nets "
-            f"alone (sd15, sdxl) into kohya's keys. Load {WEIGHT_FILE} as it is, by diffusers or a program "
-            "that reads its keys."
-        )
-    found = convert_state_dict_to_kohya(saved)
-    alpha = metadata.get(f"{part}.lora_alpha")
-    if alpha is not None:  # diffusers writes the rank in its place
-        found |= {name: torch.tensor(float(alpha)) for name in found if name.endswith(".alpha")}
-    save_file({name: weight.contiguous() for name, weight in found.items()}, file, {"format": "pt"})
-    return sum(name.endswith(".alpha") for name in found)
 
 
 def settings_of(folder: Path, seed: int = 0) -> LoraSettings:

@@ -8,8 +8,12 @@ Source: QLoRA, arXiv 2305.14314: gradients pass through frozen quantized weights
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +27,26 @@ QUANTIZATIONS = {"torchao_int8": "torchao", "bitsandbytes_4bit": "bitsandbytes"}
 """name -> package. int8 weights alone, a scale for each output; NF4, a scale for each 64 weights. LLM.int8 is
 not among them: the whole batch decides which of its columns are rounded, so that a sample's velocity would
 depend on its neighbours."""
+
+_BY_SHAPES = ContextVar("by_shapes", default=False)
+
+
+@dataclass(frozen=True)
+class FourBits:
+    """NF4 of a network that is known by its shapes alone."""
+
+    dtype: torch.dtype
+    """Of the matrix products."""
+
+
+@contextmanager
+def by_shapes_alone() -> Iterator[None]:
+    """Inside, no weight is read: 4 bits need neither their package nor a GPU."""
+    token = _BY_SHAPES.set(True)
+    try:
+        yield
+    finally:
+        _BY_SHAPES.reset(token)
 
 
 def quantization_of(
@@ -49,6 +73,9 @@ def quantization_of(
             "model.lora, or leave model.quantization out."
         )
     package = QUANTIZATIONS[name]
+    if package == "bitsandbytes" and _BY_SHAPES.get():
+        shapes = SimpleNamespace(quant_mapping=dict.fromkeys(networks, FourBits(dtype)))
+        return {"quantization_config": shapes}
     if find_spec(package) is None:
         raise UserError(f"quantization {name!r} needs {package}: pip install {package}. Or leave it out.")
     if package == "torchao" and int(os.environ.get("WORLD_SIZE", "1")) > 1:

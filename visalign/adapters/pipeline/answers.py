@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What diffusers looks up in all modules of all parts, several times a call: asked once, then remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+ASKED = ("dtype", "device", "_execution_device")
+"""Properties of a pipeline and of its networks whose answers are remembered."""
+
+
+class Answers:
+    """Stands before these properties while a pipeline is called.
+
+    They walk through all modules for hooks (of offloading, of casting layer by layer), five to ten times a
+    call, which takes the longer the larger the model is. What is remembered is diffusers' own answer, until
+    the weights move or change their dtype; hooks must be there before the pipeline becomes a policy. Outside
+    of the call each class is its own.
+
+    Args:
+        pipe: the pipeline.
+        networks: its parts that denoise.
+    """
+
+    def __init__(self, pipe: Any, networks: Mapping[str, Any]) -> None:
+        self._networks = list(networks.values())
+        self._parts = [pipe, *self._networks]
+        self._kinds: dict[type, type] = {}
+        self._known: dict[tuple[int, str], Any] = {}
+        self._weights: Any = None
+
+    @contextmanager
+    def remembered(self) -> Iterator[None]:
+        """Inside, a question is answered by the first answer to it."""
+        weight = next(self._networks[0].parameters())
+        if self._weights != (weight.dtype, weight.device):
+            self._known.clear()
+            self._weights = weight.dtype, weight.device
+        kinds = [type(part) for part in self._parts]
+        try:
+            for part, kind in zip(self._parts, kinds, strict=True):
+                if kind not in self._kinds:
+                    self._kinds[kind] = self._remembering(kind)
+                part.__class__ = self._kinds[kind]
+            yield
+        finally:
+            for part, kind in zip(self._parts, kinds, strict=True):
+                part.__class__ = kind
+
+    def _remembering(self, kind: Any) -> type:
+        """A class of the same name."""
+        changed = {name: self._property(getattr(kind, name), name) for name in ASKED if hasattr(kind, name)}
+        if hasattr(kind, "maybe_free_model_hooks"):
+            changed["maybe_free_model_hooks"] = self._free_hooks(kind.maybe_free_model_hooks)
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        return type(kind.__name__, (kind,), {**names, **changed})
+
+    def _property(self, own: Any, name: str) -> Any:
+        def answer(part: Any) -> Any:
+            key = id(part), name
+            if key not in self._known:
+                self._known[key] = own.fget(part)
+            return self._known[key]
+
+        return property(answer)
+
+    def _free_hooks(self, own: Any) -> Any:
+        """What ends a call: it takes parts off the device again and empties caches of features."""
+
+        def free(pipe: Any) -> None:
+            cached = any(getattr(network, "is_cache_enabled", False) for network in self._networks)
+            if cached or getattr(pipe, "_all_hooks", None):
+                own(pipe)
+
+        return free

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saved adapters under kohya's keys, which ComfyUI, A1111 and diffusers' own loaders read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from diffusers.utils import convert_state_dict_to_kohya
+from safetensors.torch import save_file
+from torch import Tensor
+
+from visalign.errors import UserError
+
+from .lora import WEIGHT_FILE, read_lora
+
+FLUX = {"transformer_blocks": 19, "single_transformer_blocks": 38}
+"""FLUX.1's blocks, all of width 3072."""
+WIDTH = 3072
+_JOINED = {
+    "double_blocks_{}_img_attn_qkv": ("transformer_blocks.{}.attn.", ("to_q", "to_k", "to_v"), (1, 1, 1)),
+    "double_blocks_{}_txt_attn_qkv": (
+        "transformer_blocks.{}.attn.",
+        ("add_q_proj", "add_k_proj", "add_v_proj"),
+        (1, 1, 1),
+    ),
+    "single_blocks_{}_linear1": (
+        "single_transformer_blocks.{}.",
+        ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
+        (1, 1, 1, 4),
+    ),
+}
+"""kohya's layer -> diffusers' layers that it is made of, with their outputs in widths."""
+_SINGLE = {
+    "double_blocks_{}_img_attn_proj": "transformer_blocks.{}.attn.to_out.0",
+    "double_blocks_{}_img_mlp_0": "transformer_blocks.{}.ff.net.0.proj",
+    "double_blocks_{}_img_mlp_2": "transformer_blocks.{}.ff.net.2",
+    "double_blocks_{}_img_mod_lin": "transformer_blocks.{}.norm1.linear",
+    "double_blocks_{}_txt_attn_proj": "transformer_blocks.{}.attn.to_add_out",
+    "double_blocks_{}_txt_mlp_0": "transformer_blocks.{}.ff_context.net.0.proj",
+    "double_blocks_{}_txt_mlp_2": "transformer_blocks.{}.ff_context.net.2",
+    "double_blocks_{}_txt_mod_lin": "transformer_blocks.{}.norm1_context.linear",
+    "single_blocks_{}_linear2": "single_transformer_blocks.{}.proj_out",
+    "single_blocks_{}_modulation_lin": "single_transformer_blocks.{}.norm.linear",
+}
+
+
+def export_kohya(folder: Path, file: Path) -> int:
+    """Write saved adapters under kohya's keys.
+
+    Args:
+        folder: with `pytorch_lora_weights.safetensors`, of a U-Net or of FLUX.1.
+        file: to be written, a .safetensors.
+
+    Returns:
+        How many layers it holds.
+
+    Raises:
+        FileNotFoundError: without that file.
+        UserError: there are no such keys for this network.
+    """
+    saved, metadata = read_lora(folder)
+    part = next(iter(saved), "").partition(".")[0]
+    alpha = metadata.get(f"{part}.lora_alpha")
+    if part == "unet":
+        found = convert_state_dict_to_kohya(saved)
+        if alpha is not None:  # diffusers writes the rank in its place
+            found |= {name: torch.tensor(float(alpha)) for name in found if name.endswith(".alpha")}
+    elif part == "transformer" and _is_flux(saved):
+        found = flux_to_kohya(saved, None if alpha is None else float(alpha))
+    else:
+        raise UserError(
+            f"The LoRA in {folder} is of a {part or 'model'}, and kohya's keys are written for U-Nets (sd15, "
+            "sdxl) and for FLUX.1 (19 double and 38 single blocks of width 3072, adapters in both) alone. "
+            f"Load {WEIGHT_FILE} as it is, by diffusers or a program that reads its keys."
+        )
+    save_file({name: weight.contiguous() for name, weight in found.items()}, file, {"format": "pt"})
+    return sum(name.endswith(".alpha") for name in found)
+
+
+def _is_flux(saved: Mapping[str, Tensor]) -> bool:
+    """By the names and the width, which no other family shares; its queries are layers of their own."""
+    places = [re.match(r"transformer\.(\w+)\.(\d+)\.", name) for name in saved]
+    inside = all(place and int(place[2]) < FLUX.get(place[1], 0) for place in places)
+    both = {place[1] for place in places if place} == set(FLUX)
+    widths = {len(w) for name, w in saved.items() if name.endswith("attn.to_q.lora_B.weight")}
+    return inside and both and widths == {WIDTH}
+
+
+def flux_to_kohya(saved: Mapping[str, Tensor], alpha: float | None) -> dict[str, Tensor]:
+    """FLUX.1's adapters, queries, keys and values as the one layer that they are in kohya's network.
+
+    With n layers of rank r in one, A is theirs one above the other and B block-diagonal: rank n r, alpha n α.
+
+    Args:
+        saved: names of diffusers, "transformer.….lora_A.weight" and lora_B.
+        alpha: of all layers; None is their rank.
+
+    Raises:
+        UserError: a layer that has no key.
+    """
+    left = {
+        name.removeprefix("transformer.").removesuffix(".lora_A.weight"): (weight, saved[_other(name)])
+        for name, weight in saved.items()
+        if name.endswith(".lora_A.weight")
+    }
+    found: dict[str, Tensor] = {}
+
+    def put(key: str, down: Tensor, up: Tensor, scale: float) -> None:
+        name = f"lora_unet_{key}"
+        found[f"{name}.lora_down.weight"], found[f"{name}.lora_up.weight"] = down, up
+        found[f"{name}.alpha"] = torch.tensor(scale * len(down))
+
+    for i in range(max(FLUX.values())):
+        for key, name in _SINGLE.items():
+            if pair := left.pop(name.format(i), None):
+                put(key.format(i), *pair, 1.0 if alpha is None else alpha / len(pair[0]))
+        for key, (start, names, widths) in _JOINED.items():
+            pairs = [left.pop(start.format(i) + name, None) for name in names]
+            known = next((pair for pair in pairs if pair), None)
+            if known is None:
+                continue
+            rank, inputs = known[0].shape
+            empty = [(known[0].new_zeros(rank, inputs), known[1].new_zeros(n * WIDTH, rank)) for n in widths]
+            whole = [pair or none for pair, none in zip(pairs, empty, strict=True)]
+            up = torch.block_diag(*(pair[1] for pair in whole))
+            put(
+                key.format(i),
+                torch.cat([pair[0] for pair in whole]),
+                up,
+                1.0 if alpha is None else alpha / rank,
+            )
+    if left:
+        raise UserError(
+            f"The LoRA has adapters that kohya's keys of FLUX.1 have no name for: {', '.join(left)}."
+        )
+    return found
+
+
+def _other(name: str) -> str:
+    return name.replace("lora_A", "lora_B")
