@@ -32,6 +32,7 @@ from visalign.adapters.lora import (
 )
 from visalign.errors import UserError
 
+from .families import Family
 from .quantization import keep_rounded
 
 WEIGHT_FILE = "pytorch_lora_weights.safetensors"
@@ -39,6 +40,34 @@ WEIGHT_FILE = "pytorch_lora_weights.safetensors"
 METADATA = "lora_adapter_metadata"
 """Under which diffusers keeps rank, alpha and places in that file."""
 _OTHER_SCALES = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
+
+
+def make_trainable(pipe: Any, family: Family, lora: LoraSettings | None, *, checkpointing: bool) -> list[Any]:
+    """Freeze a pipeline but for what is trained, in place.
+
+    Args:
+        pipe: the pipeline.
+        family: its family.
+        lora: adapters to train; None trains the whole of its networks, in float32.
+        checkpointing: compute activations again in the backward instead of keeping them.
+
+    Returns:
+        The layers that carry adapters.
+    """
+    layers: list[Any] = []
+    for name, part in pipe.components.items():
+        if not isinstance(part, nn.Module):
+            continue
+        network: Any = part.eval()
+        if name not in family.networks:
+            network.requires_grad_(False)
+        elif lora is None:
+            network.float().requires_grad_(True)
+        else:
+            layers += add_lora(network, lora, family.lora, family.unused)
+        if checkpointing and name in family.networks:
+            network.enable_gradient_checkpointing()
+    return layers
 
 
 def add_lora(

@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
 from diffusers.guiders import ClassifierFreeGuidance
 from PIL import Image
 from torch import Tensor, nn
 
 from visalign.adapters.lora import LoraSettings
-from visalign.adapters.model_folder import pipeline_index
 from visalign.adapters.weights import TrainedWeights
 from visalign.atomic import umask_permissions
 from visalign.errors import UserError
@@ -35,17 +33,21 @@ from .arguments import (
     checked_negative,
     checked_source,
     known_family,
-    part_dtypes,
 )
 from .condition import Encoded, PipelineCondition, Source, join, lengths, named, positive, rows_of
 from .guidance import Halves, silent
-from .lora import add_lora, load_lora, save_lora, settings_of
-from .quantization import quantization_of
+from .loading import load_pipeline
+from .lora import load_lora, make_trainable, save_lora, settings_of
+from .modular import as_one_call
 from .schedulers import handing_scheduler, time_of
 
 TIMESTEP_SCHEDULES = ("diffusers", "plain")
 """The pipeline's own grid, and the paper's: a flow's shift applied once, or a noise schedule's times spaced
 evenly from the last."""
+
+EXCHANGED = ("scheduler", "guider", "ocr_guider")
+"""Parts that a pipeline is given others for while a policy drives it. Of guiders only plain guidance is left:
+others begin at a step's index, which one call has not."""
 
 FINE = 1000
 """Steps of the grid between whose levels times are interpolated."""
@@ -93,7 +95,10 @@ class PipelinePolicy:
             UserError: a pipeline of no known family, or arguments that it cannot be used with.
         """
         self.family = known_family(type(pipe).__name__, "The pipeline")
-        self.pipe, self._own_scheduler = pipe, pipe.scheduler
+        if self.family.modular:
+            as_one_call(pipe, self.family.encodes.split())
+        self.pipe = pipe
+        self._own = {name: part for name, part in pipe.components.items() if name in EXCHANGED and part}
         self._arguments = inspect.signature(type(pipe).__call__).parameters
         self._call = getattr(type(pipe).__call__, "__wrapped__", None) or type(pipe).__call__
         found = {name: getattr(pipe, name, None) for name in self.family.networks}
@@ -110,7 +115,7 @@ class PipelinePolicy:
         network = next(iter(self.networks.values()))
         self.storage_dtype: torch.dtype = torch.float32 if lora is None else network.dtype
         self.autocast = network.dtype if lora is None and network.dtype.itemsize < 4 else autocast
-        layers = self._make_trainable(lora, gradient_checkpointing)
+        layers = make_trainable(pipe, self.family, lora, checkpointing=gradient_checkpointing)
         self.module: nn.Module = network if len(self.networks) == 1 else nn.ModuleDict(self.networks)
         self.lora, self.decode_batch = lora, at_least_one("decode_batch", decode_batch)
         if lora_path is not None:
@@ -130,6 +135,7 @@ class PipelinePolicy:
         encoder_dtype: torch.dtype | None = None,
         decoder_dtype: torch.dtype | None = None,
         quantization: str | None = None,
+        without: Sequence[str] = (),
         **options: Any,
     ) -> PipelinePolicy:
         """Load a pipeline from a folder or the hub and make it a policy.
@@ -141,26 +147,22 @@ class PipelinePolicy:
             encoder_dtype: of the text encoders; None is `dtype`.
             decoder_dtype: of the autoencoder; None is `dtype`.
             quantization: of the frozen network under LoRA, one of `QUANTIZATIONS`; None is none.
+            without: parts that are not loaded, such as FLUX.3's prompt_upsampler.
             **options: of the constructor: guidance, lora, image_size, num_frames, ...
 
         Raises:
             FileNotFoundError: if the folder or a part of it is missing.
             UserError: if no family knows the pipeline, or an option is out of range.
         """
-        index = pipeline_index(folder_or_id)
-        family = known_family(index.get("_class_name"), str(folder_or_id))
-        adapters = options.get("lora") is not None or options.get("lora_path") is not None
-        networks = [part for part in family.networks if index.get(part, [None])[0]]
-        quantized = quantization_of(quantization, networks, dtype, adapters=adapters)
-        dtypes = part_dtypes(index, dtype, encoder=encoder_dtype, decoder=decoder_dtype)
-        absent = {} if "safety_checker" not in index else {"safety_checker": None}
-        try:
-            pipe = DiffusionPipeline.from_pretrained(str(folder_or_id), dtype=dtypes, **absent, **quantized)
-        except (OSError, ValueError) as error:
-            raise FileNotFoundError(
-                f"{folder_or_id} cannot be loaded as {index.get('_class_name')}: "
-                f"{str(error).splitlines()[0]} Copy the missing folders, or save the pipeline again."
-            ) from error
+        pipe = load_pipeline(
+            folder_or_id,
+            dtype=dtype,
+            encoder_dtype=encoder_dtype,
+            decoder_dtype=decoder_dtype,
+            quantization=quantization,
+            adapters=options.get("lora") is not None or options.get("lora_path") is not None,
+            without=without,
+        )
         return cls(pipe.to(device), **options)
 
     @property
@@ -335,6 +337,9 @@ class PipelinePolicy:
         """Stand where the pipeline makes its grid, its start and its embeddings; ask it once for each."""
         pipe.set_progress_bar_config(disable=True)
         self._scheduler = pipe.scheduler = handing_scheduler(pipe.scheduler)
+        if "guider" in self._own:
+            with silent():
+                pipe.guider = pipe.ocr_guider = ClassifierFreeGuidance()
         self.prediction: Prediction = self._scheduler.prediction
         self._times: dict[float, float] = {}
         self._start: Tensor | None = None
@@ -352,21 +357,6 @@ class PipelinePolicy:
         self._run(self._inputs([self._any]), None, None, steps=steps)
         self._fine = self._scheduler.grid
 
-    def _make_trainable(self, lora: LoraSettings | None, checkpointing: bool) -> list[Any]:
-        for name, part in self.pipe.components.items():
-            if isinstance(part, nn.Module) and name not in self.networks:
-                part.requires_grad_(False).eval()
-        layers: list[Any] = []
-        for network in self.networks.values():
-            network.eval()
-            if lora is None:
-                network.float().requires_grad_(True)
-            else:
-                layers += add_lora(network, lora, self.family.lora, self.family.unused)
-            if checkpointing:
-                network.enable_gradient_checkpointing()
-        return layers
-
     def _encode(self, prompt: str, *, guided: bool, source: Source | None = None) -> Encoded:
         """One prompt, by whatever the pipeline's call asks of its `encode_prompt`."""
         self._returned.clear()
@@ -383,10 +373,9 @@ class PipelinePolicy:
 
     def _scale(self, guided: bool) -> dict[str, float]:
         family = self.family
-        if family.scale == "-":  # its guider has it; its own begins at a step's index, which one call has not
-            if self.pipe.components.get("guider") is not None:
-                scale = self.guidance if guided else family.off
-                self.pipe.guider = self.pipe.ocr_guider = ClassifierFreeGuidance(guidance_scale=scale)
+        if family.scale == "-":  # its guider has it
+            if "guider" in self._own:
+                self.pipe.guider.guidance_scale = self.guidance if guided else family.off
             return {}
         return {family.scale: self.guidance if guided or family.guidance == "embedded" else family.off}
 
@@ -416,7 +405,8 @@ class PipelinePolicy:
         groups: dict[Any, list[int]] = {}
         alone = self.guided and self.family.alone
         for i, (row, t) in enumerate(zip(rows, time.tolist(), strict=True)):
-            key = (lengths(row, self.family.batch_axis), None if self._mixed else t, i if alone else 0)
+            shared = lengths(row, self.family.batch_axis, padded=self.family.padded)
+            key = (shared, None if self._mixed else t, i if alone else 0)
             groups.setdefault(key, []).append(i)
         return list(groups.values())
 
@@ -488,9 +478,12 @@ class PipelinePolicy:
 
     @contextmanager
     def _handed_back(self) -> Iterator[None]:
-        """Inside, the pipeline has its own scheduler."""
-        self.pipe.scheduler = self._own_scheduler
+        """Inside, the pipeline has its own parts."""
+        given = {name: getattr(self.pipe, name) for name in self._own}
         try:
+            for name, part in self._own.items():
+                setattr(self.pipe, name, part)
             yield
         finally:
-            self.pipe.scheduler = self._scheduler
+            for name, part in given.items():
+                setattr(self.pipe, name, part)
