@@ -13,7 +13,7 @@ import torch
 from visalign.errors import UserError
 
 from .condition import Source, picture_of
-from .families import FAMILIES, PIPELINES, Family
+from .families import FAMILIES, PIPELINES, REFUSED, Family
 
 
 def known_family(kind: Any, what: str) -> Family:
@@ -26,6 +26,8 @@ def known_family(kind: Any, what: str) -> Family:
     Raises:
         UserError: no family has it.
     """
+    if kind in REFUSED:
+        raise UserError(f"{what} is a {kind}, which {REFUSED[kind]}.")
     if kind not in PIPELINES:
         known = ", ".join(f"{pipeline} ({name})" for pipeline, name in PIPELINES.items())
         raise UserError(

@@ -298,5 +298,13 @@ FAMILIES: dict[str, Family] = {
 }
 """name -> family."""
 
+REFUSED = {
+    "Flux3DistilledModularPipeline": (
+        "predicts the mean velocity of a whole step, which no single time has. Take the model that is not "
+        "distilled (Flux3ModularPipeline)"
+    )
+}
+"""`_class_name` -> why no family has it."""
+
 PIPELINES: dict[str, str] = {kind: name for name, family in FAMILIES.items() for kind in family.pipelines}
-"""`_class_name` in a model_index.json -> name of the family."""
+"""`_class_name` in an index -> name of the family."""

@@ -9,6 +9,7 @@ call, 3 to 11 ms of processor time a velocity (`tests/benchmarks/pipeline_call.p
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -255,12 +256,20 @@ class PipelinePolicy:
 
         Args:
             steps: at least 1.
-            timestep_schedule: "diffusers" is what the pipeline's scheduler uses, "plain" the paper's.
+            timestep_schedule: "diffusers" is what the pipeline's scheduler uses, "plain" the paper's. A model
+                that ships levels of its own has these at their number of steps.
         """
         if steps < 1 or timestep_schedule not in TIMESTEP_SCHEDULES:
             raise UserError(
                 f"steps={steps}, timestep_schedule={timestep_schedule!r}: steps must be at least 1 and "
                 f"timestep_schedule one of {TIMESTEP_SCHEDULES}."
+            )
+        shipped = self.pipe.config.get("sample_sigmas")
+        if shipped and len(shipped) != steps and timestep_schedule == "diffusers":
+            warnings.warn(
+                f"This {type(self.pipe).__name__} was distilled for its own {len(shipped)} steps, and {steps} take "
+                f"levels that it does not ship. Set the steps to {len(shipped)}.",
+                stacklevel=2,
             )
         self._run(self._inputs([self._any]), None, None, steps=steps)
         scheduler = self._scheduler
