@@ -32,6 +32,7 @@ def _seeded():
 
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:This QwenImage21Turbo.* was distilled for"),
     pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated"),
     pytest.mark.filterwarnings("ignore:`LoraLoaderMixin` is deprecated"),  # a parent of PRXPipeline
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -55,28 +55,6 @@ def part_dtypes(
     encoders = [part for part in index if part.startswith(("text_encoder", "image_encoder", "prompt_ups"))]
     chosen = {**dict.fromkeys(encoders, encoder), "vae": decoder if "vae" in index else None}
     return {"default": dtype, **{part: own for part, own in chosen.items() if own is not None}}
-
-
-def checked_absent(index: Mapping[str, Any], family: Family, without: Collection[str]) -> list[str]:
-    """The parts that are not loaded; a filter of pictures never is.
-
-    Args:
-        index: of the pipeline.
-        family: its family.
-        without: as asked for.
-
-    Raises:
-        UserError: it has no such part, or does not work without.
-    """
-    parts = [name for name, entry in index.items() if isinstance(entry, list)]
-    free = [name for name in parts if name not in {*family.networks, "vae", "scheduler"}]
-    refused = [name for name in without if name not in free] if not isinstance(without, str) else [without]
-    if refused:
-        raise UserError(
-            f"without names {', '.join(refused)}; give a list of parts that this {index.get('_class_name')} "
-            f"may do without: {', '.join(free)}."
-        )
-    return [*without, *({"safety_checker"} & {*parts})]
 
 
 def checked_guidance(pipe: Any, family: Family, guidance: float | None) -> float:

@@ -11,8 +11,9 @@ import torch
 from diffusers import DiffusionPipeline
 
 from visalign.adapters.model_folder import pipeline_index
+from visalign.errors import UserError
 
-from .arguments import checked_absent, known_family, part_dtypes
+from .arguments import known_family, part_dtypes
 from .modular import load_modular
 from .quantization import quantization_of
 
@@ -36,7 +37,7 @@ def load_pipeline(
         decoder_dtype: of the autoencoder; None is `dtype`.
         quantization: of the networks, one of `QUANTIZATIONS`; None is none.
         adapters: whether a LoRA is trained.
-        without: parts that are not loaded.
+        without: parts of a modular one that are not loaded.
 
     Raises:
         FileNotFoundError: the folder or a part of it is missing.
@@ -47,12 +48,17 @@ def load_pipeline(
     networks = [part for part in family.networks if any(index.get(part) or ())]
     quantized = quantization_of(quantization, networks, dtype, adapters=adapters)
     dtypes = part_dtypes(index, dtype, encoder=encoder_dtype, decoder=decoder_dtype)
-    absent = checked_absent(index, family, without)
+    if without and not family.modular:
+        raise UserError(
+            f"without is {without!r}, and a {index['_class_name']} is loaded whole. Leave without out."
+        )
+    absent = {} if "safety_checker" not in index else {"safety_checker": None}
     try:
         if family.modular:
-            return load_modular(folder_or_id, dtypes, without=absent, **quantized)
-        given = {**dict.fromkeys(absent), **quantized}
-        return DiffusionPipeline.from_pretrained(str(folder_or_id), dtype=dtypes, **given)
+            return load_modular(folder_or_id, dtypes, without=without, **quantized)
+        return DiffusionPipeline.from_pretrained(str(folder_or_id), dtype=dtypes, **absent, **quantized)
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"{folder_or_id} cannot be loaded as {index.get('_class_name')}: "

@@ -40,14 +40,25 @@ def load_modular(
     Args:
         folder_or_id: a folder as `save_pretrained` writes it, or `owner/name`.
         dtypes: part -> what it is loaded in; "default" is of all others.
-        without: parts that are left out, and with them the blocks that need them.
+        without: parts that are left out, and with them the blocks before the text encoder that need them.
         quantization_config: of a pipeline: which parts are quantized while they are read.
 
     Raises:
         OSError, ValueError: a part is missing or broken.
+        UserError: it cannot do without one that is to be left out.
     """
     with silent():
         pipe: Any = ModularPipeline.from_pretrained(str(folder_or_id), workflow=WORKFLOW)
+    whole = _row(pipe, ())
+    text = _text_encoder(whole)
+    needed = {name for block in whole[text:] for name in _needs(block)}
+    free = {name for block in whole[:text] for name in _needs(block)} - needed
+    refused = [without] if isinstance(without, str) else [name for name in without if name not in free]
+    if refused:
+        raise UserError(
+            f"without names {', '.join(refused)}; give a list of what this {type(pipe).__name__} can do "
+            f"without: {', '.join(sorted(free)) or 'nothing'}."
+        )
     wanted = {name for block in _row(pipe, without) for name in _needs(block)}
     rounded = {} if quantization_config is None else quantization_config.quant_mapping
     parts = {}

@@ -148,7 +148,7 @@ class PipelinePolicy:
             encoder_dtype: of the text encoders; None is `dtype`.
             decoder_dtype: of the autoencoder; None is `dtype`.
             quantization: of the frozen network under LoRA, one of `QUANTIZATIONS`; None is none.
-            without: parts that are not loaded, such as FLUX.3's prompt_upsampler.
+            without: parts of a modular pipeline that are not loaded, such as FLUX.3's prompt_upsampler.
             **options: of the constructor: guidance, lora, image_size, num_frames, ...
 
         Raises:
@@ -267,8 +267,8 @@ class PipelinePolicy:
         shipped = self.pipe.config.get("sample_sigmas")
         if shipped and len(shipped) != steps and timestep_schedule == "diffusers":
             warnings.warn(
-                f"This {type(self.pipe).__name__} was distilled for its own {len(shipped)} steps, and {steps} take "
-                f"levels that it does not ship. Set the steps to {len(shipped)}.",
+                f"This {type(self.pipe).__name__} was distilled for {len(shipped)} steps of its own, and "
+                f"{steps} take levels that it does not ship. Set the steps to {len(shipped)}.",
                 stacklevel=2,
             )
         self._run(self._inputs([self._any]), None, None, steps=steps)
