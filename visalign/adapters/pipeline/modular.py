@@ -115,7 +115,7 @@ def as_one_call(pipe: Any, encodes: Collection[str]) -> None:
 
     call.__signature__ = inspect.Signature([own, *given])  # type: ignore[attr-defined]
     pipe.__class__ = type(kind.__name__, (_OneCall, kind), {"__call__": call, "__module__": kind.__module__})
-    pipe._encodes, pipe._taken, pipe._captions = tuple(encodes), taken, {}
+    pipe._encodes, pipe._taken, pipe._captions = tuple(encodes), taken, {"": ""}
     pipe._upsampling, pipe._encoding = row[:text], row[text]
     pipe._preparing, pipe._denoising, pipe._decoding = row[text + 1 : loop], row[loop], row[loop + 1 :]
 
@@ -124,7 +124,8 @@ class _OneCall:
     """What `as_one_call` lays over the class of a modular pipeline."""
 
     def encode_prompt(self: Any, state: Any) -> tuple[Any, ...]:
-        """Run the encoders on a state; a prompt is upsampled once, which takes a language model's answer."""
+        """Run the encoders on a state. A language model's answer to a prompt, where there is one, is kept; an
+        empty prompt, by which a policy asks for shapes, stays empty."""
         prompt = state.get("prompt")
         if prompt not in self._captions:
             for block in self._upsampling:
