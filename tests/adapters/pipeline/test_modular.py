@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from tests.support.models.modular import (
     GRID,
+    diffusers,
     own_modular_run,
     qwen_image_21_parts,
     save_modular,
@@ -49,7 +49,7 @@ def policy_of(folder: Path, **options: Any) -> PipelinePolicy:
 
 def whole_pipeline(folder: Path) -> Any:
     """As diffusers reads it."""
-    pipe: Any = diffusers.ModularPipeline.from_pretrained(str(folder))
+    pipe = diffusers.ModularPipeline.from_pretrained(str(folder))
     pipe.load_components()
     return pipe
 
@@ -95,7 +95,7 @@ def test_the_classic_folder_of_qwen_image_21_goes_the_same_way(tmp_path):
     """diffusers' classic pipeline as the oracle: `sample_sigmas` in its index make it Turbo."""
     torch.manual_seed(0)
     parts = qwen_image_21_parts(turbo=True)
-    classic: Any = getattr(diffusers, "QwenImage21Pipeline")(**parts, sample_sigmas=GRID)  # noqa: B009
+    classic = diffusers.QwenImage21Pipeline(**parts, sample_sigmas=GRID)
     classic.save_pretrained(tmp_path)
     with pytest.raises(
         UserError, match=r"A QwenImage21Pipeline is driven by its blocks\. Load its folder as"
@@ -157,7 +157,7 @@ def test_parts_that_are_missing_are_named(folders, tmp_path):
     ):
         policy_of(tmp_path)
     assert not policy_of(tmp_path, without=["prompt_upsampler"]).guided
-    pipe: Any = diffusers.ModularPipeline.from_pretrained(str(folders["flux3"]))
+    pipe = diffusers.ModularPipeline.from_pretrained(str(folders["flux3"]))
     with pytest.raises(
         UserError, match=r"This Flux3ModularPipeline has no text_encoder, tokenizer, .*load_com"
     ):
@@ -198,6 +198,18 @@ def test_dtypes_of_the_parts(folders):
     )
     v.square().mean().backward()
     assert all(p.dtype == torch.float32 and p.grad is not None for _, p in policy.trainable_parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_network_trained_whole_and_a_rewards_gradient(name):
+    pipe, options = tiny_pipeline(name)
+    policy = PipelinePolicy(pipe, **options, gradient_checkpointing=True)
+    x, sigma = torch.randn(2, *policy.latent_shape), torch.tensor([0.7, 0.7])
+    v = policy.velocity(x, sigma, policy.encode([PROMPT, "a star"]))
+    policy.decode(x - 0.7 * v).mean().backward()
+    without = [n for n, p in policy.trainable_parameters() if p.grad is None or not p.grad.any()]
+    frozen = [n for n, p in policy.module.named_parameters() if not p.requires_grad]
+    assert without == [] and all(".image_cond." in n for n in frozen) and bool(frozen) == (name == "flux3")
 
 
 def test_what_an_index_says_of_guidance(folders):
@@ -247,7 +259,7 @@ def test_other_guiders_are_refused():
         PipelinePolicy(pipe, lora=LORA, **options)
 
 
-def test_a_negative_prompt_leads_away(folders):
+def test_a_negative_prompt_leads_away(folders, caplog):
     x, sigma = torch.randn(1, *policy_of(folders["flux3"]).latent_shape), torch.tensor([0.5])
     found = []
     for guidance, negative in ((3.0, None), (3.0, "a star"), (1.0, "a star")):
@@ -257,6 +269,7 @@ def test_a_negative_prompt_leads_away(folders):
             star, scene = (policy.velocity(x, sigma, policy.encode([p])) for p in ("a star", PROMPT))
     assert not torch.allclose(found[0], found[1], atol=1e-4)
     torch.testing.assert_close(found[1], star + 3 * (scene - star), rtol=1e-4, atol=1e-5)
+    assert "will be ignored" not in caplog.text  # as diffusers would say at each prompt
 
 
 def test_a_folder_is_planned_by_shapes_where_the_network_allows_it(folders, monkeypatch):

@@ -56,7 +56,7 @@ class Family:
     lora: tuple[str, ...] = ATTENTION
     """Ends of the names of the layers that get adapters, where none are asked for."""
     unused: str | None = None
-    """Pattern of layers that the velocity does not depend on; "{last}" is the last block's number."""
+    """Pattern of layers, or weights, that the velocity does not depend on; "{last}" is the last block."""
     own_size: bool = False
     """Whether the call makes pictures of an area of its own, whatever it is asked for."""
     frames: int | None = None
@@ -166,7 +166,7 @@ FAMILIES: dict[str, Family] = {
         scale="-",
         unconditional=1,
         unit=2,
-        unused=r"^mode_blocks\.image_cond\.",
+        unused=r"\.image_cond\.",  # of pictures to edit, which are not given
         modular=True,
     ),
     "qwen_image": Family(pipelines=("QwenImagePipeline",), **_QWEN),  # type: ignore[arg-type]

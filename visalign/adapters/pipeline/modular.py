@@ -2,8 +2,8 @@
 """Modular pipelines of diffusers with the members of a classic one, by which `PipelinePolicy` drives both.
 
 A modular pipeline is a row of blocks over a shared state: encoders, preparations, a loop over the times,
-decoders. Here the row is run as one call that keeps the gradient of the loop, takes embeddings in the
-encoders' place, and asks `encode_prompt` and `prepare_latents` where a classic pipeline does.
+decoders. Here the row is run as one call that keeps the gradient of loop and decoders, takes embeddings in
+the encoders' place, and asks `encode_prompt` and `prepare_latents` where a classic pipeline does.
 """
 
 from __future__ import annotations
@@ -132,6 +132,8 @@ class _OneCall:
                 block(self, state)
             self._captions[prompt] = state.get("prompt")
         state.set("prompt", self._captions[prompt])
+        if not getattr(self, "requires_unconditional_embeds", False):
+            state.set("negative_prompt", None)  # of which the encoders would say that it is ignored
         self._encoding(self, state)
         return tuple(state.get(name) for name in self._encodes)
 
@@ -141,7 +143,8 @@ class _OneCall:
 
     def save_pretrained(self: Any, folder: str | Path) -> None:
         """Write the parts, and an index that names the folder."""
-        super().save_pretrained(str(folder), overwrite_modular_index=True)
+        own: Any = super()
+        own.save_pretrained(str(folder), overwrite_modular_index=True)
 
     def _run_blocks(self: Any, asked: dict[str, Any]) -> tuple[Any]:
         """(pictures,), or (latents,) for the output type "latent"."""
@@ -150,21 +153,22 @@ class _OneCall:
         if shipped and len(shipped) != steps:
             asked["sigmas"] = np.linspace(1.0, 1 / steps, steps).tolist()
         for name, value in asked.items():
-            one = value[0] if "prompt" in name and isinstance(value, list) else value
+            one = value[0] if "prompt" in name and isinstance(value, list) else value  # FLUX.3 reads no list
             state.set(name, one, self._taken.get(name))
         with torch.no_grad():
             if state.get("prompt_embeds") is None:
                 self.encode_prompt(state)
             for block in self._preparing:
                 block(self, state)
-            state.set("latents", self.prepare_latents(state.get("latents")))
+        state.set("latents", self.prepare_latents(state.get("latents")))
         if len(state.get("timesteps")):
             _with_gradient(self._denoising)(self, state)
         if asked["output_type"] == "latent":
             return (state.get("latents"),)
-        for block in self._decoding:
-            block(self, state)
-        return (_over_white(state.get("images")),)
+        for block in self._decoding:  # a reward's gradient goes through them
+            _with_gradient(block)(self, state)
+        images: Any = state.get("images")
+        return (_over_white(images),)
 
 
 def _over_white(images: Tensor) -> Tensor:
@@ -201,7 +205,7 @@ def _needs(block: Any) -> set[str]:
 
 def _with_gradient(block: Any) -> Callable[..., Any]:
     """A block's call, from under its `torch.no_grad`."""
-    call = type(block).__call__
+    call: Any = type(block).__call__
     return getattr(call, "__wrapped__", call).__get__(block)
 
 
