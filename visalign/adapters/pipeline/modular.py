@@ -22,6 +22,7 @@ from torch import Tensor
 
 from visalign.errors import UserError
 
+from .families import Family
 from .guidance import silent
 
 WORKFLOW = "text2image"
@@ -71,18 +72,20 @@ def load_modular(
     return pipe
 
 
-def as_one_call(pipe: Any, encodes: Collection[str]) -> None:
+def as_one_call(pipe: Any, family: Family) -> None:
     """Give a modular pipeline `encode_prompt`, `prepare_latents` and a call with gradient, in place.
 
     Args:
         pipe: with its parts loaded; blocks before its text encoder (FLUX.3's upsampler of prompts) whose
             parts are not there are left out.
-        encodes: what its encoders make, in the order in which `encode_prompt` returns it.
+        family: its family; one of classic pipelines changes nothing.
 
     Raises:
         UserError: it is a classic one, a part is missing, or its guider is no plain guidance.
     """
-    kind = type(pipe)
+    if not family.modular:
+        return
+    kind, encodes = type(pipe), family.encodes.split()
     if not issubclass(kind, ModularPipeline):
         raise UserError(
             f"A {kind.__name__} is driven by its blocks. Load its folder as a diffusers.ModularPipeline, or "

@@ -95,11 +95,8 @@ class PipelinePolicy:
         Raises:
             UserError: a pipeline of no known family, or arguments that it cannot be used with.
         """
-        self.family = known_family(type(pipe).__name__, "The pipeline")
-        if self.family.modular:
-            as_one_call(pipe, self.family.encodes.split())
-        self.pipe = pipe
-        self._own = {name: part for name, part in pipe.components.items() if name in EXCHANGED and part}
+        self.pipe, self.family = pipe, known_family(type(pipe).__name__, "The pipeline")
+        as_one_call(pipe, self.family)
         self._arguments = inspect.signature(type(pipe).__call__).parameters
         self._call = getattr(type(pipe).__call__, "__wrapped__", None) or type(pipe).__call__
         found = {name: getattr(pipe, name, None) for name in self.family.networks}
@@ -345,6 +342,7 @@ class PipelinePolicy:
     def _take_over(self, pipe: Any) -> None:
         """Stand where the pipeline makes its grid, its start and its embeddings; ask it once for each."""
         pipe.set_progress_bar_config(disable=True)
+        self._own = {name: part for name, part in pipe.components.items() if name in EXCHANGED and part}
         self._scheduler = pipe.scheduler = handing_scheduler(pipe.scheduler)
         if "guider" in self._own:
             with silent():
