@@ -190,6 +190,8 @@ def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
         return tree_map(_to_numbers, out)
 
     part.forward = forward
+    if name == "prompt_upsampler":  # its answer as long as what it was asked, instructions included
+        part.generate = lambda input_ids, **_: torch.cat([input_ids, input_ids], 1)
     if name == "vae":
         encode = part.encode
 

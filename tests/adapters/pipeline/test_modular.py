@@ -111,38 +111,42 @@ def test_the_classic_folder_of_qwen_image_21_goes_the_same_way(tmp_path):
     assert float((made - own).abs().max()) <= 3e-7 * float(own.abs().max())
 
 
-def test_a_prompt_is_upsampled_once_and_the_upsampler_may_be_left_out(folders):
-    asked: list[str] = []
-
-    class Processor:
-        def apply_chat_template(self, messages: Any, **_: Any) -> Any:
-            asked.append(messages[1]["content"][0]["text"])
-            return type("Inputs", (dict,), {"to": lambda self, _: self})(input_ids=torch.tensor([[0]]))
-
-        def decode(self, *_: Any, **__: Any) -> str:
-            return f"{asked[-1]}, at night"
-
-    class Upsampler(torch.nn.Module):
-        device = dtype = None
-
-        def generate(self, **_: Any) -> torch.Tensor:
-            return torch.tensor([[0, 7]])
-
-    pipe, options = tiny_pipeline("flux3")
-    pipe.update_components(prompt_upsampler=Upsampler(), prompt_upsampler_processor=Processor())
-    policy = PipelinePolicy(pipe, lora=LORA, **options)
-    condition = policy.encode(["a star", "a cat", "a star"])
-    policy.encode(["a cat"])
-    assert asked == ["a star", "a cat"]
-    plain = PipelinePolicy(tiny_pipeline("flux3")[0], lora=LORA, **options)
-    expected = plain.encode(["a star, at night"]).rows()[0]["prompt_embeds"]
-    assert torch.equal(condition.rows()[0]["prompt_embeds"], expected)
-    policy_of(folders["flux3"], without=["prompt_upsampler"])
+def test_a_prompt_is_upsampled_once_and_the_upsampler_may_be_left_out(folders, tmp_path):
+    folder = save_modular(tiny_flux3(upsampler=True), tmp_path)
+    policy = policy_of(folder, call={"max_new_tokens": 12})
+    model, asked = policy.pipe.prompt_upsampler, []
+    own = model.generate
+    model.generate = lambda **given: (asked.append(given["input_ids"]), own(**given))[1]
+    condition = policy.encode([PROMPT, "a cat", PROMPT])
+    assert len(asked) == 2 and PROMPT not in policy.pipe._captions[PROMPT]
+    noise = torch.randn(1, *policy.latent_shape, generator=torch.Generator().manual_seed(1))
+    again = policy.encode([PROMPT])
+    assert len(asked) == 2 and torch.equal(
+        again.rows()[0]["prompt_embeds"], condition.rows()[0]["prompt_embeds"]
+    )
+    made = rollout(policy, again, sigmas=policy.sigmas(3), noise=noise).latents
+    call = {**SIZE, "num_inference_steps": 3, "max_new_tokens": 12}
+    latents, _ = own_modular_run(whole_pipeline(folder), [PROMPT], noise, 1.0, **call)
+    assert float((made - latents).abs().max()) <= 3e-7 * float(latents.abs().max())
+    with hollow_pipelines():
+        assert policy_of(folder).encode([PROMPT]).rows()[0]["prompt_embeds"].shape[1] > 80
+    plain = policy_of(folder, without=["prompt_upsampler"])
+    assert plain.pipe.prompt_upsampler is None and plain.pipe.prompt_upsampler_processor is None
     message = r"without names vae; give a list of what this Flux3ModularPipeline can do without: prompt_up"
     with pytest.raises(UserError, match=message):
         policy_of(folders["flux3"], without=["vae"])
     with pytest.raises(UserError, match=r"without names vae; .* can do without: nothing\."):
         policy_of(folders["qwen_image_21"], without="vae")
+
+
+def test_a_call_of_one_step_caches_nothing(folders):
+    policy, seen = policy_of(folders["qwen_image_21_turbo"]), []
+    keep = policy.module.register_forward_pre_hook(
+        lambda _, __, given: seen.append(given["kv_cache"]), with_kwargs=True
+    )
+    policy.velocity(torch.randn(1, *policy.latent_shape), torch.tensor([0.5]), policy.encode([PROMPT]))
+    keep.remove()
+    assert seen == [None]
 
 
 def test_parts_that_are_missing_are_named(folders, tmp_path):

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+from transformers import (
+    Qwen2VLImageProcessor,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
 
 from tests.support.models.vision_language import TEMPLATE, tiny_seeing_model, tiny_seeing_tokenizer
 
@@ -17,10 +23,11 @@ GRID = [1.0, 0.7, 0.2]
 """The levels that the tiny Turbo model ships."""
 
 
-def tiny_flux3(**changes: Any) -> Any:
-    """FLUX.3 as its repository has it, without the upsampler of prompts.
+def tiny_flux3(*, upsampler: bool = False, **changes: Any) -> Any:
+    """FLUX.3 as its repository has it.
 
     Args:
+        upsampler: with the language model that writes prompts out.
         **changes: of the transformer.
     """
     transformer = diffusers.Flux3Transformer2DModel(
@@ -52,6 +59,7 @@ def tiny_flux3(**changes: Any) -> Any:
         tokenizer=_processor(),
         transformer=transformer,
         vae=autoencoder,
+        **(_upsampler() if upsampler else {}),
     )
 
 
@@ -144,6 +152,20 @@ def _pipeline(blocks: str, **parts: Any) -> Any:
     pipe = getattr(diffusers, blocks)().init_pipeline()
     pipe.update_components(**parts)
     return pipe
+
+
+def _upsampler() -> dict[str, Any]:
+    language = tiny_seeing_model("qwen3_vl").config.text_config.to_dict()
+    own = {
+        name: language[name] for name in language if "size" in name or "num_" in name or "token_id" in name
+    }
+    linear = {f"linear_{name}": 2 for name in ("num_key_heads", "num_value_heads")}
+    linear |= {f"linear_{name}": 8 for name in ("key_head_dim", "value_head_dim")}
+    text = {**own, **linear, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
+    tower = {"depth": 1, "num_heads": 2, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24}
+    config = Qwen3_5Config(text_config=text, vision_config={**tower, "patch_size": 4})
+    model = Qwen3_5ForConditionalGeneration(config).eval()
+    return {"prompt_upsampler": model, "prompt_upsampler_processor": _processor()}
 
 
 def _processor() -> Qwen3VLProcessor:
