@@ -69,7 +69,7 @@ def families() -> str:
     rows = []
     for name, family in FAMILIES.items():
         usual = "" if family.usual is None else f"{family.usual:g}"
-        off = "" if family.guidance == "embedded" else f"{family.off:g}"
+        off = "" if family.guidance in ("embedded", "none") else f"{family.off:g}"
         makes = "pictures" if family.frames is None else "videos"
         times = "any" if family.mixed else "one"
         kinds = ", ".join(code(kind) for kind in family.pipelines)

@@ -186,8 +186,9 @@ def duration(seconds: float) -> str:
 def result_files(folder: Path) -> list[str]:
     """What a user looks for first in a run's folder, as far as it is there."""
     of_text = (folder / "lora" / "adapter_config.json").exists()
-    drawn = (folder / "model" / "model_index.json").exists()
-    whole = "DiffusionPipeline" if drawn else "AutoModelForCausalLM"
+    kinds = {"model_index.json": "DiffusionPipeline", "modular_model_index.json": "ModularPipeline"}
+    drawn = [kind for index, kind in kinds.items() if (folder / "model" / index).exists()]
+    whole = drawn[0] if drawn else "AutoModelForCausalLM"
     wanted = {
         "report.html": "before and after, opens in a browser",
         "lora": "for peft.PeftModel.from_pretrained" if of_text else "for pipe.load_lora_weights",

@@ -36,7 +36,7 @@ class ModelConfig:
     """A packaged model, the folder of a diffusers pipeline, or a hub id."""
     adapter: str | None = None
     """What makes it a policy: a name (sd3, pipeline), package.module:Class or path/to/file.py:Class; null: by
-    its model_index.json."""
+    its index."""
     lora: LoraConfig | None = field(default_factory=LoraConfig)
     """null trains the whole transformer."""
     guidance: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from visalign.adapters.catalogue import family_of
+from visalign.data.assets import resolve_model
 from visalign.pipelines.shared.grids import SampleGrids
 from visalign.pipelines.shared.job import (
     PolicyRun,
@@ -107,11 +109,15 @@ def load_code(config: FlowGRPOConfig, output: Path) -> str:
             f"policy = load_policy({path}, adapter={adapter})\n"
             f"policy.load({folder})  # where the adapter offers it: load is no part of the contract"
         )
-    start = "from diffusers import DiffusionPipeline\n"
+    family = family_of(resolve_model(config.model.path), config.model.adapter)
+    modular = family is not None and family.modular
+    kind = "ModularPipeline" if modular else "DiffusionPipeline"
+    parts = "\npipe.load_components()" if modular else ""
+    start = f"from diffusers import {kind}\n"
     if config.model.lora is None:
-        return f"{start}\npipe = DiffusionPipeline.from_pretrained({folder})"
+        return f"{start}\npipe = {kind}.from_pretrained({folder}){parts}"
     return (
         f"{start}from visalign.data.assets import resolve_model\n\n"
-        f"pipe = DiffusionPipeline.from_pretrained(resolve_model({path}))\n"
+        f"pipe = {kind}.from_pretrained(resolve_model({path})){parts}\n"
         f"pipe.load_lora_weights({folder})"
     )

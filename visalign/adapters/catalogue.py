@@ -16,7 +16,7 @@ from visalign.interfaces import DiffusionPolicy
 
 from .check import METHODS, AdapterError, check_members
 from .model_folder import pipeline_index
-from .pipeline.families import FAMILIES
+from .pipeline.families import FAMILIES, REFUSED, Family
 from .pipeline.families import PIPELINES as FAMILY_OF
 
 ADAPTERS = {
@@ -25,7 +25,7 @@ ADAPTERS = {
 }
 """name -> module:class. A module is imported when its adapter is used."""
 PIPELINES = {**dict.fromkeys(FAMILY_OF, "pipeline"), "StableDiffusion3Pipeline": "sd3"}
-"""`_class_name` in a model_index.json -> name of the adapter."""
+"""`_class_name` in an index -> name of the adapter."""
 
 OWN = (
     "your own as 'package.module:Class' or 'path/to/file.py:Class' (model.adapter=...), a class with "
@@ -38,7 +38,7 @@ def find_adapter(folder_or_id: str | Path, adapter: str | None = None) -> Any:
     """The class that makes a policy of a model, with all methods of the contract.
 
     Args:
-        folder_or_id: the model; without `adapter` its `model_index.json` decides.
+        folder_or_id: the model; without `adapter` its index decides.
         adapter: a name of the catalogue, `package.module:Class` or `path/to/file.py:Class`.
 
     Raises:
@@ -48,6 +48,8 @@ def find_adapter(folder_or_id: str | Path, adapter: str | None = None) -> Any:
     """
     if adapter is None:
         kind = pipeline_index(folder_or_id).get("_class_name")
+        if kind in REFUSED:
+            raise UserError(f"{folder_or_id} is a {kind}, which {REFUSED[kind]}.")
         if kind not in PIPELINES:
             known = ", ".join(f"{name} ({FAMILY_OF[name]})" for name in PIPELINES)
             raise UserError(
@@ -122,11 +124,21 @@ def has_two_halves(folder_or_id: str | Path, adapter: str | None, guidance: floa
     """
     if guidance is None:
         return False
-    kind = pipeline_index(folder_or_id).get("_class_name") if adapter in (None, "pipeline") else None
-    if kind not in FAMILY_OF:
+    family = family_of(folder_or_id, adapter)
+    if family is None:
         return guidance > 1
-    family = FAMILIES[FAMILY_OF[kind]]
     return guidance > family.off and family.guidance in ("concatenated", "two calls")
+
+
+def family_of(folder_or_id: str | Path, adapter: str | None) -> Family | None:
+    """The row of a model that a pipeline's own call drives; None of others.
+
+    Args:
+        folder_or_id: the model.
+        adapter: see `find_adapter`.
+    """
+    kind = pipeline_index(folder_or_id).get("_class_name") if adapter in (None, "pipeline") else None
+    return FAMILIES[FAMILY_OF[kind]] if kind in FAMILY_OF else None
 
 
 def _parameters(kind: type) -> dict[str, inspect.Parameter]:

@@ -8,6 +8,7 @@ shape, so that tokenisation, packing, masks and guidance are the policy's own.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from diffusers import ConfigMixin, DiffusionPipeline, TorchAoConfig
+from diffusers.modular_pipelines import ComponentSpec
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
@@ -82,15 +84,30 @@ def hollow_pipelines() -> Iterator[Trace]:
         kind = getattr(diffusers, index["_class_name"])
         return own.__func__(kind, folder, dtype=dtype, **parts, **given)
 
+    own_load: Any = ComponentSpec.load
+
+    def load(self: Any, *, dtype: torch.dtype, quantization_config: Any = None) -> Any:
+        folder, kind = self.pretrained_model_name_or_path, self.type_hint
+        small = self.name.startswith("text_encoder") and _is_small(Path(folder) / self.name)
+        entry = [kind.__module__.partition(".")[0], kind.__name__]
+        part = None if small else _hollow(folder, self.name, entry, dtype)
+        if part is None:
+            return own_load(self, dtype=dtype)
+        if isinstance(quantization_config, TorchAoConfig):
+            _round(part, quantization_config)
+        part._diffusers_load_id = self.load_id  # type: ignore[assignment]  # by which diffusers knows it
+        return _traced(part, self.name, trace)
+
     changed: Any = DiffusionPipeline
+    specified: Any = ComponentSpec
     before = functional.scaled_dot_product_attention
     try:
-        changed.from_pretrained = classmethod(from_pretrained)
+        changed.from_pretrained, specified.load = classmethod(from_pretrained), load
         functional.scaled_dot_product_attention = attention
         with by_shapes_alone():
             yield trace
     finally:
-        changed.from_pretrained = own
+        changed.from_pretrained, specified.load = own, own_load
         functional.scaled_dot_product_attention = before
 
 
@@ -197,9 +214,12 @@ def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
     own, encodes = part.forward, name.startswith(("text_encoder", "image_encoder"))
     weights = {p.untyped_storage()._cdata for p in part.parameters()}
 
+    @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if encodes:
             kwargs.pop("attention_mask", None)  # whose numbers would decide which kernel, not which shape
+            if "position_ids" in kwargs:  # Qwen3-VL looks for packed texts unless an axis has its own
+                kwargs["position_ids"] = kwargs["position_ids"].expand(3, -1, -1)
         args, kwargs = tree_map(_to_meta, (args, kwargs))
         call = _under_autocast(part, own) if torch.is_autocast_enabled("cpu") else own
         with FlopCounterMode(display=False) as counter:
@@ -215,6 +235,8 @@ def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
         return tree_map(_to_numbers, out)
 
     part.forward = forward
+    if name == "prompt_upsampler":  # its answer as long as what it was asked, instructions included
+        part.generate = lambda input_ids, **_: torch.cat([input_ids, input_ids], 1)
     if name == "vae":
         encode = part.encode
 

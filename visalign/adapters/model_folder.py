@@ -11,6 +11,8 @@ from visalign.errors import UserError
 
 INDEX = "model_index.json"
 """What diffusers' `save_pretrained` writes beside the folders of a pipeline's parts."""
+MODULAR_INDEX = "modular_model_index.json"
+"""The same of a modular pipeline; where both are, the classic one counts."""
 
 
 def local_folder(folder_or_id: str | Path, holds: str) -> Path | None:
@@ -37,28 +39,32 @@ def local_folder(folder_or_id: str | Path, holds: str) -> Path | None:
 
 
 def pipeline_index(folder_or_id: str | Path) -> dict[str, Any]:
-    """The `model_index.json` of a diffusers pipeline, of a folder as `save_pretrained` writes it or from the
-    hub.
+    """The index of a diffusers pipeline, classic or modular: of a folder as `save_pretrained` writes it, or
+    from the hub.
     """
     folder = local_folder(folder_or_id, f"a diffusers pipeline was saved to (it holds {INDEX})")
     if folder is None:
         return _from_hub(str(folder_or_id))
-    if not (folder / INDEX).is_file():
+    file = next((folder / name for name in (INDEX, MODULAR_INDEX) if (folder / name).is_file()), None)
+    if file is None:
         raise FileNotFoundError(
-            f"{folder} holds no {INDEX}, so it is no diffusers pipeline. Give the folder above its "
-            "transformer/, vae/ and text_encoder/ folders, as pipe.save_pretrained writes it."
+            f"{folder} holds no {INDEX} and no {MODULAR_INDEX}, so it is no diffusers pipeline. Give the "
+            "folder above transformer/, vae/ and text_encoder/, as pipe.save_pretrained writes it."
         )
     try:
-        return json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise UserError(f"{folder / INDEX} is not JSON ({error}). Copy the model folder again.") from error
+        raise UserError(f"{file} is not JSON ({error}). Copy the model folder again.") from error
 
 
 def _from_hub(name: str) -> dict[str, Any]:
-    from diffusers import DiffusionPipeline
+    from diffusers import DiffusionPipeline, ModularPipeline
 
     try:
-        fetched: Any = DiffusionPipeline.load_config(name)
+        try:
+            fetched: Any = DiffusionPipeline.load_config(name)
+        except OSError:
+            fetched = ModularPipeline.load_config(name)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"There is no model folder {name}, and the hub gives no pipeline of that name "

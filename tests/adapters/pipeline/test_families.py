@@ -15,6 +15,7 @@ import diffusers
 import pytest
 import torch
 
+from tests.support.models.modular import own_modular_run
 from tests.support.models.pipelines import tiny_pipeline, tiny_prompts
 from visalign.adapters import LoraSettings, check_adapter
 from visalign.adapters.pipeline.families import FAMILIES
@@ -31,6 +32,7 @@ def _seeded():
 
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:This QwenImage21Turbo.* was distilled for"),
     pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated"),
     pytest.mark.filterwarnings("ignore:`LoraLoaderMixin` is deprecated"),  # a parent of PRXPipeline
 ]
@@ -40,9 +42,10 @@ CHECKED = ["a red circle", "two blue squares"]
 STEPS = 3
 ROUNDED = {"sd15": 3e-6, "sdxl": 3e-6, "pixart": 3e-6, "sana": 1e-6}
 ROUNDED |= {"flux_kontext": 3e-6, "qwen_image_edit": 3e-6}
+ROUNDED |= {name: 3e-6 for name, family in FAMILIES.items() if family.modular}
 """Largest difference, relative: the noise's path is walked at another scale; Sana's attention with adapters
-of value 0 rounds otherwise; edits are compared one by one. All others are equal to the last bit where the
-processor's kernels round alike, and to EXACT everywhere."""
+of value 0 rounds otherwise; edits, and prompts of modular pipelines, are compared one by one. All others are
+equal to the last bit where the processor's kernels round alike, and to EXACT everywhere."""
 EXACT = 3e-7
 
 
@@ -60,6 +63,10 @@ def own_pictures(
         parts = [own_pictures(name, policy, latents[i : i + 1], output_type, at=i) for i in range(3)]
         return torch.cat(parts)
     pipe, _ = tiny_pipeline(name)
+    if family.modular:
+        size = {side: policy._fixed[side] for side in ("height", "width")}
+        call = {**size, "num_inference_steps": STEPS}
+        return own_modular_run(pipe, PROMPTS, latents, policy.guidance, **call)[output_type == "pt"]
     if not isinstance(pipe.scheduler, (diffusers.FlowMatchEulerDiscreteScheduler, diffusers.DDIMScheduler)):
         pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=pipe.scheduler.config.flow_shift)
     if getattr(pipe, "guider", None) is not None:

@@ -10,6 +10,7 @@ import diffusers
 import pytest
 import torch
 
+from tests.support.models.modular import save_modular, tiny_flux3
 from tests.support.models.pipelines import tiny_folder
 from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.adapters import LoraSettings, check_adapter, load_policy
@@ -214,3 +215,18 @@ def test_what_does_not_run_where(folders, monkeypatch):
         UserError, match=r"diffusers reads 'bitsandbytes_4bit' on a GPU alone\. On a CPU take"
     ):
         int8(folders, "flux", quantization="bitsandbytes_4bit")
+
+
+@needs_torchao
+def test_a_modular_network_is_rounded_while_it_is_read(tmp_path):
+    folder = save_modular(tiny_flux3(), tmp_path)
+    given: Any = {"lora": LORA, "image_size": (16, 8), "quantization": "torchao_int8"}
+    policy: Any = load_policy(folder, **given)
+    rounded = [n for n, w in policy.module.named_parameters() if type(w).__name__ == "Int8Tensor"]
+    assert any(".to_q." in n for n in rounded) and all("lora_" not in n for n in rounded)
+    assert not any(type(w).__name__ == "Int8Tensor" for w in policy.pipe.text_encoder.parameters())
+    policy.velocity(*asked(policy)).square().mean().backward()
+    assert all(w.grad is not None for _, w in policy.trainable_parameters())
+    with hollow_pipelines():
+        hollow: Any = load_policy(folder, **given)
+    assert weight_bytes(hollow.module) == weight_bytes(policy.module)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny random pipeline of every family in `visalign.adapters.pipeline.families`, without text encoders.
 
-The encoders' place is taken by random embeddings that depend on the prompt's text alone.
+The encoders' place is taken by random embeddings that depend on the prompt's text alone; modular pipelines
+have encoders.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from transformers import CLIPTextModel
 
+from tests.support.models.modular import tiny_flux3, tiny_qwen_image_21
 from tests.support.models.sd3 import tiny_t5, tiny_text_encoder, tiny_tokenizer
 from visalign.adapters.pipeline.families import FAMILIES
 
@@ -38,6 +40,8 @@ def tiny_pipeline(name: str) -> tuple[Any, dict[str, Any]]:
     for part in FAMILIES[name].networks:
         if getattr(pipe, part, None) is not None:
             _fill_zeros(getattr(pipe, part).eval())
+    if FAMILIES[name].modular:
+        return pipe, options
     own = pipe.encode_prompt
 
     def encode_prompt(prompt: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -295,6 +299,18 @@ def _qwen_image_edit() -> Made:
     pipe, shapes, options = _qwen_image()
     pipe = diffusers.QwenImageEditPipeline(pipe.scheduler, pipe.vae, NO, NO, NO, pipe.transformer)
     return pipe, shapes, options
+
+
+def _flux3() -> Made:
+    return tiny_flux3(), {}, {"guidance": 3.5, "image_size": (16, 8)}
+
+
+def _qwen_image_21() -> Made:
+    return tiny_qwen_image_21(), {}, {"guidance": 4.0, "image_size": (16, 8)}
+
+
+def _qwen_image_21_turbo() -> Made:
+    return tiny_qwen_image_21(turbo=True), {}, {"image_size": (16, 8)}
 
 
 def _z_image() -> Made:

@@ -13,7 +13,7 @@ import torch
 from visalign.errors import UserError
 
 from .condition import Source, picture_of
-from .families import FAMILIES, PIPELINES, Family
+from .families import FAMILIES, PIPELINES, REFUSED, Family
 
 
 def known_family(kind: Any, what: str) -> Family:
@@ -26,6 +26,8 @@ def known_family(kind: Any, what: str) -> Family:
     Raises:
         UserError: no family has it.
     """
+    if kind in REFUSED:
+        raise UserError(f"{what} is a {kind}, which {REFUSED[kind]}.")
     if kind not in PIPELINES:
         known = ", ".join(f"{pipeline} ({name})" for pipeline, name in PIPELINES.items())
         raise UserError(
@@ -50,7 +52,7 @@ def part_dtypes(
         encoder: of the encoders of texts and pictures; None is `dtype`.
         decoder: of the autoencoder; None is `dtype`.
     """
-    encoders = [part for part in index if part.startswith(("text_encoder", "image_encoder"))]
+    encoders = [part for part in index if part.startswith(("text_encoder", "image_encoder", "prompt_ups"))]
     chosen = {**dict.fromkeys(encoders, encoder), "vae": decoder if "vae" in index else None}
     return {"default": dtype, **{part: own for part, own in chosen.items() if own is not None}}
 
@@ -75,7 +77,7 @@ def checked_guidance(pipe: Any, family: Family, guidance: float | None) -> float
             "guidance off."
         )
     config = getattr(pipe, family.networks[0]).config
-    if getattr(config, "use_meanflow", False):
+    if getattr(config, "use_meanflow", False) or getattr(config, "flow_map", False):
         raise UserError(
             f"This {type(pipe).__name__} predicts the mean velocity of a whole step, which no single time "
             "has. Take the model that is not distilled."

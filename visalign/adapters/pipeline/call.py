@@ -22,7 +22,12 @@ from .answers import Answers
 from .arguments import call_arguments, checked_guidance, checked_negative, known_family
 from .condition import Encoded, Source, join, named, positive
 from .guidance import silent
+from .modular import as_one_call
 from .schedulers import handing_scheduler
+
+EXCHANGED = ("scheduler", "guider", "ocr_guider")
+"""Parts that a pipeline is given others for while it is driven. Of guiders only plain guidance is left:
+others begin at a step's index, which one call has not."""
 
 
 class PipelineCall:
@@ -55,8 +60,8 @@ class PipelineCall:
         Raises:
             UserError: a pipeline of no known family, or arguments that it cannot be called with.
         """
-        self.family = known_family(type(pipe).__name__, "The pipeline")
-        self.pipe, self._own_scheduler = pipe, pipe.scheduler
+        self.pipe, self.family = pipe, known_family(type(pipe).__name__, "The pipeline")
+        as_one_call(pipe, self.family)
         self._arguments = inspect.signature(type(pipe).__call__).parameters
         self._call = getattr(type(pipe).__call__, "__wrapped__", None) or type(pipe).__call__
         found = {name: getattr(pipe, name, None) for name in self.family.networks}
@@ -65,8 +70,11 @@ class PipelineCall:
         self.negative_prompt = checked_negative(pipe, self.family, negative_prompt)
         self.fixed = call_arguments(pipe, self.family, image_size, num_frames, call)
         pipe.set_progress_bar_config(disable=True)
+        self._own = {name: part for name, part in pipe.components.items() if name in EXCHANGED and part}
         self.scheduler = pipe.scheduler = handing_scheduler(pipe.scheduler)
-        self._guiders: dict[float, ClassifierFreeGuidance] = {}
+        if "guider" in self._own:
+            with silent():
+                pipe.guider = pipe.ocr_guider = ClassifierFreeGuidance()
         self._start: Tensor | None = None
         self._answers = Answers(pipe, self.networks)
         self._prepares = inspect.signature(pipe.prepare_latents)
@@ -109,11 +117,9 @@ class PipelineCall:
 
     def _scale(self, guided: bool) -> dict[str, float]:
         family = self.family
-        if family.scale == "-":  # its guider has it; its own begins at a step's index, which one call has not
-            if self.pipe.components.get("guider") is not None:
-                scale = self.guidance if guided else family.off
-                self._guiders[scale] = self._guiders.get(scale) or ClassifierFreeGuidance(scale)  # it warns
-                self.pipe.guider = self.pipe.ocr_guider = self._guiders[scale]
+        if family.scale == "-":  # its guider has it
+            if "guider" in self._own:
+                self.pipe.guider.guidance_scale = self.guidance if guided else family.off
             return {}
         return {family.scale: self.guidance if guided or family.guidance == "embedded" else family.off}
 
@@ -226,9 +232,12 @@ class PipelineCall:
 
     @contextmanager
     def handed_back(self) -> Iterator[None]:
-        """Inside, the pipeline has its own scheduler."""
-        self.pipe.scheduler = self._own_scheduler
+        """Inside, the pipeline has its own parts."""
+        given = {name: getattr(self.pipe, name) for name in self._own}
         try:
+            for name, part in self._own.items():
+                setattr(self.pipe, name, part)
             yield
         finally:
-            self.pipe.scheduler = self.scheduler
+            for name, part in given.items():
+                setattr(self.pipe, name, part)

@@ -103,14 +103,15 @@ def join(rows: Sequence[Encoded], axes: Mapping[str, int]) -> dict[str, Any]:
     return shared | {name: _joined(name, [row[name] for row in rows], axes.get(name, 0)) for name in names}
 
 
-def lengths(row: Encoded, axes: Mapping[str, int]) -> tuple[int, ...]:
+def lengths(row: Encoded, axes: Mapping[str, int], *, padded: bool = True) -> tuple[int, ...]:
     """What samples of one call must share: the picture to edit, and the lengths of tensors without a mask.
 
     Args:
         row: one sample.
         axes: see `join`.
+        padded: whether those with a mask may be padded to one length.
     """
-    if any("mask" in name for name in row):
+    if padded and any("mask" in name for name in row):
         return (id(row.get("image")),)
     whole = [(v, axes.get(n, 0)) for n, v in row.items() if isinstance(v, Tensor) and "cu_seqlens" not in n]
     sizes = (value.shape[axis + 1] for value, axis in whole if value.ndim > axis + 1)

@@ -56,13 +56,17 @@ class Family:
     lora: tuple[str, ...] = ATTENTION
     """Ends of the names of the layers that get adapters, where none are asked for."""
     unused: str | None = None
-    """Pattern of layers that the velocity does not depend on; "{last}" is the last block's number."""
+    """Pattern of layers, or weights, that the velocity does not depend on; "{last}" is the last block."""
     own_size: bool = False
     """Whether the call makes pictures of an area of its own, whatever it is asked for."""
     frames: int | None = None
     """Of a video where none are asked for; None makes single pictures."""
     source: Literal["none", "optional", "needed"] = "none"
     """Whether the call's `image` is a picture to edit."""
+    modular: bool = False
+    """Whether diffusers has it as blocks of a `ModularPipeline`; `encodes` names values of their state."""
+    padded: bool = True
+    """Whether prompts that have masks may be padded to one length: positions of Qwen-Image 2.1 count it."""
 
 
 _FLUX = {"guidance": "embedded", "usual": 3.5, "unit": 2, "lora": JOINT}
@@ -86,6 +90,21 @@ _KANDINSKY5 = Family(
     mixed=False,
     unit=2,
     lora=("to_query", "to_key", "to_value", "out_layer"),
+)
+
+_QWEN_21 = Family(
+    pipelines=("QwenImage21ModularPipeline", "QwenImage21Pipeline"),
+    encodes=(
+        "prompt_embeds prompt_embeds_mask image_pad_mask "
+        "negative_prompt_embeds negative_prompt_embeds_mask negative_image_pad_mask"
+    ),
+    guidance="two calls",
+    scale="-",
+    unconditional=1,
+    fixed={"use_kv_cache": False},  # across steps, of which a call has one
+    unit=2,
+    modular=True,
+    padded=False,
 )
 
 FAMILIES: dict[str, Family] = {
@@ -140,8 +159,25 @@ FAMILIES: dict[str, Family] = {
         unit=2,
         lora=(*JOINT, "to_out", "to_qkv_mlp_proj"),
     ),
+    "flux3": Family(
+        pipelines=("Flux3ModularPipeline",),
+        encodes="prompt_embeds negative_prompt_embeds",
+        guidance="two calls",
+        scale="-",
+        unconditional=1,
+        unit=2,
+        unused=r"\.image_cond\.",  # of pictures to edit, which are not given
+        modular=True,
+    ),
     "qwen_image": Family(pipelines=("QwenImagePipeline",), **_QWEN),  # type: ignore[arg-type]
     "qwen_image_edit": Family(pipelines=("QwenImageEditPipeline",), source="needed", **_QWEN),  # type: ignore[arg-type]
+    "qwen_image_21": _QWEN_21,
+    "qwen_image_21_turbo": replace(
+        _QWEN_21,
+        pipelines=("QwenImage21TurboModularPipeline",),
+        encodes="prompt_embeds prompt_embeds_mask image_pad_mask",
+        guidance="none",
+    ),
     "z_image": Family(
         pipelines=("ZImagePipeline",),
         encodes="prompt_embeds negative_prompt_embeds",
@@ -262,5 +298,13 @@ FAMILIES: dict[str, Family] = {
 }
 """name -> family."""
 
+REFUSED = {
+    "Flux3DistilledModularPipeline": (
+        "predicts the mean velocity of a whole step, which no single time has. Take the model that is not "
+        "distilled (Flux3ModularPipeline)"
+    )
+}
+"""`_class_name` -> why no family has it."""
+
 PIPELINES: dict[str, str] = {kind: name for name, family in FAMILIES.items() for kind in family.pipelines}
-"""`_class_name` in a model_index.json -> name of the family."""
+"""`_class_name` in an index -> name of the family."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -66,6 +67,7 @@ class Halves:
             self._samples = None
 
     def _before(self, network: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)  # blocks of modular pipelines look for the arguments that it takes
         def called(*args: Any, **kwargs: Any) -> Any:
             if self._samples is None:
                 return forward(*args, **kwargs)

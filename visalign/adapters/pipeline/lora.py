@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from visalign.adapters.lora import (
 )
 from visalign.errors import UserError
 
+from .families import Family
 from .quantization import keep_rounded
 
 WEIGHT_FILE = "pytorch_lora_weights.safetensors"
@@ -37,6 +38,37 @@ WEIGHT_FILE = "pytorch_lora_weights.safetensors"
 METADATA = "lora_adapter_metadata"
 """Under which diffusers keeps rank, alpha and places in that file."""
 _OTHER_SCALES = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
+
+
+def make_trainable(pipe: Any, family: Family, lora: LoraSettings | None, *, checkpointing: bool) -> list[Any]:
+    """Freeze a pipeline but for what is trained, in place.
+
+    Args:
+        pipe: the pipeline.
+        family: its family.
+        lora: adapters to train; None trains the whole of its networks, in float32, but for what the velocity
+            does not depend on.
+        checkpointing: compute activations again in the backward instead of keeping them.
+
+    Returns:
+        The layers that carry adapters.
+    """
+    layers: list[Any] = []
+    for name, part in pipe.components.items():
+        if not isinstance(part, nn.Module):
+            continue
+        network: Any = part.eval()
+        if name not in family.networks:
+            network.requires_grad_(False)
+        elif lora is None:
+            network.float().requires_grad_(True)
+            for path in _unused(dict(network.named_parameters()), family.unused):
+                network.get_parameter(path).requires_grad_(False)
+        else:
+            layers += add_lora(network, lora, family.lora, family.unused)
+        if checkpointing and name in family.networks:
+            network.enable_gradient_checkpointing()
+    return layers
 
 
 def add_lora(
@@ -71,14 +103,19 @@ def add_lora(
             f"ends of layer names, in its blocks: {', '.join(inner)}."
         )
     places = sorted({name for target in asked or usual for name in ends(target)})
-    if unused is not None and asked is None:
-        blocks = [
-            int(number) for name in linear for number in re.findall(r"^transformer_blocks\.(\d+)", name)
-        ]
-        pattern = unused.format(last=max(blocks, default=0))
-        places = [name for name in places if not re.search(pattern, name)]
+    if asked is None:
+        places = sorted({*places} - _unused(linear, unused))
     keep_rounded(network)
     return insert_adapters(network, settings, places)
+
+
+def _unused(names: Iterable[str], pattern: str | None) -> set[str]:
+    """Those of a network's names that the pattern of a `Family` finds."""
+    if pattern is None:
+        return set()
+    blocks = [int(n) for name in names for n in re.findall(r"^transformer_blocks\.(\d+)", name)]
+    found = re.compile(pattern.format(last=max(blocks, default=0)))
+    return {name for name in names if found.search(name)}
 
 
 def save_lora(pipeline: Any, networks: Mapping[str, Any], folder: Path) -> None:

@@ -8,29 +8,28 @@ call, 1 to 3 ms of processor time (`tests/benchmarks/pipeline_call.py`).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from visalign.adapters.lora import LoraSettings
-from visalign.adapters.model_folder import pipeline_index
 from visalign.adapters.weights import TrainedWeights
 from visalign.atomic import umask_permissions
 from visalign.errors import UserError
 from visalign.flow.parametrization import preserving_scale, velocity_of_prediction
 from visalign.interfaces import Condition, ForwardCount, Prediction
 
-from .arguments import at_least_one, checked_source, known_family, part_dtypes
+from .arguments import at_least_one, checked_source
 from .call import PipelineCall
 from .condition import Encoded, PipelineCondition, lengths, rows_of
 from .guidance import Halves
-from .lora import add_lora, load_lora, save_lora, settings_of
-from .quantization import quantization_of
+from .loading import load_pipeline
+from .lora import load_lora, make_trainable, save_lora, settings_of
 from .schedulers import time_of
 
 TIMESTEP_SCHEDULES = ("diffusers", "plain")
@@ -101,7 +100,7 @@ class PipelinePolicy:
         network = next(iter(self.networks.values()))
         self.storage_dtype: torch.dtype = torch.float32 if lora is None else network.dtype
         self.autocast = network.dtype if lora is None and network.dtype.itemsize < 4 else autocast
-        layers = self._make_trainable(lora, gradient_checkpointing)
+        layers = make_trainable(pipe, self.family, lora, checkpointing=gradient_checkpointing)
         self.module: nn.Module = network if len(self.networks) == 1 else nn.ModuleDict(self.networks)
         self.lora, self.decode_batch = lora, at_least_one("decode_batch", decode_batch)
         if lora_path is not None:
@@ -122,6 +121,7 @@ class PipelinePolicy:
         encoder_dtype: torch.dtype | None = None,
         decoder_dtype: torch.dtype | None = None,
         quantization: str | None = None,
+        without: Sequence[str] = (),
         **options: Any,
     ) -> PipelinePolicy:
         """Load a pipeline from a folder or the hub and make it a policy.
@@ -133,26 +133,22 @@ class PipelinePolicy:
             encoder_dtype: of the text encoders; None is `dtype`.
             decoder_dtype: of the autoencoder; None is `dtype`.
             quantization: of the frozen network under LoRA, one of `QUANTIZATIONS`; None is none.
+            without: parts of a modular pipeline that are not loaded, such as FLUX.3's prompt_upsampler.
             **options: of the constructor: guidance, lora, image_size, num_frames, ...
 
         Raises:
             FileNotFoundError: if the folder or a part of it is missing.
             UserError: if no family knows the pipeline, or an option is out of range.
         """
-        index = pipeline_index(folder_or_id)
-        family = known_family(index.get("_class_name"), str(folder_or_id))
-        adapters = options.get("lora") is not None or options.get("lora_path") is not None
-        networks = [part for part in family.networks if index.get(part, [None])[0]]
-        quantized = quantization_of(quantization, networks, dtype, adapters=adapters)
-        dtypes = part_dtypes(index, dtype, encoder=encoder_dtype, decoder=decoder_dtype)
-        absent = {} if "safety_checker" not in index else {"safety_checker": None}
-        try:
-            pipe = DiffusionPipeline.from_pretrained(str(folder_or_id), dtype=dtypes, **absent, **quantized)
-        except (OSError, ValueError) as error:
-            raise FileNotFoundError(
-                f"{folder_or_id} cannot be loaded as {index.get('_class_name')}: "
-                f"{str(error).splitlines()[0]} Copy the missing folders, or save the pipeline again."
-            ) from error
+        pipe = load_pipeline(
+            folder_or_id,
+            dtype=dtype,
+            encoder_dtype=encoder_dtype,
+            decoder_dtype=decoder_dtype,
+            quantization=quantization,
+            adapters=options.get("lora") is not None or options.get("lora_path") is not None,
+            without=without,
+        )
         return cls(pipe.to(device), **options)
 
     @property
@@ -254,12 +250,20 @@ class PipelinePolicy:
 
         Args:
             steps: at least 1.
-            timestep_schedule: "diffusers" is what the pipeline's scheduler uses, "plain" the paper's.
+            timestep_schedule: "diffusers" is what the pipeline's scheduler uses, "plain" the paper's. A model
+                that ships levels of its own has these at their number of steps.
         """
         if steps < 1 or timestep_schedule not in TIMESTEP_SCHEDULES:
             raise UserError(
                 f"steps={steps}, timestep_schedule={timestep_schedule!r}: steps must be at least 1 and "
                 f"timestep_schedule one of {TIMESTEP_SCHEDULES}."
+            )
+        shipped = self.pipe.config.get("sample_sigmas")
+        if shipped and len(shipped) != steps and timestep_schedule == "diffusers":
+            warnings.warn(
+                f"This {type(self.pipe).__name__} was distilled for {len(shipped)} steps of its own, and "
+                f"{steps} take levels that it does not ship. Set the steps to {len(shipped)}.",
+                stacklevel=2,
             )
         grid, scheduler = self._grid(steps), self._call.scheduler
         sigmas, times = grid if timestep_schedule == "diffusers" else scheduler.levels(steps)
@@ -322,21 +326,6 @@ class PipelinePolicy:
             saved = type(network).from_pretrained(folder, subfolder=part, dtype=self.storage_dtype)
             network.load_state_dict(saved.state_dict())
 
-    def _make_trainable(self, lora: LoraSettings | None, checkpointing: bool) -> list[Any]:
-        for name, part in self.pipe.components.items():
-            if isinstance(part, nn.Module) and name not in self.networks:
-                part.requires_grad_(False).eval()
-        layers: list[Any] = []
-        for network in self.networks.values():
-            network.eval()
-            if lora is None:
-                network.float().requires_grad_(True)
-            else:
-                layers += add_lora(network, lora, self.family.lora, self.family.unused)
-            if checkpointing:
-                network.enable_gradient_checkpointing()
-        return layers
-
     @torch.no_grad()
     def _grid(self, steps: int) -> tuple[Tensor, Tensor]:
         """The pipeline's own (σ [steps + 1], time [steps])."""
@@ -348,7 +337,8 @@ class PipelinePolicy:
         groups: dict[Any, list[int]] = {}
         alone = self.guided and self.family.alone
         for i, (row, t) in enumerate(zip(rows, time.tolist(), strict=True)):
-            key = (lengths(row, self.family.batch_axis), None if self._mixed else t, i if alone else 0)
+            shared = lengths(row, self.family.batch_axis, padded=self.family.padded)
+            key = (shared, None if self._mixed else t, i if alone else 0)
             groups.setdefault(key, []).append(i)
         return list(groups.values())
 

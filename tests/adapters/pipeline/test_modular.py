@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of modular pipelines: the numbers are the pipeline's, and what cannot be used is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.support.models.modular import (
+    GRID,
+    diffusers,
+    own_modular_run,
+    qwen_image_21_parts,
+    save_modular,
+    tiny_flux3,
+    tiny_qwen_image_21,
+)
+from tests.support.models.pipelines import tiny_pipeline
+from visalign.adapters import LoraSettings, PipelinePolicy, load_policy
+from visalign.adapters.catalogue import family_of, has_two_halves
+from visalign.adapters.hollow import hollow_pipelines
+from visalign.adapters.pipeline.families import FAMILIES
+from visalign.errors import UserError
+from visalign.flow.rollout import rollout
+from visalign.pipelines.cli.app import app
+from visalign.pipelines.cli.show import result_files
+
+SIZE: dict[str, Any] = {"height": 16, "width": 8}
+NAMES = [name for name, family in FAMILIES.items() if family.modular]
+LORA = LoraSettings(rank=2, alpha=4)
+PROMPT = "two blue squares left of a star"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    at = tmp_path_factory.mktemp("models")
+    return {name: save_modular(tiny_pipeline(name)[0], at / name) for name in NAMES}
+
+
+def policy_of(folder: Path, **options: Any) -> PipelinePolicy:
+    policy = load_policy(folder, **{"lora": LORA, "image_size": (16, 8), **options})
+    assert isinstance(policy, PipelinePolicy)
+    return policy
+
+
+def whole_pipeline(folder: Path) -> Any:
+    """As diffusers reads it."""
+    pipe = diffusers.ModularPipeline.from_pretrained(str(folder))
+    pipe.load_components()
+    return pipe
+
+
+def scale(name: str) -> float:
+    return 1.0 if FAMILIES[name].guidance == "none" else 3.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_makes_the_pipelines_pictures_with_its_adapters_too(folders, name, tmp_path):
+    """To the last bit, over steps of which the pipeline keeps the text's keys and values."""
+    policy = policy_of(folders[name], guidance=scale(name))
+    assert policy.guided == (scale(name) > 1)
+    noise = torch.randn(1, *policy.latent_shape, generator=torch.Generator().manual_seed(1))
+    found = []
+    for moved in (False, True):
+        if moved:
+            with torch.no_grad():
+                for _, weight in policy.trainable_parameters():
+                    weight.add_(0.1)
+            policy.save(tmp_path)
+        made = rollout(policy, policy.encode([PROMPT]), sigmas=policy.sigmas(3), noise=noise).latents
+        pipe = whole_pipeline(folders[name])
+        if moved:
+            pipe.load_lora_weights(str(tmp_path))
+        latents, pictures = own_modular_run(pipe, [PROMPT], noise, scale(name), num_inference_steps=3, **SIZE)
+        assert float((made - latents).abs().max()) <= 3e-7 * float(latents.abs().max())
+        assert float((policy.decode(made) - pictures).abs().max()) <= 1e-6 and float(pictures.std()) > 0.02
+        found.append(made)
+    assert not torch.allclose(*found, atol=1e-4)
+
+
+def test_pictures_with_an_alpha_channel_stand_over_white():
+    policy = PipelinePolicy(tiny_qwen_image_21(), lora=LORA, image_size=(16, 8))
+    channels = torch.tensor([0.2, 0.4, 0.6, 0.25]).view(1, 4, 1, 1, 1)
+    policy.pipe.vae.decode = lambda z, **_: ((channels * 2 - 1).expand(len(z), 4, 1, 16, 8),)
+    picture = policy.decode(torch.randn(2, *policy.latent_shape))
+    expected = torch.tensor([0.25 * c + 0.75 for c in (0.2, 0.4, 0.6)])
+    torch.testing.assert_close(picture, expected.view(1, 3, 1, 1).expand(2, 3, 16, 8))
+
+
+def test_the_classic_folder_of_qwen_image_21_goes_the_same_way(tmp_path):
+    """diffusers' classic pipeline as the oracle: `sample_sigmas` in its index make it Turbo."""
+    torch.manual_seed(0)
+    parts = qwen_image_21_parts(turbo=True)
+    classic = diffusers.QwenImage21Pipeline(**parts, sample_sigmas=GRID)
+    classic.save_pretrained(tmp_path)
+    with pytest.raises(
+        UserError, match=r"A QwenImage21Pipeline is driven by its blocks\. Load its folder as"
+    ):
+        PipelinePolicy(classic)
+    policy = policy_of(tmp_path)
+    assert type(policy.pipe).__name__ == "QwenImage21TurboModularPipeline"
+    noise = torch.randn(1, *policy.latent_shape, generator=torch.Generator().manual_seed(1))
+    made = rollout(policy, policy.encode([PROMPT]), sigmas=policy.sigmas(3), noise=noise).latents
+    classic.set_progress_bar_config(disable=True)
+    classic.vae_scale_factor = 4  # which it holds to be 16
+    own = classic(PROMPT, latents=noise, output_type="latent", return_dict=False, **SIZE)[0]
+    assert float((made - own).abs().max()) <= 3e-7 * float(own.abs().max())
+
+
+def test_a_prompt_is_upsampled_once_and_the_upsampler_may_be_left_out(folders, tmp_path):
+    folder = save_modular(tiny_flux3(upsampler=True), tmp_path)
+    policy = policy_of(folder, call={"max_new_tokens": 12})
+    model, asked = policy.pipe.prompt_upsampler, []
+    own = model.generate
+    model.generate = lambda **given: (asked.append(given["input_ids"]), own(**given))[1]
+    condition = policy.encode([PROMPT, "a cat", PROMPT])
+    assert len(asked) == 2 and PROMPT not in policy.pipe._captions[PROMPT]
+    noise = torch.randn(1, *policy.latent_shape, generator=torch.Generator().manual_seed(1))
+    again = policy.encode([PROMPT])
+    assert len(asked) == 2 and torch.equal(
+        again.rows()[0]["prompt_embeds"], condition.rows()[0]["prompt_embeds"]
+    )
+    made = rollout(policy, again, sigmas=policy.sigmas(3), noise=noise).latents
+    call = {**SIZE, "num_inference_steps": 3, "max_new_tokens": 12}
+    latents, _ = own_modular_run(whole_pipeline(folder), [PROMPT], noise, 1.0, **call)
+    assert float((made - latents).abs().max()) <= 3e-7 * float(latents.abs().max())
+    with hollow_pipelines():
+        assert policy_of(folder).encode([PROMPT]).rows()[0]["prompt_embeds"].shape[1] > 80
+    plain = policy_of(folder, without=["prompt_upsampler"])
+    assert plain.pipe.prompt_upsampler is None and plain.pipe.prompt_upsampler_processor is None
+    message = r"without names vae; give a list of what this Flux3ModularPipeline can do without: prompt_up"
+    with pytest.raises(UserError, match=message):
+        policy_of(folders["flux3"], without=["vae"])
+    with pytest.raises(UserError, match=r"without names vae; .* can do without: nothing\."):
+        policy_of(folders["qwen_image_21"], without="vae")
+
+
+def test_a_call_of_one_step_caches_nothing(folders):
+    policy, seen = policy_of(folders["qwen_image_21_turbo"]), []
+    keep = policy.module.register_forward_pre_hook(
+        lambda _, __, given: seen.append(given["kv_cache"]), with_kwargs=True
+    )
+    policy.velocity(torch.randn(1, *policy.latent_shape), torch.tensor([0.5]), policy.encode([PROMPT]))
+    keep.remove()
+    assert seen == [None]
+
+
+def test_parts_that_are_missing_are_named(folders, tmp_path):
+    index = json.loads((folders["flux3"] / "modular_model_index.json").read_text())
+    part = index["prompt_upsampler"]
+    part[2]["pretrained_model_name_or_path"] = str(tmp_path / "nowhere")
+    (tmp_path / "modular_model_index.json").write_text(json.dumps(index))
+    for name in ("text_encoder", "tokenizer", "transformer", "vae"):
+        (tmp_path / name).symlink_to(folders["flux3"] / name)
+    with pytest.raises(
+        FileNotFoundError, match=r"cannot be loaded as Flux3Mod.*: Unable to load prompt_upsam"
+    ):
+        policy_of(tmp_path)
+    assert not policy_of(tmp_path, without=["prompt_upsampler"]).guided
+    pipe = diffusers.ModularPipeline.from_pretrained(str(folders["flux3"]))
+    with pytest.raises(
+        UserError, match=r"This Flux3ModularPipeline has no text_encoder, tokenizer, .*load_com"
+    ):
+        PipelinePolicy(pipe, lora=LORA)
+    with pytest.raises(
+        FileNotFoundError, match=r"no model_index.json and no modular_model_index.json, so it"
+    ):
+        policy_of(folders["flux3"] / "vae")
+
+
+def test_the_whole_network_is_saved_as_diffusers_reads_it(folders, tmp_path):
+    policy = policy_of(folders["qwen_image_21"], lora=None, guidance=2.0)
+    with torch.no_grad():
+        for _, weight in policy.trainable_parameters():
+            weight.mul_(1.1)
+    policy.save(tmp_path / "run" / "model")
+    assert any("ModularPipeline.from_pretrained" in line for line in result_files(tmp_path / "run"))
+    (tmp_path / "run" / "model").rename(
+        tmp_path / "model"
+    )  # the index names the folder that it was written to
+    x, sigma = torch.randn(1, *policy.latent_shape), torch.tensor([0.5])
+    again = policy_of(tmp_path / "model", guidance=2.0)
+    with torch.no_grad():
+        expected = policy.velocity(x, sigma, policy.encode([PROMPT]))
+        assert torch.equal(again.velocity(x, sigma, again.encode([PROMPT])), expected)
+    other = policy_of(folders["qwen_image_21"], lora=None)
+    other.load(tmp_path / "model")
+    pairs = zip(policy.trainable_parameters(), other.trainable_parameters(), strict=True)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)
+
+
+def test_dtypes_of_the_parts(folders):
+    policy = policy_of(folders["flux3"], dtype=torch.bfloat16, encoder_dtype=torch.float32, guidance=3.0)
+    assert [getattr(policy.pipe, name).dtype for name in ("transformer", "text_encoder", "vae")] == [
+        torch.bfloat16,
+        torch.float32,
+        torch.bfloat16,
+    ]
+    v = policy.velocity(
+        torch.randn(2, *policy.latent_shape), torch.tensor([0.9, 0.2]), policy.encode([PROMPT, "a star"])
+    )
+    v.square().mean().backward()
+    assert all(p.dtype == torch.float32 and p.grad is not None for _, p in policy.trainable_parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_network_trained_whole_and_a_rewards_gradient(name):
+    pipe, options = tiny_pipeline(name)
+    policy = PipelinePolicy(pipe, **options, gradient_checkpointing=True)
+    x, sigma = torch.randn(2, *policy.latent_shape), torch.tensor([0.7, 0.7])
+    v = policy.velocity(x, sigma, policy.encode([PROMPT, "a star"]))
+    policy.decode(x - 0.7 * v).mean().backward()
+    without = [n for n, p in policy.trainable_parameters() if p.grad is None or not p.grad.any()]
+    frozen = [n for n, p in policy.module.named_parameters() if not p.requires_grad]
+    assert without == [] and all(".image_cond." in n for n in frozen) and bool(frozen) == (name == "flux3")
+
+
+def test_what_an_index_says_of_guidance(folders):
+    assert has_two_halves(folders["flux3"], None, 3.5) and not has_two_halves(folders["flux3"], None, 1.0)
+    assert not has_two_halves(folders["qwen_image_21_turbo"], None, 3.5)
+    assert family_of(folders["flux3"], "own.py:Own") is None
+
+
+def test_a_distilled_model_says_what_it_allows(folders):
+    message = r"This QwenImage21TurboModularPipeline is distilled: it takes no guidance, and guidance is 3\.0"
+    with pytest.raises(UserError, match=message):
+        policy_of(folders["qwen_image_21_turbo"], guidance=3.0)
+    with pytest.raises(
+        UserError, match=r"negative_prompt is 'ugly', and QwenImage21TurboModularPipeline is not"
+    ):
+        policy_of(folders["qwen_image_21_turbo"], negative_prompt="ugly")
+    policy = policy_of(folders["qwen_image_21_turbo"])
+    torch.testing.assert_close(policy.sigmas(3), torch.tensor([*GRID, 0.0]))
+    with pytest.warns(
+        UserWarning, match=r"was distilled for 3 steps of its own, and 4 take .* Set the steps to 3"
+    ):
+        assert len(policy.sigmas(4)) == 5
+    assert len(policy.sigmas(4, timestep_schedule="plain")) == 5
+
+
+def test_a_flow_map_is_refused(tmp_path):
+    """It is given the time that a step jumps to, which a single velocity has not."""
+    folder = save_modular(tiny_flux3(flow_map=True), tmp_path)
+    message = r"is a Flux3DistilledModularPipeline, which predicts the mean velocity of a whole step"
+    for load in (load_policy, PipelinePolicy.from_pretrained):
+        with pytest.raises(UserError, match=message):
+            load(folder)
+    pipe, options = tiny_pipeline("flux3")
+    pipe.transformer.register_to_config(flow_map=True)
+    with pytest.raises(
+        UserError, match=r"This Flux3ModularPipeline predicts the mean velocity of a whole step"
+    ):
+        PipelinePolicy(pipe, lora=LORA, **options)
+
+
+def test_other_guiders_are_refused():
+    pipe, options = tiny_pipeline("flux3")
+    pipe.update_components(guider=diffusers.AdaptiveProjectedGuidance())
+    with pytest.raises(
+        UserError, match=r"guider of this Flux3ModularPipeline is a AdaptiveProjectedGuidance; "
+    ):
+        PipelinePolicy(pipe, lora=LORA, **options)
+
+
+def test_a_negative_prompt_leads_away(folders, caplog):
+    x, sigma = torch.randn(1, *policy_of(folders["flux3"]).latent_shape), torch.tensor([0.5])
+    found = []
+    for guidance, negative in ((3.0, None), (3.0, "a star"), (1.0, "a star")):
+        policy = policy_of(folders["flux3"], guidance=guidance, negative_prompt=negative)
+        with torch.no_grad():
+            found.append(policy.velocity(x, sigma, policy.encode([PROMPT])))
+            star, scene = (policy.velocity(x, sigma, policy.encode([p])) for p in ("a star", PROMPT))
+    assert not torch.allclose(found[0], found[1], atol=1e-4)
+    torch.testing.assert_close(found[1], star + 3 * (scene - star), rtol=1e-4, atol=1e-5)
+    assert "will be ignored" not in caplog.text  # as diffusers would say at each prompt
+
+
+def test_a_folder_is_planned_by_shapes_where_the_network_allows_it(folders, monkeypatch):
+    monkeypatch.setattr("visalign.adapters.hollow.SMALL", 0)  # the encoder too
+    policy = policy_of(folders["flux3"], guidance=3.0)
+    with hollow_pipelines() as trace:
+        hollow: Any = policy_of(folders["flux3"], guidance=3.0)
+        condition = hollow.encode([PROMPT])
+        trace.clear()
+        x, sigma = torch.zeros(1, *hollow.latent_shape), torch.tensor([0.5])
+        assert hollow.velocity(x, sigma, condition).shape == policy.velocity(x, sigma, condition).shape
+    assert hollow.forward_count == policy.forward_count and trace.flops["transformer"] > 0
+
+
+def test_train_and_sample_by_the_folders_index(folders, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.txt").write_text(f"a red circle\n{PROMPT}\n")
+    changes = [
+        "data={train: prompts.txt, heldout: prompts.txt}",
+        "model={dtype: float32, guidance: 3.0, image_size: [16, 8], options: {}, lora: {rank: 2, alpha: 4}}",
+        f"model.path={folders['flux3']}",
+        "rewards.terms={jpeg_size: {}}",
+        "rollout={prompts_per_iteration: 2, group_size: 2, steps: 3, sde_steps: [0, 1], sde_window: 1}",
+        "optimizer={updates_per_iteration: 1, ema_every: 1}",
+        "evaluation={seeds: [0], every: 0, correctness: null, rewards: {jpeg_size: {}}}",
+        "run={iterations: 1, device: cpu}",
+    ]
+    done = CliRunner().invoke(app, ["train", "flux1_flow_grpo", *changes, "-o", "run"])
+    assert done.exit_code == 0, done.output
+    assert "ModularPipeline.from_pretrained" in (tmp_path / "run" / "report.html").read_text()
+    given = ["sample", PROMPT, "--model", str(folders["flux3"]), "--lora", "run/lora", "--seeds", "0"]
+    done = CliRunner().invoke(app, [*given, "--option", "image_size=16", "--steps", "2", "-o", "pictures"])
+    assert done.exit_code == 0, done.output
+    assert len(list((tmp_path / "pictures").glob("0000_*.png"))) == 1

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipeline from its folder or the hub: each part in its dtype, networks rounded while they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+
+from visalign.adapters.model_folder import pipeline_index
+from visalign.errors import UserError
+
+from .arguments import known_family, part_dtypes
+from .modular import load_modular
+from .quantization import quantization_of
+
+
+def load_pipeline(
+    folder_or_id: str | Path,
+    *,
+    dtype: torch.dtype,
+    encoder_dtype: torch.dtype | None = None,
+    decoder_dtype: torch.dtype | None = None,
+    quantization: str | None = None,
+    adapters: bool = False,
+    without: Collection[str] = (),
+) -> Any:
+    """A pipeline of a known family, classic or modular.
+
+    Args:
+        folder_or_id: a folder as `save_pretrained` writes it, or `owner/name`.
+        dtype: of the parts that no other one names.
+        encoder_dtype: of the encoders of texts and pictures; None is `dtype`.
+        decoder_dtype: of the autoencoder; None is `dtype`.
+        quantization: of the networks, one of `QUANTIZATIONS`; None is none.
+        adapters: whether a LoRA is trained.
+        without: parts of a modular one that are not loaded.
+
+    Raises:
+        FileNotFoundError: the folder or a part of it is missing.
+        UserError: no family knows the pipeline, or an option is out of range.
+    """
+    index = pipeline_index(folder_or_id)
+    family = known_family(index.get("_class_name"), str(folder_or_id))
+    networks = [part for part in family.networks if any(index.get(part) or ())]
+    quantized = quantization_of(quantization, networks, dtype, adapters=adapters)
+    dtypes = part_dtypes(index, dtype, encoder=encoder_dtype, decoder=decoder_dtype)
+    if without and not family.modular:
+        raise UserError(
+            f"without is {without!r}, and a {index['_class_name']} is loaded whole. Leave without out."
+        )
+    absent = {} if "safety_checker" not in index else {"safety_checker": None}
+    try:
+        if family.modular:
+            return load_modular(folder_or_id, dtypes, without=without, **quantized)
+        return DiffusionPipeline.from_pretrained(str(folder_or_id), dtype=dtypes, **absent, **quantized)
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"{folder_or_id} cannot be loaded as {index.get('_class_name')}: "
+            f"{str(error).splitlines()[0]} Copy the missing folders, or save the pipeline again."
+        ) from error

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modular pipelines of diffusers with the members of a classic one, by which `PipelinePolicy` drives both.
+
+A modular pipeline is a row of blocks over a shared state: encoders, preparations, a loop over the times,
+decoders. Here the row is run as one call that keeps the gradient of loop and decoders, takes embeddings in
+the encoders' place, and asks `encode_prompt` and `prepare_latents` where a classic pipeline does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import ModularPipeline
+from diffusers.guiders import ClassifierFreeGuidance
+from diffusers.modular_pipelines import LoopSequentialPipelineBlocks, PipelineState
+from torch import Tensor
+
+from visalign.errors import UserError
+
+from .families import Family
+from .guidance import silent
+
+WORKFLOW = "text2image"
+"""Of the workflows that a pipeline's blocks declare, the one that is run."""
+
+
+def load_modular(
+    folder_or_id: str | Path,
+    dtypes: Mapping[str, torch.dtype],
+    *,
+    without: Collection[str] = (),
+    quantization_config: Any = None,
+) -> Any:
+    """A modular pipeline with what its text-to-image blocks need.
+
+    Args:
+        folder_or_id: a folder as `save_pretrained` writes it, or `owner/name`.
+        dtypes: part -> what it is loaded in; "default" is of all others.
+        without: parts that are left out, and with them the blocks before the text encoder that need them.
+        quantization_config: of a pipeline: which parts are quantized while they are read.
+
+    Raises:
+        OSError, ValueError: a part is missing or broken.
+        UserError: it cannot do without one that is to be left out.
+    """
+    with silent():
+        pipe: Any = ModularPipeline.from_pretrained(str(folder_or_id), workflow=WORKFLOW)
+    whole = _row(pipe, ())
+    text = _text_encoder(whole)
+    needed = {name for block in whole[text:] for name in _needs(block)}
+    free = {name for block in whole[:text] for name in _needs(block)} - needed
+    refused = [without] if isinstance(without, str) else [name for name in without if name not in free]
+    if refused:
+        raise UserError(
+            f"without names {', '.join(refused)}; give a list of what this {type(pipe).__name__} can do "
+            f"without: {', '.join(sorted(free)) or 'nothing'}."
+        )
+    wanted = {name for block in _row(pipe, without) for name in _needs(block)}
+    rounded = {} if quantization_config is None else quantization_config.quant_mapping
+    parts = {}
+    for name in pipe.pretrained_component_names:
+        spec = pipe.get_component_spec(name)
+        if name in wanted and spec.pretrained_model_name_or_path is not None:
+            how = {"quantization_config": rounded[name]} if name in rounded else {}
+            parts[name] = spec.load(dtype=dtypes.get(name, dtypes["default"]), **how)
+    pipe.update_components(**parts)
+    return pipe
+
+
+def as_one_call(pipe: Any, family: Family) -> None:
+    """Give a modular pipeline `encode_prompt`, `prepare_latents` and a call with gradient, in place.
+
+    Args:
+        pipe: with its parts loaded; blocks before its text encoder (FLUX.3's upsampler of prompts) whose
+            parts are not there are left out.
+        family: its family; one of classic pipelines changes nothing.
+
+    Raises:
+        UserError: it is a classic one, a part is missing, or its guider is no plain guidance.
+    """
+    if not family.modular:
+        return
+    kind, encodes = type(pipe), family.encodes.split()
+    if not issubclass(kind, ModularPipeline):
+        raise UserError(
+            f"A {kind.__name__} is driven by its blocks. Load its folder as a diffusers.ModularPipeline, or "
+            "by PipelinePolicy.from_pretrained."
+        )
+    guider = pipe.components.get("guider")
+    if guider is not None and type(guider) is not ClassifierFreeGuidance:
+        raise UserError(
+            f"The guider of this {kind.__name__} is a {type(guider).__name__}; guiders may go by the step's "
+            "index, which one velocity has not. Set another: pipe.update_components(guider="
+            "ClassifierFreeGuidance())."
+        )
+    absent = [name for name, part in pipe.components.items() if part is None]
+    row = _row(pipe, absent)
+    missing = sorted({name for block in row for name in _needs(block)} & {*absent})
+    if missing:
+        raise UserError(
+            f"This {kind.__name__} has no {', '.join(missing)}. Load its parts (pipe.load_components()), or "
+            "give PipelinePolicy.from_pretrained a folder that holds them."
+        )
+    text, loop = _text_encoder(row), next(i for i, block in enumerate(row) if _is_loop(block))
+    row[loop].set_progress_bar_config(disable=True)
+    row[loop].loop_step = _one_step(row[loop])
+    taken = dict.fromkeys(encodes) | {p.name: p.kwargs_type for block in row for p in block.inputs if p.name}
+    given = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in taken]
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+
+    def call(self: Any, **asked: Any) -> tuple[Any]:
+        return self._run_blocks(asked)
+
+    call.__signature__ = inspect.Signature([own, *given])  # type: ignore[attr-defined]
+    pipe.__class__ = type(kind.__name__, (_OneCall, kind), {"__call__": call, "__module__": kind.__module__})
+    pipe._encodes, pipe._taken, pipe._captions = tuple(encodes), taken, {"": ""}
+    pipe._upsampling, pipe._encoding = row[:text], row[text]
+    pipe._preparing, pipe._denoising, pipe._decoding = row[text + 1 : loop], row[loop], row[loop + 1 :]
+
+
+class _OneCall:
+    """What `as_one_call` lays over the class of a modular pipeline."""
+
+    def encode_prompt(self: Any, state: Any) -> tuple[Any, ...]:
+        """Run the encoders on a state. A language model's answer to a prompt, where there is one, is kept; an
+        empty prompt, by which a policy asks for shapes, stays empty."""
+        prompt = state.get("prompt")
+        if prompt not in self._captions:
+            for block in self._upsampling:
+                block(self, state)
+            self._captions[prompt] = state.get("prompt")
+        state.set("prompt", self._captions[prompt])
+        if not getattr(self, "requires_unconditional_embeds", False):
+            state.set("negative_prompt", None)  # of which the encoders would say that it is ignored
+        self._encoding(self, state)
+        return tuple(state.get(name) for name in self._encodes)
+
+    def prepare_latents(self, drawn: Tensor) -> Tensor:
+        """What the loop begins at, given what the blocks drew."""
+        return drawn
+
+    def save_pretrained(self: Any, folder: str | Path) -> None:
+        """Write the parts, and an index that names the folder."""
+        own: Any = super()
+        own.save_pretrained(str(folder), overwrite_modular_index=True)
+
+    def _run_blocks(self: Any, asked: dict[str, Any]) -> tuple[Any]:
+        """(pictures,), or (latents,) for the output type "latent"."""
+        state, steps = PipelineState(), asked["num_inference_steps"]
+        shipped = self.config.get("sample_sigmas")
+        if shipped and len(shipped) != steps:
+            asked["sigmas"] = np.linspace(1.0, 1 / steps, steps).tolist()
+        for name, value in asked.items():
+            one = value[0] if "prompt" in name and isinstance(value, list) else value  # FLUX.3 reads no list
+            state.set(name, one, self._taken.get(name))
+        with torch.no_grad():
+            if state.get("prompt_embeds") is None:
+                self.encode_prompt(state)
+            for block in self._preparing:
+                block(self, state)
+        state.set("latents", self.prepare_latents(state.get("latents")))
+        if len(state.get("timesteps")):
+            _with_gradient(self._denoising)(self, state)
+        if asked["output_type"] == "latent":
+            return (state.get("latents"),)
+        for block in self._decoding:  # a reward's gradient goes through them
+            _with_gradient(block)(self, state)
+        images: Any = state.get("images")
+        return (_over_white(images),)
+
+
+def _over_white(images: Tensor) -> Tensor:
+    """[B, 3, H, W] of pictures with an alpha channel or without: over white, as Qwen-Image 2.1's encoder sees
+    them."""
+    if images.shape[1] == 3:
+        return images
+    colours, alpha = images.split((3, 1), 1)
+    return colours * alpha + (1 - alpha)
+
+
+def _row(pipe: Any, absent: Collection[str]) -> list[Any]:
+    """The blocks in order, each a leaf or the loop; without those before the text encoder that need what is
+    absent."""
+    blocks = pipe.blocks
+    if not any(map(_is_loop, blocks.sub_blocks.values())):
+        blocks = blocks.get_workflow(WORKFLOW)
+    row = list(blocks.sub_blocks.values())
+    text = _text_encoder(row)
+    return [block for i, block in enumerate(row) if i >= text or not _needs(block) & {*absent}]
+
+
+def _text_encoder(row: list[Any]) -> int:
+    return next(i for i, block in enumerate(row) if "prompt_embeds" in block.intermediate_output_names)
+
+
+def _is_loop(block: Any) -> bool:
+    return isinstance(block, LoopSequentialPipelineBlocks)
+
+
+def _needs(block: Any) -> set[str]:
+    return {spec.name for spec in block.expected_components}
+
+
+def _with_gradient(block: Any) -> Callable[..., Any]:
+    """A block's call, from under its `torch.no_grad`."""
+    call: Any = type(block).__call__
+    return getattr(call, "__wrapped__", call).__get__(block)
+
+
+def _one_step(loop: Any) -> Callable[..., Any]:
+    """The loop's step, with gradient."""
+    steps = [_with_gradient(block) for block in loop.sub_blocks.values()]
+
+    def step(components: Any, state: Any, **at: Any) -> tuple[Any, Any]:
+        for run in steps:
+            components, state = run(components, state, **at)
+        return components, state
+
+    return step
