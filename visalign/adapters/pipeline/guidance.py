@@ -18,14 +18,23 @@ from .families import Family
 
 
 @contextmanager
-def silent(pipe: Any) -> Iterator[None]:
-    """Inside, the pipeline logs nothing; what it raises is raised.
+def silent(pipe: Any = None) -> Iterator[None]:
+    """Inside, diffusers says errors alone; a classic pipeline nothing, and what it raises is raised.
 
     Args:
-        pipe: the pipeline.
+        pipe: whose calls are many: a level for all of diffusers empties every logger's memory of its own.
     """
+    if pipe is None or hasattr(pipe, "blocks"):  # blocks of a modular one speak for themselves
+        logger = logging.getLogger("diffusers")
+        level = logger.level
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+        return
     logger = logging.getLogger(type(pipe).__module__)
-    before, logger.disabled = logger.disabled, True  # a level would empty every logger's memory of its own
+    before, logger.disabled = logger.disabled, True
     try:
         yield
     finally:
