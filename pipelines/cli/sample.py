@@ -69,6 +69,7 @@ def sample(
         given: dict[str, Any] = parse_options(options or [])
         if isinstance(given.get("image_size"), list):
             given["image_size"] = tuple(given["image_size"])
+        searching = parse_options(search_options or [], "--search-option")
         if search_options and search is None:
             raise UserError(f"--search-option {search_options[0]} belongs to --search, which is not given.")
         settings = SampleSettings(
@@ -78,7 +79,7 @@ def sample(
             seeds=numbers(seeds),
             best_of=best_of,
             resample_after=[] if steer is None else numbers(steer, "--steer"),
-            search=search and search_of(search, parse_options(search_options or [], "--search-option")),
+            search=None if search is None else search_of(search, searching),
             strength=strength,
             steps=steps,
             batch_size=batch_size,

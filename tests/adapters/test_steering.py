@@ -156,7 +156,7 @@ def test_a_seed_makes_the_call_again():
     assert torch.equal(made(1), made(1)) and not torch.equal(made(1), made(2))
 
 
-FAMILIES = ("sd3", "sd15", "flux", "qwen_image", "wan")  # plain, a noise schedule, packed twice, a video
+FAMILIES = ("sd3", "sd15", "sdxl", "flux", "qwen_image", "wan")  # plain, of noise, packed, a video
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -191,7 +191,8 @@ def test_it_decodes_as_the_family_does_and_leaves_the_pipeline_alone(name):
     call |= {**policy._call.fixed, **policy._call.inputs(condition.rows(), guided=policy.guided)}
     made = pipe(**call, latents=latents.clone(), callback_on_step_end=callback)[0]
     assert torch.as_tensor(made).isfinite().all()
-    x, grid = latents * (preserving_scale(policy.sigmas(4)[0]) if name == "sd15" else 1), policy.sigmas(4)
+    grid = policy.sigmas(4)
+    x = latents * (1 if policy.prediction == "velocity" else preserving_scale(grid[0]))
     with torch.no_grad():
         for k in (0, 1):
             v = policy.velocity(x, grid[k].expand(4), condition)

@@ -38,7 +38,8 @@ from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.evaluation.rewards.pair_scores import from_scores
 from visalign.evaluation.rewards.preferences import evaluate_preferences
 from visalign.evaluation.rewards.quality import evaluate_quality, from_values
-from visalign.evaluation.statistics.intervals import clustered_wilson, paired_bootstrap
+from visalign.evaluation.statistics.agreement import HEADLINE, POLICIES, credits_of
+from visalign.evaluation.statistics.intervals import RatioTable, clustered_wilson, paired_bootstrap
 
 Array = NDArray[np.float64]
 
@@ -72,11 +73,14 @@ STRENGTH = (0.6, 0.0, -0.6)
 """Of three generators."""
 
 
-def pairs(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int) -> dict[str, Any]:
-    """Two judges on votes of five annotators: noise differs between pairs, and the first judge knows it."""
+def voted(
+    rng: np.random.Generator, prompts: int, each: int
+) -> tuple[Array, Array, Array, Array, Array, Array]:
+    """Prompts [N], generators [N, 2], the first judge's deviations and margins, the second's margins [N], and
+    what five annotators say [N, 5]: noise differs between pairs, and the first judge knows it.
+    """
     draw = Shared(rng, prompts, each)
-    n = len(draw.index)
-    made = rng.integers(0, 3, (n, 2))
+    made = rng.integers(0, 3, (len(draw.index), 2))
     gap = np.array(STRENGTH)[made[:, 0]] - np.array(STRENGTH)[made[:, 1]]
     std = np.exp(0.5 * draw())
     true = gap + 1.2 * draw() * np.exp(0.4 * draw())
@@ -84,11 +88,35 @@ def pairs(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *,
     other = true + 1.5 * draw()
     seen = true[:, None] + std[:, None] * np.array(VOTERS) * np.stack([draw() for _ in VOTERS], axis=1)
     said = np.where(np.abs(seen) < 0.2, 0.5, np.where(seen > 0, 1.0, 0.0))
+    return draw.index, made, std, margin, other, said
+
+
+def shares(
+    rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int
+) -> dict[str, Any]:
+    """The accuracies of `pairs` alone, under policies without a threshold and in slices: cheap."""
+    index, made, _, margin, _, said = voted(rng, prompts, each)
+    table = RatioTable(index, prompts)
+    for name, policy in POLICIES.items():
+        if not policy.has_threshold:
+            table.add(name, *credits_of(name, margin, said.mean(1)))
+    credit, count = credits_of(HEADLINE, margin, said.mean(1))
+    parts = {f"generator {g}": (made == g).any(1) for g in range(3)}
+    parts |= {"one generator": made[:, 0] == made[:, 1], "two generators": made[:, 0] != made[:, 1]}
+    for name, rows in parts.items():
+        table.add(name, credit * rows, count * rows)
+    return {str(key): found.to_dict() for key, found in table.intervals(**settings.drawing()).items()}
+
+
+def pairs(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int) -> dict[str, Any]:
+    """Two judges on votes of five annotators."""
+    index, made, std, margin, other, said = voted(rng, prompts, each)
+    n = len(index)
     records = PreferenceSet(
         name="pairs",
         pairs=tuple(
             PreferencePair(
-                prompt=f"prompt {draw.index[k]}",
+                prompt=f"prompt {index[k]}",
                 image_left=f"{k}a",
                 image_right=f"{k}b",
                 label=float(row.mean()),
@@ -96,7 +124,7 @@ def pairs(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *,
                 ballots=tuple((f"annotator {v}", float(vote)) for v, vote in enumerate(row)),
                 generator_left=f"generator {made[k, 0]}",
                 generator_right=f"generator {made[k, 1]}",
-                category="ab"[draw.index[k] % 2],
+                category="ab"[index[k] % 2],
             )
             for k, row in enumerate(said)
         ),
@@ -212,7 +240,7 @@ def _together(records: Any, judges: list[Any], settings: IntervalSettings) -> di
 
 
 MAKES: dict[str, Callable[..., dict[str, Any]]] = {
-    **{"pairs": pairs, "quality": quality, "agree": agree, "heldout": heldout},
+    **{"shares": shares, "pairs": pairs, "quality": quality, "agree": agree, "heldout": heldout},
     **{"judges_pairs": judges_pairs, "judges_quality": judges_quality},
 }
 SIZES = {"independent": (1, 240), "clustered": (4, 60), "independent30": (1, 30), "clustered30": (4, 30)}

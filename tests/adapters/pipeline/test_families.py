@@ -64,7 +64,7 @@ def own_pictures(
         return torch.cat(parts)
     pipe, _ = tiny_pipeline(name)
     if family.modular:
-        size = {side: policy._fixed[side] for side in ("height", "width")}
+        size = {side: policy._call.fixed[side] for side in ("height", "width")}
         call = {**size, "num_inference_steps": STEPS}
         return own_modular_run(pipe, PROMPTS, latents, policy.guidance, **call)[output_type == "pt"]
     if not isinstance(pipe.scheduler, (diffusers.FlowMatchEulerDiscreteScheduler, diffusers.DDIMScheduler)):

@@ -29,6 +29,7 @@ from visalign.evaluation.statistics.intervals import (
     bootstrap,
     cluster_index,
     cluster_sums,
+    drawn_share,
     interval,
     ratio,
     resample_samples,
@@ -154,7 +155,7 @@ def _one_signal(
         numbers, clusters = cluster_index(index[decided])
         blocks = resample_samples(numbers, clusters, **settings.drawing())
         draws = np.concatenate([weighted_auroc(value, wrong, weights) for weights in blocks])
-        area = interval(auroc(value, wrong), draws, clusters, level=settings.level)
+        area = drawn_share(auroc(value, wrong), draws, clusters, level=settings.level)
     curve = risk_coverage(uncertainty, 1 - credit)
     step = max(1, len(curve.coverage) // 100)
     places = np.unique(np.append(np.arange(0, len(curve.coverage), step), len(curve.coverage) - 1))

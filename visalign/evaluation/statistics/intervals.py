@@ -213,6 +213,17 @@ def interval(estimate: float, draws: Array, clusters: int, *, level: float = 0.9
     return Interval(estimate=estimate, low=float(low), high=float(high), level=level)
 
 
+def drawn_share(estimate: float, draws: Array, clusters: int, *, level: float = 0.95) -> Interval:
+    """`share_interval` with K/(K−1) times the variance of the draws [R], for an area under a curve.
+
+    Percentiles of an AUROC hold it too seldom, as those of a share. Ends are NaN where `interval` has none.
+    """
+    known = draws[np.isfinite(draws)]
+    if clusters < 2 or 2 * len(known) < len(draws):
+        return Interval(estimate=estimate, level=level)
+    return share_interval(estimate, float(known.var()) * clusters / (clusters - 1), clusters, level=level)
+
+
 def fisher_interval(
     estimate: float, draws: Array, clusters: int, *, level: float = 0.95, left_out: Array | None = None
 ) -> Interval:
