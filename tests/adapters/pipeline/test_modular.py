@@ -220,10 +220,18 @@ def test_a_network_trained_whole_and_a_rewards_gradient(name):
     assert without == [] and all(".image_cond." in n for n in frozen) and bool(frozen) == (name == "flux3")
 
 
-def test_what_an_index_says_of_guidance(folders):
+def test_what_an_index_says(folders, monkeypatch):
     assert has_two_halves(folders["flux3"], None, 3.5) and not has_two_halves(folders["flux3"], None, 1.0)
     assert not has_two_halves(folders["qwen_image_21_turbo"], None, 3.5)
     assert family_of(folders["flux3"], "own.py:Own") is None
+
+    def absent(name: str) -> None:
+        raise OSError(f"{name} does not appear to have a file named model_index.json")
+
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "load_config", absent)
+    index = {"_class_name": "Flux3ModularPipeline"}
+    monkeypatch.setattr(diffusers.ModularPipeline, "load_config", lambda name: index)
+    assert family_of("owner/name", None) is FAMILIES["flux3"]
 
 
 def test_a_distilled_model_says_what_it_allows(folders):

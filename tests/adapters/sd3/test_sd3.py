@@ -12,6 +12,7 @@ from diffusers import (
     DDIMScheduler,
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
+    ModularPipeline,
     StableDiffusion3Pipeline,
     StableDiffusionPipeline,
 )
@@ -396,7 +397,8 @@ def test_messages_of_model_folders(folders, tmp_path, monkeypatch):
     def refuse(name):
         raise OSError(f"{name} is not a repository\nand so on")
 
-    monkeypatch.setattr(DiffusionPipeline, "load_config", refuse)
+    for kind in (DiffusionPipeline, ModularPipeline):
+        monkeypatch.setattr(kind, "load_config", refuse)
     with pytest.raises(
         FileNotFoundError, match=r"no model folder nobody/nothing, and the hub gives no pipeline"
     ):

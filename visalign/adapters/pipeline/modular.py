@@ -126,6 +126,11 @@ def as_one_call(pipe: Any, family: Family) -> None:
 class _OneCall:
     """What `as_one_call` lays over the class of a modular pipeline."""
 
+    @property
+    def _execution_device(self: Any) -> torch.device:
+        """Where all parts are; diffusers looks for an offloaded one through all layers, twice a call."""
+        return self.device
+
     def encode_prompt(self: Any, state: Any) -> tuple[Any, ...]:
         """Run the encoders on a state. A language model's answer to a prompt, where there is one, is kept; an
         empty prompt, by which a policy asks for shapes, stays empty."""
