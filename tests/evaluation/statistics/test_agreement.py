@@ -20,6 +20,7 @@ from visalign.evaluation.statistics.generator_control import bradley_terry, gene
 from visalign.evaluation.statistics.intervals import (
     RatioTable,
     clustered_wilson,
+    drawn_share,
     interval,
     resample_weights,
 )
@@ -134,6 +135,17 @@ def test_a_share_has_wilsons_interval_at_the_size_that_its_prompts_are_worth() -
     assert found["all"].high == 1 and found["all"].low == pytest.approx(12 / (12 + t**2))
     assert found["beyond"].high > 1.2, "percentiles: what can be more than all is no share"
     assert (found["other"].low, found["other"].high) != (found["share"].low, found["share"].high)
+
+
+def test_an_area_under_a_curve_has_the_interval_of_a_share() -> None:
+    draws = 0.7 + 0.05 * np.random.default_rng(0).normal(size=500)
+    found, p = drawn_share(0.7, np.append(draws, np.nan), 40), 0.7
+    size, t = p * (1 - p) / (draws.var() * 40 / 39), stats.t.ppf(0.975, 39)
+    for end in (found.low, found.high):
+        assert (p - end) ** 2 == pytest.approx(t**2 * end * (1 - end) / size, rel=1e-9)
+    perfect = drawn_share(1.0, np.ones(500), 6)
+    assert perfect.high == 1 and perfect.low < 0.6, "six pairs in order are no certainty"
+    assert math.isnan(drawn_share(0.7, np.append(draws, np.full(600, np.nan)), 40).low)
 
 
 def test_one_cluster_or_mostly_undefined_draws_give_no_interval() -> None:
