@@ -227,13 +227,15 @@ def toy_trainer(
     )
 
 
-def outcome(folder: Path) -> tuple[str, dict[str, bytes], list[dict[str, Any]]]:
+def outcome(folder: Path) -> tuple[str, dict[str, dict[str, bytes]], list[dict[str, Any]]]:
     """What equal runs have alike: the last checkpoint's name and tensors, and the metrics without times."""
     stored = checkpoint.folders(folder / "checkpoints")[-1]
     tensors = {
-        f"{path.relative_to(stored)}/{name}": value.reshape(-1).view(torch.uint8).numpy().tobytes()
+        str(path.relative_to(stored)): {
+            name: value.reshape(-1).view(torch.uint8).numpy().tobytes()
+            for name, value in load_file(path).items()  # the headers of parts have an order of their own
+        }
         for path in stored.rglob("*.safetensors")
-        for name, value in load_file(path).items()  # the headers of parts have an order of their own
     }
     return stored.name, tensors, [without_times(row) for row in read_metrics(folder / "metrics.jsonl")]
 
