@@ -42,7 +42,7 @@ from visalign.rewards.vlm.requests import Query
 
 MODEL, QUESTION = "shapes-vlm", "Does the picture show {prompt}? Answer, then say why."
 WORLD: dict[str, Any] = {"kinds": ("alignment", "mixed"), "surroundings": 0.7}
-SAMPLES, TOKENS = 4, 24
+SAMPLES, TOKENS = 4, 40
 """Votes of each picture that the meta judge learns from; tokens of one at most."""
 
 
@@ -107,6 +107,7 @@ def asked(metas: dict[str, str], pairs: list[ShapesPair], votes: int) -> dict[st
         if not readable:
             drawn = judge.server.ask(judge.template, queries, read=judge.read, **judge.drawing)
             readable = [[one for one in row if not isinstance(one, AnswerError)] for row in drawn]
+            readable = [row if len(row) >= judge.least else [] for row in readable]
         found[name] = np.full((len(images), votes), np.nan)
         for place, (row, said) in enumerate(zip(readable, judge._meta(queries, readable), strict=True)):
             found["votes"][place, : len(row)] = [score for score, _ in row]
@@ -120,18 +121,19 @@ def asked(metas: dict[str, str], pairs: list[ShapesPair], votes: int) -> dict[st
 
 
 def summed(votes: np.ndarray, order: np.ndarray, kept: int) -> np.ndarray:
-    """Mean of the `kept` votes of highest `order`, [2 N]."""
+    """Mean of the `kept` votes of highest `order`, [2 N]; NaN where too few can be read."""
     order = np.where(np.isnan(votes) | np.isnan(order), -np.inf, order)
     best = np.argsort(-order, axis=1, kind="stable")[:, :kept]
     chosen = np.take_along_axis(votes, best, 1)
-    chosen[~np.isfinite(np.take_along_axis(order, best, 1))] = np.nan
-    return np.nanmean(chosen, 1)
+    known = np.isfinite(np.take_along_axis(order, best, 1))
+    total = np.where(known, chosen, 0.0).sum(1)
+    return np.where(known.any(1), total / np.maximum(known.sum(1), 1), np.nan)
 
 
 def hits(value: np.ndarray, better: np.ndarray) -> np.ndarray:
-    """Whether each pair is the right way round; a tie is half right."""
+    """Whether each pair is the right way round; a tie, or a picture without votes, is half right."""
     left, right = np.split(value, 2)
-    return (1 + np.sign(left - right) * better) / 2
+    return (1 + np.nan_to_num(np.sign(left - right)) * better) / 2
 
 
 def one_seed(output: Path, seed: int, given: argparse.Namespace) -> dict[str, np.ndarray]:
