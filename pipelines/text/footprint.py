@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -57,9 +57,7 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
     length = prompt + config.rollout.max_new_tokens
     completions = config.rollout.prompts_per_iteration * config.rollout.group_size
     rows = 0 if config.server is not None else min(config.model.generate_batch, completions)
-    autocast = config.model.autocast
-    low = torch.bfloat16 if autocast == "auto" else autocast_dtype(autocast, torch.device("cpu"))  # as GPUs
-    with torch.autocast("cpu", low) if low else nullcontext():
+    with _autocast(config):
         cache = _cache_bytes(network, rows, length) if rows else 0
         held, flops = _replayed(network, min(config.optimizer.micro_batch, completions), length, config)
     memory = _weights(config, network)
@@ -94,6 +92,13 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
         "hours": hours_by_device(operations / world, memory["in_all"]),
         **found,
     }
+
+
+def _autocast(config: TextConfig) -> AbstractContextManager[Any]:
+    """The run's, as a GPU has it."""
+    name = config.model.autocast
+    low = torch.bfloat16 if name == "auto" else autocast_dtype(name, torch.device("cpu"))
+    return torch.autocast("cpu", low) if low else nullcontext()
 
 
 def _cache_bytes(network: Any, rows: int, length: int) -> int:
