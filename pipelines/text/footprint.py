@@ -75,8 +75,7 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
     passes += (config.model.value == "separate") * (1 + update)
     again = 0 if config.self_imitation is None else config.self_imitation.batch or completions
     operations = flops * (completions * passes + again * update) * config.run.iterations
-    read = weight_bytes(network) + cache / 2
-    found = {"tokens_per_second_at_most": tokens_by_device(rows, read)} if rows else {}
+    speed = tokens_by_device(rows, weight_bytes(network) + cache / 2) if rows else None
     return {
         "model": {
             "trained_parameters": sum(w.numel() for w in network.parameters() if w.requires_grad),
@@ -90,7 +89,7 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
             "not_counted": ", ".join([NOT_COUNTED, *later]),
         },
         "hours": hours_by_device(operations / world, memory["in_all"]),
-        **found,
+        **({"tokens_per_second_at_most": speed} if rows else {}),
     }
 
 
