@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -57,9 +57,7 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
     length = prompt + config.rollout.max_new_tokens
     completions = config.rollout.prompts_per_iteration * config.rollout.group_size
     rows = 0 if config.server is not None else min(config.model.generate_batch, completions)
-    autocast = config.model.autocast
-    low = torch.bfloat16 if autocast == "auto" else autocast_dtype(autocast, torch.device("cpu"))  # as GPUs
-    with torch.autocast("cpu", low) if low else nullcontext():
+    with _autocast(config):
         cache = _cache_bytes(network, rows, length) if rows else 0
         held, flops = _replayed(network, min(config.optimizer.micro_batch, completions), length, config)
     memory = _weights(config, network)
@@ -77,8 +75,7 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
     passes += (config.model.value == "separate") * (1 + update)
     again = 0 if config.self_imitation is None else config.self_imitation.batch or completions
     operations = flops * (completions * passes + again * update) * config.run.iterations
-    read = weight_bytes(network) + cache / 2
-    found = {"tokens_per_second_at_most": tokens_by_device(rows, read)} if rows else {}
+    speed = tokens_by_device(rows, weight_bytes(network) + cache / 2) if rows else None
     return {
         "model": {
             "trained_parameters": sum(w.numel() for w in network.parameters() if w.requires_grad),
@@ -92,8 +89,15 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
             "not_counted": ", ".join([NOT_COUNTED, *later]),
         },
         "hours": hours_by_device(operations / world, memory["in_all"]),
-        **found,
+        **({"tokens_per_second_at_most": speed} if rows else {}),
     }
+
+
+def _autocast(config: TextConfig) -> AbstractContextManager[Any]:
+    """The run's, as a GPU has it."""
+    name = config.model.autocast
+    low = torch.bfloat16 if name == "auto" else autocast_dtype(name, torch.device("cpu"))
+    return torch.autocast("cpu", low) if low else nullcontext()
 
 
 def _cache_bytes(network: Any, rows: int, length: int) -> int:
