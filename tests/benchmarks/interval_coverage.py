@@ -75,7 +75,7 @@ STRENGTH = (0.6, 0.0, -0.6)
 
 def voted(
     rng: np.random.Generator, prompts: int, each: int
-) -> tuple[Array, Array, Array, Array, Array, Array]:
+) -> tuple[NDArray[np.int64], NDArray[np.int64], Array, Array, Array, Array]:
     """Prompts [N], generators [N, 2], the first judge's deviations and margins, the second's margins [N], and
     what five annotators say [N, 5]: noise differs between pairs, and the first judge knows it.
     """
