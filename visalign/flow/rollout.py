@@ -125,6 +125,7 @@ def complete(
     *,
     sigmas: Tensor,
     step: int,
+    until: int | None = None,
     batch_size: int | None = None,
     solver: str = "euler",
 ) -> Tensor:
@@ -136,6 +137,7 @@ def complete(
         x: [B, ...] before step `step`, storage dtype.
         sigmas: [T + 1], the whole grid.
         step: in [0, T]; T leaves them as they are.
+        until: the step before which to stop; None: the end of the grid.
         batch_size: samples per forward; all B by default.
         solver: see `ODESolver`.
 
@@ -146,7 +148,7 @@ def complete(
     levels, times, done = grid.to(x.device), policy.times(grid).to(x.device), []
     for rows in torch.arange(len(x)).split(_checked_batch_size(batch_size, len(x))):
         part, of_part, ode = x[rows.to(x.device)], condition.select(rows), ODESolver(solver)
-        for k in range(step, len(grid) - 1):
+        for k in range(step, len(grid) - 1 if until is None else until):
             sigma, sigma_next = levels[k].expand(len(part)), levels[k + 1].expand(len(part))
             v = velocity_of(policy, part, sigma, of_part, times[k].expand(len(part)))
             part = ode.step(part, v, sigma, sigma_next).to(part.dtype)
