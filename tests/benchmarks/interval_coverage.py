@@ -42,6 +42,7 @@ from visalign.evaluation.statistics.agreement import HEADLINE, POLICIES, credits
 from visalign.evaluation.statistics.intervals import RatioTable, clustered_wilson, paired_bootstrap
 
 Array = NDArray[np.float64]
+Index = NDArray[np.int64]
 
 RESAMPLES = 1_000
 TRUTHS = 8
@@ -75,7 +76,7 @@ STRENGTH = (0.6, 0.0, -0.6)
 
 def voted(
     rng: np.random.Generator, prompts: int, each: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], Array, Array, Array, Array]:
+) -> tuple[Index, Index, Array, Array, Array, Array]:
     """Prompts [N], generators [N, 2], the first judge's deviations and margins, the second's margins [N], and
     what five annotators say [N, 5]: noise differs between pairs, and the first judge knows it.
     """
