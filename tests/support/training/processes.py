@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -318,8 +319,13 @@ def _kept(trainer: Trainer[Any], gradients: list[torch.Tensor]) -> Any:
 
 
 def forked(folder: Path, processes: int, names: Sequence[str]) -> bool:
-    """Train by each name in several processes, forks of this one, whose ids are in FOLDER/pid.RANK; whether
-    all ended well."""
+    """Train by each name `in_forks`."""
+    return in_forks(folder, processes, partial(run, folder, names))
+
+
+def in_forks(folder: Path, processes: int, work: Callable[[], None]) -> bool:
+    """Do `work` in several processes, forks of this one, whose ids are in FOLDER/pid.RANK; whether all ended
+    well."""
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -332,7 +338,7 @@ def forked(folder: Path, processes: int, names: Sequence[str]) -> bool:
             os.environ |= {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "1"}
             code = 1
             try:
-                run(folder, names)
+                work()
                 end_processes()
                 code = 0
             finally:

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,36 +81,73 @@ def save(
     Raises:
         ValueError: keep < 1.
         CheckpointError: writing failed, for example because the disk is full. What was written is removed;
-            the previous checkpoints stand untouched.
+            the previous checkpoints stand untouched. Where tensors are divided, all processes raise it.
+        OSError: the checkpoint is written, and one to be deleted could not be.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept.")
     temporary = root / f"{_TEMPORARY}{step:06d}"
     folder = step_folder(root, step)
     divided = _divided(tensors)
-    first = not divided or distributed.get_rank() == 0
+    several = bool(divided)
     try:
-        if first:
-            root.mkdir(parents=True, exist_ok=True)
-            for stale in root.glob(_TEMPORARY + "*"):
-                shutil.rmtree(stale)
-            temporary.mkdir()
-        if divided:
+        _by_first(several, _make_place, temporary)
+        if several:
             write_shards(temporary / _SHARDS, divided)
-        if not first:
-            return folder
-        for stem, named in tensors.items():
-            mine = {name: t for name, t in named.items() if not isinstance(t, DTensor)}
-            copies = {name: t.detach().cpu().contiguous().clone() for name, t in mine.items()}
-            save_file(copies, temporary / f"{stem}.safetensors")
-        _write_json(temporary / "state.json", state)
-        _finish(temporary, folder, step, config)
-    except (OSError, SafetensorError) as error:
-        if first:
-            shutil.rmtree(temporary, ignore_errors=True)
+        _by_first(several, _complete, temporary, folder, step, tensors, state, config)
+    except (OSError, SafetensorError, CheckpointError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if several:
+            distributed.barrier()  # who tries again must not find another one removing
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(_write_failure(folder, error)) from error
-    _prune(root, folder, keep)
+    _by_first(several, _prune, root, folder, keep)
     return folder
+
+
+def _by_first(several: bool, work: Callable[..., None], *given: Any) -> None:
+    """Do `work`, of `several` processes in the first alone; the others wait for it and raise what it does."""
+    if not several:
+        work(*given)
+        return
+    said: list[Any] = [RuntimeError("the first process failed over a checkpoint, and says there at what.")]
+    try:
+        if distributed.get_rank() == 0:
+            work(*given)
+            said = [None]
+    except (OSError, SafetensorError, CheckpointError) as error:
+        said = [error]
+        raise
+    finally:
+        distributed.broadcast_object_list(said, src=0)
+    if said[0] is not None:
+        raise said[0]
+
+
+def _make_place(temporary: Path) -> None:
+    """An empty folder to write to, and no rests of killed writes beside it."""
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    for stale in temporary.parent.glob(_TEMPORARY + "*"):
+        shutil.rmtree(stale)
+    temporary.mkdir()
+
+
+def _complete(
+    temporary: Path,
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    state: Mapping[str, Any],
+    config: Mapping[str, Any],
+) -> None:
+    """Beside what the processes wrote of their parts, write the rest, and let it count."""
+    for stem, named in tensors.items():
+        mine = {name: t for name, t in named.items() if not isinstance(t, DTensor)}
+        copies = {name: t.detach().cpu().contiguous().clone() for name, t in mine.items()}
+        save_file(copies, temporary / f"{stem}.safetensors")
+    _write_json(temporary / "state.json", state)
+    _finish(temporary, folder, step, config)
 
 
 def _divided(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -135,7 +135,7 @@ def write_shards(folder: Path, divided: Mapping[str, Tensor]) -> None:
     """Write tensors that are divided among the processes, each its part; all processes call it.
 
     Args:
-        folder: made by the first process.
+        folder: in one that the first process has made before any calls.
         divided: "stem/name" -> tensor; each process writes a file for each stem, one after the other, as it
             stands in memory a second time meanwhile.
 
@@ -145,7 +145,6 @@ def write_shards(folder: Path, divided: Mapping[str, Tensor]) -> None:
     from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
     from torch.distributed.checkpoint.api import CheckpointException
 
-    distributed.barrier()  # the first process has made the place
     stems = sorted({name.partition("/")[0] for name in divided})
     files = {name: stems.index(name.partition("/")[0]) + 1 for name in divided}
     writer = HuggingFaceStorageWriter(path=str(folder), fqn_to_index_mapping=files, save_distributed=True)
