@@ -229,6 +229,7 @@ NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
 SAID = {
     "below a file/ckpt": (None, "CheckpointError: could not write checkpoint .*Not a directory.*--resume"),
     "full": (("_write_json", NO_SPACE), "CheckpointError: could not write checkpoint .*the disk is full"),
+    "apart": (None, "CheckpointError: not all processes see this folder: .* lacks parts of trainable/w that"),
     "fault": (("_write_json", TypeError("odd")), "TypeError: odd|RuntimeError: the first process failed"),
     "locked": (("_prune", OSError(errno.EIO, "locked")), r"OSError: \[Errno 5\] locked"),
     "well": (None, "nothing"),
@@ -243,7 +244,7 @@ def _save_in_processes(root):
     tensors = {"trainable": {"w": distribute_tensor(torch.arange(6.0), mesh, [Shard(0)]), "v": torch.ones(1)}}
     said = {}
     for name, (failure, _) in SAID.items():
-        folder = root / name
+        folder = root / name / str(rank) if name == "apart" else root / name
         with pytest.MonkeyPatch.context() as patch:
             if rank == 0 and "/" not in name:
                 _save(folder, 1)
@@ -265,10 +266,10 @@ def test_where_one_process_fails_all_say_so_and_the_previous_checkpoint_stands(t
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for name, (_, message) in SAID.items():
         assert all(re.match(message, said[name]) for said in told), [said[name] for said in told]
-        if name != "fault":
+        if name not in ("apart", "fault"):
             assert told[0][name] == told[1][name]
     left = {path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("manifest.json")}
-    assert left == {f"{name}/step_000001" for name in ("full", "fault", "locked")} | {
+    assert left == {f"{name}/step_000001" for name in ("full", "apart/0", "fault", "locked")} | {
         f"{name}/step_000002" for name in ("locked", "well")
     }
     rests = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob(".writing*")]

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from visalign.errors import UserError
 
-from .sharding import of_process, read_shards, write_shards
+from .sharding import incomplete, of_process, read_shards, write_shards
 
 FORMAT = 1
 _PREFIX = "step_"
@@ -81,7 +81,8 @@ def save(
     Raises:
         ValueError: keep < 1.
         CheckpointError: writing failed, for example because the disk is full. What was written is removed;
-            the previous checkpoints stand untouched. Where tensors are divided, all processes raise it.
+            the previous checkpoints stand untouched. Where tensors are divided, all processes raise it, also
+            when they do not share `root`.
         OSError: the checkpoint is written, and one to be deleted could not be.
     """
     if keep < 1:
@@ -142,6 +143,13 @@ def _complete(
     config: Mapping[str, Any],
 ) -> None:
     """Beside what the processes wrote of their parts, write the rest, and let it count."""
+    lacking = incomplete(temporary / _SHARDS, _divided(tensors))
+    if lacking:
+        raise CheckpointError(
+            f"not all processes see this folder: {folder.parent} lacks parts of {lacking[0]} that other "
+            "processes wrote. The half-written files were removed and earlier checkpoints are untouched. Let "
+            "the run write where all its machines share one folder, and run the same command with --resume."
+        )
     for stem, named in tensors.items():
         mine = {name: t for name, t in named.items() if not isinstance(t, DTensor)}
         copies = {name: t.detach().cpu().contiguous().clone() for name, t in mine.items()}

@@ -155,6 +155,21 @@ def write_shards(folder: Path, divided: Mapping[str, Tensor]) -> None:
         raise OSError(getattr(error, "errno", None), f"process {rank}: {error}") from failure
 
 
+def incomplete(folder: Path, divided: Mapping[str, Tensor]) -> list[str]:
+    """Names of those tensors given to `write_shards` of which parts are not in the folder: other processes
+    wrote them elsewhere, in folders of the same name."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    if not divided:
+        return []
+    metadata: Any = HuggingFaceStorageReader(path=str(folder)).read_metadata()
+    there = {
+        name: sum(part.sizes.numel() for part in entry.chunks)
+        for name, entry in metadata.state_dict_metadata.items()
+    }
+    return [name for name, value in divided.items() if there.get(name, 0) != value.numel()]
+
+
 def read_shards(folder: Path, divided: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What `write_shards` wrote, in any number of processes.
 
