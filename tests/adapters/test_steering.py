@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,7 +43,7 @@ class Sampler:
     def __init__(self, kind):
         self.kind, self.scheduler, self.seen = kind, SCHEDULERS[kind](), []
 
-    def __call__(self, count, callback, *, shape=(1,), steps=STEPS):
+    def __call__(self, count, callback_on_step_end, *, shape=(1,), steps=STEPS):
         policy, scheduler = GaussianPolicy(MEAN, DEVIATION), self.scheduler
         scheduler.set_timesteps(steps)
         self.num_timesteps = len(scheduler.timesteps)
@@ -66,8 +65,8 @@ class Sampler:
             self.seen.append((x.double() - sigma * v).float())  # x̂0
             output = v if self.kind == "flow" else x + (1 - sigma) * v
             latents = scheduler.step(output.float(), t, latents, return_dict=False)[0]
-            if callback is not None:
-                latents = callback(self, i, t, {"latents": latents}).pop("latents", latents)
+            if callback_on_step_end is not None:
+                latents = callback_on_step_end(self, i, t, {"latents": latents}).pop("latents", latents)
         return latents
 
 
@@ -264,9 +263,20 @@ def test_settings_that_cannot_be_are_refused(given, message):
     ],
 )
 def test_samplers_whose_steps_do_not_say_what_they_were_are_refused(scheduler, message):
-    pipe = SimpleNamespace(scheduler=scheduler())
+    sampler = Sampler("flow")
+    sampler.scheduler = scheduler()
     with pytest.raises(UserError, match=message):
-        SteeringCallback(pipe, level, resample_after=[2], decode=own)
+        SteeringCallback(sampler, level, resample_after=[2], decode=own)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("flux3", "Flux3ModularPipeline"), ("pixart", "PixArtSigmaPipeline")]
+)
+def test_calls_that_ask_no_callback_are_refused(name, kind):
+    pipe, _ = tiny_pipeline(name)
+    pipe.scheduler = SCHEDULERS["flow"]()
+    with pytest.raises(UserError, match=f"A call of {kind} takes no callback_on_step_end.*steered_rollout"):
+        SteeringCallback(pipe, level, resample_after=[2])
 
 
 def test_calls_that_do_not_fit_are_refused():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,9 +83,16 @@ class SteeringCallback:
             decode_batch: pictures decoded at once.
 
         Raises:
-            UserError: a pipeline of no known family, a scheduler whose steps do not say what they were.
+            UserError: a pipeline of no known family or whose call takes no callback, a scheduler whose steps
+                do not say what they were.
             ValueError: particles, steps, strength or noise out of range.
         """
+        kind = type(pipe)
+        if "callback_on_step_end" not in inspect.signature(kind.__call__).parameters:
+            raise UserError(
+                f"A call of {kind.__name__} takes no callback_on_step_end, so nothing of it can be steered. "
+                "Take a classic pipeline of diffusers that has it, or `flow.steered_rollout` with a policy."
+            )
         after = list(resample_after)
         check_steering(particles, after, 1, max(after, default=1), strength)
         _level_of(pipe.scheduler)
