@@ -293,9 +293,11 @@ def file_answers(records: Sequence[Mapping[str, Any]], *, name: str, right: floa
     rows = []
     for number, record in enumerate(records, start=1):
         for field, kind in (("image", str), ("caption", str), ("completion", str), ("reward", int | float)):
-            if not isinstance(record.get(field), kind):
+            given: Any = record.get(field)
+            known = isinstance(given, kind) and not isinstance(given, bool)
+            if not known or (field == "reward" and not math.isfinite(given)):
                 raise UserError(
-                    f"row {number} of '{name}' has {record.get(field)!r} under {field!r}; needed are image, "
+                    f"row {number} of '{name}' has {given!r} under {field!r}; needed are image, "
                     "caption, completion and reward, as text_sample writes them with data.question about "
                     "rated pictures that have prompts."
                 )

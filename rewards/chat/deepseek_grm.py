@@ -21,6 +21,7 @@ import torch
 
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError, make_scores, read_request
+from visalign.rewards.base.identity import Identity
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import FORMS
 from visalign.rewards.vlm.requests import Query, requests
@@ -124,7 +125,8 @@ class DeepSeekGRM(ServedJudge):
         options: dict[str, Any] = {**self.drawing, "k_meta": k_meta, "reads": reads}
         if k_meta is not None:
             options |= {"meta_model": self.meta_server.model, "meta_template": self.meta_template.text}
-            options["min_mass"] = min_mass
+            fields = self.meta_server.identity_fields(self.meta_template)
+            options |= {"min_mass": min_mass, "meta": Identity(judge=META.name, **fields).digest}
         self.identity = self.identified(**options)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:

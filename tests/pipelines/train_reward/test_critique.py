@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.models.vision_language import save_tiny_seeing_model
+from tests.support.models.vision_language import save_tiny_seeing_model, tiny_seeing_model
 from visalign.config import load_config
 from visalign.data.sets.image_references import shapes_reference
 from visalign.errors import UserError
@@ -113,6 +115,9 @@ def test_its_folder_rates_as_it_did(model, tmp_path, monkeypatch):
         ),
         ({"reward": 2}, r"all of the 8 answers of 'train.jsonl' are right by data.right 1"),
         ({"caption": None}, r"row 1 of 'train.jsonl' has None under 'caption'; needed are image, caption"),
+        ({"reward": math.nan}, r"row 1 of 'train.jsonl' has nan under 'reward'; needed are image, caption"),
+        ({"reward": math.inf}, r"row 1 of 'train.jsonl' has inf under 'reward'"),
+        ({"reward": True}, r"row 1 of 'train.jsonl' has True under 'reward'"),
         ({"image": 3}, r"row 1 of 'train.jsonl' has 3 under 'image'"),
         ({"caption": " "}, r"the prompt in row 1 of 'train.jsonl' is ' '"),
     ],
@@ -136,6 +141,22 @@ def test_other_sources_and_settings_are_refused(model, tmp_path):
         load_config(TrainRewardConfig, None, ["data.right=0.5"])
     with pytest.raises(UserError, match=r"no file of demonstrations '.*nowhere.jsonl'"):
         prepare_reward(_config(model, tmp_path / "nowhere.jsonl", None))
+
+
+def test_meta_judges_of_other_weights_or_questions_are_other_judges(model, tmp_path):
+    other = shutil.copytree(model, tmp_path / "other" / model.name)
+    tiny_seeing_model("qwen2_vl", seed=1).save_pretrained(other)
+    same = shutil.copytree(model, tmp_path / "same" / model.name)
+    asked = shutil.copytree(model, tmp_path / "asked" / model.name)
+    asked_as = (asked / "judge.json").read_text()
+    (asked / "judge.json").write_text(asked_as.replace("{prompt}: {critique}", "{critique} of {prompt}"))
+    own, again, *others = (
+        DeepSeekGRM(model=str(model), meta=folder, k_meta=2).identity
+        for folder in (model, same, other, asked)
+    )
+    assert own == again
+    assert [own.differences(one) for one in others] == [["options"]] * 2
+    assert len({own.digest, *(one.digest for one in others)}) == 3
 
 
 @pytest.mark.parametrize("options", [{}, {"k_meta": 2, "meta_template": "{prompt} {critique}"}])
