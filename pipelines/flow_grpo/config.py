@@ -22,7 +22,8 @@ from visalign.pipelines.shared.sections import (
 )
 from visalign.precision import Autocast
 from visalign.schema import STRICT
-from visalign.training.diffusion.settings import DiffusionObjectiveSettings, RolloutSettings, check_sampling
+from visalign.training.diffusion.rollout_settings import RolloutSettings
+from visalign.training.diffusion.settings import DiffusionObjectiveSettings, check_sampling
 from visalign.training.loop.monitor import MonitorSettings
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.sampler import check_batch_algebra

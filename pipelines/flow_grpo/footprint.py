@@ -135,11 +135,11 @@ def _memory(config: FlowGRPOConfig, policy: Any, images: float) -> dict[str, flo
     found |= trained_memory(
         [weight for _, weight in trained],
         ema=bool(config.optimizer.ema_decay),
-        copies=(config.model.lora is None) + old,
+        copies=(config.model.lora is None) + old + len(set((config.objective.experts or {}).values())),
     )
     numbers = math.prod(policy.latent_shape)
     width = policy.storage_dtype.itemsize
-    scored = config.objective.regression is None and config.objective.ascent is None
+    scored = row.visited if row is not None else config.objective.ascent is None
     steps = (config.rollout.sde_window or len(config.rollout.stochastic)) if scored else 0
     # x, x' and the latents as stored, the mean in float32
     found["rollout_records"] = images * numbers * (width + steps * (2 * width + 4)) / GB

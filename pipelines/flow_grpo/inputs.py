@@ -18,6 +18,7 @@ from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.pipelines.shared.parts import Records, build_records, load_terms, pointwise_only, weighted_sum
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.pipelines.shared.sections import RewardsConfig
+from visalign.training.diffusion.experts import check_experts
 from visalign.training.diffusion.flow_grpo import step_weights
 from visalign.training.diffusion.pictures import Features
 from visalign.training.diffusion.regression import checked_row
@@ -91,6 +92,8 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         step_weights(config.objective, rollout, grid)
     else:
         checked_row(config.objective, rollout, world)
+        if config.objective.experts:
+            check_experts(config.objective.experts, records)
     features = build_features(config, judges, device)
     judge = config.evaluation.correctness
     if judge is not None:

@@ -13,8 +13,7 @@ from visalign.adapters.catalogue import has_two_halves
 from visalign.data.assets import resolve_model
 from visalign.flow.rollout import asked_of
 from visalign.pipelines.shared.parts import Records, ends_by, evenly_spaced
-from visalign.training.diffusion.cost import forward_equivalents_per_image
-from visalign.training.diffusion.regression import planned_passes
+from visalign.training.diffusion.cost import forward_equivalents_per_image, planned_passes
 from visalign.training.policy.settings import away_from_reference
 
 from .config import FlowGRPOConfig

@@ -9,7 +9,8 @@ from .diffusion.cost import forward_equivalents_per_image
 from .diffusion.flow_grpo import FlowGRPO
 from .diffusion.regression import VelocityRegression
 from .diffusion.reward_gradient import RewardGradient
-from .diffusion.settings import DiffusionObjectiveSettings, RolloutSettings
+from .diffusion.rollout_settings import RolloutSettings
+from .diffusion.settings import DiffusionObjectiveSettings
 from .loop.algorithm import Algorithm, Counters
 from .loop.checkpoint import CheckpointError
 from .loop.judging import RewardFailure

@@ -227,6 +227,9 @@ def test_a_row_with_changes() -> None:
         ("diffusion_nft", {"level_range": [0.5, 0.5]}, "0 ≤ low < high ≤ 1"),
         ("gdro", {"noise": "start"}, "noise='start' gives each its own"),
         ("opd", {"levels": 2}, "visited=True learns at the sampler's own states"),
+        ("opd", {"level_range": [0.0, 0.5]}, "chosen by rollout.sde_steps"),
+        ("opd", {"noise": "group"}, "chosen by rollout.sde_steps"),
+        ("opd", {"old_decay": [0, 0.001, 0.5]}, "visited=True asks no old policy"),
         ("ram", {"visited": True}, "by loss='distil' alone"),
     ],
 )

@@ -184,6 +184,10 @@ def test_memory_by_part_is_what_a_run_holds(folders):
     made = rollout(policy, condition, sigmas=policy.sigmas(3), sde_steps=[0, 2], seeds=[1, 2, 3, 4])
     records = sum(t.numel() * t.element_size() for t in (made.latents, made.x, made.x_next, made.mean))
     assert memory["rollout_records"] * GB == pytest.approx(records)
+    experts = [f"objective={{algorithm: opd, experts: {{'*': {folders}}}}}", "rollout.sde_steps=[0, 2]"]
+    learnt = estimate(configured(folders, "sd3", *experts))["memory_in_GB"]  # of the same states
+    assert learnt["rollout_records"] == memory["rollout_records"]
+    assert learnt["reference_and_old_policy"] == pytest.approx(memory["trained_weights"])
     parts = [value for name, value in memory.items() if name not in ("in_all", "not_counted")]
     assert memory["in_all"] == pytest.approx(sum(parts))
     full = estimate(configured(folders, "sd3", "model.lora=null", "model.dtype=bfloat16"))["memory_in_GB"]

@@ -142,7 +142,10 @@ def test_a_window_on_average_completes_its_share():
         ),
         ({"credit": "one_step", "balance_every": 2}, "one_step.*balance_every=null"),
         ({"credit": "one_step", "algorithm": "rloo"}, "one_step.*kl_in_reward=0"),
-        ({"credit": "one_step", "algorithm": "ram"}, "one_step.*ram has no stochastic steps.*take flow_grpo"),
+        (
+            {"credit": "one_step", "algorithm": "ram"},
+            "one_step.*ram has no log-probs of steps.*take flow_grpo",
+        ),
         ({"changes": {"advantage": "steps"}}, "reward of each step.*Take objective.credit=turning_points"),
     ],
 )

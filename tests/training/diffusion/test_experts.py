@@ -83,7 +83,8 @@ def test_experts_are_checked(tmp_path, experts):
         ({}, r"objective.experts names \[\], and the tags of the training prompts are \['down', 'up'\]"),
         ({"up": experts["up"]}, r"Give each tag the folder of a trained policy"),
         ({**experts, "sideways": experts["up"]}, r"names \['\*', 'sideways', 'up'\]"),
-        ({"*": str(tmp_path / "none")}, r"none is no expert of this policy"),
+        ({"*": str(tmp_path / "none")}, r"objective\.experts\.\* is .*none, which is no folder. Name a run"),
+        ({"*": str(tmp_path)}, r"objective\.experts: .* is no expert of this policy"),
     ):
         with pytest.raises(UserError, match=message):
             Experts(Kept(), folders, RECORDS)

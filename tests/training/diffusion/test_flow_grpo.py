@@ -397,6 +397,7 @@ def test_step_draws_are_reproducible_and_vary():
     assert [choose_steps(moving, 0, i)[0] for i in range(4)] == [[1, 2], [2, 4], [4], [1, 2]]
     held = replace(moving, sde_window_roll_back=False)
     assert [choose_steps(held, 0, i)[0] for i in (1, 2, 3, 99)] == [[2, 4], [4], [4], [4]]
+    assert moving.pairs_per_image == (2 + 2 + 1) / 3 and moving.trained_per_image == 2
 
 
 def test_a_compressed_rest_is_counted_as_planned(tmp_path):
@@ -419,6 +420,8 @@ def test_a_compressed_rest_is_counted_as_planned(tmp_path):
         ({"ode_compression": 0.0}, "rollout.ode_compression is 0.0; it is a share above 0, at most 1"),
         ({"ode_compression": 0.4}, "no two steps to make fewer of. Set rollout.sde_steps to earlier steps"),
         ({"solver": "heun"}, "rollout.solver is 'heun'"),
+        ({"sde_window_roll_back": False}, "sde_window_roll_back is False, and no window moves. Set rollout"),
+        ({"sde_window": 2, "sde_window_every": 3}, "sde_window_every is 3, and no window moves"),
     ],
 )
 def test_solver_and_compression_are_checked(changes, message):

@@ -20,7 +20,8 @@ from visalign.training import (
     forward_equivalents_per_image,
     read_metrics,
 )
-from visalign.training.diffusion.regression import checked_row, planned_passes
+from visalign.training.diffusion.cost import planned_passes
+from visalign.training.diffusion.regression import checked_row
 from visalign.training.loop.metrics import METRICS, REGRESSION_ONLY
 
 

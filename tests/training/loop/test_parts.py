@@ -12,7 +12,8 @@ from rich.console import Console
 
 from visalign.errors import UserError
 from visalign.training.diffusion.cost import forward_equivalents_per_image
-from visalign.training.diffusion.settings import DiffusionObjectiveSettings, RolloutSettings
+from visalign.training.diffusion.rollout_settings import RolloutSettings
+from visalign.training.diffusion.settings import DiffusionObjectiveSettings
 from visalign.training.loop import runtime
 from visalign.training.loop.ema import EMA
 from visalign.training.loop.metrics import METRICS, MetricsFile, check_keys, read_metrics, without_times

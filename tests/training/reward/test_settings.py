@@ -66,7 +66,12 @@ PAIRS: dict[str, Any] = {
 TRIPLES = {
     "ict": ict_labels(torch.tensor([0.2, 0.5, 0.1]), torch.tensor([0.6, 0.9, 0.3]), torch.ones(3), theta=0.7)
 }
-BATCHES = {"pairs": PAIRS, "triples": TRIPLES, "rows": {"target": torch.linspace(1, 5, 9)}}
+BATCHES = {
+    "pairs": PAIRS,
+    "triples": TRIPLES,
+    "rows": {"target": torch.linspace(1, 5, 9)},
+    "answers": {"target": torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, float("nan")])},
+}
 
 
 def _loss(task: str, **forced: Any) -> float:
@@ -117,15 +122,18 @@ def test_models_of_ties_and_the_plain_loss_have_their_own_settings(name):
         BradleyTerrySettings(tie_strength=3.0)
 
 
+GENERATED = [task for task, row in TASKS.items() if row.labels != "answers"]
+"""Tasks that learn from sets of the shapes world."""
 DATA = {
+    "right": (0.5, set()),
     "theta": (0.5, {"ict"}),
-    "kinds": ('["quality"]', set(TASKS) - {"ict", "rating", "rating_fidelity"}),
-    "heldout_kinds": ('["quality"]', set(TASKS) - {"rating", "rating_fidelity"}),
-    "labels": ("truth", set(TASKS) - {"ict", "rating", "rating_fidelity"}),
-    "annotators": (3, set(TASKS) - {"ict"}),
+    "kinds": ('["quality"]', set(GENERATED) - {"ict", "rating", "rating_fidelity"}),
+    "heldout_kinds": ('["quality"]', set(GENERATED) - {"rating", "rating_fidelity"}),
+    "labels": ("truth", set(GENERATED) - {"ict", "rating", "rating_fidelity"}),
+    "annotators": (3, set(GENERATED) - {"ict"}),
     "columns": ("{mos: score}", set()),
     "coding": ("ab", set()),
-    "surroundings": (0.5, set(TASKS)),
+    "surroundings": (0.5, set(GENERATED)),
     "off_policy": ("{alpha: 0.2}", set()),
     "convex_da": ("{copies: 3}", set()),
     "train_split": ("train", set()),
@@ -136,7 +144,8 @@ DATA = {
 
 def _config(task: str, *more: str) -> TrainRewardConfig:
     kind = next(kind for kind, tasks in JUDGE_TASKS.items() if task in tasks)
-    source = "shapes:quality" if TASKS[task].labels == "rows" else "shapes:pairs"
+    sources = {"rows": "shapes:quality", "answers": "written.jsonl"}
+    source = sources.get(TASKS[task].labels, "shapes:pairs")
     train = "full" if kind == "ict" else {"hp": "head"}.get(kind, "lora")
     given = [f"model.kind={kind}", f"model.train={train}", f"objective.task={task}"]
     return load_config(
@@ -145,7 +154,7 @@ def _config(task: str, *more: str) -> TrainRewardConfig:
 
 
 @pytest.mark.parametrize("name", USED)
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", GENERATED)
 def test_data_settings_without_a_reader_are_refused(task, name):
     value, tasks = DATA[name]
     assert _config(task).objective.task == task
@@ -156,6 +165,15 @@ def test_data_settings_without_a_reader_are_refused(task, name):
         UserError, match=rf"data\.{name} is .*, and the task {task} on data\.train shapes:.*is used"
     ):
         _config(task, f"data.{name}={value}")
+
+
+@pytest.mark.parametrize("name", USED)
+def test_what_judges_wrote_has_one_setting_of_its_own(name):
+    if name == "right":
+        assert _config("critique", "data.right=0.5").data.right == 0.5
+        return
+    with pytest.raises(UserError, match=rf"data\.{name} is .*, and the task critique on data\.train written"):
+        _config("critique", f"data.{name}={DATA[name][0]}")
 
 
 def test_data_settings_of_files():

@@ -31,7 +31,7 @@ from .losses import (
     ram_loss,
     reward_probability,
 )
-from .signals import best_share, soft_clip, tilted_weights
+from .signals import best_share, old_policy_decay, soft_clip, tilted_weights
 
 Anchor = Literal["none", "old", "reference", "expert"]
 Noise = Literal["sample", "group", "start"]
@@ -216,10 +216,16 @@ class Regression:
             raise ValueError(
                 f"reference_guidance is {self.reference_guidance}; it must be at least 0, or None."
             )
-        if self.visited and (self.loss != "distil" or self.levels or self.continuous):
+        noised = (self.levels, self.continuous, self.level_range, self.noise)
+        if self.visited and (self.loss != "distil" or noised != (None, False, (0.0, 1.0), "sample")):
             raise ValueError(
-                "visited=True learns at the sampler's own states, by loss='distil' alone, without levels and "
-                "continuous, which are of noised end points."
+                "visited=True learns at the sampler's own states, by loss='distil' alone, without levels, "
+                "level_range, continuous and noise, which are of noised end points. The sampler's steps are "
+                "chosen by rollout.sde_steps and rollout.train_steps."
+            )
+        if self.visited and self.keeps_old:
+            raise ValueError(
+                f"old_decay is {self.old_decay}, and visited=True asks no old policy. Leave it out."
             )
         if self.reference_guidance is not None and not (self.asks_reference or self.anchor == "expert"):
             raise ValueError(
@@ -258,6 +264,11 @@ class Regression:
     def kl_at(self, iteration: int) -> float:
         """k after so many finished iterations."""
         return self.kl * (1.0 if self.kl_until is None else max(0.0, 1 - iteration / self.kl_until))
+
+    def decay_at(self, iteration: int) -> float:
+        """Of the old policy after that many iterations."""
+        start, slope, end = self.old_decay
+        return old_policy_decay(iteration, start=int(start), slope=slope, end=end)
 
     @property
     def asks_reference(self) -> bool:

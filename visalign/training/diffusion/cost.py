@@ -4,6 +4,8 @@ counts two."""
 
 from __future__ import annotations
 
+from visalign.core.regression.rows import Regression
+
 
 def forward_equivalents_per_image(
     *,
@@ -53,3 +55,21 @@ def forward_equivalents_per_image(
     return float(
         sampling + asked_again * trained * passes + balance + epochs * trained_share * trained * pair
     )
+
+
+def planned_passes(row: Regression, updates: int, *, own: int, reference: int, iterations: int = 1) -> float:
+    """Other policies that are asked at each pair, r of `forward_equivalents_per_image`.
+
+    Args:
+        row: the regression.
+        updates: optimizer updates per iteration, in all epochs.
+        own: passes of the policy itself: 2 under guidance.
+        reference: passes of the reference, and of an expert.
+        iterations: of the run, over which `Regression.kl_until` and `old_decay` are averaged.
+    """
+    lasts = 1.0 if row.kl_until is None or row.anchor == "reference" else min(1.0, row.kl_until / iterations)
+    # an iteration's first update is on-policy where the old policy is the current one, bit for bit
+    same = sum(not row.keeps_old or i == 0 or row.decay_at(i - 1) == 0 for i in range(iterations))
+    old = 1 - same / iterations / updates
+    others = row.asks_reference * lasts + (row.anchor == "expert")
+    return others * reference / own + (old if row.anchor == "old" else 0.0)

@@ -19,6 +19,26 @@ REST = "*"
 """The tag of all prompts that no other expert is named for."""
 
 
+def check_experts(folders: Mapping[str, str | Path], records: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse tags without an expert, experts without a prompt, and folders that are not there.
+
+    Raises:
+        UserError: with what is allowed.
+    """
+    tags = {str(record.get("tag", "")) for record in records}
+    unknown, bare = sorted(folders.keys() - tags - {REST}), sorted(tags - folders.keys())
+    if not folders or unknown or (bare and REST not in folders):
+        raise UserError(
+            f"objective.experts names {sorted(folders)}, and the tags of the training prompts are "
+            f'{sorted(tags)}. Give each tag the folder of a trained policy, or "{REST}" one for the rest.'
+        )
+    for tag, folder in folders.items():
+        if not Path(folder).is_dir():
+            raise UserError(
+                f"objective.experts.{tag} is {folder}, which is no folder. Name a run's lora/ or model/."
+            )
+
+
 class Experts:
     """Weights of policies that were trained as this one is, asked for the samples of their tags.
 
@@ -34,13 +54,7 @@ class Experts:
     def __init__(
         self, policy: Any, folders: Mapping[str, str | Path], records: Sequence[Mapping[str, Any]]
     ) -> None:
-        tags = {str(record.get("tag", "")) for record in records}
-        unknown, bare = sorted(folders.keys() - tags - {REST}), sorted(tags - folders.keys())
-        if not folders or unknown or (bare and REST not in folders):
-            raise UserError(
-                f"objective.experts names {sorted(folders)}, and the tags of the training prompts are "
-                f'{sorted(tags)}. Give each tag the folder of a trained policy, or "{REST}" one for the rest.'
-            )
+        check_experts(folders, records)
         if not hasattr(policy, "load"):
             raise UserError(
                 f"objective.experts reads weights by policy.load, which {type(policy).__name__} does not "
@@ -53,7 +67,7 @@ class Experts:
             for folder in sorted(set(self._place.values())):
                 policy.load(Path(folder))
                 self._weights[folder] = self._copy()
-        except (FileNotFoundError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise UserError(f"objective.experts: {folder} is no expert of this policy: {error}") from error
         finally:
             with torch.no_grad():

@@ -51,7 +51,8 @@ from visalign.training.policy.update import (
 )
 
 from .pictures import Drawn, PictureAlgorithm, Pictures
-from .settings import DiffusionObjectiveSettings, RolloutSettings
+from .rollout_settings import RolloutSettings
+from .settings import DiffusionObjectiveSettings
 
 
 class ReplayModule(nn.Module):

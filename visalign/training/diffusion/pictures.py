@@ -37,7 +37,8 @@ from visalign.training.policy.constraints import RewardConstraints
 from visalign.training.policy.reference import Reference
 
 from .picture_statistics import STATISTICS, group_diversity, middle_frame, picture_statistics
-from .settings import DiffusionObjectiveSettings, RolloutSettings, check_sampling
+from .rollout_settings import RolloutSettings
+from .settings import DiffusionObjectiveSettings, check_sampling
 
 Features = Callable[[Tensor], Tensor]
 """Pictures [b, 3, H, W] -> features [b, d] of any unit, by which their distances are measured."""

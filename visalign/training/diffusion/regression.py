@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A diffusion policy trained by regression of its velocity at noised end points: DiffusionNFT, AWM, RAM, ...
 
-The rows are `visalign.core.REGRESSIONS`. They sample along the ODE on any grid, need no log-probs and no
-ratio, and learn from the clean latents alone.
+The rows are `visalign.core.REGRESSIONS`. They need no log-probs and no ratio: they sample along the ODE on
+any grid and learn from the clean latents alone, but for "opd", which learns at the states that it visits.
 
 Where this deviates from the published code, always on purpose:
 * the old policy is not asked while it is the current one, and the reference only where the row leans on it;
@@ -24,7 +24,7 @@ from visalign.core.groups.group_statistics import group_extremes
 from visalign.core.groups.labels import group_index
 from visalign.core.regression.losses import covariance_guidance
 from visalign.core.regression.rows import MATRIX_SIGNALS, PairOutput, Regression
-from visalign.core.regression.signals import best_worst_pairs, old_policy_decay
+from visalign.core.regression.signals import best_worst_pairs
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
 from visalign.flow.rollout import velocity_of
@@ -41,7 +41,8 @@ from .experts import Experts
 from .flow_grpo import choose_steps
 from .guidance import check_guided, guided
 from .pictures import PictureAlgorithm, Pictures
-from .settings import DiffusionObjectiveSettings, RolloutSettings, check_sampling
+from .rollout_settings import RolloutSettings
+from .settings import DiffusionObjectiveSettings, check_sampling
 
 OLD = "old"
 """File stem of the old policy in a checkpoint."""
@@ -425,7 +426,7 @@ class VelocityRegression(PictureAlgorithm):
         """Move the old policy after the new one, and the reference where it is due."""
         super().finish(run)
         if self._old is not None and self.row.keeps_old:
-            self._blend(_decay(self.row, run.counters.iteration - 1))
+            self._blend(self.row.decay_at(run.counters.iteration - 1))
             run.tensors[OLD] = self._old.state()
 
     def restore(self, run: Context) -> None:
@@ -476,30 +477,6 @@ def checked_row(
             f"processes. Use a multiple of {world}."
         )
     return row
-
-
-def planned_passes(row: Regression, updates: int, *, own: int, reference: int, iterations: int = 1) -> float:
-    """Other policies that are asked at each pair, r of `forward_equivalents_per_image`.
-
-    Args:
-        row: the regression.
-        updates: optimizer updates per iteration, in all epochs.
-        own: passes of the policy itself: 2 under guidance.
-        reference: passes of the reference, and of an expert.
-        iterations: of the run, over which `Regression.kl_until` and `old_decay` are averaged.
-    """
-    lasts = 1.0 if row.kl_until is None or row.anchor == "reference" else min(1.0, row.kl_until / iterations)
-    # an iteration's first update is on-policy where the old policy is the current one, bit for bit
-    same = sum(not row.keeps_old or i == 0 or _decay(row, i - 1) == 0 for i in range(iterations))
-    old = 1 - same / iterations / updates
-    others = row.asks_reference * lasts + (row.anchor == "expert")
-    return others * reference / own + (old if row.anchor == "old" else 0.0)
-
-
-def _decay(row: Regression, iteration: int) -> float:
-    """Of the old policy after that many iterations."""
-    start, slope, end = row.old_decay
-    return old_policy_decay(iteration, start=int(start), slope=slope, end=end)
 
 
 def _silent(experience: EndPoints) -> Tensor:

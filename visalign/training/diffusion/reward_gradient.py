@@ -35,7 +35,8 @@ from visalign.training.policy.update import split_updates
 
 from .pictures import PictureAlgorithm
 from .regression import VelocityModule
-from .settings import DiffusionObjectiveSettings, RolloutSettings, check_sampling
+from .rollout_settings import RolloutSettings
+from .settings import DiffusionObjectiveSettings, check_sampling
 
 
 @dataclass(kw_only=True)
