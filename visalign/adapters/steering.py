@@ -98,12 +98,7 @@ class SteeringCallback:
         _level_of(pipe.scheduler)
         self._reward, self._particles, self._after = reward, particles, after
         self._strength, self._seed = strength, seed
-        self._kernel = Kernel(schedule=schedule, noise_level=noise_level)
-        if not self._kernel.std(torch.tensor(0.5), torch.tensor(0.4)) > 0:
-            raise ValueError(
-                f'schedule "{schedule}" at noise_level {noise_level} draws no noise, so children of one '
-                "parent would stay equal. Raise noise_level; flow, dance, cps and ddim draw it."
-            )
+        self._kernel = _noisy_kernel(schedule, noise_level)
         self._batch = at_least_one("decode_batch", decode_batch)
         self._shape: tuple[int, ...] | None = None
         self._decode = decode
@@ -232,3 +227,14 @@ _LEVELS: dict[type, Callable[[Any, Any], tuple[Level, Level]]] = {
     DDIMScheduler: _of_noise,
     EulerDiscreteScheduler: _of_variance,
 }
+
+
+def _noisy_kernel(schedule: str, noise_level: float) -> Kernel:
+    """The kernel of the steps that set children of one parent apart."""
+    kernel = Kernel(schedule=schedule, noise_level=noise_level)
+    if not kernel.std(torch.tensor(0.5), torch.tensor(0.4)) > 0:
+        raise ValueError(
+            f'schedule "{schedule}" at noise_level {noise_level} draws no noise, so children of one '
+            "parent would stay equal. Raise noise_level; flow, dance, cps and ddim draw it."
+        )
+    return kernel

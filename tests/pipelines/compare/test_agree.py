@@ -52,12 +52,12 @@ def test_agreement_over_all_is_spearman_and_within_can_be_its_opposite() -> None
     prompts = [f"p{k}" for k in range(40) for _ in range(5)]
     easy = np.repeat(np.arange(40.0), 5)  # both like the same prompts
     inside = rng.normal(size=200)
-    x, y = easy + 0.2 * inside, easy - 0.2 * inside + 0.005 * rng.normal(size=200)
+    x, y = easy + 0.2 * inside, easy - 0.2 * inside + 0.02 * rng.normal(size=200)
     spearman: Any = stats.spearmanr(x, y)[0]
     tau: Any = stats.kendalltau(x, y)[0]
     [pair] = agreement(["x", "y"], [x, y], prompts)
     assert pair["overall"]["estimate"] == pytest.approx(spearman)
-    assert pair["overall"]["low"] > 0.9 and pair["within"]["high"] < -0.9 and pair["same_choice"] == 0.0
+    assert pair["overall"]["low"] > 0.9 and pair["within"]["high"] < -0.8 and pair["same_choice"] == 0.0
     [perfect] = agreement(["x", "y"], [x, -x], prompts)  # which says nothing of its error
     assert perfect["within"]["estimate"] == pytest.approx(-1.0) and perfect["within"]["high"] is None
     assert pair["pairs"] == 40 * 10 and pair["images"] == 200
