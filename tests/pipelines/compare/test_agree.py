@@ -57,7 +57,7 @@ def test_agreement_over_all_is_spearman_and_within_can_be_its_opposite() -> None
     tau: Any = stats.kendalltau(x, y)[0]
     [pair] = agreement(["x", "y"], [x, y], prompts)
     assert pair["overall"]["estimate"] == pytest.approx(spearman)
-    assert pair["overall"]["low"] > 0.9 and pair["within"]["high"] < -0.8 and pair["same_choice"] == 0.0
+    assert pair["overall"]["low"] > 0.9 and pair["within"]["high"] < -0.8 and pair["same_choice"] < 0.05
     [perfect] = agreement(["x", "y"], [x, -x], prompts)  # which says nothing of its error
     assert perfect["within"]["estimate"] == pytest.approx(-1.0) and perfect["within"]["high"] is None
     assert pair["pairs"] == 40 * 10 and pair["images"] == 200
