@@ -75,10 +75,7 @@ def hollow_pipelines() -> Iterator[Trace]:
             listed = isinstance(entry, list) and entry[0] and name not in given
             if listed and not (name.startswith("text_encoder") and _is_small(Path(folder) / name)):
                 part = _hollow(folder, name, entry, dtypes.get(name, dtypes["default"]))
-                if isinstance(rounded.get(name), TorchAoConfig):
-                    _round(part, rounded[name])
-                elif isinstance(rounded.get(name), FourBits):
-                    _round_to_four_bits(part, rounded[name].dtype)
+                _round(part, rounded.get(name))
                 if part is not None:
                     parts[name] = _traced(part, name, trace)
         kind = getattr(diffusers, index["_class_name"])
@@ -93,8 +90,7 @@ def hollow_pipelines() -> Iterator[Trace]:
         part = None if small else _hollow(folder, self.name, entry, dtype)
         if part is None:
             return own_load(self, dtype=dtype)
-        if isinstance(quantization_config, TorchAoConfig):
-            _round(part, quantization_config)
+        _round(part, quantization_config)
         part._diffusers_load_id = self.load_id  # type: ignore[assignment]  # by which diffusers knows it
         return _traced(part, self.name, trace)
 
@@ -159,7 +155,15 @@ def _hollow(folder: str, name: str, entry: list[str], dtype: torch.dtype) -> nn.
     return nn.Module.to(part, META).eval()
 
 
-def _round(part: Any, config: TorchAoConfig) -> None:
+def _round(part: Any, config: Any) -> None:
+    """Round the linear layers as the config of the part says, in place; None rounds nothing."""
+    if isinstance(config, TorchAoConfig):
+        _round_to_eight_bits(part, config)
+    elif isinstance(config, FourBits):
+        _round_to_four_bits(part, config.dtype)
+
+
+def _round_to_eight_bits(part: Any, config: TorchAoConfig) -> None:
     """Round the linear layers as diffusers does where it reads them."""
     from torchao.quantization import quantize_  # type: ignore[import-not-found]  # optional
 

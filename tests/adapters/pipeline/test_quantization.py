@@ -10,7 +10,7 @@ import diffusers
 import pytest
 import torch
 
-from tests.support.models.modular import save_modular, tiny_flux3
+from tests.support.models.modular import save_modular, tiny_flux3, tiny_qwen_image_21
 from tests.support.models.pipelines import tiny_folder
 from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.adapters import LoraSettings, check_adapter, load_policy
@@ -22,7 +22,8 @@ from visalign.flow.rollout import rollout
 from visalign.pipelines.shared.memory import weight_bytes
 
 LORA = LoraSettings(rank=2, alpha=4)
-SIZES = {"sd15": (32, 16), "flux": (16, 8), "sd3": (16, 16)}
+SIZES = {"sd15": (32, 16), "flux": (16, 8), "sd3": (16, 16), "flux3": (16, 8), "qwen_image_21": (16, 8)}
+CLASSIC = ("sd15", "flux", "sd3")
 ABSENT: dict[str, Any] = {"sd15": {"safety_checker": None}}
 ABSENT["sd3"] = {"text_encoder_3": None, "tokenizer_3": None}
 NF4 = find_spec("bitsandbytes") is not None
@@ -33,7 +34,10 @@ needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao
 def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     tiny_sd3_pipeline().save_pretrained(folder / "sd3")
-    return {name: folder / "sd3" if name == "sd3" else tiny_folder(name, folder / name) for name in SIZES}
+    modular = {"flux3": tiny_flux3(), "qwen_image_21": tiny_qwen_image_21()}
+    made = {name: tiny_folder(name, folder / name) for name in ("sd15", "flux")}
+    made |= {name: save_modular(pipe, folder / name) for name, pipe in modular.items()}
+    return {**made, "sd3": folder / "sd3"}
 
 
 def int8(folders: Any, name: str, **options: Any) -> Any:
@@ -47,7 +51,7 @@ def asked(policy: Any, count: int = 2) -> tuple[Any, ...]:
 
 
 @needs_torchao
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", CLASSIC)
 def test_lora_learns_on_a_rounded_network(folders, name, tmp_path):
     policy = int8(folders, name)
     network = policy.module
@@ -130,7 +134,7 @@ def test_the_backward_of_rounded_layers(dtype):
 
 
 @needs_torchao
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", CLASSIC)
 def test_a_plan_counts_rounded_weights(folders, name):
     with hollow_pipelines() as trace:
         hollow = int8(folders, name)
@@ -169,7 +173,7 @@ def test_a_plan_counts_four_bits(folders, monkeypatch, name):
         chosen = quantization.quantization_of(
             given["quantization"], hollow.networks, torch.bfloat16, adapters=True
         )
-    monkeypatch.setattr("visalign.adapters.pipeline.policy.quantization_of", lambda *args, **kwargs: chosen)
+    monkeypatch.setattr("visalign.adapters.pipeline.loading.quantization_of", lambda *args, **kwargs: chosen)
     policy = int8(folders, name, **given)
     policy.velocity(*asked(policy))  # which encodes the null prompt
     with stored({weight.untyped_storage()._cdata for weight in policy.module.parameters()}) as held:
@@ -178,6 +182,23 @@ def test_a_plan_counts_four_bits(folders, monkeypatch, name):
         k: weight_bytes(p) for k, p in policy.pipe.components.items() if hasattr(p, "parameters")
     }
     assert 0.97 < trace.held / sum(held.values()) < 1.03
+
+
+@pytest.mark.parametrize("name", ["flux", "flux3", "qwen_image_21"])
+def test_a_plan_rounds_every_frozen_linear_layer_to_four_bits(folders, name):
+    """Half a byte in place of two, a float32 for 64 weights, and a table of 16 float32 for a layer."""
+    with hollow_pipelines():
+        whole, rounded = (
+            int8(folders, name, quantization=kind, dtype=torch.bfloat16)
+            for kind in (None, "bitsandbytes_4bit")
+        )
+    counts = [
+        m.weight.numel()
+        for m in whole.module.modules()
+        if isinstance(m, torch.nn.Linear) and not m.weight.requires_grad
+    ]
+    fewer = weight_bytes(whole.module) - weight_bytes(rounded.module)
+    assert counts and fewer == sum(2 * n - ((n + 1) // 2 + 4 * -(-n // 64) + 64) for n in counts)
 
 
 @pytest.mark.parametrize(
