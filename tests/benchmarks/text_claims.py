@@ -37,6 +37,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from visalign.adapters.causal_lm.demonstrations import demonstration_rollout
@@ -236,28 +237,49 @@ def collapse(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[s
 
 
 def diversity(folder: Path, iterations: int, seeds: Sequence[int], samples: int = 32) -> list[dict[str, Any]]:
-    """Distinct right answers among 32 samples of held-out problems that have many."""
+    """Distinct right answers among 32 samples of held-out problems that have many, along each run: at every
+    checkpoint, and where a run's accuracy first reaches what all of them reach."""
     records = heldout_tasks(15, tasks=tuple(MANY_ANSWERS))
     tasks = f"data.tasks=[{', '.join(MANY_ANSWERS)}]"
-    rows = [{"policy": "base", **_distinct(None, records, samples)}]
+    base = _distinct(None, records, samples)
+    curves: dict[str, list[list[dict[str, float]]]] = {}
     for name, overrides in DIVERSITY.items():
-        found = []
         for seed in seeds:
             more = (f"seed={seed}", f"run.iterations={iterations}", tasks, "data.size=640")
-            more += ("optimizer.updates_per_iteration=2",)
+            more += ("optimizer.updates_per_iteration=2", f"run.keep_checkpoints={iterations}")
             train([*overrides, *more], folder / f"{name}_{seed}")
-            found.append(_distinct(folder / f"{name}_{seed}" / "model", records, samples))
-        keys = found[0]
-        means: dict[str, Any] = {key: float(np.mean([f[key] for f in found])) for key in keys}
-        spread = float(np.std([f["distinct right"] for f in found]))
-        rows.append({"policy": name, **means, "sd": spread})
+            on_the_way = sorted((folder / f"{name}_{seed}" / "checkpoints").glob("step_*"))
+            curves.setdefault(name, []).append(
+                [base, *(_distinct(one, records, samples) for one in on_the_way)]
+            )
+    reached = min(max(point["accuracy"] for point in curve) for runs in curves.values() for curve in runs)
+    rows: list[dict[str, Any]] = [{"policy": "base", **base}]
+    for name, runs in curves.items():
+        ends = [curve[-1] for curve in runs]
+        means = {key: float(np.mean([end[key] for end in ends])) for key in base}
+        equal = [_distinct_at(curve, reached) for curve in runs]
+        row = {"policy": name, **means, f"distinct at accuracy {reached:.3f}": float(np.mean(equal))}
+        rows.append({**row, "of each seed": [round(each, 2) for each in equal], "curves": runs})
     return rows
 
 
-def _distinct(model: Path | None, records: Sequence[Mapping[str, Any]], samples: int) -> dict[str, float]:
-    policy = build_text_policy(
-        TextModelConfig(path="tasks-qwen3" if model is None else str(model)), torch.device("cpu"), 0
+def _distinct_at(curve: Sequence[Mapping[str, float]], accuracy: float) -> float:
+    """Distinct right answers where a run's accuracy first reaches one, between the two checkpoints around."""
+    number = next(place for place, point in enumerate(curve) if point["accuracy"] >= accuracy)
+    around = curve[max(number - 1, 0) : number + 1]
+    return float(
+        np.interp(accuracy, *([point[key] for point in around] for key in ("accuracy", "distinct right")))
     )
+
+
+def _distinct(model: Path | None, records: Sequence[Mapping[str, Any]], samples: int) -> dict[str, float]:
+    """Of a folder of a model, or of a checkpoint of a run of the packaged one."""
+    weights = None if model is None else model / "trainable.safetensors"
+    checkpoint = weights is not None and weights.is_file()
+    path = "tasks-qwen3" if model is None or checkpoint else str(model)
+    policy = build_text_policy(TextModelConfig(path=path), torch.device("cpu"), 0)
+    if weights is not None and checkpoint:
+        policy.module.load_state_dict(load_file(weights), strict=False)
     prompts = [record["prompt"] for record in records]
     with torch.no_grad():
         rollout = policy.generate(
@@ -517,7 +539,7 @@ ITERATIONS = {
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """The rows as a table."""
-    keys = list(dict.fromkeys(key for row in rows for key in row))
+    keys = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "curves"]
     table = Table(*keys, title=title)
     for row in rows:
         cells = [row.get(key, "") for key in keys]
