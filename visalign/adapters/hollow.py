@@ -26,12 +26,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 from torch.nn import functional
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from visalign.adapters.pipeline.quantization import FourBits, by_shapes_alone
 
 META = torch.device("meta")
+LAYOUT = {"img_mask"}
+"""Arguments of networks that say where in a sequence something stands, so that its length is known by them."""
 SMALL = 50e6
 """Bytes below which text encoders are loaded."""
 
@@ -224,7 +226,9 @@ def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
             kwargs.pop("attention_mask", None)  # whose numbers would decide which kernel, not which shape
             if "position_ids" in kwargs:  # Qwen3-VL looks for packed texts unless an axis has its own
                 kwargs["position_ids"] = kwargs["position_ids"].expand(3, -1, -1)
+        layout = {key: kwargs.pop(key) for key in LAYOUT & kwargs.keys()}
         args, kwargs = tree_map(_to_meta, (args, kwargs))
+        kwargs |= layout
         call = _under_autocast(part, own) if torch.is_autocast_enabled("cpu") else own
         with FlopCounterMode(display=False) as counter:
             if torch.is_grad_enabled() and not encodes:
@@ -239,6 +243,8 @@ def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
         return tree_map(_to_numbers, out)
 
     part.forward = forward
+    for inner in list(part.modules())[1:]:
+        inner.register_forward_pre_hook(_beside_meta, with_kwargs=True)
     if name == "prompt_upsampler":  # its answer as long as what it was asked, instructions included
         part.generate = lambda input_ids, **_: torch.cat([input_ids, input_ids], 1)
     if name == "vae":
@@ -251,6 +257,13 @@ def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
 
         part.encode = encoded
     return part
+
+
+def _beside_meta(_: Any, args: Any, kwargs: Any) -> Any:
+    """Arguments on the meta device where one of them is: masks that a `LAYOUT` has led to go with latents."""
+    leaves = tree_leaves((args, kwargs))
+    mixed = any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves)
+    return tree_map(_to_meta, (args, kwargs)) if mixed else (args, kwargs)
 
 
 def _under_autocast(part: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
