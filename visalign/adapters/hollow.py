@@ -33,7 +33,7 @@ from visalign.adapters.pipeline.quantization import FourBits, by_shapes_alone
 
 META = torch.device("meta")
 LAYOUT = {"img_mask"}
-"""Arguments of networks that say where in a sequence something stands, so that its length is known by them."""
+"""Arguments of networks that say where in a sequence something stands, and so how long it is."""
 SMALL = 50e6
 """Bytes below which text encoders are loaded."""
 
@@ -179,6 +179,7 @@ def _round_to_eight_bits(part: Any, config: TorchAoConfig) -> None:
 def _round_to_four_bits(part: Any, dtype: torch.dtype) -> None:
     """Give the linear layers that diffusers replaces what bitsandbytes keeps of NF4 weights: two in a byte, a
     float32 scale for 64 of them, and the table of 16 values."""
+    part.hf_quantizer = SimpleNamespace(quantization_config=SimpleNamespace(bnb_4bit_compute_dtype=dtype))
     kept = getattr(part, "_keep_in_fp32_modules", None) or ()
     for path, layer in list(part.named_modules()):
         if isinstance(layer, nn.Linear) and not any(key + "." in path or key == path for key in kept):
