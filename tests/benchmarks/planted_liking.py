@@ -74,7 +74,7 @@ class Score:
         images: Any = request.images.images
         truth = self.truth.score(images, request.prompts, request.metadata)
         style = self.style.score(images, request.prompts, request.metadata).value
-        reasons = list(truth.reason) if truth.reason is not None else [None] * len(request)
+        reasons: list[str | None] = [*(truth.reason or [None] * len(request))]
         return truth.value + STRENGTH * style / SPREAD[self.liking], reasons
 
 
