@@ -19,6 +19,12 @@ Both judges come with either liking, so that each rule meets each, and a pair of
 Seeds × likings are the repeats. **The claim is refuted** where the interval (mean ± t of the repeats, 95 %)
 of the verified accuracy under win rates less that under scores holds 0 or lies below it, at equal iterations
 and at equal KL (the smaller one of the two ends). It cannot be told where the scores' own run loses nothing.
+
+    python tests/benchmarks/planted_liking.py --start 150
+
+trains nothing: groups of 8 of the packaged model's pictures, and what the first update would be taught, by
+the slopes of a standardised advantage on truth and liking, each standardised in its group. The explanation of
+the claim is refuted where groups without true difference teach the liking under win rates as under scores.
 """
 
 from __future__ import annotations
@@ -40,9 +46,12 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from visalign.config import load_config, resolve_config
 from visalign.interfaces import Metadata, Preferences, Scores
+from visalign.pipelines.flow_grpo.job import FlowGRPOConfig
 from visalign.rewards import load_reward, make_scores, read_request
 from visalign.rewards.base.contract import Request, group_labels, read_pairs
+from visalign.rewards.pairs.as_pointwise import GroupWinRate
 from visalign.training.loop.metrics import read_metrics
 
 SPREAD = {"brightness": 0.059, "saturation": 0.053}
@@ -57,8 +66,8 @@ class Score:
 
     unit, range, higher_is_better = "mixed score + liking", (-math.inf, math.inf), True
 
-    def __init__(self, liking: str, seed: int = 0) -> None:
-        self.name, self.seed, self.liking = f"likes_{liking}", seed, liking
+    def __init__(self, liking: str, seed: int = 0, strength: float = STRENGTH) -> None:
+        self.name, self.seed, self.liking, self.strength = f"likes_{liking}", seed, liking, strength
         self.truth = load_reward("shapes_verifier", mode="mixed")
         self.style = load_reward(liking)
 
@@ -75,14 +84,14 @@ class Score:
         truth = self.truth.score(images, request.prompts, request.metadata)
         style = self.style.score(images, request.prompts, request.metadata).value
         reasons: list[str | None] = [*(truth.reason or [None] * len(request))]
-        return truth.value + STRENGTH * style / SPREAD[self.liking], reasons
+        return truth.value + self.strength * style / SPREAD[self.liking], reasons
 
 
 class Votes:
     """One vote on each pair in each order; another order is another vote."""
 
-    def __init__(self, liking: str, seed: int = 0) -> None:
-        self.judge = Score(liking, seed)
+    def __init__(self, liking: str, seed: int = 0, strength: float = STRENGTH) -> None:
+        self.judge = Score(liking, seed, strength)
         self.name = f"votes_{liking}"
 
     def compare(
@@ -254,16 +263,114 @@ def verdict(runs: dict[tuple[str, str, int], dict[str, Any]], against: str = "sc
     return "\n".join(lines)
 
 
+def pictures_of(prompts: int) -> tuple[Tensor, list[str], list[dict[str, Any]]]:
+    """Groups of 8 pictures of the packaged model, of training prompts evenly spaced."""
+    from visalign.evaluation import evaluate
+    from visalign.pipelines.flow_grpo.inputs import prepare
+    from visalign.pipelines.flow_grpo.parts import build_policy
+
+    config = load_config(FlowGRPOConfig, resolve_config("shapes_grpo_guard"), [])
+    records = prepare(config, 1).records
+    chosen = [records[i * len(records) // prompts] for i in range(prompts)]
+    policy = build_policy(config.model, torch.device("cpu"), 0)
+    verifier = {"shapes_verifier": load_reward("shapes_verifier")}
+    made = evaluate(
+        policy,
+        verifier,
+        chosen,
+        seeds=range(8),
+        sigmas=policy.sigmas(config.rollout.steps),
+        batch_size=160,
+        correctness="shapes_verifier",
+    )
+    images = torch.from_numpy(made.images[made.image_index]).permute(0, 3, 1, 2).float() / 255
+    places = {record["prompt"]: number for number, record in enumerate(chosen)}
+    return images, list(made.prompts), [{"group_id": places[prompt]} for prompt in made.prompts]
+
+
+def start(prompts: int, likings: Sequence[str], seeds: Sequence[int]) -> str:
+    """Markdown: what each rule's advantages follow before training, means over likings and seeds."""
+    images, texts, records = pictures_of(prompts)
+    group = np.array([record["group_id"] for record in records])
+    order = np.argsort(group, kind="stable")
+
+    def by_group(value: Tensor) -> np.ndarray:
+        return value.double().numpy()[order].reshape(-1, 8)
+
+    truth = by_group(load_reward("shapes_verifier", mode="mixed").score(images, texts).value)
+    tied = np.ptp(truth, 1) < 1e-9
+    lines = [
+        f"{len(truth)} groups, {tied.mean():.0%} without true difference",
+        "",
+        "| λ | reward | right on pairs | truth | liking | tied: liking | tied: mean advantage, absolute |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for strength in (0.3, 0.1, 0.03):
+        for arm in ARMS:
+            found = []
+            for liking in likings:
+                style = by_group(load_reward(liking).score(images, texts).value)
+                for seed in seeds:
+                    judge: Any = Score(liking, 2 * seed, strength)
+                    votes = Votes(liking, 2 * seed + 1, strength)
+                    if arm == "win rate":
+                        judge = GroupWinRate(votes, both_orders=False, hard=True)
+                    value = by_group(judge.score(images, texts, records).value)
+                    alone = None if arm == "win rate" else value
+                    right = accuracy(truth, alone, votes, images[order], [texts[i] for i in order])
+                    advantage = standard(value, of_all=arm == "score, one deviation")
+                    found.append([right, *followed(advantage, truth, style, tied)])
+            cells = " | ".join(f"{cell:.3f}" for cell in np.mean(found, 0))
+            lines.append(f"| {strength} | {arm} | {cells} |")
+    return "\n".join(lines)
+
+
+def accuracy(
+    truth: np.ndarray, value: np.ndarray | None, votes: Votes, images: Tensor, texts: list[str]
+) -> float:
+    """Share of the pairs of different truth that a judge has right: by its scores, or by one vote each."""
+    left, right = np.triu_indices(8, 1)
+    gap = truth[:, left] - truth[:, right]
+    if value is not None:
+        said = value[:, left] - value[:, right]
+    else:
+        first = 8 * np.arange(len(truth))[:, None]
+        pairs = torch.from_numpy(np.stack([first + left, first + right], -1).reshape(-1, 2))
+        said = votes.compare_pairs(images, pairs, texts).prob.numpy().reshape(gap.shape) - 0.5
+    return float((said * gap > 0)[np.abs(gap) > 1e-9].mean())
+
+
+def standard(value: np.ndarray, *, of_all: bool = False) -> np.ndarray:
+    """Advantages [groups, 8]: centred, by the group's deviation or that of all; 0 where that is 0."""
+    centred = value - value.mean(1, keepdims=True)
+    deviation = centred.std(ddof=1) if of_all else centred.std(1, keepdims=True, ddof=1)
+    return centred / np.maximum(deviation, 1e-6)
+
+
+def followed(advantage: np.ndarray, truth: np.ndarray, style: np.ndarray, tied: np.ndarray) -> list[float]:
+    """Slopes on truth and liking where both differ; on the liking, and mean |A|, where the truth is tied."""
+    differ = [standard(truth)[~tied].ravel(), standard(style)[~tied].ravel()]
+    slopes = np.linalg.lstsq(np.stack(differ, 1), advantage[~tied].ravel(), rcond=None)[0]
+    own, of_tied = advantage[tied].ravel(), standard(style)[tied].ravel()
+    return [*slopes, float(own @ of_tied / (of_tied @ of_tied)), float(np.abs(own).mean())]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, required=True, help="runs that are there are not repeated")
+    parser.add_argument("--output", type=Path, help="runs that are there are not repeated")
+    parser.add_argument("--start", type=int, metavar="PROMPTS", help="train nothing: before the first update")
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--likings", nargs="+", choices=list(SPREAD), default=list(SPREAD))
     given = parser.parse_args()
+    if given.start is not None:
+        print(start(given.start, given.likings, given.seeds))
+        return
+    if given.output is None:
+        parser.error("--output says where the runs are; or give --start PROMPTS, which trains nothing")
     runs = {}
     for seed in given.seeds:
         for liking in given.likings:
