@@ -288,7 +288,7 @@ def pictures_of(prompts: int) -> tuple[Tensor, list[str], list[dict[str, Any]]]:
     return images, list(made.prompts), [{"group_id": places[prompt]} for prompt in made.prompts]
 
 
-def start(prompts: int, likings: Sequence[str], seeds: Sequence[int]) -> str:
+def start(prompts: int, arms: Sequence[str], likings: Sequence[str], seeds: Sequence[int]) -> str:
     """Markdown: what each rule's advantages follow before training, means over likings and seeds."""
     images, texts, records = pictures_of(prompts)
     group = np.array([record["group_id"] for record in records])
@@ -306,7 +306,7 @@ def start(prompts: int, likings: Sequence[str], seeds: Sequence[int]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for strength in (0.3, 0.1, 0.03):
-        for arm in ARMS:
+        for arm in arms:
             found = []
             for liking in likings:
                 style = by_group(load_reward(liking).score(images, texts).value)
@@ -367,7 +367,7 @@ def main() -> None:
     parser.add_argument("--likings", nargs="+", choices=list(SPREAD), default=list(SPREAD))
     given = parser.parse_args()
     if given.start is not None:
-        print(start(given.start, given.likings, given.seeds))
+        print(start(given.start, given.arms, given.likings, given.seeds))
         return
     if given.output is None:
         parser.error("--output says where the runs are; or give --start PROMPTS, which trains nothing")
