@@ -31,6 +31,15 @@ WINDOW = ["rollout.sde_window=2", "rollout.sde_window_order=random"]
 MOVING = ["rollout.sde_window=2", "rollout.sde_window_order=progressive", "rollout.sde_window_every=2"]
 SIXTEEN = ["rollout.prompts_per_iteration=18", "rollout.group_size=16"]
 TREE = ["rollout.branch={at: [0, 1, 2, 3], children: 2}", "objective.credit=branches"]
+SMALL = ["rollout.prompts_per_iteration=8"]  # more iterations for the cost, of 96 pictures each
+TURNING = ["objective.algorithm=flow_grpo", *SMALL]
+BRIGHTNESS = 5  # at this weight brightness spreads in a group what the mixed score does, 0.30
+PULLED = [
+    *SMALL,
+    "rewards={terms: {verifier: {name: shapes_verifier, options: {mode: mixed}}, "
+    f"brightness: {{weight: {BRIGHTNESS}}}}}, allow_mixed_units: true}}",
+]
+GDPO = "objective.rows.grpo_guard={advantage: gdpo, advantage_options: {ddof: 0}}"
 CPS = ["rollout.schedule=cps", "rollout.noise_level=0.8", "objective.ratio_bound=null"]
 ROWS: dict[str, tuple[str, list[str]]] = {
     "Flow-GRPO": (TRAJECTORY, ["objective.algorithm=flow_grpo"]),
@@ -39,6 +48,12 @@ ROWS: dict[str, tuple[str, list[str]]] = {
     "GRPO-Guard": (TRAJECTORY, []),
     "GRPO-Guard, one start": (TRAJECTORY, [*SIXTEEN, "rollout.shared_noise=true"]),
     "GRPO-Guard, tree": (TRAJECTORY, [*SIXTEEN, *TREE]),
+    "Flow-GRPO, 96 pictures": (TRAJECTORY, TURNING),
+    "TP-GRPO": (TRAJECTORY, [*TURNING, "objective.credit=turning_points"]),
+    "TP-GRPO, one step": (TRAJECTORY, [*TURNING, "objective.credit=one_step"]),
+    "two rewards, sum": (TRAJECTORY, PULLED),
+    "two rewards, GDPO": (TRAJECTORY, [*PULLED, GDPO]),
+    "two rewards, MARBLE": (TRAJECTORY, [*PULLED, "objective.balance_every=2"]),
     "Flow-CPS": (TRAJECTORY, ["objective.algorithm=flow_grpo", *CPS]),
     "DiffusionNFT": (REGRESSION, [PLAIN]),
     "DiffusionNFT, guided reference": (REGRESSION, []),
@@ -58,7 +73,15 @@ ROWS: dict[str, tuple[str, list[str]]] = {
 def overrides_for(name: str, seed: int, budget: float) -> tuple[str, list[str], int]:
     """(configuration, overrides, iterations) of a run that costs at most `budget` forward-equivalents."""
     base, changes = ROWS[name]
-    asked = [f"seed={seed}", "evaluation.every=0", "run.max_seconds=null", "run.threads=1", *changes]
+    looked_at = "evaluation.rewards={shapes_verifier: {}, clip_score: {}, sharpness: {}, brightness: {}}"
+    asked = [
+        looked_at,
+        f"seed={seed}",
+        "evaluation.every=0",
+        "run.max_seconds=null",
+        "run.threads=1",
+        *changes,
+    ]
     iterations = 1
     while True:  # a row may cost more in its first iterations: the mean over the run is what counts
         tried = [*asked, f"run.iterations={iterations + 1}"]
@@ -118,8 +141,8 @@ def table(folders: dict[str, list[Path]]) -> str:
     """Markdown: one row for each algorithm, means over its seeds and what the seeds were."""
     lines = [
         "| | held-out accuracy (seeds) | iterations | forward-equivalents | training, s | CLIP score "
-        "| sharpness | variety |",
-        "|---|---|---|---|---|---|---|---|",
+        "| sharpness | brightness | variety |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     found = []
     for name, runs in folders.items():
@@ -133,14 +156,14 @@ def table(folders: dict[str, list[Path]]) -> str:
             "seconds": [sum(row["seconds"] for row in read(run)) for run in done],
             "variety": [variety(run) for run in done],
         }
-        for key in ("clip_score", "sharpness"):
+        for key in ("clip_score", "sharpness", "brightness"):
             columns[key] = [one["after"]["rewards"][key]["mean"] for one in said]
         mean = {key: statistics.mean(values) for key, values in columns.items()}
         seeds = ", ".join(f"{value:.3f}" for value in right)
         line = (
             f"| {name} | **{statistics.mean(right):.3f}** ({seeds}) | {said[0]['iterations']} "
             f"| {mean['cost']:,.0f} | {mean['seconds']:.0f} | {mean['clip_score']:.3f} "
-            f"| {mean['sharpness']:.0f} | {mean['variety']:.2f} |"
+            f"| {mean['sharpness']:.0f} | {mean['brightness']:.3f} | {mean['variety']:.2f} |"
         )
         found.append((-statistics.mean(right), line))
     return "\n".join([*lines, *(line for _, line in sorted(found))])

@@ -26,12 +26,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 from torch.nn import functional
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from visalign.adapters.pipeline.quantization import FourBits, by_shapes_alone
 
 META = torch.device("meta")
+LAYOUT = {"img_mask"}
+"""Arguments of networks that say where in a sequence something stands, and so how long it is."""
 SMALL = 50e6
 """Bytes below which text encoders are loaded."""
 
@@ -177,6 +179,7 @@ def _round_to_eight_bits(part: Any, config: TorchAoConfig) -> None:
 def _round_to_four_bits(part: Any, dtype: torch.dtype) -> None:
     """Give the linear layers that diffusers replaces what bitsandbytes keeps of NF4 weights: two in a byte, a
     float32 scale for 64 of them, and the table of 16 values."""
+    part.hf_quantizer = SimpleNamespace(quantization_config=SimpleNamespace(bnb_4bit_compute_dtype=dtype))
     kept = getattr(part, "_keep_in_fp32_modules", None) or ()
     for path, layer in list(part.named_modules()):
         if isinstance(layer, nn.Linear) and not any(key + "." in path or key == path for key in kept):
@@ -224,7 +227,9 @@ def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
             kwargs.pop("attention_mask", None)  # whose numbers would decide which kernel, not which shape
             if "position_ids" in kwargs:  # Qwen3-VL looks for packed texts unless an axis has its own
                 kwargs["position_ids"] = kwargs["position_ids"].expand(3, -1, -1)
+        layout = {key: kwargs.pop(key) for key in LAYOUT & kwargs.keys()}
         args, kwargs = tree_map(_to_meta, (args, kwargs))
+        kwargs |= layout
         call = _under_autocast(part, own) if torch.is_autocast_enabled("cpu") else own
         with FlopCounterMode(display=False) as counter:
             if torch.is_grad_enabled() and not encodes:
@@ -239,6 +244,8 @@ def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
         return tree_map(_to_numbers, out)
 
     part.forward = forward
+    for inner in list(part.modules())[1:]:
+        inner.register_forward_pre_hook(_beside_meta, with_kwargs=True)
     if name == "prompt_upsampler":  # its answer as long as what it was asked, instructions included
         part.generate = lambda input_ids, **_: torch.cat([input_ids, input_ids], 1)
     if name == "vae":
@@ -251,6 +258,13 @@ def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
 
         part.encode = encoded
     return part
+
+
+def _beside_meta(_: Any, args: Any, kwargs: Any) -> Any:
+    """Arguments on the meta device where one of them is: masks that a `LAYOUT` has led to go with latents."""
+    leaves = tree_leaves((args, kwargs))
+    mixed = any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves)
+    return tree_map(_to_meta, (args, kwargs)) if mixed else (args, kwargs)
 
 
 def _under_autocast(part: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:

@@ -94,8 +94,10 @@ def rollout(
             solvers.clear()
         for number, rows in enumerate(tree[k].unique().split(size)):
             ode = solvers.setdefault(number, ODESolver(solver))
-            nodes = tree[[k, onward]]
-            _advance(policy, condition, grid, times, drawn, trajectory, nodes, rows, (k, onward), ode)
+            before, after = tree[[k, onward]]
+            _advance(
+                policy, condition, grid, times, drawn, trajectory, (before, after), rows, (k, onward), ode
+            )
     check_finite(trajectory.latents)
     return trajectory
 
@@ -238,7 +240,7 @@ def _advance(
     times: Tensor,
     seeds: list[int],
     trajectory: Trajectory,
-    nodes: Tensor,
+    nodes: tuple[Tensor, Tensor],
     rows: Tensor,
     places: tuple[int, int],
     ode: ODESolver,
@@ -246,7 +248,7 @@ def _advance(
     """Make the step between two places of the grid for the samples that `rows` stand for, whose latents are
     in trajectory.latents.
 
-    nodes [2, B] says who stands for whom before the step and after it.
+    nodes, [B] each, say who stands for whom before the step and after it.
     """
     (k, onward), kernel, device = places, trajectory.kernel, trajectory.latents.device
     leaves = torch.isin(nodes[0], rows).nonzero()[:, 0]

@@ -40,8 +40,7 @@ class ZeroOrderSearch:
     """ρ in (0, 1]: the share of a neighbour's deviation that is new; 1 is best of 1 + K N."""
 
     def __post_init__(self) -> None:
-        _at_least("rounds", self.rounds, 1)
-        _at_least("candidates", self.candidates, 1)
+        _at_least(self, rounds=1, candidates=1)
         if isinstance(self.radius, bool) or not isinstance(self.radius, int | float):
             raise ValueError(f"radius is {self.radius!r}; give a number above 0, at most 1.")
         if not 0 < self.radius <= 1:
@@ -135,8 +134,7 @@ class PathSearch:
     """Δb in steps, above `back`; the last round takes what is left."""
 
     def __post_init__(self) -> None:
-        for name, least in (("branches", 1), ("start", 1), ("back", 1), ("forward", 2)):
-            _at_least(name, getattr(self, name), least)
+        _at_least(self, branches=1, start=1, back=1, forward=2)
         if self.back > self.start:
             raise ValueError(
                 f"back is {self.back}, and the paths have {self.start} steps (start) behind them."
@@ -273,9 +271,11 @@ def _grid_of(sigmas: Tensor, condition: Condition, seeds: Sequence[int]) -> Tens
     return torch.as_tensor(sigmas).cpu().float()
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} is {value!r}; give a whole number of at least {least}.")
+def _at_least(search: ZeroOrderSearch | PathSearch, **least: int) -> None:
+    for name, low in least.items():
+        value = getattr(search, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ValueError(f"{name} is {value!r}; give a whole number of at least {low}.")
 
 
 def _ones(x: Tensor) -> tuple[int, ...]:

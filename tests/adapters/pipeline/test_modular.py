@@ -21,6 +21,7 @@ from tests.support.models.modular import (
     tiny_qwen_image_21,
 )
 from tests.support.models.pipelines import tiny_pipeline
+from tests.support.operations import counted_operations
 from visalign.adapters import LoraSettings, PipelinePolicy, load_policy
 from visalign.adapters.catalogue import family_of, has_two_halves
 from visalign.adapters.hollow import hollow_pipelines
@@ -288,16 +289,23 @@ def test_a_negative_prompt_leads_away(folders, caplog):
     assert "will be ignored" not in caplog.text  # as diffusers would say at each prompt
 
 
-def test_a_folder_is_planned_by_shapes_where_the_network_allows_it(folders, monkeypatch):
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "qwen_image_21_turbo"])
+def test_a_folder_is_planned_by_shapes(folders, monkeypatch, name):
+    """Qwen-Image 2.1 reads off a mask where its tokens stand, and so how many there are."""
     monkeypatch.setattr("visalign.adapters.hollow.SMALL", 0)  # the encoder too
-    policy = policy_of(folders["flux3"], guidance=3.0)
+    policy = policy_of(folders[name], guidance=3.0)
     with hollow_pipelines() as trace:
-        hollow: Any = policy_of(folders["flux3"], guidance=3.0)
+        hollow: Any = policy_of(folders[name], guidance=3.0)
         condition = hollow.encode([PROMPT])
         trace.clear()
         x, sigma = torch.zeros(1, *hollow.latent_shape), torch.tensor([0.5])
-        assert hollow.velocity(x, sigma, condition).shape == policy.velocity(x, sigma, condition).shape
-    assert hollow.forward_count == policy.forward_count and trace.flops["transformer"] > 0
+        assert hollow.velocity(x, sigma, condition).shape == x.shape
+    own = policy.encode([PROMPT])
+    policy.velocity(x, sigma, own)  # which encodes the null prompt
+    with counted_operations() as counter:
+        policy.velocity(x, sigma, own)
+    assert policy.forward_count.equivalents == 2 * hollow.forward_count.equivalents
+    assert trace.flops["transformer"] == counter.get_total_flops()
 
 
 def test_train_and_sample_by_the_folders_index(folders, tmp_path, monkeypatch):

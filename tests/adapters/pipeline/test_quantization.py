@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -251,3 +252,21 @@ def test_a_modular_network_is_rounded_while_it_is_read(tmp_path):
     with hollow_pipelines():
         hollow: Any = load_policy(folder, **given)
     assert weight_bytes(hollow.module) == weight_bytes(policy.module)
+
+
+def test_a_network_that_is_all_bytes_has_the_dtype_of_its_products(folders):
+    """FLUX.3 has no bias and keeps no norm: nothing of it is a floating number but what LoRA adds."""
+    with hollow_pipelines():
+        policy: Any = int8(folders, "flux3", quantization="bitsandbytes_4bit", dtype=torch.bfloat16)
+        assert policy.storage_dtype == policy.compute_dtype == torch.bfloat16
+        found = policy.velocity(*asked(policy))
+    assert found.dtype == torch.float32
+
+
+def test_the_dtype_of_a_network_that_says_uint8():
+    """As bitsandbytes leaves it."""
+    rounded: Any = SimpleNamespace(dtype=torch.uint8)
+    config = SimpleNamespace(bnb_4bit_compute_dtype=torch.bfloat16)
+    rounded.hf_quantizer = SimpleNamespace(quantization_config=config)
+    assert quantization.dtype_of(rounded) == torch.bfloat16
+    assert quantization.dtype_of(SimpleNamespace(dtype=torch.float16)) == torch.float16

@@ -113,7 +113,8 @@ def _counted(folder: Any, objective: dict[str, Any]) -> Any:
     return trainer
 
 
-def test_one_child_everywhere_is_the_plain_rollout(tmp_path):
+def test_one_child_everywhere_is_the_plain_rollout(tmp_path, monkeypatch):
+    monkeypatch.setattr(BranchSettings, "check", lambda *_: None)  # which refuses it, as nothing is shared
     plain: dict[str, Any] = {
         "rollout": GRID,
         "objective": {"changes": {"advantage_options": {"scale": "group", "ddof": 0}}},
@@ -181,7 +182,10 @@ def test_a_step_in_common_is_asked_again_once(tmp_path):
         ),
         ({"branch": BranchSettings(at=[3])}, r"branch.at is \[3\].*among the stochastic steps \[0, 1, 2\]"),
         ({"branch": BranchSettings(at=[])}, r"branch.at is \[\]; it needs at least one step"),
-        ({"branch": BranchSettings(at=[0], children=0)}, "branch.children is 0"),
+        (
+            {"branch": BranchSettings(at=[0, 2], children=1)},
+            "branch.children is 1, so no path would part.*Set it to 2 or more, or rollout.branch=null",
+        ),
         ({"shared_noise": True}, "rollout.shared_noise is True. Set rollout.shared_noise=false"),
         ({"sde_window": 2}, "rollout.sde_window is 2. Set rollout.sde_window=null"),
         (

@@ -281,17 +281,18 @@ def test_levels_are_stratified_and_shared_in_a_group(tmp_path):
     changes = {"levels": 2, "noise": "group", "continuous": True}
     trainer = toy_trainer(tmp_path, objective={"algorithm": "awm", "changes": changes})
     algorithm = trainer.algorithm
-    made = algorithm.collect(trainer.context).experience.made
+    experience = algorithm.collect(trainer.context).experience
+    made = experience.made
     one, other = torch.arange(8), torch.arange(8, 16)  # two groups
     for number, (low, high) in enumerate([(0.5, 1.0), (0.0, 0.5)]):
         level = torch.full((8,), number)
-        _, target, sigma, time = algorithm._noised(made, one, level, 0)
+        _, target, sigma, time = algorithm._noised(experience, one, level, 0)
         assert len(sigma.unique()) == 1 and low <= sigma[0] <= high
         assert torch.equal(time, 1000 * sigma)
         noise = target + made.trajectory.latents[one]
         torch.testing.assert_close(noise, noise[:1].expand_as(noise))
-        assert sigma[0] != algorithm._noised(made, other, level, 0)[2][0]
-        assert sigma[0] != algorithm._noised(made, one, level, 1)[2][0]
+        assert sigma[0] != algorithm._noised(experience, other, level, 0)[2][0]
+        assert sigma[0] != algorithm._noised(experience, one, level, 1)[2][0]
 
 
 def test_start_noise_is_the_noise_that_the_picture_was_made_from(tmp_path):
@@ -301,9 +302,10 @@ def test_start_noise_is_the_noise_that_the_picture_was_made_from(tmp_path):
     algorithm = trainer.algorithm
     with torch.no_grad():  # the ODE of v = x is x0 = x1 Π (1 − Δσ)
         algorithm.policy.net.base.weight.zero_()
-    made = algorithm.collect(trainer.context).experience.made
+    experience = algorithm.collect(trainer.context).experience
+    made = experience.made
     sample = torch.arange(48)
-    _, target, _, _ = algorithm._noised(made, sample, torch.zeros(48, dtype=torch.int64), 0)
+    _, target, _, _ = algorithm._noised(experience, sample, torch.zeros(48, dtype=torch.int64), 0)
     noise = target + made.trajectory.latents
     torch.testing.assert_close(noise * 0.75**4, made.trajectory.latents, rtol=1e-4, atol=1e-5)
 

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from visalign.errors import UserError
 
-from .answers import Answers
 from .arguments import call_arguments, checked_guidance, checked_negative, known_family
 from .condition import Encoded, Source, join, named, positive
 from .guidance import silent
 from .modular import as_one_call
+from .remembered import RememberedLookups
 from .schedulers import handing_scheduler
 
 EXCHANGED = ("scheduler", "guider", "ocr_guider")
@@ -76,7 +76,7 @@ class PipelineCall:
             with silent():
                 pipe.guider = pipe.ocr_guider = ClassifierFreeGuidance()
         self._start: Tensor | None = None
-        self._answers = Answers(pipe, self.networks)
+        self._lookups = RememberedLookups(pipe, self.networks)
         self._prepares = inspect.signature(pipe.prepare_latents)
         self._prepare, pipe.prepare_latents = pipe.prepare_latents, self._prepared
         self._ask_encoder, pipe.encode_prompt = pipe.encode_prompt, self._encoded
@@ -196,7 +196,7 @@ class PipelineCall:
         shown = {} if self._source is None else {"image": self._source.picture}
         given = {**self.fixed, **inputs, **shown, "num_inference_steps": steps, "output_type": output_type}
         try:
-            with nullcontext() if latents is None else silent(self.pipe), self._answers.remembered():
+            with nullcontext() if latents is None else silent(self.pipe), self._lookups.remembered():
                 draw = torch.Generator().manual_seed(0)
                 return self._call(self.pipe, **given, generator=draw, return_dict=False)[0]
         finally:

@@ -30,6 +30,7 @@ from .condition import Encoded, PipelineCondition, lengths, rows_of
 from .guidance import Halves
 from .loading import load_pipeline
 from .lora import load_lora, make_trainable, save_lora, settings_of
+from .quantization import dtype_of
 from .schedulers import time_of
 
 TIMESTEP_SCHEDULES = ("diffusers", "plain")
@@ -98,7 +99,7 @@ class PipelinePolicy:
         if lora_path is not None:
             lora = settings_of(Path(lora_path), 0 if lora is None else lora.seed)
         network = next(iter(self.networks.values()))
-        self.storage_dtype: torch.dtype = torch.float32 if lora is None else network.dtype
+        self.storage_dtype: torch.dtype = torch.float32 if lora is None else dtype_of(network)
         self.autocast = network.dtype if lora is None and network.dtype.itemsize < 4 else autocast
         layers = make_trainable(pipe, self.family, lora, checkpointing=gradient_checkpointing)
         self.module: nn.Module = network if len(self.networks) == 1 else nn.ModuleDict(self.networks)
@@ -173,7 +174,7 @@ class PipelinePolicy:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of the network's matrix products."""
-        return self.autocast or next(iter(self.networks.values())).dtype
+        return self.autocast or dtype_of(next(iter(self.networks.values())))
 
     @property
     def forward_count(self) -> ForwardCount:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from visalign.errors import UserError
-from visalign.training.loop.optimizer import at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,11 @@ class BranchSettings:
         Raises:
             UserError: with what to set instead.
         """
-        at_least("rollout.branch.children", self.children, 1)
+        if self.children < 2:
+            raise UserError(
+                f"rollout.branch.children is {self.children}, so no path would part and nothing be shared. "
+                "Set it to 2 or more, or rollout.branch=null for samples that each go alone."
+            )
         leaves = self.children ** len(self.at)
         if group_size % leaves:
             raise UserError(

@@ -74,6 +74,10 @@ class EndPoints:
     """bool [B]."""
     value: Tensor
     """[B] which of a group is the better: the reward, or what a row for several rewards makes of them."""
+    levels: int
+    """S, noise levels that each sample is trained at."""
+    visited: Sequence[int] = ()
+    """Of a row that learns at visited states: the S stochastic steps, by their place among them."""
     guidance: Tensor | None = None
     """[b, ...] of this process's samples, where the row takes the group's."""
     kl: float = 0.0
@@ -124,7 +128,6 @@ class VelocityRegression(PictureAlgorithm):
         row = checked_row(self.settings, self.rollout, self.accelerator.num_processes)
         prediction = "uniform" if policy.prediction == "velocity" else policy.prediction
         self.row = replace(row, weighting=prediction) if row.weighting == "prediction" else row
-        self.levels = self.row.level_count(self.rollout.steps)
         self.times = policy.times(self.source.sigmas)
         self.experts = None
         if self.row.anchor == "expert":
@@ -146,10 +149,10 @@ class VelocityRegression(PictureAlgorithm):
         if self._old is not None and not self.row.keeps_old:
             self._blend(0.0)
         old = self._as_old() if self.row.keeps_old else nullcontext()
-        steps, self._trained = self._sde_steps(run.counters.iteration)
+        steps, visited = self._sde_steps(run.counters.iteration)
         with old, self.whole(), guided(self.policy, self.rollout.guidance):
             made = self.constrained(self.source.collect(run.counters.iteration, run.clock, steps), run)
-        experience = self._said(made, self._weights(run))
+        experience = self._said(made, visited, self._weights(run))
         return Collected(experience=experience, samples=self.source.samples, metrics=made.metrics)
 
     def _sde_steps(self, iteration: int) -> tuple[Sequence[int], Sequence[int]]:
@@ -157,22 +160,23 @@ class VelocityRegression(PictureAlgorithm):
         takes."""
         if not self.row.visited:
             return (), ()
-        steps, trained = choose_steps(self.rollout, self.seed, iteration)
-        self.levels = len(trained)
-        return steps, trained
+        return choose_steps(self.rollout, self.seed, iteration)
 
     def _weights(self, run: Context) -> Sequence[float]:
         """Of the rewards, for a row that takes them one by one."""
         named = reward_weights(self.source.reward).values()
         return list(named) if self.balance is None else self.balance.weights(run)
 
-    def _said(self, made: Pictures, weights: Sequence[float]) -> EndPoints:
+    def _said(self, made: Pictures, visited: Sequence[int], weights: Sequence[float]) -> EndPoints:
         """What the samples say under weights of the rewards."""
         several = self.row.signal in MATRIX_SIGNALS
         reward = made.columns if several else made.value
         signal, present = self.row.prepare(reward, made.group, valid=made.valid, weights=weights)
         value = signal if several else made.value
-        experience = EndPoints(made=made, signal=signal, present=present, value=value)
+        levels = len(visited) or self.row.level_count(self.rollout.steps)
+        experience = EndPoints(
+            made=made, signal=signal, present=present, value=value, levels=levels, visited=visited
+        )
         if self.row.loss == "covariance":
             experience.guidance = self._guidance(experience)
         return experience
@@ -195,12 +199,12 @@ class VelocityRegression(PictureAlgorithm):
         if self.balance is not None and self.balance.is_due(run):
 
             def gradient(weights: Sequence[float]) -> None:
-                alone = self._said(experience.made, weights)
+                alone = self._said(experience.made, experience.visited, weights)
                 for step in self._steps(alone, run)[:1]:
                     self.backward(alone, replace(step, kl=0.0), run)
 
             self.balance.measure(run, self.parameters(), gradient)
-            balanced = self._said(experience.made, self.balance.weights(run))
+            balanced = self._said(experience.made, experience.visited, self.balance.weights(run))
             vars(experience).update(vars(balanced))
         steps = self._steps(experience, run)
         if self.balance is not None:
@@ -257,9 +261,9 @@ class VelocityRegression(PictureAlgorithm):
         own = [unit - first for unit in step.units if first <= int(unit[0]) < first + size]
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.policy.device)
         # Σ over units and levels of ℓ / (count · S); DDP averages gradients over the processes
-        share = 1 / (step.count * self.levels)
+        share = 1 / (step.count * experience.levels)
         scale = run.counters.loss_scale * self.accelerator.num_processes * share
-        batches = list(self._batches(own, run.micro_batch))
+        batches = list(self._batches(own, experience.levels, run.micro_batch))
         idle, nothing = self.idle(len(batches)), torch.zeros(1, dtype=torch.int64)
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
@@ -272,11 +276,11 @@ class VelocityRegression(PictureAlgorithm):
         found = dict(zip(SUMS, sums.tolist(), strict=True))
         return {**found, "loss/policy": found["loss/policy"] * share, "loss/kl": found["loss/kl"] * share}
 
-    def _batches(self, units: Sequence[Tensor], size: int) -> Iterator[list[tuple[Tensor, int]]]:
+    def _batches(self, units: Sequence[Tensor], levels: int, size: int) -> Iterator[list[tuple[Tensor, int]]]:
         """(unit, level) lists of at most `size` pairs, or of one unit that is larger."""
         batch, held = [], 0
         for unit in units:
-            for level in range(self.levels):
+            for level in range(levels):
                 if batch and held + len(unit) > size:
                     yield batch
                     batch, held = [], 0
@@ -351,7 +355,7 @@ class VelocityRegression(PictureAlgorithm):
         """
         row, made = self.row, experience.made
         condition = made.condition.select(sample)
-        x, target, sigma, time = self._noised(made, sample, level, step.epoch)
+        x, target, sigma, time = self._noised(experience, sample, level, step.epoch)
         anchor = v_ref = None
         # the others before the own forward: weights are swapped in place
         with torch.no_grad(), self.accelerator.autocast():
@@ -374,19 +378,19 @@ class VelocityRegression(PictureAlgorithm):
         return _Outputs(pairs=pairs, signal=experience.signal[made.first + sample].to(v), kl=kl)
 
     def _noised(
-        self, made: Pictures, sample: Tensor, level: Tensor, epoch: int
+        self, experience: EndPoints, sample: Tensor, level: Tensor, epoch: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(x_σ [N, ...] as stored, u = ε − x0, σ [N], time [N]) of pairs; u is 0 where x_σ was visited."""
-        row, grid = self.row, self.source.sigmas
+        row, grid, made = self.row, self.source.sigmas, experience.made
         if row.visited:
-            pairs = made.trajectory.pairs(sample, torch.tensor(self._trained)[level])
+            pairs = made.trajectory.pairs(sample, torch.tensor(experience.visited)[level])
             return pairs.x, torch.zeros_like(pairs.mean), pairs.sigma, pairs.time
         key = made.batch.group_id if row.noise == "group" else made.batch.sample_id
         places = list(zip(key[sample].tolist(), level.tolist(), strict=True))
         # S equal parts of the chosen stretch of the grid's T steps, one place in each
         draws = [sample_seed(self.seed, "level", one, number, epoch) / 2**63 for one, number in places]
         low, high = row.level_range
-        within = (level + torch.tensor(draws, dtype=torch.float64)) / self.levels
+        within = (level + torch.tensor(draws, dtype=torch.float64)) / experience.levels
         place = (low + (high - low) * within) * self.rollout.steps
         step = place.long().clamp(max=self.rollout.steps - 1)
         sigma, time = grid[step], self.times[step.to(self.times.device)]

@@ -7,17 +7,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-ASKED = ("dtype", "device", "_execution_device")
-"""Properties of a pipeline and of its networks whose answers are remembered."""
+from .quantization import dtype_of
+
+LOOKED_UP = ("dtype", "device", "_execution_device")
+"""Properties of a pipeline and of its networks whose values are remembered."""
 
 
-class Answers:
+class RememberedLookups:
     """Stands before these properties while a pipeline is called.
 
     They walk through all modules for hooks (of offloading, of casting layer by layer), five to ten times a
-    call, which takes the longer the larger the model is. What is remembered is diffusers' own answer, until
-    the weights move or change their dtype; hooks must be there before the pipeline becomes a policy. Outside
-    of the call each class is its own.
+    call, which takes the longer the larger the model is. What is remembered is diffusers' own value, but for
+    the dtype of a network in 4 bits (`dtype_of`), until the weights move or change their dtype; hooks must be
+    there before the pipeline becomes a policy. Outside of the call each class is its own.
 
     Args:
         pipe: the pipeline.
@@ -33,10 +35,10 @@ class Answers:
 
     @contextmanager
     def remembered(self) -> Iterator[None]:
-        """Inside, a question is answered by the first answer to it."""
+        """Inside, a property has the value that it had when it was first looked up."""
         weight = next(self._networks[0].parameters())
         if self._weights != (weight.dtype, weight.device):
-            self._known.clear()
+            self._known = {(id(network), "dtype"): dtype_of(network) for network in self._networks}
             self._weights = weight.dtype, weight.device
         kinds = [type(part) for part in self._parts]
         try:
@@ -51,20 +53,22 @@ class Answers:
 
     def _remembering(self, kind: Any) -> type:
         """A class of the same name."""
-        changed = {name: self._property(getattr(kind, name), name) for name in ASKED if hasattr(kind, name)}
+        changed = {
+            name: self._property(getattr(kind, name), name) for name in LOOKED_UP if hasattr(kind, name)
+        }
         if hasattr(kind, "maybe_free_model_hooks"):
             changed["maybe_free_model_hooks"] = self._free_hooks(kind.maybe_free_model_hooks)
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         return type(kind.__name__, (kind,), {**names, **changed})
 
     def _property(self, own: Any, name: str) -> Any:
-        def answer(part: Any) -> Any:
+        def value(part: Any) -> Any:
             key = id(part), name
             if key not in self._known:
                 self._known[key] = own.fget(part)
             return self._known[key]
 
-        return property(answer)
+        return property(value)
 
     def _free_hooks(self, own: Any) -> Any:
         """What ends a call: it takes parts off the device again and empties caches of features."""
