@@ -125,6 +125,7 @@ def draw_clutter(scenes: int, seed: int) -> World:
             "right wins, no clutter": (none, plain),
             "both cluttered": (all_of_it, full),
             "right one alone cluttered": (all_of_it, plain),
+            "wrong one alone cluttered": (none, full),
         },
     )
 
