@@ -80,11 +80,7 @@ class QueueFull(RuntimeError):
 
 
 class ByteBudget:
-    """Bytes of the requests under way, first come first served.
-
-    Args:
-        limits: of which max_total_bytes and room_timeout.
-    """
+    """Bytes of the requests under way, first come first served."""
 
     def __init__(self, limits: Limits) -> None:
         self.used = 0

@@ -220,9 +220,6 @@ class ServerGenerator:
     def reload(self, folder: str | Path) -> None:
         """Let a vLLM server read the whole model anew that was saved into the folder it was started on.
 
-        Args:
-            folder: that folder as it is seen here.
-
         Raises:
             UserError: a folder without a model's weights.
             ServerError: the server refused; says how it must be started.

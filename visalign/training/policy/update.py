@@ -201,11 +201,7 @@ def _over_processes(totals: _Totals, accelerator: Accelerator) -> dict[str, floa
 
 
 def update_metrics(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of an iteration's updates; nothing where none was made.
-
-    Args:
-        sums: of each update, as `backward` returns them.
-    """
+    """The metrics of an iteration's updates; nothing where none was made."""
     if not sums:
         return {}
     names = dict.fromkeys(name for each in sums for name in each)
@@ -227,11 +223,7 @@ def update_metrics(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def signal_metrics(prepared: Sequence[Prepared]) -> dict[str, float]:
-    """What the advantages of an epoch's updates say of all samples that were handed in.
-
-    Args:
-        prepared: of one epoch.
-    """
+    """What the advantages of an epoch's updates say of all samples that were handed in."""
     advantage = torch.cat([p.advantage for p in prepared])
     present = torch.cat([p.weight for p in prepared]) != 0
     any_present = bool(present.any())
