@@ -198,7 +198,7 @@ class SD3Policy:
         return sigmas.float() * self.pipe.scheduler.config.num_train_timesteps
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Images of latents [B, C, H, W], as the pipeline decodes them; in bfloat16 where that is the autocast.
+        """Images of latents [B, C, H, W], as the pipeline decodes them; in bfloat16 if that is the autocast.
 
         Returns:
             [B, 3, H, W] float32 in [0, 1].
