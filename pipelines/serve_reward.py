@@ -94,15 +94,16 @@ def serve_reward(
 def _server(app: Any, host: str, port: int, connections: int, idle: float) -> Any:
     import uvicorn
 
-    from visalign.rewards.serve import bounds
+    from visalign.rewards.serve.bounds import BACKLOG
+    from visalign.rewards.serve.connections import BoundedProtocol
 
     config = uvicorn.Config(
         app,
         host=host,
         port=port,
-        http=bounds.bounded_protocol(connections, idle),
+        http=partial(BoundedProtocol, most=connections, idle=idle),  # type: ignore[arg-type]
         ws="none",
-        backlog=bounds.BACKLOG,
+        backlog=BACKLOG,
         log_level="error",  # a line for each bad request would let anybody fill the disk
         timeout_keep_alive=math.ceil(idle),
     )

@@ -43,9 +43,6 @@ def umask_permissions(path: Path) -> None:
 
     Libraries that write to a temporary file first (safetensors) leave 0600, and colleagues cannot read it.
 
-    Args:
-        path: A file, or a folder with subfolders.
-
     Raises:
         OSError: A file belongs to somebody else.
     """

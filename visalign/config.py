@@ -75,9 +75,6 @@ def resolve_config(name_or_path: str | Path) -> Path:
 def read_config(path: str | Path) -> dict[str, Any]:
     """The content of one YAML file as plain Python values, not yet checked against a schema.
 
-    Args:
-        path: what `resolve_config` takes.
-
     Returns:
         The mapping of the file; empty for an empty file.
 
@@ -148,9 +145,6 @@ def to_plain(config: Any) -> dict[str, Any]:
 
 def flatten(config: Any) -> dict[str, Any]:
     """Every leaf of a configuration under its dotted key, as plain values (for trackers and tables).
-
-    Args:
-        config: an instance of a configuration dataclass, or nested mappings.
 
     Returns:
         dotted key -> value; a list and an empty mapping are leaves.

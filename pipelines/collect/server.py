@@ -42,7 +42,7 @@ import visalign.evaluation.pages
 from visalign.data.sets.image_references import resolve_image
 from visalign.errors import UserError
 
-from .store import CHOICES, SIDES, NotYours, Shown, Taken, Unknown, VoteStore
+from .store import CHOICES, SIDES, Assignment, NotYours, Taken, Unknown, VoteStore
 from .tasks import Form
 
 PAGES = Path(visalign.evaluation.pages.__file__).parent
@@ -163,7 +163,7 @@ class _Voting:
         headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
         return Response(content, media_type=kind, headers=headers)
 
-    def _told(self, request: Request, name: str, shown: Shown | None) -> Response:
+    def _told(self, request: Request, name: str, shown: Assignment | None) -> Response:
         """What the page is told: nothing of files, of gold or of repeats."""
         done, total = self._store.progress(name)
         link = f"/?me={self._secret(request)}"

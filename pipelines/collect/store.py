@@ -97,7 +97,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
+class Assignment:
     """What a voter is to answer."""
 
     assignment: int
@@ -250,7 +250,7 @@ class VoteStore:
             raise Unknown("You are not known here. Say your name first.")
         return found[0]
 
-    def next(self, name: str) -> Shown | None:
+    def next(self, name: str) -> Assignment | None:
         """What somebody is to answer now: what they were shown and left, else a new task; None at the end."""
         with self._writing() as db:
             who = self._number(db, name)
@@ -261,7 +261,7 @@ class VoteStore:
             ).fetchone()
             if open_ is not None:
                 db.execute("UPDATE assignments SET given = ? WHERE id = ?", (time.time(), open_[0]))
-                return Shown(assignment=open_[0], task=self.tasks[open_[1]], swapped=bool(open_[2]))
+                return Assignment(assignment=open_[0], task=self.tasks[open_[1]], swapped=bool(open_[2]))
             chosen = self._choose(db, who, name)
             if chosen is None:
                 return None
@@ -272,9 +272,9 @@ class VoteStore:
                 (who, task, again, swapped, place, time.time()),
             )
             assert row.lastrowid is not None
-            return Shown(assignment=row.lastrowid, task=self.tasks[task], swapped=swapped)
+            return Assignment(assignment=row.lastrowid, task=self.tasks[task], swapped=swapped)
 
-    def before(self, name: str, assignment: int | None) -> Shown | None:
+    def before(self, name: str, assignment: int | None) -> Assignment | None:
         """What somebody answered before this assignment, or last where it is None."""
         with self._lock:
             found = self._db.execute(
@@ -288,9 +288,9 @@ class VoteStore:
             return None
         swapped = bool(found[2])
         answer = mirrored(json.loads(found[3])) if swapped else json.loads(found[3])
-        return Shown(assignment=found[0], task=self.tasks[found[1]], swapped=swapped, answer=answer)
+        return Assignment(assignment=found[0], task=self.tasks[found[1]], swapped=swapped, answer=answer)
 
-    def shown(self, name: str, assignment: int) -> Shown:
+    def shown(self, name: str, assignment: int) -> Assignment:
         """What somebody was shown.
 
         Raises:
@@ -304,7 +304,7 @@ class VoteStore:
             ).fetchone()
         if found is None:
             raise NotYours(f"Task {assignment} was not given to {name}.")
-        return Shown(assignment=assignment, task=self.tasks[found[0]], swapped=bool(found[1]))
+        return Assignment(assignment=assignment, task=self.tasks[found[0]], swapped=bool(found[1]))
 
     def vote(
         self, name: str, assignment: int, answer: Mapping[str, Any], *, client: str, seconds: float | None

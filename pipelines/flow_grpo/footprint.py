@@ -47,11 +47,6 @@ def footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[st
     the bytes within 6 % of its own, and 20 % fewer where the CPU's attention keeps its probabilities. Under
     autocast they hold the cast copy of each weight too, by the CPU's list of operations; a GPU's has norms in
     float32 besides.
-
-    Args:
-        config: the run's.
-        inputs: its prompts and rewards.
-        evaluated: held-out pictures in all.
     """
     from visalign.adapters.hollow import hollow_pipelines
 

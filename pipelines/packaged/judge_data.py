@@ -69,7 +69,13 @@ class Questions:
         """Questions on one picture: half on alignment, the others on parts, quality and style."""
         rng = np.random.default_rng([self._seed, 32, number])
         asked = [self.shows(scene, rng) for _ in range(count // 2)]
-        others: list[Callable[[Scene, np.random.Generator], Question]] = [part, part, look, look, rate]
+        others: list[Callable[..., Question]] = [
+            part,
+            part,
+            appearance,
+            appearance,
+            rate,
+        ]
         asked += [others[int(rng.integers(len(others)))](scene, rng) for _ in range(count - count // 2 - 1)]
         return [*asked, self.explain(scene, rng) if rng.random() < 0.5 else describe(scene)]
 
@@ -139,7 +145,7 @@ def part(scene: Scene, rng: np.random.Generator) -> Question:
     return Question(text=f"{verb} {prompt}?", answer=YES if verify_scene(scene, record).correct else NO)
 
 
-def look(scene: Scene, rng: np.random.Generator) -> Question:
+def appearance(scene: Scene, rng: np.random.Generator) -> Question:
     """A question about quality or style whose answer can be seen."""
     faint = scene.distortion.kind != "none" and scene.distortion.severity < VISIBLE
     texts = [text for text, (axis, _) in LOOKS.items() if axis == "style" or not faint]

@@ -125,14 +125,7 @@ class Packed:
 
 
 def pack_questions(tokenizer: Any, asked: Sequence[Sequence[Question]], pictures: int, tokens: int) -> Packed:
-    """Put the questions of each sample behind its pictures; a question sees the pictures and itself.
-
-    Args:
-        tokenizer: of the model.
-        asked: b lists of questions.
-        pictures: per sample.
-        tokens: of one picture, a square number.
-    """
+    """Put the questions of each sample behind its pictures; a question sees the pictures and itself."""
     ids = special_ids(tokenizer)
     head = _encode(tokenizer, "<|im_start|>user\n")
     before = list(head)

@@ -115,10 +115,6 @@ class SampleSettings:
 def search_of(name: str, options: Mapping[str, Any]) -> ZeroOrderSearch | PathSearch:
     """A search by its name.
 
-    Args:
-        name: of `SEARCHES`.
-        options: its fields.
-
     Raises:
         UserError: an unknown name or field, or a value out of range.
 

@@ -53,12 +53,6 @@ READING = 0.5
 def finished(output: Path, parts: Sequence[Part], asking: Asking, judges: Mapping[str, str]) -> set[int]:
     """Places of the parts whose scores stand in the folder, by these judges, of the files as they are.
 
-    Args:
-        output: The folder of the scores.
-        parts: What is to be scored.
-        asking: How it is read.
-        judges: Label -> digest of the judge's identity.
-
     Raises:
         UserError: A file there is not of ours, or holds scores of other judges.
     """

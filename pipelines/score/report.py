@@ -131,9 +131,6 @@ def _reward(label: str, reward: PointwiseReward, rows: Sequence[ScoreRow]) -> di
 def histogram(values: np.ndarray) -> dict[str, list[float]]:
     """Counts of values in bins of one width, as many as the values call for, at most `MOST_BINS`.
 
-    Args:
-        values: [N] finite, N at least 1.
-
     Returns:
         `edges` [K + 1] and `counts` [K]; one bin around the value where all are equal.
     """

@@ -38,12 +38,7 @@ UNCHECKED = ", ".join(name for name, device in DEVICES.items() if not device.che
 
 
 def hours_by_device(operations: float, memory: float) -> dict[str, float | str]:
-    """Hours on one device of each kind, or that it does not fit.
-
-    Args:
-        operations: of the run, on each device.
-        memory: GB that it needs.
-    """
+    """Hours on one device of each kind, or that it does not fit."""
     found: dict[str, float | str] = {}
     for name, device in DEVICES.items():
         hours = operations / (device.peak * UTILISATION) / 3600

@@ -40,12 +40,7 @@ class SampleGrids:
     """From left to right; chosen by the first result among those whose pictures it kept."""
 
     def keep(self, iteration: int, result: HeldoutResult) -> None:
-        """Write the grid of an evaluation, once per iteration, and hand it to trackers that take pictures.
-
-        Args:
-            iteration: finished; 0 is before training.
-            result: with these prompts and this seed.
-        """
+        """Write the grid of an evaluation, once per iteration, and hand it to trackers that take pictures."""
         if not self.accelerator.is_main_process or not self.most:
             return
         kept = {
@@ -69,11 +64,7 @@ class SampleGrids:
                 log({FOLDER: grid if tracker.name == "aim" else grid[None]}, step=iteration, **more)
 
     def files(self, most: int = 12) -> list[tuple[int, Path]]:
-        """(iterations finished, file) of at most so many evaluations, evenly spaced, first and last included.
-
-        Args:
-            most: at least 2.
-        """
+        """(iterations finished, file) of at most so many evaluations, evenly spaced, with both ends."""
         found: Sequence[Path] = sorted((self.output / FOLDER).glob("*.png"))
         places = np.linspace(0, len(found) - 1, min(most, len(found))).round().astype(int)
         return [(int(found[place].stem), found[place]) for place in places]

@@ -38,10 +38,6 @@ def build_accelerator(config: Any, folder: Path) -> Accelerator:
 
     Several processes on a machine without CUDA are several processes on its CPU (gloo).
 
-    Args:
-        config: the job's, with a section `run`.
-        folder: of the run.
-
     Raises:
         UserError: a tracker that accelerate does not know or that is not installed, processes that cannot
             meet, or that have different configurations or packages.
@@ -83,9 +79,6 @@ def build_accelerator(config: Any, folder: Path) -> Accelerator:
 
 def check_alike(processes: Sequence[Mapping[str, Any]]) -> None:
     """Refuse processes that were started with other settings or packages than the first.
-
-    Args:
-        processes: name -> value of each.
 
     Raises:
         UserError: naming what differs, and where.

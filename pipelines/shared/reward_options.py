@@ -15,10 +15,6 @@ from .run_folder import check_place
 def parse_options(items: list[str], option: str = "--option") -> dict[str, Any]:
     """`NAME=VALUE` items as options, the value read as YAML.
 
-    Args:
-        items: as typed.
-        option: how they were given, for messages.
-
     Raises:
         UserError: an item without a name or "=", or a value that is no YAML.
 

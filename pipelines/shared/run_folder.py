@@ -105,12 +105,6 @@ def _content(folder: Path) -> bool:
 def check_same_run(config: Any, output: Path, *, resume: bool, free: Collection[str]) -> None:
     """Refuse a folder that would be overwritten, or that holds another run.
 
-    Args:
-        config: the configuration, a dataclass.
-        output: the run's folder.
-        resume: whether its run is to be continued.
-        free: dotted keys that may differ on resume.
-
     Raises:
         UserError: it is not empty (without resume), or holds no run or one of another configuration (with
             it).

@@ -180,6 +180,30 @@ class GenerationConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class SupervisedConfig:
+    """What jobs have in common that learn from records and write completions for the evaluation alone."""
+
+    seed: Natural = 0
+    """Of the run: order and split of the records, new weights of adapters."""
+    model: TextModelConfig = field(default_factory=TextModelConfig)
+    """The language model; before training it is the reference where a loss has one."""
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    """How the held-out completions are made."""
+    evaluation: TextEvaluationConfig = field(default_factory=TextEvaluationConfig)
+    """What is measured before, on the way, and after."""
+    run: PolicyRunConfig = field(default_factory=PolicyRunConfig)
+    """Length, checkpoints, machine."""
+
+    def __post_init__(self) -> None:
+        if not self.evaluation.rewards:
+            raise UserError(
+                "evaluation.rewards is empty; name at least one reward that judges the held-out completions, "
+                "e.g. {exact_answer: {}}."
+            )
+        self.evaluation.check_correctness()
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ProcessConfig:
     """A process reward model that judges a completion's steps (`visalign.rewards.text.process_reward`)."""
 

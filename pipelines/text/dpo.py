@@ -16,14 +16,14 @@ from visalign.data.sets.answer_files import Answers, check_votes, load_pairs, lo
 from visalign.errors import UserError
 from visalign.pipelines.shared.job import PolicyRun, run_job
 from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by
-from visalign.pipelines.shared.sections import Count, Natural, PolicyRunConfig, Share
+from visalign.pipelines.shared.sections import Count, Share
 from visalign.schema import STRICT
 from visalign.seeds import sample_seed
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.progress import SHOWN_SUPERVISED
 from visalign.training.text.dpo import DPOSettings
 
-from .config import GenerationConfig, HeldoutPromptsConfig, TextEvaluationConfig, TextModelConfig
+from .config import HeldoutPromptsConfig, SupervisedConfig
 from .job import planned_evaluation, text_run
 from .parts import build_text_policy, heldout_inputs, prompt_keys, text_records
 
@@ -57,15 +57,11 @@ class AnswersDataConfig(HeldoutPromptsConfig):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class TextDPOConfig:
+class TextDPOConfig(SupervisedConfig):
     """Learn from pairs of answers of which one is better, or from votes for single ones."""
 
     pipeline: ClassVar[str] = "text_dpo"
 
-    seed: Natural = 0
-    """Of the run: order and split of the records, new weights of adapters."""
-    model: TextModelConfig = field(default_factory=TextModelConfig)
-    """The language model; before training it is the reference."""
     data: AnswersDataConfig = field(default_factory=AnswersDataConfig)
     """The answers."""
     loss: DPOSettings = field(default_factory=DPOSettings)
@@ -76,20 +72,6 @@ class TextDPOConfig:
         )
     )
     """How the weights move; micro_batch counts pairs or votes, ema_decay 0 leaves averaging out."""
-    generation: GenerationConfig = field(default_factory=GenerationConfig)
-    """How the held-out completions are made."""
-    evaluation: TextEvaluationConfig = field(default_factory=TextEvaluationConfig)
-    """What is measured before, on the way, and after."""
-    run: PolicyRunConfig = field(default_factory=PolicyRunConfig)
-    """Length, checkpoints, machine."""
-
-    def __post_init__(self) -> None:
-        if not self.evaluation.rewards:
-            raise UserError(
-                "evaluation.rewards is empty; name at least one reward that judges the held-out completions, "
-                "e.g. {exact_answer: {}}."
-            )
-        self.evaluation.check_correctness()
 
 
 @plain_dataclass(frozen=True, kw_only=True)

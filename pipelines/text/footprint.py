@@ -36,10 +36,6 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
 
     Completions are counted at their full length and every prompt at the longest one, so all of it is an upper
     bound but for what `not_counted` names. Empty where the model sees pictures.
-
-    Args:
-        config: the run's.
-        inputs: its prompts and rewards.
     """
     from visalign.adapters.causal_lm.loading import VISION_LANGUAGE, from_pretrained
 

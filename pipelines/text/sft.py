@@ -14,12 +14,12 @@ from pydantic.dataclasses import dataclass
 from visalign.errors import UserError
 from visalign.pipelines.shared.job import PolicyRun, run_job
 from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by
-from visalign.pipelines.shared.sections import Count, Natural, PolicyRunConfig
+from visalign.pipelines.shared.sections import Count
 from visalign.schema import STRICT
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.progress import SHOWN_SUPERVISED
 
-from .config import GenerationConfig, HeldoutPromptsConfig, TextEvaluationConfig, TextModelConfig
+from .config import HeldoutPromptsConfig, SupervisedConfig
 from .job import planned_evaluation, text_run
 from .parts import build_text_policy, heldout_inputs, prompt_keys, text_demonstrations
 
@@ -63,15 +63,11 @@ class DemonstrationsDataConfig(HeldoutPromptsConfig):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class TextSFTConfig:
+class TextSFTConfig(SupervisedConfig):
     """Learn demonstrations: a cold start, or one round of rejection sampling."""
 
     pipeline: ClassVar[str] = "text_sft"
 
-    seed: Natural = 0
-    """Of the run: order of the demonstrations, new weights of adapters."""
-    model: TextModelConfig = field(default_factory=TextModelConfig)
-    """The language model."""
     data: DemonstrationsDataConfig = field(default_factory=DemonstrationsDataConfig)
     """The demonstrations."""
     optimizer: OptimizerSettings = field(
@@ -80,20 +76,6 @@ class TextSFTConfig:
         )
     )
     """How the weights move; micro_batch counts demonstrations, ema_decay 0 leaves averaging out."""
-    generation: GenerationConfig = field(default_factory=GenerationConfig)
-    """How the held-out completions are made."""
-    evaluation: TextEvaluationConfig = field(default_factory=TextEvaluationConfig)
-    """What is measured before, on the way, and after."""
-    run: PolicyRunConfig = field(default_factory=PolicyRunConfig)
-    """Length, checkpoints, machine."""
-
-    def __post_init__(self) -> None:
-        if not self.evaluation.rewards:
-            raise UserError(
-                "evaluation.rewards is empty; name at least one reward that judges the held-out completions, "
-                "e.g. {exact_answer: {}}."
-            )
-        self.evaluation.check_correctness()
 
 
 @plain_dataclass(frozen=True, kw_only=True)

@@ -127,11 +127,6 @@ def read_metadata(
 def group_labels(name: str, request: Request, key: str = GROUP_KEY) -> list[Hashable]:
     """The group of each row: that of its record, or where no record has one its prompt.
 
-    Args:
-        name: the reward's name, for messages.
-        request: what was asked.
-        key: of the metadata.
-
     Raises:
         ValueError: some records have no group, or a group has two prompts.
     """

@@ -66,9 +66,6 @@ class Identity:
 def fingerprint(folder: str | Path) -> str:
     """A short hash of the weight files of a folder, read in a fraction of a second whatever their size.
 
-    Args:
-        folder: a model folder, or one weight file.
-
     Returns:
         32 hex digits over name, size and content of each weight file; "" if there are none. Of a file above
         64 MiB only 512 blocks of 64 KiB are read, the first and the last among them: a change that lies

@@ -25,7 +25,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from visalign.vision.pixels import first_frame_upright, over_white
+from visalign.vision.pixels import first_frame_upright, over_white, to_levels
 
 from .memory import max_pixels
 
@@ -126,7 +126,7 @@ def load_images(items: Any) -> ImageBatch:
 
 def to_uint8(image: Tensor) -> np.ndarray:
     """One image [3, H, W] in [0, 1] as uint8 [H, W, 3], rounded to the nearest level."""
-    return image.mul(255).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).cpu().numpy()
+    return to_levels(image).permute(1, 2, 0).numpy()
 
 
 def to_pil(image: Tensor) -> Image.Image:

@@ -12,7 +12,7 @@ import hashlib
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from visalign.rewards.base.images import to_uint8
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.vlm.requests import Query
 from visalign.rewards.vlm.template import Template, escape
+from visalign.rewards.vlm.template import question as question
 
 _SPECIAL = re.compile(
     r"<\|[^<>|]{1,40}\|>|</?(?:s|img|image|video|bos|eos|pad|unk|IMG_CONTEXT|start_of_turn|end_of_turn|think|answer)>"
@@ -79,20 +80,6 @@ def chat_messages(template: Template, query: Query, urls: PictureUrls) -> list[d
             message["content"] = [_part(part, pictures, urls) for part in message["content"]]
     begun = template.answer_prefix + query.continuation
     return [*messages, {"role": "assistant", "content": begun}] if begun else messages
-
-
-def question(
-    name: str, text: str, *, pictures: Sequence[str] = ("",), words: Mapping[str, Sequence[str]] | None = None
-) -> Template:
-    """A template of one user message: pictures, each behind its label ("" for none), then the text, with
-    `{prompt}` and other names in braces; `words` are those that the judge looks for.
-    """
-    content: list[dict[str, str]] = []
-    for label in pictures:
-        content += [{"type": "text", "text": label}] * bool(label)
-        content.append({"type": "image"})
-    messages = [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
-    return Template(name=name, messages=messages, words=words or {})
 
 
 def _part(part: dict[str, Any], pictures: Any, urls: PictureUrls) -> dict[str, Any]:

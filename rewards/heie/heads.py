@@ -25,6 +25,7 @@ from visalign.core import fuse_heatmaps, soft_clamp
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.vlm.template import Template
 from visalign.rewards.weights.resize import resize_smoothly
+from visalign.vision.pixels import to_levels
 
 FORMAT = "visalign-heie-2"
 LOG_STD = (-4.0, 1.0)
@@ -240,7 +241,7 @@ def views(
         if reason is not None:
             found.append(None)
             continue
-        shown = [engine.network.pictures.measure(_to_uint8(part)) for part in cut]
+        shown = [engine.network.pictures.measure(to_levels(part)) for part in cut]
         features = engine.network.features(shown)
         merge = engine.network.pictures.merge
         grid = shown[0].grid[1] // merge, shown[0].grid[2] // merge
@@ -302,7 +303,3 @@ def splice_tiles(tiles: Tensor, rows: int, columns: int) -> Tensor:
 def enlarged(maps: Tensor, size: tuple[int, int]) -> Tensor:
     """Maps [B, h, w] at another size, bilinear."""
     return interpolate(maps[:, None], size=size, mode="bilinear", align_corners=False)[:, 0]
-
-
-def _to_uint8(image: Tensor) -> Tensor:
-    return image.detach().cpu().float().mul(255).round().clamp(0, 255).byte()

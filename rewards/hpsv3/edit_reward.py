@@ -25,7 +25,7 @@ from visalign.rewards.base.contract import RewardError, make_scores, read_reques
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.vlm.engine import VisionLanguageEngine, check_loading
 from visalign.rewards.vlm.requests import requests
-from visalign.rewards.vlm.template import Template
+from visalign.rewards.vlm.template import question
 from visalign.rewards.weights.checkpoint_files import dtype_of
 
 from .head import PLACES, RanknetHead
@@ -95,12 +95,10 @@ END
 """
 
 
-def _question(name: str, text: str) -> Template:
-    content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": text + _TAIL}]
-    return Template(name=name, messages=[{"role": "user", "content": content}])
-
-
-QUESTIONS = (_question("edit_reward_following", _FOLLOWING), _question("edit_reward_quality", _QUALITY))
+QUESTIONS = (
+    question("edit_reward_following", _FOLLOWING + _TAIL, pictures=("", "")),
+    question("edit_reward_quality", _QUALITY + _TAIL, pictures=("", "")),
+)
 """Of each head; the source picture comes first."""
 
 
@@ -167,8 +165,8 @@ class EditReward:
         engine, heads = self._loaded
         rows, queries = requests(request, QUESTIONS[0], reasons, source=True)
         said: list[Tensor] = []
-        for question, head in zip(QUESTIONS, heads, strict=True):
-            found = engine.hidden(engine.template(question.name, question), queries, at=REWARD_TOKEN)
+        for ours, head in zip(QUESTIONS, heads, strict=True):
+            found = engine.hidden(engine.template(ours.name, ours), queries, at=REWARD_TOKEN)
             said.append(head(found.states.to(engine.network.device)).cpu())
             for row, reason in zip(rows, found.reasons, strict=True):
                 reasons[row] = reasons[row] or reason

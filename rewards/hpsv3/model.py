@@ -18,7 +18,7 @@ from visalign.core.preference.uncertainty import soft_clamp
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.vlm.engine import Query, TokenRow, VisionLanguageEngine
 from visalign.rewards.vlm.loading import name_base
-from visalign.rewards.vlm.template import JudgeSettings, Template
+from visalign.rewards.vlm.template import JudgeSettings, Template, question
 
 from .head import RanknetHead
 
@@ -27,18 +27,7 @@ HEAD_FILE = "reward_head.safetensors"
 CLAMP = (-7.0, 3.0)
 """Bounds of the log-deviation of a head that is trained here."""
 
-TEMPLATE = Template(
-    name="hpsv3",
-    messages=[
-        {
-            "role": "user",
-            "content": [
-                {"type": "image"},
-                {"type": "text", "text": "Quality, and match with the caption: {prompt} " + REWARD_TOKEN},
-            ],
-        }
-    ],
-)
+TEMPLATE = question("hpsv3", "Quality, and match with the caption: {prompt} " + REWARD_TOKEN)
 """For heads that are trained here; the published head needs the published text."""
 
 

@@ -8,7 +8,7 @@ reward token behind it.
 
 from __future__ import annotations
 
-from visalign.rewards.vlm.template import Template
+from visalign.rewards.vlm.template import question
 
 _TEXT = """
 You are tasked with evaluating a generated image based on Visual Quality and Text Alignment and give a overall score to estimate the human preference. Please provide a rating from 0 to 10, with 0 being the worst and 10 being the best. 
@@ -37,7 +37,4 @@ Please provide the overall ratings of this image: <|Reward|>
 END
 """
 
-PUBLISHED_TEMPLATE = Template(
-    name="hpsv3",
-    messages=[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": _TEXT}]}],
-)
+PUBLISHED_TEMPLATE = question("hpsv3", _TEXT)

@@ -36,7 +36,7 @@ from visalign.rewards.base.contract import (
 from visalign.rewards.base.identity import Identity, fingerprint
 from visalign.rewards.vlm.engine import Query, TokenRow, VisionLanguageEngine, check_loading
 from visalign.rewards.vlm.loading import find_model
-from visalign.rewards.vlm.template import JudgeSettings, Template
+from visalign.rewards.vlm.template import JudgeSettings, question
 from visalign.rewards.weights.checkpoint_files import dtype_of, read_folder, read_tensors
 from visalign.rewards.weights.hub import SMALL_FILES, revision_of
 from visalign.rewards.weights.resize import resize_smoothly
@@ -96,10 +96,7 @@ Please provide the ratings of Text Alignment: <|TA_reward|>
 END
 """
 
-TEMPLATE = Template(
-    name="video_align",
-    messages=[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": _TEXT}]}],
-)
+TEMPLATE = question("video_align", _TEXT)
 
 
 def sampled_frames(

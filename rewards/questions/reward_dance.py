@@ -31,7 +31,7 @@ from visalign.rewards.base.contract import (
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.vlm.engine import engine_of
 from visalign.rewards.vlm.requests import Query, check_fields, requests
-from visalign.rewards.vlm.template import Template
+from visalign.rewards.vlm.template import Template, question
 from visalign.rewards.vlm.yes_no import MIN_MASS, Odds, YesNoReader
 
 Value = Literal["log_odds", "prob"]
@@ -39,11 +39,6 @@ UNITS: dict[str, tuple[str, tuple[float, float]]] = {
     "log_odds": ("log-odds of yes", (float("-inf"), float("inf"))),
     "prob": ("probability of yes", (0.0, 1.0)),
 }
-
-
-def _question(name: str, pictures: int, text: str) -> Template:
-    content = [*({"type": "image"} for _ in range(pictures)), {"type": "text", "text": text}]
-    return Template(name=name, messages=[{"role": "user", "content": content}])
 
 
 _ONE = (
@@ -55,10 +50,10 @@ _TWO = (
     "Caption: {prompt}{instruction}\nJudge whether the second picture is better than the first. "
 )
 _WORD, _REASON = "Answer yes or no.", "Answer yes or no first, then give your reasons in a few sentences."
-YES_NO = _question("yes_no", 1, _ONE + _WORD)
-EXPLAIN = _question("explain", 1, _ONE + _REASON)
-PAIR = _question("pair", 2, _TWO + _WORD)
-PAIR_EXPLAIN = _question("pair_explain", 2, _TWO + _REASON)
+YES_NO = question("yes_no", _ONE + _WORD)
+EXPLAIN = question("explain", _ONE + _REASON)
+PAIR = question("pair", _TWO + _WORD, pictures=("", ""))
+PAIR_EXPLAIN = question("pair_explain", _TWO + _REASON, pictures=("", ""))
 
 
 class _YesNoJudge:

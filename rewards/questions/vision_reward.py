@@ -24,21 +24,13 @@ from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import as_contract
 from visalign.rewards.vlm.engine import engine_of
 from visalign.rewards.vlm.requests import requests
-from visalign.rewards.vlm.template import Template
+from visalign.rewards.vlm.template import Template, question
 from visalign.rewards.vlm.yes_no import MIN_MASS, YesNoReader
 
 from .checklist import SHAPES_CHECKLIST, Checklist, ChecklistRule
 from .reward_dance import RewardDance
 
-CHECKLIST = Template(
-    name="checklist",
-    messages=[
-        {
-            "role": "user",
-            "content": [{"type": "image"}, {"type": "text", "text": "{question} Answer yes or no."}],
-        }
-    ],
-)
+CHECKLIST = question("checklist", "{question} Answer yes or no.")
 
 
 class VisionReward:
@@ -138,15 +130,15 @@ class VisionReward:
         rows, yes, unanswered = self._ask(request, reasons)
         aligned = self._align(request, rows, reasons)
         value = torch.full((len(request),), torch.nan)
-        columns = {question: value.clone() for question in self.checklist.questions}
+        columns = {asked: value.clone() for asked in self.checklist.questions}
         columns |= {"unanswered": value.clone()}
         text = [""] * len(request)
         if rows:
             counted = self.checklist.rule.counted(yes)
             score = self.checklist.rule.score(counted, None if aligned is None else aligned[rows].double())
             value = scatter(score.float(), rows, len(request))
-            for number, question in enumerate(self.checklist.questions):
-                columns[question] = scatter((2 * yes[:, number] - 1).float(), rows, len(request))
+            for number, asked in enumerate(self.checklist.questions):
+                columns[asked] = scatter((2 * yes[:, number] - 1).float(), rows, len(request))
             columns["unanswered"] = scatter(yes.isnan().sum(1).float(), rows, len(request))
         for row, missing in zip(rows, unanswered, strict=True):
             text[row] = "left out: " + "; ".join(missing) if missing else ""
@@ -159,7 +151,7 @@ class VisionReward:
         from visalign.rewards.vlm.engine import Query
 
         questions = self.checklist.questions
-        asks_prompt = any("{prompt}" in question for question in questions)
+        asks_prompt = any("{prompt}" in asked for asked in questions)
         for row, prompt in enumerate(request.prompts):
             if asks_prompt:
                 reasons[row] = reasons[row] or prompt_problem(prompt)
@@ -168,10 +160,10 @@ class VisionReward:
             Query(
                 images=query.images,
                 prompt=query.prompt,
-                fields={"question": question.replace("{prompt}", query.prompt)},
+                fields={"question": asked.replace("{prompt}", query.prompt)},
             )
             for query in plain
-            for question in questions
+            for asked in questions
         ]
         odds = self._read(queries)
         log_odds = odds.log_odds.double().view(len(rows), len(questions))

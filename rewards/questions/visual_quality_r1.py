@@ -28,7 +28,7 @@ from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import quality_score
 from visalign.rewards.vlm.engine import engine_of
 from visalign.rewards.vlm.requests import requests
-from visalign.rewards.vlm.template import Template
+from visalign.rewards.vlm.template import Template, question
 from visalign.rewards.vlm.yes_no import MIN_MASS
 
 LOW, HIGH = 1.0, 5.0
@@ -39,18 +39,13 @@ _ASK = (
 )
 
 
-def _question(name: str, text: str, **more: Any) -> Template:
-    content = [{"type": "image"}, {"type": "text", "text": text}]
-    return Template(name=name, messages=[{"role": "user", "content": content}], **more)
-
-
-RATING = _question(
+RATING = question(
     "rating",
     _ASK + "Write the rating alone, between <answer> and </answer>.",
     answer_prefix="<answer>",
     words={"scores": tuple("12345"), "digits": tuple("0123456789")},
 )
-RATING_THINKING = _question(
+RATING_THINKING = question(
     "rating_thinking",
     _ASK
     + "First think it through between <think> and </think>, then write the rating alone between <answer> "

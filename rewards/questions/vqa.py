@@ -22,21 +22,16 @@ from visalign.rewards.base.contract import RewardError, make_scores, read_reques
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.vlm.engine import engine_of
 from visalign.rewards.vlm.requests import Query, requests
-from visalign.rewards.vlm.template import Template
+from visalign.rewards.vlm.template import Template, question
 
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
-def _question(name: str, text: str) -> Template:
-    content = [{"type": "image"}, {"type": "text", "text": text}]
-    return Template(name=name, messages=[{"role": "user", "content": content}])
-
-
 AFFIRMED = ("Yes", "yes", " yes", " Yes")
 """What counts as yes in GenEval 2's code."""
-SHOWS = _question("vqa_score", 'Does this figure show "{prompt}"? Please answer Yes or No.')
-GENEVAL2 = _question("vqa_score", 'Does this image show "{prompt}"? Answer the question with Yes or No.')
-ONE_WORD = _question("soft_tifa", "{question} Answer in one word.")
+SHOWS = question("vqa_score", 'Does this figure show "{prompt}"? Please answer Yes or No.')
+GENEVAL2 = question("vqa_score", 'Does this image show "{prompt}"? Answer the question with Yes or No.')
+ONE_WORD = question("soft_tifa", "{question} Answer in one word.")
 
 
 def _choice(judge: str, name: str, given: str, allowed: tuple[str, str]) -> None:
@@ -185,8 +180,8 @@ class SoftTifa(_Asked):
             except ValueError as error:
                 reasons[row] = str(error)
                 continue
-            for (question, _), own in zip(asked, ids, strict=True):
-                queries.append(Query(images=[image], prompt=question, fields={"question": question}))
+            for (wording, _), own in zip(asked, ids, strict=True):
+                queries.append(Query(images=[image], prompt=wording, fields={"question": wording}))
                 of_row.append(row)
                 words.append(own)
         union = sorted({token for own in words for token in own})

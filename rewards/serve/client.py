@@ -25,6 +25,7 @@ from visalign.interfaces import Metadata, Preferences, Scores
 from visalign.rewards.base.contract import RewardError, answer_of, columns_of, read_request, scatter
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import load_images
+from visalign.vision.pixels import to_levels
 
 from .wire import (
     JUDGE_HEADER,
@@ -445,7 +446,7 @@ def read_pictures(
     for batch, known in zip(batches, levels, strict=True):
         if known is None:
             pixels.append(
-                [_to_uint8(image) for image in (batch.images[row] for row in rows) if image is not None]
+                [to_levels(image) for image in (batch.images[row] for row in rows) if image is not None]
             )
         else:
             pixels.append(known if len(rows) == len(request) else known[rows])
@@ -462,10 +463,6 @@ def _as_uint8_batch(images: Any) -> Tensor | None:
     if first == last:
         return None
     return (found if first else found.permute(0, 3, 1, 2)).cpu().contiguous()
-
-
-def _to_uint8(image: Tensor) -> Tensor:
-    return image.mul(255).round().clamp(0, 255).to(torch.uint8).cpu()
 
 
 def _read_answer(raw: bytes, asked: JudgeRequest) -> Scores | Preferences:

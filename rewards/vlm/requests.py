@@ -22,6 +22,7 @@ from visalign.rewards.base.contract import Request, RewardError, prompt_problem
 from visalign.rewards.base.images import load_images
 from visalign.vision.patches import PatchCutter
 from visalign.vision.pictures import Picture, PictureFeatures, pixel_digest, tower_features
+from visalign.vision.pixels import to_levels
 
 from .template import Template, escape
 
@@ -197,7 +198,7 @@ class RowEncoder:
         measured = {} if measured is None else measured
         for image in query.images:
             if id(image) not in measured:
-                measured[id(image)] = self._pictures.measure(_levels(image))
+                measured[id(image)] = self._pictures.measure(to_levels(image))
         shown = tuple(measured[id(image)] for image in query.images)
         left, ids = iter(shown), []
         before, after = self._around
@@ -299,13 +300,6 @@ class RowEncoder:
                 "more. Write the pictures first."
             )
         return places[0]
-
-
-def _levels(image: Tensor) -> Tensor:
-    """uint8 on the CPU."""
-    if image.dtype == torch.uint8:
-        return image.cpu()
-    return image.detach().cpu().float().mul(255).round().clamp(0, 255).to(torch.uint8)
 
 
 def _marks_around(processor: Any) -> tuple[list[int], list[int]]:

@@ -207,3 +207,15 @@ def _parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _short(given: Any) -> str:
     text = repr(given)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def question(name: str, text: str, *, pictures: Sequence[str] = ("",), **fields: Any) -> Template:
+    """A template of one user message: pictures, each behind its label ("" for none), then the text, with
+    `{prompt}` and other names in braces; `fields` are others of the template, words that the judge looks for.
+    """
+    content: list[dict[str, str]] = []
+    for label in pictures:
+        content += [{"type": "text", "text": label}] * bool(label)
+        content.append({"type": "image"})
+    messages = [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
+    return Template(name=name, messages=messages, **fields)

@@ -42,9 +42,10 @@ judge = load_text_reward("boxed_answer")
 print(log_prob.grad.sign()[:, 0].tolist())
 print(judge.score(["\\\\boxed{4}"], ["2+2?"], [{"answer": "4"}]).value.tolist())
 import importlib, importlib.util
-wanted = "visalign.training", "visalign.evaluation", "visalign.config", "peft"
+wanted = "visalign.config", "peft"
 named = lambda: visalign.load_judge("vision_reward"), lambda: visalign.load_policy("assets/shapes-sd3")
-for ask in (*named, lambda: visalign.Trainer, *(lambda n=n: importlib.import_module(n) for n in wanted)):
+late = lambda: visalign.Trainer, lambda: visalign.training.SFT, lambda: visalign.evaluate
+for ask in (*named, *late, *(lambda n=n: importlib.import_module(n) for n in wanted)):
     try:
         ask()
     except (ModuleNotFoundError, RewardError, UserError) as error:

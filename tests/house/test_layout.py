@@ -36,7 +36,6 @@ LOOKED_AT = {
     "pipelines/cli/evaluate.py:evaluate": "an option a line, and one call",
     "pipelines/cli/sample.py:sample": "an option a line, and one call",
     "pipelines/cli/score.py:score": "an option a line, and one call",
-    "rewards/serve/bounds.py:bounded_protocol": "one class of uvicorn's, made where uvicorn is there",
     "pipelines/serve_reward.py:serve_reward": "an option a line, what each means, and one order",
     "visalign/evaluation/heldout/images.py:evaluate": "one loop over the batches; half is its arguments",
     "visalign/flow/rollout.py:rollout": "one loop over the steps, and what its arguments are",

@@ -13,15 +13,22 @@ from visalign.text import (
     Sampling,
     TokenSets,
     check_seeds,
+    chosen_log_prob,
     draw_seeds,
     draw_tokens,
     kept_tokens,
     log_distribution,
     sample_uniforms,
-    sampled_log_prob,
 )
 
 SHARES = torch.tensor([[0.1, 0.4, 0.05, 0.3, 0.15]], dtype=torch.float64)
+
+
+def sampled_log_prob(logits, target, sampling, kept=None):
+    """Of tokens under the distribution that was sampled; without K it is that of these logits."""
+    if kept is None and sampling.truncates:
+        kept = kept_tokens(log_distribution(logits.detach(), sampling.scale), sampling)
+    return chosen_log_prob(log_distribution(logits, sampling.scale, kept), target)
 
 
 def kept(**options) -> list[bool]:

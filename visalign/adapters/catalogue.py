@@ -115,13 +115,7 @@ def load_policy(
 
 
 def has_two_halves(folder_or_id: str | Path, adapter: str | None, guidance: float | None) -> bool:
-    """Whether guidance of this scale takes the network twice.
-
-    Args:
-        folder_or_id: the model.
-        adapter: see `find_adapter`.
-        guidance: the scale; None is the model's own.
-    """
+    """Whether guidance of this scale takes the network twice."""
     if guidance is None:
         return False
     family = family_of(folder_or_id, adapter)
@@ -131,12 +125,7 @@ def has_two_halves(folder_or_id: str | Path, adapter: str | None, guidance: floa
 
 
 def family_of(folder_or_id: str | Path, adapter: str | None) -> Family | None:
-    """The row of a model that a pipeline's own call drives; None of others.
-
-    Args:
-        folder_or_id: the model.
-        adapter: see `find_adapter`.
-    """
+    """The row of a model that a pipeline's own call drives; None of others."""
     kind = pipeline_index(folder_or_id).get("_class_name") if adapter in (None, "pipeline") else None
     return FAMILIES[FAMILY_OF[kind]] if kind in FAMILY_OF else None
 

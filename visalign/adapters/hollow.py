@@ -291,11 +291,7 @@ def _under_autocast(part: nn.Module, own: Callable[..., Any]) -> Callable[..., A
 
 @contextmanager
 def stored(weights: set[int]) -> Iterator[dict[int, int]]:
-    """Storage -> bytes of what autograd keeps inside the block, each once and no weight.
-
-    Args:
-        weights: their storages' `_cdata`.
-    """
+    """Storage -> bytes of what autograd keeps inside the block, each once and no weight."""
     found: dict[int, int] = {}
     alive: list[Tensor] = []
 

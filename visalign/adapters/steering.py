@@ -113,12 +113,6 @@ class SteeringCallback:
     ) -> dict[str, Any]:
         """What diffusers calls after each step.
 
-        Args:
-            pipe: the pipeline.
-            step: number of the step in this call.
-            timestep: of the step.
-            callback_kwargs: with "latents" after the step.
-
         Returns:
             The latents to go on with.
 

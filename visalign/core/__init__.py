@@ -65,7 +65,7 @@ ROOMS = {
     "objective.peers": "PEERS",
     "preference.bradley_terry": (
         "average_pairs bradley_terry_loss margin_ranking_loss outcome_loss soft_labels tie_log_prob "
-        "vote_shares vote_weights"
+        "vote_shares"
     ),
     "preference.direct": (
         "DIRECT DirectRow direct_preference_loss dynamic_labels implicit_reward kto_loss kto_reference_point"
@@ -95,9 +95,7 @@ ROOMS = {
     ),
     "regression.rows": "LOSSES REGRESSIONS PairOutput Regression SIGNALS named_regression",
     "regression.signals": "best_share best_worst_pairs old_policy_decay soft_clip tilted_weights",
-    "rewards.best_of": (
-        "answer_counts best_of_n_kl_bound best_of_n_kl_estimate expected_best_of_k majority_at_k pass_at_k"
-    ),
+    "rewards.best_of": "best_of_n_kl_bound best_of_n_kl_estimate expected_best_of_k pass_at_k",
     "rewards.entropy": "difficulty_entropy_reward difficulty_of phase_entropy_reward window_entropy",
     "rewards.fusion": "convex_vertices neighbour_weights reward_fusion",
     "rewards.likelihood": "jepo_credit likelihood_reward",
@@ -127,7 +125,7 @@ ROOMS = {
     "surrogates.weighted": "binary_kl binary_tv cispo dppo gamma_weight reinforce vespo",
     "tokens.entropy": (
         "adapt_entropy_coefficient covariance_statistics entrocraft_direction entrocraft_keep entropy_bonus "
-        "fit_entropy_curve gated_entropy_coefficient predicted_entropy_change token_covariance"
+        "fit_entropy_curve gated_entropy_coefficient token_covariance"
     ),
     "tokens.entropy_terms": (
         "anchored_entropy_loss entropy_band_penalty nucleus_entropy nucleus_mask peak_entropy siren_keep "

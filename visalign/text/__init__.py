@@ -13,7 +13,6 @@ from .distribution import (
     draw_tokens,
     kept_tokens,
     log_distribution,
-    sampled_log_prob,
 )
 from .draws import check_seeds, draw_seeds, sample_uniforms
 from .policy_protocol import Distribution, TextPolicy, TokenOutput
@@ -47,5 +46,4 @@ __all__ = [
     "kept_tokens",
     "log_distribution",
     "sample_uniforms",
-    "sampled_log_prob",
 ]

@@ -150,23 +150,3 @@ def chosen_log_prob(log_p: Tensor, target: Tensor) -> LogProbEntropy:
     return LogProbEntropy(
         log_prob=log_p.gather(-1, target[..., None])[..., 0], entropy=-(log_p.exp() * finite).sum(-1)
     )
-
-
-def sampled_log_prob(
-    logits: Tensor, target: Tensor, sampling: Sampling, kept: Tensor | None = None
-) -> LogProbEntropy:
-    """Log-prob of tokens under the distribution that was sampled, and its entropy.
-
-    Args:
-        logits: [*N, V], differentiable.
-        target: [*N] ids that were drawn.
-        sampling: what they were drawn with.
-        kept: bool [*N, V], the K of the rollout. Without it K is that of these logits; a target outside it
-            then has log-prob −∞, which is right for the policy that drew and wrong for any later one.
-
-    Returns:
-        [*N] each, float32 or better.
-    """
-    if kept is None and sampling.truncates:
-        kept = kept_tokens(log_distribution(logits.detach(), sampling.scale), sampling)
-    return chosen_log_prob(log_distribution(logits, sampling.scale, kept), target)

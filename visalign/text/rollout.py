@@ -137,11 +137,7 @@ class TextRollout:
         return self.loss_mask if self.shared is None else self.loss_mask / self.shared
 
     def rows(self, index: Tensor | slice) -> TextRollout:
-        """The samples `index` (integers, booleans or a slice), with the shape of the whole rollout.
-
-        Args:
-            index: which samples; repeats allowed.
-        """
+        """The samples `index` (integers, repeats too, booleans or a slice), as wide as the whole rollout."""
         rows = torch.arange(len(self))[index]
         held: dict[str, Any] = {name: getattr(self, name)[rows] for name in _TENSORS}
         for name in _LISTS:

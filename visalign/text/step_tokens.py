@@ -37,10 +37,6 @@ class StepEncoder:
     A prompt that is plain text is taken as it stands, after the tokenizer's begin token if it has one; a
     conversation goes through its chat template, and the steps are the assistant's turn.
 
-    Args:
-        tokenizer: of the process reward model.
-        reading: what is read after each step.
-
     Raises:
         UserError: the tokenizer makes no token, or the unknown one, of what is read after each step.
     """

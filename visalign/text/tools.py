@@ -158,16 +158,8 @@ class ToolPolicy:
         group: Sequence[Hashable] | None = None,
         images: Sequence[Sequence[Any]] | None = None,
     ) -> TextRollout:
-        """Complete P prompts G times each, B = P·G samples; the limit of tokens counts those of answers.
-
-        Args:
-            prompts: P texts or conversations.
-            seeds: one for the call, or B of them.
-            num_generations: G.
-            sampling: how tokens are drawn.
-            stopping: what ends a completion.
-            group: P labels; by default 0 to P-1. Branches stay among the samples of a label.
-            images: P lists of pictures in the prompts.
+        """Complete P prompts G times each, B = P·G samples; the limit of tokens counts those of answers, and
+        branches stay among the samples of a label of `group`.
 
         Returns:
             The rollout with a `ToolTrace` per sample, and where there are branches with `shared`. A sample

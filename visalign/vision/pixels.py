@@ -75,7 +75,14 @@ def _from_tensor(image: Tensor, where: str) -> Tensor:
         mend = "divide by 255 or pass uint8" if high > 2 else "use (image / 2 + 0.5).clamp(0, 1)"
         mend = "NaN or infinite pixels are a fault of what made it" if not math.isfinite(low + high) else mend
         raise UserError(f"{where} has values in [{low:.4g}, {high:.4g}], allowed is [0, 1]: {mend}.")
-    return pixels.float().mul(255).round().clamp(0, 255).to(torch.uint8)
+    return to_levels(pixels)
+
+
+def to_levels(image: Tensor) -> Tensor:
+    """A picture in [0, 1] of any layout as uint8 on the CPU, rounded to the nearest level; uint8 as it is."""
+    if image.dtype == torch.uint8:
+        return image.cpu()
+    return image.detach().cpu().float().mul(255).round().clamp(0, 255).to(torch.uint8)
 
 
 def _from_pil(image: Image.Image, where: str) -> Tensor:

@@ -21,7 +21,6 @@ from visalign.core.preference.bradley_terry import (
     soft_labels,
     tie_log_prob,
     vote_shares,
-    vote_weights,
 )
 
 NAN = float("nan")
@@ -32,8 +31,6 @@ class TestVotes:
         left, right, ties = f64(3, 0, 0, 2), f64(1, 0, 5, 0), f64(0, 2, 0, 0)
         assert_values(soft_labels(left, right, ties), 0.75, 0.5, 0, 1)
         assert_values(soft_labels(left, right, ties, smoothing=1), 4 / 6, 0.5, 1 / 7, 3 / 4)
-        assert_values(vote_weights(left, right, ties), 4, 2, 5, 2)
-        assert_values(vote_weights(left, right, ties, by="pair"), 1, 1, 1, 1)
         assert_values(vote_shares(left, right, ties)[0], 0.75, 0, 0.25)
         assert_values(vote_shares(left, right, ties, smoothing=1)[1], 1 / 5, 3 / 5, 1 / 5)
 
@@ -41,7 +38,6 @@ class TestVotes:
         none = f64(0)
         assert soft_labels(none, none).isnan().all() and vote_shares(none, none, none).isnan().all()
         assert_values(soft_labels(none, none, smoothing=0.5), 0.5)
-        assert vote_weights(none, none).item() == 0 and vote_weights(none, none, by="pair").item() == 0
 
     def test_whole_numbers_and_half_precision_become_float32(self) -> None:
         votes = torch.tensor([2, 1])
@@ -51,7 +47,7 @@ class TestVotes:
     def test_vote_counts_are_a_binomial_likelihood(self) -> None:
         """One pair with 3 : 1 votes weighs and pulls like its four votes given one by one."""
         lead = f64(0.4).requires_grad_()
-        label, weight = soft_labels(f64(3), f64(1)), vote_weights(f64(3), f64(1))
+        label, weight = soft_labels(f64(3), f64(1)), f64(4)
         together = average_pairs(bradley_terry_loss(lead, f64(0), label), weight, over="none")
         one_by_one = bradley_terry_loss(lead.expand(4), torch.zeros(4).double(), f64(1, 1, 1, 0)).sum()
         torch.testing.assert_close(together, one_by_one)
@@ -196,7 +192,6 @@ def test_averages() -> None:
         (lambda: soft_labels(f64(1), f64(NAN)), "finite and ≥ 0; right holds nan"),
         (lambda: soft_labels(f64(1), f64(1), smoothing=-1), "smoothing must be finite and ≥ 0; got -1"),
         (lambda: vote_shares(f64(1), f64(1), f64(1), smoothing=NAN), "smoothing must be finite"),
-        (lambda: vote_weights(f64(1), f64(1), by="x"), 'by must be "votes" or "pair"; got \'x\''),  # pyright: ignore[reportArgumentType]
         (lambda: bradley_terry_loss(f64(1), f64(1, 2)), r"left \(1,\) and right \(2,\) must have one shape"),
         (
             lambda: bradley_terry_loss(f64(1), f64(1), f64(1, 0)),

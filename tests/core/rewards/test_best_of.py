@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pass@k, best-of-k and majority@k against enumeration and exact rationals; the KL of best-of-n."""
+"""pass@k and best-of-k against enumeration and exact rationals; the KL of best-of-n."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from fractions import Fraction
 from itertools import combinations
 from typing import Any
@@ -14,11 +13,9 @@ import torch
 from torch import Tensor
 
 from visalign.core.rewards.best_of import (
-    answer_counts,
     best_of_n_kl_bound,
     best_of_n_kl_estimate,
     expected_best_of_k,
-    majority_at_k,
     pass_at_k,
 )
 
@@ -54,7 +51,6 @@ def test_pass_at_1_is_the_share_and_shapes_broadcast() -> None:
 def test_what_cannot_be_estimated_is_no_number() -> None:
     assert pass_at_k(torch.tensor([3, 4, 4]), torch.tensor([1, 5, -1]), 4).isnan().all()
     assert expected_best_of_k(torch.tensor([[1.0, NAN, 2.0]]), 3).isnan().all()
-    assert majority_at_k(torch.tensor([[1, 1]]), torch.tensor([[True, False]]), 3).isnan().all()
 
 
 def subsets_mean(items: Any, k: int, value: Any) -> float:
@@ -86,65 +82,6 @@ def test_binary_rewards_give_pass_at_k_and_equal_rewards_themselves() -> None:
     assert expected_best_of_k(torch.full((50,), 0.1, dtype=torch.float64), 7) == 0.1
     shifted = expected_best_of_k(reward.double() + 1e6, 5) - 1e6
     torch.testing.assert_close(shifted, expected_best_of_k(reward, 5), rtol=0.0, atol=1e-9)
-
-
-def vote(right: tuple[int, ...]) -> Any:
-    def outcome(subset: tuple[int, ...]) -> Fraction:
-        votes = Counter(subset)
-        leaders = [label for label, number in votes.items() if number == max(votes.values())]
-        return Fraction(sum(label in right for label in leaders), len(leaders))
-
-    return outcome
-
-
-@pytest.mark.parametrize(
-    ("counts", "right"),
-    [
-        ([3, 2, 2, 1], (0,)),
-        ([1, 4, 3, 0], (0,)),
-        ([1, 1, 1, 5], (0, 1)),
-        ([2, 2, 2, 2], (3,)),
-        ([8, 0, 0, 0], (0,)),
-        ([4, 4, 0, 0], ()),
-    ],
-)
-def test_majority_at_k_equals_enumeration(counts: list[int], right: tuple[int, ...]) -> None:
-    samples = [label for label, number in enumerate(counts) for _ in range(number)]
-    correct = torch.tensor([label in right for label in range(4)])
-    for k in range(1, 9):
-        wanted = subsets_mean(samples, k, vote(right))
-        assert majority_at_k(torch.tensor(counts), correct, k).item() == pytest.approx(wanted, abs=1e-12)
-
-
-def test_majority_of_one_is_the_share_and_padding_and_order_do_not_matter() -> None:
-    counts = torch.tensor([[5, 3, 1], [0, 2, 7]])
-    correct = torch.tensor([[False, True, False], [False, True, False]])
-    torch.testing.assert_close(majority_at_k(counts, correct, 1), torch.tensor([3 / 9, 2 / 9]).double())
-    value = majority_at_k(counts, correct, 5)
-    wide = torch.cat([torch.zeros(2, 2, dtype=torch.int64), counts], 1)
-    padded = majority_at_k(wide, torch.cat([torch.ones(2, 2, dtype=torch.bool), correct], 1), 5)
-    torch.testing.assert_close(padded, value)
-    torch.testing.assert_close(majority_at_k(counts.flip(1), correct.flip(1), 5), value)
-
-
-def test_majority_sharpens_a_plurality_and_stays_a_probability() -> None:
-    counts = torch.tensor([26] + [1] * 38)
-    correct = torch.arange(39) == 0
-    results = torch.stack([majority_at_k(counts, correct, k) for k in (1, 4, 16, 32)])
-    assert (results.diff() > 0).all() and results[-1] <= 1
-    assert majority_at_k(counts, ~correct, 32).item() == pytest.approx(1 - results[-1].item(), abs=1e-12)
-
-
-def test_answer_counts_feed_the_vote() -> None:
-    answer, group = ["7", "8", "7", "x", "8", "y", "y"], ["q2", "q2", "q2", "q1", "q1", "q1", "q1"]
-    correct = torch.tensor([True, False, True, False, True, False, False])
-    counts, right = answer_counts(answer, group, correct)
-    assert counts.tolist() == [[2, 1, 0], [1, 1, 2]]
-    assert right.tolist() == [[True, False, False], [True, False, False]]
-    torch.testing.assert_close(majority_at_k(counts, right, 3), torch.tensor([1.0, 1 / 6]).double())
-    order = [6, 4, 2, 0, 1, 3, 5]
-    shuffled = answer_counts([answer[i] for i in order], [group[i] for i in order], correct[order])
-    torch.testing.assert_close(majority_at_k(*shuffled, 3), torch.tensor([1 / 6, 1.0]).double())
 
 
 def best_of_n(prob: Tensor, n: int) -> Tensor:
@@ -203,18 +140,6 @@ ONE = torch.tensor([True, False])
         (
             lambda: expected_best_of_k(torch.ones(3), 1, valid=ONE),
             r"valid must be a bool .* \(3,\), .* got .* \(2,\)",
-        ),
-        (
-            lambda: majority_at_k(torch.ones(3), ONE, 1),
-            r"counts \(3,\) and correct \(2,\) must have one shape",
-        ),
-        (lambda: majority_at_k(torch.ones(2), torch.ones(2), 1), "correct bool; got .* torch.float32"),
-        (lambda: majority_at_k(torch.ones(2), ONE, 0), "k must be at least 1 attempt; got 0"),
-        (lambda: answer_counts([1, 1], [0, 0], ONE), "marked both correct and wrong"),
-        (lambda: answer_counts([1], [0, 0], ONE), "one label per sample, 2 in all; got 1 labels"),
-        (
-            lambda: answer_counts([1, 1], [0, 0], torch.ones(2)),
-            r"correct must be bool \[B\]; got torch.float32",
         ),
     ],
 )

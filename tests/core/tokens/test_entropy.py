@@ -21,7 +21,6 @@ from visalign.core.tokens.entropy import (
     entropy_bonus,
     fit_entropy_curve,
     gated_entropy_coefficient,
-    predicted_entropy_change,
     token_covariance,
 )
 
@@ -89,7 +88,7 @@ def test_nothing_present_is_missing_and_not_zero() -> None:
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_predicted_change_is_the_first_order_of_an_exact_softmax_step(plain: bool) -> None:
+def test_covariance_is_the_first_order_of_an_exact_softmax_step(plain: bool) -> None:
     """Natural policy gradient moves logits by η A, the plain one by η π A; entropy by enumeration."""
     logits, advantage = random(6), random(6, seed=1)
     log_p = logits.log_softmax(0)
@@ -99,7 +98,7 @@ def test_predicted_change_is_the_first_order_of_an_exact_softmax_step(plain: boo
     statistics = covariance_statistics(log_p[None], step[None], p[None])
     eta = 1e-5
     exact = (entropy_of(logits + eta * step) - entropy_of(logits - eta * step)) / 2
-    predicted = predicted_entropy_change(statistics.covariance, eta)
+    predicted = -eta * statistics.covariance  # arXiv 2505.22617, theorems 1 and 2
     torch.testing.assert_close(predicted, exact, rtol=1e-6, atol=0)
     assert predicted.abs() > 1e-7
 

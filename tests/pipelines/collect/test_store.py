@@ -31,7 +31,7 @@ def made(path: Path, count: int = 12, gold: int = 0, form: Form | None = None, *
 
 def answer_all(
     store: VoteStore, name: str, choice: str = "left", most: int = 1_000
-) -> list[votes_store.Shown]:
+) -> list[votes_store.Assignment]:
     seen = []
     while len(seen) < most and (shown := store.next(name)) is not None:
         store.vote(name, shown.assignment, {"choice": choice}, client=f"{name}{len(seen)}", seconds=1.0)
@@ -39,7 +39,7 @@ def answer_all(
     return seen
 
 
-def given(store: VoteStore, name: str) -> votes_store.Shown:
+def given(store: VoteStore, name: str) -> votes_store.Assignment:
     """The next task, which there must be."""
     shown = store.next(name)
     assert shown is not None

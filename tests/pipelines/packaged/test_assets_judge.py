@@ -35,7 +35,16 @@ from visalign.pipelines.packaged.judge_card import (
     judge_processor,
     save_judge,
 )
-from visalign.pipelines.packaged.judge_data import BETTER, LOOKS, SHOWS, Question, Questions, look, part, rate
+from visalign.pipelines.packaged.judge_data import (
+    BETTER,
+    LOOKS,
+    SHOWS,
+    Question,
+    Questions,
+    appearance,
+    part,
+    rate,
+)
 from visalign.pipelines.packaged.judge_inputs import (
     PATCH,
     TOKENS,
@@ -169,11 +178,11 @@ def test_parts_looks_and_ratings_are_true() -> None:
     truth |= {"Is there an orange circle left of a red circle?": "no", "Is there a blue circle?": "no"}
     seen = {question.text: question.answer for question in (part(given, rng) for _ in range(600))}
     assert truth.keys() <= seen.keys() and truth == {text: seen[text] for text in truth}
-    looks = {question.text: question.answer for question in (look(given, rng) for _ in range(200))}
+    looks = {question.text: question.answer for question in (appearance(given, rng) for _ in range(200))}
     assert {text for text, answer in looks.items() if answer == "yes"} == {"Are the shapes shaded?"}
     assert len(looks) == len(LOOKS) == len(STYLES) + len(DISTORTIONS) - 1
     faint = given.distorted("blur", 0.1)
-    assert "Is the picture blurred?" not in {look(faint, rng).text for _ in range(200)}
+    assert "Is the picture blurred?" not in {appearance(faint, rng).text for _ in range(200)}
     ratings = [int(rate(given.distorted("noise", 0.35), rng).answer[8]) for _ in range(2000)]
     assert set(ratings) == {3, 4} and np.mean(ratings) == pytest.approx(3.6, abs=0.05)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,6 +31,7 @@ from visalign.rewards.serve.worker import JudgeWorker, judge_card
 
 pytest.importorskip("starlette")
 httpx = pytest.importorskip("httpx")
+connections = pytest.importorskip("visalign.rewards.serve.connections")
 ROOT = Path(__file__).resolve().parents[3]
 LEVELS = torch.randint(0, 256, (4, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 SMALL: dict[str, Any] = {
@@ -173,7 +175,10 @@ def test_the_peak_of_a_judge_is_measured(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_silent_connections_make_room_for_those_who_ask():
-    with serving(app_of(Habits()), http=bounds.bounded_protocol(8, 30.0)) as url, ExitStack() as open_lines:
+    with (
+        serving(app_of(Habits()), http=partial(connections.BoundedProtocol, most=8, idle=30.0)) as url,
+        ExitStack() as open_lines,
+    ):
         remote = RemoteReward(url)
         lines = [open_lines.enter_context(line_to(url, b"POST /v1")) for _ in range(30)]
         assert remote.score(LEVELS, ["1", "2", "3", "4"]).valid.all()
@@ -183,7 +188,10 @@ def test_silent_connections_make_room_for_those_who_ask():
 
 def test_a_connection_whose_answers_are_not_read_is_closed():
     ask = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
-    with serving(app_of(Habits()), http=bounds.bounded_protocol(1, 2.0)) as url, line_to(url) as line:
+    with (
+        serving(app_of(Habits()), http=partial(connections.BoundedProtocol, most=1, idle=2.0)) as url,
+        line_to(url) as line,
+    ):
         line.settimeout(0.5)
         with suppress(OSError):
             while True:
@@ -195,7 +203,7 @@ def test_a_connection_whose_answers_are_not_read_is_closed():
 
 
 def test_a_connection_that_asks_nothing_is_closed():
-    with serving(app_of(Habits()), http=bounds.bounded_protocol(8, 0.3)) as url:
+    with serving(app_of(Habits()), http=partial(connections.BoundedProtocol, most=8, idle=0.3)) as url:
         with line_to(url) as silent, line_to(url, b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n") as asked:
             assert asked.recv(8) == b"HTTP/1.1"
             for line in (silent, asked):
@@ -203,7 +211,10 @@ def test_a_connection_that_asks_nothing_is_closed():
 
 
 def test_one_too_many_is_told_to_come_again():
-    with serving(app_of(Habits()), http=bounds.bounded_protocol(2, 30.0)) as url, ExitStack() as busy:
+    with (
+        serving(app_of(Habits()), http=partial(connections.BoundedProtocol, most=2, idle=30.0)) as url,
+        ExitStack() as busy,
+    ):
         for _ in range(2):
             busy.enter_context(line_to(url, unfinished(1000)))
         reply = httpx.get(f"{url}/health")

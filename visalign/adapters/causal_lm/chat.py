@@ -68,9 +68,6 @@ class PromptEncoder:
         A conversation that ends with a message of the assistant is continued; after any other the header of
         the assistant's turn is added. The template writes special tokens itself, so none is added to it.
 
-        Args:
-            prompts: P texts or conversations.
-
         Returns:
             P lists, none empty.
 

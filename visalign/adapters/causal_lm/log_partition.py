@@ -17,9 +17,6 @@ from .policy import CausalLMPolicy
 class LogPartitionHead(nn.Module):
     """log Z of [b, H] features: three linear layers with GELU and LayerNorm; 0 before training.
 
-    Args:
-        hidden_size: H.
-
     Source: FlowRL, arXiv 2509.15207, section 3.3 and appendix (a 3-layer perceptron of the mean hidden state
         of the prompt).
     """
@@ -65,9 +62,6 @@ class PromptLogPartition:
     @torch.no_grad()
     def features(self, rollout: TextRollout) -> Tensor:
         """Mean hidden state of each sample's prompt.
-
-        Args:
-            rollout: B samples; equal prompts are computed once.
 
         Returns:
             [B, H] float32, without gradient.

@@ -239,9 +239,6 @@ def _assign(prompt: Prompt, given: Sequence[Any], place: int) -> list[Any]:
 class QwenSight:
     """The vision part of a model, and where its pictures stand among the tokens.
 
-    Args:
-        model: Qwen2-VL, Qwen2.5-VL or Qwen3-VL with its language head.
-
     Raises:
         UserError: for a model of another family.
     """

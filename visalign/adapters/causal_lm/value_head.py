@@ -99,14 +99,7 @@ class ValueModel(nn.Module):
         device: str = "cpu",
         critics: int = 1,
     ) -> ValueModel:
-        """The trunk of a language model, with a new head, or with the one that `save` left in the folder.
-
-        Args:
-            folder_or_id: a model folder or `owner/name`.
-            dtype: of the trunk.
-            device: where it goes.
-            critics: see `ValueHead`.
-        """
+        """The trunk of a language model, with a new head, or with the one that `save` left in the folder."""
         trunk: Any = from_pretrained(AutoModel, str(folder_or_id), dtype=dtype)
         model = cls(trunk.to(device), critics=critics)
         if (Path(folder_or_id) / FILE).is_file():

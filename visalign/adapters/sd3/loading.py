@@ -57,9 +57,6 @@ def load_sd3_pipeline(
 def check_parts(pipe: StableDiffusion3Pipeline) -> None:
     """Refuse a pipeline object that is no SD3 pipeline or lacks a part.
 
-    Args:
-        pipe: what the user gave.
-
     Raises:
         UserError: naming the class or the missing parts.
     """

@@ -154,11 +154,7 @@ class SD3Policy:
         return self.autocast or self.transformer.dtype
 
     def encode(self, prompts: Sequence[str]) -> SD3Condition:
-        """Encode B prompts, each unique one once, in order of first appearance, without gradient.
-
-        Args:
-            prompts: B texts.
-        """
+        """Encode B prompts, each unique one once, in order of first appearance, without gradient."""
         return self._text.encode(prompts)
 
     def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, time: Tensor | None = None) -> Tensor:
@@ -202,10 +198,7 @@ class SD3Policy:
         return sigmas.float() * self.pipe.scheduler.config.num_train_timesteps
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Images of latents, as the pipeline decodes them; in bfloat16 where that is the autocast.
-
-        Args:
-            latents: [B, C, H, W].
+        """Images of latents [B, C, H, W], as the pipeline decodes them; in bfloat16 if that is the autocast.
 
         Returns:
             [B, 3, H, W] float32 in [0, 1].
@@ -253,11 +246,7 @@ class SD3Policy:
         umask_permissions(Path(folder))
 
     def load(self, folder: Path) -> None:
-        """Read into this policy what `save` of an equally built one wrote; the reference stays what it was.
-
-        Args:
-            folder: as given to `save`.
-        """
+        """Read what `save` of an equally built policy wrote; the reference stays what it was."""
         if self.lora is not None:
             load_lora({"transformer": self.transformer}, folder)
             return

@@ -64,9 +64,6 @@ class SD3TextEncoders:
     def encode(self, prompts: Sequence[str]) -> SD3Condition:
         """Encode B prompts, each unique one once, in order of first appearance.
 
-        Args:
-            prompts: B texts.
-
         Raises:
             UserError: for a bare string or no prompt at all.
         """
@@ -84,11 +81,7 @@ class SD3TextEncoders:
         return SD3Condition(embeds=embeds, pooled=pooled, log_multiplicity=log_multiplicity, index=index)
 
     def null(self, count: int) -> tuple[Tensor, Tensor]:
-        """The empty prompt for `count` samples, tokens [B, L, D] and pooled [B, Dp], encoded at first use.
-
-        Args:
-            count: B.
-        """
+        """The empty prompt for `count` samples, tokens [B, L, D] and pooled [B, Dp], encoded at first use."""
         if self._null is None:
             self._null = self.encode([""])
         return self._null.embeds.expand(count, -1, -1), self._null.pooled.expand(count, -1)

@@ -145,20 +145,9 @@ class ServerGenerator:
         images: Sequence[Sequence[Any]] | None = None,
         after: Sequence[Sequence[int]] | None = None,
     ) -> TextRollout:
-        """Complete P prompts G times each; B = P·G samples, the samples of a prompt next to each other.
+        """Complete P prompts G times each, as `CausalLMPolicy.generate` does; pictures are refused.
 
         Each sample is a request with its own seed; how far a seed repeats its completion is up to the server.
-
-        Args:
-            prompts: P texts or conversations.
-            seeds: one for the call (`draw_seeds` makes those of the samples), or B of them.
-            num_generations: G, at least 1.
-            sampling: how tokens are drawn; by default from the model itself.
-            stopping: what ends a completion.
-            group: P labels of the prompts; by default 0 to P-1.
-            images: refused.
-            after: B lists of tokens that the completions begin with: context, with loss mask 0, which counts
-                toward the limit.
 
         Returns:
             The rollout. NaN where the server does not say: `entropy` without top_k, `full_log_prob` with it;
@@ -219,9 +208,6 @@ class ServerGenerator:
 
     def reload(self, folder: str | Path) -> None:
         """Let a vLLM server read the whole model anew that was saved into the folder it was started on.
-
-        Args:
-            folder: that folder as it is seen here.
 
         Raises:
             UserError: a folder without a model's weights.

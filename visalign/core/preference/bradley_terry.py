@@ -40,29 +40,6 @@ def soft_labels(left: Tensor, right: Tensor, ties: Tensor | None = None, *, smoo
     return torch.where(total > 0, (won + equal / 2 + smoothing) / total.clamp(min=1e-30), math.nan)
 
 
-def vote_weights(
-    left: Tensor, right: Tensor, ties: Tensor | None = None, *, by: Literal["votes", "pair"] = "votes"
-) -> Tensor:
-    """How much a pair counts: its number of votes n, which makes the loss a binomial likelihood, or 1.
-
-    Args:
-        left: [N] votes for the left answer.
-        right: [N] votes for the right answer.
-        ties: [N] votes for "equal", or None.
-        by: "votes" (n) or "pair" (1 however many voted).
-
-    Returns:
-        [N] ≥ 0, float32 or better; 0 where nobody voted.
-    """
-    won, lost, equal = _votes(left, right, ties)
-    total = won + lost + equal
-    if by == "votes":
-        return total
-    if by == "pair":
-        return (total > 0).to(total.dtype)
-    raise ValueError(f'by must be "votes" or "pair"; got {by!r}.')
-
-
 def vote_shares(left: Tensor, right: Tensor, ties: Tensor, *, smoothing: float = 0.0) -> Tensor:
     """Shares [N, 3] of (left better, equal, right better) among the votes; NaN where there is none.
 

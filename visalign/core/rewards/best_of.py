@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What k attempts are worth: pass@k, majority@k, best-of-k, and how far best-of-n moves a policy.
+"""What k attempts are worth: pass@k, best-of-k, and how far best-of-n moves a policy.
 
 All of it from n ≥ k samples without resampling: the exact mean over all C(n, k) subsets, which is an unbiased
 estimate of the expectation over k fresh samples. Ratios of binomials are taken in log space: any n is safe.
@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from visalign.core.checks import check_same
-from visalign.core.groups.labels import Labels, group_index
 from visalign.core.groups.moments import present_entries
 
 STIRLING_FROM = 16
@@ -84,76 +82,6 @@ def expected_best_of_k(reward: Tensor, k: int, *, valid: Tensor | None = None) -
     return torch.where(n[..., 0] >= k, top[..., 0] + below, float("nan"))
 
 
-def majority_at_k(counts: Tensor, correct: Tensor, k: int) -> Tensor:
-    """Probability that the most frequent answer among k samples is correct; ties are drawn by lot.
-
-    maj@k = mean over all k-subsets of (correct ones among the answers with the most votes)/(answers with the
-    most votes), by generating functions: no resampling, no generator, no dependence on the samples' order.
-    Giving a tie to the answer that was seen first has the same expectation.
-
-    Memory is P·L·k² numbers, time P·L·k³; pass prompts in slices where that is much.
-
-    Args:
-        counts: [*, L] samples per distinct answer of a prompt, 0 for absent ones; see `answer_counts`.
-        correct: bool [*, L], which answers are correct; none or several may be.
-        k: votes, ≥ 1.
-
-    Returns:
-        [*] float64 in [0, 1]; NaN where a prompt has fewer than k samples.
-
-    Wang et al., Self-Consistency, arXiv 2203.11171, for the vote; the exact expectation is our own.
-    """
-    _check_k(k)
-    if counts.ndim == 0 or not counts.shape[-1] or correct.dtype != torch.bool:
-        raise ValueError(
-            "counts must be [*, L] with L ≥ 1 and correct bool; got counts "
-            f"{tuple(counts.shape)} and correct {correct.dtype}."
-        )
-    check_same(counts=counts, correct=correct)
-    size = counts.double()
-    n = size.sum(-1)
-    odds = torch.where(n >= k, k / (n + 1), 0.5)
-    votes = torch.arange(k + 1, dtype=torch.float64, device=counts.device)
-    pmf = _binomial(size[..., None], votes, odds[..., None, None])
-    wins = torch.stack([_wins(pmf, correct, j) for j in range(1, k + 1)]).sum(0)
-    result = wins / _binomial(n, torch.full_like(n, k), odds)
-    return torch.where(n >= k, result.clamp(0, 1), float("nan"))
-
-
-def answer_counts(answer: Labels, group: Labels, correct: Tensor) -> tuple[Tensor, Tensor]:
-    """Count the distinct answers of each prompt, for `majority_at_k`.
-
-    Args:
-        answer: [B] labels, equal where the answers are the same.
-        group: [B] labels of the prompts.
-        correct: bool [B].
-
-    Returns:
-        (counts [P, L] int64, correct [P, L] bool), prompts numbered as by `group_index`, L the largest number
-        of distinct answers of one prompt, unused places 0 and False.
-
-    Raises:
-        ValueError: lengths that differ, or one answer of a prompt that is both correct and wrong.
-    """
-    if correct.ndim != 1 or correct.dtype != torch.bool:
-        raise ValueError(f"correct must be bool [B]; got {correct.dtype} {tuple(correct.shape)}.")
-    prompt, prompts = group_index(group, correct.shape[0], correct.device)
-    label, labels = group_index(answer, correct.shape[0], correct.device)
-    pair, place, number = torch.unique(prompt * labels + label, return_inverse=True, return_counts=True)
-    owner = pair.div(max(labels, 1), rounding_mode="floor")
-    right = torch.zeros_like(number).index_add(0, place, correct.long())
-    if ((right > 0) & (right < number)).any():
-        raise ValueError(
-            "an answer of one prompt is marked both correct and wrong; give answers with different verdicts "
-            "different labels."
-        )
-    start = torch.searchsorted(owner, torch.arange(prompts, device=owner.device))
-    slot = torch.arange(owner.shape[0], device=owner.device) - start[owner]
-    width = torch.unique(slot).shape[0]
-    counts = number.new_zeros(prompts, width).index_put((owner, slot), number)
-    return counts, (right > 0).new_zeros(prompts, width).index_put((owner, slot), right > 0)
-
-
 def best_of_n_kl_bound(n: Tensor | int) -> Tensor:
     """Upper bound on how far best-of-n moves a policy: KL(π_BoN‖π) ≤ log n − (n − 1)/n.
 
@@ -217,43 +145,6 @@ def _stirling_rest(x: Tensor) -> Tensor:
     inverse = 1 / x.clamp(min=STIRLING_FROM)
     square = inverse.square()
     return inverse * (1 / 12 - square * (1 / 360 - square * (1 / 1260 - square / 1680)))
-
-
-def _binomial(size: Tensor, hits: Tensor, odds: Tensor) -> Tensor:
-    """C(size, hits) odds^hits (1 − odds)^(size − hits); 0 where hits > size."""
-    miss = (size - hits).clamp(min=0)
-    choose = torch.lgamma(size + 1) - torch.lgamma(hits + 1) - torch.lgamma(miss + 1)
-    return torch.where(hits > size, 0.0, torch.exp(choose + hits * odds.log() + miss * torch.log1p(-odds)))
-
-
-def _wins(pmf: Tensor, correct: Tensor, j: int) -> Tensor:
-    """Weight of all votes with k = Σ votes in which a correct answer wins with j votes, ties by lot; [*].
-
-    One polynomial Σ x^votes y^leaders per answer [*, L, leaders, votes]; the product over answers is taken
-    pairwise, together with its part in which one correct leader is marked as the winner.
-    """
-    k = pmf.shape[-1] - 1
-    leaders = k // j
-    votes = torch.arange(k + 1, device=pmf.device)
-    every = torch.zeros(*pmf.shape[:-1], leaders + 1, k + 1, dtype=pmf.dtype, device=pmf.device)
-    every[..., 0, :] = torch.where(votes < j, pmf, 0.0)
-    every[..., 1, :] = torch.where(votes == j, pmf, 0.0)
-    marked = torch.zeros_like(every)
-    marked[..., 1, :] = every[..., 1, :] * correct[..., None]
-    grid = (2 * leaders + 1, 2 * k + 1)
-    while every.shape[-3] > 1:
-        if every.shape[-3] % 2:
-            one = torch.zeros_like(every[..., :1, :, :])
-            one[..., 0, 0] = 1.0
-            every, marked = torch.cat([every, one], -3), torch.cat([marked, torch.zeros_like(one)], -3)
-        e, m = (torch.fft.rfft2(part, s=grid) for part in (every, marked))
-        e0, e1, m0, m1 = e[..., ::2, :, :], e[..., 1::2, :, :], m[..., ::2, :, :], m[..., 1::2, :, :]
-        every, marked = (
-            torch.fft.irfft2(part, s=grid)[..., : leaders + 1, : k + 1]
-            for part in (e0 * e1, e0 * m1 + m0 * e1)
-        )
-    shared = torch.arange(1, leaders + 1, dtype=pmf.dtype, device=pmf.device)
-    return (marked[..., 0, 1:, k] / shared).sum(-1)
 
 
 def _check_k(k: int) -> None:

@@ -72,24 +72,6 @@ def token_covariance(
     return torch.where(inside, product, 0.0)
 
 
-def predicted_entropy_change(covariance: Tensor, learning_rate: float) -> Tensor:
-    """First-order entropy change of one step: ΔH ≈ −η Cov(log π, A).
-
-    Exact to first order for a softmax policy whose logits move by η A (natural policy gradient, theorem 2);
-    for the plain policy gradient (theorem 1) measure the covariance with π A in the place of A.
-
-    Args:
-        covariance: from `covariance_statistics`, any shape.
-        learning_rate: η, of the logits: with a network a constant of proportionality to be fitted.
-
-    Returns:
-        The shape of covariance, in nats.
-
-    Cui et al., arXiv 2505.22617, theorems 1 and 2.
-    """
-    return -learning_rate * covariance
-
-
 @dataclass(frozen=True)
 class EntropyFit:
     """R = −a e^H + b by ordinary least squares; 0-dim float64 tensors, NaN where the data do not tell."""

@@ -137,12 +137,6 @@ def leaderboard(
 ) -> dict[str, Any] | None:
     """The judges in order, on the records that all of them judged.
 
-    Args:
-        source: The set.
-        scores: `PairScores` or `QualityScores` of each judge.
-        comparisons: Of every two, as `settle` left them.
-        settings: Of the intervals.
-
     Returns:
         JSON-able: `on` (how many records), `of`, `rows`, best first: `judge`, the headline's `estimate` with
         `low` and `high` that hold for all judges together, and the places that no clear comparison excludes,

@@ -156,12 +156,6 @@ class Ahead(Generic[Made]):
 def check_failures(scores: Scores, valid: Tensor, limit: float, name: str) -> None:
     """Stop a run whose judge fails.
 
-    Args:
-        scores: of this process, for the reasons.
-        valid: [B] of all processes.
-        limit: largest share of failures allowed.
-        name: of the reward.
-
     Raises:
         RewardFailure: more failed, or none could be judged; the message counts the commonest reasons.
     """

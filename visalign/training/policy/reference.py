@@ -45,10 +45,6 @@ class Reference:
     A reference that stays behind pulls a better policy back; one that follows bounds how fast it moves. Until
     the first reset it is `policy.reference()`, the model before training.
 
-    Args:
-        policy: with `reference` and `trainable_parameters`.
-        settings: `reset_reference_every` and `reset_reference_above`.
-
     GARDO, arXiv 2512.24138 (its adaptive regularisation).
     """
 

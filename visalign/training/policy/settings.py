@@ -59,11 +59,7 @@ class ObjectiveSettings:
         self.check_reset(needs_reference(self.build(length=1)))
 
     def check_reset(self, leans: bool) -> None:
-        """Refuse resets that are no numbers, or of a reference that nothing leans on.
-
-        Args:
-            leans: whether the row asks the reference.
-        """
+        """Refuse resets that are no numbers, or of a reference that nothing leans on."""
         if self.reset_reference_every is not None:
             at_least("objective.reset_reference_every", self.reset_reference_every, 1)
         if self.reset_reference_above is not None:
@@ -166,11 +162,6 @@ def away_from_reference(objective: Objective) -> bool:
 def _rehearse(objective: Objective, decisions: Decisions, given: Sequence[str]) -> None:
     """One update on made-up samples with all that a trainer hands over, so that a value which a stage refuses
     is refused before a model is loaded.
-
-    Args:
-        objective: the row.
-        decisions: what T counts.
-        given: what else of single samples there is.
 
     Raises:
         ValueError, TypeError: what a stage says of its options, or of what it lacks.

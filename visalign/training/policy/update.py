@@ -19,6 +19,7 @@ from torch import Tensor
 
 from visalign.core import Objective, PolicyOutput, Prepared, Trajectories
 from visalign.core.objective.loss_statistics import LossStatistics, no_statistics
+from visalign.core.surrogates.value import explained_variance
 from visalign.seeds import sample_seed
 
 from .settings import ObjectiveSettings
@@ -200,11 +201,7 @@ def _over_processes(totals: _Totals, accelerator: Accelerator) -> dict[str, floa
 
 
 def update_metrics(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of an iteration's updates; nothing where none was made.
-
-    Args:
-        sums: of each update, as `backward` returns them.
-    """
+    """The metrics of an iteration's updates; nothing where none was made."""
     if not sums:
         return {}
     names = dict.fromkeys(name for each in sums for name in each)
@@ -226,11 +223,7 @@ def update_metrics(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def signal_metrics(prepared: Sequence[Prepared]) -> dict[str, float]:
-    """What the advantages of an epoch's updates say of all samples that were handed in.
-
-    Args:
-        prepared: of one epoch.
-    """
+    """What the advantages of an epoch's updates say of all samples that were handed in."""
     advantage = torch.cat([p.advantage for p in prepared])
     present = torch.cat([p.weight for p in prepared]) != 0
     any_present = bool(present.any())
@@ -239,9 +232,7 @@ def signal_metrics(prepared: Sequence[Prepared]) -> dict[str, float]:
         "advantage_abs": float(advantage[present].double().abs().mean()) if any_present else 0.0,
     }
     if prepared[0].returns is not None and prepared[0].value is not None and any_present:
-        returns = torch.cat([p.returns for p in prepared if p.returns is not None])[present].double()
-        value = torch.cat([p.value for p in prepared if p.value is not None])[present].double()
-        spread = float(returns.var(correction=0))
-        error = float((returns - value).var(correction=0))
-        found["value_explained"] = 1 - error / spread if spread else math.nan
+        returns = torch.cat([p.returns for p in prepared if p.returns is not None])
+        value = torch.cat([p.value for p in prepared if p.value is not None])
+        found["value_explained"] = float(explained_variance(value, returns, present))
     return found

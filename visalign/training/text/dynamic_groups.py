@@ -123,11 +123,7 @@ class DynamicGroups:
         return self.missing > 0 and not self.is_spent
 
     def request(self, most: int | None = None) -> int:
-        """How many groups to sample next, judged by the share that carried signal so far; at least 1.
-
-        Args:
-            most: largest answer; `wanted` by default.
-        """
+        """How many groups to sample next, judged by the share that carried signal so far; at least 1."""
         kept = self.total.kept + self.now.kept
         generated = self.total.generated + self.now.generated
         count = min(math.ceil(self.missing * (generated + 1) / (kept + 1)), most or self.wanted)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public names and the modules they come from; `__init__.py` reads them as type checkers do."""
+
+from .diffusion.branching import BranchSettings as BranchSettings
+from .diffusion.cost import forward_equivalents_per_image as forward_equivalents_per_image
+from .diffusion.flow_grpo import FlowGRPO as FlowGRPO
+from .diffusion.regression import VelocityRegression as VelocityRegression
+from .diffusion.reward_gradient import RewardGradient as RewardGradient
+from .diffusion.rollout_settings import RolloutSettings as RolloutSettings
+from .diffusion.settings import DiffusionObjectiveSettings as DiffusionObjectiveSettings
+from .loop.algorithm import Algorithm as Algorithm
+from .loop.algorithm import Counters as Counters
+from .loop.checkpoint import CheckpointError as CheckpointError
+from .loop.judging import RewardFailure as RewardFailure
+from .loop.metrics import METRICS as METRICS
+from .loop.metrics import read_metrics as read_metrics
+from .loop.monitor import MonitorLimits as MonitorLimits
+from .loop.monitor import MonitorSettings as MonitorSettings
+from .loop.optimizer import AdamWSettings as AdamWSettings
+from .loop.optimizer import OptimizerSettings as OptimizerSettings
+from .loop.progress import TrainingProgress as TrainingProgress
+from .loop.runtime import end_processes as end_processes
+from .loop.runtime import peak_memory_bytes as peak_memory_bytes
+from .loop.sampler import PromptSampler as PromptSampler
+from .loop.sampler import check_batch_algebra as check_batch_algebra
+from .loop.trainer import RunSettings as RunSettings
+from .loop.trainer import Trainer as Trainer
+from .loop.trainer import TrainResult as TrainResult
+from .policy.settings import ObjectiveSettings as ObjectiveSettings
+from .reward.settings import RewardObjectiveSettings as RewardObjectiveSettings
+from .reward.settings import RewardOptimizerSettings as RewardOptimizerSettings
+from .reward.trainer import RewardModeling as RewardModeling
+from .text.dpo import DPO as DPO
+from .text.dpo import DPOSettings as DPOSettings
+from .text.rl import TextRL as TextRL
+from .text.settings import DynamicSettings as DynamicSettings
+from .text.settings import LatentFlowSettings as LatentFlowSettings
+from .text.settings import SelfImitationSettings as SelfImitationSettings
+from .text.settings import TextObjectiveSettings as TextObjectiveSettings
+from .text.settings import TextRolloutSettings as TextRolloutSettings
+from .text.sft import SFT as SFT
