@@ -19,12 +19,12 @@ from tests.support.training.pictures import outcome
 from tests.support.training.processes import ROOT, in_forks
 from visalign.errors import UserError
 from visalign.pipelines.train_reward import judges
-from visalign.pipelines.train_reward.job import run
+from visalign.pipelines.train_reward.job import build_judge, run
 from visalign.training.loop import checkpoint
 from visalign.training.loop.metrics import read_metrics, without_times
 
 from .test_processes import assert_close
-from .test_train_reward import JUDGES, _config, models
+from .test_train_reward import JUDGES, _config, _examples, models
 
 __all__ = ["models"]
 
@@ -144,3 +144,16 @@ def test_a_divided_judge_goes_on_in_any_number_of_processes(runs, models, tmp_pa
 def test_what_cannot_be_divided_is_refused_by_message(tmp_path, change, message):
     with pytest.raises(UserError, match=message):
         _config(tmp_path, "checklist", "lora", model=change, run={"sharding": True})
+
+
+@pytest.mark.parametrize(("kind", "train", "kept"), [("rating", "full", False), ("yes_no", "lora", True)])
+def test_what_a_moving_tower_said_is_forgotten_before_each_measurement(models, kind, train, kept):
+    """Gathered weights may lie where those before them lay, so that the change is not seen."""
+    judge: Any = build_judge(_config(models, kind, train), torch.device("cpu"))
+    shown = judge.encode(_examples(_config(models, kind, train))).inputs[0][0].shown
+    with torch.no_grad():
+        judge.engine.network.features(shown)
+    judge.train(False)
+    assert (judge.engine.network.cache.get(shown[0].digest) is not None) == kept
+    tower = judge.divide()
+    assert bool(tower) == kept and judge.engine.network.in_one_pass
