@@ -65,7 +65,10 @@ class ChecklistJudge(SeeingJudge):
         return [("weights", self.weights), *moving(self.engine.model)]
 
     def train(self, mode: bool = True) -> None:
-        super().train(mode and not self.frozen)
+        if self.frozen:
+            self.engine.model.eval()
+        else:
+            super().train(mode)
         self._project()
 
     @torch.no_grad()
