@@ -105,13 +105,14 @@ def write_scores(path: Path, rows: Sequence[ScoreRow], kept: Mapping[str, Any]) 
 
 
 class Tries:
-    """Counts how often each batch was begun."""
+    """Counts how often each batch was begun and not ended."""
 
     def __init__(self) -> None:
-        self._begun: Counter[tuple[int, int]] = Counter()
+        self._begun: Counter[tuple[int, int | None]] = Counter()
 
-    def begin(self, place: int, start: int) -> int:
-        """Count once more; how often it is by now."""
+    def begin(self, place: int, start: int, ended: int | None = None) -> int:
+        """Count once more; how often it is by now. The worker has ended the batch at `ended` before."""
+        self._begun.pop((place, ended), None)
         self._begun[place, start] += 1
         return self._begun[place, start]
 
@@ -128,24 +129,27 @@ class Judge:
         begin: `Tries.begin`, of all workers.
     """
 
-    def __init__(self, asking: Asking, folder: str, begin: Callable[[int, int], int]) -> None:
+    def __init__(self, asking: Asking, folder: str, begin: Callable[[int, int, int | None], int]) -> None:
         self._asking, self._begin = asking, begin
         self._rewards: dict[str, Any] = {}
         with suppress(OSError):  # another machine, which has no such folder
             os.chdir(folder)
 
     def __call__(self, batch: Any) -> Any:
-        """One batch of `read_batches`, as an Arrow table, with the scores in place of the rows."""
+        """An item of `read_batches`, as an Arrow table, with the scores in place of the rows."""
         [item] = batch.to_pylist()
         rows: list[ImageRow] = pickle.loads(item["rows"])
         scores: list[ScoreRow] = []
-        stop = ""
+        stop, ended, size = "", None, self._asking.batch_size
         try:
             self._rewards = self._rewards or self._load()
-            if self._begin(item["place"], item["start"]) > DEATHS:
-                why = f"the worker that judged it died {DEATHS} times, by it or by another image of its batch"
-                rows = [replace(row, reason=row.reason or why) for row in rows]
-            scores = score_rows(rows, self._rewards, batch_size=self._asking.batch_size)
+            for at in range(0, len(rows), size):
+                start, some = item["start"] + at, rows[at : at + size]
+                if self._begin(item["place"], start, ended) > DEATHS:
+                    why = f"the worker that judged it died {DEATHS} times, by it or by another of its batch"
+                    some = [replace(row, reason=row.reason or why) for row in some]
+                scores += score_rows(some, self._rewards, batch_size=size)
+                ended = start
         except (RewardError, UserError) as error:
             stop = str(error)
         item |= {"rows": pickle.dumps(scores), "stop": stop}
@@ -269,8 +273,8 @@ def score_parts(
                 continue
             found[place][start] = pickle.loads(item["rows"])
             if item["is_last"]:
-                last[place] = start
-            if place in last and len(found[place]) == last[place] // asking.batch_size + 1:
+                last[place] = item["number"]
+            if place in last and len(found[place]) == last[place] + 1:
                 rows = [row for _, batch in sorted(found.pop(place).items()) for row in batch]
                 kept = {"input": states[place], "judges": dict(judges)}
                 write_scores(output / parts[place].output, rows, kept)
@@ -299,8 +303,8 @@ def _judged(parts: Mapping[int, Part], asking: Asking, workers: int) -> Any:
     )
 
 
-def _begin(tries: Any, place: int, start: int) -> int:
-    return loaded_ray().get(tries.begin.remote(place, start))
+def _begin(tries: Any, place: int, start: int, ended: int | None) -> int:
+    return loaded_ray().get(tries.begin.remote(place, start, ended))
 
 
 def shares(workers: int, resources: Mapping[str, float]) -> dict[str, Any]:
@@ -322,6 +326,7 @@ def loaded_ray() -> Any:
     """
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # 15 leaves a worker nothing beside other work
     import ray  # type: ignore[import-not-found]  # optional
     import ray.data  # type: ignore[import-not-found]  # optional
 
@@ -357,7 +362,7 @@ def ray_running(address: str | None) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
-    context.target_max_block_size = 1  # a block is a batch: what one worker gets, and what is judged again
+    context.target_max_block_size = 1  # a block is an item of `read_batches`
     try:
         yield
     finally:

@@ -24,6 +24,9 @@ from .image_rows import IMAGE_ENDINGS, ImageRow, find_images, table_row, with_pr
 
 TARS = (".tar", ".tar.gz", ".tgz")
 """WebDataset's files: neighbours of one name are a sample, `7.jpg` with `7.txt` (prompt) and `7.json`."""
+TOGETHER, BYTES = 8, 16 << 20
+"""Batches that a worker is given at a time, and bytes of images from which they are fewer: handing them over
+costs as much as a small judge."""
 PICTURES = 1024
 """Loose images whose scores stand in one file."""
 
@@ -213,17 +216,22 @@ def _member(ending: str, content: bytes, row: Row) -> Row:
 
 
 def read_batches(item: Row, asking: Asking) -> Iterator[Row]:
-    """A part in batches, the unit that a worker judges; each part begins a new one."""
+    """A part in whole batches, some at a time, which a worker judges; each part begins anew."""
     part: Part = pickle.loads(item["part"])
-    rows, start = rows_of(part, asking), 0
+    rows, start, number = rows_of(part, asking), 0, 0
     more: Row = {"place": item["place"], "unread": "", "is_last": False}
     try:
-        batch = list(islice(rows, asking.batch_size))
+        given = list(islice(rows, asking.batch_size))
         while True:
             after = list(islice(rows, asking.batch_size))
-            yield more | {"start": start, "rows": pickle.dumps(batch), "is_last": not after}
+            held = sum(len(row.content or b"") for row in given)
+            if after and len(given) < TOGETHER * asking.batch_size and held < BYTES:
+                given += after
+                continue
+            told = {"number": number, "start": start, "is_last": not after}
+            yield more | told | {"rows": pickle.dumps(given)}
             if not after:
                 return
-            start, batch = start + len(batch), after
+            number, start, given = number + 1, start + len(given), after
     except UserError as error:
-        yield more | {"start": start, "rows": pickle.dumps([]), "unread": str(error)}
+        yield more | {"number": number, "start": start, "rows": pickle.dumps([]), "unread": str(error)}

@@ -360,7 +360,7 @@ class JudgeRun(Job):
             with nullcontext() if self.network is None else whole_state(self.network):
                 if is_first:
                     self.save(self.output / JUDGE)
-            notes = self.notes()
+                notes = self.notes()
         summary = {
             "before": before,
             "after": after,

@@ -229,7 +229,7 @@ class RunConfig(MachineConfig):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PolicyRunConfig(RunConfig):
-    """A run whose model several processes may divide."""
+    """A run whose network several processes may divide."""
 
     sharding: bool = False
     """Divide the network, its gradients and AdamW's moments among the processes (FSDP2); without, each has

@@ -48,18 +48,27 @@ class ChecklistJudge(SeeingJudge):
         self.asked = Questions(self, self.checklist)
         given = torch.tensor(list(self.checklist.rule.weights), device=device)
         self.sign = torch.where(given < 0, -1.0, 1.0)
-        self.weights = nn.Parameter(given.abs())
+        self.module = nn.ModuleDict({"model": self.engine.model})
+        self.module.register_parameter("weights", nn.Parameter(given.abs()))
         self.frozen = model.train == "head"
         if not self.frozen:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
                 self.add_lora()
 
+    @property
+    def weights(self) -> Any:
+        """w."""
+        return self.module.weights
+
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [("weights", self.weights), *moving(self.engine.model)]
 
     def train(self, mode: bool = True) -> None:
-        self.engine.model.train(mode and not self.frozen)
+        if self.frozen:
+            self.engine.model.eval()
+        else:
+            super().train(mode)
         self._project()
 
     @torch.no_grad()

@@ -66,9 +66,10 @@ class IctJudge(TrainedJudge):
     def __call__(self, inputs: Any) -> Outputs:
         with self.precision():
             image = self.module.image_features(inputs["pixels"]).float()
-            easy = self.module.text_features(inputs["easy"]).float()
-            refined = inputs.get("refined", inputs["easy"])
-            other = easy if refined is inputs["easy"] else self.module.text_features(refined).float()
+            easy, refined = inputs["easy"], inputs.get("refined", inputs["easy"])
+            texts = easy if refined is easy else torch.cat([easy, refined])  # one pass in either case
+            both = self.module.text_features(texts).float()
+        easy, other = both[: len(easy)], both[-len(easy) :]
         rows = len(image) // len(easy)
         value = (image * easy.repeat(rows, 1)).sum(-1)
         return {"value": value, "image": image, "easy": easy, "refined": other}

@@ -17,7 +17,14 @@ from pydantic.dataclasses import dataclass
 from visalign.data.sets.sources import GENERATED
 from visalign.data.shapes.preferences import KINDS, Kind
 from visalign.errors import UserError
-from visalign.pipelines.shared.sections import ConvexDAConfig, Count, Dtype, LoraConfig, Natural, RunConfig
+from visalign.pipelines.shared.sections import (
+    ConvexDAConfig,
+    Count,
+    Dtype,
+    LoraConfig,
+    Natural,
+    PolicyRunConfig,
+)
 from visalign.precision import Autocast
 from visalign.schema import STRICT
 from visalign.training.reward.settings import AnyObjective, RewardOptimizerSettings, UncertaintySettings
@@ -263,7 +270,7 @@ class TrainRewardConfig:
     """How the weights move."""
     evaluation: RewardEvaluationConfig = field(default_factory=RewardEvaluationConfig)
     """What is measured."""
-    run: RunConfig = field(default_factory=RunConfig)
+    run: PolicyRunConfig = field(default_factory=PolicyRunConfig)
     """Length, checkpoints, machine."""
 
     def __post_init__(self) -> None:
@@ -274,6 +281,8 @@ class TrainRewardConfig:
                 f"{', '.join(JUDGE_TASKS[kind])}. Set objective.task, or another model.kind."
             )
         _refuse_unused(self)
+        if self.run.sharding:
+            _refuse_undivided(self.model)
         learns = TASKS[task].labels
         for name, source in (("data.train", self.data.train), ("data.heldout", self.data.heldout)):
             if source in GENERATED and learns == "answers":
@@ -379,6 +388,17 @@ def _refuse_unused(config: TrainRewardConfig) -> None:
                 f"objective.{name} is {given!r}, and a judge of kind {kind} with model.train {train} does "
                 f"not use it: the task {task} uses it where {where}. Leave it out."
             )
+
+
+def _refuse_undivided(model: TrainedModel) -> None:
+    """Refuse what processes that share a model's weights cannot train."""
+    if isinstance(model, SeeingModel) and model.diversity is not None:
+        raise UserError("run.sharding goes without model.diversity. Leave one of the two out.")
+    if model.kind == "checklist" and model.train == "head":
+        raise UserError(
+            "run.sharding divides a network that is trained, and model.train head of a checklist trains the "
+            "weights of the answers alone. Set model.train: lora, or leave run.sharding out."
+        )
 
 
 def _changed(section: Any, name: str) -> Any:

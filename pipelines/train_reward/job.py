@@ -61,6 +61,8 @@ def _build(config: TrainRewardConfig, output: Path, resume: bool) -> RewardRun:
         seed=config.seed,
         penalty=judge.penalty,
         compute_dtype=compute_dtype(config.model, accelerator.device),
+        sharding=config.run.sharding,
+        kept=judge.divide() if config.run.sharding else (),
     )
     trainer = build_trainer(config, output, algorithm, lambda _: measure(), shown=SHOWN_SUPERVISED)
     for note in (*inputs.notes, *judge.first_notes()):
@@ -71,6 +73,7 @@ def _build(config: TrainRewardConfig, output: Path, resume: bool) -> RewardRun:
         trainer=trainer,
         fingerprints=inputs.fingerprints,
         judge=judge,
+        network=judge.module,
         measure=measure,
         heldout=measure.size,
         examples=len(inputs.train),

@@ -59,6 +59,11 @@ class TrainedJudge(ABC):
     def save(self, folder: Path) -> None:
         """What the judge's `from_pretrained` reads."""
 
+    def divide(self) -> Sequence[nn.Parameter]:
+        """Become one that processes may share, which use each weight equally often then; returns the weights
+        for which that does not hold."""
+        return ()
+
     def remember(self, examples: Examples) -> Examples:
         """The examples as the judge keeps them: one whose model is frozen reads each picture once."""
         return examples
@@ -97,6 +102,20 @@ class SeeingJudge(TrainedJudge):
         )
         super().__init__(model, self.engine.model, device)
         self._apart: OtherMembers | None = None
+
+    def train(self, mode: bool = True) -> None:
+        """Dropout on or off; what a tower that is trained said before is forgotten."""
+        super().train(mode)
+        if not mode and self._tower_moves():
+            self.engine.clear_features()
+
+    def divide(self) -> Sequence[nn.Parameter]:
+        """Each batch becomes one pass; a frozen tower stays whole, as it sees new pictures alone."""
+        self.engine.network.in_one_pass = True
+        return () if self._tower_moves() else self.engine.network.tower
+
+    def _tower_moves(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.engine.network.tower)
 
     def add_lora(self) -> None:
         """Put new adapters into the model; their start comes from torch's global generator.
@@ -145,7 +164,8 @@ class SeeingJudge(TrainedJudge):
         rest = {**settings.rest, "base": base_name(self.settings.path, folder), **(more or {})}
         if train == "full":
             del rest["base"]
-            model.to(self.save_dtype).save_pretrained(folder)
+            cast(model, self.save_dtype)
+            model.save_pretrained(folder)
             self.engine.processor.save_pretrained(folder)
         elif train == "lora":
             model.save_pretrained(folder)
@@ -182,6 +202,13 @@ def moving(network: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def compute_dtype(model: TrainedModel, device: torch.device) -> torch.dtype:
     """Of the network's products while training: that of autocast, else of the weights."""
     return autocast_dtype(model.autocast, device) or getattr(torch, getattr(model, "dtype", "float32"))
+
+
+def cast(network: nn.Module, dtype: torch.dtype) -> None:
+    """`network.to(dtype)`, also inside of `whole_state`."""
+    for value in (*network.parameters(), *network.buffers()):
+        if value.is_floating_point():
+            value.data = value.data.to(dtype)
 
 
 def base_name(path: str, folder: Path) -> str:

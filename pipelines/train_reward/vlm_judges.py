@@ -24,7 +24,7 @@ from visalign.training.reward.batch import Outputs, RewardBatch
 
 from .config import AnswerModel, Hpsv3Model
 from .examples import Example, pair_batch, pair_images
-from .judges import SeeingJudge, base_name, freeze, moving, refuse, shrink
+from .judges import SeeingJudge, base_name, cast, freeze, moving, refuse, shrink
 
 
 class Hpsv3Judge(SeeingJudge):
@@ -50,26 +50,29 @@ class Hpsv3Judge(SeeingJudge):
                 network.requires_grad_(True)
                 freeze(network, model.frozen)
         self.judge.head.requires_grad_(True)
-        self.token = self._own_token() if model.train == "lora" else None
+        self.module = self.judge
+        if model.train == "lora":
+            self._own_token()
 
-    def _own_token(self) -> nn.Parameter:
+    @property
+    def token(self) -> Any:
+        """The reward token's embedding, where it is a parameter of its own."""
+        return getattr(self.judge, "reward_token", None)
+
+    def _own_token(self) -> None:
         embedding = self.engine.model.get_input_embeddings()
         place = self.engine.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
-        token = nn.Parameter(embedding.weight[place].detach().clone())
+        self.judge.register_parameter("reward_token", nn.Parameter(embedding.weight[place].detach().clone()))
 
         def put(_: nn.Module, given: tuple[Tensor, ...], found: Tensor) -> Tensor:
-            return torch.where((given[0] == place)[..., None], token.to(found), found)
+            return torch.where((given[0] == place)[..., None], self.token.to(found), found)
 
         embedding.register_forward_hook(put)
-        return token
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
         own = [(f"backbone.{name}", p) for name, p in moving(self.engine.model)]
         own += [(f"head.{name}", p) for name, p in self.judge.head.named_parameters()]
         return own if self.token is None else [*own, ("reward_token", self.token)]
-
-    def train(self, mode: bool = True) -> None:
-        self.judge.train(mode)
 
     def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
         """Pairs: all left pictures, then all right ones."""
@@ -93,7 +96,7 @@ class Hpsv3Judge(SeeingJudge):
             model.get_input_embeddings().weight[place] = self.token.to(model.dtype)
         full = self.settings.train == "full"
         if full:
-            model.to(self.save_dtype)
+            cast(model, self.save_dtype)
         self.judge.save_pretrained(folder, base=None if full else base_name(path, folder))
         shrink(folder, self.save_dtype)
 

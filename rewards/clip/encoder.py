@@ -26,6 +26,8 @@ class ClipEncoder(nn.Module):
     on its neighbours.
     """
 
+    _no_split_modules = ("ResidualAttentionBlock",)  # open_clip's; transformers names its own
+
     def __init__(self, model: nn.Module) -> None:
         """Wrap an `open_clip.CLIP`, a `CustomTextCLIP`, or a `transformers.CLIPModel`."""
         super().__init__()

@@ -62,6 +62,8 @@ class HPSv3Model(nn.Module):
         RewardError: a template without the token, a head of another width or number of outputs.
     """
 
+    _no_split_modules = ("RanknetHead",)  # of another dtype than the backbone
+
     def __init__(
         self,
         engine: VisionLanguageEngine,

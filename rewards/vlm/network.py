@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from visalign.rewards.base.contract import RewardError
@@ -69,6 +69,9 @@ class SeeingNetwork:
         self.merge = pictures.merge if positions == "mrope" else 0
         self.image_token: int = model.config.image_token_id
         self.cache: FeatureCache[PictureFeatures] = FeatureCache(feature_bytes)
+        self.in_one_pass = False
+        """Whether rows with gradient go through together, `max_tokens` or not: processes that share the
+        weights have to make equally many passes."""
         self._seen_with: int | None = None
         text = model.config.get_text_config()
         attention = getattr(text, "_attn_implementation", "sdpa")
@@ -92,7 +95,8 @@ class SeeingNetwork:
         packs = pack_rows(different, self.image_token, share=self.shares)
         found: list[Tensor] = []
         numbers: list[int] = []
-        for part in batch_packs(packs, self.max_tokens):
+        together = self.in_one_pass and torch.is_grad_enabled()
+        for part in [packs] if together else batch_packs(packs, self.max_tokens):
             batch = collate(part, self.image_token, self.pad, self.merge)
             hidden = run(batch)
             at = batch.marks.to(hidden.device)
@@ -137,6 +141,11 @@ class SeeingNetwork:
             bias = None if head.bias is None else head.bias[part].float()
             yield linear(states, head.weight[part].float(), bias)
 
+    @property
+    def tower(self) -> list[nn.Parameter]:
+        """What pictures go through before they meet tokens."""
+        return [one for name, one in self.trunk.named_parameters() if "language_model." not in name]
+
     def features(self, shown: Sequence[SeenPicture]) -> dict[SeenPicture, PictureFeatures]:
         """Features of pictures: kept ones, or live with gradient where the tower is trained.
 
@@ -144,7 +153,7 @@ class SeeingNetwork:
         tower was changed.
         """
         different = list(dict.fromkeys(shown))
-        tower = [one for name, one in self.trunk.named_parameters() if "language_model." not in name]
+        tower = self.tower
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in tower):
             live = self.pictures.features(self.trunk, different) if different else []
             return dict(zip(different, live, strict=True))

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`visalign score --engine ray` beside plain processes of the local engine, with a worker killed on the way.
 
-    python tests/benchmarks/score_on_ray.py --count 10000 --workers 2
+    python tests/benchmarks/score_on_ray.py --count 10000 --workers 2 --rounds 3
 
 Needs `visalign[ray]`. The same Parquet files of shapes, 64 pixels, are scored by as many plain processes as
-there are workers, each its share of the files; by Ray; and by Ray when kill -9 ends one worker once half of
-the files are done. Every row must be there once and have the plain processes' number, but for the rounding of
-what a judge computes for a prompt in other company. Said are the seconds of the commands, and the rate
-from the time when a tenth of the rows is judged, which leaves out what each takes to start.
+there are workers, each its share of the files; by Ray, both in turn so many rounds; and at last by Ray while
+kill -9 ends one worker once half of the files are done. Every row must be there once and have the plain
+processes' number, but for the rounding of what a judge computes for a prompt in other company. Said are the
+seconds of the commands, and the rate from the time when a tenth of the rows is judged, which leaves out what
+each takes to start; medians of the rounds.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -109,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--reward", default="clip_score")
     options = parser.parse_args(arguments)
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": sys.path[0]}
@@ -119,17 +122,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shares = [[str(path) for path in paths[n :: options.workers]] for n in range(options.workers)]
     logs = [root / f"plain{n}.jsonl" for n in range(options.workers)]
     parts = [log.with_name(log.name + ".part") for log in logs]
-    found = {
-        "plain": timed(
-            [[*own, *reward, "-o", str(log)] for own, log in zip(shares, logs, strict=True)],
-            options.count,
-            lambda: sum(lines(part) - 1 for part in parts if part.is_file()),
+    found: dict[str, list[tuple[float, float]]] = {"plain": [], "ray": [], "killed": []}
+    for number in range(options.rounds):
+        commands = [[*own, *reward, "-o", str(log)] for own, log in zip(shares, logs, strict=True)]
+        for log in logs:
+            log.unlink(missing_ok=True)
+        found["plain"].append(timed(commands, options.count, partial(rows_of_all, parts)))
+        for name in ("ray", "killed") if number == options.rounds - 1 else ("ray",):
+            folder = root / name
+            shutil.rmtree(folder, ignore_errors=True)
+            command = [str(paths[0].parent), *ray, str(folder)]
+            count = partial(rows_in, folder)
+            found[name].append(timed([command], options.count, count, kill=name == "killed"))
+        print(
+            f"round {number}: {[(name, *map(round, given[-1])) for name, given in found.items() if given]}",
+            flush=True,
         )
-    }
-    for name in ("ray", "killed"):
-        folder = root / name
-        command = [str(paths[0].parent), *ray, str(folder)]
-        found[name] = timed([command], options.count, partial(rows_in, folder), kill=name == "killed")
     expected = {}
     for log in logs:
         for line in log.read_text().splitlines():
@@ -142,11 +150,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name}: {len(rows)} rows, {unique} unique, {off.count(0)} bit for bit, worst {max(off):.1g}")
         if not options.count == len(rows) == unique or max(off) > 1e-5:
             return 1
-    for name, (seconds, rate) in found.items():
-        share = rate / found["plain"][1]
+    for name, given in found.items():
+        seconds, rate = (median(values) for values in zip(*given, strict=True))
+        share = median(
+            rate / plain[1] for (_, rate), plain in zip(given[::-1], found["plain"][::-1], strict=False)
+        )
         print(f"{name}: {seconds:.1f} s in all; {rate:.1f} rows a second, {share:.2f} of plain")
     shutil.rmtree(root)
     return 0
+
+
+def rows_of_all(parts: Sequence[Path]) -> int:
+    """Of logs that are being written."""
+    return sum(lines(part) - 1 for part in parts if part.is_file())
 
 
 def lines(path: Path) -> int:

@@ -21,11 +21,12 @@ from typer.testing import CliRunner
 from visalign.data.sets.tables import read_rows
 from visalign.errors import UserError
 from visalign.pipelines.cli.app import app
-from visalign.pipelines.score import on_ray
+from visalign.pipelines.score import on_ray, parts
 from visalign.pipelines.score.image_rows import ImageRow, image_rows
 from visalign.pipelines.score.on_ray import (
     DEATHS,
     Judge,
+    Tries,
     check_address,
     finished,
     score_on_ray,
@@ -104,15 +105,21 @@ def test_rows_are_those_of_the_local_engine_with_reasons_for_the_rest(data: Path
     assert list(rows_of(loose, beside)) == image_rows([data / "pictures"], needs_prompt=False)
 
 
-def test_batches_are_the_same_however_they_are_spread_and_say_which_is_the_last(data: Path) -> None:
+def test_batches_are_the_same_however_they_are_spread_and_say_which_is_the_last(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [table] = parts_of([Path("tables/a.parquet")])
     item = {"place": 5, "part": pickle.dumps(table)}
-    batches = list(read_batches(item, ASKING))
-    assert [(b["start"], b["is_last"], len(pickle.loads(b["rows"]))) for b in batches] == [
-        (0, False, 3),
-        (3, False, 3),
-        (6, True, 2),
-    ]
+
+    def spread() -> list[Any]:
+        found = [(b, len(pickle.loads(b["rows"]))) for b in read_batches(item, ASKING)]
+        return [(b["number"], b["start"], b["is_last"], count) for b, count in found]
+
+    assert spread() == [(0, 0, True, 8)]
+    monkeypatch.setattr(parts, "TOGETHER", 2)
+    assert spread() == [(0, 0, False, 6), (1, 6, True, 2)]
+    monkeypatch.setattr(parts, "BYTES", 1)
+    assert spread() == [(0, 0, False, 3), (1, 3, False, 3), (2, 6, True, 2)]
     cut = data / "tables/cut.tar"
     cut.write_bytes((data / "tables/deep/b.tar").read_bytes()[:1700])
     last = list(read_batches(item | {"part": pickle.dumps(Part(source=cut, output=""))}, ASKING))[-1]
@@ -132,21 +139,19 @@ class Raises:
 def test_a_worker_gives_scores_or_words_and_gives_up_what_kills_it(data: Path) -> None:
     [part] = parts_of([Path("pictures")])
     rows = image_rows([data / "pictures"], "a wall")
-    begun: list[tuple[int, int]] = []
-
-    def begin(place: int, start: int) -> int:
-        begun.append((place, start))
-        return begun.count((place, start))
-
+    tries = Tries()
     item = {"place": 0, "start": 0, "is_last": True, "unread": "", "rows": pickle.dumps(rows)}
     batch = pyarrow.Table.from_pylist([item])
-    judge = Judge(ASKING, ".", begin)
+    judge = Judge(ASKING, ".", tries.begin)
     judge._rewards = {"saturation": load_reward("saturation")}
-    for _ in range(DEATHS):
+    for _ in range(DEATHS + 1):  # of each batch but the last it is known that it ended well
         found = pickle.loads(judge(batch)["rows"][0])
-        assert found == score_rows(rows, judge._rewards)
+        assert found[:6] == score_rows(rows, judge._rewards, batch_size=3)[:6]
+    assert found[6].value is None and "died 3 times" in found[6].reason
+    for _ in range(DEATHS):
+        tries.begin(0, 3)
     given_up = pickle.loads(judge(batch)["rows"][0])
-    assert [row.value for row in given_up] == [None] * 7 and "died 3 times" in given_up[0].reason
+    assert [row.value is None for row in given_up] == [False] * 3 + [True] * 4
     judge = Judge(ASKING, "no/such/folder", lambda *_: 1)
     judge._rewards = {"raises": Raises()}
     assert "Reward 'raises' raised KeyError: 'weights'" in judge(batch)["stop"][0]

@@ -70,14 +70,16 @@ def assert_close(found: Any, expected: Any) -> None:
         assert found[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-5, nan_ok=True), name
 
 
-def test_two_processes_are_one_run_and_go_on_as_one(tmp_path):
+@pytest.mark.parametrize("sharding", [False, True])
+def test_two_processes_are_one_run_and_go_on_as_one(tmp_path, sharding):
     save_tiny_seeing_model(tmp_path / "vlm")
     (tmp_path / "vlm" / "judge.json").write_text(json.dumps({"templates": {"yes_no": YES_NO}}))
     settings = _settings(tmp_path / "vlm")
     config = tmp_path / "job.yaml"
     config.write_text("pipeline: train_reward\n")
     whole = run(load_config(TrainRewardConfig, config, _overrides(settings, 3)), tmp_path / "one")
-    said = _in_two(config, _overrides(settings, 2), tmp_path / "two")
+    given = [*_overrides(settings, 2), f"run.sharding={json.dumps(sharding)}"]
+    said = _in_two(config, given, tmp_path / "two")
     assert said.count("iteration 1/2") == said.count("iteration 2/2") == 1
     assert said.count("Measuring on 7 held-out examples") == said.count("Done") == 1
     folder = tmp_path / "two"
@@ -85,6 +87,7 @@ def test_two_processes_are_one_run_and_go_on_as_one(tmp_path):
         "step_000001",
         "step_000002",
     ]
+    assert (folder / "checkpoints" / "step_000002" / "sharded").is_dir() == sharding
     assert json.loads((folder / "summary.json").read_text())["examples"] == 20
     assert (folder / "judge" / "README.md").read_text().count("4 updates of 5 examples") == 1
     alone, together = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))

@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 
 from tests.support.training.pictures import outcome, toy_trainer
 from tests.support.training.processes import JOBS, PAUSE, run, start
@@ -162,7 +163,7 @@ def test_a_training_that_processes_cannot_share_says_so() -> None:
         one_process(two, "HEIE's heads train")
 
 
-def test_what_cannot_be_sharded_is_refused_by_name() -> None:
+def test_what_cannot_be_sharded_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     two: Any = _Rank(0, 2)
     with pytest.raises(UserError, match="sharding divides a model among processes, and one was started"):
         shard(torch.nn.Linear(2, 2), _Rank(0, 1))  # type: ignore[arg-type]
@@ -170,6 +171,14 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     bits.weight.data = torch.zeros(2, 2, dtype=torch.uint8)
     with pytest.raises(UserError, match=r"cannot divide weight, which is torch\.uint8.*quantization"):
         shard(bits, two)
+    single = torch.nn.Module()
+    single.register_parameter("scale", torch.nn.Parameter(torch.tensor(1.0)))
+    with pytest.raises(UserError, match=r"cannot divide scale, which is a single number\. Freeze it"):
+        shard(single, two)
+    with monkeypatch.context() as patch:
+        patch.delattr(FSDPModule, "reset_iter_state")
+        with pytest.raises(UserError, match=r"needs FSDP2 with reset_iter_state.*Update torch"):
+            shard(single, two)
     beside: Any = SimpleNamespace(trainable_parameters=lambda: [("head", torch.nn.Parameter(torch.ones(1)))])
     task = RewardObjectiveSettings(task="bradley_terry")
     with pytest.raises(

@@ -9,7 +9,7 @@ any number of them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from visalign.errors import UserError
 
 
-def shard(network: nn.Module, accelerator: Accelerator) -> None:
+def shard(network: nn.Module, accelerator: Accelerator, kept: Collection[nn.Parameter] = ()) -> None:
     """Divide a network's parameters among all processes, in place, block by block.
 
     Blocks are the modules of the classes that diffusers (`_repeated_blocks`) or transformers
@@ -34,20 +34,30 @@ def shard(network: nn.Module, accelerator: Accelerator) -> None:
     Args:
         network: on the accelerator's device; forwards with gradient go through it.
         accelerator: of the processes.
+        kept: frozen parameters that stay whole in each process, so that it may use them as often as it likes.
 
     Raises:
-        UserError: one process, or weights that are quantised.
+        UserError: one process, quantised weights, a single number that is trained, or an older torch.
     """
     if accelerator.num_processes == 1:
         raise UserError(
             "sharding divides a model among processes, and one was started. Start several with torchrun or "
             "accelerate launch, or leave sharding out."
         )
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        raise UserError(
+            f"sharding needs FSDP2 with reset_iter_state, as PyTorch 2.14 has it, and this is "
+            f"{torch.__version__}. Update torch, or leave sharding out."
+        )
     for name, weight in network.named_parameters():
         if not weight.is_floating_point() or type(weight.data) is not Tensor:
             raise UserError(
                 f"sharding cannot divide {name}, which is {weight.dtype} ({type(weight).__name__}): it takes "
                 "weights in float32, bfloat16 or float16. Leave model.quantization out, or sharding."
+            )
+        if weight.ndim == 0 and weight.requires_grad:
+            raise UserError(
+                f"sharding cannot divide {name}, which is a single number. Freeze it, or leave sharding out."
             )
     with torch.no_grad():
         for value in (*network.parameters(), *network.buffers()):
@@ -56,8 +66,10 @@ def shard(network: nn.Module, accelerator: Accelerator) -> None:
     names = {name for part in network.modules() for key in keys for name in getattr(part, key, None) or ()}
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     blocks = [module for module in network.modules() if type(module).__name__ in names]
+    whole = {*kept, *(parameter for parameter in network.parameters() if parameter.ndim == 0)}
     for module in (*blocks, network):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        if not whole.issuperset(module.parameters()):
+            fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
     root: Any = network
     root._get_fsdp_state()._lazy_init()  # else a block that is called before the network becomes the root
 
@@ -76,7 +88,23 @@ class AsForward(nn.Module):
 
     def forward(self, *given: Any) -> dict[str, Tensor]:
         """What the function says, as copies: FSDP2 warns of views."""
-        return {name: value.clone() for name, value in self._ask(*given).items()}
+        said = self._ask(*given)
+        live = [name for name, value in said.items() if value.requires_grad]
+        copies = dict(zip(live, _Together.apply(*(said[name] for name in live)), strict=True)) if live else {}
+        return {name: copies[name] if name in copies else value.clone() for name, value in said.items()}
+
+
+class _Together(torch.autograd.Function):
+    """Copies whose backward goes through all of them, whichever a process's loss depends on, so that all
+    processes gather the blocks in one order."""
+
+    @staticmethod
+    def forward(ctx: Any, *values: Tensor) -> tuple[Tensor, ...]:
+        return tuple(value.clone() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients
 
 
 @contextmanager
@@ -96,29 +124,33 @@ def whole(network: nn.Module) -> Iterator[None]:
         for part in parts:
             part.reshard()
             part.set_reshard_after_forward(True, recurse=False)
+        if parts:  # the next backward would gather what this process's forwards used, others' not
+            parts[0].reset_iter_state()
 
 
 @contextmanager
 def whole_state(network: nn.Module) -> Iterator[None]:
-    """Inside, `network.state_dict()` has the whole weights, so that one process may save them.
+    """Inside, the network's parameters are whole tensors, so that one process may save them; no forward.
 
-    All processes enter; it holds the whole model once in each. A network that is not sharded is as it was.
+    All processes enter; it holds the whole model once in each. A network that is not sharded is as it was,
+    and one that is becomes so again.
     """
-    if not any(isinstance(parameter, DTensor) for parameter in network.parameters()):
-        yield
-        return
-    held = network.state_dict(keep_vars=True)
-    once = {id(value): gathered(value.detach()) for value in {id(v): v for v in held.values()}.values()}
-    full = {name: once[id(value)] for name, value in held.items()}  # tied weights stay one tensor
-
-    def put(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        state.update({prefix + name: value for name, value in full.items()})
-
-    handle = network.register_state_dict_post_hook(put)
+    places = [
+        (module, name, parameter)
+        for module in network.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        if isinstance(parameter, DTensor)
+    ]
+    once: dict[int, nn.Parameter] = {}  # tied weights stay one tensor
+    for module, name, parameter in places:
+        if id(parameter) not in once:
+            once[id(parameter)] = nn.Parameter(gathered(parameter.detach()), parameter.requires_grad)
+        module.register_parameter(name, once[id(parameter)])
     try:
         yield
     finally:
-        handle.remove()
+        for module, name, parameter in places:
+            module.register_parameter(name, parameter)
 
 
 def gathered(value: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ micro-batch, and draws (dropout, Monte Carlo): those of update n come from (seed
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -42,7 +42,10 @@ class RewardModeling(Algorithm):
             adds nothing.
         compute_dtype: of the judge's products, where not all are in float32; float16 gets its loss scaled.
         sharding: divide the judge, its gradients and AdamW's moments among the processes (FSDP2). The judge
-            is a module then, or has all its weights in `module`, and uses each of them for any batch.
+            is a module then, or has all its weights in `module`, and uses each of them equally often for
+            any batch.
+        kept: with sharding, frozen parameters that stay whole in each process: those that the judge uses
+            more seldom, since it remembers what they said.
 
     Raises:
         UserError: a judge that cannot be divided, or its weights have a penalty.
@@ -59,6 +62,7 @@ class RewardModeling(Algorithm):
         penalty: Callable[[], Tensor | None] = lambda: None,
         compute_dtype: torch.dtype = torch.float32,
         sharding: bool = False,
+        kept: Collection[nn.Parameter] = (),
     ) -> None:
         self.judge, self.data, self.seed = judge, data, seed
         self.objective, self.accelerator = objective, accelerator
@@ -69,7 +73,7 @@ class RewardModeling(Algorithm):
             raise UserError("sharding goes without a penalty of the weights. Leave one of the two out.")
         if sharding:
             self.ask = AsForward(self._network(), judge)
-            shard(self.ask, accelerator)
+            shard(self.ask, accelerator, kept)
 
     def _network(self) -> nn.Module:
         """The module with all weights of the judge.

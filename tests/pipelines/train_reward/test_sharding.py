@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judges of pictures that two processes divide by `run.sharding` are those of two processes that do not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.training.pictures import outcome
+from tests.support.training.processes import ROOT, in_forks
+from visalign.errors import UserError
+from visalign.pipelines.train_reward import judges
+from visalign.pipelines.train_reward.job import build_judge, run
+from visalign.training.loop import checkpoint
+from visalign.training.loop.metrics import read_metrics, without_times
+
+from .test_processes import assert_close
+from .test_train_reward import JUDGES, _config, _examples, models
+
+__all__ = ["models"]
+
+DIVIDED = [judge for judge in JUDGES if judge != ("checklist", "head", "checklist")]
+RESUMED = [("hpsv3", "lora", "uncertainty"), ("checklist", "lora", "checklist")]
+
+
+def _train(models: Path, root: Path, which: list[Any], *, resume: bool = False, **given: Any) -> None:
+    """Five examples to an update, so that one process makes two micro-batches and the other one; a judge that
+    is not divided reads each in several passes."""
+    judges._TOKENS = 100
+    for kind, train, task in which:
+        config = _config(
+            models,
+            kind,
+            train,
+            task,
+            data={"batch": 5},
+            optimizer={"eps": 1e-3},  # or the rounding of small gradients is blown up
+            run={"threads": 1, **given},
+        )
+        run(config, root / "-".join((kind, train, task)), resume=resume)
+
+
+def in_two(jobs: list[tuple[str, str, list[Any], dict[str, Any]]]) -> None:
+    """`_train` in two processes, by (folder of models, root, which, more)."""
+    for read, root, which, given in jobs:
+        if not in_forks(Path(root), 2, partial(_train, Path(read), Path(root), which, **given)):
+            sys.exit(f"a process in {root} ended badly")
+
+
+def _start(*jobs: Any) -> None:
+    code = f"from {__name__} import in_two; in_two({list(jobs)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def runs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`ddp` and `fsdp`, in each a run of every judge in two processes."""
+    root = tmp_path_factory.mktemp("sharding")
+    given = [
+        (str(models), str(root / name), DIVIDED, {"sharding": name == "fsdp"}) for name in ("ddp", "fsdp")
+    ]
+    _start(*given)
+    return root
+
+
+def _weights(run_folder: Path) -> dict[str, torch.Tensor]:
+    """Of the second checkpoint."""
+    folder = checkpoint.step_folder(run_folder / "checkpoints", 2)
+    config = json.loads((folder / "manifest.json").read_text())["config"]
+    return dict(checkpoint.load(folder, config).tensors["trainable"])
+
+
+def _numbers(record: dict[str, Any]) -> dict[str, Any]:
+    """Without times, and without what is null in so small a set."""
+    return {name: value for name, value in without_times(record).items() if value is not None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("judge", DIVIDED, ids="-".join)
+def test_a_divided_judge_is_the_judge(judge, runs):
+    """Measurements in which the processes have unequal parts, a picture that was seen before, dropout."""
+    ddp, fsdp = (runs / name / "-".join(judge) for name in ("ddp", "fsdp"))
+    assert (fsdp / "checkpoints" / "step_000002" / "sharded").is_dir()
+    records = [[_numbers(r) for r in read_metrics(one / "metrics.jsonl")] for one in (ddp, fsdp)]
+    assert len(records[0]) == len(records[1]) == 2
+    for whole, divided in zip(*records, strict=True):
+        whole.pop("adam_resolution"), divided.pop("adam_resolution")  # a median of roundings
+        assert_close(divided, whole)
+    summaries = [json.loads((one / "summary.json").read_text()) for one in (ddp, fsdp)]
+    for key in ("before", "after"):
+        assert_close(_numbers(summaries[1][key]), _numbers(summaries[0][key]))
+    assert summaries[1]["trainable_parameters"] == summaries[0]["trainable_parameters"] > 0
+    files = sorted((ddp / "judge").glob("*.safetensors"))
+    assert files
+    for file in files:
+        found, expected = load_file(fsdp / "judge" / file.name), load_file(file)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert found[name].dtype == value.dtype
+            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
+    cards = [(one / "judge" / "README.md").read_text().partition("## Weights")[0] for one in (ddp, fsdp)]
+    assert cards[0] and "How good it is" in cards[1]
+
+
+@pytest.mark.slow
+def test_a_divided_judge_goes_on_in_any_number_of_processes(runs, models, tmp_path):
+    """Bit for bit in two processes; in one and from the other kind of checkpoint up to rounding, where no
+    dropout is drawn by process."""
+    for judge in RESUMED:
+        for folder, source in (("two", "fsdp"), ("one", "fsdp"), ("whole", "ddp")):
+            shutil.copytree(runs / source / "-".join(judge), tmp_path / folder / "-".join(judge))
+            shutil.rmtree(checkpoint.step_folder(tmp_path / folder / "-".join(judge) / "checkpoints", 2))
+    given = {"sharding": True, "resume": True}
+    _start(*((str(models), str(tmp_path / name), RESUMED, given) for name in ("two", "whole")))
+    _train(models, tmp_path / "one", RESUMED, resume=True)
+    for judge in map("-".join, RESUMED):
+        assert outcome(tmp_path / "two" / judge) == outcome(runs / "fsdp" / judge)
+    name = "-".join(RESUMED[1])
+    kept, *rest = (
+        _weights(folder / name) for folder in (runs / "fsdp", tmp_path / "one", tmp_path / "whole")
+    )
+    for found in rest:
+        for key, value in kept.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train": "head"}, "model.train head of a checklist trains the weights of the answers alone. Set"),
+        ({"diversity": {"others": ["a"]}}, r"run\.sharding goes without model\.diversity\. Leave one of the"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_by_message(tmp_path, change, message):
+    with pytest.raises(UserError, match=message):
+        _config(tmp_path, "checklist", "lora", model=change, run={"sharding": True})
+
+
+@pytest.mark.parametrize(("kind", "train", "kept"), [("rating", "full", False), ("yes_no", "lora", True)])
+def test_what_a_moving_tower_said_is_forgotten_before_each_measurement(models, kind, train, kept):
+    """Gathered weights may lie where those before them lay, so that the change is not seen."""
+    judge: Any = build_judge(_config(models, kind, train), torch.device("cpu"))
+    shown = judge.encode(_examples(_config(models, kind, train))).inputs[0][0].shown
+    with torch.no_grad():
+        judge.engine.network.features(shown)
+    judge.train(False)
+    assert (judge.engine.network.cache.get(shown[0].digest) is not None) == kept
+    tower = judge.divide()
+    assert bool(tower) == kept and judge.engine.network.in_one_pass
