@@ -4,10 +4,11 @@
 The folder is open_clip's own hub layout (its `local-dir:` scheme, version 3), without sub-folders:
 
 - `open_clip_config.json`: {"model_cfg": {"embed_dim", "vision_cfg": {...}, "text_cfg": {...}},
-  "preprocess_cfg": {"mean", "std", "interpolation", "resize_mode"}}, and of ours, which open_clip leaves out,
-  "window" (`rewards.weights.resize.model_levels`). The image size is `vision_cfg.image_size`. A text_cfg with any non-empty `hf_tokenizer_name` makes open_clip read the
-  tokenizer from this same folder (the name itself is not used, so nothing is fetched); without it open_clip's
-  built-in BPE of 49408 tokens is used.
+  "preprocess_cfg": {"mean", "std", "interpolation", "resize_mode"}}, and of ours, which open_clip leaves
+  out, "window" (`rewards.weights.resize.model_levels`). The image size is `vision_cfg.image_size`. A
+  text_cfg with any non-empty `hf_tokenizer_name` makes open_clip read the tokenizer from this same folder
+  (the name itself is not used, so nothing is fetched); without it open_clip's built-in BPE of 49408 tokens
+  is used.
 - `open_clip_model.safetensors`: the state dict of `open_clip.CLIP`; float16 or bfloat16 are widened on
   loading.
 - `tokenizer.json` and `tokenizer_config.json`, as `PreTrainedTokenizerFast.save_pretrained` writes them. The

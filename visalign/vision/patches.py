@@ -35,7 +35,7 @@ class PatchCutter:
     std: tuple[float, float, float]
     resample: str = "bicubic"
     window: int = 0
-    """Pixels on a side that are read instead of the whole picture where all else is a plain border; 0: never."""
+    """Pixels on a side that are read instead of the whole where all else is a plain border; 0: never."""
 
     @classmethod
     def of(cls, processor: Any, **changes: Any) -> PatchCutter:
