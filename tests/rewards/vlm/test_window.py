@@ -65,7 +65,7 @@ def test_a_saved_judge_keeps_its_window(tmp_path: Path) -> None:
     judge = HPSv3()
     judge.model.save_pretrained(tmp_path / "hpsv3")
     again = HPSv3(tmp_path / "hpsv3")
-    assert again.engine.network.pictures.settings()["window"] == 64
+    assert again.model.engine.network.pictures.settings()["window"] == 64
 
 
 def test_pixels_with_a_gradient_are_those_without() -> None:
