@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visalign.data.shapes.prompts import CATEGORIES, heldout_prompts
-from visalign.data.shapes.scenes import DISTORTIONS, Scene, sample_scene
+from visalign.data.shapes.scenes import DISTORTIONS, SIZE, Scene, sample_scene
 from visalign.data.shapes.surroundings import surround
 from visalign.data.shapes.verifier import verify_scene
 from visalign.rewards.clip.open_clip_folder import load_open_clip, save_open_clip
@@ -168,6 +168,7 @@ def _train(
 def save_clip(model: open_clip.CLIP, folder: Path) -> None:
     """Write the model, its tokenizer and how its pictures are prepared."""
     preprocess = {"mean": MEAN, "std": STD, "interpolation": "bicubic", "resize_mode": "shortest"}
+    preprocess |= {"window": SIZE}
     save_open_clip(folder, model, clip_config(), new_tokenizer(), preprocess_cfg=preprocess)
 
 

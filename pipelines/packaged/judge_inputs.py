@@ -84,7 +84,8 @@ def special_ids(tokenizer: Any) -> dict[str, int]:
 
 
 def judge_settings() -> dict[str, Any]:
-    """The content of `judge.json`: which text each kind of judge uses with this model."""
+    """The content of `judge.json`: which text each kind of judge uses with this model, and what it sees of a
+    picture."""
 
     def template(text: str, pictures: int = 1, **more: Any) -> dict[str, Any]:
         content = [{"type": "image"} for _ in range(pictures)]
@@ -102,7 +103,8 @@ def judge_settings() -> dict[str, Any]:
             "deepseek_grm_meta": template(CRITIC, **answers),
             "describe": template(DESCRIBE),
             "hpsv3": template(JUDGE),
-        }
+        },
+        "pixels": {"window": SIZE},
     }
 
 

@@ -235,7 +235,7 @@ def _drawn(
             before = policy.forward_count.equivalents
             latents = _denoised(policy, condition, settings, grid, seeds, judge)
             spent = policy.forward_count.equivalents - before
-            chunks = latents.split(settings.batch_size)
+            chunks = latents.split(min(settings.batch_size, len(latents)))
             images = torch.cat([policy.decode(chunk).float().cpu() for chunk in chunks])
         scores, liked = judge(images)
         for first in range(0, len(part), count):

@@ -73,7 +73,9 @@ def load_clip(model: str | Path, *, device: str | torch.device = "cpu", precisio
     place = open_clip_place(model)
     model_cfg = None
     if place is not None:
-        model_cfg = json.loads((place / CONFIG).read_text(encoding="utf-8"))["model_cfg"]
+        config = json.loads((place / CONFIG).read_text(encoding="utf-8"))
+        model_cfg, ours = config["model_cfg"], config.get("preprocess_cfg", {})
+        preprocess |= {key: ours[key] for key in ("window",) if key in ours}
     return ClipParts(
         encoder=ClipEncoder(found).eval(),
         preprocess=preprocess,

@@ -4,10 +4,11 @@
 The folder is open_clip's own hub layout (its `local-dir:` scheme, version 3), without sub-folders:
 
 - `open_clip_config.json`: {"model_cfg": {"embed_dim", "vision_cfg": {...}, "text_cfg": {...}},
-  "preprocess_cfg": {"mean", "std", "interpolation", "resize_mode"}}. The image size is
-  `vision_cfg.image_size`. A text_cfg with any non-empty `hf_tokenizer_name` makes open_clip read the
-  tokenizer from this same folder (the name itself is not used, so nothing is fetched); without it open_clip's
-  built-in BPE of 49408 tokens is used.
+  "preprocess_cfg": {"mean", "std", "interpolation", "resize_mode"}}, and of ours, which open_clip leaves
+  out, "window" (`rewards.weights.resize.model_levels`). The image size is `vision_cfg.image_size`. A
+  text_cfg with any non-empty `hf_tokenizer_name` makes open_clip read the tokenizer from this same folder
+  (the name itself is not used, so nothing is fetched); without it open_clip's built-in BPE of 49408 tokens
+  is used.
 - `open_clip_model.safetensors`: the state dict of `open_clip.CLIP`; float16 or bfloat16 are widened on
   loading.
 - `tokenizer.json` and `tokenizer_config.json`, as `PreTrainedTokenizerFast.save_pretrained` writes them. The
@@ -75,14 +76,14 @@ def save_open_clip(
 ) -> None:
     """Write a model in the format that `load_open_clip` reads. `model_cfg` holds the embed_dim, vision_cfg
     and text_cfg that it was built from, `preprocess_cfg` (the model's own when None) mean, std,
-    interpolation and resize_mode; the tokenizer is transformers' or open_clip's wrapper of one.
+    interpolation, resize_mode and window; the tokenizer is transformers' or open_clip's wrapper of one.
     """
     from safetensors.torch import save_file
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     chosen = preprocess_cfg or getattr(model.visual, "preprocess_cfg", {})
-    keys = ("mean", "std", "interpolation", "resize_mode")
+    keys = ("mean", "std", "interpolation", "resize_mode", "window")
     config = {
         "model_cfg": {
             **model_cfg,

@@ -113,6 +113,8 @@ class Heie:
             raise ValueError(
                 f"{self.name}: tiles is {tiles} and size {size}; allowed are whole numbers from 1."
             )
+        if isinstance(model, str | Path):
+            loading = {"window": 0, **loading}  # a map is of the whole picture
         self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
         self.heads = heads if isinstance(heads, HeieHeads) else HeieHeads.load(_find(heads, model))
         sizes, width = self.heads.settings, self.engine.model.config.get_text_config().hidden_size

@@ -223,8 +223,7 @@ def build_ensemble(
     `VisionLanguageEngine.from_pretrained`.
     """
     members = max(1, len(tensors.get(TOKEN, ())))
-    options = {**settings.rest.get("pixels", {}), "settings": settings, **options}
-    options.setdefault("positions", settings.positions)
+    options = {"settings": settings, "positions": settings.positions, **options}
     engine = VisionLanguageEngine.from_pretrained(
         base, max_tokens_per_batch=max(1, max_tokens_per_batch // members), **options
     )
@@ -257,7 +256,7 @@ def write_ensemble(
     cutter, clamp = engine.network.pictures.settings(), model.clamp
     rest = {
         "head": {"type": HEAD, "clamp": None if clamp is None else list(clamp)},
-        "pixels": {name: cutter[name] for name in ("min_pixels", "max_pixels") if name in cutter},
+        "pixels": {name: cutter[name] for name in ("min_pixels", "max_pixels", "window") if name in cutter},
         "scaling": model.scaling,
         "base": named,
     }

@@ -103,8 +103,7 @@ def _load_ours(
         raise FileNotFoundError(f"{folder} holds no {HEAD_FILE}; copy the folder again.")
     source = base or base_of(folder, settings)
     adapter = folder if (folder / "adapter_config.json").is_file() else None
-    options = {**settings.rest.get("pixels", {}), "settings": settings, **options}
-    options.setdefault("positions", settings.positions)
+    options = {"settings": settings, "positions": settings.positions, **options}
     engine = VisionLanguageEngine.from_pretrained(
         source, device=device, dtype=dtype, adapter=adapter, **{"name": folder.name, **options}
     )

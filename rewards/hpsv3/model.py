@@ -184,7 +184,9 @@ class HPSv3Model(nn.Module):
         rest = {
             **settings.rest,
             "head": {"type": "ranknet", "clamp": None if self.clamp is None else list(self.clamp)},
-            "pixels": {name: cutter[name] for name in ("min_pixels", "max_pixels") if name in cutter},
+            "pixels": {
+                name: cutter[name] for name in ("min_pixels", "max_pixels", "window") if name in cutter
+            },
             **({} if base is None else {"base": base}),
         }
         templates = {**settings.templates, "hpsv3": self.template}

@@ -71,7 +71,8 @@ class VisionLanguageEngine:
         max_tokens: of one request; what the model's config says when None.
         feature_bytes: of pictures' features that are kept between calls.
         weights: fingerprint of the weight files, for the identity; that of the weights in memory when "".
-        **pixels: min_pixels and max_pixels of a resized picture, where they are to differ.
+        **pixels: min_pixels and max_pixels of a resized picture, and `window` of `PatchCutter`; as the
+            settings' "pixels" have them, else the processor, where they are not given.
 
     Raises:
         RewardError: a family that is not known, or options that are not allowed.
@@ -99,7 +100,7 @@ class VisionLanguageEngine:
         self.model, self.processor, self.name, self.revision = model, processor, name, ""
         self.settle(weights)
         self.settings = settings or JudgeSettings()
-        pictures = picture_encoder(model, processor, **pixels)
+        pictures = picture_encoder(model, processor, **{**self.settings.rest.get("pixels", {}), **pixels})
         wanted = positions or self.settings.positions or "mrope"
         self.positions = check_positions(wanted) if pictures.merge else "1d"
         tokenizer = processor.tokenizer
@@ -297,7 +298,7 @@ def engine_of(
         device: where the model runs.
         precision: of its weights: "fp32", "bf16", "fp16", or "auto", which is bf16 but on the CPU.
         **loading: of `VisionLanguageEngine.from_pretrained`: attention, device_map, quantization,
-            max_tokens_per_batch, min_pixels, max_pixels, ...
+            max_tokens_per_batch, min_pixels, max_pixels, window, ...
     """
     dtype = dtype_of(precision, f"{name}: ", device)
     if not isinstance(model, str | Path):
@@ -325,6 +326,7 @@ def check_loading(name: str, options: Mapping[str, Any]) -> None:
         feature_bytes: Any = 0,
         min_pixels: Any = 0,
         max_pixels: Any = 0,
+        window: Any = 0,
     ) -> None: ...
 
     check_options(name, loading, options, RewardError)

@@ -72,6 +72,7 @@ class PatchEncoder:
         self.merge = self.cutter.merge
 
     def measure(self, pixels: Tensor) -> SeenPicture:
+        pixels = self.cutter.seen(pixels)
         grid = self.cutter.grid(*pixels.shape[-2:], frames=len(pixels) if pixels.ndim == 4 else 1)
         return SeenPicture(pixel_digest(pixels), grid, self.cutter.tokens(grid), pixels)
 

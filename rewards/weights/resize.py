@@ -12,6 +12,7 @@ from torch import Tensor
 
 from visalign.rewards.base.contract import Request
 from visalign.vision.resize import resize_like_pil, resize_weights
+from visalign.vision.window import seen_window
 
 MAX_GROWTH = 64
 """A picture may be resized to at most this many times the pixels that the model sees."""
@@ -50,7 +51,8 @@ def model_levels(image: Tensor, config: Mapping[str, Any]) -> Tensor:
         config: open_clip's preprocess_cfg, and of ours: `crop_rounding` ("nearest" as torchvision has it, or
             "down" as transformers has it) and `resampling`: "pil" (8-bit levels, rounded after each pass),
             "float" (antialiased, never rounded or clipped, as torchvision resizes tensors), or "aliased" (as
-            torchvision up to 0.16 resized tensors unless told otherwise).
+            torchvision up to 0.16 resized tensors unless told otherwise), and `window`, pixels on a side
+            that are read instead of the whole where all else is a plain border (`seen_window`).
 
     Returns:
         [3, height, width] float32, from 0 to 255; whole numbers with "pil".
@@ -59,6 +61,8 @@ def model_levels(image: Tensor, config: Mapping[str, Any]) -> Tensor:
         ValueError: the picture is so elongated that the resized one would not fit into memory; or unknown
             resampling.
     """
+    if side := config.get("window"):
+        image = seen_window(image, side)
     shape = checked_shape(image.shape[1], image.shape[2], config)
     levels = image[None].mul(255).round()
     resampling = config.get("resampling", "pil")
@@ -81,6 +85,10 @@ def model_pixels(images: Tensor, config: Mapping[str, Any]) -> Tensor:
     The values are exactly those of `model_levels`; the gradient is that of the resize without rounding and
     clipping (straight through both).
     """
+    if side := config.get("window"):
+        windows, whole = [seen_window(image, side) for image in images], {**config, "window": 0}
+        if any(window.shape != images.shape[1:] for window in windows):
+            return torch.cat([model_pixels(window[None], whole) for window in windows])
     shape = checked_shape(images.shape[2], images.shape[3], config)
     with torch.no_grad():
         exact = torch.stack([model_levels(image.float(), config) for image in images]) / 255

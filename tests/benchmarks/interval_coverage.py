@@ -28,17 +28,20 @@ from scipy import special
 
 from visalign.data.sets.records import PreferencePair, PreferenceSet, QualityRecord, QualitySet
 from visalign.evaluation.rewards.agreement import agreement
+from visalign.evaluation.rewards.certainty import std_numbers
 from visalign.evaluation.rewards.comparison import (
     compare_on_preferences,
     compare_on_quality,
     leaderboard,
 )
 from visalign.evaluation.rewards.fusion import fuse_preferences, fuse_quality
-from visalign.evaluation.rewards.judged_pairs import IntervalSettings
-from visalign.evaluation.rewards.pair_scores import from_scores
+from visalign.evaluation.rewards.judged_pairs import IntervalSettings, judged_pairs
+from visalign.evaluation.rewards.pair_scores import PairScores, from_scores
+from visalign.evaluation.rewards.people import people_numbers
 from visalign.evaluation.rewards.preferences import evaluate_preferences
-from visalign.evaluation.rewards.quality import evaluate_quality, from_values
+from visalign.evaluation.rewards.quality import evaluate_quality, fitted_plcc, from_values
 from visalign.evaluation.statistics.agreement import HEADLINE, POLICIES, credits_of
+from visalign.evaluation.statistics.correlations import fit_logistic
 from visalign.evaluation.statistics.intervals import RatioTable, clustered_wilson, paired_bootstrap
 
 Array = NDArray[np.float64]
@@ -109,8 +112,10 @@ def shares(
     return {str(key): found.to_dict() for key, found in table.intervals(**settings.drawing()).items()}
 
 
-def pairs(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int) -> dict[str, Any]:
-    """Two judges on votes of five annotators."""
+def two_judges(
+    rng: np.random.Generator, prompts: int, each: int
+) -> tuple[PreferenceSet, PairScores, PairScores]:
+    """Votes of five annotators, and two judges of them."""
     index, made, std, margin, other, said = voted(rng, prompts, each)
     n = len(index)
     records = PreferenceSet(
@@ -132,9 +137,23 @@ def pairs(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *,
     )
     zeros, half = np.zeros(n), std / np.sqrt(2)
     one = from_scores("one", "logit", margin, zeros, std_left=half, std_right=half)
-    two = from_scores("two", "logit", other, zeros)
+    return records, one, from_scores("two", "logit", other, zeros)
+
+
+def pairs(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int) -> dict[str, Any]:
+    """All that is said of a judge of pairs, and of two."""
+    records, one, two = two_judges(rng, prompts, each)
     report = evaluate_preferences(records, one, settings)
     return report | {"comparison": compare_on_preferences(records, one, two, settings)}
+
+
+def people(
+    rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int
+) -> dict[str, Any]:
+    """What `pairs` has on people's votes and on the std alone: cheaper."""
+    records, one, _ = two_judges(rng, prompts, each)
+    judged = judged_pairs(records, one)
+    return {"people": people_numbers(judged, settings), "std": std_numbers(judged, settings)}
 
 
 def ratings(rng: np.random.Generator, prompts: int, each: int) -> tuple[Array, Array, Array, NDArray]:
@@ -162,6 +181,16 @@ def quality(
     one, two = from_values("one", "x", x), from_values("two", "x", other)
     report = evaluate_quality(records, one, settings)
     return report | {"comparison": compare_on_quality(records, one, two, settings)}
+
+
+def fits(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int) -> dict[str, Any]:
+    """What `quality` has on the PLCC after the fits alone: cheaper."""
+    mos, x, _, index = ratings(rng, prompts, each)
+    found = {parameters: fit_logistic(x, mos, parameters) for parameters in (4, 5)}
+    return {
+        f"plcc_logistic{parameters}": fitted_plcc(x, mos, fit, index, settings).to_dict()
+        for parameters, fit in found.items()
+    }
 
 
 def agree(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int) -> dict[str, Any]:
@@ -241,7 +270,8 @@ def _together(records: Any, judges: list[Any], settings: IntervalSettings) -> di
 
 
 MAKES: dict[str, Callable[..., dict[str, Any]]] = {
-    **{"shares": shares, "pairs": pairs, "quality": quality, "agree": agree, "heldout": heldout},
+    **{"shares": shares, "people": people, "pairs": pairs, "fits": fits, "quality": quality},
+    **{"agree": agree, "heldout": heldout},
     **{"judges_pairs": judges_pairs, "judges_quality": judges_quality},
 }
 SIZES = {"independent": (1, 240), "clustered": (4, 60), "independent30": (1, 30), "clustered30": (4, 30)}
@@ -250,7 +280,7 @@ WORLDS: dict[str, tuple[str, int, int]] = {
     f"{name}-{kind}": (name, each, 100 if (name, kind) == ("heldout", "clustered") else prompts)
     for name in MAKES
     for kind, (each, prompts) in SIZES.items()
-    if name == "quality" or not kind.endswith("30")
+    if name in ("fits", "quality") or not kind.endswith("30")
 }
 """Name -> what is simulated, pairs or pictures of a prompt, prompts."""
 

@@ -2,10 +2,11 @@
 """How judges of the shapes world do off its own ground: accuracy on clear held-out pairs, a Markdown table.
 
 Both pictures of a pair get one ground, specks, or a canvas of 128 pixels on which the 64-pixel picture lies
-somewhere; pairs whose objects would not stand out from the ground are left out. Pink and brown are grounds
-that no training picture comes near.
+somewhere, or are drawn at twice their size; pairs whose objects would not stand out from the ground are left
+out. Pink and brown are grounds that no training picture comes near.
 
     python tests/benchmarks/judge_surroundings.py --judges clip_score ict hp --pairs 300
+    python tests/benchmarks/judge_surroundings.py --judges hpsv3 --surfaces own "white canvas"
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from visalign.data.shapes.preferences import ShapesPair, ShapesPreferences
 from visalign.data.shapes.render import render
@@ -45,6 +47,12 @@ def on_canvas(color: tuple[int, int, int] | None) -> Picture:
     return draw
 
 
+def enlarged(scene: Scene, _: np.random.Generator) -> np.ndarray:
+    """A picture at twice its size, which must not be taken for one on a canvas."""
+    whole = Image.fromarray(render(scene)).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+    return np.asarray(whole)
+
+
 def on_ground(color: tuple[int, int, int], specks: bool = False) -> Picture:
     """A picture on a ground of this color."""
 
@@ -63,6 +71,7 @@ SURFACES: dict[str, tuple[tuple[int, int, int] | None, Picture]] = {
     "white canvas": (None, on_canvas((255, 255, 255))),
     "teal canvas": (None, on_canvas(GROUNDS["teal"])),
     "canvas of its ground": (None, on_canvas(None)),
+    "twice the size": (None, enlarged),
 }
 """Column -> (ground that the objects must stand out from, how a picture is drawn)."""
 
@@ -94,16 +103,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--judges", nargs="+", required=True, help="names of rewards, or NAME=FOLDER")
     parser.add_argument("--pairs", type=int, default=300)
+    parser.add_argument("--surfaces", nargs="+", default=list(SURFACES), choices=list(SURFACES))
     arguments = parser.parse_args()
-    print("| judge | " + " | ".join(SURFACES) + " |")
-    print("|---|" + "---|" * len(SURFACES))
+    print("| judge | " + " | ".join(arguments.surfaces) + " |")
+    print("|---|" + "---|" * len(arguments.surfaces))
     for given in arguments.judges:
         name, _, folder = given.partition("=")
         judge, kinds = (
             load_judge(name, **({"model": folder} if folder else {})),
             KINDS.get(name, ("alignment",)),
         )
-        found = [accuracy(judge, surface, kinds, arguments.pairs) for surface in SURFACES]
+        found = [accuracy(judge, surface, kinds, arguments.pairs) for surface in arguments.surfaces]
         print(f"| {given} | " + " | ".join(f"{value:.3f}" for value in found) + " |", flush=True)
 
 

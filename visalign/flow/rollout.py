@@ -375,4 +375,4 @@ def _checked_batch_size(batch_size: int | None, count: int) -> int:
         raise ValueError(
             f"batch_size must be at least 1 sample per forward (None: all {count}); got {batch_size}."
         )
-    return count if batch_size is None else batch_size
+    return count if batch_size is None else min(batch_size, count)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .resize import resize_like_pil
+from .window import seen_window
 
 LONGEST = 200
 """Longer side by shorter side at most."""
@@ -33,6 +34,8 @@ class PatchCutter:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     resample: str = "bicubic"
+    window: int = 0
+    """Pixels on a side that are read instead of the whole where all else is a plain border; 0: never."""
 
     @classmethod
     def of(cls, processor: Any, **changes: Any) -> PatchCutter:
@@ -76,6 +79,10 @@ class PatchCutter:
     def tokens(self, grid: tuple[int, int, int]) -> int:
         """Places that a picture takes in the prompt."""
         return grid[0] * grid[1] * grid[2] // self.merge**2
+
+    def seen(self, pixels: Tensor) -> Tensor:
+        """What is cut of a picture uint8 [3, H, W]; a clip is taken whole."""
+        return seen_window(pixels, self.window) if self.window and pixels.ndim == 3 else pixels
 
     def levels(self, pixels: Tensor) -> Tensor:
         """Pictures uint8 [*, 3, H, W] resized: float32 [*, 3, h, w] of whole numbers from 0 to 255."""

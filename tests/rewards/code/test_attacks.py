@@ -236,3 +236,17 @@ def test_an_attack_achieves_nothing(name: str, as_whom: str, victims: Victims) -
     assert run.isolation == "namespaces" and run.failure is None, run
     assert "WON" not in run.stdout and re.search(answer, run.stdout), run
     assert victims.secret.read_text() == "kept" and victims.process.poll() is None
+
+
+@pytest.mark.skipif(shutil.which("fakeroot") is None, reason="fakeroot is not installed")
+def test_fakeroot_fools_nobody(victims: Victims) -> None:
+    """A caller that only believes to be root: nothing that it lends to the code makes that root either."""
+    code = "import os; print(os.getuid(), os.geteuid(), os.environ.get('LD_PRELOAD'), os.path.exists(SECRET))"
+    driver = (
+        "from visalign.rewards.code.sandbox import run_python\n"
+        f"run = run_python({victims.words + code!r})\n"
+        "print(run.isolation, run.failure, run.stdout)"
+    )
+    done = subprocess.run(["fakeroot", sys.executable, "-c", driver], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"namespaces None (?!0 )\d+ (?!0 )\d+ None False\s*", done.stdout), done.stdout

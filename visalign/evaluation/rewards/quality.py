@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from visalign.data.sets.records import QualitySet
 from visalign.evaluation.statistics.correlations import (
+    LogisticFit,
     RefittedPlcc,
     fit_logistic,
     kendall,
@@ -187,20 +188,26 @@ def _correlations(
         found["srcc"] = _srcc_of_few(x, y, index, settings)
     for number, entry in fits.items():
         if entry["plcc"] is not None:
-            refit = RefittedPlcc(x, y, entry["fit"])
-            sums = cluster_sums(refit.products, index, clusters)
-            own = bootstrap(sums, refit.draws, **settings.drawing())[:, 0]
-            found[f"plcc_logistic{number}"] = fisher_interval(
-                entry["plcc"],
-                own,
-                clusters,
-                level=settings.level,
-                left_out=refit.draws(sums.sum(0) - sums)[:, 0],
-            )
+            found[f"plcc_logistic{number}"] = fitted_plcc(x, y, entry["fit"], index, settings)
     if clusters < len(x):
         within, own = within_groups(x, y, index, **settings.drawing())
         found["srcc_within"] = fisher_interval(within, own, clusters, level=settings.level)
     return {name: number.to_dict() for name, number in found.items()}
+
+
+def fitted_plcc(
+    x: Array, y: Array, fit: LogisticFit, index: NDArray[np.int64], settings: IntervalSettings
+) -> Interval:
+    """PLCC of scores and opinions [N] after the fit, with its interval over the clusters `index` [N]."""
+    refit, clusters = RefittedPlcc(x, y, fit), int(index.max()) + 1
+    sums = cluster_sums(refit.products, index, clusters)
+    return fisher_interval(
+        fit.plcc,
+        bootstrap(sums, refit.draws, **settings.drawing())[:, 0],
+        clusters,
+        level=settings.level,
+        left_out=refit.draws(sums.sum(0) - sums)[:, 0],
+    )
 
 
 def _srcc_of_few(x: Array, y: Array, index: NDArray[np.int64], settings: IntervalSettings) -> Interval:

@@ -213,7 +213,7 @@ class PictureSource:
     def _shown(self, latents: Tensor, clock: PhaseClock) -> Tensor:
         """Pictures [b, 3, H, W], or clips [b, F, 3, H, W] for a judge of clips, on the CPU."""
         with clock.phase("decode"), torch.no_grad(), self.accelerator.autocast():
-            chunks = latents.split(self.rollout.batch_size)
+            chunks = latents.split(min(self.rollout.batch_size, len(latents)))
             clips = getattr(self.reward, "takes_clips", False)
             return torch.cat([decoded(self.policy, chunk, clips=clips).float().cpu() for chunk in chunks])
 
