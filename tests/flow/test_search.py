@@ -93,8 +93,9 @@ def test_a_sample_is_the_same_in_any_batch_and_again(search):
     for i in range(3):
         alone, _ = searched(search, 1, seeds=seeds[i : i + 1], condition=Shift(shifts[i : i + 1]))
         torch.testing.assert_close(alone, together[i : i + 1], rtol=0, atol=1e-12)
-    chunks, _ = searched(search, 3, seeds=seeds, condition=Shift(shifts), batch_size=2)
-    torch.testing.assert_close(chunks, together, rtol=0, atol=1e-12)
+    for batch_size in (2, 10**20):
+        chunks, _ = searched(search, 3, seeds=seeds, condition=Shift(shifts), batch_size=batch_size)
+        torch.testing.assert_close(chunks, together, rtol=0, atol=1e-12)
     other, _ = searched(search, 3, seeds=[6, 10, 3], condition=Shift(shifts))
     assert not (other == together).any()
 

@@ -122,7 +122,7 @@ def ratio_check(
         )
     differences, count = [], policy.forward_count
     with_backward = count.forward_backward
-    for rows in torch.arange(len(sample)).split(len(trajectory) if batch_size is None else batch_size):
+    for rows in torch.arange(len(sample)).split(min(batch_size or len(trajectory), len(sample))):
         pairs = trajectory.pairs(sample[rows], step[rows])
         with torch.enable_grad():
             stats = replay_pairs(policy, condition.select(sample[rows]), pairs, trajectory.kernel)

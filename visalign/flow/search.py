@@ -241,7 +241,7 @@ def _judged(
     batch_size: int | None,
 ) -> Tensor:
     """[n, B] float64 values of [n·B, ...] clean latents, −∞ where not known."""
-    chunks = latents.split(batch_size or len(latents))
+    chunks = latents.split(min(batch_size or len(latents), len(latents)))
     images = torch.cat([policy.decode(chunk).float().cpu() for chunk in chunks])
     value = torch.stack([reward(part).double().cpu() for part in images.split(count)])
     return torch.where(value.isfinite(), value, -torch.inf)

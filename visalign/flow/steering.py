@@ -68,7 +68,7 @@ def steered_rollout(
     kernel = Kernel(schedule=schedule, noise_level=noise_level, sigma_max=grid[1].item())
     x = first_latents(policy, initial_noise(seeds, policy.latent_shape), grid)
     levels, times = grid.to(x.device), policy.times(grid).to(x.device)
-    chunks = torch.arange(count).split(batch_size or count)
+    chunks = torch.arange(count).split(min(batch_size or count, count))
     said = torch.zeros(count, dtype=torch.float64)
     for k in range(steps):
         images = []
