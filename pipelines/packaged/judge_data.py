@@ -69,13 +69,7 @@ class Questions:
         """Questions on one picture: half on alignment, the others on parts, quality and style."""
         rng = np.random.default_rng([self._seed, 32, number])
         asked = [self.shows(scene, rng) for _ in range(count // 2)]
-        others: list[Callable[..., Question]] = [
-            part,
-            part,
-            appearance,
-            appearance,
-            rate,
-        ]
+        others: list[Callable[..., Question]] = [part, part, appearance, appearance, rate]
         asked += [others[int(rng.integers(len(others)))](scene, rng) for _ in range(count - count // 2 - 1)]
         return [*asked, self.explain(scene, rng) if rng.random() < 0.5 else describe(scene)]
 

@@ -135,7 +135,7 @@ def build_heie(base: str | Path, folder: Path, plan: HeiePlan | None = None) -> 
     """Train heads, save them, measure the saved folder as a user loads it, write its card."""
     plan = plan or HeiePlan()
     started = time.process_time()
-    engine = VisionLanguageEngine.from_pretrained(base)
+    engine = VisionLanguageEngine.from_pretrained(base, window=0)
     heads = train_on_shapes(engine, plan)
     seconds = time.process_time() - started
     save_heie(heads, engine, base, folder)

@@ -19,6 +19,7 @@ import torch
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.weights.checkpoint_files import dtype_of, listed, read_tensors
 from visalign.rewards.weights.hub import TRANSFORMERS_FILES, is_hub_id, local_folder
+from visalign.vision.window import check_window
 
 from .encoder import ClipEncoder, ClipParts
 from .open_clip_folder import CONFIG, WEIGHTS, check_end_token, load_open_clip, open_clip_place
@@ -75,7 +76,8 @@ def load_clip(model: str | Path, *, device: str | torch.device = "cpu", precisio
     if place is not None:
         config = json.loads((place / CONFIG).read_text(encoding="utf-8"))
         model_cfg, ours = config["model_cfg"], config.get("preprocess_cfg", {})
-        preprocess |= {key: ours[key] for key in ("window",) if key in ours}
+        preprocess |= {"window": ours["window"]} if "window" in ours else {}
+        check_window(preprocess.get("window", 0))
     return ClipParts(
         encoder=ClipEncoder(found).eval(),
         preprocess=preprocess,

@@ -116,6 +116,11 @@ class Heie:
         if isinstance(model, str | Path):
             loading = {"window": 0, **loading}  # a map is of the whole picture
         self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
+        if window := self.engine.network.pictures.settings().get("window", 0):
+            raise ValueError(
+                f"{self.name}: the model reads {window} pixels of a picture with a plain border, and a map "
+                "is of the whole picture. Load it by VisionLanguageEngine.from_pretrained(..., window=0)."
+            )
         self.heads = heads if isinstance(heads, HeieHeads) else HeieHeads.load(_find(heads, model))
         sizes, width = self.heads.settings, self.engine.model.config.get_text_config().hidden_size
         if (sizes.hidden, sizes.features) != (width, width):  # a picture's features are its tokens

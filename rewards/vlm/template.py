@@ -199,16 +199,6 @@ def _check_message(where: str, message: Any) -> None:
             )
 
 
-def _parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    content = message["content"]
-    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
-
-
-def _short(given: Any) -> str:
-    text = repr(given)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 def question(name: str, text: str, *, pictures: Sequence[str] = ("",), **fields: Any) -> Template:
     """A template of one user message: pictures, each behind its label ("" for none), then the text, with
     `{prompt}` and other names in braces; `fields` are others of the template, words that the judge looks for.
@@ -219,3 +209,13 @@ def question(name: str, text: str, *, pictures: Sequence[str] = ("",), **fields:
         content.append({"type": "image"})
     messages = [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
     return Template(name=name, messages=messages, **fields)
+
+
+def _parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+def _short(given: Any) -> str:
+    text = repr(given)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -109,7 +109,9 @@ def fitting_pictures(
         if reasons[row] is not None:
             continue
         try:
-            checked_shape(image.shape[1], image.shape[2], config)
+            side = config.get("window")
+            _, height, width = (seen_window(image, side) if side else image).shape
+            checked_shape(height, width, config)
         except ValueError as error:
             reasons[row] = str(error)
             continue

@@ -80,6 +80,7 @@ def overrides_for(name: str, seed: int, budget: float) -> tuple[str, list[str], 
         "evaluation.every=0",
         "run.max_seconds=null",
         "run.threads=1",
+        "model.lora.target_modules=null",  # adapters of attention, as the log-prob rows have
         *changes,
     ]
     iterations = 1

@@ -179,7 +179,8 @@ def _round_to_eight_bits(part: Any, config: TorchAoConfig) -> None:
 def _round_to_four_bits(part: Any, dtype: torch.dtype) -> None:
     """Give the linear layers that diffusers replaces what bitsandbytes keeps of NF4 weights: two in a byte, a
     float32 scale for 64 of them, and the table of 16 values."""
-    part.hf_quantizer = SimpleNamespace(quantization_config=SimpleNamespace(bnb_4bit_compute_dtype=dtype))
+    config = SimpleNamespace(load_in_4bit=True, bnb_4bit_compute_dtype=dtype)
+    part.hf_quantizer = SimpleNamespace(quantization_config=config)
     kept = getattr(part, "_keep_in_fp32_modules", None) or ()
     for path, layer in list(part.named_modules()):
         if isinstance(layer, nn.Linear) and not any(key + "." in path or key == path for key in kept):

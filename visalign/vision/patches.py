@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .resize import resize_like_pil
-from .window import seen_window
+from .window import check_window, seen_window
 
 LONGEST = 200
 """Longer side by shorter side at most."""
@@ -36,6 +36,9 @@ class PatchCutter:
     resample: str = "bicubic"
     window: int = 0
     """Pixels on a side that are read instead of the whole where all else is a plain border; 0: never."""
+
+    def __post_init__(self) -> None:
+        check_window(self.window)
 
     @classmethod
     def of(cls, processor: Any, **changes: Any) -> PatchCutter:
@@ -68,8 +71,8 @@ class PatchCutter:
         return cls(**{**settings, **changes})
 
     def settings(self) -> dict[str, Any]:
-        """For the identity of a judge."""
-        return asdict(self)
+        """For the identity of a judge; without `window` where there is none."""
+        return {name: value for name, value in asdict(self).items() if name != "window" or value}
 
     def grid(self, height: int, width: int, *, frames: int = 1) -> tuple[int, int, int]:
         """(moments, rows, columns) of patches of a picture, or of a clip."""

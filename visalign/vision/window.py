@@ -3,11 +3,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 TOLERANCE = 8
 """Levels of 255 by which a border may differ from its color, as a compressed one does."""
+
+
+def check_window(side: Any) -> None:
+    """Refuse what is no side of a window.
+
+    Raises:
+        ValueError: not a whole number from 0.
+    """
+    if isinstance(side, bool) or not isinstance(side, int) or side < 0:
+        raise ValueError(
+            f"window is {side!r}; it is a whole number of pixels, or 0 to read every picture whole."
+        )
 
 
 def seen_window(picture: Tensor, side: int) -> Tensor:

@@ -266,7 +266,12 @@ def test_a_network_that_is_all_bytes_has_the_dtype_of_its_products(folders):
 def test_the_dtype_of_a_network_that_says_uint8():
     """As bitsandbytes leaves it."""
     rounded: Any = SimpleNamespace(dtype=torch.uint8)
-    config = SimpleNamespace(bnb_4bit_compute_dtype=torch.bfloat16)
+    config = SimpleNamespace(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
     rounded.hf_quantizer = SimpleNamespace(quantization_config=config)
     assert quantization.dtype_of(rounded) == torch.bfloat16
     assert quantization.dtype_of(SimpleNamespace(dtype=torch.float16)) == torch.float16
+    eight = SimpleNamespace(
+        load_in_4bit=False, bnb_4bit_compute_dtype=torch.float32
+    )  # what the library fills in at 8 bits
+    norms = SimpleNamespace(dtype=torch.bfloat16, hf_quantizer=SimpleNamespace(quantization_config=eight))
+    assert quantization.dtype_of(norms) == torch.bfloat16

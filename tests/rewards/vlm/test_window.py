@@ -14,10 +14,12 @@ from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.data.shapes.render import render
 from visalign.interfaces import PointwiseReward
 from visalign.rewards import load_judge
+from visalign.rewards.base.contract import RewardError
 from visalign.rewards.clip.loading import load_clip
 from visalign.rewards.heie.heads import HeieHeads
 from visalign.rewards.heie.judge import Heie
 from visalign.rewards.hpsv3.judge import HPSv3
+from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.weights.resize import model_levels, model_pixels
 
 
@@ -56,7 +58,17 @@ def test_a_map_of_what_is_wrong_is_of_the_whole_picture() -> None:
     """Cells are shares of the picture that was given, so HEIE's model sees all of it."""
     heads = HeieHeads.load(Path(resolve_model("shapes-heie")) / "heie_heads.safetensors")
     for judge in (Heie(), Heie("shapes-vlm", heads=heads)):
-        assert judge.engine.network.pictures.settings()["window"] == 0
+        assert "window" not in judge.engine.network.pictures.settings()
+    with pytest.raises(
+        ValueError, match=r"heie: the model reads 64 pixels .*from_pretrained\(\.\.\., window=0\)"
+    ):
+        Heie(VisionLanguageEngine.from_pretrained("shapes-vlm"), heads=heads)
+
+
+@pytest.mark.parametrize("window", [-5, 0.5, "64", True])
+def test_a_window_that_is_no_number_of_pixels_is_refused(window: object) -> None:
+    with pytest.raises(RewardError, match=r"window is .*; it is a whole number of pixels, or 0"):
+        VisionLanguageEngine.from_pretrained("shapes-vlm", window=window)
 
 
 def test_a_saved_judge_keeps_its_window(tmp_path: Path) -> None:
