@@ -233,7 +233,7 @@ def test_no_weight_is_read(folders, tmp_path):
     done = CliRunner().invoke(app, ["plan", "shapes_quickstart", "--json"])
     planned = json.loads(done.output)
     assert planned["forward_equivalents"]["of_the_run"] == pytest.approx(
-        planned["cost"]["forward_equivalents_per_image"] * 288 * 40
+        planned["cost"]["forward_equivalents_per_image"] * 288 * planned["batch"]["iterations"]
     )
     assert planned["hours"]["H100 SXM"] > 0 and "assumed" in planned["hours"]
     assert "the network of clip_score" in planned["memory_in_GB"]["not_counted"]
