@@ -105,7 +105,8 @@ class Heie:
             **loading: of `engine_of`: attention, device_map, quantization, max_tokens_per_batch, ...
 
         Raises:
-            ValueError: options that are not allowed, or heads of other sizes than the model's.
+            ValueError: options that are not allowed, heads of other sizes than the model's, or a loaded
+                engine that reads a part of a picture (`window`).
             FileNotFoundError: there are no heads.
             RewardError: model or heads cannot be used.
         """
@@ -116,11 +117,7 @@ class Heie:
         if isinstance(model, str | Path):
             loading = {"window": 0, **loading}  # a map is of the whole picture
         self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
-        if window := self.engine.network.pictures.settings().get("window", 0):
-            raise ValueError(
-                f"{self.name}: the model reads {window} pixels of a picture with a plain border, and a map "
-                "is of the whole picture. Load it by VisionLanguageEngine.from_pretrained(..., window=0)."
-            )
+        _check_whole(self.engine, self.name)
         self.heads = heads if isinstance(heads, HeieHeads) else HeieHeads.load(_find(heads, model))
         sizes, width = self.heads.settings, self.engine.model.config.get_text_config().hidden_size
         if (sizes.hidden, sizes.features) != (width, width):  # a picture's features are its tokens
@@ -196,3 +193,12 @@ def _find(heads: str | Path | None, model: Any) -> Path:
         "heie: a loaded model and a hub id bring no heads; give heads=, the HeieHeads or the file that "
         "`train_heads` made."
     )
+
+
+def _check_whole(engine: Any, name: str) -> None:
+    """Refuse a model that reads a part of a picture: a map is of all that was given."""
+    if window := engine.network.pictures.settings().get("window", 0):
+        raise ValueError(
+            f"{name}: the model reads {window} pixels of a picture with a plain border, and a map is of the "
+            "whole picture. Load it by VisionLanguageEngine.from_pretrained(..., window=0)."
+        )
