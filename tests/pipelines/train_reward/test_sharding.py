@@ -110,9 +110,6 @@ def test_a_divided_judge_is_the_judge(judge, runs):
             torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
     cards = [(one / "judge" / "README.md").read_text().partition("## Weights")[0] for one in (ddp, fsdp)]
     assert all("How good it is" in card for card in cards)
-    assert [line.count("|") for line in cards[0].splitlines()] == [
-        line.count("|") for line in cards[1].splitlines()
-    ]
 
 
 @pytest.mark.slow
