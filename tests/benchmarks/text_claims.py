@@ -267,9 +267,8 @@ def _distinct_at(curve: Sequence[Mapping[str, float]], accuracy: float) -> float
     """Distinct right answers where a run's accuracy first reaches one, between the two checkpoints around."""
     number = next(place for place, point in enumerate(curve) if point["accuracy"] >= accuracy)
     around = curve[max(number - 1, 0) : number + 1]
-    return float(
-        np.interp(accuracy, *([point[key] for point in around] for key in ("accuracy", "distinct right")))
-    )
+    accuracies, distinct = ([point[key] for point in around] for key in ("accuracy", "distinct right"))
+    return float(np.interp(accuracy, accuracies, distinct))
 
 
 def _distinct(model: Path | None, records: Sequence[Mapping[str, Any]], samples: int) -> dict[str, float]:

@@ -75,7 +75,7 @@ def _bare(coef: list[float]) -> ChecklistJudge:
         {"questions": [f"q{n}" for n in range(len(coef))], "coef": coef, "has_alignment": False}
     )
     judge.sign = torch.where(torch.tensor(coef) < 0, -1.0, 1.0)
-    judge.module = torch.nn.Module()
+    judge.module = torch.nn.ModuleDict()
     judge.module.register_parameter("weights", torch.nn.Parameter(torch.tensor(coef).abs()))
     return judge
 

@@ -100,7 +100,7 @@ def quantization_of(
 def dtype_of(network: Any) -> torch.dtype:
     """The dtype that a network's numbers are in: of a network in 4 bits that of its products, as its weights
     are bytes, and all of them where no norm or bias is left (FLUX.3)."""
-    config = getattr(getattr(network, "hf_quantizer", None), "quantization_config", None)
+    config: Any = getattr(getattr(network, "hf_quantizer", None), "quantization_config", None)
     return config.bnb_4bit_compute_dtype if getattr(config, "load_in_4bit", False) else network.dtype
 
 
