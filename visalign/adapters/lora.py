@@ -142,3 +142,10 @@ def lora_disabled(layers: list[Any]) -> Iterator[None]:
             layer.enable_adapters(True)
         for weight, trainable in flags:
             weight.requires_grad_(trainable)
+
+
+def leave_casts_to_autocast(layers: list[LoraLayer]) -> None:
+    """Have adapters take their inputs as they come, in place: under autocast the products cast them anyway,
+    and peft's own cast to float32 before them changes no number."""
+    for layer in layers:
+        layer.cast_input_dtype_enabled = False

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from visalign.adapters.lora import LoraSettings
+from visalign.adapters.lora import LoraSettings, leave_casts_to_autocast
 from visalign.adapters.weights import TrainedWeights
 from visalign.atomic import umask_permissions
 from visalign.errors import UserError
@@ -102,6 +102,8 @@ class PipelinePolicy:
         self.storage_dtype: torch.dtype = torch.float32 if lora is None else dtype_of(network)
         self.autocast = network.dtype if lora is None and network.dtype.itemsize < 4 else autocast
         layers = make_trainable(pipe, self.family, lora, checkpointing=gradient_checkpointing)
+        if autocast is not None:
+            leave_casts_to_autocast(layers)
         self.module: nn.Module = network if len(self.networks) == 1 else nn.ModuleDict(self.networks)
         self.lora, self.decode_batch = lora, at_least_one("decode_batch", decode_batch)
         if lora_path is not None:

@@ -16,7 +16,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from torch import Tensor, nn
 
-from visalign.adapters.lora import LoraSettings
+from visalign.adapters.lora import LoraSettings, leave_casts_to_autocast
 from visalign.adapters.pipeline.families import SD3_ATTENTION
 from visalign.adapters.pipeline.lora import add_lora, load_lora, save_lora
 from visalign.adapters.pipeline.quantization import quantization_of
@@ -96,8 +96,10 @@ class SD3Policy:
             use_weighted_attention(self.transformer)
         self.lora = lora
         self._lora_layers = None if lora is None else add_lora(self.transformer, lora, SD3_ATTENTION)
-        if lora is None:
+        if self._lora_layers is None:
             self.transformer.requires_grad_(True)
+        elif autocast is not None:
+            leave_casts_to_autocast(self._lora_layers)
         self._trained = TrainedWeights(self.transformer, self._lora_layers)
         self._forward_count = ForwardCount()
 

@@ -40,6 +40,7 @@ from visalign.training.policy.update import split_updates
 from .experts import Experts
 from .flow_grpo import choose_steps
 from .guidance import check_guided, guided
+from .merging import mergeable_adapters, merged_adapters
 from .pictures import PictureAlgorithm, Pictures
 from .rollout_settings import RolloutSettings
 from .settings import DiffusionObjectiveSettings, check_sampling
@@ -137,6 +138,7 @@ class VelocityRegression(PictureAlgorithm):
             asks_reference=self.row.asks_reference,
             joins="the samples of a group" if self.row.of_groups else None,
         )
+        self._merging = mergeable_adapters(policy.module) if self.rollout.merge_adapters else []
         self._old: EMA | None = None
         for scale in (self.rollout.guidance, self.row.reference_guidance):
             check_guided(policy, scale, self.source.records[0])
@@ -150,7 +152,8 @@ class VelocityRegression(PictureAlgorithm):
             self._blend(0.0)
         old = self._as_old() if self.row.keeps_old else nullcontext()
         steps, visited = self._sde_steps(run.counters.iteration)
-        with old, self.whole(), guided(self.policy, self.rollout.guidance):
+        merged = merged_adapters(self.policy, self._merging) if self._merging else nullcontext()
+        with old, self.whole(), merged, guided(self.policy, self.rollout.guidance):
             made = self.constrained(self.source.collect(run.counters.iteration, run.clock, steps), run)
         experience = self._said(made, visited, self._weights(run))
         return Collected(experience=experience, samples=self.source.samples, metrics=made.metrics)

@@ -76,6 +76,9 @@ class RolloutSettings:
     guidance: float | None = None
     """Guidance scale while samples for training are made, in regressions alone, whose loss does not ask how a
     picture came about; null: the model's."""
+    merge_adapters: bool = False
+    """Add LoRA to the weights while samples for training are made, in regressions alone: a forward then costs
+    what it costs without adapters, and those weights lie in memory twice."""
     solver: str = "euler"
     """Of the deterministic steps: "euler" or "dpmpp_2m", DPM-Solver++(2M). Evaluations take Euler steps."""
     log_prob_reduction: str = "mean"

@@ -262,12 +262,16 @@ def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettin
     if row is None:
         if objective.ascent is not None:
             _check_no_noise(objective, rollout, "through the reward's gradient")
-        if rollout.guidance is not None:
-            raise UserError(
-                f"rollout.guidance is {rollout.guidance}, and objective.algorithm={objective.algorithm} "
-                "needs log-probs of the policy that sampled. Set rollout.guidance=null and model.guidance, "
-                "or take a regression, e.g. objective.algorithm=diffusion_nft."
-            )
+        for name, given, none in (
+            ("guidance", rollout.guidance, "rollout.guidance=null and model.guidance"),
+            ("merge_adapters", rollout.merge_adapters or None, "rollout.merge_adapters=false"),
+        ):
+            if given is not None:
+                raise UserError(
+                    f"rollout.{name} is {given}, and objective.algorithm={objective.algorithm} needs "
+                    f"log-probs of the policy that sampled. Set {none}, or take a regression, e.g. "
+                    "objective.algorithm=diffusion_nft."
+                )
         return
     if row.anchor == "expert" and not objective.experts:
         raise UserError(
