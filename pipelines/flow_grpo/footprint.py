@@ -49,6 +49,7 @@ def footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[st
     float32 besides.
     """
     from visalign.adapters.hollow import hollow_pipelines
+    from visalign.training.diffusion.merging import mergeable_adapters
 
     world, settings = int(os.environ.get("WORLD_SIZE", "1")), config.rollout
     images = settings.prompts_per_iteration * settings.group_size
@@ -66,6 +67,9 @@ def footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[st
     ascent = config.objective.ascent
     graphs = 1 if ascent is None or ascent.stop_range else min(ascent.last, settings.steps)
     activations = memory["activations_of_a_micro_batch"] = (trace.held * graphs + trace.largest_block) / GB
+    if settings.merge_adapters:  # held while nothing is learnt
+        merged = sum(layer.get_base_layer().weight.nbytes for layer in mergeable_adapters(policy.module))
+        memory["merged_adapters"] = max(0.0, merged / GB - activations)
     own = getattr(policy, "networks", {"transformer": None})
     network = [name for name in memory if name.partition(", ")[0] in own or name == "trained_weights"]
     sharding = config.run.sharding

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -193,6 +194,23 @@ def test_memory_by_part_is_what_a_run_holds(folders):
     full = estimate(configured(folders, "sd3", "model.lora=null", "model.dtype=bfloat16"))["memory_in_GB"]
     assert full["transformer, trained"] < 1e-5  # its table of positions
     assert full["reference_and_old_policy"] == pytest.approx(full["trained_weights"])
+
+
+def test_merged_weights_are_counted_beyond_what_is_free_while_sampling(folders):
+    """Beside them no activations of a micro-batch are held."""
+    small = (
+        "model.image_size=16",
+        "optimizer.micro_batch=1",
+        "model.lora.target_modules=[to_q, net.2, linear]",
+    )
+    config = configured(folders, "sd3", "objective.algorithm=awm", *small, "rollout.merge_adapters=true")
+    memory = estimate(config)["memory_in_GB"]
+    policy: Any = build_policy(config.model, torch.device("cpu"), 0)
+    layers = [layer for layer in policy.transformer.modules() if isinstance(layer, LoraLayer)]
+    merged = sum(4 * layer.get_base_layer().weight.numel() for layer in layers) / GB
+    assert memory["merged_adapters"] == merged - memory["activations_of_a_micro_batch"] > 0
+    without = configured(folders, "sd3", "objective.algorithm=awm")
+    assert "merged_adapters" not in estimate(without)["memory_in_GB"]
 
 
 def test_memory_of_several_processes_is_what_they_held():
