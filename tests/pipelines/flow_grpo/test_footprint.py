@@ -196,7 +196,7 @@ def test_memory_by_part_is_what_a_run_holds(folders):
 
 
 def test_memory_of_several_processes_is_what_they_held():
-    """100.9 M weights trained in full, of which tests/benchmarks/sharding.py measured 2369 and 1220 MiB."""
+    """100.9 M weights in full; tests/benchmarks/processes/sharding.py measured 2369 and 1220 MiB."""
     weights = [torch.empty(100_900_000, device="meta")]
     alone = trained_memory(weights, ema=True, copies=0)
     assert on_each_device(alone, ["trained_weights"], world=1, sharding=False) == alone
