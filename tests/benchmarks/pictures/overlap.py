@@ -24,7 +24,7 @@ import torch
 
 import visalign as va
 from visalign.interfaces import Scores
-from visalign.training import RunSettings
+from visalign.training import DiffusionObjectiveSettings, RunSettings
 
 WAYS: dict[str, dict[str, Any]] = {
     "judged after": {},
@@ -58,7 +58,7 @@ def trainer(folder: Path, way: dict[str, Any], reward: Elsewhere) -> va.Trainer[
     # one trained step: an update of about the rollout's time
     records = [{"prompt": f"a {colour} circle"} for colour in ("red", "blue", "green", "yellow")]
     algorithm = va.FlowGRPO(
-        policy, reward, records, rollout=rollout, objective=va.DiffusionObjectiveSettings(changes=CHANGES)
+        policy, reward, records, rollout=rollout, objective=DiffusionObjectiveSettings(changes=CHANGES)
     )
     return va.Trainer(algorithm, run=RunSettings(folder=folder, iterations=10**6, checkpoint_every=10**6))
 
