@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.models.vision_language import save_tiny_seeing_model
+from tests.support.training.processes import in_forks
 from visalign.config import load_config
+from visalign.pipelines.cli.app import app
 from visalign.pipelines.train_reward.examples import Examples
 from visalign.pipelines.train_reward.job import TrainRewardConfig, run
 from visalign.pipelines.train_reward.measure import Measure
@@ -48,19 +50,24 @@ def _overrides(settings: dict[str, Any], iterations: int) -> list[str]:
     return [*found, f"run.iterations={iterations}"]
 
 
-def _in_two(config: Path, overrides: list[str], output: Path, *more: str) -> str:
+def _in_two(config: Path, overrides: list[str], output: Path, *, by_torchrun: bool) -> str:
     """What two processes of the command print."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    start = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
-    job = ["-m", "visalign", "train-reward", str(config), *overrides, "--output", str(output), *more]
+    job = ["train-reward", str(config), *overrides, "--output", str(output)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "visalign"]
+    forks = f"from {__name__} import in_two; in_two({str(output.parent / 'forks')!r}, {job!r})"
+    start = [*torchrun, *job] if by_torchrun else ["-c", forks]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     done = subprocess.run(
-        [sys.executable, *start, *job], capture_output=True, text=True, env=environment, timeout=500
+        [sys.executable, *start], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=500
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def in_two(folder: str, job: list[str]) -> None:
+    """The command in two forks of this process, which import once."""
+    if not in_forks(Path(folder), 2, partial(app, job, standalone_mode=False)):
+        sys.exit("a process ended badly")
 
 
 def assert_close(found: Any, expected: Any) -> None:
@@ -79,7 +86,7 @@ def test_two_processes_are_one_run_and_go_on_as_one(tmp_path, sharding):
     config.write_text("pipeline: train_reward\n")
     whole = run(load_config(TrainRewardConfig, config, _overrides(settings, 3)), tmp_path / "one")
     given = [*_overrides(settings, 2), f"run.sharding={json.dumps(sharding)}"]
-    said = _in_two(config, given, tmp_path / "two")
+    said = _in_two(config, given, tmp_path / "two", by_torchrun=not sharding)
     assert said.count("iteration 1/2") == said.count("iteration 2/2") == 1
     assert said.count("Measuring on 7 held-out examples") == said.count("Done") == 1
     folder = tmp_path / "two"
