@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.models.vision_language import save_tiny_seeing_model
-from tests.support.training.processes import in_forks
 from visalign.config import load_config
-from visalign.pipelines.cli.app import app
 from visalign.pipelines.train_reward.examples import Examples
 from visalign.pipelines.train_reward.job import TrainRewardConfig, run
 from visalign.pipelines.train_reward.measure import Measure
@@ -50,24 +47,16 @@ def _overrides(settings: dict[str, Any], iterations: int) -> list[str]:
     return [*found, f"run.iterations={iterations}"]
 
 
-def _in_two(config: Path, overrides: list[str], output: Path, *, by_torchrun: bool) -> str:
+def _in_two(config: Path, overrides: list[str], output: Path) -> str:
     """What two processes of the command print."""
-    job = ["train-reward", str(config), *overrides, "--output", str(output)]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "visalign"]
-    forks = f"from {__name__} import in_two; in_two({str(output.parent / 'forks')!r}, {job!r})"
-    start = [*torchrun, *job] if by_torchrun else ["-c", forks]
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    job = ["-m", "visalign", "train-reward", str(config), *overrides, "--output", str(output)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     done = subprocess.run(
-        [sys.executable, *start], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=500
+        [sys.executable, *start, *job], capture_output=True, text=True, env=environment, timeout=500
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def in_two(folder: str, job: list[str]) -> None:
-    """The command in two forks of this process, which import once."""
-    if not in_forks(Path(folder), 2, partial(app, job, standalone_mode=False)):
-        sys.exit("a process ended badly")
 
 
 def assert_close(found: Any, expected: Any) -> None:
@@ -77,16 +66,15 @@ def assert_close(found: Any, expected: Any) -> None:
         assert found[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-5, nan_ok=True), name
 
 
-@pytest.mark.parametrize("sharding", [False, True])
-def test_two_processes_are_one_run_and_go_on_as_one(tmp_path, sharding):
+def test_two_processes_are_one_run_and_go_on_as_one(tmp_path):
+    """That processes which divide the model do as these is asked by test_sharding.py."""
     save_tiny_seeing_model(tmp_path / "vlm")
     (tmp_path / "vlm" / "judge.json").write_text(json.dumps({"templates": {"yes_no": YES_NO}}))
     settings = _settings(tmp_path / "vlm")
     config = tmp_path / "job.yaml"
     config.write_text("pipeline: train_reward\n")
     whole = run(load_config(TrainRewardConfig, config, _overrides(settings, 3)), tmp_path / "one")
-    given = [*_overrides(settings, 2), f"run.sharding={json.dumps(sharding)}"]
-    said = _in_two(config, given, tmp_path / "two", by_torchrun=not sharding)
+    said = _in_two(config, _overrides(settings, 2), tmp_path / "two")
     assert said.count("iteration 1/2") == said.count("iteration 2/2") == 1
     assert said.count("Measuring on 7 held-out examples") == said.count("Done") == 1
     folder = tmp_path / "two"
@@ -94,7 +82,7 @@ def test_two_processes_are_one_run_and_go_on_as_one(tmp_path, sharding):
         "step_000001",
         "step_000002",
     ]
-    assert (folder / "checkpoints" / "step_000002" / "sharded").is_dir() == sharding
+    assert not (folder / "checkpoints" / "step_000002" / "sharded").exists()
     assert json.loads((folder / "summary.json").read_text())["examples"] == 20
     assert (folder / "judge" / "README.md").read_text().count("4 updates of 5 examples") == 1
     alone, together = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))

@@ -37,7 +37,7 @@ DIVIDED = [
     ("rating", "full", "rating_fidelity"),
     ("checklist", "lora", "checklist"),
 ]
-"""Each kind, and of each what may be trained; test_processes.py divides a judge of yes and no."""
+"""Each model, and of each what may be trained: a head, adapters, all weights."""
 RESUMED = [("hpsv3", "lora", "uncertainty"), ("checklist", "lora", "checklist")]
 
 
