@@ -46,7 +46,7 @@ def train(folder: Path, iterations: int, pause: float) -> int:
         run={"iterations": iterations, "checkpoint_every": 2},
         accelerator=accelerator,
     )
-    trainer.resume()
+    print("resumed" if trainer.resume() else "begun", flush=True)
     result = trainer.train()
     print(result.stopped, flush=True)
     accelerator.end_training()

@@ -73,7 +73,8 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(runs, tmp_path):
     assert runs.finish(killed) == -signal.SIGKILL
     assert read_metrics(tmp_path / "killed" / "metrics.jsonl")[-1]["iteration"] < 7
     again = runs.start(tmp_path / "killed", 7)
-    assert runs.finish(again) == 0, (tmp_path / "killed.txt").read_text()
+    status, said = runs.finish(again), (tmp_path / "killed.txt").read_text()
+    assert status == 0 and said.split() == ["begun", "resumed", "finished"], said
     assert runs.finish(whole) == 0, (tmp_path / "whole.txt").read_text()
     assert outcome(tmp_path / "whole") == outcome(tmp_path / "killed")
     assert len(read_metrics(tmp_path / "whole" / "metrics.jsonl")) == 7
