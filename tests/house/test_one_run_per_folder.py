@@ -15,8 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from visalign.locks import LOCK, FolderInUse, check_free, hold
+from visalign.pipelines.cli.app import app
 from visalign.pipelines.score.log import RowLog, ScoreLog
 from visalign.pipelines.score.score import ScoreRow
 from visalign.pipelines.shared.run_folder import check_run_folder
@@ -169,9 +171,9 @@ def test_sigterm_saves_a_run_and_a_second_run_in_its_folder_is_refused(tmp_path:
         while not (metrics.is_file() and metrics.stat().st_size):
             assert time.monotonic() < end and first.poll() is None, words.read_text()
             time.sleep(0.1)
-        second = subprocess.run([*command, "--resume"], capture_output=True, text=True, cwd=ROOT, check=False)
-        assert second.returncode == 2
-        assert f"is in use by process {first.pid} on" in second.stderr and "text_grpo" in second.stderr
+        second = CliRunner().invoke(app, [*command[3:], "--resume"], env={"COLUMNS": "1000"})
+        assert second.exit_code == 2
+        assert f"is in use by process {first.pid} on" in second.output and "text_grpo" in second.output
         assert not list(folder.glob("checkpoints/step_*"))
         first.send_signal(signal.SIGTERM)
         first.wait(timeout=120)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Coverage of what is printed, on few simulated sets; tests/benchmarks/interval_coverage.py has all of it."""
+"""Coverage on few sets; tests/benchmarks/evaluation/interval_coverage.py has all that is printed."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_the_command_counts(
     world: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Few sets of a world, and truths of smaller ones: each interval is counted, most hold the truth."""
-    bench = Path(__file__).parents[2] / "benchmarks" / "interval_coverage.py"
+    bench = Path(__file__).parents[2] / "benchmarks" / "evaluation" / "interval_coverage.py"
     module = runpy.run_path(str(bench))
     told = module["main"].__globals__
     monkeypatch.setitem(told, "LARGE", 1_200)

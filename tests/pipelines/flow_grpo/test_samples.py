@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.support.models.sd3 import tiny_sd3_pipeline
+from tests.support.training.processes import in_forks
 from visalign.config import load_config
 from visalign.evaluation import load_heldout
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, run
@@ -35,15 +37,6 @@ CHANGES = (
     "evaluation={seeds: [3, 1], every: 1, prompts_on_the_way: 4, grid: 3, rewards: {shapes_verifier: {}}}",
     "run={iterations: 2, checkpoint_every: 1, device: cpu}",
 )
-CODE = """
-import json, sys
-from pathlib import Path
-from visalign.config import load_config
-from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, run
-from visalign.training import end_processes
-run(load_config(FlowGRPOConfig, None, sys.argv[2:]), Path(sys.argv[1]))
-end_processes()
-"""
 
 
 class Shown(GeneralTracker):
@@ -122,14 +115,19 @@ def test_without_a_grid_nothing_is_kept(finished, tmp_path):
     assert grids.files() == [] and not (tmp_path / FOLDER).exists()
 
 
+def in_two(output: str, changes: list[str]) -> None:
+    """The run in two forks of this process, which import once."""
+    config = load_config(FlowGRPOConfig, None, changes)
+    if not in_forks(Path(output).parent / "forks", 2, partial(run, config, Path(output))):
+        sys.exit("a process ended badly")
+
+
 @pytest.mark.slow
 def test_two_processes_that_divide_the_model_evaluate_and_save_as_one(finished, changes, tmp_path):
-    script = tmp_path / "run.py"
-    script.write_text(CODE)
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [sys.executable, *start, str(script), str(tmp_path / "two"), *changes, "run.sharding=true"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    given = (str(tmp_path / "two"), [*changes, "run.sharding=true"])
+    command = [sys.executable, "-c", f"from {__name__} import in_two; in_two(*{given!r})"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     for name in ("before", "after"):
         one, two = (load_heldout(folder / f"{name}.npz") for folder in (finished, tmp_path / "two"))

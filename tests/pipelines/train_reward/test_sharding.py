@@ -24,11 +24,20 @@ from visalign.training.loop import checkpoint
 from visalign.training.loop.metrics import read_metrics, without_times
 
 from .test_processes import assert_close
-from .test_train_reward import JUDGES, _config, _examples, models
+from .test_train_reward import _config, _examples, models
 
 __all__ = ["models"]
 
-DIVIDED = [judge for judge in JUDGES if judge != ("checklist", "head", "checklist")]
+DIVIDED = [
+    ("hp", "head", "hp"),
+    ("ict", "full", "ict"),
+    ("hpsv3", "lora", "uncertainty"),
+    ("hpsv3", "full", "bradley_terry"),
+    ("pair", "lora", "yes_no"),
+    ("rating", "full", "rating_fidelity"),
+    ("checklist", "lora", "checklist"),
+]
+"""Each model, and of each what may be trained: a head, adapters, all weights."""
 RESUMED = [("hpsv3", "lora", "uncertainty"), ("checklist", "lora", "checklist")]
 
 

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the toy in a process of its own: `python -m tests.support.training.pictures_run FOLDER ITERATIONS
-SECONDS_PER_REWARD`.
+"""Trains the toy in processes of their own, forks of one that has imported: `python -m
+tests.support.training.pictures_run` reads lines of JSON.
 
-It resumes when there is something to resume; the reward is slow enough for the test to kill the process in
-time.
+[FOLDER, ITERATIONS, SECONDS_PER_REWARD] starts a run, whose id it answers and whose words go to FOLDER.txt; a
+run resumes when there is something to resume, and its reward is slow enough for a test to kill it in time. An
+id is waited for, and answered with the exit status.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import time
+import traceback
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import torch
@@ -29,9 +34,8 @@ class SlowBrightness(Brightness):
         return super().score(images, prompts, metadata)
 
 
-def main() -> int:
-    folder, iterations, pause = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    torch.set_num_threads(1)
+def train(folder: Path, iterations: int, pause: float) -> int:
+    """One run; returns its exit status."""
     accelerator = Accelerator(cpu=True)
     folder.mkdir(exist_ok=True)
     trainer = toy_trainer(
@@ -42,12 +46,34 @@ def main() -> int:
         run={"iterations": iterations, "checkpoint_every": 2},
         accelerator=accelerator,
     )
-    trainer.resume()
+    print("resumed" if trainer.resume() else "begun", flush=True)
     result = trainer.train()
     print(result.stopped, flush=True)
     accelerator.end_training()
     return 130 if result.stopped == "interrupted" else 0
 
 
+def forked(folder: Path, iterations: int, pause: float) -> int:
+    """`train` in a fork, whose id is returned."""
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        with Path(f"{folder}.txt").open("a") as words, redirect_stdout(words), redirect_stderr(words):
+            try:
+                code = train(folder, iterations, pause)
+            finally:
+                if code == 1:
+                    traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if isinstance(asked, int):
+            print(os.waitstatus_to_exitcode(os.waitpid(asked, 0)[1]), flush=True)
+        else:
+            print(forked(Path(asked[0]), *asked[1:]), flush=True)

@@ -323,7 +323,7 @@ def forked(folder: Path, processes: int, names: Sequence[str]) -> bool:
     return in_forks(folder, processes, partial(run, folder, names))
 
 
-def in_forks(folder: Path, processes: int, work: Callable[[], None]) -> bool:
+def in_forks(folder: Path, processes: int, work: Callable[[], object]) -> bool:
     """Do `work` in several processes, forks of this one, whose ids are in FOLDER/pid.RANK; whether all ended
     well."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,30 +23,38 @@ from visalign.training.loop.metrics import read_metrics
 ROOT = Path(__file__).parents[3]
 
 
-def _start(
-    folder: Path, iterations: int, pause: float = 0.0, environment: dict[str, str] | None = None
-) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "tests.support.training.pictures_run",
-            str(folder),
-            str(iterations),
-            str(pause),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+class Runs:
+    """Runs in processes of their own, which are forks of one that has imported."""
+
+    def __init__(self) -> None:
+        self.parent = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.training.pictures_run"],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def _ask(self, what: object) -> int:
+        assert self.parent.stdin is not None and self.parent.stdout is not None
+        print(json.dumps(what), file=self.parent.stdin, flush=True)
+        return int(self.parent.stdout.readline())
+
+    def start(self, folder: Path, iterations: int, pause: float = 0.0) -> int:
+        """The id of the process."""
+        return self._ask([str(folder), iterations, pause])
+
+    def finish(self, process: int) -> int:
+        """Its exit status, that of a signal negative."""
+        return self._ask(process)
 
 
-def _finish(process: subprocess.Popen[str], code: int = 0) -> str:
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == code, output
-    return output
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Runs]:
+    found = Runs()
+    with found.parent:
+        yield found
 
 
 def _wait_for_line(folder: Path, line: int) -> None:
@@ -55,25 +65,28 @@ def _wait_for_line(folder: Path, line: int) -> None:
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
-    whole = _start(tmp_path / "whole", 7)
-    killed = _start(tmp_path / "killed", 7, 0.4)
+def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(runs, tmp_path):
+    whole = runs.start(tmp_path / "whole", 7)
+    killed = runs.start(tmp_path / "killed", 7, 0.4)
     _wait_for_line(tmp_path / "killed", 5)  # checkpoints at 2 and 4: the fifth iteration is done again
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
+    os.kill(killed, signal.SIGKILL)
+    assert runs.finish(killed) == -signal.SIGKILL
     assert read_metrics(tmp_path / "killed" / "metrics.jsonl")[-1]["iteration"] < 7
-    _finish(_start(tmp_path / "killed", 7))
-    _finish(whole)
+    again = runs.start(tmp_path / "killed", 7)
+    status, said = runs.finish(again), (tmp_path / "killed.txt").read_text()
+    assert status == 0 and said.split() == ["begun", "resumed", "finished"], said
+    assert runs.finish(whole) == 0, (tmp_path / "whole.txt").read_text()
     assert outcome(tmp_path / "whole") == outcome(tmp_path / "killed")
     assert len(read_metrics(tmp_path / "whole" / "metrics.jsonl")) == 7
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_the_iteration_and_exits_130(tmp_path):
-    process = _start(tmp_path / "run", 50, 0.3)
+def test_ctrl_c_saves_the_iteration_and_exits_130(runs, tmp_path):
+    process = runs.start(tmp_path / "run", 50, 0.3)
     _wait_for_line(tmp_path / "run", 1)
-    process.send_signal(signal.SIGINT)
-    assert "interrupted" in _finish(process, 130)
+    os.kill(process, signal.SIGINT)
+    status, said = runs.finish(process), (tmp_path / "run.txt").read_text()
+    assert status == 130 and "interrupted" in said, said
     done = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["iteration"]
     folder, _ = checkpoint.newest_intact(tmp_path / "run" / "checkpoints")
     assert folder is not None and folder.name == f"step_{done:06d}" and done < 50

@@ -3,7 +3,7 @@
 
 The pipeline's scheduler is exchanged, and its own call is run for one step: so tokenisation, packing, ids,
 masks, guidance and the embedding of time are the pipeline's, exactly. What this costs is the Python of that
-call, 1 to 3 ms of processor time (`tests/benchmarks/pipeline_call.py`).
+call, 1 to 3 ms of processor time (`tests/benchmarks/pictures/pipeline_call.py`).
 """
 
 from __future__ import annotations

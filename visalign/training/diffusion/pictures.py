@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from visalign.errors import UserError
@@ -359,6 +358,8 @@ class PictureAlgorithm(Algorithm):
         """
         if not self.sharding:
             return shared(module, self.accelerator)
+        from peft.tuners.lora import LoraLayer
+
         settings, network = self.settings, self.policy.module
         adapters = any(isinstance(each, LoraLayer) for each in network.modules())
         refused = {

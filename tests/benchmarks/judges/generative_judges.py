@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generative judges against a head: one picture or two, with and without a teacher's reasons.
+
+    python tests/benchmarks/judges/generative_judges.py --output runs/judges --seeds 0 1 2
+
+Five judges from the packaged vision-language model, each by adapters of the same size on the same labelled
+pairs, seen once: a new head by Bradley-Terry; P(yes) of one picture by Bradley-Terry; P(yes) to "is the
+second picture better" by cross-entropy, of the vote as `train-reward` has it, of the written decision alone,
+and of the decision with a teacher's reason behind it. Measured is the accuracy on held-out pairs whose truth
+is clear, drawn as in training, and on other grounds, which none of them has seen. The judges of one picture
+then reward a policy: what is left of the spread within groups, and the verified accuracy.
+
+RewardDance's claims (arXiv 2509.08826) are refuted where the interval of a lead over the seeds holds 0 (means
+± 1.96 standard errors): pair and point over the head, the pair over the point, reasons over decisions alone,
+and the spread within groups that a generative reward keeps over the head's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
+
+from visalign.data.shapes.preferences import ShapesPair, ShapesPreferences
+from visalign.rewards import load_judge
+from visalign.training.loop.metrics import read_metrics
+
+WHY = "Is picture 2 better than picture 1 for {prompt}? Answer, then say why."
+BETTER = "Is picture 2 better than picture 1 for {prompt}?"
+JUDGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "head, Bradley-Terry": ("hpsv3", {}),
+    "P(yes), one picture": ("reward_dance", {}),
+    "P(yes), pair": ("reward_dance_pairs", {}),
+    "P(yes), pair, decisions written": ("reward_dance_pairs", {}),
+    "P(yes), pair, decisions and reasons": ("reward_dance_pairs", {"decision_first": True}),
+}
+"""Name -> (reward, its options)."""
+LEADS = (
+    ("P(yes), one picture", "head, Bradley-Terry"),
+    ("P(yes), pair", "head, Bradley-Terry"),
+    ("P(yes), pair", "P(yes), one picture"),
+    ("P(yes), pair, decisions and reasons", "P(yes), pair, decisions written"),
+)
+BATCH = 64
+
+
+def command(*arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "visalign", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"visalign {' '.join(arguments)}: {done.stderr[-2000:]}")
+
+
+def trained(folder: Path, name: str, pairs: int, seed: int) -> Path:
+    """The folder of a judge."""
+    written = "decisions" in name
+    made = folder / ("lora" if written else "judge")
+    if (folder / "summary.json").is_file():
+        return made
+    updates = math.ceil(pairs / BATCH)
+    common = [f"seed={seed}", f"data.size={pairs}", "-o", str(folder)]
+    if written:
+        reasons = "reasons" in name
+        command(
+            "train", "shapes_reward_dance_reasons", f"data.question={WHY if reasons else BETTER}",
+            f"data.field={'reason' if reasons else 'null'}", "data.heldout_size=20",
+            f"run.iterations={updates}", f"optimizer.decay_updates={updates}", *common,
+        )  # fmt: skip
+        return made
+    config = {"head": "shapes_hpsv3", "P(yes), one picture": "shapes_reward_dance"}.get(name.split(", B")[0])
+    given = ["objective.task=bradley_terry"] if config == "shapes_hpsv3" else []
+    command(
+        "train-reward", config or "shapes_reward_dance_pairs", *given, "data.surroundings=0",
+        "data.heldout_size=100", "evaluation.every=0", "optimizer.updates_per_iteration=1",
+        "optimizer.lr=2e-3", f"optimizer.decay_updates={updates}", f"run.iterations={updates}", *common,
+    )  # fmt: skip
+    return made
+
+
+def accuracy(name: str, judge: Path, pairs: list[ShapesPair]) -> float:
+    """Share of pairs whose better picture the judge prefers."""
+    kind, options = JUDGES[name]
+    reward: Any = load_judge(kind, model=str(judge), **options)
+    right: list[float] = []
+    for start in range(0, len(pairs), 100):
+        part = pairs[start : start + 100]
+        left, right_side = zip(*(pair.pictures() for pair in part), strict=True)
+        prompts = [pair.prompt for pair in part]
+        if kind == "reward_dance_pairs":
+            lead = reward.compare(list(left), list(right_side), prompts).log_odds
+        else:
+            lead = reward.score([*left, *right_side], prompts * 2).value.view(2, -1)
+            lead = lead[0] - lead[1]
+        truth = [pair.utility[0] > pair.utility[1] for pair in part]
+        right += [float((value > 0) == better) for value, better in zip(lead.tolist(), truth, strict=True)]
+    return float(np.mean(right))
+
+
+def policy(folder: Path, name: str, judge: Path, seed: int, iterations: int) -> dict[str, float]:
+    """What rewarding by it comes to."""
+    if not (folder / "summary.json").is_file():
+        terms = f"{{judge: {{name: {JUDGES[name][0]}, options: {{model: {judge}}}}}}}"
+        command(
+            "train", "shapes_grpo_guard", f"rewards.terms={terms}", f"seed={seed}", "evaluation.every=0",
+            "rollout.prompts_per_iteration=12", f"run.iterations={iterations}", "run.max_seconds=null",
+            "-o", str(folder),
+        )  # fmt: skip
+    spread = [row["reward_group_std"] for row in read_metrics(folder / "metrics.jsonl")]
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return {
+        "spread left": float(np.mean(spread[-3:]) / np.mean(spread[:3])),
+        "verified after": summary["after"]["accuracy"],
+    }
+
+
+def clear_pairs(surroundings: float, count: int) -> list[ShapesPair]:
+    world, found, number = ShapesPreferences(77, split="heldout", surroundings=surroundings), [], 0
+    while len(found) < count:
+        pair = world.pair(number)
+        found += [pair] if pair.is_clear else []
+        number += 1
+    return found
+
+
+def lead(rows: list[dict[str, Any]], key: str, one: str, other: str) -> str:
+    at = {(row["judge"], row["seed"]): row[key] for row in rows if key in row}
+    gains = [at[one, s] - at[other, s] for name, s in at if name == one and (other, s) in at]
+    if not gains:
+        return ""
+    error = 1.96 * np.std(gains, ddof=1) / math.sqrt(len(gains)) if len(gains) > 1 else math.nan
+    return f"{np.mean(gains):+.3f} ± {error:.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True, help="runs that are there are not repeated")
+    parser.add_argument("--pairs", type=int, default=4000)
+    parser.add_argument("--heldout", type=int, default=600)
+    parser.add_argument("--iterations", type=int, default=15, help="of the policy")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    given = parser.parse_args()
+    sets = {
+        "known grounds": clear_pairs(0.0, given.heldout),
+        "other grounds": clear_pairs(1.0, given.heldout),
+    }
+    rows: list[dict[str, Any]] = []
+    for seed in given.seeds:
+        for name in JUDGES:
+            folder = given.output / f"seed{seed}" / "".join(c if c.isalnum() else "_" for c in name)
+            judge = trained(folder, name, given.pairs, seed)
+            row: dict[str, Any] = {"judge": name, "seed": seed}
+            row |= {key: accuracy(name, judge, pairs) for key, pairs in sets.items()}
+            if not JUDGES[name][0].endswith("pairs"):
+                row |= policy(folder.with_name(folder.name + "policy"), name, judge, seed, given.iterations)
+            rows.append(row)
+            (given.output / "table.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    keys = [*sets, "spread left", "verified after"]
+    table = Table("judge", *keys, title=f"{given.pairs} pairs, seeds {given.seeds}")
+    for name in JUDGES:
+        own = [row for row in rows if row["judge"] == name]
+        table.add_row(name, *[f"{np.mean([r[k] for r in own]):.3f}" if k in own[0] else "" for k in keys])
+    for one, other in LEADS:
+        table.add_row(f"{one} over {other}", *[lead(rows, key, one, other) for key in keys])
+    Console(width=200).print(table)
+
+
+if __name__ == "__main__":
+    main()

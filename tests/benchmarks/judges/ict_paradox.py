@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ICT paradox: does a richer picture of the same scene score lower, and what does a policy learn by that?
+
+    python tests/benchmarks/judges/ict_paradox.py --scenes 500
+    python tests/benchmarks/judges/ict_paradox.py --clutter --output runs/ict
+
+Each held-out scene satisfies its prompt and is drawn in all four styles, poorest to richest: what is shown is
+the same, richness alone differs. A CLIP score that takes detail which no prompt asks for as mismatch falls
+along the axis (Ba et al., arXiv 2507.19002). Beside it: the score truncated at θ, the towers that
+were trained on truncated labels (ICT), the head on the picture alone (HP), and their product. The last column
+asks whether a judge still tells a right picture from one of a prompt that differs in a word.
+
+With --clutter the case that the paper describes: prompts do not say that nothing else may be there, and the
+axis is 0 to 4 small extra objects of shapes that the prompt does not name, so that a right picture stays
+right. The packaged CLIP has seen none (specks, which are smaller than any object, alone). ICT learns from
+triples of which the third picture has clutter, with its labels truncated at θ, the median of the CLIP's
+cosines with right pictures; HP from the pairs of the same triples. Then a policy learns from each as its
+reward, and the verified accuracy and the objects beyond those asked for are counted on held-out prompts.
+
+Before it was run: the paradox is refuted where the interval of the CLIP's slope over clutter reaches 0; the
+cure where ICT's slope is not above the CLIP's, or where it tells right from wrong less often; its use as a
+reward where the verified accuracy that it comes to is not above the CLIP's, or its pictures have no more
+objects beyond those asked for (95 % intervals by bootstrap over scenes, or over prompts, paired).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from visalign.data.shapes.detector import detect
+from visalign.data.shapes.preferences import ShapesPreferences
+from visalign.data.shapes.prompts import COLORS, SHAPES, Record, heldout_prompts, train_prompts
+from visalign.data.shapes.render import render
+from visalign.data.shapes.scenes import SIZE, STYLES, Scene, SceneObject, sample_scene
+from visalign.data.shapes.verifier import judge as verdict
+from visalign.data.shapes.verifier import verify_scene
+from visalign.rewards import load_judge
+from visalign.rewards.scorers.clip_score import ClipScore
+from visalign.rewards.scorers.hp import Hp
+from visalign.rewards.scorers.ict import Ict
+from visalign.rewards.scorers.ict_hp import IctHp
+
+ROOT = Path(__file__).resolve().parents[3]
+DRAWS, CLIP = 1_000, "shapes-clip"
+MOST, EXTRA_RADIUS, GAP, BATCH = 4, (4.0, 5.5), 2.0, 64
+"""Extra objects at most, half of their extent and their distance from others in pixels; triples an update."""
+LEARNT = ("CLIP score", "ICT (trained)", "ICT · σ(HP)")
+"""What policies are rewarded by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """S scenes at A places of an axis, and wrong pictures that right ones are compared with."""
+
+    prompts: list[str]
+    places: list[str]
+    """Names of the axis's places, poorest first."""
+    pictures: np.ndarray
+    """uint8 [S, A, 64, 64, 3]."""
+    wrong: dict[str, tuple[np.ndarray, np.ndarray]]
+    """What is asked -> ([S] place of the right picture, uint8 [S, 64, 64, 3] the wrong one)."""
+
+
+def scene_pairs(scenes: int, seed: int, style: str | None = None) -> list[tuple[Record, Scene, Scene, Any]]:
+    """(record, scene of it, wrong scene of a near prompt, generator) of held-out prompts."""
+    world, rng = ShapesPreferences(seed, split="heldout"), np.random.default_rng([seed, 61])
+    found: list[tuple[Record, Scene, Scene, Any]] = []
+    while len(found) < scenes:
+        record = world.record(rng)
+        other = world.near(record, rng)
+        missed = style or STYLES[int(rng.integers(len(STYLES)))]
+        scene = sample_scene(record, rng, style=style or STYLES[0])
+        miss: Scene = sample_scene(other, rng, style=missed)
+        if not verify_scene(miss, record).correct:
+            found.append((record, scene, miss, rng))
+    return found
+
+
+def draw(scenes: int, seed: int) -> World:
+    """Scenes of held-out prompts, undistorted, in each style; a wrong picture in a random one."""
+    pairs = scene_pairs(scenes, seed)
+    styles = np.array([STYLES.index(miss.style) for _, _, miss, _ in pairs])
+    return World(
+        prompts=[record["prompt"] for record, _, _, _ in pairs],
+        places=list(STYLES),
+        pictures=np.array(
+            [[render(replace(scene, style=name)) for name in STYLES] for _, scene, _, _ in pairs]
+        ),
+        wrong={"right wins": (styles, np.array([render(miss) for _, _, miss, _ in pairs]))},
+    )
+
+
+def draw_clutter(scenes: int, seed: int) -> World:
+    """Scenes with 0 to 4 extra objects, and wrong ones with none or four."""
+    prompts, pictures, wrong = [], [], []
+    for record, scene, miss, rng in scene_pairs(2 * scenes, seed, style=STYLES[0]):
+        right, other = (cluttered(one, record, MOST, rng) for one in (scene, miss))
+        if right is None or other is None or len(prompts) == scenes:
+            continue  # no room for four
+        if verify_scene(miss, free(record)).correct:
+            continue  # too much alone was wrong with it
+        assert all(verify_scene(one, free(record)).correct for one in right)
+        assert not verify_scene(other[-1], free(record)).correct
+        prompts.append(record["prompt"])
+        pictures.append([render(one) for one in right])
+        wrong.append([render(other[count]) for count in (0, MOST)])
+    none, all_of_it = np.zeros(len(prompts), dtype=int), np.full(len(prompts), MOST)
+    plain, full = np.array(wrong).swapaxes(0, 1)
+    return World(
+        prompts=prompts,
+        places=[str(count) for count in range(MOST + 1)],
+        pictures=np.array(pictures),
+        wrong={
+            "right wins, no clutter": (none, plain),
+            "both cluttered": (all_of_it, full),
+            "right one alone cluttered": (all_of_it, plain),
+            "wrong one alone cluttered": (none, full),
+        },
+    )
+
+
+def free(record: Record) -> Record:
+    """The record without "nothing else may be there"."""
+    return {**record, "only": False}
+
+
+def cluttered(scene: Scene, record: Record, count: int, rng: np.random.Generator) -> list[Scene] | None:
+    """The scene with 0, 1, ... `count` small objects of shapes that neither it nor the record has."""
+    named = {entry["class"] for entry in record["include"]} | {item.shape for item in scene.objects}
+    shapes, found = [shape for shape in SHAPES if shape not in named], [scene]
+    for _ in range(200 if shapes else 0):
+        if len(found) > count:
+            return found
+        radius = float(rng.uniform(*EXTRA_RADIUS))
+        x, y = (float(v) for v in rng.uniform(radius + 1, SIZE - radius - 1, size=2))
+        there = found[-1].objects
+        if all(max(abs(x - o.x), abs(y - o.y)) > radius + o.radius + GAP for o in there):
+            shape, color = str(rng.choice(shapes)), str(rng.choice(COLORS))
+            extra = SceneObject(shape=shape, color=color, x=x, y=y, radius=radius)
+            found.append(replace(scene, objects=(*there, extra)))
+    return None
+
+
+def scores(judge: Any, pictures: np.ndarray, prompts: Sequence[str]) -> np.ndarray:
+    """[N] of a judge."""
+    found = judge.score(pictures, list(prompts))
+    assert bool(found.valid.all())
+    return found.value.double().numpy()
+
+
+def interval(values: np.ndarray, statistic: Callable[[np.ndarray], float], seed: int = 0) -> str:
+    """A number with its 95 % bootstrap interval over scenes."""
+    rng = np.random.default_rng(seed)
+    draws = [statistic(values[rng.integers(len(values), size=len(values))]) for _ in range(DRAWS)]
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return f"{statistic(values):+.3f} ({low:+.3f} to {high:+.3f})"
+
+
+def mean(values: np.ndarray) -> float:
+    """Over scenes."""
+    return float(values.mean())
+
+
+def line(name: str, judge: Any, world: World) -> str:
+    """One row: mean score by place, slope, share of richer wins, right against wrong."""
+    count, places = len(world.prompts), len(world.places)
+    each = scores(
+        judge,
+        world.pictures.reshape(-1, *world.pictures.shape[2:]),
+        [prompt for prompt in world.prompts for _ in world.places],
+    ).reshape(count, places)
+    richness = np.linspace(0.0, 1.0, places)
+    centred = richness - richness.mean()
+    slope = (each @ centred) / (centred @ centred) / each.std()
+    upper = np.triu_indices(places, 1)
+    sign = np.sign(each[:, upper[1]] - each[:, upper[0]])
+    shown = [slope, (sign.mean(1) + 1) / 2]
+    for place, pictures in world.wrong.values():
+        miss = scores(judge, pictures, world.prompts)
+        shown.append((np.sign(each[np.arange(count), place] - miss) + 1) / 2)
+    means = " | ".join(f"{value:.3f}" for value in each.mean(0))
+    return f"| {name} | {means} | {' | '.join(interval(values, mean) for values in shown)} |"
+
+
+def table(judges: dict[str, Any], world: World) -> None:
+    """What each judge says of the axis, and of right and wrong."""
+    print(
+        f"{len(world.prompts)} held-out scenes, each at {len(world.places)} places; 95 % by bootstrap "
+        "over scenes. Slope: of the score over the whole axis, in standard deviations of the judge's scores; "
+        "richer wins: of two places of a scene the richer one scores higher; right wins: over a picture of a "
+        "near prompt.\n"
+    )
+    print(f"| judge | {' | '.join([*world.places, 'slope', 'richer wins', *world.wrong])} |")
+    print("|---|" + "---|" * (len(world.places) + 2 + len(world.wrong)))
+    for name, judge in judges.items():
+        print(line(name, judge, world), flush=True)
+
+
+def command(*arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "visalign", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"visalign {' '.join(arguments)}: {done.stderr[-2000:]}")
+
+
+def triples(folder: Path, seed: int, count: int) -> dict[str, Path]:
+    """Tables of triples and of their pairs: a wrong picture, a right one, a right one with clutter."""
+    files = {name: folder / f"{name}.jsonl" for name in ("triples", "pairs")}
+    if all(file.is_file() for file in files.values()):
+        return files
+    world, rows = ShapesPreferences(seed), {name: list[dict[str, Any]]() for name in files}
+    (folder / "pictures").mkdir(parents=True, exist_ok=True)
+    number = 0
+    while len(rows["triples"]) < count:
+        rng, number = np.random.default_rng([seed, 62, number]), number + 1
+        record = world.record(rng)
+        wrong, right, more = (
+            sample_scene(one, rng, style=str(rng.choice(STYLES)))
+            for one in (world.near(record, rng), record, record)
+        )
+        rich = cluttered(more, record, int(rng.integers(1, MOST + 1)), rng)
+        if rich is None or verify_scene(wrong, free(record)).correct:
+            continue
+        names = [f"pictures/{number}_{place}.png" for place in range(3)]
+        for name, scene in zip(names, (wrong, right, rich[-1]), strict=True):
+            Image.fromarray(render(scene)).save(folder / name)
+        pair = {"prompt": record["prompt"], "image_left": names[0], "image_right": names[1], "label": 0.0}
+        rows["triples"].append({**pair, "image_refined": names[2]})
+        rows["pairs"] += [pair, {**pair, "image_left": names[1], "image_right": names[2]}]
+    for name, file in files.items():
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows[name]), encoding="utf-8")
+    return files
+
+
+def trained(folder: Path, given: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Judge -> (reward, its options) of those that learnt here."""
+    seed = given.seed
+    files = triples(folder, seed, given.triples)
+    theta = round(right_cosine(CLIP, seed), 2)
+    updates = given.triples // BATCH
+    for kind, changes in {
+        "ict": [f"data.theta={theta}", f"data.train={files['triples']}"],
+        "hp": [f"data.train={files['pairs']}", "data.kinds=[alignment,quality,richness,mixed]"],
+    }.items():  # fmt: skip
+        if not (folder / kind / "summary.json").is_file():
+            command(
+                "train-reward", f"shapes_{kind}", f"model.path={CLIP}", "data.size=null", "data.heldout=null",
+                "data.heldout_kinds=null", "data.surroundings=0", f"seed={seed}", *changes,
+                "optimizer.updates_per_iteration=1", f"optimizer.decay_updates={updates}",
+                f"run.iterations={updates}", "run.checkpoint_every=1000", "-o", str(folder / kind),
+            )  # fmt: skip
+    ict, hp = str(folder / "ict" / "judge"), str(folder / "hp" / "judge")
+    return {
+        "CLIP score": ("clip_score", {"model": CLIP}),
+        f"CLIP score, truncated at {theta:g}": ("ict", {"model": CLIP, "threshold": theta}),
+        "ICT (trained)": ("ict", {"model": ict}),
+        "HP (trained)": ("hp", {"model": hp}),
+        "ICT · σ(HP)": ("ict_hp", {"ict": ict, "hp": hp, "mode": "upstream"}),
+    }
+
+
+def right_cosine(clip: str, seed: int, count: int = 500) -> float:
+    """Median cosine of a CLIP for right pictures of training prompts: θ."""
+    world, rng = ShapesPreferences(seed), np.random.default_rng([seed, 63])
+    scenes = [sample_scene(world.record(rng), rng) for _ in range(count)]
+    pictures = np.array([render(scene) for scene in scenes])
+    return float(np.median(scores(Ict(clip), pictures, [scene.record["prompt"] for scene in scenes])))
+
+
+def policies(folder: Path, judges: dict[str, tuple[str, dict[str, Any]]], given: argparse.Namespace) -> None:
+    """A row per reward: verified accuracy and extra objects on held-out prompts, before and after."""
+    prompts = {}
+    held = heldout_prompts()
+    for name, records in (("train", train_prompts()), ("heldout", held), ("few", held[::40])):
+        prompts[name] = folder / f"{name}_prompts.jsonl"
+        rows = "".join(json.dumps(free(record)) + "\n" for record in records)
+        prompts[name].write_text(rows, encoding="utf-8")
+    loras: dict[str, list[str]] = {"before": []}
+    for name, (kind, options) in judges.items():
+        made = folder / "policies" / "".join(c if c.isalnum() else "_" for c in name)
+        if not (made / "summary.json").is_file():
+            command(
+                "train", "shapes_grpo_guard", f"data.train={prompts['train']}",
+                f"data.heldout={prompts['few']}",
+                f"rewards.terms={{judge: {{name: {kind}, options: {json.dumps(options)}}}}}",
+                f"seed={given.seed}", "evaluation.every=0", "rollout.prompts_per_iteration=12",
+                f"run.iterations={given.iterations}", "run.max_seconds=null", "-o", str(made),
+            )  # fmt: skip
+        loras[name] = ["--lora", str(made / "lora")]
+    found = {name: counted(folder / "samples" / str(n), prompts["heldout"], lora)
+             for n, (name, lora) in enumerate(loras.items())}  # fmt: skip
+    first = found["CLIP score"]
+    print("\n| reward | verified accuracy | over the CLIP's | extra objects | over the CLIP's |")
+    print("|---|---|---|---|---|")
+    for name, own in found.items():
+        gains = [
+            "" if name == "CLIP score" else interval((own - first)[:, column], mean) for column in range(2)
+        ]
+        print(
+            f"| {name} | {own[:, 0].mean():.3f} | {gains[0]} | {own[:, 1].mean():.3f} | {gains[1]} |",
+            flush=True,
+        )
+
+
+def counted(folder: Path, prompts: Path, lora: list[str]) -> np.ndarray:
+    """[P, 2] of held-out prompts: share of right pictures, mean number of extra objects."""
+    if not folder.is_dir():
+        command("sample", str(prompts), "--seeds", "0-1", *lora, "-o", str(folder))
+    records = [json.loads(row) for row in prompts.read_text(encoding="utf-8").splitlines()]
+    by_prompt: dict[str, list[tuple[float, float]]] = {record["prompt"]: [] for record in records}
+    wanted = {record["prompt"]: record for record in records}
+    rows = [json.loads(row) for row in (folder / "images.jsonl").read_text(encoding="utf-8").splitlines()]
+    pictures = np.array([np.array(Image.open(folder / row["image"]).convert("RGB")) for row in rows])
+    for row, objects in zip(rows, detect(pictures), strict=True):
+        record = wanted[row["prompt"]]
+        asked = sum(entry["count"] for entry in record["include"])
+        right = float(verdict(objects, record).correct)
+        by_prompt[row["prompt"]].append((right, float(max(len(objects) - asked, 0))))
+    return np.array([np.mean(each, axis=0) for each in by_prompt.values()])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--scenes", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--theta", type=float, default=0.7, help="of the truncation of the plain score")
+    parser.add_argument("--ict", default="shapes-ict")
+    parser.add_argument("--hp", default="shapes-hp")
+    parser.add_argument(
+        "--clutter", action="store_true", help="extra objects in place of styles; trains judges"
+    )
+    parser.add_argument("--output", type=Path, help="of --clutter: runs that are there are not repeated")
+    parser.add_argument("--triples", type=int, default=3200, help="that ICT learns from")
+    parser.add_argument("--iterations", type=int, default=15, help="of the policies; 0: none")
+    given = parser.parse_args()
+    if given.clutter:
+        if given.output is None:
+            parser.error("--clutter trains judges; give --output FOLDER.")
+        torch.set_num_threads(1)
+        folder = given.output.resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        rewards = trained(folder, given)
+        judges = {name: load_judge(kind, **options) for name, (kind, options) in rewards.items()}
+        table(judges, draw_clutter(given.scenes, given.seed))
+        if given.iterations:
+            policies(folder, {name: rewards[name] for name in LEARNT}, given)
+        return
+    table(
+        {
+            "CLIP score": ClipScore("shapes-clip"),
+            f"CLIP score, truncated at {given.theta:g}": Ict("shapes-clip", threshold=given.theta),
+            "ICT (trained)": Ict(given.ict),
+            "HP (trained)": Hp(given.hp),
+            "ICT · σ(HP)": IctHp(given.ict, given.hp, mode="upstream"),
+        },
+        draw(given.scenes, given.seed),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Votes of a judge that writes, with and without a trained meta judge that says which of them are right.
+
+    python tests/benchmarks/judges/meta_judge.py --output runs/meta --seeds 0 1 2
+
+The packaged vision-language model is asked whether a picture shows its prompt, answers at temperature 1 with
+yes or no and the reason, and does so several times for pictures of training prompts. A vote is right where
+the verifier says the same; the meta judge, the packaged model again, learns which are by cross-entropy (SPCT,
+arXiv 2504.02495). Of held-out pairs, of which one picture shows the prompt and the other does not, each
+picture gets K votes; the sum of all is set against the sum of the half of them that the meta judge rates
+highest, as `deepseek_grm` does it with k_meta. Beside it: the meta judge before its training, half of the
+votes by lot, the half that is right where there is one, which no meta judge can beat, and P(yes) of the
+judge itself, which needs no votes. Pictures have the packaged model's distortions and surroundings.
+
+That a meta judge is worth having is refuted where the interval of what the half that it keeps leads by over
+all K votes holds 0: 95 %, by bootstrap over the pairs of all seeds, paired.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
+
+from visalign.data.shapes.preferences import ShapesPair, ShapesPreferences
+from visalign.data.shapes.verifier import verify_scene
+from visalign.pipelines.jobs import load_job
+from visalign.rewards import load_judge
+from visalign.rewards.base.images import load_images
+from visalign.rewards.chat.deepseek_grm import DeepSeekGRM
+from visalign.rewards.reading.numbers import AnswerError
+from visalign.rewards.vlm.requests import Query
+
+MODEL, QUESTION = "shapes-vlm", "Does the picture show {prompt}? Answer, then say why."
+WORLD: dict[str, Any] = {"kinds": ("alignment", "mixed"), "surroundings": 0.7}
+SAMPLES, TOKENS = 4, 40
+"""Votes of each picture that the meta judge learns from; tokens of one at most."""
+
+
+def done(name: str, folder: Path, *changes: str) -> dict[str, Any]:
+    """The summary of a job, which is run where it is not there."""
+    if not (folder / "summary.json").is_file():
+        job = load_job(name, [change for change in changes if change])
+        job.run(job.config, output=folder)
+    return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+
+
+def voted(folder: Path, name: str, split: str, seed: int, count: int) -> Path:
+    """A file of judged votes on pictures, each the first or second of a pair by lot."""
+    made = folder / name
+    if not (made / "summary.json").is_file():
+        world, rng, rows = ShapesPreferences(seed, split=split, **WORLD), np.random.default_rng(seed), []
+        pictures = folder / f"{name}_pictures"
+        pictures.mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            pair, side = world.pair(number), int(rng.integers(2))
+            place = pictures / f"{number}.png"
+            Image.fromarray(pair.pictures()[side]).save(place)
+            rows.append({"image": str(place), "prompt": pair.prompt, "mos": float(shown(pair)[side])})
+        table = folder / f"{name}.jsonl"
+        table.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        done(
+            "text_sample", made, f"model.path={MODEL}", f"data.train={table}", f"data.size={count}",
+            f"data.question={QUESTION}", f"seed={seed}", f"rollout.samples={SAMPLES}",
+            "rollout.temperatures=[1.0]", f"rollout.max_new_tokens={TOKENS}", "selection.rule=all",
+            "rewards.terms={rating: {options: {reads: yes_no, rule: regression}}}",
+        )  # fmt: skip
+    return made / "dataset.jsonl"
+
+
+def shown(pair: ShapesPair) -> tuple[bool, bool]:
+    """Whether each picture shows the prompt."""
+    left, right = (verify_scene(scene, pair.record).correct for scene in (pair.left, pair.right))
+    return left, right
+
+
+def meta_judge(folder: Path, seed: int, votes: Path, heldout: Path) -> Path:
+    """The folder of the meta judge."""
+    made = folder / "meta"
+    given = [f"data.train={votes}", f"data.heldout={heldout}", f"seed={seed}"]
+    print(f"seed {seed}: {done('shapes_meta_judge', made, *given)['after']}", flush=True)
+    return made / "judge"
+
+
+def asked(metas: dict[str, str], pairs: list[ShapesPair], votes: int) -> dict[str, np.ndarray]:
+    """ "votes", the meta judges' names and "P(yes)" -> [2 N, K], left pictures first; NaN: cannot be read."""
+    prompts = [pair.prompt for pair in pairs] * 2
+    both = [pair.pictures() for pair in pairs]
+    images = [
+        i for i in load_images([two[side] for side in range(2) for two in both]).images if i is not None
+    ]
+    queries = [Query(images=[i], prompt=p) for i, p in zip(images, prompts, strict=True)]
+    options: dict[str, Any] = {"model": MODEL, "template": QUESTION, "reads": "yes_no"}
+    found: dict[str, np.ndarray] = {"votes": np.full((len(images), votes), np.nan)}
+    readable: list[list[tuple[float, str]]] = []
+    for name, meta in metas.items():
+        judge = DeepSeekGRM(answers=votes, k_meta=votes // 2, meta=meta, max_new_tokens=TOKENS, **options)
+        if not readable:
+            drawn = judge.server.ask(judge.template, queries, read=judge.read, **judge.drawing)
+            readable = [[one for one in row if not isinstance(one, AnswerError)] for row in drawn]
+            readable = [row if len(row) >= judge.least else [] for row in readable]
+        found[name] = np.full((len(images), votes), np.nan)
+        for place, (row, said) in enumerate(zip(readable, judge._meta(queries, readable), strict=True)):
+            found["votes"][place, : len(row)] = [score for score, _ in row]
+            found[name][place, : len(row)] = [np.nan if isinstance(m, AnswerError) else m for m in said]
+        mine = summed(found["votes"], found[name], votes // 2)
+        scores = judge.score(images[:20], prompts[:20]).value.double().numpy()  # what users get
+        np.testing.assert_allclose(scores, votes // 2 * mine[:20], rtol=1e-5)
+    plain: Any = load_judge("reward_dance", model=MODEL, decision_first=True)
+    found["P(yes)"] = plain.score(images, prompts).value.double().numpy()[:, None]
+    return found
+
+
+def summed(votes: np.ndarray, order: np.ndarray, kept: int) -> np.ndarray:
+    """Mean of the `kept` votes of highest `order`, [2 N]; NaN where too few can be read."""
+    order = np.where(np.isnan(votes) | np.isnan(order), -np.inf, order)
+    best = np.argsort(-order, axis=1, kind="stable")[:, :kept]
+    chosen = np.take_along_axis(votes, best, 1)
+    known = np.isfinite(np.take_along_axis(order, best, 1))
+    total = np.where(known, chosen, 0.0).sum(1)
+    return np.where(known.any(1), total / np.maximum(known.sum(1), 1), np.nan)
+
+
+def hits(value: np.ndarray, better: np.ndarray) -> np.ndarray:
+    """Whether each pair is the right way round; a tie, or a picture without votes, is half right."""
+    left, right = np.split(value, 2)
+    return (1 + np.nan_to_num(np.sign(left - right)) * better) / 2
+
+
+def one_seed(output: Path, seed: int, given: argparse.Namespace) -> dict[str, np.ndarray]:
+    """Way of summing -> whether each pair is right."""
+    folder = output if seed == 0 else output / f"seed{seed}"
+    votes = voted(folder, "votes", "train", seed, given.pictures)
+    heldout = voted(folder, "heldout", "heldout", seed, 100)
+    meta = meta_judge(folder, seed, votes, heldout)
+    pairs = told_apart(seed, given.heldout)
+    found = asked({"trained": str(meta), "untrained": MODEL}, pairs, given.votes)
+    truth = np.array([shown(pair) for pair in pairs]).astype(float)
+    better, each = np.sign(truth[:, 0] - truth[:, 1]), truth.T.reshape(-1)
+    drawn, half = found["votes"], given.votes // 2
+    lots = np.random.default_rng(seed).random(drawn.shape)
+    orders = {
+        f"all {given.votes} votes": (lots, given.votes),
+        f"{half} by the meta judge": (found["trained"], half),
+        f"{half} by the untrained one": (found["untrained"], half),
+        f"{half} by lot": (lots, half),
+        f"{half} that are right, where there are": (-np.abs(drawn - each[:, None]), half),
+        "1 by the meta judge": (found["trained"], 1),
+        "1 by lot": (lots, 1),
+    }
+    print(f"seed {seed}: {np.isnan(drawn).mean():.4f} of the votes cannot be read; "
+          f"{np.nanmean(drawn == each[:, None]):.3f} are right", flush=True)  # fmt: skip
+    rows = {name: hits(summed(drawn, *how), better) for name, how in orders.items()}
+    return rows | {"P(yes), no votes": hits(found["P(yes)"][:, 0], better)}
+
+
+def told_apart(seed: int, count: int) -> list[ShapesPair]:
+    """Held-out pairs of which one picture shows the prompt."""
+    world, found, number = ShapesPreferences(seed + 100, split="heldout", **WORLD), [], 0
+    while len(found) < count:
+        pair = world.pair(number)
+        found += [pair] if sum(shown(pair)) == 1 else []
+        number += 1
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True, help="runs that are there are not repeated")
+    parser.add_argument("--pictures", type=int, default=1500, help="with votes to learn from")
+    parser.add_argument("--heldout", type=int, default=500, help="pairs")
+    parser.add_argument("--votes", type=int, default=8, help="K")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    seeds = [one_seed(given.output.resolve(), seed, given) for seed in given.seeds]
+    rows = {name: np.concatenate([found[name] for found in seeds]) for name in seeds[0]}
+    first = next(iter(rows.values()))
+    places = np.random.default_rng(0).integers(len(first), size=(10_000, len(first)))
+    print("| the sum of | accuracy | over all votes |\n|---|---|---|")
+    for name, right in rows.items():
+        each = ", ".join(f"{found[name].mean():.3f}" for found in seeds)
+        low, high = np.quantile((right - first)[places].mean(1), [0.025, 0.975])
+        gain = "" if right is first else f"{(right - first).mean():+.3f} ({low:+.3f} to {high:+.3f})"
+        print(f"| {name} | {right.mean():.3f} ({each}) | {gain} |")
+
+
+if __name__ == "__main__":
+    main()

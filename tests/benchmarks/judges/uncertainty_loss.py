@@ -1,0 +1,470 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Three losses for a judge that says how sure it is, side by side on the same noisy votes.
+
+The packaged vision-language model is frozen; its hidden states at three questions (what the picture shows,
+its quality, its style) are computed once, and one head of HPSv3's kind is trained on them per loss: the
+likelihood by quadrature, Bradley-Terry, and the Monte-Carlo form of HPSv3's released code. Votes of an
+annotator are noisier where a picture is degraded, so a standard deviation can be right or wrong.
+
+    python tests/benchmarks/judges/uncertainty_loss.py --pairs 20000
+    python tests/benchmarks/judges/uncertainty_loss.py --pairs 6000 --labels
+    python tests/benchmarks/judges/uncertainty_loss.py --pairs 5000 --heldout 2000 --clutter
+
+With --labels Bradley-Terry alone, on pairs of one, three or nine votes, which are told to it in four ways.
+That soft labels and counts of votes beat a filter by agreement is refuted where the interval of what it loses
+against them holds 0.
+
+With --clutter the noise can be known from the pictures and goes with nothing else (`ClutteredPairs`). That a
+likelihood with a deviation is worth having is refuted where σ does not rank the noise, or where it tells
+errors no better than chance among pairs of equal lead, or costs accuracy or likelihood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from visalign.core.preference.uncertainty import soft_clamp
+from visalign.data.shapes.preferences import ShapesPair, ShapesPreferences, annotator_noise
+from visalign.data.shapes.render import render
+from visalign.data.shapes.surroundings import with_specks
+from visalign.evaluation.statistics.correlations import srcc
+from visalign.pipelines.train_reward.examples import (
+    Example,
+    Examples,
+    as_image,
+    pair_batch,
+    pair_images,
+    shapes_pairs,
+)
+from visalign.rewards.hpsv3.head import RanknetHead
+from visalign.rewards.hpsv3.judge import HPSv3
+from visalign.rewards.questions.reward_dance import YES_NO
+from visalign.rewards.questions.visual_quality_r1 import RATING
+from visalign.rewards.vlm.engine import Query, VisionLanguageEngine
+from visalign.training.loop.trainer import RunSettings, Trainer
+from visalign.training.reward.batch import Outputs, RewardBatch
+from visalign.training.reward.heldout import HeldoutPairs, auroc, judge_pairs, lead_stratum, pair_measures
+from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimizerSettings
+from visalign.training.reward.tasks import TASKS
+from visalign.training.reward.trainer import RewardModeling
+
+LOSSES = {
+    "uncertainty": "likelihood by quadrature",
+    "bradley_terry": "Bradley-Terry",
+    "upstream_monte_carlo": "Monte Carlo of ln σ(z), as released",
+}
+LABELS = {
+    "shares of the votes": "pair",
+    "shares, each pair as often as it has votes": "votes",
+    "majority": "pair",
+    "majority, pairs of at least 95 % agreement alone": "pair",
+}
+"""How votes become labels -> `pair_weight`."""
+BATCH, DRAWS = 64, 500
+SPECK_NOISE, ANNOTATORS = 0.15, 9
+"""Standard deviation that each speck adds to how an annotator sees a picture's utility; voters per pair."""
+
+
+@torch.no_grad()
+def features_of(engine: VisionLanguageEngine, pairs: Examples, chunk: int = 50) -> tuple[Tensor, RewardBatch]:
+    """[2 N, D] hidden states (left pictures, then right ones), and the labels of the N pairs.
+
+    Args:
+        engine: frozen.
+        pairs: the set.
+        chunk: pairs at a time.
+    """
+    shows, rating = engine.template("yes_no", YES_NO), engine.template("rating", RATING)
+    style = engine.template("checklist", YES_NO)
+    sides: tuple[list[Tensor], list[Tensor]] = ([], [])
+    examples = []
+    for start in range(0, len(pairs), chunk):
+        part = [pairs[n] for n in range(start, min(start + chunk, len(pairs)))]
+        images, prompts = pair_images(part), [example.prompt for example in part] * 2
+        asked = {"question": "Is the background textured?"}
+        columns = [
+            engine.hidden(
+                template,
+                [Query(images=[i], prompt=p, fields=asked) for i, p in zip(images, prompts, strict=True)],
+            )
+            for template in (shows, rating, style)
+        ]
+        states = torch.cat([column.states for column in columns], 1)
+        for side, rows in zip(sides, states.split(len(part)), strict=True):
+            side.append(rows)
+        examples += [replace(example, images=()) for example in part]
+    return torch.cat([*sides[0], *sides[1]]), pair_batch(None, examples, heldout=True)
+
+
+def kept_features(engine: VisionLanguageEngine, pairs: Examples, file: Path | None) -> FeaturePairs:
+    """Features and labels of pairs, from a file that an earlier call left where there is one.
+
+    Args:
+        engine: frozen.
+        pairs: the set.
+        file: where they are kept; None keeps nothing.
+    """
+    if file is None or not file.is_file():
+        features, labels = features_of(engine, pairs)
+        assert labels.label is not None and labels.votes is not None and labels.clear is not None
+        tensors = {"features": features, "label": labels.label, "votes": labels.votes, "clear": labels.clear}
+        if file is not None:
+            save_file(tensors, file)
+    else:
+        tensors = load_file(file)
+    count = len(tensors["label"])
+    if count != len(pairs):
+        raise SystemExit(f"{file} holds {count} pairs, and {len(pairs)} are asked for; remove it.")
+    labels = RewardBatch(
+        inputs=None, size=count, label=tensors["label"], votes=tensors["votes"], clear=tensors["clear"]
+    )
+    return FeaturePairs(tensors["features"], labels)
+
+
+class ClutteredPairs:
+    """Pairs of which half of the pictures have 1 to 10 specks, and whose votes are noisier for them.
+
+    Each annotator sees u + s ε with s = `annotator_noise` + `SPECK_NOISE` times the number of specks, which
+    change nothing of the truth; the last annotator tosses a coin. All but the coin can be seen in the
+    pictures, and specks go with neither picture's utility.
+    """
+
+    def __init__(self, seed: int, split: str) -> None:
+        self._world, self._seed = ShapesPreferences(seed, split=split), seed
+
+    def drawn(self, number: int) -> tuple[ShapesPair, np.random.Generator]:
+        """Pair `number`, and the generator of its votes."""
+        pair, rng = self._world.pair(number), np.random.default_rng([self._seed, 71, number])
+        left, right = (
+            with_specks(scene, rng) if rng.random() < 0.5 else scene for scene in (pair.left, pair.right)
+        )
+        noise = [annotator_noise(scene) + SPECK_NOISE * len(scene.specks) for scene in (left, right)]
+        return replace(pair, left=left, right=right, noise=(noise[0], noise[1])), rng
+
+    def example(self, number: int) -> Example:
+        """The pair with its votes."""
+        pair, rng = self.drawn(number)
+        seen = rng.normal(pair.utility, pair.noise, size=(ANNOTATORS - 1, 2))
+        won = int((seen[:, 0] > seen[:, 1]).sum()) + int(rng.integers(2))
+        return Example(
+            prompt=pair.prompt,
+            images=tuple(as_image(render(scene)) for scene in (pair.left, pair.right)),
+            label=won / ANNOTATORS,
+            truth=(1 + np.sign(pair.utility[0] - pair.utility[1])) / 2,
+            clear=pair.is_clear,
+            votes=(won, ANNOTATORS - won, 0),
+        )
+
+    def noise(self, count: int) -> Tensor:
+        """[count] standard deviation of the difference that a careful annotator sees."""
+        return torch.tensor([float(np.hypot(*self.drawn(n)[0].noise)) for n in range(count)])
+
+    def examples(self, count: int) -> Examples:
+        """The first `count`."""
+        return Examples(count=count, example=self.example, prompts=frozenset())
+
+
+@torch.no_grad()
+def judged_by(place: str, pairs: Examples, chunk: int = 100) -> HeldoutPairs:
+    """What a trained judge of HPSv3's kind says of pairs.
+
+    Args:
+        place: its folder or packaged name.
+        pairs: the set.
+        chunk: pairs at a time.
+    """
+    judge, parts = HPSv3(place, feature_bytes=1 << 20), []
+    for start in range(0, len(pairs), chunk):
+        part = [pairs[n] for n in range(start, min(start + chunk, len(pairs)))]
+        found = judge.score(pair_images(part), [example.prompt for example in part] * 2)
+        assert found.std is not None and bool(found.valid.all())
+        said = {"value": found.value, "log_std": found.std.log()}
+        parts.append(pair_batch(said, part, heldout=True))
+    return judge_pairs(_Said(), parts, TASKS["uncertainty"])
+
+
+class _Said(nn.Module):
+    """A judge that has spoken already."""
+
+    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return []
+
+    def forward(self, inputs: Outputs) -> Outputs:
+        return inputs
+
+
+class HeadJudge(nn.Module):
+    """A head on given features."""
+
+    def __init__(self, width: int, mean: Tensor, std: Tensor, seed: int) -> None:
+        super().__init__()
+        self.mean, self.std = mean, std
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.head = RanknetHead(width, hidden=(256, 16))
+
+    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.named_parameters())
+
+    def forward(self, inputs: Tensor) -> Outputs:
+        found = self.head((inputs - self.mean) / self.std)
+        return {"value": found[:, 0], "log_std": soft_clamp(found[:, 1])}
+
+
+class FeaturePairs:
+    """Batches of pairs whose features are known."""
+
+    def __init__(self, features: Tensor, labels: RewardBatch, seed: int = 0) -> None:
+        self.features, self.labels, self.seed = features, labels, seed
+
+    def batch(self, number: int, part: tuple[int, int] = (0, 1)) -> Iterator[RewardBatch]:
+        """A draw of pairs without repeats; their votes alone are known."""
+        total = self.labels.size
+        chosen = np.random.default_rng([self.seed, number]).choice(total, BATCH, replace=False)
+        yield self.rows(torch.from_numpy(chosen))
+
+    def rows(self, chosen: Tensor) -> RewardBatch:
+        """These pairs."""
+        assert self.labels.label is not None and self.labels.votes is not None
+        assert self.labels.clear is not None
+        both = torch.cat([self.features[chosen], self.features[chosen + self.labels.size]])
+        return RewardBatch(
+            inputs=both,
+            size=len(chosen),
+            left=torch.arange(len(chosen)),
+            right=torch.arange(len(chosen), 2 * len(chosen)),
+            label=self.labels.label[chosen],
+            votes=self.labels.votes[chosen],
+            clear=self.labels.clear[chosen],
+        )
+
+
+def train_head(
+    task: str, train: FeaturePairs, epochs: float, lr: float, seed: int, **settings: Any
+) -> HeadJudge:
+    """A head trained with one loss; all losses see the same batches from the same start."""
+    features = train.features
+    judge = HeadJudge(features.shape[1], features.mean(0), features.std(0) + 1e-4, seed)
+    updates = int(epochs * train.labels.size / BATCH)
+    plain: dict[str, Any] = {"smoothing": 0.0, **settings}
+    with tempfile.TemporaryDirectory() as folder:
+        Trainer(
+            RewardModeling(
+                judge,
+                train,
+                objective=RewardObjectiveSettings(task=task, **plain),
+                accelerator=Accelerator(cpu=True),
+                seed=seed,
+            ),
+            optimizer=RewardOptimizerSettings(
+                lr=lr,
+                warmup_updates=50,
+                decay_updates=updates,
+                updates_per_iteration=updates,
+                weight_decay=1e-3,
+            ),
+            run=RunSettings(folder=Path(folder), iterations=1, config={}),
+        ).train()
+    return judge
+
+
+def auroc_interval(
+    score: Tensor, wrong: Tensor, stratum: Tensor, seed: int = 0
+) -> tuple[float, float, float]:
+    """AUROC with its 95 % bootstrap interval over pairs."""
+    rng = np.random.default_rng(seed)
+    draws = []
+    for _ in range(DRAWS):
+        rows = torch.from_numpy(rng.integers(len(score), size=len(score)))
+        draws.append(auroc(score[rows], wrong[rows], stratum[rows]))
+    low, high = np.nanquantile(draws, [0.025, 0.975])
+    return auroc(score, wrong, stratum), float(low), float(high)
+
+
+def row_of(task: str, found: HeldoutPairs) -> str:
+    """One line of the table."""
+    measures = pair_measures(found)
+    cells = [f"{measures[name]:.4f}" for name in ("accuracy", "accuracy_all", "nll", "ece")]
+    if task == "bradley_terry":
+        return f"| {LOSSES.get(task, task)} | {' | '.join(cells)} | – | – | – |"
+    assert found.std is not None
+    voted = (found.share != 0.5) & (found.difference != 0)  # the same picture twice is nobody's error
+    difference, std = found.difference[voted], found.std[voted]
+    wrong = torch.sign(difference) != torch.sign(found.share[voted] - 0.5)
+    cells.append(f"{measures['std_mean']:.3f}")
+    for stratum in (torch.zeros(len(std)), lead_stratum(difference)):
+        middle, low, high = auroc_interval(std, wrong, stratum)
+        cells.append(f"{middle:.3f} ({low:.3f} to {high:.3f})")
+    return f"| {LOSSES.get(task, task)} | {' | '.join(cells)} |"
+
+
+def labelled(train: FeaturePairs, kind: str, seed: int) -> FeaturePairs:
+    """The pairs with one, three or nine of their votes, by lot, as labels of a kind."""
+    labels, rng = train.labels, np.random.default_rng([seed, 5])
+    assert labels.votes is not None and labels.label is not None and labels.clear is not None
+    votes = labels.votes.numpy().astype(int)
+    asked = rng.choice((1, 3, 9), len(votes))
+    won = rng.hypergeometric(votes[:, 0], votes[:, 1], asked)
+    kept = np.ones(len(votes), dtype=bool)
+    counts = np.stack((won, asked - won), 1)
+    if kind.startswith("majority"):
+        kept = np.maximum(won, asked - won) >= (0.95 * asked if "95" in kind else 0)
+        counts = np.stack((2 * won > asked, 2 * won < asked), 1).astype(int)
+    chosen = torch.from_numpy(np.flatnonzero(kept))
+    given = torch.from_numpy(np.concatenate((counts, 0 * counts[:, :1]), 1)).float()
+    own = replace(
+        labels,
+        size=len(chosen),
+        label=(given[:, 0] / given.sum(1))[chosen],
+        votes=given[chosen],
+        clear=labels.clear[chosen],
+    )
+    both = train.features.view(2, labels.size, -1)[:, chosen]
+    return FeaturePairs(both.flatten(0, 1), own, seed)
+
+
+def compare_labels(
+    train: FeaturePairs, held: FeaturePairs, epochs: float, lr: float, seeds: Sequence[int]
+) -> None:
+    """A row per way of labelling; as many updates for each."""
+    names = ("accuracy", "accuracy_all", "nll", "ece")
+    updates = epochs * train.labels.size
+    found: dict[str, np.ndarray] = {}
+    pairs = {}
+    for kind, weight in LABELS.items():
+        rows = []
+        for seed in seeds:
+            own = labelled(train, kind, seed)
+            pairs[kind] = own.labels.size
+            judge = train_head("bradley_terry", own, updates / own.labels.size, lr, seed, pair_weight=weight)
+            said = judge_pairs(judge, [held.rows(torch.arange(held.labels.size))], TASKS["bradley_terry"])
+            rows.append([pair_measures(said)[name] for name in names])
+        found[kind] = np.array(rows)
+    first = next(iter(found.values()))
+    print(f"| labels | pairs | {' | '.join(names)} |\n|---|---|{'---|' * len(names)}")
+    for kind, rows in found.items():
+        cells = []
+        for column in range(len(names)):
+            gap = rows[:, column] - first[:, column]
+            error = 1.96 * gap.std(ddof=1) / len(gap) ** 0.5 if len(gap) > 1 else float("nan")
+            own = f"{rows[:, column].mean():.4f}"
+            cells.append(own if rows is first else f"{own} ({gap.mean():+.4f} ± {error:.4f})")
+        print(f"| {kind} | {pairs[kind]} | {' | '.join(cells)} |", flush=True)
+
+
+def compare_under_noise(given: argparse.Namespace) -> None:
+    """A row per loss: means over seeds of data and heads, each seed's number in brackets."""
+    engine = VisionLanguageEngine.from_pretrained(given.model, feature_bytes=1 << 20)
+    found: dict[str, list[dict[str, float]]] = {task: [] for task in LOSSES}
+    for seed in given.seeds:
+        sets = []
+        for split, count in (("train", given.pairs), ("heldout", given.heldout)):
+            file = None if given.cache is None else given.cache / f"clutter_{seed}_{split}.safetensors"
+            sets.append(kept_features(engine, ClutteredPairs(seed, split).examples(count), file))
+        noise = ClutteredPairs(seed, "heldout").noise(given.heldout)
+        for task in LOSSES:
+            judge = train_head(task, sets[0], given.epochs, given.lr, seed)
+            said = judge_pairs(judge, [sets[1].rows(torch.arange(given.heldout))], TASKS[task])
+            found[task].append(noise_measures(task, said, noise))
+            print(f"seed {seed}, {task}: {found[task][-1]}", flush=True)
+    names = list(next(iter(found.values()))[0])
+    print(f"\n| loss | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
+    for task, rows in found.items():
+        cells = []
+        for name in names:
+            values = [row[name] for row in rows]
+            each = ", ".join(f"{value:.3f}" for value in values)
+            cells.append("" if np.isnan(values).all() else f"{np.mean(values):.3f} ({each})")
+        print(f"| {LOSSES[task]} | {' | '.join(cells)} |")
+
+
+def noise_measures(task: str, said: HeldoutPairs, noise: Tensor) -> dict[str, float]:
+    """`pair_measures`, and the rank correlation of σ with the true noise, over all and among equal leads."""
+    measures = pair_measures(said)
+    names = ("accuracy", "accuracy_all", "nll", "ece")
+    found = {name: measures[name] for name in names}
+    if task == "bradley_terry" or said.std is None:
+        return found | dict.fromkeys(("noise", "noise_lead", "auroc", "auroc_lead"), float("nan"))
+    lead = lead_stratum(said.difference).numpy()
+    std, truth = said.std.numpy(), noise.numpy()
+    within = [srcc(std[lead == place], truth[lead == place]) for place in np.unique(lead)]
+    return found | {
+        "noise": float(srcc(std, truth)),
+        "noise_lead": float(np.mean(within)),
+        "auroc": measures["std_auroc_votes"],
+        "auroc_lead": measures["std_auroc_lead"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Three losses for an uncertain judge.")
+    parser.add_argument("--pairs", type=int, default=20_000)
+    parser.add_argument("--heldout", type=int, default=4_000)
+    parser.add_argument("--epochs", type=float, default=20.0)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--model", default="shapes-vlm")
+    parser.add_argument("--judge", help="also measure this trained judge; with --pairs 0 it alone")
+    parser.add_argument("--cache", type=Path, help="folder that keeps the features")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--labels", action="store_true", help="compare ways of labelling, not losses")
+    parser.add_argument("--clutter", action="store_true", help="votes whose noise can be seen: specks")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of --labels and --clutter")
+    given = parser.parse_args()
+    if given.clutter:
+        if given.cache is not None:
+            given.cache.mkdir(parents=True, exist_ok=True)
+        compare_under_noise(given)
+        return
+    heldout = shapes_pairs(given.seed + 7, given.heldout, split="heldout")
+    if given.labels:
+        compare_labels(*features(given, heldout), given.epochs, given.lr, given.seeds)
+        return
+    head = "accuracy, clear truth | accuracy, all | NLL | ECE | mean σ of a pair"
+    print(
+        f"{given.pairs} pairs with 9 votes each, {given.epochs:g} epochs; {given.heldout} held-out pairs; "
+        "accuracy against the noise-free truth, likelihood and calibration against the votes.\n\n"
+        f"| loss | {head} | AUROC of σ for errors against the votes | at equal lead |\n"
+        "|---|---|---|---|---|---|---|---|",
+        flush=True,
+    )
+    if given.judge is not None:
+        print(row_of(given.judge, judged_by(given.judge, heldout)), flush=True)
+    if given.pairs:
+        compare_losses(given, heldout)
+
+
+def features(given: argparse.Namespace, heldout: Examples) -> tuple[FeaturePairs, FeaturePairs]:
+    """What the losses learn from, and what they are measured on."""
+    engine = VisionLanguageEngine.from_pretrained(
+        given.model, feature_bytes=1 << 20, max_tokens_per_batch=1 << 15
+    )
+    cache: list[Path | None] = [None, None]
+    if given.cache is not None:
+        given.cache.mkdir(parents=True, exist_ok=True)
+        cache = [given.cache / f"{name}.safetensors" for name in ("train", "heldout")]
+    train = kept_features(engine, shapes_pairs(given.seed, given.pairs), cache[0])
+    return train, kept_features(engine, heldout, cache[1])
+
+
+def compare_losses(given: argparse.Namespace, heldout: Examples) -> None:
+    """A row per loss."""
+    train, held = features(given, heldout)
+    for task in LOSSES:
+        judge = train_head(task, train, given.epochs, given.lr, given.seed)
+        found = judge_pairs(judge, [held.rows(torch.arange(given.heldout))], TASKS[task])
+        print(row_of(task, found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From votes to a policy: simulated votes, collect's export, a judge trained on it, a policy trained by that.
+
+    python tests/benchmarks/judges/votes_to_policy.py --output runs/votes --votes 300 --seeds 0 1 2
+
+Pictures of training prompts by the packaged generator, four to a prompt; pairs of them go to three voters
+through the file of votes. A voter prefers the picture that the verifier finds nearer to its prompt with
+probability σ(γ (u_left − u_right)), u in [0, 1]; γ is 12, 6 and 0, so the third clicks without looking. The
+export trains a judge from the packaged vision-language model, which no vote has touched before: one that says
+yes or no, of which the model knows something already, or HPSv3's head, which begins with nothing. The
+quickstart's trainer follows that judge alone, without the guided reference that would draw it up whatever the
+judge says. Held-out prompts are checked by the verifier. The claim is
+refuted where the interval of the gain holds 0. Beside it: the yes/no judge untrained, in the same trainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
+
+from visalign.data.shapes.prompts import Record, heldout_prompts, parse_prompt, train_prompts
+from visalign.pipelines.collect.store import Plan, VoteStore
+from visalign.pipelines.collect.tasks import Form, read_tasks
+from visalign.pipelines.collect.votes import exported, votes_of, write_rows
+from visalign.rewards.catalogue import load_reward
+
+VOTERS = {"careful": 12.0, "quick": 6.0, "careless": 0.0}
+PICTURES = 4
+"""Of each prompt."""
+
+
+def command(*arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "visalign", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"visalign {' '.join(arguments)}: {done.stderr[-2000:]}")
+
+
+def pictures(folder: Path, known: list[Record], prompts: int, seed: int) -> None:
+    """Samples of the packaged generator, with their records."""
+    order = torch.randperm(len(known), generator=torch.Generator().manual_seed(seed)).tolist()
+    records = folder.with_suffix(".jsonl")
+    lines = [json.dumps(known[place]) for place in order[:prompts]]
+    records.parent.mkdir(parents=True, exist_ok=True)
+    records.write_text("".join(f"{line}\n" for line in lines))
+    command("sample", str(records), "-o", str(folder), "--seeds", f"0-{PICTURES - 1}", "--batch-size", "96")
+
+
+def collect(folder: Path, path: Path, votes: int, seed: int) -> None:
+    """Simulated voters answer what the file of votes hands them."""
+    tasks = read_tasks([str(folder)], single=False, per_prompt=PICTURES, seed=seed)[:votes]
+    store = VoteStore.make(path, tasks, Form(), Plan(votes=1, repeat_every=0, seed=seed))
+    images = sorted({image for task in tasks for image in task.images})
+    said = {image: task for task in tasks for image in task.images}
+    scores = load_reward("shapes_verifier", mode="mixed").score(
+        images, [said[i].prompt for i in images], [parse_prompt(said[i].prompt) for i in images]
+    )
+    utility = dict(zip(images, scores.value.tolist(), strict=True))
+    draws = np.random.default_rng(seed)
+    for name in VOTERS:
+        store.join(name)
+    left = True
+    while left:
+        left = False
+        for name, gamma in VOTERS.items():
+            if (shown := store.next(name)) is None:
+                continue
+            left = True
+            odds = gamma * (utility[shown.image("left")] - utility[shown.image("right")])
+            side = "left" if draws.random() < 1 / (1 + np.exp(-odds)) else "right"
+            store.vote(name, shown.assignment, {"choice": side}, client=f"{shown.assignment}", seconds=1.0)
+    write_rows(path.with_suffix(".jsonl"), exported(store, votes_of(store)))
+    store.close()
+
+
+def run(output: Path, votes: int, seed: int, iterations: int, kind: str) -> None:
+    folder = output / f"seed{seed}"
+    if not (folder / "votes.jsonl").is_file():
+        pictures(folder / "pictures", train_prompts(), votes // PICTURES, seed)
+        collect(folder / "pictures", folder / "votes.sqlite", votes, seed)
+    heldout = f"data.heldout={folder / 'test.jsonl'}"
+    if not (folder / "test.jsonl").is_file():  # of the same voters, on held-out prompts
+        pictures(folder / "test_pictures", heldout_prompts(), 60, seed)
+        collect(folder / "test_pictures", folder / "test.sqlite", 240, seed)
+    if not (folder / "judge" / "summary.json").is_file():
+        data = [f"data.train={folder / 'votes.jsonl'}", heldout, f"seed={seed}"]
+        command("train-reward", f"shapes_{kind}", *data, f"run.iterations={iterations}", "run.threads=2",
+                "optimizer.decay_updates=" + str(12 * iterations), "-o", str(folder / "judge"))  # fmt: skip
+    for name, options in (
+        ("trained", f"{{model: {folder / 'judge' / 'judge'}}}"),
+        *([("untrained", "{model: shapes-vlm}")] if kind == "reward_dance" else []),
+    ):
+        place = folder / f"policy_{name}"
+        if not (place / "summary.json").is_file():
+            judge = f"rewards.terms={{judge: {{name: {kind}, options: {options}}}}}"
+            plain = "objective.rows.diffusion_nft_closed.reference_guidance=null"
+            command(
+                "train",
+                "shapes_quickstart",
+                judge,
+                plain,
+                f"seed={seed}",
+                "run.max_seconds=null",
+                "-o",
+                str(place),
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--votes", type=int, default=300)
+    parser.add_argument("--iterations", type=int, default=3, help="Of the judge; 12 updates of 64 each.")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--judge", choices=("reward_dance", "hpsv3"), default="reward_dance")
+    given = parser.parse_args()
+    for seed in given.seeds:
+        run(given.output, given.votes, seed, given.iterations, given.judge)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which labels help a judge most once the policy has moved: UGDA's, the uncertain ones, or lots; and OCRM.
+
+    python tests/benchmarks/judges/which_labels.py --output runs/labels --seeds 0 1 2
+
+A policy learns from an ensemble that was fitted on few labels of the packaged generator's pictures, without
+the guided reference that would draw it up whatever the judge says. Pairs of its samples are labelled by the
+verifier, as many for each way to choose them, and the ensemble is fitted anew on old and new labels. Measured
+is how often the ensemble's mean prefers the better picture of pairs of the same policy on held-out prompts
+that the verifier tells apart. UGDA's choice (Sun et al., ICLR 2025) is refuted where the interval of its lead
+over lots holds 0 or lies below, OCRM's weights (arXiv 2507.15507) where that of their lead over equal weights
+does; intervals by bootstrap over the prompts of all seeds, paired.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
+
+from visalign.data.shapes.prompts import Record, heldout_prompts, parse_prompt, train_prompts
+from visalign.pipelines.collect.tasks import Task, read_tasks
+from visalign.pipelines.sample.job import SampleSettings, sample_pictures
+from visalign.pipelines.ugda.selection import (
+    Candidate,
+    by_lot,
+    candidates,
+    log_ratios,
+    member_scores,
+    most_uncertain,
+    selected,
+)
+from visalign.rewards.catalogue import load_reward
+from visalign.rewards.combine.ensemble import Ensemble
+
+ARMS = ("none", "random", "uncertainty", "ugda", "ugda, OCRM")
+MEMBERS = 3
+PICTURES = 4
+"""Of each prompt."""
+
+
+def command(*arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "visalign", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"visalign {' '.join(arguments)}: {done.stderr[-2000:]}")
+
+
+def first_round(folder: Path, seed: int, labels: int) -> None:
+    """Few labels, an ensemble, and a policy that follows it."""
+    if (folder / "summary.json").is_file():
+        return
+    changes = (
+        "{run.iterations: 24, optimizer.decay_updates: 192, evaluation.every: 0, run.max_seconds: null, "
+        "objective.rows.diffusion_nft_closed.reference_guidance: null}"
+    )
+    given = [f"seed={seed}", "rounds=1", f"labels.first={labels}", f"policy.changes={changes}"]
+    command("train", "shapes_ugda", *given, "-o", str(folder), *(["--resume"] if folder.exists() else []))
+
+
+def sampled(folder: Path, records: list[Record], lora: Path, seed: int, prompts: int) -> list[Task]:
+    """All pairs of the policy's pictures of some prompts."""
+    order = torch.randperm(len(records), generator=torch.Generator().manual_seed(seed)).tolist()
+    if not (folder / "images.jsonl").is_file():
+        sample_pictures([records[place] for place in order[:prompts]], sampling(lora), folder)
+    return list(read_tasks([str(folder)], single=False, per_prompt=10**6))
+
+
+def sampling(lora: Path | None) -> SampleSettings:
+    return SampleSettings(model="shapes-sd3", lora=lora, seeds=range(PICTURES), steps=10, batch_size=96)
+
+
+def truth(tasks: list[Task]) -> np.ndarray:
+    """1 where the verifier finds the left picture nearer to its prompt, 0 the right one, 1/2 neither."""
+    verifier, found = load_reward("shapes_verifier", mode="mixed"), []
+    for task in tasks:
+        left, right = verifier.score(
+            list(task.images), [task.prompt] * 2, [parse_prompt(task.prompt)] * 2
+        ).value
+        found.append(float(np.sign(float(left - right)) / 2 + 0.5))
+    return np.array(found)
+
+
+def chosen(arm: str, found: list[Candidate], count: int, seed: int) -> list[Candidate]:
+    if arm == "none":
+        return []
+    if arm == "random":
+        return by_lot(found, count, seed=seed)
+    if arm == "uncertainty":
+        return most_uncertain(found, count)
+    return selected(found, count, uncertain=0.5, influential=0.5)
+
+
+def fitted(folder: Path, rows: list[dict[str, Any]], seed: int, *, weighed: bool) -> Ensemble:
+    """The ensemble on these labels."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for member in range(MEMBERS):
+        place = folder / str(member)
+        if not (place / "summary.json").is_file():
+            given = [f"data.train={folder / 'pairs.jsonl'}", "data.heldout=null", f"seed={seed + member}",
+                     "run.iterations=3", "optimizer.decay_updates=36"]  # fmt: skip
+            given += ["data.off_policy={}"] if weighed else []
+            command("train-reward", "shapes_reward_dance", *given, "-o", str(place))
+    return ensemble_of([folder / str(member) for member in range(MEMBERS)])
+
+
+def ensemble_of(members: list[Path]) -> Ensemble:
+    return Ensemble(
+        {str(n): load_reward("reward_dance", model=str(m / "judge")) for n, m in enumerate(members)}
+    )
+
+
+def right(ensemble: Ensemble, tasks: list[Task], said: np.ndarray) -> np.ndarray:
+    """Whether the mean prefers the better picture of each pair; a tie is half right."""
+    images = list(dict.fromkeys(image for task in tasks for image in task.images))
+    prompts = {image: task.prompt for task in tasks for image in task.images}
+    scores = member_scores(ensemble, images, [prompts[image] for image in images]).mean(0)
+    value = dict(zip(images, scores.tolist(), strict=True))
+    lead = np.array([value[task.images[0]] - value[task.images[1]] for task in tasks])
+    return np.where(lead == 0, 0.5, (lead > 0) == (said == 1)).astype(float)
+
+
+def one_seed(output: Path, seed: int, first: int, more: int) -> dict[str, np.ndarray]:
+    """Arm -> [prompts, 2], how many pairs of each prompt its ensemble has right, and how many there are."""
+    folder = output / f"seed{seed}"
+    first_round(folder / "first", seed, first)
+    start = folder / "first" / "round_00"
+    lora = start / "policy" / "lora"
+    tasks = sampled(folder / "fresh", train_prompts(), lora, seed + 1000, 75)
+    test = sampled(folder / "test", heldout_prompts(), lora, seed, 120)
+    said = truth(test)
+    apart = [task for task, word in zip(test, said, strict=True) if word != 0.5]
+    before = ensemble_of([start / "members" / str(member) for member in range(MEMBERS)])
+    found = candidates(tasks, before, sampling(lora), seed=seed)
+    word = dict(zip([c.task.images for c in found], truth([c.task for c in found]), strict=True))
+    old = [json.loads(line) for line in (start / "pairs.jsonl").read_text().splitlines()]
+    for row in old:
+        row |= {side: str((start / row[side]).resolve()) for side in ("image_left", "image_right")}
+    images = [row[f"image_{side}"] for side in ("left", "right") for row in old]
+    ratios = log_ratios(
+        sampling(None), sampling(lora), images, [row["prompt"] for row in old] * 2, seed=seed
+    ).tolist()
+    for place, row in enumerate(old):
+        row |= {"log_ratio_left": ratios[place], "log_ratio_right": ratios[place + len(old)]}
+    results, names = {}, sorted({task.prompt for task in apart})
+    group = np.array([names.index(task.prompt) for task in apart])
+    for arm in ARMS:
+        new = [
+            {"prompt": c.task.prompt, "image_left": c.task.images[0], "image_right": c.task.images[1],
+             "label": word[c.task.images], "log_ratio_left": 0.0, "log_ratio_right": 0.0}
+            for c in chosen(arm, found, more, seed)
+        ]  # fmt: skip
+        after = before if arm == "none" else fitted(
+            folder / arm.replace(", ", "_"), [*old, *new], seed, weighed="OCRM" in arm
+        )  # fmt: skip
+        hits = right(after, apart, said[said != 0.5])
+        results[arm] = np.stack([np.bincount(group, hits), np.bincount(group)], 1)
+        ties = sum(row["label"] == 0.5 for row in new)
+        print(f"seed {seed}: {arm}: {hits.mean():.3f} of {len(apart)}; {ties} new ties", flush=True)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--first", type=int, default=40, help="labels before the policy moves")
+    parser.add_argument("--more", type=int, default=60, help="labels afterwards")
+    given = parser.parse_args()
+    output = given.output.resolve()
+    seeds = [one_seed(output, seed, given.first, given.more) for seed in given.seeds]
+    pooled = {arm: np.concatenate([results[arm] for results in seeds]) for arm in ARMS}
+    draws = np.random.default_rng(0).integers(len(pooled["none"]), size=(10_000, len(pooled["none"])))
+    for arm, other in (
+        ("random", "none"), ("uncertainty", "random"), ("ugda", "random"), ("ugda, OCRM", "ugda")
+    ):  # fmt: skip
+        drawn = [pooled[name][draws].sum(1) for name in (arm, other)]
+        low, high = np.quantile(
+            drawn[0][:, 0] / drawn[0][:, 1] - drawn[1][:, 0] / drawn[1][:, 1], [0.025, 0.975]
+        )
+        ours, theirs = (pooled[name][:, 0].sum() / pooled[name][:, 1].sum() for name in (arm, other))
+        print(f"{arm} {ours:.3f}, over {other}: {ours - theirs:+.3f} ({low:+.3f} to {high:+.3f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds and forward-equivalents of a Flow-GRPO iteration, this checkout against another one.
+
+    git worktree add ../before COMMIT
+    python tests/benchmarks/pictures/flow_grpo_iteration.py ../before
+    python tests/benchmarks/pictures/flow_grpo_iteration.py ../before --config shapes_grpo_guard
+
+Both sides train the same configuration by their own `visalign train`, in processes that take turns (this,
+other; other, this; ...), so that both see the same machine. The first iteration of each process warms up and
+is left out. Seconds are those of metrics.jsonl without evaluation and checkpoints, by default CPU seconds of
+the process (`--wall`: wall clock), as a busy machine moves them less. Overrides are given to both sides, so
+their keys must exist in both. Printed are the median of each side, the ratio of each round with its median,
+and the forward-equivalents per picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parents[3]
+HELDOUT = {
+    "prompt": "a red circle",
+    "tag": "colors",
+    "include": [{"class": "circle", "count": 1, "color": "red"}],
+}
+OVERRIDES = (
+    "evaluation.every=0",
+    "evaluation.rewards={}",
+    "evaluation.correctness=null",
+    "evaluation.seeds=[0]",
+    "run.max_seconds=null",
+    "run.checkpoint_every=1000",
+    "run.device=cpu",
+)
+TRAIN = """
+import sys, time
+if sys.argv.pop(1) == "cpu":
+    time.perf_counter = time.process_time  # what the phases are timed with
+from visalign.__main__ import main
+main()
+"""
+
+
+def run(checkout: Path, options: argparse.Namespace, folder: Path) -> tuple[list[float], list[float]]:
+    """Seconds and forward-equivalents per picture of the iterations but the first.
+
+    Raises:
+        RuntimeError: The run failed; with the end of what it said.
+    """
+    heldout = folder / "heldout.jsonl"
+    heldout.write_text(json.dumps(HELDOUT))
+    output = Path(tempfile.mkdtemp(dir=folder)) / "run"
+    command = [sys.executable, "-c", TRAIN, "wall" if options.wall else "cpu", "train", options.config]
+    command += [*OVERRIDES, f"data.heldout={heldout}", f"run.threads={options.threads}"]
+    command += [f"run.iterations={options.iterations + 1}", *options.overrides, "--output", str(output)]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": str(options.threads)},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{checkout}: {(done.stdout + done.stderr)[-2000:]}")
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][1:]
+    left_out = ("seconds/evaluation", "seconds/checkpoint")
+    seconds = [row["seconds"] - sum(row.get(key) or 0.0 for key in left_out) for row in rows]
+    return seconds, [row["forward_equivalents_per_image"] for row in rows]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("other", type=Path, help="another checkout of this project")
+    parser.add_argument("overrides", nargs="*", help="key=value, for both sides")
+    parser.add_argument("--config", default="shapes_flow_grpo")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--iterations", type=int, default=2, help="per process, besides the first")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--wall", action="store_true", help="wall clock instead of CPU seconds")
+    options = parser.parse_args(arguments)
+    other = options.other.resolve()
+    if not (other / "visalign").is_dir():
+        parser.error(f"{other} is no checkout of visalign: it has no folder visalign/.")
+    seconds: dict[Path, list[float]] = {ROOT: [], other: []}
+    passes: dict[Path, list[float]] = {ROOT: [], other: []}
+    ratios: list[float] = []
+    with tempfile.TemporaryDirectory() as name:
+        for number in range(options.rounds):
+            found = {}
+            for side in (ROOT, other) if number % 2 == 0 else (other, ROOT):
+                own, equivalents = run(side, options, Path(name))
+                found[side] = median(own)
+                seconds[side] += own
+                passes[side] += equivalents
+            ratios.append(found[ROOT] / found[other])
+            print(f"round {number + 1}: {found[ROOT]:.2f} against {found[other]:.2f}", flush=True)
+    kind = "wall-clock" if options.wall else "CPU"
+    for called, side in (("this", ROOT), ("other", other)):
+        print(
+            f"{called}: median {median(seconds[side]):.2f} {kind} seconds an iteration, "
+            f"{median(passes[side]):.2f} forward-equivalents a picture ({len(seconds[side])} iterations)"
+        )
+    shown = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+    print(f"ratio this / other: median {median(ratios):.3f} (rounds: {shown})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

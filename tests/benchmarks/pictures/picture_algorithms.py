@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Algorithms at equal cost on the embedded shapes world: as many forward-equivalents each, three seeds.
+
+    python tests/benchmarks/pictures/picture_algorithms.py --output runs/equal --budget 60000 --seeds 0 1 2
+
+Each row trains `shapes_grpo_guard` (log-probs) or `shapes_quickstart` (regressions) with the changes below
+for as many whole iterations as the budget buys, the rate falling to 0 over them; what the folder has is not
+run again. A row is its published loss on these batches, at this rate; none was tuned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
+
+from visalign.config import load_config, resolve_config
+from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, plan
+
+TRAJECTORY, REGRESSION = "shapes_grpo_guard", "shapes_quickstart"
+PLAIN = "objective.rows.diffusion_nft_closed.reference_guidance=null"
+LEVELS = "{levels: 2, level_range: [0.0, 0.6]}"
+WINDOW = ["rollout.sde_window=2", "rollout.sde_window_order=random"]
+MOVING = ["rollout.sde_window=2", "rollout.sde_window_order=progressive", "rollout.sde_window_every=2"]
+SIXTEEN = ["rollout.prompts_per_iteration=18", "rollout.group_size=16"]
+TREE = ["rollout.branch={at: [0, 1, 2, 3], children: 2}", "objective.credit=branches"]
+SMALL = ["rollout.prompts_per_iteration=8"]  # more iterations for the cost, of 96 pictures each
+TURNING = ["objective.algorithm=flow_grpo", *SMALL]
+BRIGHTNESS = 5  # at this weight brightness spreads in a group what the mixed score does, 0.30
+PULLED = [
+    *SMALL,
+    "rewards={terms: {verifier: {name: shapes_verifier, options: {mode: mixed}}, "
+    f"brightness: {{weight: {BRIGHTNESS}}}}}, allow_mixed_units: true}}",
+]
+GDPO = "objective.rows.grpo_guard={advantage: gdpo, advantage_options: {ddof: 0}}"
+CPS = ["rollout.schedule=cps", "rollout.noise_level=0.8", "objective.ratio_bound=null"]
+ROWS: dict[str, tuple[str, list[str]]] = {
+    "Flow-GRPO": (TRAJECTORY, ["objective.algorithm=flow_grpo"]),
+    "Flow-GRPO-Fast": (TRAJECTORY, ["objective.algorithm=flow_grpo", *WINDOW]),
+    "MixGRPO": (TRAJECTORY, ["objective.algorithm=flow_grpo", *MOVING]),
+    "GRPO-Guard": (TRAJECTORY, []),
+    "GRPO-Guard, one start": (TRAJECTORY, [*SIXTEEN, "rollout.shared_noise=true"]),
+    "GRPO-Guard, tree": (TRAJECTORY, [*SIXTEEN, *TREE]),
+    "Flow-GRPO, 96 pictures": (TRAJECTORY, TURNING),
+    "TP-GRPO": (TRAJECTORY, [*TURNING, "objective.credit=turning_points"]),
+    "TP-GRPO, one step": (TRAJECTORY, [*TURNING, "objective.credit=one_step"]),
+    "two rewards, sum": (TRAJECTORY, PULLED),
+    "two rewards, GDPO": (TRAJECTORY, [*PULLED, GDPO]),
+    "two rewards, MARBLE": (TRAJECTORY, [*PULLED, "objective.balance_every=2"]),
+    "Flow-CPS": (TRAJECTORY, ["objective.algorithm=flow_grpo", *CPS]),
+    "DiffusionNFT": (REGRESSION, [PLAIN]),
+    "DiffusionNFT, guided reference": (REGRESSION, []),
+    **{
+        name: (REGRESSION, [f"objective.algorithm={row}", f"objective.rows.{row}={LEVELS}"])
+        for name, row in {
+            "RAM": "ram",
+            "AWM": "awm",
+            "V-GRPO": "v_grpo",
+            "GDRO": "gdro",
+            "online DPO": "diffusion_dpo",
+        }.items()
+    },
+}
+
+
+def overrides_for(name: str, seed: int, budget: float) -> tuple[str, list[str], int]:
+    """(configuration, overrides, iterations) of a run that costs at most `budget` forward-equivalents."""
+    base, changes = ROWS[name]
+    looked_at = "evaluation.rewards={shapes_verifier: {}, clip_score: {}, sharpness: {}, brightness: {}}"
+    asked = [
+        looked_at,
+        f"seed={seed}",
+        "evaluation.every=0",
+        "run.max_seconds=null",
+        "run.threads=1",
+        "model.lora.target_modules=null",  # adapters of attention, as the log-prob rows have
+        *changes,
+    ]
+    iterations = 1
+    while True:  # a row may cost more in its first iterations: the mean over the run is what counts
+        tried = [*asked, f"run.iterations={iterations + 1}"]
+        found = plan(load_config(FlowGRPOConfig, resolve_config(base), tried), measure=False)
+        if found["batch"]["images"] * found["cost"]["forward_equivalents_per_image"] > budget:
+            break
+        iterations += 1
+    updates = found["batch"]["updates_per_iteration"]
+    rate = ["optimizer.decay=cosine", f"optimizer.decay_updates={iterations * updates}"]
+    return base, [*asked, f"run.iterations={iterations}", *rate], iterations
+
+
+def train(name: str, seed: int, budget: float, folder: Path) -> None:
+    """One run by the command that a user gives; nothing where its summary is there."""
+    if (folder / "summary.json").is_file():
+        return
+    base, asked, _ = overrides_for(name, seed, budget)
+    command = [sys.executable, "-m", "visalign", "train", base, *asked, "--output", str(folder)]
+    if folder.is_dir():
+        command.append("--resume")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"{name}, seed {seed}: {done.stderr[-1500:]}", flush=True)
+
+
+def variety(folder: Path) -> float:
+    """Vendi score of 8 pictures of a prompt by the packaged CLIP, mean over 24 held-out prompts."""
+    import tempfile
+
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    from visalign.core import vendi_score
+    from visalign.pipelines.flow_grpo.inputs import prepare
+    from visalign.pipelines.sample.job import SampleSettings, sample_pictures
+    from visalign.rewards.catalogue import load_reward
+
+    path = folder / "variety.json"
+    if not path.is_file():
+        config = load_config(FlowGRPOConfig, resolve_config(REGRESSION), [])
+        records = prepare(config, 1).heldout[::8][:24]
+        settings = SampleSettings(lora=folder / "lora", seeds=range(8), batch_size=96)
+        judge: Any = load_reward("clip_score")
+        with tempfile.TemporaryDirectory() as there:
+            rows = sample_pictures(records, settings, Path(there))
+            pictures = [np.asarray(Image.open(Path(there) / row["image"])) for row in rows]
+            images = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
+        with torch.no_grad():
+            features = judge.towers.image_features_with_gradient(images)
+        score = vendi_score(features.unflatten(0, (len(records), 8)))
+        path.write_text(json.dumps(float(score.mean())))
+    return json.loads(path.read_text())
+
+
+def table(folders: dict[str, list[Path]]) -> str:
+    """Markdown: one row for each algorithm, means over its seeds and what the seeds were."""
+    lines = [
+        "| | held-out accuracy (seeds) | iterations | forward-equivalents | training, s | CLIP score "
+        "| sharpness | brightness | variety |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    found = []
+    for name, runs in folders.items():
+        done = [run for run in runs if (run / "summary.json").is_file()]
+        if not done:
+            continue
+        said = [json.loads((run / "summary.json").read_text()) for run in done]
+        right = [one["after"]["accuracy"] for one in said]
+        columns = {
+            "cost": [one["images"] * one["forward_equivalents_per_image"] for one in said],
+            "seconds": [sum(row["seconds"] for row in read(run)) for run in done],
+            "variety": [variety(run) for run in done],
+        }
+        for key in ("clip_score", "sharpness", "brightness"):
+            columns[key] = [one["after"]["rewards"][key]["mean"] for one in said]
+        mean = {key: statistics.mean(values) for key, values in columns.items()}
+        seeds = ", ".join(f"{value:.3f}" for value in right)
+        line = (
+            f"| {name} | **{statistics.mean(right):.3f}** ({seeds}) | {said[0]['iterations']} "
+            f"| {mean['cost']:,.0f} | {mean['seconds']:.0f} | {mean['clip_score']:.3f} "
+            f"| {mean['sharpness']:.0f} | {mean['brightness']:.3f} | {mean['variety']:.2f} |"
+        )
+        found.append((-statistics.mean(right), line))
+    return "\n".join([*lines, *(line for _, line in sorted(found))])
+
+
+def read(folder: Path) -> list[dict[str, float]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--budget", type=float, default=60000, help="forward-equivalents of a run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="NAME")
+    given = parser.parse_args()
+    runs = {
+        name: [given.output / f"{name.replace(', ', '_').replace(' ', '_')}_{seed}" for seed in given.seeds]
+        for name in given.only
+    }
+    for at, seed in enumerate(given.seeds):
+        for name in given.only:
+            train(name, seed, given.budget, runs[name][at])
+            print(f"{name}, seed {seed}", flush=True)
+    print(table(runs))

@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores against win rates where both judges have a planted liking: does comparing protect from it?
+
+    python tests/benchmarks/pictures/planted_liking.py --output runs/planted --seeds 0 1 2
+
+Pref-GRPO (arXiv 2508.20751) says that scores of one picture at a time are hacked because differences that
+mean nothing are divided by their group's standard deviation, and that win rates are not. Here a judge likes
+u = q + λ g/s: q the verifier's mixed score, g the picture's brightness or saturation, s what g spreads within
+groups before training, λ = 0.3, as much as q itself spreads. White or gaudy pictures get far more than any
+right one. `shapes_grpo_guard` with 8 prompts × 8 pictures is trained on
+
+- score: u + 0.15 n, n ~ N(0, 1) of the picture;
+- win rate: votes u_left - u_right + 0.15 √2 n > 0, n of the pair, each pair asked once and decided, as
+  published: another judge, as accurate on a pair, with mistakes of its own;
+- score, one deviation: the scores again, divided by the deviation of the batch in place of the group's, what
+  would help if the group's were to blame.
+
+Both judges come with either liking, so that each rule meets each, and a pair of runs never shares mistakes.
+Seeds × likings are the repeats. **The claim is refuted** where the interval (mean ± t of the repeats, 95 %)
+of the verified accuracy under win rates less that under scores holds 0 or lies below it, at equal iterations
+and at equal KL (the smaller one of the two ends). It cannot be told where the scores' own run loses nothing.
+
+    python tests/benchmarks/pictures/planted_liking.py --start 150
+
+trains nothing: groups of 8 of the packaged model's pictures, and what the first update would be taught, by
+the slopes of a standardised advantage on truth and liking, each standardised in its group. The explanation of
+the claim is refuted where groups without true difference teach the liking under win rates as under scores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
+
+from visalign.config import load_config, resolve_config
+from visalign.interfaces import Metadata, Preferences, Scores
+from visalign.pipelines.flow_grpo.job import FlowGRPOConfig
+from visalign.rewards import load_reward, make_scores, read_request
+from visalign.rewards.base.contract import Request, group_labels, read_pairs
+from visalign.rewards.pairs.as_pointwise import GroupWinRate
+from visalign.training.loop.metrics import read_metrics
+
+SPREAD = {"brightness": 0.059, "saturation": 0.053}
+"""Mean deviation within groups of 8 of the packaged model's pictures, 40 training prompts."""
+STRENGTH, NOISE = 0.3, 0.15
+THIS = "tests/benchmarks/pictures/planted_liking.py"
+WATCHED = ("truth", "brightness", "saturation", "sharpness", "tied")
+
+
+class Score:
+    """u + σ n of each picture; n is the picture's own, so a picture has one score."""
+
+    unit, range, higher_is_better = "mixed score + liking", (-math.inf, math.inf), True
+
+    def __init__(self, liking: str, seed: int = 0, strength: float = STRENGTH) -> None:
+        self.name, self.seed, self.liking, self.strength = f"likes_{liking}", seed, liking, strength
+        self.truth = load_reward("shapes_verifier", mode="mixed")
+        self.style = load_reward(liking)
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        request = read_request(self.name, images, prompts, metadata)
+        utility, reasons = self.utility(request)
+        for row, picture in request.images.readable():
+            utility[row] += NOISE * normal(self.seed, picture)
+        return make_scores(utility, reasons, self.unit)
+
+    def utility(self, request: Request) -> tuple[Tensor, list[str | None]]:
+        """u [B], NaN with its reason where the verifier has no answer."""
+        images: Any = request.images.images
+        truth = self.truth.score(images, request.prompts, request.metadata)
+        style = self.style.score(images, request.prompts, request.metadata).value
+        reasons: list[str | None] = [*(truth.reason or [None] * len(request))]
+        return truth.value + self.strength * style / SPREAD[self.liking], reasons
+
+
+class Votes:
+    """One vote on each pair in each order; another order is another vote."""
+
+    def __init__(self, liking: str, seed: int = 0, strength: float = STRENGTH) -> None:
+        self.judge = Score(liking, seed, strength)
+        self.name = f"votes_{liking}"
+
+    def compare(
+        self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
+    ) -> Preferences:
+        request, pairs = read_pairs(self.name, left, right, prompts, metadata)
+        return self._votes(request, pairs)
+
+    def compare_pairs(
+        self, images: Any, pairs: Tensor, prompts: Sequence[str], metadata: Metadata | None = None
+    ) -> Preferences:
+        """Pairs [N, 2] of numbered images, so that each is looked at once."""
+        return self._votes(read_request(self.name, images, prompts, metadata), pairs)
+
+    def _votes(self, request: Request, pairs: Tensor) -> Preferences:
+        utility, reasons = self.judge.utility(request)
+        pictures = request.images.images
+        noise = [normal(self.judge.seed, *(pictures[i] for i in pair)) for pair in pairs.tolist()]
+        gap = utility[pairs[:, 0]] - utility[pairs[:, 1]] + NOISE * math.sqrt(2) * torch.tensor(noise)
+        prob = torch.where(gap.isnan(), torch.nan, (gap > 0).float())
+        why = [reasons[i] or reasons[j] for i, j in pairs.tolist()]
+        return Preferences(prob=prob, valid=~gap.isnan(), reason=why)
+
+
+class Tied:
+    """1 for each picture of a group that the verifier finds all equally good, else 0."""
+
+    name, unit, range, higher_is_better, needs_group = "tied", "1 = nothing to choose", (0, 1), True, True
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        request = read_request(self.name, images, prompts, metadata)
+        truth = load_reward("shapes_verifier", mode="mixed").score(images, prompts, metadata).value
+        groups: dict[Any, set[float]] = {}
+        labels = group_labels(self.name, request)
+        for label, value in zip(labels, truth.tolist(), strict=True):
+            groups.setdefault(label, set()).add(value)
+        tied = torch.tensor([float(len(groups[label]) == 1) for label in labels])
+        return make_scores(tied, [None] * len(tied), self.unit)
+
+
+def normal(seed: int, *pictures: Any) -> float:
+    """A draw of N(0, 1) that is these pictures' own, by their bytes."""
+    content = b"".join((255 * picture).round().byte().numpy().tobytes() for picture in pictures)
+    digest = hashlib.sha256(content + str(seed).encode()).digest()
+    return float(np.random.default_rng(list(digest)).standard_normal())
+
+
+WIN_RATES = f"comparison={{both_orders: false, hard: true, scores: [{', '.join(WATCHED)}]}}"
+BATCH = "objective.rows.grpo_guard.advantage_options={scale: batch}"
+ARMS: dict[str, tuple[str, list[str]]] = {
+    "score": ("Score", []),
+    "win rate": ("Votes", [WIN_RATES]),
+    "score, one deviation": ("Score", [BATCH]),
+}
+
+
+def run(folder: Path, arm: str, liking: str, seed: int, iterations: int) -> None:
+    """One run by the command that a user gives; nothing where its summary is there."""
+    if (folder / "summary.json").is_file():
+        return
+    judge, changes = ARMS[arm]
+    own = 2 * seed + (judge == "Votes")  # the mistakes of two judges have nothing in common
+    watched = (
+        "truth: {name: shapes_verifier, options: {mode: mixed}, weight: 0}, brightness: {weight: 0}, "
+        f"saturation: {{weight: 0}}, sharpness: {{weight: 0}}, tied: {{name: '{THIS}:Tied', weight: 0}}"
+    )
+    planted = f"judge: {{name: '{THIS}:{judge}', options: {{liking: {liking}, seed: {own}}}}}"
+    command = [
+        *(sys.executable, "-m", "visalign", "train", "shapes_grpo_guard"),
+        f"rewards.terms={{{planted}, {watched}}}",
+        *(f"seed={seed}", f"run.iterations={iterations}", "run.max_seconds=null", "run.threads=1"),
+        *("rollout.prompts_per_iteration=8", "rollout.group_size=8", "evaluation.every=0"),
+        "objective.changes={kl: 1.0e-9}",  # measures the divergence and moves nothing
+        *changes,
+        *("-o", str(folder)),
+        *(["--resume"] if folder.exists() else []),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}: {done.stderr[-2000:]}")
+
+
+def read(folder: Path, liking: str) -> dict[str, Any]:
+    """What a run recorded, a list by iteration for each name, and the accuracy before and after."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    found = {
+        name: [row[key] for row in rows]
+        for name, key in {
+            "accuracy": "reward_part/truth.correct",
+            "truth": "recorded/truth",
+            "brightness": "recorded/brightness",
+            "saturation": "recorded/saturation",
+            "sharpness": "recorded/sharpness",
+            "tied": "recorded/tied",
+            "std": "reward_group_std",
+            "truth_std": "recorded_std/truth",
+            "agreement": "agreement/truth",
+            "agreement_liking": f"agreement/{liking}",
+            "kl": "kl",
+        }.items()
+    }
+    pairs = zip(found["truth"], found[liking], strict=True)
+    found["judge"] = [truth + STRENGTH * style / SPREAD[liking] for truth, style in pairs]
+    ends = {when: summary[when]["accuracy"] for when in ("before", "after")}
+    return {**found, **ends}
+
+
+def smooth(values: Sequence[float], width: int = 5) -> np.ndarray:
+    """Mean of each value and the `width` - 1 before it: an iteration has 64 pictures."""
+    return np.array([np.mean(values[max(0, at + 1 - width) : at + 1]) for at in range(len(values))])
+
+
+def at_kl(found: dict[str, Any], kl: float) -> float:
+    """Accuracy of the rollouts where the smoothed KL first reaches `kl`."""
+    reached = np.flatnonzero(smooth(found["kl"]) >= kl)
+    return float(smooth(found["accuracy"])[reached[0] if len(reached) else -1])
+
+
+def interval(differences: Sequence[float]) -> tuple[float, float]:
+    """(mean, half width) of the 95 % interval, by Student's t."""
+    from scipy.stats import t
+
+    half = t.ppf(0.975, len(differences) - 1) * np.std(differences, ddof=1) / math.sqrt(len(differences))
+    return float(np.mean(differences)), float(half)
+
+
+def course(runs: dict[tuple[str, str, int], dict[str, Any]], points: Sequence[int]) -> str:
+    """Markdown: means over the seeds of a liking at some iterations, five iterations each."""
+    names = ("accuracy", "judge", "brightness", "saturation", "sharpness", "std", "truth_std", "tied")
+    names += ("agreement", "agreement_liking", "kl")
+    lines = [f"| reward | liking | iteration | {' | '.join(names)} |", "|" + "---|" * (3 + len(names))]
+    for arm, liking in dict.fromkeys(key[:2] for key in runs):
+        own = [found for key, found in runs.items() if key[:2] == (arm, liking)]
+        for point in points:
+            cells = [np.mean([smooth(found[name])[point - 1] for found in own]) for name in names]
+            said = " | ".join(f"{cell:.3g}" for cell in cells)
+            lines.append(f"| {arm} | {liking} | {point} | {said} |")
+    return "\n".join(lines)
+
+
+def verdict(runs: dict[tuple[str, str, int], dict[str, Any]], against: str = "score") -> str:
+    """Markdown: verified accuracy at the end, and what each arm has over `against`, three ways."""
+    ways = {"all held-out prompts": [], "rollouts, equal iterations": [], "rollouts, equal KL": []}
+    lines = [f"| over {against} | repeats | accuracy before, after | {' | '.join(ways)} |"]
+    lines.append("|" + "---|" * (3 + len(ways)))
+    for arm in ARMS:
+        both = [key[1:] for key in runs if key[0] == arm and (against, *key[1:]) in runs]
+        if not both:
+            continue
+        pairs = [(runs[arm, *one], runs[against, *one]) for one in both]
+        ends = [np.mean([own[when] for own, _ in pairs]) for when in ("before", "after")]
+        shown = f"| {arm} | {len(both)} | {ends[0]:.3f}, {ends[1]:.3f} |"
+        if arm != against and len(both) > 1:
+            ways["all held-out prompts"] = [own["after"] - other["after"] for own, other in pairs]
+            ways["rollouts, equal iterations"] = [
+                smooth(own["accuracy"])[-1] - smooth(other["accuracy"])[-1] for own, other in pairs
+            ]
+            least = [min(smooth(one["kl"]).max() for one in pair) for pair in pairs]
+            ways["rollouts, equal KL"] = [
+                at_kl(own, kl) - at_kl(other, kl) for (own, other), kl in zip(pairs, least, strict=True)
+            ]
+            for differences in ways.values():
+                mean, half = interval(differences)
+                shown += f" {mean:+.3f} ± {half:.3f} |"
+        else:
+            shown += " |" * len(ways)
+        lines.append(shown)
+    return "\n".join(lines)
+
+
+def pictures_of(prompts: int) -> tuple[Tensor, list[str], list[dict[str, Any]]]:
+    """Groups of 8 pictures of the packaged model, of training prompts evenly spaced."""
+    from visalign.evaluation import evaluate
+    from visalign.pipelines.flow_grpo.inputs import prepare
+    from visalign.pipelines.flow_grpo.parts import build_policy
+
+    config = load_config(FlowGRPOConfig, resolve_config("shapes_grpo_guard"), [])
+    records = prepare(config, 1).records
+    chosen = [records[i * len(records) // prompts] for i in range(prompts)]
+    policy = build_policy(config.model, torch.device("cpu"), 0)
+    verifier = {"shapes_verifier": load_reward("shapes_verifier")}
+    made = evaluate(
+        policy,
+        verifier,
+        chosen,
+        seeds=range(8),
+        sigmas=policy.sigmas(config.rollout.steps),
+        batch_size=160,
+        correctness="shapes_verifier",
+    )
+    images = torch.from_numpy(made.images[made.image_index]).permute(0, 3, 1, 2).float() / 255
+    places = {record["prompt"]: number for number, record in enumerate(chosen)}
+    return images, list(made.prompts), [{"group_id": places[prompt]} for prompt in made.prompts]
+
+
+def start(prompts: int, arms: Sequence[str], likings: Sequence[str], seeds: Sequence[int]) -> str:
+    """Markdown: what each rule's advantages follow before training, means over likings and seeds."""
+    images, texts, records = pictures_of(prompts)
+    group = np.array([record["group_id"] for record in records])
+    order = np.argsort(group, kind="stable")
+
+    def by_group(value: Tensor) -> np.ndarray:
+        return value.double().numpy()[order].reshape(-1, 8)
+
+    truth = by_group(load_reward("shapes_verifier", mode="mixed").score(images, texts).value)
+    tied = np.ptp(truth, 1) < 1e-9
+    lines = [
+        f"{len(truth)} groups, {tied.mean():.0%} without true difference",
+        "",
+        "| λ | reward | right on pairs | truth | liking | tied: liking | tied: mean advantage, absolute |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for strength in (0.3, 0.1, 0.03):
+        for arm in arms:
+            found = []
+            for liking in likings:
+                style = by_group(load_reward(liking).score(images, texts).value)
+                for seed in seeds:
+                    judge: Any = Score(liking, 2 * seed, strength)
+                    votes = Votes(liking, 2 * seed + 1, strength)
+                    if arm == "win rate":
+                        judge = GroupWinRate(votes, both_orders=False, hard=True)
+                    value = by_group(judge.score(images, texts, records).value)
+                    alone = None if arm == "win rate" else value
+                    right = accuracy(truth, alone, votes, images[order], [texts[i] for i in order])
+                    advantage = standard(value, of_all=arm == "score, one deviation")
+                    found.append([right, *followed(advantage, truth, style, tied)])
+            cells = " | ".join(f"{cell:.3f}" for cell in np.mean(found, 0))
+            lines.append(f"| {strength} | {arm} | {cells} |")
+    return "\n".join(lines)
+
+
+def accuracy(
+    truth: np.ndarray, value: np.ndarray | None, votes: Votes, images: Tensor, texts: list[str]
+) -> float:
+    """Share of the pairs of different truth that a judge has right: by its scores, or by one vote each."""
+    left, right = np.triu_indices(8, 1)
+    gap = truth[:, left] - truth[:, right]
+    if value is not None:
+        said = value[:, left] - value[:, right]
+    else:
+        first = 8 * np.arange(len(truth))[:, None]
+        pairs = torch.from_numpy(np.stack([first + left, first + right], -1).reshape(-1, 2))
+        said = votes.compare_pairs(images, pairs, texts).prob.numpy().reshape(gap.shape) - 0.5
+    return float((said * gap > 0)[np.abs(gap) > 1e-9].mean())
+
+
+def standard(value: np.ndarray, *, of_all: bool = False) -> np.ndarray:
+    """Advantages [groups, 8]: centred, by the group's deviation or that of all; 0 where that is 0."""
+    centred = value - value.mean(1, keepdims=True)
+    deviation = centred.std(ddof=1) if of_all else centred.std(1, keepdims=True, ddof=1)
+    return centred / np.maximum(deviation, 1e-6)
+
+
+def followed(advantage: np.ndarray, truth: np.ndarray, style: np.ndarray, tied: np.ndarray) -> list[float]:
+    """Slopes on truth and liking where both differ; on the liking, and mean |A|, where the truth is tied."""
+    differ = [standard(truth)[~tied].ravel(), standard(style)[~tied].ravel()]
+    slopes = np.linalg.lstsq(np.stack(differ, 1), advantage[~tied].ravel(), rcond=None)[0]
+    own, of_tied = advantage[tied].ravel(), standard(style)[tied].ravel()
+    return [*slopes, float(own @ of_tied / (of_tied @ of_tied)), float(np.abs(own).mean())]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, help="runs that are there are not repeated")
+    parser.add_argument("--start", type=int, metavar="PROMPTS", help="train nothing: before the first update")
+    parser.add_argument("--iterations", type=int, default=40)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--likings", nargs="+", choices=list(SPREAD), default=list(SPREAD))
+    given = parser.parse_args()
+    if given.start is not None:
+        print(start(given.start, given.arms, given.likings, given.seeds))
+        return
+    if given.output is None:
+        parser.error("--output says where the runs are; or give --start PROMPTS, which trains nothing")
+    runs = {}
+    for seed in given.seeds:
+        for liking in given.likings:
+            for arm in given.arms:
+                name = f"{arm.replace(', ', '_').replace(' ', '_')}_{liking}_{seed}"
+                run(given.output / name, arm, liking, seed, given.iterations)
+                runs[arm, liking, seed] = read(given.output / name, liking)
+                print(name, f"{runs[arm, liking, seed]['after']:.3f}", flush=True)
+    points = sorted({1, *range(10, given.iterations + 1, 10), given.iterations})
+    print(f"\n{course(runs, points)}\n\n{verdict(runs)}")
+
+
+if __name__ == "__main__":
+    main()

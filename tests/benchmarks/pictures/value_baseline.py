@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a value function of noisy latents would take off the advantage's variance, against the group's mean.
+
+    python tests/benchmarks/pictures/value_baseline.py --iterations 8 --prompts 32 --threads 1
+
+On the settings of `shapes_grpo_guard`, the policy as it begins. Per stochastic step k, in shares of the
+variance of R − R̄ with R̄ the mean of the *other* pictures of the group (DDPO's baseline, free):
+
+* floor: mean variance of R given the latent before step k, from trees that part there: no V can do better.
+* V: R − V_k(x̂0, R̄), a ridge regression of 64 projections of x̂0 and of R̄ on the iterations before, as a run
+  would have it; x̂0 is the clean latent that the network predicts there, which every adapter has and costs no
+  pass.
+* judge: the same with what the reward itself says of the decoded x̂0 in place of the projections: what a head
+  on x̂0 could learn to read, at the price of a decoding and a judgement for each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from visalign.config import load_config, resolve_config
+from visalign.core import group_advantages
+from visalign.flow.rollout import predicted_clean
+from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
+from visalign.pipelines.flow_grpo.inputs import prepare
+from visalign.pipelines.flow_grpo.parts import build_policy
+from visalign.training.diffusion.pictures import Pictures, PictureSource
+from visalign.training.loop.runtime import PhaseClock
+
+TREES = 3
+"""Latents of a prompt at which the trees of the floor part, into the rest of its pictures."""
+
+
+def source_of(changes: list[str]) -> tuple[PictureSource, list[int]]:
+    """The pictures of a configuration, and its stochastic steps."""
+    config = load_config(FlowGRPOConfig, resolve_config("shapes_grpo_guard"), changes)
+    inputs, accelerator = prepare(config, 1), Accelerator(cpu=True)
+    source = PictureSource(
+        build_policy(config.model, accelerator.device, config.seed),
+        inputs.reward,
+        inputs.records,
+        rollout=config.rollout,
+        seed=config.seed,
+        accelerator=accelerator,
+        strata=inputs.strata,
+    )
+    return source, config.rollout.stochastic
+
+
+def others_mean(made: Pictures) -> Tensor:
+    """[B] R̄ without the picture itself."""
+    centred = group_advantages(made.value, made.group, scale="none", baseline="leave_one_out")
+    return made.value - centred
+
+
+def floor(step: int, prompts: int, clock: PhaseClock) -> tuple[float, float]:
+    """(mean variance of R given the latent before a step, that of R in its group), both unbiased."""
+    tree = [
+        f"rollout.prompts_per_iteration={prompts}",
+        f"rollout.sde_steps={list(range(5))}",
+        f"rollout.branch={{at: [{step}], children: {12 // TREES}}}",
+        "objective.credit=branches",
+    ]
+    source, steps = source_of(tree)
+    made = source.collect(0, clock, steps)
+    value = made.value.view(prompts, TREES, -1)
+    within = value.var(2).mean()
+    # between latents: the variance of their means, less what is within them
+    between = value.mean(2).var(1).mean() - within / value.shape[2]
+    return float(within), float(within + between)
+
+
+def ridge(columns: Tensor, target: Tensor, fresh: Tensor, strength: float = 0.1) -> Tensor:
+    """What a ridge regression of target [N] on columns [N, d], of unit variance, says of fresh [M, d]."""
+    mean, std = columns.mean(0), columns.std(0)
+    x, y = (columns - mean) / std, target - target.mean()
+    penalty = strength * len(x) * torch.eye(x.shape[1], dtype=x.dtype)
+    return (fresh - mean) / std @ torch.linalg.solve(x.T @ x + penalty, x.T @ y) + target.mean()
+
+
+def learnt(iterations: int, clock: PhaseClock) -> Tensor:
+    """[2, S] of V and judge: mean square of what is left, in shares of R − R̄, over the second half."""
+    source, steps = source_of([])
+    draw, size = torch.Generator().manual_seed(0), source.policy.latent_shape
+    project = torch.randn(torch.Size(size).numel(), 64, generator=draw, dtype=torch.float64)
+    columns: list[list[Tensor]] = []
+    above: list[Tensor] = []
+    left = torch.zeros(3, len(steps), dtype=torch.float64)
+    for number in range(iterations):
+        made = source.collect(number, clock, steps)
+        found = [predicted_clean(made.trajectory, k) for k in range(len(steps))]
+        others, rest = others_mean(made), made.value - others_mean(made)
+        now = []  # per baseline and step [B, d]
+        for says in (
+            [x.flatten(1).double() @ project for x in found],
+            [source.judge(x, made.records, clock).value.double()[:, None] for x in found],
+        ):
+            now += [torch.cat([each, others[:, None]], 1) for each in says]
+        if 2 * number >= iterations:
+            left[0] += rest.square().sum()
+            for place, fresh in enumerate(now):
+                held = torch.cat([rows[place] for rows in columns])
+                error = rest - ridge(held, torch.cat(above), fresh)
+                left[1 + place // len(steps), place % len(steps)] += error.square().sum()
+        columns.append(now)
+        above.append(rest)
+        print(f"iteration {number}: mean reward {made.value.mean():.3f}", flush=True)
+    return left[1:] / left[0]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=48, help="of the floor, at each step")
+    parser.add_argument("--threads", type=int, default=1)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    clock = PhaseClock()
+    shares = learnt(given.iterations, clock).T.tolist()
+    print("| step | floor | V | judge |\n|---|---|---|---|")
+    for k, (v, judge) in enumerate(shares):
+        within, whole = floor(k, given.prompts, clock)
+        # R − R̄ of 12 has the variance of R and a share of it for the mean of the eleven others
+        print(f"| {k} | {within / (whole * 12 / 11):.2f} | {v:.2f} | {judge:.2f} |", flush=True)

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load test of the reward server on loopback.
+
+    python tests/benchmarks/processes/reward_server.py --seconds 120
+
+First throughput at full batches: the same judge called directly and through the server, in turns, the order
+changed each round, on the same number of threads: those of the direct call are those of the judge's process.
+A call has `--requests` full batches of fresh pictures (the client keeps two requests under way, as it always
+does). Two ratios are printed. "wall" is of the medians of seconds: client and server run in this process
+and share the machine's cores with the judge's process, so with as many threads as cores they take time from
+it, and other work on the machine counts against both. "cpu" is of the processor seconds of all processes
+together, which is what a picture costs, whatever else runs. With --profile it prints what each step of a
+request costs.
+
+Then the load: clients send requests of random size, each image carrying its own expected answer; some clients
+are killed in the middle of a request, and the judge's process is killed now and then. Counts lost and mixed
+answers.
+
+With --memory GIB instead of all that: `visalign serve-reward` with so much memory. Every client sends the
+largest request that is allowed, again and again, while the judge's process is killed; the memory of the
+server and of the judge's process, beyond what they take when they idle, is compared with the budget. Then the
+server at 256 open files and three hundred connections that say nothing: others are served, its log stays
+short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import select
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
+
+from tests.support.servers.rewards import serving
+from visalign.rewards import load_judge
+from visalign.rewards.serve.client import RemoteReward, read_pictures
+from visalign.rewards.serve.server import judge_server
+from visalign.rewards.serve.wire import JudgeRequest, pack_answer, pack_request, unpack_answer, unpack_request
+from visalign.rewards.serve.worker import JudgeWorker
+
+_CUT = """
+import http.client, sys
+line = http.client.HTTPConnection(sys.argv[1].split("//")[1], timeout=30)
+line.putrequest("POST", "/v1/score")
+line.putheader("Content-Type", "application/x-safetensors")
+line.putheader("Content-Length", "100000")
+line.endheaders()
+line.send(b"x" * 5000)
+print("sent", flush=True)
+import time; time.sleep(60)
+"""
+
+
+def brightness_client(url: str, number: int, stop: float, out: dict[str, list[float]]) -> None:
+    """Send pictures whose brightness is known, and check each answer."""
+    rng = random.Random(number)
+    remote = RemoteReward(url, attempts=8)
+    while time.monotonic() < stop:
+        count = rng.randint(1, 12)
+        levels = [rng.randrange(256) for _ in range(count)]
+        images = torch.tensor(levels, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 64, 64).contiguous()
+        begun = time.monotonic()
+        scores = remote.score(images, [f"{number}"] * count)
+        out["seconds"].append(time.monotonic() - begun)
+        out["images"].append(count)
+        right = (scores.value * 255 - torch.tensor(levels)).abs() < 0.01
+        out["lost"].append(int((~scores.valid).sum()))
+        out["mixed"].append(int((scores.valid & ~right).sum()))
+    remote.close()
+
+
+def load(seconds: float, clients: int) -> dict[str, float]:
+    """All clients at once, with killed clients and workers."""
+    worker = JudgeWorker("brightness", threads=1)
+    out: dict[str, list[float]] = {"seconds": [], "images": [], "lost": [], "mixed": []}
+    killed = {"clients": 0, "workers": 0}
+    with serving(judge_server(worker, worker.card, max_batch=128)) as url:
+        stop = time.monotonic() + seconds
+        done = threading.Event()
+
+        def kill() -> None:
+            while not done.wait(max(2.0, seconds / 12)):
+                child = subprocess.Popen([sys.executable, "-c", _CUT, url], stdout=subprocess.PIPE)
+                assert child.stdout is not None
+                child.stdout.readline()
+                child.kill()
+                child.wait()
+                child.stdout.close()
+                killed["clients"] += 1
+                if killed["clients"] % 3 == 0 and worker.pid:
+                    os.kill(worker.pid, signal.SIGKILL)
+                    killed["workers"] += 1
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        with ThreadPoolExecutor(clients) as pool:
+            list(pool.map(lambda n: brightness_client(url, n, stop, out), range(clients)))
+        done.set()
+        killer.join()
+    worker.close()
+    times = sorted(out["seconds"])
+    return {
+        "clients": clients,
+        "seconds": seconds,
+        "requests": len(times),
+        "images": sum(out["images"]),
+        "lost": sum(out["lost"]),
+        "mixed": sum(out["mixed"]),
+        "killed clients": killed["clients"],
+        "killed workers": killed["workers"],
+        "median seconds": statistics.median(times),
+        "99 % seconds": times[int(0.99 * len(times))],
+    }
+
+
+def resident(pid: int, field: str) -> int:
+    """Bytes: VmRSS now, VmHWM at the peak; 0 of a process that is gone."""
+    try:
+        told = Path(f"/proc/{pid}/status").read_text().partition(f"{field}:")[2].split()
+    except OSError:
+        return 0
+    return int(told[0]) << 10 if told else 0
+
+
+def judges_of(pid: int) -> list[int]:
+    """The processes in which the server judges."""
+    found = []
+    for place in Path(f"/proc/{pid}/task").glob("*/children"):  # each thread has those that it started
+        with suppress(OSError):  # a thread, or a process, that went meanwhile
+            for child in place.read_text().split():
+                if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(int(child))
+    return found
+
+
+@contextmanager
+def command(*options: str, files: int = 1024) -> Iterator[tuple[str, int, Path]]:
+    """`visalign serve-reward brightness`: its address, process and log."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    line = [sys.executable, "-m", "visalign", "serve-reward", "brightness", "--threads", "1", "--port", port]
+    limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (files, files))
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        with log.open("wb") as out:
+            server = subprocess.Popen([*line, *options], stderr=out, stdout=out, cwd=ROOT, preexec_fn=limit)
+        try:
+            while b"Ready on" not in log.read_bytes():
+                assert server.poll() is None, log.read_text()
+                time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}", server.pid, log
+        finally:
+            server.terminate()
+            server.wait(30)
+
+
+def largest(seconds: float, clients: int, memory: float) -> dict[str, Any]:
+    """Every client with the largest requests, the judge's process killed now and then."""
+    found: dict[str, Any] = {"clients": clients, "seconds": seconds, "kills": 0, "requests": 0}
+    found |= {"lost": 0, "mixed": 0, "doubled": 0, "server peak": 0, "judge peak": 0}
+    counting, done = threading.Lock(), threading.Event()
+    with command("--memory", str(memory)) as (url, pid, log):
+        limits = httpx.get(f"{url}/health").json()["limits"]
+        side = int((limits["max_pixels"] / 4) ** 0.5)
+        judge = judges_of(pid)[0]
+        idle = {"server": resident(pid, "VmRSS"), "judge": resident(judge, "VmRSS")}
+        stop = time.monotonic() + seconds
+
+        def watch() -> None:
+            killed_at = time.monotonic()
+            while not done.wait(0.05):
+                for own in judges_of(pid):
+                    found["judge peak"] = max(found["judge peak"], resident(own, "VmHWM"))
+                    if time.monotonic() > killed_at + 15 < stop - 10:
+                        with suppress(ProcessLookupError):
+                            os.kill(own, signal.SIGKILL)
+                        found["kills"] += 1
+                        killed_at = time.monotonic()
+                found["server peak"] = max(found["server peak"], resident(pid, "VmHWM"))
+
+        def ask(number: int) -> None:
+            rng, remote = random.Random(number), RemoteReward(url, attempts=8)
+            while time.monotonic() < stop:
+                levels = [rng.randrange(256) for _ in range(4)]
+                images = torch.tensor(levels, dtype=torch.uint8).view(4, 1, 1, 1).expand(4, 3, side, side)
+                scores = remote.score(images, [f"{number}"] * 4)
+                right = (scores.value * 255 - torch.tensor(levels)).abs() < 0.01
+                with counting:
+                    found["requests"] += 1
+                    found["doubled"] += len(scores) != 4
+                    found["lost"] += int((~scores.valid).sum())
+                    found["mixed"] += int((scores.valid & ~right).sum())
+            remote.close()
+
+        with ThreadPoolExecutor(clients + 1) as pool:
+            watching = pool.submit(watch)
+            try:
+                list(pool.map(ask, range(clients)))
+            finally:
+                done.set()
+            watching.result()
+        found["bytes of a request"] = 12 * side * side
+        found["log bytes"] = log.stat().st_size
+    mega = 2**20
+    found["budget of each, MiB"] = memory * 512
+    found["of it requests, MiB"] = limits["max_total_bytes"] / mega
+    for name in idle:
+        found[f"{name} beyond idle, MiB"] = round((found.pop(f"{name} peak") - idle[name]) / mega, 1)
+    return found
+
+
+def silent(seconds: float, connections: int = 300) -> dict[str, Any]:
+    """Connections that say nothing at 256 open files, made anew as they are closed, beside one client."""
+    with command("--memory", "0.25", files=256) as (url, _, log):
+        place, lines, made = urlsplit(url), list[socket.socket](), 0
+        times, stop = list[float](), time.monotonic() + seconds
+        images = torch.full((8, 3, 64, 64), 51, dtype=torch.uint8)
+        while time.monotonic() < stop:
+            while len(lines) < connections:
+                lines.append(socket.create_connection((place.hostname or "", place.port or 0), timeout=10))
+                made += 1
+            begun = time.monotonic()
+            remote = RemoteReward(url)  # a client that comes while they are there
+            assert remote.score(images, ["a"] * 8).valid.all()
+            remote.close()
+            times.append(time.monotonic() - begun)
+            ended = set(select.select(lines, [], [], 0)[0])
+            for line in ended:
+                line.close()
+            lines = [line for line in lines if line not in ended]
+        for line in lines:
+            line.close()
+        return {
+            "silent connections": made,
+            "clients served": len(times),
+            "slowest, s": round(max(times), 2),
+            "log bytes": log.stat().st_size,
+        }
+
+
+def processor_seconds(pid: int | None) -> float:
+    """Of another process, its threads together; Linux counts in hundredths."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def throughput(given: argparse.Namespace) -> dict[str, Any]:
+    """Images a second at full batches, the server's and the direct call's in turns."""
+    count = given.batch * given.requests
+    images = torch.randint(0, 256, (count, 3, given.size, given.size), dtype=torch.uint8)
+    prompts = [f"a red circle {n}" for n in range(count)]
+    torch.set_num_threads(given.threads)
+    direct = load_judge(given.judge)
+    worker = JudgeWorker(given.judge, threads=given.threads)
+    wall: dict[str, list[float]] = {"direct": [], "server": []}
+    cpu: dict[str, list[float]] = {"direct": [], "server": []}
+    with serving(judge_server(worker, worker.card, max_batch=given.batch, max_wait=0.0)) as url:
+        remote = RemoteReward(url)
+        judges = [("direct", direct), ("server", remote)]
+        for turn in range(given.rounds + 1):
+            fresh = images.roll(turn, 0) ^ turn
+            for label, judge in judges if turn % 2 else judges[::-1]:
+                used, begun = time.process_time() + processor_seconds(worker.pid), time.perf_counter()
+                scores = judge.score(fresh, prompts)  # type: ignore[union-attr]
+                seconds = time.perf_counter() - begun
+                if turn:
+                    wall[label].append(seconds)
+                    cpu[label].append(time.process_time() + processor_seconds(worker.pid) - used)
+                assert scores.valid.all()
+    worker.close()
+    found: dict[str, Any] = {"judge": given.judge, "batch": given.batch, "threads": given.threads}
+    for name, times in (("wall", wall), ("cpu", cpu)):
+        medians = {label: statistics.median(values) for label, values in times.items()}
+        found |= {f"{label} images/s ({name})": round(count / medians[label], 1) for label in medians}
+        found[f"server / direct ({name})"] = round(medians["direct"] / medians["server"], 3)
+    return found
+
+
+def profile(given: argparse.Namespace) -> dict[str, float]:
+    """Processor milliseconds of each step of one full request, and of the judge itself."""
+    images = torch.randint(0, 256, (given.batch, 3, given.size, given.size), dtype=torch.uint8)
+    prompts = [f"a red circle {n}" for n in range(given.batch)]
+    torch.set_num_threads(given.threads)
+    judge = load_judge(given.judge)
+    request = JudgeRequest(images=images, prompts=prompts, metadata=[None] * given.batch)
+    raw = bytearray(pack_request(request))
+    turn = iter(range(10_000))
+    answer = judge.score(images, prompts)  # type: ignore[union-attr]
+    steps: dict[str, Callable[[], Any]] = {
+        "client: read": lambda: read_pictures("judge", [images], prompts, None),
+        "client: pack": lambda: pack_request(request),
+        "server and worker: unpack, twice": lambda: (unpack_request(raw), unpack_request(raw)),
+        "worker, server and client: answer": lambda: [
+            (pack_answer(answer), unpack_answer(pack_answer(answer), given.batch)) for _ in range(2)
+        ],
+        "judge": lambda: judge.score(images ^ next(turn), prompts),  # type: ignore[union-attr]
+    }
+    found = {}
+    for name, step in steps.items():
+        times = []
+        for _ in range(given.rounds):
+            begun = time.process_time()
+            step()
+            times.append(1000 * (time.process_time() - begun))
+        found[name] = round(statistics.median(times), 2)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--judge", default="clip_score")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--size", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--memory", type=float)
+    given = parser.parse_args()
+    if given.memory is not None:
+        print(json.dumps(largest(given.seconds, given.clients, given.memory), indent=1), flush=True)
+        print(json.dumps(silent(given.seconds / 4), indent=1))
+        return
+    if given.profile:
+        print(json.dumps(profile(given), indent=1))
+    print(json.dumps(throughput(given), indent=1))
+    if given.seconds:
+        print(json.dumps(load(given.seconds, given.clients), indent=1))
+
+
+if __name__ == "__main__":
+    main()

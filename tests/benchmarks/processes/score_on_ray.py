@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`visalign score --engine ray` beside plain processes of the local engine, with a worker killed on the way.
+
+    python tests/benchmarks/processes/score_on_ray.py --count 10000 --workers 2 --rounds 3
+
+Needs `visalign[ray]`. The same Parquet files of shapes, 64 pixels, are scored by as many plain processes as
+there are workers, each its share of the files; by Ray, both in turn so many rounds; and at last by Ray while
+kill -9 ends one worker once half of the files are done. Every row must be there once and have the plain
+processes' number, but for the rounding of what a judge computes for a prompt in other company. Said are the
+seconds of the commands, and the rate from the time when a tenth of the rows is judged, which leaves out what
+each takes to start; medians of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import pyarrow
+import pyarrow.parquet
+from PIL import Image
+
+from visalign.data.shapes.preferences import ShapesPreferences
+from visalign.data.shapes.render import render
+
+WORKER = b"ray::MapWorker(MapBatches(Judge))"
+"""How the process of a worker calls itself."""
+
+
+def make(folder: Path, count: int, size: int) -> list[Path]:
+    """Parquet files of pictures with their prompts: so many in all, and so many in each."""
+    source = ShapesPreferences(0, split="train")
+    folder.mkdir()
+    paths = [folder / f"{start:06}.parquet" for start in range(0, count, size)]
+    for file, path in enumerate(paths):
+        rows = []
+        for number in range(file * size, min((file + 1) * size, count)):
+            content = io.BytesIO()
+            scene = source.quality(number).scene
+            Image.fromarray(render(scene)).save(content, "PNG")
+            rows.append({"image": content.getvalue(), "prompt": scene.record["prompt"]})
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return paths
+
+
+def timed(
+    commands: Sequence[Sequence[str]], count: int, judged: Callable[[], int], *, kill: bool = False
+) -> tuple[float, float]:
+    """(seconds of commands that start together, rows a second from the first tenth on).
+
+    Args:
+        commands: Arguments of `visalign score`.
+        count: Rows in all.
+        judged: How many rows are judged by now.
+        kill: End a worker when half of them are.
+    """
+    begun = time.perf_counter()
+    running = [subprocess.Popen([sys.executable, "-m", "visalign", "score", *c]) for c in commands]
+    seen = [(0.0, 0)]
+    while any(process.poll() is None for process in running):
+        time.sleep(0.05)
+        if (rows := judged()) > seen[-1][1]:
+            seen.append((time.perf_counter() - begun, rows))
+        if kill and rows >= count // 2:
+            os.kill(workers_of(running[0].pid)[0], signal.SIGKILL)
+            print(f"killed a worker after {seen[-1][0]:.1f} s", flush=True)
+            kill = False
+    seconds = time.perf_counter() - begun
+    if any(process.returncode for process in running) or kill:
+        raise SystemExit("A command failed, or nothing was killed.")
+    start, first = next(found for found in seen if found[1] >= count // 10)
+    return seconds, (seen[-1][1] - first) / (seen[-1][0] - start)
+
+
+def workers_of(parent: int) -> list[int]:
+    """Numbers of the processes that judge, among those that descend from one."""
+    parents, found = {}, []
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parents[int(place.name)] = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+            if (place / "cmdline").read_bytes().startswith(WORKER):
+                found.append(int(place.name))
+    return [number for number in found if parent in ancestors(number, parents)]
+
+
+def ancestors(number: int, parents: dict[int, int]) -> list[int]:
+    """From the process itself up."""
+    return [number, *(ancestors(parents[number], parents) if number in parents else [])]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--size", type=int, default=128)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--reward", default="clip_score")
+    options = parser.parse_args(arguments)
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": sys.path[0]}
+    root = Path(tempfile.mkdtemp())
+    reward = ["-r", options.reward]
+    ray = [*reward, "--engine", "ray", "--workers", str(options.workers), "-o"]
+    paths = make(root / "data", options.count, options.size)
+    shares = [[str(path) for path in paths[n :: options.workers]] for n in range(options.workers)]
+    logs = [root / f"plain{n}.jsonl" for n in range(options.workers)]
+    parts = [log.with_name(log.name + ".part") for log in logs]
+    found: dict[str, list[tuple[float, float]]] = {"plain": [], "ray": [], "killed": []}
+    for number in range(options.rounds):
+        commands = [[*own, *reward, "-o", str(log)] for own, log in zip(shares, logs, strict=True)]
+        for log in logs:
+            log.unlink(missing_ok=True)
+        found["plain"].append(timed(commands, options.count, partial(rows_of_all, parts)))
+        for name in ("ray", "killed") if number == options.rounds - 1 else ("ray",):
+            folder = root / name
+            shutil.rmtree(folder, ignore_errors=True)
+            command = [str(paths[0].parent), *ray, str(folder)]
+            count = partial(rows_in, folder)
+            found[name].append(timed([command], options.count, count, kill=name == "killed"))
+        print(
+            f"round {number}: {[(name, *map(round, given[-1])) for name, given in found.items() if given]}",
+            flush=True,
+        )
+    expected = {}
+    for log in logs:
+        for line in log.read_text().splitlines():
+            row = json.loads(line)
+            expected[row["image"]] = row["value"]
+    for name in ("ray", "killed"):
+        rows = [row for path in (root / name).glob("*.parquet") for row in read(path)]
+        unique = len({row["image"] for row in rows})
+        off = [abs(row["value"] / expected[row["image"]] - 1) for row in rows]
+        print(f"{name}: {len(rows)} rows, {unique} unique, {off.count(0)} bit for bit, worst {max(off):.1g}")
+        if not options.count == len(rows) == unique or max(off) > 1e-5:
+            return 1
+    for name, given in found.items():
+        seconds, rate = (median(values) for values in zip(*given, strict=True))
+        share = median(
+            rate / plain[1] for (_, rate), plain in zip(given[::-1], found["plain"][::-1], strict=False)
+        )
+        print(f"{name}: {seconds:.1f} s in all; {rate:.1f} rows a second, {share:.2f} of plain")
+    shutil.rmtree(root)
+    return 0
+
+
+def rows_of_all(parts: Sequence[Path]) -> int:
+    """Of logs that are being written."""
+    return sum(lines(part) - 1 for part in parts if part.is_file())
+
+
+def lines(path: Path) -> int:
+    """Of a file that may be gone by now."""
+    with suppress(FileNotFoundError):
+        return path.read_bytes().count(b"\n")
+    return 0
+
+
+def rows_in(folder: Path) -> int:
+    """Of all files of scores in a folder."""
+    return sum(pyarrow.parquet.read_metadata(path).num_rows for path in folder.glob("*.parquet"))
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of scores."""
+    return pyarrow.parquet.read_table(path, columns=["image", "value"]).to_pylist()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
