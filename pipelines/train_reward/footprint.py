@@ -90,8 +90,9 @@ def _read(
         examples, judge.encode, size=data.batch, micro=data.micro_batch, seed=config.seed
     )
     batch = next(iter(batches.batch(0, (0, world))))
+    moved: dict[int, Any] = {}  # what is one tensor twice stays one
     inputs = tree_map(
-        lambda value: value.to(META) if isinstance(value, torch.Tensor) else value, batch.inputs
+        lambda v: moved.setdefault(id(v), v.to(META)) if isinstance(v, torch.Tensor) else v, batch.inputs
     )
     network, parts = AsForward(judge.module, judge), []
     if isinstance(judge, SeeingJudge):

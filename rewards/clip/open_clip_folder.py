@@ -141,7 +141,7 @@ def check_end_token(model: torch.nn.Module, tokenizer: Tokenizer) -> int | None:
 
 def open_clip_place(folder_or_name: str | Path) -> Path | None:
     """The folder that `load_open_clip` reads, or None where open_clip fetches the model itself."""
-    name, _ = _source(folder_or_name)
+    name, _ = _source(folder_or_name, weights=False)
     return Path(name.removeprefix("local-dir:")) if name.startswith("local-dir:") else None
 
 

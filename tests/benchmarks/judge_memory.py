@@ -70,9 +70,7 @@ def save_models(folder: Path) -> None:
         folder / "large" / "lm", max_position_embeddings=256, hidden_size=WIDTH, **of_language
     )
     texts = [("a b\n" * (20 + n % 5)).strip() for n in range(24)]
-    rows = [
-        {"prompt": f"q{n}", "completion": text, "reward": float(n % 2)} for n, text in enumerate(texts)
-    ]
+    rows = [{"prompt": f"q{n}", "completion": text, "reward": float(n % 2)} for n, text in enumerate(texts)]
     (folder / "judged.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 

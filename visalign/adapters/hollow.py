@@ -303,10 +303,14 @@ def _from_fake(value: Any) -> Any:
 
 def _under_autocast(part: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
     mode, forward = FakeTensorMode(), part.forward
-    cpu = torch.device("cpu")
+    cpu, known = torch.device("cpu"), dict[int, FakeTensor]()
 
     def fake(value: Any) -> Any:
-        return FakeTensor(mode, value, cpu) if isinstance(value, Tensor) and value.is_meta else value
+        if not (isinstance(value, Tensor) and value.is_meta):
+            return value
+        if id(value) not in known:  # what is one tensor twice stays one
+            known[id(value)] = FakeTensor(mode, value, cpu)
+        return known[id(value)]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         weights = {name: fake(value) for name, value in [*part.named_parameters(), *part.named_buffers()]}
