@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,9 @@ NOT_COUNTED = (
 META = torch.device("meta")
 
 
-def footprint(config: TrainRewardConfig, examples: Examples) -> dict[str, Any]:
+def footprint(
+    config: TrainRewardConfig, examples: Examples, build: Callable[[TrainRewardConfig, torch.device], Any]
+) -> dict[str, Any]:
     """Memory in GB of a run on each device, in groups; no weight is read or fetched.
 
     The judge reads its first micro-batch by shapes alone: what autograd stores is counted, not fitted. On
@@ -35,15 +38,14 @@ def footprint(config: TrainRewardConfig, examples: Examples) -> dict[str, Any]:
     Args:
         config: of the run.
         examples: what is learnt from.
+        build: the judge of a configuration on a device.
     """
-    from .job import build_judge
-
     model: Any = config.model
     changes: dict[str, Any] = {"autocast": "bfloat16"} if model.autocast == "auto" else {}  # as GPUs have it
     others = 0
     if isinstance(model, SeeingModel) and model.diversity is not None:
         others, changes["diversity"] = len(model.diversity.others), None  # whose files are not read
-    judge: Any = build_judge(replace(config, model=replace(model, **changes)), META)
+    judge: Any = build(replace(config, model=replace(model, **changes)), META)
     if getattr(getattr(judge.module, "config", None), "quantization_config", None):
         return {"memory_in_GB": {"not_said": f"the weights of {model.path} are quantised"}}
     world, trained = int(os.environ.get("WORLD_SIZE", "1")), [w for _, w in judge.trainable_parameters()]

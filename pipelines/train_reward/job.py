@@ -137,7 +137,7 @@ def estimate(config: TrainRewardConfig) -> Mapping[str, Any]:
     """Memory on each device beside what is learnt from; no model is loaded."""
     from .footprint import footprint
 
-    return {**plan(config), **footprint(config, prepare_reward(config).train)}
+    return {**plan(config), **footprint(config, prepare_reward(config).train, build_judge)}
 
 
 def plan(config: TrainRewardConfig) -> Mapping[str, Any]:

@@ -56,6 +56,7 @@ def save_models(folder: Path) -> None:
     sizes = {"intermediate_size": 4 * WIDTH, "num_hidden_layers": 10, "num_attention_heads": 48}
     for key, value in {"hidden_size": WIDTH, "initializer_range": 0.02, **sizes}.items():
         setattr(config.text_config, key, value)
+    config.text_config.layer_types = ["full_attention"] * sizes["num_hidden_layers"]
     config.vision_config.hidden_size = WIDTH
     Qwen2VLForConditionalGeneration(config).save_pretrained(folder / "large" / "vlm")
     save_tiny_clip(folder / "tiny" / "clip")
