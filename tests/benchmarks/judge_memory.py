@@ -45,7 +45,7 @@ JUDGES = {
     "hp, its head": ("clip", "kind: hp, train: head, head: [64, 32, 16, 8]", "hp"),
     "text_process": ("lm", "", ""),
 }
-BRIEF = ("data={size: 24, heldout_size: 4, batch: 8, micro_batch: 2}", "optimizer.updates_per_iteration=2")
+BRIEF = ("data={size: 8, heldout_size: 2, batch: 4, micro_batch: 2}", "optimizer.updates_per_iteration=1")
 
 
 def save_models(folder: Path) -> None:
@@ -89,13 +89,12 @@ def made_of(name: str, folder: Path, size: str, sharding: bool) -> tuple[Any, An
 def trained(name: str, folder: Path, size: str, sharding: bool) -> None:
     """Two iterations and a measurement."""
     config, module = made_of(name, folder, size, sharding)
-    with tempfile.TemporaryDirectory() as output:
-        more = () if module is process else (False,)
-        made = module._build(config, Path(output), *more)
-        made.trainer.iterate()
-        with made.trainer.algorithm.whole():
-            made.measure()
-        made.trainer.iterate()
+    more = () if module is process else (False,)
+    made = module._build(config, folder / f"{name}, {size}, {sharding}", *more)
+    made.trainer.iterate()
+    with made.trainer.algorithm.whole():
+        made.measure()
+    made.trainer.iterate()
 
 
 def work(name: str, folder: Path, sharding: bool) -> None:
