@@ -22,12 +22,16 @@ from visalign.pipelines.shared.memory import (
     weight_bytes,
 )
 from visalign.precision import autocast_dtype
+from visalign.training.loop.optimizer import AdamWSettings
 
 from .config import TextConfig
 from .parts import TextInputs, prompt_encoder, text_adapters
 
 PROMPTS = 256
 """Training prompts that are measured."""
+NOT_COUNTED_OF_STEPS = (
+    "kernels' workspaces, the allocator's gaps, activations of what is frozen and of measuring"
+)
 NOT_COUNTED = "kernels' workspaces, the allocator's gaps, activations of generation and of judges"
 
 
@@ -58,9 +62,8 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
         held, flops = _replayed(network, min(config.optimizer.micro_batch, completions), length, config)
     memory = _weights(config, network)
     generating = cache + 4 * rows * network.config.vocab_size
-    parts = [name for name in memory if name.startswith("frozen_weights, ") or name == "trained_weights"]
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    memory = on_each_device(memory, parts, world=world, sharding=config.run.sharding)
+    memory = on_each_device(memory, _shared(memory), world=world, sharding=config.run.sharding)
     memory["generation_or_activations_of_a_micro_batch"] = max(generating, held) / GB
     judges, later = judge_bytes({**inputs.rewards, "the sum": inputs.reward})
     memory["judges"] = judges / GB
@@ -115,15 +118,50 @@ def _replayed(network: Any, rows: int, length: int, config: TextConfig) -> tuple
     if again:
         enable_recomputation(network)
     with recomputed_layers(network, again), traced_network(network.base_model) as trace:
-        # without a whole mask transformers looks at the positions' numbers
-        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="meta")
-        network.base_model(input_ids=_tokens(rows, length), attention_mask=mask, use_cache=False)
+        network.base_model(input_ids=_tokens(rows, length), attention_mask=_mask(length), use_cache=False)
     head = 2 * network.get_output_embeddings().weight.numel() * config.rollout.max_new_tokens
     return trace.held + trace.largest_block, trace.flops["network"] / rows + head
 
 
 def _tokens(rows: int, length: int) -> torch.Tensor:
     return torch.zeros(rows, length, dtype=torch.long, device="meta")
+
+
+def _mask(length: int) -> torch.Tensor:
+    """A whole one, without which transformers looks at the positions' numbers."""
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device="meta")
+
+
+def step_footprint(
+    network: Any, rows: int, length: int, pace: AdamWSettings, *, sharding: bool
+) -> dict[str, Any]:
+    """Memory in GB of the training of a token classifier on each device, in groups.
+
+    Args:
+        network: on the meta device, in training mode.
+        rows: texts of an update.
+        length: tokens of each.
+        pace: whether weights are averaged.
+        sharding: FSDP2.
+    """
+    from visalign.adapters.hollow import traced_network
+
+    world, trained = (
+        int(os.environ.get("WORLD_SIZE", "1")),
+        [w for w in network.parameters() if w.requires_grad],
+    )
+    with traced_network(network) as trace:
+        ids = _tokens(math.ceil(rows / world), length)
+        network(input_ids=ids, attention_mask=_mask(length), use_cache=False)
+    memory = _stays(network, trained, ema=bool(pace.ema_decay))
+    activations = trace.held / GB
+    memory = on_each_device(memory, _shared(memory), world=world, sharding=sharding, spare=activations)
+    memory["activations_of_an_update"] = activations
+    memory["in_all"] = math.fsum(memory.values())
+    return {
+        "model": {"trained_parameters": sum(w.numel() for w in trained), "longest_record": length},
+        "memory_in_GB": {**memory, "not_counted": NOT_COUNTED_OF_STEPS},
+    }
 
 
 def asks_reference(config: TextConfig) -> bool:
@@ -136,15 +174,26 @@ def asks_reference(config: TextConfig) -> bool:
 def _weights(config: TextConfig, network: Any) -> dict[str, float]:
     """GB of what stays for a whole run, by part."""
     trained = [weight for weight in network.parameters() if weight.requires_grad]
-    own = {id(weight) for weight in trained}
-    found: dict[str, float] = {}
-    if config.model.lora is not None:
-        found[f"frozen_weights, {dtype_name(network, own)}"] = weight_bytes(network, own) / GB
-    found |= trained_memory(trained, ema=bool(config.optimizer.ema_decay), copies=0)
-    del found["reference_and_old_policy"]
+    found = _stays(network, trained, ema=bool(config.optimizer.ema_decay))
     kept = config.model.lora is None and asks_reference(config)
     found["reference"] = kept * sum(weight.numel() * weight.element_size() for weight in trained) / GB
     if config.model.value == "separate":
         whole = [weight for name, weight in network.base_model.named_parameters() if "lora_" not in name]
         found["value_network_and_its_optimizer"] = sum(trained_memory(whole, ema=False, copies=0).values())
     return found
+
+
+def _stays(network: Any, trained: list[Any], *, ema: bool) -> dict[str, float]:
+    """GB of a network and of what belongs to its training."""
+    own = {id(weight) for weight in trained}
+    found: dict[str, float] = {}
+    if any(not weight.requires_grad for weight in network.parameters()):
+        found[f"frozen_weights, {dtype_name(network, own)}"] = weight_bytes(network, own) / GB
+    found |= trained_memory(trained, ema=ema, copies=0)
+    del found["reference_and_old_policy"]
+    return found
+
+
+def _shared(memory: dict[str, float]) -> list[str]:
+    """Of the parts those that are weights of the network."""
+    return [name for name in memory if name.startswith("frozen_weights, ") or name == "trained_weights"]

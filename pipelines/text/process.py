@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from visalign.training import TrainResult
     from visalign.training.process.trainer import StepTexts
 
-__all__ = ["TextProcessConfig", "plan", "run"]
+__all__ = ["TextProcessConfig", "estimate", "plan", "run"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -157,31 +157,19 @@ def _build(config: TextProcessConfig, output: Path) -> ProcessRun:
     from visalign.rewards.weights.checkpoint_files import quiet_loading
     from visalign.training.loop.progress import SHOWN_SUPERVISED
     from visalign.training.process.label_fit import FitSettings, LabelFit
-    from visalign.training.process.trainer import StepTexts, measure_steps
+    from visalign.training.process.trainer import measure_steps
 
     learnt, measured = _read(config)
     accelerator = build_accelerator(config, output)
-    folder, labels = str(resolve_model(config.model.path)), 1 if config.learns == "outcomes" else 2
+    folder = str(resolve_model(config.model.path))
     with quiet_loading(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        given = {"num_labels": labels, "dtype": getattr(torch, config.model.dtype)}
+        given = {"num_labels": _labels(config), "dtype": getattr(torch, config.model.dtype)}
         model: Any = from_pretrained(AutoModelForTokenClassification, folder, **given)
         tokenizer = from_pretrained(AutoTokenizer, folder)
-    head = {
-        name for name, _ in model.named_parameters() if not name.startswith(model.base_model_prefix + ".")
-    }
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(config.model.train == "full" or name in head)
+    _freeze(config, model)
     model.to(accelerator.device).train()
-    reading = StepReading(separator=config.data.separator)
-    given = {"reading": reading, "too_long": config.data.too_long}
-    try:
-        texts, heldout = (
-            StepTexts(model, tokenizer, side.rows, numbers=side.numbers, **given)
-            for side in (learnt, measured)
-        )
-    except UserError as error:
-        raise UserError(f"data.train: {error}") from error
+    texts, heldout = (_texts(config, model, tokenizer, side) for side in (learnt, measured))
     if not texts.rows:
         raise UserError(
             f"data.train: none of the {len(learnt.rows)} records has a step and a finite reward or label."
@@ -208,6 +196,34 @@ def _build(config: TextProcessConfig, output: Path) -> ProcessRun:
     )
 
 
+def _labels(config: TextProcessConfig) -> int:
+    """Numbers that the head says of a step."""
+    return 1 if config.learns == "outcomes" else 2
+
+
+def _freeze(config: TextProcessConfig, model: Any) -> None:
+    """Leave a gradient to what is trained."""
+    for name, parameter in model.named_parameters():
+        in_head = not name.startswith(model.base_model_prefix + ".")
+        parameter.requires_grad_(config.model.train == "full" or in_head)
+
+
+def _texts(config: TextProcessConfig, model: Any, tokenizer: Any, side: StepRecords) -> StepTexts:
+    """Records as the model reads them.
+
+    Raises:
+        UserError: one that it cannot read.
+    """
+    from visalign.training.process.trainer import StepTexts
+
+    reading = StepReading(separator=config.data.separator)
+    given = {"reading": reading, "too_long": config.data.too_long}
+    try:
+        return StepTexts(model, tokenizer, side.rows, numbers=side.numbers, **given)
+    except UserError as error:
+        raise UserError(f"data.train: {error}") from error
+
+
 @plain_dataclass(frozen=True, kw_only=True)
 class ProcessRun(JudgeRun):
     """A judge of steps."""
@@ -231,6 +247,28 @@ class ProcessRun(JudgeRun):
             "records_left_out": left_out,
             "samples": result.counters.samples,
         }
+
+
+def estimate(config: TextProcessConfig) -> Mapping[str, Any]:
+    """Memory on each device beside what is learnt from; no weight is read, and every record counts as the
+    longest."""
+    import torch
+    from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer
+
+    from visalign.adapters.causal_lm.loading import from_pretrained
+
+    from .footprint import step_footprint
+
+    folder, dtype = str(resolve_model(config.model.path)), getattr(torch, config.model.dtype)
+    loaded = from_pretrained(AutoConfig, folder, num_labels=_labels(config))
+    with torch.device("meta"):
+        model: Any = AutoModelForTokenClassification.from_config(loaded, dtype=dtype).train()
+    _freeze(config, model)
+    texts = _texts(config, model, from_pretrained(AutoTokenizer, folder), _read(config)[0])
+    longest = max((len(tokens.ids) for tokens, _ in texts.texts), default=1)
+    rows = min(config.data.batch, len(texts.texts))
+    found = step_footprint(model, rows, longest, config.optimizer, sharding=config.run.sharding)
+    return {**plan(config), **found}
 
 
 def plan(config: TextProcessConfig) -> Mapping[str, Any]:

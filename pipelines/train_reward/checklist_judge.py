@@ -153,7 +153,7 @@ class Questions:
     @torch.no_grad()
     def features(self, example: Example) -> Tensor:
         """[pictures, F] what the rule multiplies with its weights, as `VisionReward` scores; equal pictures
-        are asked once.
+        are asked once. A model on the meta device says 0.
 
         Each picture is asked by itself, so that its last bits do not depend on what it was asked with.
 
@@ -161,6 +161,8 @@ class Questions:
             UserError: a picture that the judge does not score.
         """
         found = []
+        if self.judge.device.type == "meta":
+            return torch.zeros(len(example.images), len(self.checklist.rule.weights))
         for image in example.images:
             text = example.prompt if self._of_prompt else ""
             key = hashlib.blake2b(image.contiguous().numpy().tobytes() + repr((image.shape, text)).encode())

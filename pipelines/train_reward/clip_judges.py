@@ -46,7 +46,7 @@ class IctJudge(TrainedJudge):
         return RewardBatch(
             inputs={"pixels": pixels, "easy": easy, "refined": refined},
             size=len(examples),
-            ict=self._labels(pixels, easy, refined),
+            ict=None if self.device.type == "meta" else self._labels(pixels, easy, refined),
         )
 
     @torch.no_grad()

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.weights.checkpoint_files import dtype_of, listed, read_tensors
-from visalign.rewards.weights.hub import TRANSFORMERS_FILES, is_hub_id, local_folder
+from visalign.rewards.weights.hub import META, TRANSFORMERS_FILES, is_hub_id, local_folder
 from visalign.vision.window import check_window
 
 from .encoder import ClipEncoder, ClipParts
@@ -46,7 +47,7 @@ def load_clip(model: str | Path, *, device: str | torch.device = "cpu", precisio
             ViT-H/14's); a name of the package's own models; a hub id "organisation/model", which is read as
             what it holds, open_clip's files first, or after "transformers:" as that alone; or what else
             `load_open_clip` takes.
-        device: where the towers go.
+        device: where the towers go; "meta": shapes alone, no weight is read or fetched.
         precision: of the towers: "fp32", "bf16" or "fp16".
 
     Raises:
@@ -57,17 +58,17 @@ def load_clip(model: str | Path, *, device: str | torch.device = "cpu", precisio
     """
     dtype_of(precision)
     if Path(model).is_file():
-        state, folder = read_tensors(model), Path(model).parent
+        state, folder = _tensors(model, device), Path(model).parent
         return load_transformers_clip(
             folder, state=state, config=CLIP_VIT_H_14, device=device, precision=precision
         )
     if str(model).startswith(TRANSFORMERS):
-        folder = local_folder(str(model).removeprefix(TRANSFORMERS), HUB_FILES)
+        folder = local_folder(str(model).removeprefix(TRANSFORMERS), HUB_FILES, device)
         return load_transformers_clip(folder, device=device, precision=precision)
     folder = Path(str(model).removeprefix("local-dir:"))
     if not folder.is_dir() and is_hub_id(model):
         is_open_clip = (local_folder(model, (CONFIG,)) / CONFIG).is_file()
-        folder = model = local_folder(model, OPEN_CLIP_FILES if is_open_clip else HUB_FILES)
+        folder = model = local_folder(model, OPEN_CLIP_FILES if is_open_clip else HUB_FILES, device)
     if folder.is_dir() and not (folder / CONFIG).is_file() and (folder / "config.json").is_file():
         return load_transformers_clip(folder, device=device, precision=precision)
     found, preprocess, tokenizer = load_open_clip(model, device=device, precision=precision)
@@ -88,14 +89,15 @@ def load_clip(model: str | Path, *, device: str | torch.device = "cpu", precisio
     )
 
 
-def find_folder(model: str | Path) -> Path:
-    """The folder of a model: one on this disk, a packaged name's, or the local copy of a hub id."""
+def find_folder(model: str | Path, device: str | torch.device | None = None) -> Path:
+    """The folder of a model: one on this disk, a packaged name's, or the local copy of a hub id, without
+    weights for the device `META`."""
     from visalign.data.assets import resolve_model
 
     place = resolve_model(model)
     if isinstance(place, Path):
         return place
-    return local_folder(place.removeprefix(TRANSFORMERS), HUB_FILES)
+    return local_folder(place.removeprefix(TRANSFORMERS), HUB_FILES, device)
 
 
 def load_fine_tuned_clip(
@@ -114,13 +116,13 @@ def load_fine_tuned_clip(
     if file.is_file():
         return load_transformers_clip(
             file.parent,
-            state=read_tensors(file),
+            state=_tensors(file, device),
             config=CLIP_VIT_H_14,
             device=device,
             precision=precision,
             tokenizer="open_clip",
         )
-    folder = find_folder(model)
+    folder = find_folder(model, device)
     if subfolder and (folder / subfolder).is_dir():
         folder = folder / subfolder
     if (folder / BASE).is_file():
@@ -176,6 +178,8 @@ def _load_changes(folder: Path, **options: Any) -> ClipParts:
         raise RewardError(
             f"{folder / BASE} names its own folder as base ({base!r}); name the model that was fine-tuned."
         )
+    if str(options["device"]) == META:
+        return load_fine_tuned_clip(_place(folder, base), **options)
     if count and not (folder / CHANGES).is_file():
         raise FileNotFoundError(f"The model folder {folder} lacks {CHANGES}; copy the folder again.")
     parts = load_fine_tuned_clip(_place(folder, base), **options)
@@ -196,6 +200,10 @@ def _load_changes(folder: Path, **options: Any) -> ClipParts:
         for key, value in changes.items():
             state[key].copy_(value)
     return replace(parts, place=folder, base=parts.weights)
+
+
+def _tensors(file: str | Path, device: str | torch.device) -> dict[str, Tensor]:
+    return {} if str(device) == META else read_tensors(file)
 
 
 def _place(folder: Path, base: str) -> str | Path:

@@ -20,7 +20,9 @@ The folder is open_clip's own hub layout (its `local-dir:` scheme, version 3), w
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ import torch
 from torch import Tensor
 
 from visalign.rewards.base.contract import RewardError
+from visalign.rewards.weights.hub import META
 
 CONFIG = "open_clip_config.json"
 WEIGHTS = "open_clip_model.safetensors"
@@ -49,11 +52,14 @@ def load_open_clip(
     import open_clip
     from safetensors import SafetensorError
 
-    name, tag = _source(folder_or_name)
+    hollow = str(device) == META
+    name, tag = _source(folder_or_name, weights=not hollow)
+    given: dict[str, Any] = {"precision": precision, "device": str(device), "pretrained_text": False}
+    if hollow:
+        given["load_weights"], tag = False, None
     try:
-        model: Any = open_clip.create_model(
-            name, tag, precision=precision, device=str(device), require_pretrained=True, pretrained_text=False
-        )
+        with _by_shapes_alone() if hollow else nullcontext():
+            model: Any = open_clip.create_model(name, tag, require_pretrained=not hollow, **given)
         tokenizer = open_clip.get_tokenizer(name)
     except (RuntimeError, ValueError, TypeError, KeyError, OSError, SafetensorError) as error:
         raise RewardError(
@@ -135,19 +141,19 @@ def check_end_token(model: torch.nn.Module, tokenizer: Tokenizer) -> int | None:
 
 def open_clip_place(folder_or_name: str | Path) -> Path | None:
     """The folder that `load_open_clip` reads, or None where open_clip fetches the model itself."""
-    name, _ = _source(folder_or_name)
+    name, _ = _source(folder_or_name, weights=False)
     return Path(name.removeprefix("local-dir:")) if name.startswith("local-dir:") else None
 
 
-def _source(folder_or_name: str | Path) -> tuple[str, str | None]:
-    """open_clip's model name and tag for what the user gave."""
+def _source(folder_or_name: str | Path, *, weights: bool = True) -> tuple[str, str | None]:
+    """open_clip's model name and tag for what the user gave; a folder needs its `weights`."""
     path = Path(str(folder_or_name).removeprefix("local-dir:"))
     if not path.is_dir():
         from visalign.data.assets import resolve_model
 
         path = Path(resolve_model(folder_or_name))
     if path.is_dir():
-        _check_folder(path)
+        _check_folder(path, weights=weights)
         return f"local-dir:{path}", None
     name = str(folder_or_name)
     if name.startswith("hf-hub:"):
@@ -163,10 +169,22 @@ def _source(folder_or_name: str | Path) -> tuple[str, str | None]:
     )
 
 
-def _check_folder(folder: Path) -> None:
+@contextmanager
+def _by_shapes_alone() -> Iterator[None]:
+    """Inside, models are made on the meta device, and open_clip does not warn that none has weights."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with torch.device(META):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _check_folder(folder: Path, *, weights: bool) -> None:
     """Name the missing part before open_clip falls back to random weights or to the network."""
     missing = [] if (folder / CONFIG).is_file() else [CONFIG]
-    if not any(file.suffix in _WEIGHT_ENDINGS for file in folder.iterdir()):
+    if weights and not any(file.suffix in _WEIGHT_ENDINGS for file in folder.iterdir()):
         missing.append(WEIGHTS)
     if not missing:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.weights.checkpoint_files import drop_known, dtype_of, load_strict, read_folder
+from visalign.rewards.weights.hub import META
 
 from .encoder import ClipEncoder, ClipParts
 
@@ -88,10 +90,12 @@ def load_transformers_clip(
 
     folder = Path(folder)
     settings = _read_config(folder, config)
-    with no_init_weights():
+    hollow = str(device) == META
+    with no_init_weights(), torch.device(META) if hollow else nullcontext():
         model: Any = CLIPModel(CLIPConfig.from_dict(dict(settings)))
-    known = read_folder(folder) if state is None else state
-    load_strict(model, drop_known(known, POSITION_IDS), str(folder))
+    if not hollow:
+        known = read_folder(folder) if state is None else state
+        load_strict(model, drop_known(known, POSITION_IDS), str(folder))
     model.to(device=torch.device(device), dtype=dtype_of(precision)).eval().requires_grad_(False)
     found = _tokenizer(folder, model.config.text_config, tokenizer)
     return ClipParts(

@@ -117,8 +117,7 @@ class ChecklistRule:
                 f"There are {len(self.weights)} weights for {len(features)} features"
                 f"{' and the alignment' if self.has_alignment else ''}: {wanted} are needed."
             )
-        known = yes[~yes.isnan()]
-        if known.numel() and (known.min() < 0 or known.max() > 1):
+        if not yes.is_meta and ((yes < 0) | (yes > 1)).any():
             raise ValueError("Answers are 0 for no, 1 for yes, or a probability between them.")
         return features
 

@@ -105,8 +105,7 @@ class Hp(ClipJudge):
         judge = cls(model, **options)
         towers = judge.towers
         with torch.no_grad():
-            blank = torch.zeros(3, 8, 8, device=towers.encoder.device)
-            width = towers.encoder.encode_image(towers.pixels([blank])).shape[1]
+            width = towers.encoder.encode_image(towers.pixels([torch.zeros(3, 8, 8)])).shape[1]
         head = AffineHead(width) if widths is None else AffineHead(width, widths=widths)
         judge._head = head.to(towers.encoder.device).eval()
         judge._head_print = WeightPrint(judge._head, None)

@@ -133,7 +133,7 @@ class VisionLanguageEngine:
 
         Args:
             folder_or_id: a folder as `save_pretrained` writes it, a packaged name, or a hub id.
-            device: where it runs.
+            device: where it runs; "meta": shapes alone, no weight is read or fetched.
             dtype: of the weights.
             positions: of the class.
             adapter: a LoRA as peft saves it, which is merged into the weights.

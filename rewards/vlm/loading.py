@@ -20,7 +20,14 @@ from visalign.data.assets import resolve_model
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import fingerprint
 from visalign.rewards.weights.checkpoint_files import listed, quiet_loading
-from visalign.rewards.weights.hub import TRANSFORMERS_FILES, is_hub_id, local_folder, revision_of
+from visalign.rewards.weights.hub import (
+    META,
+    SMALL_FILES,
+    TRANSFORMERS_FILES,
+    is_hub_id,
+    local_folder,
+    revision_of,
+)
 
 from .template import SETTINGS, JudgeSettings
 
@@ -55,7 +62,7 @@ def load_seeing_model(
     **placing: Any,
 ) -> LoadedModel:
     """See `VisionLanguageEngine.from_pretrained`; `placing` are its options of `PLACING`."""
-    from transformers import AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
     own = resolve_model(folder_or_id)
     folders = [own] if isinstance(own, Path) else []
@@ -69,15 +76,21 @@ def load_seeing_model(
             break
         folders.append(below)
     place = _known(find_model(folder_or_id, ("config.json",)))
-    place = find_model(folder_or_id)
+    place = find_model(folder_or_id, SMALL_FILES if str(device) == META else TRANSFORMERS_FILES)
     settings = next((JudgeSettings.read(f) for f in folders if (f / SETTINGS).is_file()), JudgeSettings())
     processor = load_processor(place)
     options = placing_options(dtype, device, **placing)
     try:
         with quiet_loading():
-            loaded: Any = AutoModelForImageTextToText.from_pretrained(
-                str(place), output_loading_info=True, **options
-            )
+            loaded: Any
+            if str(device) == META:  # whose shapes a LoRA does not change
+                with torch.device(META):
+                    config = AutoConfig.from_pretrained(str(place))
+                    loaded, adapters = (AutoModelForImageTextToText.from_config(config, **options), {}), []
+            else:
+                loaded = AutoModelForImageTextToText.from_pretrained(
+                    str(place), output_loading_info=True, **options
+                )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise RewardError(
             f"The vision-language model {str(folder_or_id)!r} cannot be loaded: {error}. Check that config "

@@ -21,6 +21,8 @@ TRANSFORMERS_FILES = ("*.json", "*.txt", "*.jinja", "model*.safetensors", "pytor
 """Names of the files of a model in transformers' layout."""
 SMALL_FILES = ("*.json", "*.txt", "*.jinja")
 """Of these the ones that hold no weights."""
+META = "meta"
+"""Device of a model that has shapes alone: of its files those without weights are read and fetched."""
 TIMEOUT = 10.0
 """Seconds that the hub may take to list a repository."""
 
@@ -31,10 +33,12 @@ def is_hub_id(name: str | Path) -> bool:
     return place.count("/") == 1 and not place.startswith((".", "/", "~")) and not place.endswith("/")
 
 
-def local_folder(name: str | Path, patterns: Sequence[str]) -> Path:
+def local_folder(name: str | Path, patterns: Sequence[str], device: Any = None) -> Path:
     """A folder on this disk, or the local copy of a hub repository "organisation/model" (with "@" before a
-    branch, tag or commit), of which the files of these names are fetched, weights in one form alone.
+    branch, tag or commit), of which the files of these names are fetched, weights in one form alone, and none
+    for the device `META`.
     """
+    patterns = SMALL_FILES if str(device) == META else patterns
     if Path(name).is_dir():
         return Path(name)
     if not is_hub_id(name):

@@ -214,6 +214,8 @@ def test_ratio_error_names_causes_and_carries_the_measurement():
     loose = ratio_check(policy, CONDITION, found, bound=100.0, max_samples=2)
     assert loose.ok and loose.pairs == 6 and loose.bound == 100.0
     assert not ratio_check(policy, CONDITION, found, strict=False).ok
+    with pytest.raises(ValueError, match="batch_size must be at least 1 sample"):
+        ratio_check(policy, CONDITION, found, batch_size=0)
 
 
 def test_check_log_ratio():

@@ -113,6 +113,7 @@ def test_batches_change_nothing():
         ({"resample_after": [5, 3]}, "rising steps"),
         ({"resample_after": []}, "rising steps"),
         ({"strength": 0.0}, "strength is 0.0; it must be above 0"),
+        ({"batch_size": -1}, "batch_size must be at least 1 sample"),
     ],
 )
 def test_what_cannot_be_is_refused(changes, message):

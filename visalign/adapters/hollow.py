@@ -34,6 +34,8 @@ from visalign.adapters.pipeline.quantization import FourBits, by_shapes_alone
 META = torch.device("meta")
 LAYOUT = {"img_mask"}
 """Arguments of networks that say where in a sequence something stands, and so how long it is."""
+SIZES = {"grid_thw", "cu_seqlens"}
+"""Arguments of layers whose numbers are read: how a tower's patches belong together."""
 SMALL = 50e6
 """Bytes below which text encoders are loaded."""
 
@@ -110,15 +112,22 @@ def hollow_pipelines() -> Iterator[Trace]:
 
 
 @contextmanager
-def traced_network(network: Any) -> Iterator[Trace]:
-    """Inside, a network on the meta device is called as it is, under autocast where the CPU's is on. The
-    trace is whole behind the block."""
-    trace, before, own = Trace(), functional.scaled_dot_product_attention, network.forward
+def traced_network(network: Any, *parts: nn.Module) -> Iterator[Trace]:
+    """Inside, a network on the meta device is called as it is, or `parts` of it are; under autocast where the
+    CPU's is on, which stands for that of its device. The trace is whole behind the block."""
+    trace, before, autocast = Trace(), functional.scaled_dot_product_attention, torch.autocast
     weights = {weight.untyped_storage()._cdata for weight in network.parameters()}
+    torch_itself: Any = torch
+    called = [(part, part.forward) for part in parts or (network,)]
+    hooks = [
+        inner.register_forward_pre_hook(_beside_meta, with_kwargs=True)
+        for inner in list(network.modules())[1:]
+    ]
     try:
         functional.scaled_dot_product_attention = _attention_of()
-        if torch.is_autocast_enabled("cpu"):
-            network.forward = _under_autocast(network, own)
+        torch_itself.autocast = lambda kind, *args, **kw: autocast(kind.replace("meta", "cpu"), *args, **kw)
+        for part, own in called:
+            part.forward = _as_autocast_has_it(part, own)
         with (
             FlopCounterMode(display=False) as counter,
             stored(weights) as held,
@@ -126,7 +135,11 @@ def traced_network(network: Any) -> Iterator[Trace]:
         ):
             yield trace
     finally:
-        functional.scaled_dot_product_attention, network.forward = before, own
+        functional.scaled_dot_product_attention, torch_itself.autocast = before, autocast
+        for part, own in called:
+            part.forward = own
+        for hook in hooks:
+            hook.remove()
     trace.flops["network"], trace.held = counter.get_total_flops(), sum(held.values())
 
 
@@ -231,7 +244,7 @@ def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
         layout = {key: kwargs.pop(key) for key in LAYOUT & kwargs.keys()}
         args, kwargs = tree_map(_to_meta, (args, kwargs))
         kwargs |= layout
-        call = _under_autocast(part, own) if torch.is_autocast_enabled("cpu") else own
+        call = _as_autocast_has_it(part, own)
         with FlopCounterMode(display=False) as counter:
             if torch.is_grad_enabled() and not encodes:
                 weights.update(p.untyped_storage()._cdata for p in part.parameters())
@@ -262,19 +275,42 @@ def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
 
 
 def _beside_meta(_: Any, args: Any, kwargs: Any) -> Any:
-    """Arguments on the meta device where one of them is: masks that a `LAYOUT` has led to go with latents."""
-    leaves = tree_leaves((args, kwargs))
-    mixed = any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves)
-    return tree_map(_to_meta, (args, kwargs)) if mixed else (args, kwargs)
+    """Arguments on the meta device where one of them is, but those of `SIZES`: masks that a `LAYOUT` has led
+    to go with latents."""
+    if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs))):
+        return args, kwargs
+    sizes = {key: kwargs[key] for key in SIZES & kwargs.keys()}
+    return tree_map(_to_meta, args), tree_map(_to_meta, kwargs) | sizes
+
+
+def _as_autocast_has_it(part: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+    """The call, under autocast on tensors without numbers that say they are on a CPU: autocast knows no meta
+    device."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled("cpu"):
+            return own(*args, **kwargs)
+        return tree_map(_from_fake, _under_autocast(part, own)(*args, **kwargs))
+
+    return call
+
+
+def _from_fake(value: Any) -> Any:
+    if not isinstance(value, FakeTensor):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, device=META)
 
 
 def _under_autocast(part: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
-    """The call on tensors without numbers that say they are on a CPU: autocast knows no meta device."""
     mode, forward = FakeTensorMode(), part.forward
-    cpu = torch.device("cpu")
+    cpu, known = torch.device("cpu"), dict[int, FakeTensor]()
 
     def fake(value: Any) -> Any:
-        return FakeTensor(mode, value, cpu) if isinstance(value, Tensor) and value.is_meta else value
+        if not (isinstance(value, Tensor) and value.is_meta):
+            return value
+        if id(value) not in known:  # what is one tensor twice stays one
+            known[id(value)] = FakeTensor(mode, value, cpu)
+        return known[id(value)]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         weights = {name: fake(value) for name, value in [*part.named_parameters(), *part.named_buffers()]}

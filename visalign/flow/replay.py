@@ -11,7 +11,7 @@ from torch import Tensor
 from visalign.core.surrogates.ratio_check import RatioCheck, check_log_ratio
 from visalign.interfaces import Condition, DiffusionPolicy
 
-from .rollout import velocity_of
+from .rollout import checked_batch_size, velocity_of
 from .trajectory import Pairs, Trajectory
 from .transitions import Kernel
 
@@ -122,7 +122,8 @@ def ratio_check(
         )
     differences, count = [], policy.forward_count
     with_backward = count.forward_backward
-    for rows in torch.arange(len(sample)).split(min(batch_size or len(trajectory), len(sample))):
+    size = checked_batch_size(len(trajectory) if batch_size is None else batch_size, len(sample))
+    for rows in torch.arange(len(sample)).split(size):
         pairs = trajectory.pairs(sample[rows], step[rows])
         with torch.enable_grad():
             stats = replay_pairs(policy, condition.select(sample[rows]), pairs, trajectory.kernel)

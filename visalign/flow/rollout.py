@@ -87,7 +87,7 @@ def rollout(
     times = policy.times(grid)
     trajectory = _empty(policy, first_latents(policy, noise, grid), grid, times, steps, kernel, tree)
     drawn = checked_seeds(seeds) if seeds is not None else []
-    size = _checked_batch_size(batch_size, len(condition))
+    size = checked_batch_size(batch_size, len(condition))
     solvers: dict[int, ODESolver] = {}  # of the chunks, which stay the same between two stochastic steps
     for k, onward in itertools.pairwise(visited(len(grid) - 1, steps, compression)):
         if k in steps:
@@ -148,7 +148,7 @@ def complete(
     """
     grid = _checked_grid(sigmas)
     levels, times, done = grid.to(x.device), policy.times(grid).to(x.device), []
-    for rows in torch.arange(len(x)).split(_checked_batch_size(batch_size, len(x))):
+    for rows in torch.arange(len(x)).split(checked_batch_size(batch_size, len(x))):
         part, of_part, ode = x[rows.to(x.device)], condition.select(rows), ODESolver(solver)
         for k in range(step, len(grid) - 1 if until is None else until):
             sigma, sigma_next = levels[k].expand(len(part)), levels[k + 1].expand(len(part))
@@ -370,7 +370,8 @@ def _check_stochastic(kernel: Kernel, grid: Tensor, steps: tuple[int, ...]) -> N
         )
 
 
-def _checked_batch_size(batch_size: int | None, count: int) -> int:
+def checked_batch_size(batch_size: int | None, count: int) -> int:
+    """How many of `count` samples go through at once: what was given, all at most."""
     if batch_size is not None and batch_size < 1:
         raise ValueError(
             f"batch_size must be at least 1 sample per forward (None: all {count}); got {batch_size}."

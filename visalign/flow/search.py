@@ -13,7 +13,7 @@ from visalign.interfaces import Condition, DiffusionPolicy
 from visalign.seeds import sample_seed
 
 from .noise import initial_noise
-from .rollout import check_finite, complete, first_latents
+from .rollout import check_finite, checked_batch_size, complete, first_latents
 from .transitions import velocity_between
 
 
@@ -241,7 +241,7 @@ def _judged(
     batch_size: int | None,
 ) -> Tensor:
     """[n, B] float64 values of [n·B, ...] clean latents, −∞ where not known."""
-    chunks = latents.split(min(batch_size or len(latents), len(latents)))
+    chunks = latents.split(checked_batch_size(batch_size, len(latents)))
     images = torch.cat([policy.decode(chunk).float().cpu() for chunk in chunks])
     value = torch.stack([reward(part).double().cpu() for part in images.split(count)])
     return torch.where(value.isfinite(), value, -torch.inf)

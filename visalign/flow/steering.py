@@ -12,7 +12,7 @@ from visalign.interfaces import Condition, DiffusionPolicy
 from visalign.seeds import sample_seed
 
 from .noise import initial_noise, step_noise
-from .rollout import check_finite, first_latents, velocity_of
+from .rollout import check_finite, checked_batch_size, first_latents, velocity_of
 from .transitions import Kernel, sde_step
 
 
@@ -68,7 +68,7 @@ def steered_rollout(
     kernel = Kernel(schedule=schedule, noise_level=noise_level, sigma_max=grid[1].item())
     x = first_latents(policy, initial_noise(seeds, policy.latent_shape), grid)
     levels, times = grid.to(x.device), policy.times(grid).to(x.device)
-    chunks = torch.arange(count).split(min(batch_size or count, count))
+    chunks = torch.arange(count).split(checked_batch_size(batch_size, count))
     said = torch.zeros(count, dtype=torch.float64)
     for k in range(steps):
         images = []

@@ -57,9 +57,10 @@ def tower_features(trunk: Any, pictures: Sequence[Picture]) -> list[PictureFeatu
     Source of the deeper features: DeepStack, arXiv 2406.04334 (Qwen3-VL).
     """
     device = trunk.get_input_embeddings().weight.device
+    sizes = "cpu" if device.type == "meta" else device  # where numbers are read, even of a model without any
     found = trunk.get_image_features(
         torch.cat([picture.patches for picture in pictures]).to(device),
-        torch.tensor([picture.grid for picture in pictures], device=device),
+        torch.tensor([picture.grid for picture in pictures], device=sizes),
         return_dict=True,
     )
     layers = getattr(found, "deepstack_features", None) or ()

@@ -30,7 +30,10 @@ from visalign.training.loop.metrics import without_times
 from visalign.training.loop.processes import ProcessLost, Shares, lost_process_named, one_process, stretch
 from visalign.training.loop.sharding import shard
 
-IN_FOUR = ("slow", "dapo+dynamic", "ppo_ptx", "sft", "kto")
+IN_FOUR = (
+    *("slow", "dapo+dynamic", "ppo_ptx", "sft", "kto"),
+    *("flow_grpo+sharded", "grpo+sharded", "judge+sharded", "process_reward+sharded"),
+)
 """Few of them in four processes, of which some have nothing to do."""
 
 
