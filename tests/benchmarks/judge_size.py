@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a larger judge make a better policy, and do the best of N samples as references?
+
+    python tests/benchmarks/judge_size.py --output runs/size --seeds 0 1 2
+
+RewardDance's claims (arXiv 2509.08826, tables 2, 7 and 8). Three sizes of one judge: `shapes-vlm` with the
+first 1, 2 or all 4 of its language layers; the vision part, the embeddings and the last norm stay. All are
+fine-tuned whole, alike, on the same pairs that differ in what was asked for: P(yes) of one picture, by
+Bradley-Terry. The layers that are left were trained to feed those that are gone, so that a small judge is
+worse by more than its size; what is tested is the way from a judge's size to a policy, not a law of
+pre-training.
+
+Each judge is the only reward of the quickstart's trainer, for the same iterations on the same prompts,
+without the guided reference, which would draw the policy up whatever the judge says. The largest size,
+trained on the same pairs as a judge of two pictures, rewards by the log-odds that a picture beats two
+references of its prompt, asked in the paper's one order: the best two of 8 samples of the policy before
+training, ranked by that judge (`select_references`), or, as in table 8, the worst two. No reference is P(yes)
+of one picture.
+
+Before it was run: the claim of size is refuted where the interval of the verified accuracy that the largest
+judge leads to over the smallest one's holds 0 or lies below it; that of references where the best two do not
+lead to more than no reference; that of their choice where they do not lead to more than the worst two.
+Intervals of 95 % by bootstrap over held-out prompts, paired, over all seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.benchmarks.generative_judges import BATCH, accuracy, clear_pairs, command
+from visalign.data.assets import assets_folder
+from visalign.data.shapes.prompts import CATEGORIES, train_prompts
+from visalign.evaluation.heldout.result import HeldoutResult, load_heldout
+from visalign.evaluation.statistics.intervals import Interval, paired_bootstrap, wilson_interval
+from visalign.rewards import load_judge
+from visalign.rewards.questions.reward_dance_reference import ReferenceReward, select_references
+from visalign.training.loop.metrics import read_metrics
+
+LAYERS = (1, 2, 4)
+SAMPLES, REFERENCES, EACH, UPDATES = 8, 2, 16, 4
+"""Of a prompt; those that are kept; training prompts of a category at most; updates of an
+iteration."""
+ALONE, PAIR = "P(yes), one picture", "P(yes), pair"
+SIZES = {f"{layers} of 4 layers": layers for layers in LAYERS}
+ARMS = (*SIZES, "4 layers, the best two", "4 layers, the worst two")
+LEADS = (
+    ("4 of 4 layers", "1 of 4 layers"),
+    ("4 of 4 layers", "2 of 4 layers"),
+    ("2 of 4 layers", "1 of 4 layers"),
+    ("4 layers, the best two", "4 of 4 layers"),
+    ("4 layers, the best two", "4 layers, the worst two"),
+)
+
+
+class AgainstReferences(ReferenceReward):
+    """Log-odds that a picture beats the references of its prompt, which stand in the record."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(load_judge("reward_dance_pairs", model=model, both_orders=False))
+
+
+def cut(folder: Path, layers: int) -> Path:
+    """`shapes-vlm` with its first language layers."""
+    if folder.is_dir():
+        return folder
+    whole = assets_folder() / "shapes-vlm"
+    gone = tuple(f"model.layers.{number}." for number in range(layers, LAYERS[-1]))
+    weights = load_file(whole / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if not name.startswith(gone)}
+    shutil.copytree(whole, folder)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((whole / "config.json").read_text(encoding="utf-8"))
+    text = config["text_config"]
+    text |= {"num_hidden_layers": layers, "layer_types": text["layer_types"][:layers]}
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    return folder
+
+
+def trained(folder: Path, kind: str, model: Path, pairs: int, seed: int) -> Path:
+    """The folder of a judge."""
+    if not (folder / "summary.json").is_file():
+        updates = math.ceil(pairs / BATCH)
+        command(
+            "train-reward", "shapes_reward_dance" if kind == ALONE else "shapes_reward_dance_pairs",
+            f"model.path={model}", "model.train=full", "data.kinds=[alignment]", "data.surroundings=0",
+            f"data.size={pairs}", "data.heldout_size=100", "evaluation.every=0", "optimizer.lr=1e-3",
+            "optimizer.updates_per_iteration=1", f"optimizer.decay_updates={updates}",
+            f"run.iterations={updates}", "run.checkpoint_every=1000", f"seed={seed}", "-o", str(folder),
+        )  # fmt: skip
+    return folder / "judge"
+
+
+def references(folder: Path, judge: Path, seed: int, each: int) -> dict[str, Path]:
+    """Tables of the training prompts, whose records name the best or the worst samples of the prompt."""
+    tables = {name: folder / f"{name}.jsonl" for name in ("best", "worst")}
+    if all(table.is_file() for table in tables.values()):
+        return tables
+    known, order = train_prompts(), np.random.default_rng(seed)
+    chosen = []
+    for name in CATEGORIES:
+        own = [record for record in known if record["tag"] == name]
+        chosen += [own[place] for place in order.permutation(len(own))[:each]]
+    folder.mkdir(parents=True, exist_ok=True)
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(record) + "\n" for record in chosen), encoding="utf-8")
+    pictures = folder / "samples"
+    if not pictures.is_dir():
+        command(
+            "sample", str(prompts), "--seeds", f"0-{SAMPLES - 1}", "--batch-size", "96", "-o", str(pictures)
+        )
+    images: dict[str, list[str]] = {}
+    for line in (pictures / "images.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        images.setdefault(row["prompt"], []).append(str(pictures / row["image"]))
+    ranker: Any = load_judge("reward_dance_pairs", model=str(judge))
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in tables}
+    for record in chosen:
+        own = images[record["prompt"]]
+        ranked = [
+            own[place] for place in select_references(ranker, own, record["prompt"], top_k=SAMPLES).chosen
+        ]
+        rows["best"].append({**record, "references": ranked[:REFERENCES]})
+        rows["worst"].append({**record, "references": ranked[-REFERENCES:]})
+    for name, table in tables.items():
+        table.write_text("".join(json.dumps(row) + "\n" for row in rows[name]), encoding="utf-8")
+    return tables
+
+
+def policy(folder: Path, reward: str, judge: Path, table: Path, seed: int, iterations: int) -> None:
+    """The quickstart's trainer with a judge as its only reward."""
+    if not (folder / "summary.json").is_file():
+        row = "objective.rows.diffusion_nft_closed"
+        command(
+            "train", "shapes_quickstart", f"data.train={table}",
+            f"rewards.terms={{judge: {{name: '{reward}', options: {{model: '{judge}'}}}}}}",
+            f"{row}.reference_guidance=null", f"{row}.kl_until={iterations // 4}", f"seed={seed}",
+            "rollout.prompts_per_iteration=12", f"optimizer.updates_per_iteration={UPDATES}",
+            f"optimizer.decay_updates={UPDATES * iterations}",
+            "evaluation={every: 0, rewards: {shapes_verifier: {}}}", "monitor.features=null",
+            f"run.iterations={iterations}", "run.max_seconds=null", "-o", str(folder),
+        )  # fmt: skip
+
+
+def run(folder: Path, given: argparse.Namespace, seed: int) -> None:
+    """Judges and policies of a seed; those that are there stay."""
+    judges = {
+        name: trained(
+            folder / f"judge{layers}", ALONE, cut(folder / f"cut{layers}", layers), given.pairs, seed
+        )
+        for name, layers in SIZES.items()
+    }
+    pair = trained(folder / "judge_pair", PAIR, cut(folder / "cut4", LAYERS[-1]), given.pairs, seed)
+    tables = references(folder / "references", pair, seed, given.each)
+    for name, judge in judges.items():
+        policy(at(folder, name), "reward_dance", judge, tables["best"], seed, given.iterations)
+    for choice, table in tables.items():
+        made = at(folder, f"4 layers, the {choice} two")
+        policy(made, f"{Path(__file__).resolve()}:AgainstReferences", pair, table, seed, given.iterations)
+
+
+def at(folder: Path, arm: str) -> Path:
+    """Where the policy of an arm is."""
+    return folder / ("policy_" + "".join(c if c.isalnum() else "_" for c in arm))
+
+
+def right(folder: Path, arm: str, count: int) -> dict[str, int]:
+    """Set -> how many of its pairs the judge of an arm ranks as they are."""
+    alone = arm in SIZES
+    judge = folder / (f"judge{SIZES[arm]}" if alone else "judge_pair") / "judge"
+    return {
+        name: round(
+            count * accuracy(ALONE if alone else PAIR, judge, clear_pairs(share, count, ["alignment"]))
+        )
+        for name, share in (("known grounds", 0.0), ("other grounds", 1.0))
+    }
+
+
+def shown(found: Interval, sign: str = "") -> str:
+    return f"{found.estimate:{sign}.3f} ({found.low:{sign}.3f} to {found.high:{sign}.3f})"
+
+
+def change(first: list[HeldoutResult], second: list[HeldoutResult]) -> str:
+    """Verified accuracy of the second over the first, paired over prompts of all seeds."""
+    before, after = (np.concatenate([one.outcome() for one in side]) for side in (first, second))
+    prompts = [prompt for one in first for prompt in one.prompts]
+    return shown(paired_bootstrap(before, after, prompts, generator=torch.Generator().manual_seed(0)), "+")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True, help="runs that are there are not repeated")
+    parser.add_argument("--pairs", type=int, default=2000)
+    parser.add_argument("--heldout", type=int, default=600, help="pairs")
+    parser.add_argument("--each", type=int, default=EACH, help="training prompts of a category at most")
+    parser.add_argument("--iterations", type=int, default=12, help="of the policies")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    given = parser.parse_args()
+    folders = [given.output.resolve() / f"seed{seed}" for seed in given.seeds]
+    for folder, seed in zip(folders, given.seeds, strict=True):
+        run(folder, given, seed)
+    table = Table(
+        "judge", "known grounds", "other grounds", "verified accuracy", "gain", "spread within groups left",
+        title=f"{given.pairs} pairs, {given.iterations} iterations, seeds {given.seeds}",
+    )  # fmt: skip
+    ends: dict[str, list[HeldoutResult]] = {}
+    for arm in ARMS:
+        counts = [right(folder, arm, given.heldout) for folder in folders]
+        told = [
+            shown(wilson_interval(sum(one[name] for one in counts), given.heldout * len(counts)))
+            for name in counts[0]
+        ]
+        runs = [at(folder, arm) for folder in folders]
+        starts, ends[arm] = (
+            [load_heldout(run / f"{side}.npz") for run in runs] for side in ("before", "after")
+        )
+        left = []
+        for made in runs:
+            spread = [row["reward_group_std"] for row in read_metrics(made / "metrics.jsonl")]
+            left.append(np.mean(spread[-3:]) / np.mean(spread[:3]))
+        means = [np.mean([one.accuracy for one in side]) for side in (starts, ends[arm])]
+        table.add_row(
+            arm, *told, f"{means[0]:.3f} -> {means[1]:.3f}", change(starts, ends[arm]), f"{np.mean(left):.2f}"
+        )
+    for one, other in LEADS:
+        table.add_row(f"{one} over {other}", "", "", "", change(ends[other], ends[one]))
+    Console(width=200).print(table)
+
+
+if __name__ == "__main__":
+    main()
