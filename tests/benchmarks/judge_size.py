@@ -51,13 +51,19 @@ from visalign.rewards import load_judge
 from visalign.rewards.questions.reward_dance_reference import ReferenceReward, select_references
 from visalign.training.loop.metrics import read_metrics
 
-LAYERS = (1, 2, 4)
+MOST = 4
+"""Language layers of `shapes-vlm`."""
 SAMPLES, REFERENCES, EACH, UPDATES = 8, 2, 16, 4
-"""Of a prompt; those that are kept; training prompts of a category at most; updates of an
-iteration."""
+"""Of a prompt; those that are kept; training prompts of a category at most; updates of an iteration."""
 ALONE, PAIR = "P(yes), one picture", "P(yes), pair"
-SIZES = {f"{layers} of 4 layers": layers for layers in LAYERS}
-ARMS = (*SIZES, "4 layers, the best two", "4 layers, the worst two")
+ARMS: dict[str, tuple[int, str | None]] = {
+    "4 of 4 layers": (4, None),
+    "1 of 4 layers": (1, None),
+    "4 layers, the best two": (4, "best"),
+    "4 layers, the worst two": (4, "worst"),
+    "2 of 4 layers": (2, None),
+}
+"""Name -> (layers, which samples are references)."""
 LEADS = (
     ("4 of 4 layers", "1 of 4 layers"),
     ("4 of 4 layers", "2 of 4 layers"),
@@ -79,7 +85,7 @@ def cut(folder: Path, layers: int) -> Path:
     if folder.is_dir():
         return folder
     whole = assets_folder() / "shapes-vlm"
-    gone = tuple(f"model.layers.{number}." for number in range(layers, LAYERS[-1]))
+    gone = tuple(f"model.layers.{number}." for number in range(layers, MOST))
     weights = load_file(whole / "model.safetensors")
     kept = {name: weight for name, weight in weights.items() if not name.startswith(gone)}
     shutil.copytree(whole, folder)
@@ -105,39 +111,44 @@ def trained(folder: Path, kind: str, model: Path, pairs: int, seed: int) -> Path
     return folder / "judge"
 
 
-def references(folder: Path, judge: Path, seed: int, each: int) -> dict[str, Path]:
-    """Tables of the training prompts, whose records name the best or the worst samples of the prompt."""
+def prompts(folder: Path, seed: int, each: int) -> Path:
+    """A table of training prompts, as many of each category where there are."""
+    table = folder / "prompts.jsonl"
+    if not table.is_file():
+        known, order = train_prompts(), np.random.default_rng(seed)
+        chosen = []
+        for name in CATEGORIES:
+            own = [record for record in known if record["tag"] == name]
+            chosen += [own[place] for place in order.permutation(len(own))[:each]]
+        folder.mkdir(parents=True, exist_ok=True)
+        table.write_text("".join(json.dumps(record) + "\n" for record in chosen), encoding="utf-8")
+    return table
+
+
+def references(folder: Path, asked: Path, judge: Path) -> dict[str, Path]:
+    """Tables of the same prompts, whose records name the best or the worst samples of the prompt."""
     tables = {name: folder / f"{name}.jsonl" for name in ("best", "worst")}
     if all(table.is_file() for table in tables.values()):
         return tables
-    known, order = train_prompts(), np.random.default_rng(seed)
-    chosen = []
-    for name in CATEGORIES:
-        own = [record for record in known if record["tag"] == name]
-        chosen += [own[place] for place in order.permutation(len(own))[:each]]
-    folder.mkdir(parents=True, exist_ok=True)
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(record) + "\n" for record in chosen), encoding="utf-8")
     pictures = folder / "samples"
     if not pictures.is_dir():
         command(
-            "sample", str(prompts), "--seeds", f"0-{SAMPLES - 1}", "--batch-size", "96", "-o", str(pictures)
+            "sample", str(asked), "--seeds", f"0-{SAMPLES - 1}", "--batch-size", "96", "-o", str(pictures)
         )
     images: dict[str, list[str]] = {}
     for line in (pictures / "images.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         images.setdefault(row["prompt"], []).append(str(pictures / row["image"]))
     ranker: Any = load_judge("reward_dance_pairs", model=str(judge))
-    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in tables}
-    for record in chosen:
+    rows: dict[str, list[str]] = {name: [] for name in tables}
+    for line in asked.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
         own = images[record["prompt"]]
-        ranked = [
-            own[place] for place in select_references(ranker, own, record["prompt"], top_k=SAMPLES).chosen
-        ]
-        rows["best"].append({**record, "references": ranked[:REFERENCES]})
-        rows["worst"].append({**record, "references": ranked[-REFERENCES:]})
+        order = select_references(ranker, own, record["prompt"], top_k=SAMPLES).chosen
+        for name, kept in (("best", order[:REFERENCES]), ("worst", order[-REFERENCES:])):
+            rows[name].append(json.dumps({**record, "references": [own[place] for place in kept]}) + "\n")
     for name, table in tables.items():
-        table.write_text("".join(json.dumps(row) + "\n" for row in rows[name]), encoding="utf-8")
+        table.write_text("".join(rows[name]), encoding="utf-8")
     return tables
 
 
@@ -156,36 +167,36 @@ def policy(folder: Path, reward: str, judge: Path, table: Path, seed: int, itera
         )  # fmt: skip
 
 
-def run(folder: Path, given: argparse.Namespace, seed: int) -> None:
-    """Judges and policies of a seed; those that are there stay."""
-    judges = {
-        name: trained(
-            folder / f"judge{layers}", ALONE, cut(folder / f"cut{layers}", layers), given.pairs, seed
-        )
-        for name, layers in SIZES.items()
-    }
-    pair = trained(folder / "judge_pair", PAIR, cut(folder / "cut4", LAYERS[-1]), given.pairs, seed)
-    tables = references(folder / "references", pair, seed, given.each)
-    for name, judge in judges.items():
-        policy(at(folder, name), "reward_dance", judge, tables["best"], seed, given.iterations)
-    for choice, table in tables.items():
-        made = at(folder, f"4 layers, the {choice} two")
-        policy(made, f"{Path(__file__).resolve()}:AgainstReferences", pair, table, seed, given.iterations)
+def run(folder: Path, arm: str, given: argparse.Namespace, seed: int) -> None:
+    """Judge and policy of an arm; what is there stays."""
+    layers, choice = ARMS[arm]
+    kind = ALONE if choice is None else PAIR
+    model = cut(folder / f"cut{layers}", layers)
+    judge = trained(judge_of(folder, arm), kind, model, given.pairs, seed)
+    asked, reward = prompts(folder, seed, given.each), "reward_dance"
+    if choice is not None:
+        asked = references(folder, asked, judge)[choice]
+        reward = f"{Path(__file__).resolve()}:AgainstReferences"
+    policy(policy_of(folder, arm), reward, judge, asked, seed, given.iterations)
 
 
-def at(folder: Path, arm: str) -> Path:
+def judge_of(folder: Path, arm: str) -> Path:
+    """Where the training of an arm's judge is; arms with references share it."""
+    layers, choice = ARMS[arm]
+    return folder / ("judge_pair" if choice else f"judge_{layers}")
+
+
+def policy_of(folder: Path, arm: str) -> Path:
     """Where the policy of an arm is."""
-    return folder / ("policy_" + "".join(c if c.isalnum() else "_" for c in arm))
+    layers, choice = ARMS[arm]
+    return folder / f"policy_{choice or layers}"
 
 
 def right(folder: Path, arm: str, count: int) -> dict[str, int]:
     """Set -> how many of its pairs the judge of an arm ranks as they are."""
-    alone = arm in SIZES
-    judge = folder / (f"judge{SIZES[arm]}" if alone else "judge_pair") / "judge"
+    kind, judge = PAIR if ARMS[arm][1] else ALONE, judge_of(folder, arm) / "judge"
     return {
-        name: round(
-            count * accuracy(ALONE if alone else PAIR, judge, clear_pairs(share, count, ["alignment"]))
-        )
+        name: round(count * accuracy(kind, judge, clear_pairs(share, count, ["alignment"])))
         for name, share in (("known grounds", 0.0), ("other grounds", 1.0))
     }
 
@@ -214,7 +225,8 @@ def main() -> None:
     given = parser.parse_args()
     folders = [given.output.resolve() / f"seed{seed}" for seed in given.seeds]
     for folder, seed in zip(folders, given.seeds, strict=True):
-        run(folder, given, seed)
+        for arm in ARMS:
+            run(folder, arm, given, seed)
     table = Table(
         "judge", "known grounds", "other grounds", "verified accuracy", "gain", "spread within groups left",
         title=f"{given.pairs} pairs, {given.iterations} iterations, seeds {given.seeds}",
@@ -226,7 +238,7 @@ def main() -> None:
             shown(wilson_interval(sum(one[name] for one in counts), given.heldout * len(counts)))
             for name in counts[0]
         ]
-        runs = [at(folder, arm) for folder in folders]
+        runs = [policy_of(folder, arm) for folder in folders]
         starts, ends[arm] = (
             [load_heldout(run / f"{side}.npz") for run in runs] for side in ("before", "after")
         )
