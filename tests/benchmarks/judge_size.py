@@ -50,6 +50,7 @@ from visalign.data.shapes.prompts import CATEGORIES, heldout_prompts, train_prom
 from visalign.evaluation.heldout.result import load_heldout
 from visalign.evaluation.statistics.intervals import Interval, paired_bootstrap, wilson_interval
 from visalign.rewards import load_judge, load_reward
+from visalign.rewards.questions.reward_dance import RewardDancePairs
 from visalign.rewards.questions.reward_dance_reference import ReferenceReward, select_references
 from visalign.training.loop.metrics import read_metrics
 
@@ -79,7 +80,7 @@ class AgainstReferences(ReferenceReward):
     """Log-odds that a picture beats the references of its prompt, which stand in the record."""
 
     def __init__(self, model: str) -> None:
-        super().__init__(load_judge("reward_dance_pairs", model=model, both_orders=False))
+        super().__init__(RewardDancePairs(model, both_orders=False))
 
 
 def cut(folder: Path, layers: int) -> Path:
@@ -152,7 +153,7 @@ def references(folder: Path, asked: Path, samples: Path, judge: Path) -> dict[st
     if all(table.is_file() for table in tables.values()):
         return tables
     images = sampled(samples, asked)
-    ranker: Any = load_judge("reward_dance_pairs", model=str(judge))
+    ranker = RewardDancePairs(str(judge))
     rows: dict[str, list[Any]] = {name: [] for name in tables}
     for record in read_rows(asked):
         own = images[record["prompt"]]
