@@ -22,6 +22,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from visalign.data.shapes.preferences import ShapesPair, ShapesPreferences
+from visalign.data.shapes.preferences import KINDS, ShapesPair, ShapesPreferences
 from visalign.rewards import load_judge
 from visalign.training.loop.metrics import read_metrics
 
@@ -125,8 +126,10 @@ def policy(folder: Path, name: str, judge: Path, seed: int, iterations: int) -> 
     }
 
 
-def clear_pairs(surroundings: float, count: int) -> list[ShapesPair]:
-    world, found, number = ShapesPreferences(77, split="heldout", surroundings=surroundings), [], 0
+def clear_pairs(surroundings: float, count: int, kinds: Sequence[str] = KINDS) -> list[ShapesPair]:
+    """Held-out pairs that differ in one of the kinds, and whose truth is clear."""
+    world = ShapesPreferences(77, split="heldout", kinds=kinds, surroundings=surroundings)
+    found, number = [], 0
     while len(found) < count:
         pair = world.pair(number)
         found += [pair] if pair.is_clear else []

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a larger judge make a better policy, and do the best of N samples as references?
+
+    python tests/benchmarks/judge_size.py --output runs/size --seeds 0 1 2
+
+RewardDance's claims (arXiv 2509.08826, tables 2, 7 and 8). Three sizes of one judge: `shapes-vlm` with the
+first 1, 2 or all 4 of its language layers; the vision part, the embeddings and the last norm stay. All are
+fine-tuned whole, alike, on the same pairs that differ in what was asked for: P(yes) of one picture, by
+Bradley-Terry. The layers that are left were trained to feed those that are gone, so that a small judge is
+worse by more than its size; what is tested is the way from a judge's size to a policy, not a law of
+pre-training.
+
+Each judge is the only reward of the quickstart's trainer, for the same iterations on the same prompts,
+without the guided reference, which would draw the policy up whatever the judge says. The largest size,
+trained on the same pairs as a judge of two pictures, rewards by the log-odds that a picture beats two
+references of its prompt, asked in the paper's one order: the best two of 8 samples of the policy before
+training, ranked by that judge (`select_references`), or, as in table 8, the worst two. No reference is P(yes)
+of one picture. Beside it, added when the first policies had hardly moved in 12 iterations, the paper's
+scaling at test time: of 8 samples of a held-out prompt the one that the judge rates highest; references are
+other samples of that prompt.
+
+Before it was run: the claim of size is refuted where the interval of the verified accuracy that the largest
+judge leads to over the smallest one's holds 0 or lies below it; that of references where the best two do not
+lead to more than no reference; that of their choice where they do not lead to more than the worst two.
+Intervals of 95 % by bootstrap over held-out prompts, paired, over all seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.benchmarks.generative_judges import BATCH, accuracy, clear_pairs, command
+from visalign.data.assets import assets_folder
+from visalign.data.shapes.prompts import CATEGORIES, heldout_prompts, train_prompts
+from visalign.evaluation.heldout.result import load_heldout
+from visalign.evaluation.statistics.intervals import Interval, paired_bootstrap, wilson_interval
+from visalign.rewards import load_judge, load_reward
+from visalign.rewards.questions.reward_dance import RewardDancePairs
+from visalign.rewards.questions.reward_dance_reference import ReferenceReward, select_references
+from visalign.training.loop.metrics import read_metrics
+
+MOST = 4
+"""Language layers of `shapes-vlm`."""
+SAMPLES, REFERENCES, EACH, UPDATES = 8, 2, 16, 4
+"""Of a prompt; those that are kept; training prompts of a category at most; updates of an iteration."""
+ALONE, PAIR = "P(yes), one picture", "P(yes), pair"
+ARMS: dict[str, tuple[int, str | None]] = {
+    "4 of 4 layers": (4, None),
+    "1 of 4 layers": (1, None),
+    "4 layers, the best two": (4, "best"),
+    "4 layers, the worst two": (4, "worst"),
+    "2 of 4 layers": (2, None),
+}
+"""Name -> (layers, which samples are references)."""
+LEADS = (
+    ("4 of 4 layers", "1 of 4 layers"),
+    ("4 of 4 layers", "2 of 4 layers"),
+    ("2 of 4 layers", "1 of 4 layers"),
+    ("4 layers, the best two", "4 of 4 layers"),
+    ("4 layers, the best two", "4 layers, the worst two"),
+)
+
+
+class AgainstReferences(ReferenceReward):
+    """Log-odds that a picture beats the references of its prompt, which stand in the record."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(RewardDancePairs(model, both_orders=False))
+
+
+def cut(folder: Path, layers: int) -> Path:
+    """`shapes-vlm` with its first language layers."""
+    if folder.is_dir():
+        return folder
+    whole = assets_folder() / "shapes-vlm"
+    gone = tuple(f"model.layers.{number}." for number in range(layers, MOST))
+    weights = load_file(whole / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if not name.startswith(gone)}
+    shutil.copytree(whole, folder)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((whole / "config.json").read_text(encoding="utf-8"))
+    text = config["text_config"]
+    text |= {"num_hidden_layers": layers, "layer_types": text["layer_types"][:layers]}
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    return folder
+
+
+def trained(folder: Path, kind: str, model: Path, pairs: int, seed: int) -> Path:
+    """The folder of a judge."""
+    if not (folder / "summary.json").is_file():
+        updates = math.ceil(pairs / BATCH)
+        command(
+            "train-reward", "shapes_reward_dance" if kind == ALONE else "shapes_reward_dance_pairs",
+            f"model.path={model}", "model.train=full", "data.kinds=[alignment]", "data.surroundings=0",
+            f"data.size={pairs}", "data.heldout_size=100", "evaluation.every=0", "optimizer.lr=1e-3",
+            "optimizer.updates_per_iteration=1", f"optimizer.decay_updates={updates}",
+            f"run.iterations={updates}", "run.checkpoint_every=1000", f"seed={seed}", "-o", str(folder),
+        )  # fmt: skip
+    return folder / "judge"
+
+
+def prompts(folder: Path, seed: int, each: int) -> Path:
+    """A table of training prompts, as many of each category where there are."""
+    table = folder / "prompts.jsonl"
+    if not table.is_file():
+        known, order, chosen = train_prompts(), np.random.default_rng(seed), []
+        for name in CATEGORIES:
+            own = [record for record in known if record["tag"] == name]
+            chosen += [own[place] for place in order.permutation(len(own))[:each]]
+        write_rows(table, chosen)
+    return table
+
+
+def sampled(folder: Path, asked: Path, first: int = 0) -> dict[str, list[str]]:
+    """Prompt -> its samples by the packaged generator."""
+    if not (folder / "images.jsonl").is_file():
+        seeds = f"{first}-{first + SAMPLES - 1}"
+        command("sample", str(asked), "--seeds", seeds, "--batch-size", "96", "-o", str(folder))
+    found: dict[str, list[str]] = {}
+    for row in read_rows(folder / "images.jsonl"):
+        found.setdefault(row["prompt"], []).append(str(folder / row["image"]))
+    return found
+
+
+def read_rows(table: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in table.read_text(encoding="utf-8").splitlines()]
+
+
+def write_rows(table: Path, rows: list[Any]) -> Path:
+    table.parent.mkdir(parents=True, exist_ok=True)
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return table
+
+
+def references(folder: Path, asked: Path, samples: Path, judge: Path) -> dict[str, Path]:
+    """Tables of the same prompts, whose records name the best or the worst samples of the prompt."""
+    tables = {name: folder / f"{name}.jsonl" for name in ("best", "worst")}
+    if all(table.is_file() for table in tables.values()):
+        return tables
+    images = sampled(samples, asked)
+    ranker = RewardDancePairs(str(judge))
+    rows: dict[str, list[Any]] = {name: [] for name in tables}
+    for record in read_rows(asked):
+        own = images[record["prompt"]]
+        order = select_references(ranker, own, record["prompt"], top_k=SAMPLES).chosen
+        for name, kept in (("best", order[:REFERENCES]), ("worst", order[-REFERENCES:])):
+            rows[name].append({**record, "references": [own[place] for place in kept]})
+    return {name: write_rows(table, rows[name]) for name, table in tables.items()}
+
+
+def policy(folder: Path, reward: str, judge: Path, table: Path, seed: int, iterations: int) -> None:
+    """The quickstart's trainer with a judge as its only reward."""
+    if not (folder / "summary.json").is_file():
+        row = "objective.rows.diffusion_nft_closed"
+        command(
+            "train", "shapes_quickstart", f"data.train={table}",
+            f"rewards.terms={{judge: {{name: '{reward}', options: {{model: '{judge}'}}}}}}",
+            f"{row}.reference_guidance=null", f"{row}.kl_until={iterations // 4}", f"seed={seed}",
+            "rollout.prompts_per_iteration=12", f"optimizer.updates_per_iteration={UPDATES}",
+            f"optimizer.decay_updates={UPDATES * iterations}",
+            "evaluation={every: 0, rewards: {shapes_verifier: {}}}", "monitor.features=null",
+            f"run.iterations={iterations}", "run.max_seconds=null", "-o", str(folder),
+        )  # fmt: skip
+
+
+def run(folder: Path, arm: str, given: argparse.Namespace, seed: int) -> None:
+    """Judge and policy of an arm; what is there stays."""
+    layers, choice = ARMS[arm]
+    kind = ALONE if choice is None else PAIR
+    judge = trained(judge_of(folder, arm), kind, cut(folder / f"cut{layers}", layers), given.pairs, seed)
+    if arm not in given.policies:
+        return
+    asked, reward = prompts(folder, seed, given.each), "reward_dance"
+    if choice is not None:
+        asked = references(folder / "references", asked, folder / "references" / "samples", judge)[choice]
+        reward = f"{Path(__file__).resolve()}:AgainstReferences"
+    policy(policy_of(folder, arm), reward, judge, asked, seed, given.iterations)
+
+
+def picked(output: Path, folder: Path, arm: str) -> tuple[np.ndarray, np.ndarray]:
+    """[P] share of right pictures among 8 samples of a held-out prompt; [P] whether the judge's is one."""
+    choice, judge = ARMS[arm][1], judge_of(folder, arm) / "judge"
+    asked = write_rows(output / "heldout.jsonl", heldout_prompts())
+    images = sampled(output / "candidates", asked, first=SAMPLES)
+    reward: Any = (
+        load_judge("reward_dance", model=str(judge)) if choice is None else AgainstReferences(str(judge))
+    )
+    if choice is not None:
+        asked = references(folder / "heldout", asked, output / "pool", judge)[choice]
+    records = [record for record in read_rows(asked) for _ in range(SAMPLES)]
+    shown = [image for record in records[::SAMPLES] for image in images[record["prompt"]]]
+    told = [record["prompt"] for record in records]
+    scores = reward.score(shown, told, records).value.view(-1, SAMPLES)
+    truth = load_reward("shapes_verifier").score(shown, told, records).value.view(-1, SAMPLES)
+    return truth.mean(1).numpy(), truth.gather(1, scores.argmax(1, keepdim=True))[:, 0].numpy()
+
+
+def judge_of(folder: Path, arm: str) -> Path:
+    """Where the training of an arm's judge is; arms with references share it."""
+    layers, choice = ARMS[arm]
+    return folder / ("judge_pair" if choice else f"judge_{layers}")
+
+
+def policy_of(folder: Path, arm: str) -> Path:
+    """Where the policy of an arm is."""
+    layers, choice = ARMS[arm]
+    return folder / f"policy_{choice or layers}"
+
+
+def right(folder: Path, arm: str, count: int) -> dict[str, int]:
+    """Set -> how many of its pairs the judge of an arm ranks as they are."""
+    kind, judge = PAIR if ARMS[arm][1] else ALONE, judge_of(folder, arm) / "judge"
+    return {
+        name: round(count * accuracy(kind, judge, clear_pairs(share, count, ["alignment"])))
+        for name, share in (("known grounds", 0.0), ("other grounds", 1.0))
+    }
+
+
+def shown(found: Interval, sign: str = "") -> str:
+    return f"{found.estimate:{sign}.3f} ({found.low:{sign}.3f} to {found.high:{sign}.3f})"
+
+
+def change(before: list[np.ndarray], after: list[np.ndarray], prompts: list[str]) -> str:
+    """What is right after over before, paired over the prompts of all seeds."""
+    first, second = np.concatenate(before), np.concatenate(after)
+    labels = [prompt for _ in before for prompt in prompts]
+    made = paired_bootstrap(first, second, labels, generator=torch.Generator().manual_seed(0))
+    return shown(made, "+")
+
+
+def measured(output: Path, folders: list[Path], arm: str, given: argparse.Namespace) -> dict[str, Any]:
+    """What the table tells of an arm: texts of its columns, and outcomes [P] a seed."""
+    counts = [right(folder, arm, given.heldout) for folder in folders]
+    found: dict[str, Any] = {
+        name: shown(wilson_interval(sum(one[name] for one in counts), given.heldout * len(counts)))
+        for name in counts[0]
+    }
+    found["lot"], found["best of 8"] = (
+        list(side) for side in zip(*(picked(output, f, arm) for f in folders), strict=True)
+    )
+    if arm in given.policies:
+        runs, spread = [policy_of(folder, arm) for folder in folders], []
+        for side in ("before", "after"):
+            ends = [load_heldout(made / f"{side}.npz") for made in runs]
+            found[side] = [one.outcome().reshape(-1, len(set(one.seeds.tolist()))).mean(1) for one in ends]
+        for made in runs:
+            own = [row["reward_group_std"] for row in read_metrics(made / "metrics.jsonl")]
+            spread.append(np.mean(own[-3:]) / np.mean(own[:3]))
+        found["spread"] = f"{np.mean(spread):.2f}"
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True, help="runs that are there are not repeated")
+    parser.add_argument("--pairs", type=int, default=2000)
+    parser.add_argument("--heldout", type=int, default=600, help="pairs")
+    parser.add_argument("--each", type=int, default=EACH, help="training prompts of a category at most")
+    parser.add_argument("--iterations", type=int, default=12, help="of the policies")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--policies", nargs="*", choices=ARMS, default=list(ARMS), help="that are trained")
+    given = parser.parse_args()
+    output, asked = given.output.resolve(), [record["prompt"] for record in heldout_prompts()]
+    folders = [output / f"seed{seed}" for seed in given.seeds]
+    for folder, seed in zip(folders, given.seeds, strict=True):
+        for arm in ARMS:
+            run(folder, arm, given, seed)
+    table = Table(
+        "judge", "known grounds", "other grounds", "best of 8, over one by lot", "trained, over before",
+        "spread left", title=f"{given.pairs} pairs, {given.iterations} iterations, seeds {given.seeds}",
+    )  # fmt: skip
+    arms = {arm: measured(output, folders, arm, given) for arm in ARMS}
+    for arm, own in arms.items():
+        cells = [
+            f"{np.mean(own[one]):.3f} -> {np.mean(own[other]):.3f}, {change(own[one], own[other], asked)}"
+            if one in own
+            else ""
+            for one, other in (("lot", "best of 8"), ("before", "after"))
+        ]
+        table.add_row(arm, own["known grounds"], own["other grounds"], *cells, own.get("spread", ""))
+    for one, other in LEADS:
+        leads = [
+            change(arms[other][key], arms[one][key], asked)
+            if {one, other} <= {a for a in arms if key in arms[a]}
+            else ""
+            for key in ("best of 8", "after")
+        ]
+        table.add_row(f"{one} over {other}", "", "", *leads, "")
+    Console(width=220).print(table)
+
+
+if __name__ == "__main__":
+    main()
