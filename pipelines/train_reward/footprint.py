@@ -110,7 +110,7 @@ def _read(
             judge.engine.network.cache,
             config.run.iterations * config.optimizer.updates_per_iteration,
         )
-        times = min(seen * data.batch, len(examples)) / world / batch.size
+        times = min(seen * data.batch / world, len(examples)) / batch.size  # drawn anew in each epoch
         features = min(times * cache.bytes, cache.max_bytes) / GB
     return trace.held / GB, features
 

@@ -125,7 +125,9 @@ def traced_network(network: Any, *parts: nn.Module) -> Iterator[Trace]:
     ]
     try:
         functional.scaled_dot_product_attention = _attention_of()
-        torch_itself.autocast = lambda kind, *args, **kw: autocast(kind.replace("meta", "cpu"), *args, **kw)
+        torch_itself.autocast = lambda device_type, *args, **kw: autocast(
+            device_type.replace("meta", "cpu"), *args, **kw
+        )
         for part, own in called:
             part.forward = _as_autocast_has_it(part, own)
         with (

@@ -146,6 +146,7 @@ def lora_disabled(layers: list[Any]) -> Iterator[None]:
 
 def leave_casts_to_autocast(layers: list[LoraLayer]) -> None:
     """Have adapters take their inputs as they come, in place: under autocast the products cast them anyway,
-    and peft's own cast to float32 before them changes no number."""
+    and peft's own cast to float32 before them changes no number. For float32 weights, which take float32
+    outside of autocast too."""
     for layer in layers:
         layer.cast_input_dtype_enabled = False

@@ -27,6 +27,8 @@ import torch
 from accelerate import Accelerator
 from transformers import Qwen2VLForConditionalGeneration
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
 from tests.benchmarks.processes.sharding import ROOT, resident
 from tests.support.models.clip import save_tiny_clip, tiny_config, tiny_tokenizer
 from tests.support.models.language import save_tiny_language_model

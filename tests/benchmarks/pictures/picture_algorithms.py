@@ -26,6 +26,7 @@ from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, plan
 
 TRAJECTORY, REGRESSION = "shapes_grpo_guard", "shapes_quickstart"
 PLAIN = "objective.rows.diffusion_nft_closed.reference_guidance=null"
+TWO_LEVELS = "objective.rows.diffusion_nft_closed.levels=2"
 LEVELS = "{levels: 2, level_range: [0.0, 0.6]}"
 WINDOW = ["rollout.sde_window=2", "rollout.sde_window_order=random"]
 MOVING = ["rollout.sde_window=2", "rollout.sde_window_order=progressive", "rollout.sde_window_every=2"]
@@ -55,8 +56,8 @@ ROWS: dict[str, tuple[str, list[str]]] = {
     "two rewards, GDPO": (TRAJECTORY, [*PULLED, GDPO]),
     "two rewards, MARBLE": (TRAJECTORY, [*PULLED, "objective.balance_every=2"]),
     "Flow-CPS": (TRAJECTORY, ["objective.algorithm=flow_grpo", *CPS]),
-    "DiffusionNFT": (REGRESSION, [PLAIN]),
-    "DiffusionNFT, guided reference": (REGRESSION, []),
+    "DiffusionNFT": (REGRESSION, [PLAIN, TWO_LEVELS]),
+    "DiffusionNFT, guided reference": (REGRESSION, [TWO_LEVELS]),
     **{
         name: (REGRESSION, [f"objective.algorithm={row}", f"objective.rows.{row}={LEVELS}"])
         for name, row in {

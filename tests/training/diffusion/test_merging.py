@@ -8,6 +8,7 @@ from torch.testing import assert_close
 from tests.support.models.sd3 import tiny_sd3_pipeline
 from tests.support.training.pictures import toy_trainer
 from visalign.adapters import LoraSettings, SD3Policy
+from visalign.adapters.pipeline.policy import PipelinePolicy
 from visalign.errors import UserError
 from visalign.training.diffusion.merging import mergeable_adapters, merged_adapters
 
@@ -22,7 +23,7 @@ def tuned(**options) -> SD3Policy:
     return policy
 
 
-def velocity(policy: SD3Policy) -> torch.Tensor:
+def velocity(policy: SD3Policy | PipelinePolicy) -> torch.Tensor:
     x = torch.randn(3, 8, 8, 8, generator=torch.Generator().manual_seed(2))
     prompts = policy.encode(["a red circle", "two blue squares", "a star"])
     with torch.no_grad():
@@ -36,7 +37,7 @@ def test_merged_adapters_are_the_policy_and_leave_no_trace():
     with policy.reference():
         assert (velocity(policy) - own).abs().max() > 0.1
     with pytest.raises(RuntimeError, match="in the middle"):
-        with merged_adapters(policy, mergeable_adapters(policy.module)):
+        with merged_adapters(mergeable_adapters(policy.module)):
             assert_close(velocity(policy), own, rtol=1e-5, atol=1e-5)
             raise RuntimeError("in the middle")
     assert all(torch.equal(weight, before[name]) for name, weight in policy.module.state_dict().items())
@@ -80,3 +81,25 @@ def test_a_regression_samples_so_and_learns_through_its_adapters(tmp_path, monke
     trainer = toy_trainer(tmp_path, policy=policy, objective=objective, rollout=rollout, optimizer=optimizer)
     assert trainer.iterate()["grad_norm"] > 0
     assert seen == {(False, merged), (True, False)}
+
+
+def test_adapters_that_training_went_on_from_are_merged_too(tmp_path):
+    """Their reference is the adapters' start, and not the model without them."""
+    tuned().save(tmp_path)
+    policy = PipelinePolicy(tiny_sd3_pipeline(), lora_path=tmp_path)
+    own = velocity(policy)
+    with merged_adapters(mergeable_adapters(policy.module)):
+        assert_close(velocity(policy), own, rtol=1e-5, atol=1e-5)
+    assert torch.equal(velocity(policy), own)
+
+
+def test_merged_weights_need_no_gradient_and_keep_their_dtype():
+    policy = tuned()
+    policy.transformer.to(torch.bfloat16)
+    layers = mergeable_adapters(policy.module)
+    with merged_adapters(layers):
+        assert {layer.get_base_layer().weight.dtype for layer in layers} == {torch.bfloat16}
+        assert not any(layer.get_base_layer().weight.data.requires_grad for layer in layers)
+    layers[0].get_base_layer().weight = layers[1].get_base_layer().weight
+    with pytest.raises(UserError, match="weights of their own"):
+        mergeable_adapters(policy.module)

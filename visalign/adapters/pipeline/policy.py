@@ -102,7 +102,7 @@ class PipelinePolicy:
         self.storage_dtype: torch.dtype = torch.float32 if lora is None else dtype_of(network)
         self.autocast = network.dtype if lora is None and network.dtype.itemsize < 4 else autocast
         layers = make_trainable(pipe, self.family, lora, checkpointing=gradient_checkpointing)
-        if autocast is not None:
+        if autocast is not None and network.dtype == torch.float32:
             leave_casts_to_autocast(layers)
         self.module: nn.Module = network if len(self.networks) == 1 else nn.ModuleDict(self.networks)
         self.lora, self.decode_batch = lora, at_least_one("decode_batch", decode_batch)

@@ -98,7 +98,7 @@ class SD3Policy:
         self._lora_layers = None if lora is None else add_lora(self.transformer, lora, SD3_ATTENTION)
         if self._lora_layers is None:
             self.transformer.requires_grad_(True)
-        elif autocast is not None:
+        elif autocast is not None and self.storage_dtype == torch.float32:
             leave_casts_to_autocast(self._lora_layers)
         self._trained = TrainedWeights(self.transformer, self._lora_layers)
         self._forward_count = ForwardCount()

@@ -363,6 +363,7 @@ class PictureAlgorithm(Algorithm):
         settings, network = self.settings, self.policy.module
         adapters = any(isinstance(each, LoraLayer) for each in network.modules())
         refused = {
+            "rollout.merge_adapters": self.rollout.merge_adapters,
             "objective.balance_every": settings.balance_every is not None,
             "objective.experts": bool(settings.experts),
             "objective.reset_reference_every": settings.reset_reference_every is not None,

@@ -152,7 +152,7 @@ class VelocityRegression(PictureAlgorithm):
             self._blend(0.0)
         old = self._as_old() if self.row.keeps_old else nullcontext()
         steps, visited = self._sde_steps(run.counters.iteration)
-        merged = merged_adapters(self.policy, self._merging) if self._merging else nullcontext()
+        merged = merged_adapters(self._merging) if self._merging else nullcontext()
         with old, self.whole(), merged, guided(self.policy, self.rollout.guidance):
             made = self.constrained(self.source.collect(run.counters.iteration, run.clock, steps), run)
         experience = self._said(made, visited, self._weights(run))

@@ -262,14 +262,15 @@ def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettin
     if row is None:
         if objective.ascent is not None:
             _check_no_noise(objective, rollout, "through the reward's gradient")
+        why = "needs log-probs of" if objective.ascent is None else "climbs the reward's gradient through"
         for name, given, none in (
             ("guidance", rollout.guidance, "rollout.guidance=null and model.guidance"),
             ("merge_adapters", rollout.merge_adapters or None, "rollout.merge_adapters=false"),
         ):
             if given is not None:
                 raise UserError(
-                    f"rollout.{name} is {given}, and objective.algorithm={objective.algorithm} needs "
-                    f"log-probs of the policy that sampled. Set {none}, or take a regression, e.g. "
+                    f"rollout.{name} is {given}, and objective.algorithm={objective.algorithm} {why} "
+                    f"the policy that sampled. Set {none}, or take a regression, e.g. "
                     "objective.algorithm=diffusion_nft."
                 )
         return

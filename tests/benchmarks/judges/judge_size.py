@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does a larger judge make a better policy, and do the best of N samples as references?
 
-    python tests/benchmarks/judge_size.py --output runs/size --seeds 0 1 2
+    python tests/benchmarks/judges/judge_size.py --output runs/size --seeds 0 1 2
 
 RewardDance's claims (arXiv 2509.08826, tables 2, 7 and 8). Three sizes of one judge: `shapes-vlm` with the
 first 1, 2 or all 4 of its language layers; the vision part, the embeddings and the last norm stay. All are
@@ -41,10 +41,10 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from tests.benchmarks.generative_judges import BATCH, accuracy, clear_pairs, command
+from tests.benchmarks.judges.generative_judges import BATCH, accuracy, clear_pairs, command
 from visalign.data.assets import assets_folder
 from visalign.data.shapes.prompts import CATEGORIES, heldout_prompts, train_prompts
 from visalign.evaluation.heldout.result import load_heldout
