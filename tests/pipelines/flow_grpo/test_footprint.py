@@ -203,7 +203,7 @@ def test_merged_weights_are_counted_beyond_what_is_free_while_sampling(folders):
     config = configured(folders, "sd3", "objective.algorithm=awm", *small, "rollout.merge_adapters=true")
     memory = estimate(config)["memory_in_GB"]
     policy: Any = build_policy(config.model, torch.device("cpu"), 0)
-    layers = [layer for layer in policy.transformer.modules() if isinstance(layer, LoraLayer)]
+    layers: list[Any] = [each for each in policy.transformer.modules() if isinstance(each, LoraLayer)]
     merged = sum(4 * layer.get_base_layer().weight.numel() for layer in layers) / GB
     assert memory["merged_adapters"] == merged - memory["activations_of_a_micro_batch"] > 0
     without = configured(folders, "sd3", "objective.algorithm=awm")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters in the weights while a policy samples: the same function, and the weights as they were."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -13,7 +15,7 @@ from visalign.errors import UserError
 from visalign.training.diffusion.merging import mergeable_adapters, merged_adapters
 
 
-def tuned(**options) -> SD3Policy:
+def tuned(**options) -> Any:
     """A tiny policy whose adapters say something."""
     policy = SD3Policy(tiny_sd3_pipeline(), lora=LoraSettings(rank=4, alpha=8), **options)
     generator = torch.Generator().manual_seed(1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -16,14 +17,14 @@ from torch import Tensor, nn
 from visalign.errors import UserError
 
 
-def mergeable_adapters(network: nn.Module) -> list[LoraLayer]:
+def mergeable_adapters(network: nn.Module) -> list[Any]:
     """The layers of a network that `merged_adapters` takes.
 
     Raises:
         UserError: no adapters, variants of LoRA, or other layers than linear ones of floating-point weights.
     """
-    layers = [module for module in network.modules() if isinstance(module, LoraLayer)]
-    bases = [layer.get_base_layer() for layer in layers]
+    layers: list[Any] = [module for module in network.modules() if isinstance(module, LoraLayer)]
+    bases: list[Any] = [layer.get_base_layer() for layer in layers]
     plain = all(type(base) is nn.Linear and type(base.weight.data) is Tensor for base in bases)
     tied = len({id(base.weight) for base in bases}) < len(bases)
     if not layers or not plain or tied or any(getattr(layer, "lora_variant", None) for layer in layers):
@@ -35,7 +36,7 @@ def mergeable_adapters(network: nn.Module) -> list[LoraLayer]:
 
 
 @contextmanager
-def merged_adapters(layers: list[LoraLayer]) -> Iterator[None]:
+def merged_adapters(layers: list[Any]) -> Iterator[None]:
     """Let the layers under adapters hold W + (α / r) B A inside the block, so that a forward costs what it
     costs without adapters; afterwards W again, bit for bit. For sampling without gradient.
 
@@ -45,8 +46,8 @@ def merged_adapters(layers: list[LoraLayer]) -> Iterator[None]:
     Args:
         layers: of `mergeable_adapters`.
     """
-    bases = [layer.get_base_layer() for layer in layers]
-    own = [base.weight.data for base in bases]
+    bases: list[Any] = [layer.get_base_layer() for layer in layers]
+    own: list[Tensor] = [base.weight.data for base in bases]
     flags = [(weight, weight.requires_grad) for layer in layers for weight in layer.parameters()]
     try:
         for layer, base in zip(layers, bases, strict=True):
