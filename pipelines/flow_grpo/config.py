@@ -23,7 +23,7 @@ from visalign.pipelines.shared.sections import (
 from visalign.precision import Autocast
 from visalign.schema import STRICT
 from visalign.training.diffusion.rollout_settings import RolloutSettings
-from visalign.training.diffusion.settings import DiffusionObjectiveSettings, check_sampling
+from visalign.training.diffusion.settings import DiffusionObjectiveSettings, check_sampling, check_sharding
 from visalign.training.loop.monitor import MonitorSettings
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.sampler import check_batch_algebra
@@ -172,6 +172,8 @@ class FlowGRPOConfig:
     def __post_init__(self) -> None:
         check_batch_algebra(self.rollout.prompts_per_iteration, self.rollout.group_size)
         check_sampling(self.objective, self.rollout)
+        if self.run.sharding:
+            check_sharding(self.objective, self.rollout)
         self.evaluation.check_correctness(*self.rewards.terms)
 
 

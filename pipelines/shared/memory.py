@@ -78,8 +78,8 @@ def on_each_device(
 ) -> dict[str, float]:
     """GB that each of several processes holds, by part.
 
-    With DDP that is everything, and the gradients once more, in the buckets that they are exchanged in. With
-    FSDP2 it is a share of the network and of what belongs to its training; while nothing is learnt each holds
+    Without sharding that is everything, and the gradients once more, as they are exchanged (DDP's buckets).
+    With FSDP2 it is a share of the network and of what belongs to its training; while nothing is learnt each holds
     the network whole besides.
 
     Args:
@@ -92,7 +92,7 @@ def on_each_device(
     if world == 1:
         return dict(memory)
     if not sharding:
-        return {**memory, "buckets_of_ddp": memory["gradients"]}
+        return {**memory, "gradients_exchanged": memory["gradients"]}
     shared = {*network, *TRAINED}
     found = {name: size / world if name in shared else size for name, size in memory.items()}
     return found | {"network_gathered": max(0.0, sum(memory[name] for name in network) - spare)}

@@ -47,7 +47,8 @@ def footprint(
         others, changes["diversity"] = len(model.diversity.others), None  # whose files are not read
     judge: Any = build(replace(config, model=replace(model, **changes)), META)
     if getattr(getattr(judge.module, "config", None), "quantization_config", None):
-        return {"memory_in_GB": {"not_said": f"the weights of {model.path} are quantised"}}
+        said = f"the weights of {model.path} are quantised"
+        return {"memory_in_GB": {"in_all": None, "not_said": said}}
     world, trained = int(os.environ.get("WORLD_SIZE", "1")), [w for _, w in judge.trainable_parameters()]
     kept = judge.divide() if config.run.sharding else ()
     memory = _weights(judge, trained, kept)
@@ -58,7 +59,7 @@ def footprint(
         activations, features = _read(judge, config, examples, world)
     except (RuntimeError, TypeError) as error:
         said = f"{model.path} asks for numbers where shapes alone are known ({str(error).splitlines()[0]})"
-        return {"memory_in_GB": {**memory, "not_said": f"the rest: {said}"}}
+        return {"memory_in_GB": {**memory, "in_all": None, "not_said": f"the rest: {said}"}}
     network = [name for name in memory if name.startswith("frozen_weights, ") or name == "trained_weights"]
     memory = on_each_device(memory, network, world=world, sharding=config.run.sharding, spare=activations)
     memory |= {"kept_features": features, "activations_of_a_micro_batch": activations}

@@ -231,10 +231,22 @@ def test_the_plan_of_several_processes_says_what_each_holds(folders, monkeypatch
     assert found["fsdp2"][frozen] == found["ddp"][frozen] / 2 > 0
     assert found["fsdp2"]["adamw_moments"] == found["ddp"]["adamw_moments"] / 2
     assert found["fsdp2"]["vae, float32"] == found["ddp"]["vae, float32"]
-    assert found["ddp"]["buckets_of_ddp"] == found["ddp"]["gradients"]
+    assert found["ddp"]["gradients_exchanged"] == found["ddp"]["gradients"]
     command = ["plan", "shapes_flow_grpo", "--processes", "3", "--json"]
     said = json.loads(CliRunner().invoke(app, command).stdout)
-    assert said["batch"]["processes"] == 3 and "buckets_of_ddp" in said["memory_in_GB"]
+    assert said["batch"]["processes"] == 3 and "gradients_exchanged" in said["memory_in_GB"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["objective.algorithm=awm", "rollout.merge_adapters=true"], r"rollout\.merge_adapters"),
+        (["objective.reset_reference_every=2"], r"objective\.reset_reference_every"),
+    ],
+)
+def test_a_plan_refuses_what_the_divided_training_refuses(folders, changes, said):
+    with pytest.raises(UserError, match=f"sharding goes without {said}"):
+        configured(folders, "sd3", "run.sharding=true", *changes)
 
 
 def test_no_weight_is_read(folders, tmp_path):

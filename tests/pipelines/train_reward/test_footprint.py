@@ -105,7 +105,7 @@ def test_several_processes_hold_what_the_trainer_gives_them(models, monkeypatch)
     )
     frozen = "frozen_weights, bfloat16"
     tower = divided["frozen_tower"]
-    assert ddp["buckets_of_ddp"] == ddp["gradients"] == alone["gradients"]
+    assert ddp["gradients_exchanged"] == ddp["gradients"] == alone["gradients"]
     assert divided[frozen] + tower / 2 == pytest.approx(alone[frozen] / 2) and 0 < tower < alone[frozen]
     assert divided["adamw_moments"] == alone["adamw_moments"] / 2
     assert "frozen_tower" not in ddp and ddp[frozen] == alone[frozen]
@@ -113,7 +113,7 @@ def test_several_processes_hold_what_the_trainer_gives_them(models, monkeypatch)
     assert teachers["teacher"] > 0 == planned(models, "ict").get("frozen_tower", 0)
     command = ["plan", "shapes_hpsv3", "--processes", "4", "--json"]
     said = json.loads(CliRunner().invoke(app, command).stdout)
-    assert "buckets_of_ddp" in said["memory_in_GB"] and said["examples"]["per_update"] == 64
+    assert "gradients_exchanged" in said["memory_in_GB"] and said["examples"]["per_update"] == 64
 
 
 def test_no_weight_is_read(models, tmp_path, monkeypatch):
@@ -137,11 +137,12 @@ def test_what_cannot_be_said_is_named(models, tmp_path, monkeypatch):
     file = tmp_path / "vlm" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"bits": 4}}))
     said = planned(tmp_path, "yes_no")
-    assert said == {"not_said": f"the weights of {tmp_path}/vlm are quantised"}
+    assert said == {"in_all": None, "not_said": f"the weights of {tmp_path}/vlm are quantised"}
 
     def states(*_: Any) -> Any:
         raise RuntimeError("no item() here\nat all")
 
     monkeypatch.setattr("visalign.rewards.vlm.network.SeeingNetwork.states", states)
     memory = planned(models, "yes_no")
-    assert memory["adamw_moments"] > 0 and memory["not_said"].endswith("are known (no item() here)")
+    assert memory["adamw_moments"] > 0 and memory["in_all"] is None
+    assert memory["not_said"].endswith("are known (no item() here)")

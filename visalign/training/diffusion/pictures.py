@@ -37,7 +37,7 @@ from visalign.training.policy.reference import Reference
 
 from .picture_statistics import STATISTICS, group_diversity, middle_frame, picture_statistics
 from .rollout_settings import RolloutSettings
-from .settings import DiffusionObjectiveSettings, check_sampling
+from .settings import DiffusionObjectiveSettings, check_sampling, check_sharding
 
 Features = Callable[[Tensor], Tensor]
 """Pictures [b, 3, H, W] -> features [b, d] of any unit, by which their distances are measured."""
@@ -363,17 +363,10 @@ class PictureAlgorithm(Algorithm):
         settings, network = self.settings, self.policy.module
         adapters = any(isinstance(each, LoraLayer) for each in network.modules())
         refused = {
-            "rollout.merge_adapters": self.rollout.merge_adapters,
-            "objective.balance_every": settings.balance_every is not None,
-            "objective.experts": bool(settings.experts),
-            "objective.reset_reference_every": settings.reset_reference_every is not None,
-            "objective.reset_reference_above": settings.reset_reference_above is not None,
             "a reference (objective.changes.kl) without LoRA": asks_reference and not adapters,
             f"the row {settings.algorithm!r}, which joins {joins}": joins is not None,
         }
-        given = [name for name, is_there in refused.items() if is_there]
-        if given:
-            raise UserError(f"sharding goes without {given[0]}. Leave one of the two out.")
+        check_sharding(settings, self.rollout, refused)
         shard(network, self.accelerator)
         return module
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -293,6 +294,32 @@ def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettin
             f"objective.changes.levels is {row.levels}, and the sampler's grid has {rollout.steps} levels. "
             f"Take at most {rollout.steps}, or levels between them too: objective.changes.continuous=true."
         )
+
+
+def check_sharding(
+    objective: DiffusionObjectiveSettings, rollout: RolloutSettings, found: Mapping[str, bool] | None = None
+) -> None:
+    """Refuse beside FSDP2 what looks at all weights at once.
+
+    Args:
+        objective: the loss.
+        rollout: how pictures are made.
+        found: what the training itself found to be refused, by name.
+
+    Raises:
+        UserError: with the name of the first.
+    """
+    refused = {
+        "rollout.merge_adapters": rollout.merge_adapters,
+        "objective.balance_every": objective.balance_every is not None,
+        "objective.experts": bool(objective.experts),
+        "objective.reset_reference_every": objective.reset_reference_every is not None,
+        "objective.reset_reference_above": objective.reset_reference_above is not None,
+        **(found or {}),
+    }
+    given = [name for name, is_there in refused.items() if is_there]
+    if given:
+        raise UserError(f"sharding goes without {given[0]}. Leave one of the two out.")
 
 
 def _check_solver(objective: DiffusionObjectiveSettings, rollout: RolloutSettings) -> None:
