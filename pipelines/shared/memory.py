@@ -79,8 +79,8 @@ def on_each_device(
     """GB that each of several processes holds, by part.
 
     Without sharding that is everything, and the gradients once more, as they are exchanged (DDP's buckets).
-    With FSDP2 it is a share of the network and of what belongs to its training; while nothing is learnt each holds
-    the network whole besides.
+    With FSDP2 it is a share of the network and of what belongs to its training; while nothing is learnt each
+    holds the network whole besides.
 
     Args:
         memory: of a run in one process.

@@ -6,6 +6,7 @@ Source: LoRA, arXiv 2106.09685, section 4.1: W + (α / r) B A costs no more than
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,16 +24,25 @@ def mergeable_adapters(network: nn.Module) -> list[Any]:
     Raises:
         UserError: no adapters, variants of LoRA, or other layers than linear ones of floating-point weights.
     """
-    layers: list[Any] = [module for module in network.modules() if isinstance(module, LoraLayer)]
-    bases: list[Any] = [layer.get_base_layer() for layer in layers]
-    plain = all(type(base) is nn.Linear and type(base.weight.data) is Tensor for base in bases)
-    tied = len({id(base.weight) for base in bases}) < len(bases)
-    if not layers or not plain or tied or any(getattr(layer, "lora_variant", None) for layer in layers):
+    layers: dict[str, Any] = {n: part for n, part in network.named_modules() if isinstance(part, LoraLayer)}
+    bases: list[Any] = [layer.get_base_layer() for layer in layers.values()]
+    uses = Counter(id(getattr(base, "weight", base)) for base in bases)
+    why = None if layers else "the network has none"
+    for (name, layer), base in zip(layers.items(), bases, strict=True):
+        if type(base) is not nn.Linear:
+            why = f"{name} lies on a {type(base).__name__}"
+        elif type(base.weight.data) is not Tensor:
+            why = f"the weights under {name} are a {type(base.weight.data).__name__}"
+        elif uses[id(base.weight)] > 1:
+            why = f"the weights under {name} are another layer's too"
+        elif getattr(layer, "lora_variant", None):
+            why = f"{name} is a {type(next(iter(layer.lora_variant.values()))).__name__}"
+    if why:
         raise UserError(
-            "rollout.merge_adapters needs LoRA on linear layers of floating-point weights of their own. Set "
-            "rollout.merge_adapters=false for a model that is trained whole or quantised, and for DoRA."
+            "rollout.merge_adapters needs LoRA on linear layers of floating-point weights of their own, and "
+            f"{why}. Set rollout.merge_adapters=false."
         )
-    return layers
+    return list(layers.values())
 
 
 @contextmanager
