@@ -18,7 +18,7 @@ from .catalogues import (
     regressions,
     text_rewards,
 )
-from .curves import curves
+from .curves import curves, equal_cost
 from .reference import api, commands, face, include, python
 from .runs import configs, metrics
 from .settings import settings
@@ -36,7 +36,7 @@ _GROUPS = (
         regressions,
         text_rewards,
     ),
-    (configs, curves, metrics, settings),
+    (configs, curves, equal_cost, metrics, settings),
     (api, commands, face, include, python),
 )
 MACROS: dict[str, Callable[..., str]] = {macro.__name__: macro for group in _GROUPS for macro in group}

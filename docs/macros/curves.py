@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from visalign.evaluation.pages.curves import running_mean
-from visalign.evaluation.pages.plots import Frame
+from visalign.evaluation.pages.plots import Frame, text
 
 from .markdown import ROOT
 from .runs import header
@@ -25,6 +25,8 @@ from .runs import header
 FOLDER = ROOT / "docs/curves"
 NEAREST = 5
 """Iterations over which a drawn curve is averaged, where it has so many."""
+GAP = 16.0
+"""Between the names of lines, in units of the view box."""
 NAMES = {"reward_mean": "training reward", "heldout/accuracy": "held-out accuracy"}
 CHANGE = re.compile(r"(?P<measure>[\w -]+?) (?P<before>0?\.\d+) -> (?P<after>0?\.\d+)")
 SEEDS = re.compile(r"mean of seeds [\d, ]+: (?P<values>[\d., ]+\d)")
@@ -134,6 +136,51 @@ def _figure(name: str, curve: Curve) -> str:
     drawn = frame.svg(parts, f"{name}: {said}")
     caption = f"<code>{html.escape(curve.command)}</code><br>{html.escape(said.capitalize())}."
     return f"<figure>{drawn}<figcaption>{caption}</figcaption></figure>"
+
+
+def equal_cost() -> str:
+    """Algorithms at equal cost, drawn twice: held-out accuracy after training against what it cost.
+
+    The numbers are those that `tests/benchmarks/pictures/picture_algorithms.py --numbers` wrote.
+    """
+    found = json.loads((ROOT / "docs/evidence/equal_cost.json").read_text(encoding="utf-8"))
+    drawn = [_costs(found, "forward_equivalents", "thousand forward-equivalents", 1000.0)]
+    drawn.append(_costs(found, "seconds", "seconds of training, one core", 1.0))
+    return f'<div class="curves">{"".join(drawn)}</div>'
+
+
+def _costs(found: dict[str, dict[str, list[float]]], key: str, name: str, unit: float) -> str:
+    costs = {row: float(np.mean(said[key])) / unit for row, said in found.items()}
+    before = float(np.mean([value for said in found.values() for value in said["before"]]))
+    shown = [before, *(value for said in found.values() for value in said["after"])]
+    frame = Frame(
+        x=(0.0, max(costs.values()) * 1.05),
+        y=(min(shown) - 0.01, max(shown) + 0.01),
+        x_name=name,
+        y_name="held-out accuracy",
+        width=600.0,
+        height=420.0,
+        right=230.0,
+    )
+    parts = []
+    order = sorted(found, key=lambda row: -float(np.mean(found[row]["after"])))
+    ends = [(costs[row], float(np.mean(found[row]["after"]))) for row in order]
+    places = [frame.place(*end)[1] for end in ends]
+    for at in range(1, len(places)):  # names do not lie on each other, nor below the axis
+        places[at] = max(places[at], places[at - 1] + GAP)
+    for at in range(len(places) - 1, -1, -1):
+        places[at] = min(places[at], frame.place(0.0, frame.y[0])[1] - GAP * (len(places) - 1 - at))
+    for row, end, y in zip(order, ends, places, strict=True):
+        after, (left, height) = found[row]["after"], frame.place(*end)
+        parts.append(frame.path("change", [(0.0, before), end]))
+        parts.append(frame.path("range", [(end[0], min(after)), (end[0], max(after))]))
+        parts.append(
+            f'<path class="leader" d="M{left + 5:.1f} {height:.1f}L{frame.width - 226:.1f} {y:.1f}"/>'
+        )
+        parts += [frame.dots([end]), text(frame.width - 222, y + 4, row, "start")]
+    seeds = max(len(said["after"]) for said in found.values())
+    said = f"dots: mean of {seeds} seeds; bars: lowest to highest seed; lines begin at the untrained model"
+    return f"<figure>{frame.svg(parts, said)}<figcaption>{said.capitalize()}.</figcaption></figure>"
 
 
 def _command(name: str) -> str:

@@ -139,6 +139,24 @@ def variety(folder: Path) -> float:
     return json.loads(path.read_text())
 
 
+def numbers(folders: dict[str, list[Path]]) -> dict[str, dict[str, list[float]]]:
+    """Of each row that was run, a list by seed: accuracy before and after, and what the training cost."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, runs in folders.items():
+        done = [run for run in runs if (run / "summary.json").is_file()]
+        said = [json.loads((run / "summary.json").read_text()) for run in done]
+        if done:
+            found[name] = {
+                "before": [round(one["before"]["accuracy"], 4) for one in said],
+                "after": [round(one["after"]["accuracy"], 4) for one in said],
+                "forward_equivalents": [
+                    round(one["images"] * one["forward_equivalents_per_image"]) for one in said
+                ],
+                "seconds": [round(sum(row["seconds"] for row in read(run))) for run in done],
+            }
+    return found
+
+
 def table(folders: dict[str, list[Path]]) -> str:
     """Markdown: one row for each algorithm, means over its seeds and what the seeds were."""
     lines = [
@@ -152,19 +170,15 @@ def table(folders: dict[str, list[Path]]) -> str:
         if not done:
             continue
         said = [json.loads((run / "summary.json").read_text()) for run in done]
-        right = [one["after"]["accuracy"] for one in said]
-        columns = {
-            "cost": [one["images"] * one["forward_equivalents_per_image"] for one in said],
-            "seconds": [sum(row["seconds"] for row in read(run)) for run in done],
-            "variety": [variety(run) for run in done],
-        }
+        columns = {**numbers({name: done})[name], "variety": [variety(run) for run in done]}
+        right = columns["after"]
         for key in ("clip_score", "sharpness", "brightness"):
             columns[key] = [one["after"]["rewards"][key]["mean"] for one in said]
         mean = {key: statistics.mean(values) for key, values in columns.items()}
         seeds = ", ".join(f"{value:.3f}" for value in right)
         line = (
             f"| {name} | **{statistics.mean(right):.3f}** ({seeds}) | {said[0]['iterations']} "
-            f"| {mean['cost']:,.0f} | {mean['seconds']:.0f} | {mean['clip_score']:.3f} "
+            f"| {mean['forward_equivalents']:,.0f} | {mean['seconds']:.0f} | {mean['clip_score']:.3f} "
             f"| {mean['sharpness']:.0f} | {mean['brightness']:.3f} | {mean['variety']:.2f} |"
         )
         found.append((-statistics.mean(right), line))
@@ -184,6 +198,7 @@ if __name__ == "__main__":
     parser.add_argument("--budget", type=float, default=60000, help="forward-equivalents of a run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="NAME")
+    parser.add_argument("--numbers", type=Path, metavar="FILE", help="JSON of what the site's figure shows")
     given = parser.parse_args()
     runs = {
         name: [given.output / f"{name.replace(', ', '_').replace(' ', '_')}_{seed}" for seed in given.seeds]
@@ -194,3 +209,6 @@ if __name__ == "__main__":
             train(name, seed, given.budget, runs[name][at])
             print(f"{name}, seed {seed}", flush=True)
     print(table(runs))
+    if given.numbers is not None:
+        lines = [f"{json.dumps(name)}: {json.dumps(said)}" for name, said in numbers(runs).items()]
+        given.numbers.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
