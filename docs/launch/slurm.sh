@@ -16,5 +16,5 @@ head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi # srun asks for it
 exec srun --kill-on-bad-exit torchrun \
   --nnodes "$SLURM_NNODES" --nproc_per_node "${SLURM_GPUS_ON_NODE:-1}" \
-  --rdzv_id "$SLURM_JOB_ID" --rdzv_backend c10d --rdzv_endpoint "$head:29500" \
+  --rdzv_id "$SLURM_JOB_ID" --rdzv_backend c10d --rdzv_endpoint "$head:$((20000 + SLURM_JOB_ID % 10000))" \
   -m visalign train "$config" "$@" --output "$folder" ${resume[@]+"${resume[@]}"}

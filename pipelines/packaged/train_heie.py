@@ -47,7 +47,8 @@ class HeadTraining(Algorithm):
 
     def __init__(self, heads: HeieHeads, data: HeieData, *, batch: int, seed: int) -> None:
         self.heads, self.data, self.batch = heads, data, batch
-        self.accelerator = one_process(accelerator_of(None, data.heat), "HEIE's heads train")
+        one_process("HEIE's heads train")
+        self.accelerator = accelerator_of(None, data.heat)
         self.draw = torch.Generator().manual_seed(seed)
 
     def parameters(self) -> list[tuple[str, Parameter]]:

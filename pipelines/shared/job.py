@@ -116,7 +116,7 @@ def _run_claimed(
     if accelerator.num_processes > 1:
         from accelerate.utils import gather_object
 
-        check_alike(gather_object([{"--resume": resume}]))
+        check_alike(gather_object([{"--resume": resume, **job.fingerprints}]))
     if resume:
         check_unchanged(output, job.fingerprints)
     if accelerator.is_main_process:

@@ -44,9 +44,14 @@ def build_accelerator(config: Any, folder: Path) -> Accelerator:
     """
     import torch
     from accelerate import Accelerator, InitProcessGroupKwargs
+    from accelerate.utils import parse_flag_from_env
+
+    from visalign.training.loop.processes import check_engine
 
     run: RunConfig = config.run
     many = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    engines = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+    check_engine(kind for kind in engines if parse_flag_from_env(f"ACCELERATE_USE_{kind}"))
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="`log_with=")  # an error below
@@ -94,7 +99,7 @@ def check_alike(processes: Sequence[Mapping[str, Any]]) -> None:
         more = f"; and {len(differing) - 6} more" if len(differing) > 6 else ""
         raise UserError(
             f"The {len(processes)} processes of this run differ: {'; '.join(differing[:6])}{more}. Start all "
-            "with one command, and with the same packages on every machine."
+            "with one command, and with the same packages and files on every machine."
         )
 
 

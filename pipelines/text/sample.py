@@ -39,6 +39,7 @@ from visalign.pipelines.shared.sections import (
 from visalign.schema import STRICT
 from visalign.text import StoppingCriteria
 from visalign.training.loop.judging import check_failures
+from visalign.training.loop.processes import one_process
 from visalign.training.text.sampling_grid import (
     Completions,
     GridPoint,
@@ -193,6 +194,7 @@ def run(config: TextSampleConfig, output: Path, resume: bool = False) -> dict[st
         UserError: something in the configuration or the folder cannot be used, or nothing was selected.
         RewardFailure: too many completions of a point could not be judged.
     """
+    one_process("Completions are sampled and selected")
     begin, output = time.perf_counter(), Path(output)
     with claimed(config, output, resume=resume, free=FREE_KEYS):
         inputs = _prepare(config)

@@ -38,6 +38,7 @@ from visalign.pipelines.shared.run_folder import claimed, summary_json, write_be
 from visalign.rewards.catalogue import load_judge, load_reward
 from visalign.rewards.combine.ensemble import Ensemble
 from visalign.seeds import sample_seed
+from visalign.training.loop.processes import one_process
 
 from .config import PartConfig, UGDAConfig
 from .selection import Candidate, by_lot, candidates, log_ratios, most_uncertain, selected
@@ -81,6 +82,7 @@ def run(config: UGDAConfig, output: Path, resume: bool = False) -> dict[str, Any
         WaitingForVotes: people label, and some pair has fewer votes than wanted; go on with `resume`.
         UserError, TrainingInterrupted: as the jobs do.
     """
+    one_process("UGDA's rounds run")
     output = Path(output)
     with claimed(config, output, resume=resume, free=()):
         prompts = build_records(_policy_job(config, []).config.data.train, "policy data.train")

@@ -49,6 +49,8 @@ def no_loss(row: Objective) -> str | None:
     """Why a row's loss cannot be computed in verl; None where it can."""
     if row.decisions == "denoising_steps":
         return "it is a row of denoising steps; its decisions are no tokens"
+    if "temperature" in row.advantage_options and row.advantage == "gae":
+        return "it takes the soft minimum of two critics and a KL term with a gate, and verl has neither"
     if row.selection is not None:
         return f"selection={row.selection!r} needs thresholds over the whole optimizer step"
     if row.entropy and row.entropy_term != "bonus":

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from accelerate import DistributedType
 from accelerate.commands.config.config_args import load_config_from_file
 
 from visalign.errors import UserError
 from visalign.pipelines.jobs import load_job
 from visalign.pipelines.shared import parts
 from visalign.pipelines.shared.sections import RunConfig
+from visalign.training.loop.processes import check_accelerator, one_process
 
 LAUNCH = Path(__file__).resolve().parents[3] / "docs" / "launch"
 
@@ -47,7 +51,7 @@ def test_the_scripts_start_what_they_are_given(tmp_path: Path) -> None:
         "--standalone --nproc_per_node 2 -m visalign train text_grpo seed=1 --output 'a run'"
     )
     begun = shlex.split(
-        "--nnodes 2 --nproc_per_node 1 --rdzv_id 7 --rdzv_backend c10d --rdzv_endpoint one:29500 "
+        "--nnodes 2 --nproc_per_node 1 --rdzv_id 7 --rdzv_backend c10d --rdzv_endpoint one:20007 "
         "-m visalign train text_grpo seed=1 --output 'a run'"
     )
     assert _said(tmp_path, "slurm.sh", "text_grpo", "a run", "seed=1") == begun
@@ -58,12 +62,52 @@ def test_the_scripts_start_what_they_are_given(tmp_path: Path) -> None:
 
 def test_the_files_for_accelerate_and_skypilot_are_read() -> None:
     loaded: Any = load_config_from_file(str(LAUNCH / "accelerate.yaml"))
-    assert loaded.num_processes == 2 and loaded.use_cpu and loaded.mixed_precision == "no"
+    assert loaded.num_processes == 2 and loaded.mixed_precision == "no"
     cloud = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
     load_job(cloud["envs"]["CONFIG"], [])
-    assert "visalign[images]" in cloud["setup"]
+    assert (LAUNCH.parents[1] / cloud["workdir"] / "pyproject.toml").is_file()
+    assert cloud["setup"] == "pip install -e '.[images]'"
     subprocess.run(["bash", "-n"], input=cloud["run"], text=True, check=True)
     assert '-m visalign train "$CONFIG" --output "$FOLDER"' in cloud["run"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "start", [["--config_file", str(LAUNCH / "accelerate.yaml")], ["--multi_gpu", "--num_processes", "2"]]
+)
+def test_accelerate_starts_several_processes_without_a_gpu(tmp_path: Path, start: list[str]) -> None:
+    (tmp_path / "one.py").write_text("import os; print('rank', os.environ['RANK'], flush=True)")
+    command = [
+        "-m",
+        "accelerate.commands.launch",
+        *start,
+        "--main_process_port",
+        "0",
+        str(tmp_path / "one.py"),
+    ]
+    said = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True, timeout=120)
+    assert sorted(re.findall(r"rank \d", said.stdout)) == ["rank 0", "rank 1"]
+
+
+def test_what_processes_cannot_share_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_process("HEIE's heads train")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="HEIE's heads train in one process, and 2 were started"):
+        one_process("HEIE's heads train")
+    for name in ("text_sample", "shapes_ugda"):
+        job = load_job(name, [])
+        with pytest.raises(UserError, match="in one process, and 2 were started"):
+            job.run(job.config, tmp_path / name)
+        assert not (tmp_path / name).exists()
+
+
+def test_an_engine_of_accelerates_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match=r"set to FSDP .*ACCELERATE_USE_FSDP.*run\.sharding=true"):
+        parts.build_accelerator(SimpleNamespace(run=RunConfig(device="cpu")), tmp_path)
+    own: Any = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED)
+    with pytest.raises(UserError, match="set to DEEPSPEED"):
+        check_accelerator(own)
 
 
 def test_processes_that_differ_are_named() -> None:

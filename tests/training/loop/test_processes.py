@@ -27,7 +27,7 @@ from visalign.text import Branching, ToolPolicy, ToolUse
 from visalign.training import RewardModeling, RewardObjectiveSettings, read_metrics
 from visalign.training.loop import checkpoint, processes
 from visalign.training.loop.metrics import without_times
-from visalign.training.loop.processes import ProcessLost, Shares, lost_process_named, one_process, stretch
+from visalign.training.loop.processes import ProcessLost, Shares, lost_process_named, stretch
 from visalign.training.loop.sharding import shard
 
 IN_FOUR = (
@@ -158,12 +158,6 @@ def test_more_processes_than_samples_are_refused() -> None:
         stretch(6, 0, 7)
     with pytest.raises(UserError, match="rank is 2; with world size 2 it must be 0 to 1"):
         stretch(6, 2, 2)
-
-
-def test_a_training_that_processes_cannot_share_says_so() -> None:
-    two: Any = _Rank(0, 2)
-    with pytest.raises(UserError, match="HEIE's heads train in one process, and 2 were started"):
-        one_process(two, "HEIE's heads train")
 
 
 def test_what_cannot_be_sharded_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ settled everywhere alike; the update is then that of one process up to the order
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -54,8 +55,24 @@ def accelerator_of(given: Accelerator | None, trained: Any) -> Accelerator:
     return Accelerator(cpu=torch.device(trained.device).type == "cpu", mixed_precision="no")
 
 
+def check_engine(kinds: Iterable[str]) -> None:
+    """Refuse an engine of accelerate that would divide the model beside the trainer's own FSDP2.
+
+    Args:
+        kinds: of `accelerate.DistributedType`, that are asked for.
+    """
+    for kind in kinds:
+        if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+            raise UserError(
+                f"accelerate is set to {kind} (its configuration file, or ACCELERATE_USE_{kind}), and the "
+                "trainer divides a model by itself. Start with torchrun or `accelerate launch --multi_gpu`, "
+                "and set run.sharding=true for FSDP2."
+            )
+
+
 def check_accelerator(accelerator: Accelerator) -> None:
     """Refuse settings from the environment that would change the gradient without a word."""
+    check_engine([accelerator.distributed_type.value])
     steps = accelerator.gradient_accumulation_steps
     if steps != 1:
         raise UserError(
@@ -71,18 +88,21 @@ def check_accelerator(accelerator: Accelerator) -> None:
         )
 
 
-def one_process(accelerator: Accelerator, what: str) -> Accelerator:
-    """The accelerator of a training that several processes cannot share.
+def one_process(what: str) -> None:
+    """Refuse several processes for what they cannot share.
+
+    Args:
+        what: begins the message: what is done "in one process".
 
     Raises:
-        UserError: it has several.
+        UserError: several were started, as WORLD_SIZE says.
     """
-    if accelerator.num_processes > 1:
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started > 1:
         raise UserError(
-            f"{what} in one process, and {accelerator.num_processes} were started. Start the command without "
-            "accelerate launch or torchrun."
+            f"{what} in one process, and {started} were started. Start the command without accelerate launch "
+            "or torchrun."
         )
-    return accelerator
 
 
 def shared(module: nn.Module, accelerator: Accelerator, *, may_skip: bool = False) -> nn.Module:
