@@ -18,6 +18,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from visalign.atomic import umask_permissions
 from visalign.data.shapes.prompts import CATEGORIES, Record, train_prompts
 from visalign.data.shapes.render import render_many
 from visalign.data.shapes.scenes import Scene, sample_scene
@@ -214,8 +215,7 @@ def muon_and_adam(
 
 def tidy(folder: Path) -> None:
     """Let everybody read a saved model, load it as float32, and forget where it lay while it was built."""
-    for file in folder.rglob("*.safetensors"):
-        file.chmod(0o644)
+    umask_permissions(folder)
     for file in folder.rglob("config.json"):
         config = json.loads(file.read_text(encoding="utf-8"))
         config.pop("_name_or_path", None)

@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from visalign.atomic import umask_permissions
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError, make_scores, read_request, scatter
 from visalign.rewards.base.identity import Identity, fingerprint
@@ -146,7 +147,7 @@ class Hp(ClipJudge):
             save_changes(folder, parts, base, subfolder=BACKBONE, dtype=dtype)
         file = Path(folder) / HEAD
         save_file({key: value.cpu().contiguous() for key, value in self.head.state_dict().items()}, file)
-        file.chmod(0o644)
+        umask_permissions(file)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score each image; prompts and metadata are not looked at."""

@@ -269,6 +269,19 @@ def test_the_keys_of_earlier_versions_have_successors() -> None:
     assert {successor_key(now) for now in RENAMED.values()} <= allowed and not set(RENAMED) & allowed
 
 
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_key_of_an_earlier_version_names_its_successor(old: str) -> None:
+    now = successor_key(RENAMED[old])
+    for module, name in (PIPELINES[job].split(":") for job in PIPELINES):
+        schema = getattr(importlib.import_module(module), name)
+        if now in allowed_keys(schema):
+            with pytest.raises(ConfigError, match=f"Key '{old}' in .* is called '{RENAMED[old]}' now"):
+                load_config(schema, None, [f"{old}=1"])
+            break
+    else:
+        raise AssertionError(f"no job has {now}")
+
+
 def test_a_required_key_is_asked_for() -> None:
     with pytest.raises(ConfigError, match=r"Key 'model': .*[Mm]issing mandatory value.* Set it in the file"):
         load_config(Needs)

@@ -35,6 +35,8 @@ def test_the_exported_file_makes_the_same_pictures(name, tmp_path):
     file = tmp_path / "kohya.safetensors"
     done = CliRunner().invoke(app, ["export-lora", str(tmp_path), "-o", str(file)])
     assert done.exit_code == 0, done.output
+    (tmp_path / "new").touch()
+    assert file.stat().st_mode == (tmp_path / "new").stat().st_mode
     pipe, _ = tiny_pipeline(name)
     pipe.load_lora_weights(file)
     x = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(1))

@@ -47,7 +47,11 @@ class TestAnswer:
             neither.log_odds.isnan() and neither.prob.isnan() and neither.mass == 0 and neither.left_over == 1
         )
         only_yes = yes_no_answer(known, [0], [], normalised=True)
-        assert only_yes.log_odds == math.inf and only_yes.prob == 1
+        assert (
+            only_yes.log_odds.isnan() and only_yes.prob.isnan() and only_yes.mass.item() == pytest.approx(0.5)
+        )
+        unknown = yes_no_answer(f64(math.log(0.5), -math.inf), [0], [1], normalised=True)
+        assert unknown.log_odds.isnan()
 
     def test_precision_neighbours_and_gradient(self) -> None:
         logits = normal(3, 6)

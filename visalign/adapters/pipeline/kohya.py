@@ -12,6 +12,7 @@ from diffusers.utils import convert_state_dict_to_kohya
 from safetensors.torch import save_file
 from torch import Tensor
 
+from visalign.atomic import umask_permissions
 from visalign.errors import UserError
 
 from .lora import WEIGHT_FILE, read_lora
@@ -77,6 +78,7 @@ def export_kohya(folder: Path, file: Path) -> int:
             f"Load {WEIGHT_FILE} as it is, by diffusers or a program that reads its keys."
         )
     save_file({name: weight.contiguous() for name, weight in found.items()}, file, {"format": "pt"})
+    umask_permissions(Path(file))
     return sum(name.endswith(".alpha") for name in found)
 
 

@@ -21,10 +21,10 @@ from .bradley_terry import bradley_terry_loss, paired_scores
 
 @dataclass(frozen=True)
 class YesNo:
-    """The answer at one position, [*] each, float32 or better; NaN where neither set has any mass."""
+    """The answer at one position, [*] each, float32 or better."""
 
     log_odds: Tensor
-    """ln P(yes) − ln P(no)."""
+    """ln P(yes) − ln P(no); NaN where either is not known."""
     log_yes: Tensor
     """ln P(yes) over the whole vocabulary."""
     log_no: Tensor
@@ -60,7 +60,7 @@ def yes_no_answer(
             server's top tokens); they are then taken as they are, and a set may be empty.
 
     Returns:
-        The answer; ±inf log-odds where one set alone has mass.
+        The answer; its log-odds are NaN where the mass of one set is not known.
 
     Raises:
         ValueError: an empty set, an id out of range, repeated or in both sets.
@@ -80,10 +80,9 @@ def yes_no_answer(
         )
     value = float32(logits)
     yes, no = (_log_sum(value, ids) for ids in (yes_ids, no_ids))
-    if not normalised:
-        total = value.logsumexp(-1)
-        return YesNo(yes - no, yes - total, no - total)
-    return YesNo(yes - no, yes, no)
+    odds = torch.where(yes.isneginf() | no.isneginf(), torch.nan, yes - no)
+    total = 0.0 if normalised else value.logsumexp(-1)
+    return YesNo(odds, yes - total, no - total)
 
 
 def yes_no_loss(
