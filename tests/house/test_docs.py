@@ -183,6 +183,15 @@ def test_commands(block: Block) -> None:
     assert block.code.strip(), "an empty block shows nothing"
 
 
+def test_commands_within_a_sentence() -> None:
+    """A training that a page names between backticks loads; "..." stands for more of the same."""
+    quoted = re.findall(r"`(visalign train(?:-reward)? [a-z][^`]*)`", "\n".join(PAGES.values()))
+    found = [words for text in quoted for words in commands_of(text.replace("...", ""))]
+    assert len(found) > 15
+    for words in found:
+        check_command(words)
+
+
 def core_functions() -> dict[str, list[str]]:
     """module of visalign.core -> its public functions."""
     found = {}
