@@ -259,6 +259,7 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "judge": judge,
     "process_reward": process_reward,
     "flow_grpo": lambda f, a: pictures(f, a, "flow_grpo"),
+    "flow_grpo+overlap": lambda f, a: pictures(f, a, "flow_grpo", rollout={**UNEVEN, "overlap": 2}),
     "flow_gspo": lambda f, a: pictures(f, a, "flow_gspo"),
     "flow_grpo+branches": lambda f, a: pictures(f, a, "flow_grpo", rollout=BRANCHES, credit="branches"),
     "flow_grpo+sharded": lambda f, a: pictures(f, a, "flow_grpo", sharding=True),

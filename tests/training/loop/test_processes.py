@@ -31,7 +31,17 @@ from visalign.training.loop.processes import ProcessLost, Shares, lost_process_n
 from visalign.training.loop.sharding import shard
 
 IN_FOUR = (
-    *("slow", "dapo+dynamic", "ppo_ptx", "sft", "kto"),
+    *(
+        "slow",
+        "dapo+dynamic",
+        "ppo_ptx",
+        "sft",
+        "dpo",
+        "flow_grpo",
+        "diffusion_nft",
+        "judge",
+        "process_reward",
+    ),
     *("flow_grpo+sharded", "grpo+sharded", "judge+sharded", "process_reward+sharded"),
 )
 """Few of them in four processes, of which some have nothing to do."""
