@@ -180,7 +180,7 @@ def command(*options: str, files: int = 1024) -> Iterator[tuple[str, int, Path]]
 def largest(seconds: float, clients: int, memory: float) -> dict[str, Any]:
     """Every client with the largest requests, the judge's process killed now and then."""
     found: dict[str, Any] = {"clients": clients, "seconds": seconds, "kills": 0, "requests": 0}
-    found |= {"lost": 0, "mixed": 0, "doubled": 0, "server peak": 0, "judge peak": 0}
+    found |= {"lost": 0, "mixed": 0, "server peak": 0, "judge peak": 0}
     counting, done = threading.Lock(), threading.Event()
     with command("--memory", str(memory)) as (url, pid, log):
         limits = httpx.get(f"{url}/health").json()["limits"]
@@ -210,7 +210,6 @@ def largest(seconds: float, clients: int, memory: float) -> dict[str, Any]:
                 right = (scores.value * 255 - torch.tensor(levels)).abs() < 0.01
                 with counting:
                     found["requests"] += 1
-                    found["doubled"] += len(scores) != 4
                     found["lost"] += int((~scores.valid).sum())
                     found["mixed"] += int((scores.valid & ~right).sum())
             remote.close()
