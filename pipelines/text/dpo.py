@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic.dataclasses import dataclass
 
-from visalign.data.sets.answer_files import Answers, check_votes, load_pairs, load_votes
+from visalign.data.sets.completion_files import Completions, check_votes, load_pairs, load_votes
 from visalign.errors import UserError
 from visalign.pipelines.shared.job import PolicyRun, run_job
 from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by
@@ -31,20 +31,20 @@ __all__ = ["TextDPOConfig", "plan", "run"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class AnswersDataConfig(HeldoutPromptsConfig):
-    """The answers with what was thought of them, and the prompts of the evaluation."""
+class CompletionsDataConfig(HeldoutPromptsConfig):
+    """The completions with what was thought of them, and the prompts of the evaluation."""
 
     train: str = "tasks:train"
     """A .jsonl, .json, .csv, .tsv or .parquet file with the columns prompt, chosen, rejected; or prompt,
     completion, label (kto); or prompt, completion, reward, such as the dataset.jsonl of text_sample with
-    selection.rule=all, of which the best and the worst answer to each prompt become a pair. Or
+    selection.rule=all, of which the best and the worst completion to each prompt become a pair. Or
     tasks:train, where the solution of each task stands against that of another."""
     threshold: float = 1.0
-    """With kto, reward from which a judged answer is good."""
+    """With kto, reward from which a judged completion is good."""
     unusable: Literal["refuse", "drop"] = "refuse"
-    """A pair of equal answers, or a record with an empty one, is an error (refuse), or left out (drop)."""
+    """A pair of equal completions, or a record with an empty one, is an error (refuse) or left out (drop)."""
     too_long: Literal["refuse", "drop"] = "refuse"
-    """A record of which an answer is longer than the model's context is an error (refuse), or left out
+    """A record of which a completion is longer than the model's context is an error (refuse), or left out
     (drop); none is ever cut."""
     pairs_heldout: Share = 0.1
     """Share of the prompts whose pairs (or votes) are not learnt but measured at each evaluation."""
@@ -58,12 +58,12 @@ class AnswersDataConfig(HeldoutPromptsConfig):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TextDPOConfig(SupervisedConfig):
-    """Learn from pairs of answers of which one is better, or from votes for single ones."""
+    """Learn from pairs of completions of which one is better, or from votes for single ones."""
 
     pipeline: ClassVar[str] = "text_dpo"
 
-    data: AnswersDataConfig = field(default_factory=AnswersDataConfig)
-    """The answers."""
+    data: CompletionsDataConfig = field(default_factory=CompletionsDataConfig)
+    """The completions."""
     loss: DPOSettings = field(default_factory=DPOSettings)
     """The loss."""
     optimizer: OptimizerSettings = field(
@@ -76,9 +76,9 @@ class TextDPOConfig(SupervisedConfig):
 
 @plain_dataclass(frozen=True, kw_only=True)
 class DPOInputs:
-    """Answers, held-out records and rewards of a job."""
+    """Completions, held-out records and rewards of a job."""
 
-    answers: Answers
+    completions: Completions
     heldout: Records
     rewards: Mapping[str, Any]
     """label -> reward of the evaluation."""
@@ -96,17 +96,17 @@ def prepare_dpo(config: TextDPOConfig, device: str | None = None) -> DPOInputs:
     data = config.data
     heldout, rewards = heldout_inputs(data, config.evaluation, config.seed, device)
     if data.train.startswith("tasks:"):
-        answers = Answers(records=_packaged(config))
+        completions = Completions(records=_packaged(config))
     else:
         try:
             if config.loss.votes:
-                answers = load_votes(data.train, threshold=data.threshold, unusable=data.unusable)
+                completions = load_votes(data.train, threshold=data.threshold, unusable=data.unusable)
             else:
-                answers = load_pairs(data.train, unusable=data.unusable)
+                completions = load_pairs(data.train, unusable=data.unusable)
         except UserError as error:
             raise UserError(f"data.train: {error}") from error
-    seen = len(prompt_keys(answers.records) & prompt_keys(heldout))
-    return DPOInputs(answers=answers, heldout=heldout, rewards=rewards, seen=seen)
+    seen = len(prompt_keys(completions.records) & prompt_keys(heldout))
+    return DPOInputs(completions=completions, heldout=heldout, rewards=rewards, seen=seen)
 
 
 def _packaged(config: TextDPOConfig) -> list[dict[str, Any]]:
@@ -153,7 +153,7 @@ def _build(config: TextDPOConfig, output: Path) -> PolicyRun:
     accelerator = build_accelerator(config, output)
     inputs = prepare_dpo(config, str(accelerator.device))
     policy = build_text_policy(config.model, accelerator.device, config.seed, reference=False)
-    fitting = _fitting(config, policy, inputs.answers.records)
+    fitting = _fitting(config, policy, inputs.completions.records)
     sides = split_records(fitting, config.data.pairs_heldout, config.seed)
     if config.loss.votes:
         check_votes("data.train", sides[0])
@@ -168,9 +168,9 @@ def _build(config: TextDPOConfig, output: Path) -> PolicyRun:
         accelerator=accelerator,
         sharding=config.run.sharding,
     )
-    lost = dict(inputs.answers.left_out)
-    if len(fitting) < len(inputs.answers.records):
-        lost["too_long"] = len(inputs.answers.records) - len(fitting)
+    lost = dict(inputs.completions.left_out)
+    if len(fitting) < len(inputs.completions.records):
+        lost["too_long"] = len(inputs.completions.records) - len(fitting)
     return text_run(
         config,
         output,
@@ -180,11 +180,11 @@ def _build(config: TextDPOConfig, output: Path) -> PolicyRun:
         inputs.rewards,
         inputs.heldout,
         config.generation,
-        {"data.train": inputs.answers.records, "data.heldout": inputs.heldout},
+        {"data.train": inputs.completions.records, "data.heldout": inputs.heldout},
         said=lambda counters: {
-            "answers": len(sides[0]),
-            "answers_heldout": len(sides[1]),
-            "answers_left_out": lost,
+            "completions": len(sides[0]),
+            "completions_heldout": len(sides[1]),
+            "completions_left_out": lost,
             "epochs": counters.samples / len(sides[0]),
         },
         seen=inputs.seen,
@@ -194,7 +194,7 @@ def _build(config: TextDPOConfig, output: Path) -> PolicyRun:
 
 
 def _fitting(config: TextDPOConfig, policy: Any, records: Records) -> Records:
-    """The records whose answers the model can read whole; of votes with the answer to another prompt."""
+    """The records whose completions the model can read whole; of votes with that to another prompt."""
     from visalign.adapters.causal_lm.demonstrations import fitting_demonstrations, with_mismatched
 
     votes = config.loss.votes
@@ -221,13 +221,13 @@ def plan(config: TextDPOConfig) -> dict[str, Any]:
     """Batch arithmetic of a job, in groups of entries."""
     inputs, length = prepare_dpo(config), config.run.iterations
     updates = length * config.optimizer.updates_per_iteration
-    learnt, measured = split_records(inputs.answers.records, config.data.pairs_heldout, config.seed)
+    learnt, measured = split_records(inputs.completions.records, config.data.pairs_heldout, config.seed)
     kind = "votes" if config.loss.votes else "pairs"
     return {
         "batch": {
             kind: len(learnt),
             f"{kind}_heldout": len(measured),
-            **{f"left_out_{why}": count for why, count in inputs.answers.left_out.items()},
+            **{f"left_out_{why}": count for why, count in inputs.completions.left_out.items()},
             "prompts": len(prompt_keys(learnt)),
             "heldout_prompts_trained_on": inputs.seen,
             f"{kind}_per_update": config.data.batch,

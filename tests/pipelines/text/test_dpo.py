@@ -48,14 +48,14 @@ def _config(inputs: Path, *overrides: str) -> TextDPOConfig:
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "kto"])
-def test_judged_answers_are_learnt_and_held_out_ones_measured(loss, inputs, tmp_path):
+def test_judged_completions_are_learnt_and_held_out_ones_measured(loss, inputs, tmp_path):
     ties = [{**JUDGED[0], "prompt": "tie?"}]
     config = _config(inputs, _file(tmp_path, JUDGED + ties), f"loss={{row: {loss}, beta: 0.5}}")
     summary = run(config, tmp_path / "run")
     pairs = loss == "sigmoid"
-    assert summary["answers_left_out"] == ({"ties": 1} if pairs else {})
-    assert summary["answers"] + summary["answers_heldout"] == (8 if pairs else 25)
-    assert summary["answers_heldout"] == (2 if pairs else 6) and summary["samples"] == 48
+    assert summary["completions_left_out"] == ({"ties": 1} if pairs else {})
+    assert summary["completions"] + summary["completions_heldout"] == (8 if pairs else 25)
+    assert summary["completions_heldout"] == (2 if pairs else 6) and summary["samples"] == 48
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert rows[-1]["loss"] < rows[0]["loss"] and rows[-1]["rewards/margins"] > 1
     assert rows[-1]["heldout/rewards/accuracies"] > 0.5 and "heldout/loss" in rows[0]
@@ -89,7 +89,7 @@ def test_the_packaged_tasks_have_pairs_and_votes(loss, kind, count):
     ("records", "overrides", "message"),
     [
         ([LONG], (), "data.train: 1 of 1 records are longer than the 48 tokens .* 65 in prompt and chosen"),
-        ([{**LONG, "chosen": "c"}], (), "data.train: 1 of 1 records of .* have two equal answers"),
+        ([{**LONG, "chosen": "c"}], (), "data.train: 1 of 1 records of .* have two equal completions"),
         (
             [{"prompt": "a", "completion": "b", "label": n} for n in (True, False)],
             ("loss.row=kto",),
@@ -98,7 +98,7 @@ def test_the_packaged_tasks_have_pairs_and_votes(loss, kind, count):
         ([], ("data.train=tasks:train", "data.size=1"), "all tasks have one answer, so no solution is wrong"),
     ],
 )
-def test_answers_that_cannot_be_used_are_refused_before_anything_is_written(
+def test_completions_that_cannot_be_used_are_refused_before_anything_is_written(
     records, overrides, message, inputs, tmp_path
 ):
     with pytest.raises(UserError, match=message):
@@ -110,7 +110,7 @@ def test_records_that_are_too_long_can_be_left_out(inputs, tmp_path):
     data = _file(tmp_path, [LONG, {"prompt": "a", "chosen": "b", "rejected": "c"}])
     few = ("data.too_long=drop", "run.iterations=1", "evaluation.every=0", "data.pairs_heldout=0")
     summary = run(_config(inputs, data, *few), tmp_path / "out")
-    assert summary["answers"] == 1 and summary["answers_left_out"] == {"too_long": 1}
+    assert summary["completions"] == 1 and summary["completions_left_out"] == {"too_long": 1}
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def _gradient(algorithm: DPO, micro_batch: int) -> tuple[dict[str, float], torch
     context = Context(
         counters=Counters(), optimizer=OptimizerSettings(micro_batch=micro_batch), clock=PhaseClock()
     )
-    found = algorithm.backward(None, algorithm.trained.answers.batch(0), context)
+    found = algorithm.backward(None, algorithm.trained.completions.batch(0), context)
     return found, torch.cat([p.grad.flatten() for _, p in policy.trainable_parameters()])
 
 
@@ -183,7 +183,7 @@ def test_with_adapters_the_reference_is_the_model_without_them(tmp_path):
     trainer.train()
     answers = trainer.algorithm.trained
     with torch.no_grad(), policy.reference():
-        said = policy.log_probs(answers.answers.rows(range(5))).log_prob.sum(1)
+        said = policy.log_probs(answers.completions.rows(range(5))).log_prob.sum(1)
     torch.testing.assert_close(answers.ref, said.view(2, -1).T, rtol=1e-5, atol=1e-5)
 
 
@@ -205,7 +205,7 @@ def test_a_label_moves_once_per_visit_of_its_pair(row):
     policy = _policy()
     _moved(policy)
     every = _dpo(policy, row=row, label_rate=0.3, label_smoothing=0.1)
-    answers = every.trained.answers
+    answers = every.trained.completions
     if row == "sigmoid":
         every.trained.ref[:, 0] -= 2.0
     _gradient(every, micro_batch=2)
@@ -223,7 +223,7 @@ def test_a_label_moves_once_per_visit_of_its_pair(row):
 
     twice = _dpo(policy, size=7, row=row, label_rate=0.3, label_smoothing=0.1)
     twice.trained.ref[:] = every.trained.ref
-    again = torch.tensor(twice.trained.answers.batch(0).group[:7]).bincount()
+    again = torch.tensor(twice.trained.completions.batch(0).group[:7]).bincount()
     assert sorted(again.tolist()) == [1, 1, 1, 2, 2]
     _gradient(twice, micro_batch=2)
     wanted = torch.where(again == 2, once + 0.3 * (torch.sigmoid(better - worse) - once), once)
@@ -265,9 +265,9 @@ def test_settings_that_cannot_be(settings, message):
 def test_votes_and_pairs_are_not_mistaken_for_each_other():
     policy = _policy()
     stream = DemonstrationBatches(policy, PAIRS, size=2, seed=0, field=("chosen", "rejected"))
-    with pytest.raises(UserError, match="row=kto and no votes: kto takes a vote for each answer"):
+    with pytest.raises(UserError, match="row=kto and no votes: kto takes a vote for each completion"):
         DPO(policy, stream, settings=DPOSettings(row="kto"))
-    with pytest.raises(UserError, match="row=sigmoid and 5 votes of 5 answers"):
+    with pytest.raises(UserError, match="row=sigmoid and 5 votes of 5 completions"):
         DPO(policy, stream, good=[True] * 5)
     with pytest.raises(UserError, match="no text in the field 'chosen': its fields are prompt, completion"):
         DemonstrationBatches(policy, VOTES, size=2, seed=0, field=("chosen", "rejected"))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Direct preference optimisation of a text policy, from pairs of answers or from single votes.
+"""Direct preference optimisation of a text policy, from pairs of completions or from single votes.
 
-The reference is the policy before training: it is asked once for all answers, before the first update, and
-no copy of it is kept. Batches, processes and resuming are those of supervised fine-tuning (`.sft`); the loss
-of an update is the mean over its whole batch, whatever the micro-batch. Each pair may have a label of its own
+The reference is the policy before training: it is asked once for all completions, before the first update,
+and no copy of it is kept. Batches, processes and resuming are those of supervised fine-tuning (`.sft`); the
+loss of an update is the mean over its whole batch, whatever the micro-batch. Each pair may have a label of its own
 that moves once per visit; labels lie in checkpoints.
 
     pairs = DemonstrationBatches(policy, records, size=32, seed=0, field=("chosen", "rejected"))
@@ -35,11 +35,11 @@ from visalign.training.loop.algorithm import Algorithm, Collected, Context
 from visalign.training.loop.processes import accelerator_of, unshared
 from visalign.training.loop.sharding import as_many, whole
 
-from .parts import Answers
+from .parts import Completions
 from .replay import TextReplay, spread
 
 MEANS = ("loss", "chosen", "rejected", "right", "logps_chosen", "logps_rejected", "label")
-"""What is summed over a batch; the parts of chosen and of rejected answers have counts of their own."""
+"""What is summed over a batch; the parts of chosen and of rejected completions have counts of their own."""
 KEY = "labels"
 """File stem of the pairs' labels in a checkpoint."""
 
@@ -55,11 +55,11 @@ class DPOSettings:
     """β, how near the policy stays to its reference; null: the row's own (0.1, sigmoid_norm 5, simpo and
     power 2)."""
     gamma: float | None = None
-    """γ, lead that the chosen answer should have; null: the row's own (0, simpo 1)."""
+    """γ, lead that the chosen completion should have; null: the row's own (0, simpo 1)."""
     label_smoothing: float = 0.0
     """ε, share of pairs that are thought to be the wrong way round: cDPO with sigmoid; robust needs it."""
     eta: float | None = None
-    """η of power, weight of the chosen answer's own likelihood; null: the row's own (0.0005)."""
+    """η of power, weight of the chosen completion's own likelihood; null: the row's own (0.0005)."""
     label_rate: float = 0.0
     """γ of POWER-DL, share of the way to its stationary value σ(m) that the label of a pair goes at each
     visit; labels begin at 1 − label_smoothing. 0: they stay. For sigmoid, sigmoid_norm, simpo and power."""
@@ -108,14 +108,14 @@ class DPOSettings:
 
     @property
     def fields(self) -> tuple[str, str]:
-        """Of the answers in a record."""
+        """Of the completions in a record."""
         return ("completion", "mismatched") if self.votes else ("chosen", "rejected")
 
-    def of_pairs(self, *answers: Tensor, label: Tensor | None = None) -> Tensor:
+    def of_pairs(self, *completions: Tensor, label: Tensor | None = None) -> Tensor:
         """`direct_preference_loss` of the log-probs, those of the reference, and the lengths."""
         options: dict[str, Any] = {"row": self.row, "beta": self.beta, "gamma": self.gamma, "eta": self.eta}
         eps = self.label_smoothing if label is None else 0.0
-        return direct_preference_loss(*answers, **options, eps=eps, label=label)
+        return direct_preference_loss(*completions, **options, eps=eps, label=label)
 
     def of_votes(self, log_prob: Tensor, ref: Tensor, good: Tensor, point: Tensor) -> Tensor:
         """`kto_loss`."""
@@ -128,9 +128,9 @@ class DPOSettings:
 
 @dataclass(frozen=True)
 class Judged:
-    """A stream of answers with what the reference says of them."""
+    """A stream of completions with what the reference says of them."""
 
-    answers: Answers
+    completions: Completions
     ref: Tensor
     """[N, 2] summed log-probs of the reference."""
     good: Tensor | None
@@ -147,10 +147,10 @@ class DPO(Algorithm):
 
     Args:
         policy: on its device, with the weights of the reference.
-        answers: the stream of batches (`visalign.adapters.DemonstrationBatches` with two fields: chosen and
-            rejected; of votes completion and mismatched, see `with_mismatched`); each update takes one.
+        completions: the stream of batches (`visalign.adapters.DemonstrationBatches` with two fields: chosen
+            and rejected; of votes completion and mismatched, see `with_mismatched`); each update takes one.
         settings: the loss.
-        good: N votes of the answers' records, for kto.
+        good: N votes of the completions' records, for kto.
         heldout: the same of records that are measured alone.
         heldout_good: their votes.
         accelerator: processes, which share each batch, and trackers. None makes one on the policy's device.
@@ -163,37 +163,37 @@ class DPO(Algorithm):
     def __init__(
         self,
         policy: TextPolicy,
-        answers: Answers,
+        completions: Completions,
         *,
         settings: DPOSettings | None = None,
         good: Sequence[bool] | None = None,
-        heldout: Answers | None = None,
+        heldout: Completions | None = None,
         heldout_good: Sequence[bool] | None = None,
         accelerator: Accelerator | None = None,
         sharding: bool = False,
     ) -> None:
         self.accelerator = accelerator_of(accelerator, policy)
         self.policy, self.settings = policy, settings or DPOSettings()
-        self.trained = self._judged(answers, good)
+        self.trained = self._judged(completions, good)
         self.labels: Tensor | None = None
         """[N] of the pairs, where they move; the same in all processes."""
         if self.settings.label_rate:
-            self.labels = torch.full((len(answers),), 1 - self.settings.label_smoothing)
+            self.labels = torch.full((len(completions),), 1 - self.settings.label_smoothing)
         self.heldout = None if heldout is None else self._judged(heldout, heldout_good)
         self.module = spread(TextReplay(policy), self.accelerator, sharding)
 
-    def _judged(self, answers: Answers, good: Sequence[bool] | None) -> Judged:
-        """Answers and what the policy, which is the reference yet, says of them."""
-        if self.settings.votes != (good is not None) or (good is not None and len(good) != len(answers)):
-            given = "no votes" if good is None else f"{len(good)} votes of {len(answers)} answers"
+    def _judged(self, completions: Completions, good: Sequence[bool] | None) -> Judged:
+        """Completions and what the policy, which is the reference yet, says of them."""
+        if self.settings.votes != (good is not None) or (good is not None and len(good) != len(completions)):
+            given = "no votes" if good is None else f"{len(good)} votes of {len(completions)} completions"
             raise UserError(
-                f"loss.row={self.settings.row} and {given}: kto takes a vote for each answer, the "
+                f"loss.row={self.settings.row} and {given}: kto takes a vote for each completion, the "
                 "other losses take pairs."
             )
-        ref = torch.zeros(len(answers), 2)
+        ref = torch.zeros(len(completions), 2)
         if DIRECT[self.settings.row].reference:
-            ref = shared_log_probs(self.policy, answers, self.accelerator)
-        return Judged(answers, ref, None if good is None else torch.tensor(good, dtype=torch.bool))
+            ref = shared_log_probs(self.policy, completions, self.accelerator)
+        return Judged(completions, ref, None if good is None else torch.tensor(good, dtype=torch.bool))
 
     def whole(self) -> AbstractContextManager[Any]:
         """Inside, each process has all of the model."""
@@ -210,7 +210,7 @@ class DPO(Algorithm):
     def collect(self, run: Context) -> Collected:
         """The next batches of the stream."""
         first, count = run.counters.updates, run.optimizer.updates_per_iteration
-        batches = [self.trained.answers.batch(first + i) for i in range(count)]
+        batches = [self.trained.completions.batch(first + i) for i in range(count)]
         return Collected(
             experience=batches,
             samples=sum(len(batch) for batch in batches) // 2,
@@ -230,11 +230,11 @@ class DPO(Algorithm):
         sums, lead = torch.zeros(2, len(MEANS), dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
         for number, rows in enumerate(parts):
             with unshared(self.module, self.accelerator, last=number == len(parts) - 1):
-                answers = rows if good is not None else torch.cat([rows, rows + count])
-                log_prob = self.module(step, answers).log_prob.sum(1)
+                completions = rows if good is not None else torch.cat([rows, rows + count])
+                log_prob = self.module(step, completions).log_prob.sum(1)
                 votes, own_label = (None if each is None else each[rows] for each in (good, label))
                 loss, found, lead[rows] = self._loss(
-                    step, answers, log_prob, ref[rows], votes, point, own_label
+                    step, completions, log_prob, ref[rows], votes, point, own_label
                 )
                 self.accelerator.backward(loss.sum() / count * (run.counters.loss_scale * world))
             sums += found
@@ -266,8 +266,8 @@ class DPO(Algorithm):
         point: Tensor | None,
         label: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(loss [n], sums and counts [2, len(MEANS)], lead [n] of pairs) of n records, whose answers `rows`
-        have these sums."""
+        """(loss [n], sums and counts [2, len(MEANS)], lead [n] of pairs) of n records, whose completions
+        `rows` have these sums."""
         form: dict[str, Any] = {"row": self.settings.row, "beta": self.settings.beta}
         length = rollout.loss_mask[rows].sum(1).to(log_prob.device)
         ref = ref.to(log_prob.device)
@@ -294,7 +294,7 @@ class DPO(Algorithm):
 
     @torch.no_grad()
     def _reference_point(self, step: TextRollout, ref: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """z₀ of KTO: of all mismatched answers of the batch, under the present weights."""
+        """z₀ of KTO: of all mismatched completions of the batch, under the present weights."""
         gained, count = torch.zeros((), dtype=torch.float64), len(ref)
         for rows in parts:
             said = self.module(step, rows + count).log_prob.sum(1).cpu()
@@ -303,7 +303,7 @@ class DPO(Algorithm):
         return kto_reference_point(total[None] / count, torch.zeros_like(total)[None])
 
     def record(self, experience: Any, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Losses and rewards of the batches; of votes, a part without an answer of its kind is left out."""
+        """Losses and rewards of the batches; of votes, a part without one of its kind is left out."""
         found = {}
         for name in dict.fromkeys(name for each in sums for name in each):
             known = [each[name] for each in sums if name in each]
@@ -324,11 +324,11 @@ class DPO(Algorithm):
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
-        """Loss, rewards and accuracy on the held-out answers under the present weights; empty without any."""
+        """Loss, rewards and accuracy on held-out completions under the present weights; empty without any."""
         if self.heldout is None:
             return {}
-        said = shared_log_probs(self.policy, self.heldout.answers, self.accelerator)
-        rollout = self.heldout.answers.rows(range(len(said)))
+        said = shared_log_probs(self.policy, self.heldout.completions, self.accelerator)
+        rollout = self.heldout.completions.rows(range(len(said)))
         ref, good = self.heldout.of(rollout)
         point = None if good is None else kto_reference_point(said[:, 1], ref[:, 1])
         rows = torch.arange(len(said) if good is not None else 2 * len(said))
@@ -364,19 +364,19 @@ ASKED = 256
 
 
 @torch.no_grad()
-def shared_log_probs(policy: TextPolicy, answers: Answers, accelerator: Accelerator) -> Tensor:
-    """Summed log-probs [N, 2] of both answers of N records under the present weights, without gradient.
+def shared_log_probs(policy: TextPolicy, completions: Completions, accelerator: Accelerator) -> Tensor:
+    """Summed log-probs [N, 2] of both completions of N records under the present weights, without gradient.
 
     Args:
         policy: whose weights each process has whole.
-        answers: the records.
+        completions: the records.
         accelerator: of the processes, each of which asks about its share; all call it.
     """
-    found = torch.zeros(len(answers), 2)
-    own = range(accelerator.process_index, len(answers), accelerator.num_processes)
+    found = torch.zeros(len(completions), 2)
+    own = range(accelerator.process_index, len(completions), accelerator.num_processes)
     for start in range(0, len(own), ASKED):
         places = own[start : start + ASKED]
-        said = policy.log_probs(answers.rows(places)).log_prob.sum(1)
+        said = policy.log_probs(completions.rows(places)).log_prob.sum(1)
         found[torch.tensor(places)] = said.view(2, -1).T.cpu()
     total: Any = accelerator.reduce(found.to(accelerator.device), "sum")
     return total.cpu()

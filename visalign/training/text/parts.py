@@ -94,9 +94,9 @@ class Demonstrations(Protocol):
         ...
 
 
-class Answers(Demonstrations, Protocol):
-    """A stream of records with two answers each: a batch has the first of all its records, then the second,
-    and its groups are the places of the records."""
+class Completions(Demonstrations, Protocol):
+    """A stream of records with two completions each: a batch has the first of all its records, then the
+    second, and its groups are the places of the records."""
 
     def __len__(self) -> int:
         """N, records."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers to prompts with what was thought of them: pairs of a chosen and a rejected one, single votes, and
-pairs and votes made of answers that a reward has judged."""
+"""Completions with what was thought of them: pairs of a chosen and a rejected one, single votes, and pairs
+and votes made of completions that a reward has judged."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ PAIR, VOTE, JUDGED = ("chosen", "rejected"), ("completion", "label"), ("completi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers:
+class Completions:
     """Pairs or votes."""
 
     records: list[Record]
     """Each with "prompt", and "chosen" and "rejected", or "completion" and "label" (bool)."""
     left_out: dict[str, int] = field(default_factory=dict)
-    """Why -> how many: prompts whose judged answers are all as good (ties), pairs of equal answers (equal),
-    records with an empty answer (empty)."""
+    """Why -> how many: prompts whose judged completions are all as good (ties), pairs of equal completions
+    (equal), records with an empty completion (empty)."""
 
 
-def load_pairs(path: str | Path, *, unusable: str = "refuse") -> Answers:
+def load_pairs(path: str | Path, *, unusable: str = "refuse") -> Completions:
     """Pairs of a `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` file.
 
     Args:
         path: its columns are prompt, chosen, rejected; or prompt, completion, reward, of which the best and
-            the worst answer to each prompt become a pair, and prompts whose answers are all as good none. A
-            prompt is a text or a list of messages, an answer a text or a list of one message.
-        unusable: a pair of equal answers, or with an empty one, is an error ("refuse") or left out ("drop").
+            the worst completion to each prompt become a pair, and prompts whose completions are all as good
+            none. A prompt is a text or a list of messages, a completion a text or a list of one message.
+        unusable: a pair of equal completions, or with an empty one, is an error ("refuse") or left out
+            ("drop").
 
     Raises:
         UserError: a file or column that is not there, a row that cannot be read, or no pair.
@@ -51,24 +52,26 @@ def load_pairs(path: str | Path, *, unusable: str = "refuse") -> Answers:
     judged = PAIR[0] not in rows[0][1]
     pairs, ties = _of_best_and_worst(rows) if judged else (rows, 0)
     reasons = [_fault(record) for _, record in pairs]
-    # equal answers of which a judge thinks two things are its noise
+    # equal completions of which a judge thinks two things are its noise
     drop = unusable == "drop" or judged
     found = _usable(path, pairs, reasons, drop=drop)
     if judged:
         found.left_out["ties"] = ties
     if not found.records:
-        raise UserError(f"'{path}' gives no pair of answers of which one is better: left out {_said(found)}.")
+        raise UserError(
+            f"'{path}' gives no pair of completions of which one is better: left out {_said(found)}."
+        )
     return found
 
 
-def load_votes(path: str | Path, *, threshold: float = 1.0, unusable: str = "refuse") -> Answers:
-    """Answers with a vote each, of a file as `load_pairs` reads it.
+def load_votes(path: str | Path, *, threshold: float = 1.0, unusable: str = "refuse") -> Completions:
+    """Completions with a vote each, of a file as `load_pairs` reads it.
 
     Args:
         path: its columns are prompt, completion, label (true is good); or prompt, chosen, rejected, of which
             each pair becomes two votes; or prompt, completion, reward.
-        threshold: reward from which an answer is good.
-        unusable: an empty answer is an error ("refuse") or left out ("drop").
+        threshold: reward from which a completion is good.
+        unusable: an empty completion is an error ("refuse") or left out ("drop").
 
     Raises:
         UserError: as `load_pairs`; a label that is neither true nor false; votes of one kind alone.
@@ -99,12 +102,12 @@ def check_votes(where: str, votes: Sequence[Mapping[str, Any]]) -> None:
     if good in (0, len(votes)):
         raise UserError(
             f"{where}: all {len(votes)} votes are {'good' if good else 'bad'}; KTO learns from good and bad "
-            "answers. Add the others, or move data.threshold where the votes are made of rewards."
+            "completions. Add the others, or move data.threshold where the votes are made of rewards."
         )
 
 
 def _rows(path: str | Path, wanted: Sequence[str], purpose: str) -> list[tuple[int, Record]]:
-    """Numbered rows of one layout, prompts and answers checked."""
+    """Numbered rows of one layout, prompts and completions checked."""
     layouts = (wanted, JUDGED) if wanted == PAIR else (wanted, PAIR, JUDGED)
     found: list[tuple[int, Record]] = []
     columns: Sequence[str] = wanted
@@ -125,7 +128,7 @@ def _rows(path: str | Path, wanted: Sequence[str], purpose: str) -> list[tuple[i
 
 
 def _text(path: str | Path, number: int, name: str, value: Any) -> str:
-    """An answer, of a conversation its one message."""
+    """A completion, of a conversation its one message."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
         value = value[0].get("content")
     if not isinstance(value, str):
@@ -142,7 +145,7 @@ def _number(path: str | Path, number: int, value: Any) -> float:
     except (TypeError, ValueError):
         found = math.nan
     if math.isnan(found):
-        raise UserError(f"Row {number} of '{path}': reward {value!r} is no number. Leave the answer out.")
+        raise UserError(f"Row {number} of '{path}': reward {value!r} is no number. Leave the completion out.")
     return found
 
 
@@ -174,7 +177,7 @@ def _fault(record: Mapping[str, Any]) -> str | None:
     return "equal" if len(texts) == 2 and texts[0] == texts[1] else None
 
 
-_FAULTS = {"equal": "two equal answers", "empty": "an empty answer"}
+_FAULTS = {"equal": "two equal completions", "empty": "an empty completion"}
 
 
 def _usable(
@@ -183,9 +186,11 @@ def _usable(
     reasons: Sequence[str | None],
     *,
     drop: bool,
-) -> Answers:
+) -> Completions:
     """The records without a fault."""
-    found = Answers(records=[record for (_, record), why in zip(rows, reasons, strict=True) if why is None])
+    found = Completions(
+        records=[record for (_, record), why in zip(rows, reasons, strict=True) if why is None]
+    )
     for fault, words in _FAULTS.items():
         places = [number for (number, _), why in zip(rows, reasons, strict=True) if why == fault]
         if places and not drop:
@@ -198,5 +203,5 @@ def _usable(
     return found
 
 
-def _said(found: Answers) -> str:
+def _said(found: Completions) -> str:
     return ", ".join(f"{count} {why}" for why, count in found.left_out.items()) or "none"

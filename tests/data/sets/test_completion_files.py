@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from visalign.data.sets.answer_files import load_pairs, load_votes
+from visalign.data.sets.completion_files import load_pairs, load_votes
 from visalign.errors import UserError
 
 
@@ -28,7 +28,7 @@ VOTE = {"prompt": "p", "completion": "good", "label": True}
 
 
 def test_pairs_are_read_with_conversations(tmp_path):
-    """TRL's conversational layout: a list of messages, and answers of one message."""
+    """TRL's conversational layout: a list of messages, and completions of one message."""
     asked = [{"role": "user", "content": "hello?"}]
     said = {"chosen": "Hi.", "rejected": "No."}
     talk = {n: [{"role": "assistant", "content": text}] for n, text in said.items()}
@@ -46,15 +46,15 @@ def test_parquet_holds_the_same(tmp_path):
     assert load_pairs(tmp_path / "a.parquet").records == [PAIR]
 
 
-def test_the_best_and_the_worst_of_judged_answers_become_a_pair(tmp_path):
+def test_the_best_and_the_worst_of_judged_completions_become_a_pair(tmp_path):
     rows = _judged(("p", "mid", 0.5), ("q", "x", 1), ("p", "bad", 0), ("p", "good", 1), ("q", "y", 1))
     found = load_pairs(_file(tmp_path, *rows, *_judged(("r", "same", 0), ("r", "same", 1))))
     assert found.records == [PAIR] and found.left_out == {"equal": 1, "ties": 1}
-    with pytest.raises(UserError, match="gives no pair of answers of which one is better: left out 1 ties"):
+    with pytest.raises(UserError, match="no pair of completions of which one is better: left out 1 ties"):
         load_pairs(_file(tmp_path, *_judged(("q", "x", 1), ("q", "y", 1))))
 
 
-def test_what_a_tool_wrote_goes_with_the_answers(tmp_path):
+def test_what_a_tool_wrote_goes_with_the_completions(tmp_path):
     rows = _judged(("p", "good", 1), ("p", "bad", 0))
     pair = {**PAIR, "chosen_tool_answers": [[1, 2]]}
     judged = _file(tmp_path, {**rows[0], "tool_answers": [[1, 2]]}, {**rows[1], "tool_answers": None})
@@ -74,16 +74,18 @@ def test_votes_come_from_labels_pairs_and_rewards(tmp_path):
 
 
 @pytest.mark.parametrize("load", [load_pairs, load_votes])
-def test_empty_answers_are_refused_or_left_out(load, tmp_path):
+def test_empty_completions_are_refused_or_left_out(load, tmp_path):
     path = _file(tmp_path, PAIR, {**PAIR, "rejected": " "})
-    with pytest.raises(UserError, match=r"1 of \d records .* have an empty answer.*rows 2\. .*unusable=drop"):
+    with pytest.raises(
+        UserError, match=r"1 of \d records .* have an empty completion.*rows 2\..*unusable=drop"
+    ):
         load(path)
     assert load(path, unusable="drop").left_out == {"empty": 1}
 
 
-def test_equal_answers_are_refused_or_left_out(tmp_path):
+def test_equal_completions_are_refused_or_left_out(tmp_path):
     path = _file(tmp_path, {**PAIR, "rejected": "good"}, PAIR)
-    with pytest.raises(UserError, match=r"1 of 2 records of .* have two equal answers, .*: rows 1\."):
+    with pytest.raises(UserError, match=r"1 of 2 records of .* have two equal completions, .*: rows 1\."):
         load_pairs(path)
     found = load_pairs(path, unusable="drop")
     assert found.records == [PAIR] and found.left_out == {"equal": 1}
