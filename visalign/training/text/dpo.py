@@ -3,8 +3,8 @@
 
 The reference is the policy before training: it is asked once for all completions, before the first update,
 and no copy of it is kept. Batches, processes and resuming are those of supervised fine-tuning (`.sft`); the
-loss of an update is the mean over its whole batch, whatever the micro-batch. Each pair may have a label of its
-own that moves once per visit; labels lie in checkpoints.
+loss of an update is the mean over its whole batch, whatever the micro-batch. Each pair may have a label of
+its own that moves once per visit; labels lie in checkpoints.
 
     pairs = DemonstrationBatches(policy, records, size=32, seed=0, field=("chosen", "rejected"))
     Trainer(DPO(policy, pairs, settings=DPOSettings(row="ipo")), run=run).train()
