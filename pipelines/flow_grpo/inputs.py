@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,8 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     if rollout.branch is not None:
         check_whole_groups(rollout.prompts_per_iteration, world)
     config.rewards.check_processes(world)
-    edits = edits_of(resolve_model(config.model.path), config.model.adapter)
-    records = build_records(data.train, "data.train", edits=edits)
-    heldout = build_records(data.heldout, "data.heldout", edits=edits)
+    read = partial(build_records, edits=edits_of(resolve_model(config.model.path), config.model.adapter))
+    records, heldout = read(data.train, "data.train"), read(data.heldout, "data.heldout")
     judges = load_terms({**config.evaluation.rewards, **config.rewards.terms}, load_judge, device)
     rewards = _judging_alone(judges, config.evaluation.rewards)
     if config.comparison is None:

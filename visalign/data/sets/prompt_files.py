@@ -113,18 +113,17 @@ def load_prompts(source: str | Path, *, edits: Edits = "none") -> list[Record]:
     if not found:
         kind = "empty" if not lines else "nothing but blank lines"
         raise UserError(f"prompt file {path} is {kind}; it needs at least one prompt, one per line.")
-    for numbers, why in (
-        (blank, "which are blank"),
-        (repeated, "whose prompts stand further up; each counts once"),
-    ):
-        if numbers:
-            shown = ", ".join(str(n) for n in numbers[:10]) + (" ..." if len(numbers) > 10 else "")
-            warnings.warn(
-                f"prompt file {path}: skipped {len(numbers)} line(s) ({shown}), {why}.", stacklevel=2
-            )
+    _warn_of_skipped(path, blank, "which are blank")
+    _warn_of_skipped(path, repeated, "whose prompts stand further up; each counts once")
     if edits != "none":
         _check_sources(path, found.values(), needed=edits == "needed")
     return [record for _, record in found.values()]
+
+
+def _warn_of_skipped(path: Path, numbers: list[int], why: str) -> None:
+    if numbers:
+        shown = ", ".join(str(n) for n in numbers[:10]) + (" ..." if len(numbers) > 10 else "")
+        warnings.warn(f"prompt file {path}: skipped {len(numbers)} line(s) ({shown}), {why}.", stacklevel=3)
 
 
 def _check_sources(path: Path, found: Iterable[tuple[int, Record]], *, needed: bool) -> None:
