@@ -88,7 +88,7 @@ def sample(
             options=given,
         )
         rewards = {name: load_reward(name) for name in dict.fromkeys(reward or [])}
-        rows = sample_pictures(_records(prompts), settings, output, rewards=rewards)
+        rows = sample_pictures(_records(prompts, settings), settings, output, rewards=rewards)
         cost = sum(row[COST] for row in rows)
         typer.echo(
             f"{len(rows)} pictures in {output}: {TABLE} for visalign score, {GRID} to look at. "
@@ -111,11 +111,14 @@ def numbers(text: str, option: str = "--seeds") -> list[int]:
     return found
 
 
-def _records(prompts: list[str]) -> Any:
+def _records(prompts: list[str], settings: Any) -> Any:
     """Prompt records of a file or set, or of the prompts themselves."""
+    from visalign.adapters.catalogue import edits_of
+    from visalign.data.assets import resolve_model
     from visalign.pipelines.shared.parts import build_records
 
     one = prompts[0]
     if len(prompts) == 1 and (one.startswith("shapes:") or Path(one).suffix in (".txt", ".jsonl")):
-        return build_records(one, "The prompts")
+        edits = edits_of(resolve_model(settings.model), settings.adapter)
+        return build_records(one, "The prompts", edits=edits)
     return [{"prompt": prompt} for prompt in prompts]

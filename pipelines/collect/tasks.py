@@ -13,6 +13,7 @@ from typing import Any
 
 from visalign.data.sets.image_references import missing_files
 from visalign.data.sets.layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS
+from visalign.data.sets.prompt_files import record_key
 from visalign.data.sets.records import PreferencePair, PreferenceSet, QualityRecord
 from visalign.data.sets.sources import GENERATED, load_source
 from visalign.data.sets.tables import READERS, listed, read_rows
@@ -215,13 +216,14 @@ def _whole(image: str, folder: Path | None = None) -> str:
 
 
 def _paired(rows: Iterable[ImageRow], most: int, seed: int) -> list[Task]:
-    """At most so many pairs of the pictures of each prompt: neighbours in a shuffled circle, then those two
-    apart, and so on, so that all are shown about as often."""
-    by_prompt: dict[str, dict[str, ImageRow]] = {}
+    """At most so many pairs of the pictures of each prompt, and of the same source where they are edits:
+    neighbours in a shuffled circle, then those two apart, and so on, so that all are shown about as often."""
+    by_prompt: dict[tuple[str, ...], dict[str, ImageRow]] = {}
     for row in rows:
-        by_prompt.setdefault(row.prompt, {})[_whole(row.image)] = row
+        key = record_key({**(row.metadata or {}), "prompt": row.prompt})
+        by_prompt.setdefault(key, {})[_whole(row.image)] = row
     tasks = []
-    for prompt, pictures in by_prompt.items():
+    for (prompt, *_), pictures in by_prompt.items():
         circle = sorted(pictures, key=lambda image: _digest(seed, prompt, image))
         count = len(circle)
         steps = ((i, (i + apart) % count) for apart in range(1, count // 2 + 1) for i in range(count))

@@ -6,12 +6,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from visalign.adapters.catalogue import edits_of
+from visalign.data.assets import resolve_model
+from visalign.data.sets.prompt_files import record_key
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.heldout.correctness import check_judge
 from visalign.interfaces import PairwiseReward, PointwiseReward
@@ -63,8 +67,8 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     if rollout.branch is not None:
         check_whole_groups(rollout.prompts_per_iteration, world)
     config.rewards.check_processes(world)
-    records = build_records(data.train, "data.train")
-    heldout = build_records(data.heldout, "data.heldout")
+    read = partial(build_records, edits=edits_of(resolve_model(config.model.path), config.model.adapter))
+    records, heldout = read(data.train, "data.train"), read(data.heldout, "data.heldout")
     judges = load_terms({**config.evaluation.rewards, **config.rewards.terms}, load_judge, device)
     rewards = _judging_alone(judges, config.evaluation.rewards)
     if config.comparison is None:
@@ -159,9 +163,10 @@ def _check_monitor(config: FlowGRPOConfig, features: bool) -> None:
     config.rewards.check_monitor(config.monitor, config.evaluation, **own)
 
 
-def _prompts(records: Records) -> set[str]:
-    """The prompts, alike where only blanks or capitals differ."""
-    return {" ".join(str(record["prompt"]).split()).casefold() for record in records}
+def _prompts(records: Records) -> set[tuple[str, ...]]:
+    """The prompts, with their sources, alike where only a prompt's blanks or capitals differ."""
+    keys = map(record_key, records)
+    return {(" ".join(prompt.split()).casefold(), *source) for prompt, *source in keys}
 
 
 def _fingerprints(config: FlowGRPOConfig, records: Records, heldout: Records) -> dict[str, str]:

@@ -124,12 +124,13 @@ def build_drift(
         before: file of the evaluation before training.
         first: whether this process has that file; the others measure nothing.
     """
-    base: dict[tuple[str, int], torch.Tensor] = {}
+    base: dict[tuple[Any, int], torch.Tensor] = {}
 
-    def looked_at(result: HeldoutResult) -> dict[tuple[str, int], torch.Tensor]:
+    def looked_at(result: HeldoutResult) -> dict[tuple[Any, int], torch.Tensor]:
         assert features is not None
         images = torch.from_numpy(np.ascontiguousarray(result.images.transpose(0, 3, 1, 2))).float() / 255
-        names = [(result.prompts[row], int(result.seeds[row])) for row in result.image_index.tolist()]
+        keys = result.keys
+        names = [(keys[row], int(result.seeds[row])) for row in result.image_index.tolist()]
         return dict(zip(names, features(images), strict=True))
 
     def drift(result: HeldoutResult) -> dict[str, float]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from visalign.atomic import write_atomic
 from visalign.data.assets import resolve_model
+from visalign.data.sets.prompt_files import record_key
 from visalign.errors import UserError, suggestion
 from visalign.flow.rollout import asked_of, rollout
 from visalign.flow.search import PathSearch, ZeroOrderSearch
@@ -171,9 +172,9 @@ def sample_pictures(
 ) -> list[dict[str, Any]]:
     """Sample and write each picture as it is made, then the table and the grid.
 
-    The noise of a picture depends on its prompt and seed alone. With `best_of` N a seed stands for N draws,
-    and the one with the highest sum of rewards is kept; one that could not be judged only where none could.
-    What is steered or searched goes by the same sum.
+    The noise of a picture depends on its prompt, the source that it edits, and its seed alone. With `best_of`
+    N a seed stands for N draws, and the one with the highest sum of rewards is kept; one that could not be
+    judged only where none could. What is steered or searched goes by the same sum.
 
     Args:
         records: with "prompt"; handed to the rewards as metadata.
@@ -182,8 +183,9 @@ def sample_pictures(
         rewards: label -> reward, for the table and for `best_of`.
 
     Returns:
-        The rows of images.jsonl: image, prompt, seed, each reward's value (null where it failed), and the
-        forward-equivalents that the picture took, of all that was drawn for it.
+        The rows of images.jsonl: image, prompt, seed, each reward's value (null where it failed), of an edit
+        the source as metadata, and the forward-equivalents that the picture took, of all that was drawn for
+        it.
 
     Raises:
         UserError: the folder is not empty, `best_of` without a reward, or see `load_sampler`.
@@ -228,10 +230,13 @@ def _drawn(
     for start in range(0, len(asked), together):
         part = [(record, seed, i) for record, seed in asked[start : start + together] for i in range(count)]
         prompts = [str(record["prompt"]) for record, _, _ in part]
-        seeds = [sample_seed("sample", p, s, i) for p, (_, s, i) in zip(prompts, part, strict=True)]
+        whose = asked_of(policy, [record for record, _, _ in part])
+        seeds = [
+            sample_seed("sample", *record_key(one), s, i) for one, (_, s, i) in zip(whose, part, strict=True)
+        ]
         judge = _Judge(rewards, prompts, [dict(record) for record, _, _ in part])
         with torch.no_grad():
-            condition = policy.encode(asked_of(policy, [record for record, _, _ in part]))
+            condition = policy.encode(whose)
             before = policy.forward_count.equivalents
             latents = _denoised(policy, condition, settings, grid, seeds, judge)
             spent = policy.forward_count.equivalents - before
@@ -242,6 +247,8 @@ def _drawn(
             best = first + int(liked[first : first + count].argmax())
             row: dict[str, Any] = {"prompt": prompts[best], "seed": part[best][1]}
             row |= {n: float(s.value[best]) if bool(s.valid[best]) else None for n, s in scores.items()}
+            if isinstance(source := part[best][0].get("source"), str):
+                row["metadata"] = {"source": source}
             row[COST] = spent * count // len(part)  # every draw takes as many
             yield row, to_pil(images[best])
 

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from PIL import Image
 
 from visalign.atomic import write_atomic
+from visalign.data.sets.prompt_files import record_key
 
 from .parts import Records, evenly_spaced
 
@@ -36,20 +37,21 @@ class SampleGrids:
     seed: int
     most: int
     """Pictures side by side."""
-    prompts: list[str] = field(default_factory=list)
-    """From left to right; chosen by the first result among those whose pictures it kept."""
+    prompts: list[tuple[str, ...]] = field(default_factory=list)
+    """Their keys from left to right; chosen by the first result among those whose pictures it kept."""
 
     def keep(self, iteration: int, result: HeldoutResult) -> None:
         """Write the grid of an evaluation, once per iteration, and hand it to trackers that take pictures."""
         if not self.accelerator.is_main_process or not self.most:
             return
+        keys = result.keys
         kept = {
-            (result.prompts[row], int(result.seeds[row])): place
+            (keys[row], int(result.seeds[row])): place
             for place, row in reversed([*enumerate(result.image_index.tolist())])
         }
         if not self.prompts:
-            there = [r for r in self.heldout if (str(r["prompt"]), self.seed) in kept]
-            self.prompts = list(dict.fromkeys(str(r["prompt"]) for r in evenly_spaced(there, self.most)))
+            there = [key for key in map(record_key, self.heldout) if (key, self.seed) in kept]
+            self.prompts = list(dict.fromkeys(evenly_spaced(there, self.most)))
         path = self.output / FOLDER / f"{iteration:06d}.png"
         if path.is_file() or not self.prompts:
             return

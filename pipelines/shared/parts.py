@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from visalign.config import flatten
-from visalign.data.sets.prompt_files import load_prompts
+from visalign.data.sets.prompt_files import Edits, load_prompts
 from visalign.errors import UserError
 from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.versions import versions
@@ -219,14 +219,14 @@ def weighted_sum(config: RewardsConfig, rewards: Mapping[str, Any], kind: Any) -
     )
 
 
-def build_records(source: str, field: str) -> Records:
+def build_records(source: str, field: str, *, edits: Edits = "none") -> Records:
     """Prompt records of a set or file.
 
     Raises:
         UserError: see `load_prompts` and `check_texts`; the message begins with the field.
     """
     try:
-        return check_texts(load_prompts(source))
+        return check_texts(load_prompts(source, edits=edits))
     except UserError as error:
         raise UserError(f"{field}: {error}") from error
 

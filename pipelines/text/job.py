@@ -10,7 +10,7 @@ from typing import Any
 
 from visalign.errors import UserError
 from visalign.evaluation import HeldoutResult
-from visalign.evaluation.heldout.text import evaluate_text, prompt_text
+from visalign.evaluation.heldout.text import evaluate_text
 from visalign.pipelines.shared.job import (
     PolicyRun,
     TrainingInterrupted,
@@ -152,7 +152,6 @@ def text_run(
         samples="completions",
         load_code=load_code(config, output, sees=policy.processor is not None),
         counts=lambda c: {**said(c), "samples": c.samples, "tokens": c.tokens},
-        prompt_text=prompt_text,
         seen=seen,
     )
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visalign.data.sets.prompt_files import record_key
 from visalign.interfaces import Metadata, Preferences, Scores
 
 from .images import ImageBatch, load_images
@@ -125,14 +126,16 @@ def read_metadata(
 
 
 def group_labels(name: str, request: Request, key: str = GROUP_KEY) -> list[Hashable]:
-    """The group of each row: that of its record, or where no record has one its prompt.
+    """The group of each row: that of its record, or where no record has one its prompt with the picture that
+    it edits.
 
     Raises:
         ValueError: some records have no group, or a group has two prompts.
     """
     has_key = [record is not None and key in record for record in request.metadata]
     if key == GROUP_KEY and not any(has_key):
-        return list(request.prompts)
+        told = zip(request.prompts, request.metadata, strict=True)
+        return [record_key({**(record or {}), "prompt": prompt}) for prompt, record in told]
     if not all(has_key):
         raise ValueError(
             f"{name}: metadata[{has_key.index(False)}] has no {key!r}; give each image "

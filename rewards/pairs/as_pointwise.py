@@ -37,12 +37,12 @@ class GroupWinRate:
     """Win rate of each image against the others of its group, in [0, 1].
 
     A group is the images of one `metadata["group_id"]`, which trainers fill in: two groups may have the same
-    prompt. Where no record has the key it is the images of one prompt. By definition a score depends on the
-    group (`needs_group`): give `score` whole groups, never parts of them. Without a budget each pair of
-    distinct images is asked once, and by default in both orders, the two log-odds averaged:
-    ½ (ℓ_ij − ℓ_ji), so that a judge's liking for one side cancels. With a budget the pairs are chosen in
-    rounds (`visalign.core.preference.pairing`), the position bias is a fitted parameter, and the value is the
-    win rate that the fit expects against all others.
+    prompt. Where no record has the key it is the images of one prompt, or of one edit. By definition a score
+    depends on the group (`needs_group`): give `score` whole groups, never parts of them. Without a budget
+    each pair of distinct images is asked once, and by default in both orders, the two log-odds averaged: ½
+    (ℓ_ij − ℓ_ji), so that a judge's liking for one side cancels. With a budget the pairs are chosen in rounds
+    (`visalign.core.preference.pairing`), the position bias is a fitted parameter, and the value is the win
+    rate that the fit expects against all others.
 
     A comparison that failed is left out, and never a tie; an image without a valid comparison is invalid, and
     so is the only image of its group. Equal images are asked about once and tie with each other. The part

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from visalign.data.sets.prompt_files import Edits
 from visalign.dotted_path import named_object
 from visalign.errors import UserError, suggestion
 from visalign.interfaces import DiffusionPolicy
@@ -128,6 +129,14 @@ def family_of(folder_or_id: str | Path, adapter: str | None) -> Family | None:
     """The row of a model that a pipeline's own call drives; None of others."""
     kind = pipeline_index(folder_or_id).get("_class_name") if adapter in (None, "pipeline") else None
     return FAMILIES[FAMILY_OF[kind]] if kind in FAMILY_OF else None
+
+
+def edits_of(folder_or_id: str | Path, adapter: str | None) -> Edits:
+    """Whether a model edits a picture: the `source` of its family; of one's own adapter by `takes_source`."""
+    family = family_of(folder_or_id, adapter)
+    if family is not None:
+        return family.source
+    return "optional" if getattr(find_adapter(folder_or_id, adapter), "takes_source", False) else "none"
 
 
 def _parameters(kind: type) -> dict[str, inspect.Parameter]:

@@ -41,7 +41,7 @@ PROMPTS = ["a red circle", "two blue squares!", "a red circle"]
 CHECKED = ["a red circle", "two blue squares"]
 STEPS = 3
 ROUNDED = {"sd15": 3e-6, "sdxl": 3e-6, "pixart": 3e-6, "sana": 1e-6}
-ROUNDED |= {"flux_kontext": 3e-6, "qwen_image_edit": 3e-6}
+ROUNDED |= {"flux_kontext": 3e-6, "qwen_image_edit": 3e-6, "qwen_image_edit_plus": 3e-6}
 ROUNDED |= {name: 3e-6 for name, family in FAMILIES.items() if family.modular}
 """Largest difference, relative: the noise's path is walked at another scale; Sana's attention with adapters
 of value 0 rounds otherwise; edits, and prompts of modular pipelines, are compared one by one. All others are
@@ -59,7 +59,9 @@ def own_pictures(
 ) -> Any:
     """What the pipeline makes of the latents by itself, with a scheduler of its own."""
     family = FAMILIES[name]
-    if (family.source == "needed" or family.alone) and len(latents) > 1:  # a call makes one picture
+    if (family.source == "needed" or family.alone != "never") and len(
+        latents
+    ) > 1:  # a call makes one picture
         parts = [own_pictures(name, policy, latents[i : i + 1], output_type, at=i) for i in range(3)]
         return torch.cat(parts)
     pipe, _ = tiny_pipeline(name)

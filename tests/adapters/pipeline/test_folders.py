@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from PIL import Image
 
 from tests.support.models.pipelines import tiny_folder, tiny_pipeline
 from visalign.adapters import LoraSettings, PipelinePolicy, load_policy
@@ -251,6 +253,10 @@ def test_pictures_to_edit(tmp_path):
     with torch.no_grad():
         v = policy.velocity(x, torch.full((4,), 0.5), condition)
     assert torch.equal(v[0], v[1]) and torch.equal(v[0], v[2]) and not torch.allclose(v[0], v[3], atol=1e-4)
+    turned = Image.Exif()
+    turned[0x0112] = 6  # as a phone writes a picture that is to be turned by a quarter
+    image.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "turned.png", exif=turned)
+    assert np.array_equal(np.asarray(picture_of(str(tmp_path / "turned.png"))), np.asarray(image))
     records = [{"prompt": "a red circle"}]
     assert asked_of(policy, records) is records
     with pytest.raises(UserError, match=r"FluxKontextPipeline edits a picture, and a record has no 'source'"):

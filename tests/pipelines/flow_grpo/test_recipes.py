@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.models.pipelines import tiny_pipeline
+from tests.support.models.pipelines import tiny_pipeline, tiny_prompts
 from tests.support.training.pictures import Brightness
 from visalign.adapters import LoraSettings, PipelinePolicy
 from visalign.adapters.pipeline.families import FAMILIES
@@ -29,6 +29,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 RECIPES = {
     "sd35_flow_grpo": "sd3",
     "flux1_flow_grpo": "flux",
+    "flux1_kontext_flow_grpo": "flux_kontext",
     "flux2_klein_flow_grpo": "flux2_klein",
     "qwen_image_flow_grpo": "qwen_image",
     "z_image_flow_grpo": "z_image",
@@ -45,6 +46,7 @@ def test_a_recipe_runs_on_a_tiny_model_of_its_family(name, tmp_path):
     config, family = load_job(name, []).config, RECIPES[name]
     pipe, options = tiny_pipeline(family)
     options.pop("guidance", None)
+    prompts = tiny_prompts(family, ["a red circle", "two blue squares!"])
     policy = PipelinePolicy(
         pipe, lora=LoraSettings(rank=2, alpha=4), **{**options, "guidance": config.model.guidance}
     )
@@ -56,7 +58,7 @@ def test_a_recipe_runs_on_a_tiny_model_of_its_family(name, tmp_path):
     algorithm = FlowGRPO(
         policy,
         Brightness(),
-        [{"prompt": "a red circle"}, {"prompt": "two blue squares!"}],
+        [given if isinstance(given, dict) else {"prompt": given} for given in prompts],
         rollout=rollout,
         objective=config.objective,
     )

@@ -166,6 +166,8 @@ def test_groups_are_prompts_or_a_key() -> None:
     assert scores.value[:4].tolist() == [0, 1, 1, 0] and scores.valid.tolist() == [True] * 4 + [False]
     assert scores.reason is not None and scores.reason[4] == "its group has no other image to compare it with"
     assert len(judge.asked) == 4
+    edits = [{"source": name} for name in ("x.png", "y.png", "x.png", "y.png", "x.png")]
+    assert as_pointwise(judge).score(images, ["a"] * 5, edits).value.tolist() == [0, 1, 0.5, 0, 1]
     with pytest.raises(
         ValueError, match=r"metadata\[1\] has no 'group_id'; give each image its group, or no"
     ):

@@ -301,6 +301,16 @@ def _qwen_image_edit() -> Made:
     return pipe, shapes, options
 
 
+def _qwen_image_edit_plus() -> Made:
+    module: Any = importlib.import_module("diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus")
+    if not hasattr(module, "full_size"):
+        module.full_size = module.calculate_dimensions
+        module.calculate_dimensions = lambda area, ratio: module.full_size(1024, ratio)
+    pipe, shapes, options = _qwen_image()
+    pipe = diffusers.QwenImageEditPlusPipeline(pipe.scheduler, pipe.vae, NO, NO, NO, pipe.transformer)
+    return pipe, shapes, options
+
+
 def _flux3() -> Made:
     return tiny_flux3(), {}, {"guidance": 3.5, "image_size": (16, 8)}
 

@@ -157,7 +157,7 @@ class PipelineCall:
             batch_size: latents per pass of the autoencoder.
         """
         found = []
-        for chunk in latents.split(batch_size):
+        for chunk in latents.split(1 if self.family.alone == "always" else batch_size):
             inputs = self.inputs([self.nothing] * len(chunk))
             decoder = getattr(self.pipe.vae, "dtype", chunk.dtype)
             out = self.run(inputs, chunk.to(decoder), torch.empty(0), output_type="pt")

@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from visalign.errors import UserError
+from visalign.vision.pixels import read_pixels
 
 Encoded = Mapping[str, Any]
 """One prompt: argument of the pipeline's call -> tensor of one sample, or a list of one tensor; `image` is
@@ -137,7 +138,7 @@ def _padded(value: Tensor, axis: int, length: int) -> Tensor:
 
 
 def picture_of(source: Any) -> Image.Image:
-    """A picture as pipelines take it.
+    """A picture as pipelines take it: upright, over white, as a reward sees it.
 
     Args:
         source: a file, a PIL image, or [3, H, W] in [0, 1].
@@ -145,16 +146,15 @@ def picture_of(source: Any) -> Image.Image:
     Raises:
         UserError: it cannot be read.
     """
-    if isinstance(source, Tensor):
-        levels = source.detach().cpu().float().clamp(0, 1).mul(255).round().to(torch.uint8)
-        return Image.fromarray(levels.permute(1, 2, 0).numpy())
-    if isinstance(source, Image.Image):
-        return source.convert("RGB")
-    try:
-        with Image.open(source) as opened:
-            return opened.convert("RGB")
-    except (OSError, AttributeError, ValueError) as error:
-        raise UserError(f"The source {source!r} is no picture that can be read ({error}).") from error
+    if isinstance(source, Tensor | Image.Image):
+        pixels = read_pixels(source, "A source")
+    else:
+        try:
+            with Image.open(source) as opened:
+                pixels = read_pixels(opened, "it")
+        except (OSError, AttributeError, ValueError) as error:
+            raise UserError(f"The source {source!r} is no picture that can be read ({error}).") from error
+    return Image.fromarray(pixels.permute(1, 2, 0).numpy())
 
 
 def positive(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,8 +43,8 @@ class Family:
     """The negative prompt where none is given, of a call that has none itself and would not guide without."""
     mixed: bool = True
     """Whether the samples of one call may stand at different times; otherwise they go by groups."""
-    alone: bool = False
-    """Whether a guided call takes one sample alone: PRX's gives its network two times for 2n samples."""
+    alone: Literal["never", "guided", "always"] = "never"
+    """When a call takes one sample alone: PRX's gives its network two times for 2n guided samples."""
     batch_axis: Mapping[str, int] = field(default_factory=dict)
     """Arguments of the call, or of the network, whose samples do not stand along the first axis."""
     networks: tuple[str, ...] = ("transformer",)
@@ -171,6 +171,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen_image": Family(pipelines=("QwenImagePipeline",), **_QWEN),  # type: ignore[arg-type]
     "qwen_image_edit": Family(pipelines=("QwenImageEditPipeline",), source="needed", **_QWEN),  # type: ignore[arg-type]
+    "qwen_image_edit_plus": Family(
+        pipelines=("QwenImageEditPlusPipeline",),
+        source="needed",
+        alone="always",
+        **_QWEN,  # type: ignore[arg-type]
+    ),
     "qwen_image_21": _QWEN_21,
     "qwen_image_21_turbo": replace(
         _QWEN_21,
@@ -257,7 +263,7 @@ FAMILIES: dict[str, Family] = {
         encodes=_MASKED,
         guidance="concatenated",
         mixed=False,
-        alone=True,
+        alone="guided",
         fixed={"use_resolution_binning": False},
         unit=2,
         lora=("img_qkv_proj", "txt_kv_proj", "to_out.0"),

@@ -338,7 +338,7 @@ class PipelinePolicy:
     def _groups(self, rows: Sequence[Encoded], time: Tensor) -> list[list[int]]:
         """The samples that one call of the pipeline can take, in order of appearance."""
         groups: dict[Any, list[int]] = {}
-        alone = self.guided and self.family.alone
+        alone = self.family.alone == "always" or (self.guided and self.family.alone == "guided")
         for i, (row, t) in enumerate(zip(rows, time.tolist(), strict=True)):
             shared = lengths(row, self.family.batch_axis, padded=self.family.padded)
             key = (shared, None if self._mixed else t, i if alone else 0)

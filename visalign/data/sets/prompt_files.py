@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts and demonstrations from files: one prompt per line (`.txt`), or one JSON record per line (`.jsonl`,
-GenEval's layout); a demonstration is a prompt with its completion, and a prompt may have several."""
+GenEval's layout), which may name a picture to edit; a demonstration is a prompt with its completion, and a
+prompt may have several."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from PIL import Image
 
 from visalign.data.shapes.prompts import heldout_prompts, train_prompts
 from visalign.errors import UserError
@@ -27,9 +32,34 @@ TOOL_ANSWERS = "tool_answers"
 """Field of a record: beginnings and ends of the characters of its completion that a tool wrote."""
 
 EXAMPLE = '{"prompt": "1 + 1 = ?", "completion": "2"}'
+_SOURCES = 'Give each prompt one: a .jsonl file of {"prompt": "make it blue", "source": "cup.png"}.'
 
 
-def load_prompts(source: str | Path) -> list[Record]:
+Edits = Literal["none", "optional", "needed"]
+"""Whether a prompt's record has a `source`, the picture that a model edits."""
+
+
+def record_key(asked: str | Mapping[str, Any]) -> tuple[str, ...]:
+    """What tells a prompt from others: (prompt,), or (prompt, source) of a record with a picture to edit.
+
+    A source that is no file counts by its content.
+
+    >>> record_key({"prompt": "make it blue", "source": "cup.png"})
+    ('make it blue', 'cup.png')
+    """
+    if isinstance(asked, str):
+        return (asked,)
+    prompt, source = str(asked["prompt"]), asked.get("source")
+    if source is None:
+        return (prompt,)
+    if isinstance(source, str | Path):
+        return prompt, str(source)
+    pixels = source.detach().cpu().float().numpy() if hasattr(source, "detach") else source
+    content = pixels.tobytes() if hasattr(pixels, "tobytes") else repr(pixels).encode()
+    return prompt, hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def load_prompts(source: str | Path, *, edits: Edits = "none") -> list[Record]:
     """Prompt records of an embedded set or of a file.
 
     Blank lines are skipped and repeated prompts kept once; both are reported in a warning that names the
@@ -38,15 +68,19 @@ def load_prompts(source: str | Path) -> list[Record]:
     Args:
         source: "shapes:train", "shapes:heldout", or the path of a `.txt` or `.jsonl` file in UTF-8. A JSON
             record needs "prompt"; its other fields are handed to the rewards as metadata.
+        edits: whether a record's "source" is a picture to edit, a file from where the command runs: then each
+            is decoded once, and records of one prompt may differ in it.
 
     Returns:
         At least one record, in the order of the file.
 
     Raises:
         UserError: no such set or file, another kind of file, no prompt in it, a line that is no record, or
-            one prompt with two different records.
+            one prompt with two different records; a source that is missing or cannot be read.
     """
     if str(source) in EMBEDDED:
+        if edits == "needed":
+            raise UserError(f"{source} has no pictures, and the model edits one. {_SOURCES}")
         return EMBEDDED[str(source)]()
     path = Path(source)
     if not path.is_file():
@@ -58,7 +92,7 @@ def load_prompts(source: str | Path) -> list[Record]:
             f"prompt file {path} ends in {path.suffix!r}; use .txt (one prompt per line) or .jsonl (one "
             f"record per line)."
         )
-    found: dict[str, tuple[int, Record]] = {}
+    found: dict[tuple[str, ...], tuple[int, Record]] = {}
     blank, repeated = [], []
     lines = _lines(path, f"prompt file {path}")
     for number, line in enumerate(lines, start=1):
@@ -67,7 +101,8 @@ def load_prompts(source: str | Path) -> list[Record]:
             continue
         record = {"prompt": line} if path.suffix == ".txt" else _prompt_record(path, number, line)
         record["prompt"] = record["prompt"].strip()
-        first, known = found.setdefault(record["prompt"], (number, record))
+        key = (record["prompt"],) if edits == "none" else record_key(record)
+        first, known = found.setdefault(key, (number, record))
         if known != record:
             raise UserError(
                 f"prompt file {path}: lines {first} and {number} give the prompt {record['prompt']!r} two "
@@ -78,16 +113,52 @@ def load_prompts(source: str | Path) -> list[Record]:
     if not found:
         kind = "empty" if not lines else "nothing but blank lines"
         raise UserError(f"prompt file {path} is {kind}; it needs at least one prompt, one per line.")
-    for numbers, why in (
-        (blank, "which are blank"),
-        (repeated, "whose prompts stand further up; each counts once"),
-    ):
-        if numbers:
-            shown = ", ".join(str(n) for n in numbers[:10]) + (" ..." if len(numbers) > 10 else "")
-            warnings.warn(
-                f"prompt file {path}: skipped {len(numbers)} line(s) ({shown}), {why}.", stacklevel=2
-            )
+    _warn_of_skipped(path, blank, "which are blank")
+    _warn_of_skipped(path, repeated, "whose prompts stand further up; each counts once")
+    if edits != "none":
+        _check_sources(path, found.values(), needed=edits == "needed")
     return [record for _, record in found.values()]
+
+
+def _warn_of_skipped(path: Path, numbers: list[int], why: str) -> None:
+    if numbers:
+        shown = ", ".join(str(n) for n in numbers[:10]) + (" ..." if len(numbers) > 10 else "")
+        warnings.warn(f"prompt file {path}: skipped {len(numbers)} line(s) ({shown}), {why}.", stacklevel=3)
+
+
+def _check_sources(path: Path, found: Iterable[tuple[int, Record]], *, needed: bool) -> None:
+    """Refuse the first line whose source is no picture."""
+    lines: dict[Any, int] = {}
+    for number, record in found:
+        source = record.get("source")
+        where = f"prompt file {path} line {number}"
+        if source is None and needed:
+            raise UserError(f"{where} has no 'source', the picture that the model edits. {_SOURCES}")
+        if source is not None and not isinstance(source, str):
+            raise UserError(f"{where}: the source is {source!r:.80}; give the path of one picture.")
+        if source is not None:
+            lines.setdefault(source, number)
+    with ThreadPoolExecutor() as pool:
+        for (source, number), reason in zip(lines.items(), pool.map(_unreadable, lines), strict=True):
+            if reason is not None:
+                raise UserError(
+                    f"prompt file {path} line {number}: the source {source!r} is no picture that can be read "
+                    f"({reason}). Correct the path, which begins where the command runs ({Path.cwd()}), or "
+                    "take the line out."
+                )
+
+
+def _unreadable(source: str) -> str | None:
+    """Why a picture cannot be read."""
+    try:
+        with Image.open(source) as opened:
+            opened.draft("RGB", (1, 1))  # a JPEG is read whole and decoded small
+            opened.load()
+            return "more than 8 bits a channel" if opened.mode[0] in "IF" else None
+    except FileNotFoundError:
+        return "there is no such file"
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        return str(error)
 
 
 def load_demonstrations(path: str | Path, field: str | None = None) -> list[Record]:

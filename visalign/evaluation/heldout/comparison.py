@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,22 +157,21 @@ def _reward(name: str, before: HeldoutResult, after: HeldoutResult, seed: int, l
 def _change(
     result: HeldoutResult, first: NDArray, second: NDArray, rows: NDArray[np.bool_], seed: int, level: float
 ) -> Interval:
-    prompts: Sequence[str] = [result.prompts[row] for row in np.flatnonzero(rows)]
+    keys = result.keys
+    prompts = [keys[row] for row in np.flatnonzero(rows)]
     generator = torch.Generator().manual_seed(seed)
     return paired_bootstrap(first[rows], second[rows], prompts, generator=generator, level=level)
 
 
 def _check_pairs(before: HeldoutResult, after: HeldoutResult) -> None:
     same = (
-        before.prompts == after.prompts
-        and before.tags == after.tags
-        and np.array_equal(before.seeds, after.seeds)
+        before.keys == after.keys and before.tags == after.tags and np.array_equal(before.seeds, after.seeds)
     )
     if same:
         return
     raise UserError(
         "Before and after were evaluated on different samples and cannot be paired: "
-        f"{len(before)} samples of {len(set(before.prompts))} prompts before, {len(after)} of "
-        f"{len(set(after.prompts))} after, or other prompts, categories or seeds. Evaluate both with the "
+        f"{len(before)} samples of {len(set(before.keys))} prompts before, {len(after)} of "
+        f"{len(set(after.keys))} after, or other prompts, categories or seeds. Evaluate both with the "
         "same records and seeds."
     )

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from visalign.data.sets.prompt_files import record_key
 from visalign.errors import UserError
 from visalign.flow.rollout import asked_of, decoded, rollout
 from visalign.interfaces import DiffusionPolicy, PointwiseReward
@@ -40,12 +41,13 @@ def evaluate(
 ) -> HeldoutResult:
     """Sample every record once per seed without noise on the way (Euler steps of the ODE) and judge them.
 
-    The starting noise is a function of (prompt, seed) alone; no random state outside is read or moved.
+    The starting noise is a function of prompt, source and seed; no random state outside is read or moved.
 
     Args:
         policy: The model, with the weights it has now.
         rewards: name -> reward; each scores every picture.
-        records: Prompt records with `prompt` and, for categories, `tag`; the rewards' metadata.
+        records: Prompt records with `prompt`, `source` where a picture is edited and, for categories, `tag`;
+            the rewards' metadata.
         seeds: Pictures per prompt, one per seed.
         sigmas: [T + 1] time grid from 1 to 0.
         batch_size: Samples denoised, decoded and scored at once.
@@ -64,6 +66,7 @@ def evaluate(
     first, end = (total * (share[0] + more) // share[1] for more in (0, 1))
     metadata = [record for record in records for _ in seeds][first:end]
     prompts, drawn = [str(record["prompt"]) for record in metadata], np.tile(seeds, len(records))[first:end]
+    sources = ["".join(record_key(record)[1:]) for record in records]
     kept, pictures = _evenly(total, max_images) - first, []
     kept = kept[(kept >= 0) & (kept < len(prompts))]
     tally = Tally(correctness=correctness, samples="images")
@@ -79,6 +82,7 @@ def evaluate(
                 progress(rows.stop, len(prompts))
     return HeldoutResult(
         prompts=tuple(prompts),
+        sources=tuple(source for source in sources for _ in seeds)[first:end] if any(sources) else (),
         tags=tags_of(metadata),
         seeds=drawn,
         images=np.stack(pictures) if pictures else np.zeros((0, 1, 1, 3), np.uint8),
@@ -98,10 +102,11 @@ def _drawn(
     """Batch by batch the rows; all frames of videos [B, F, 3, H, W] where `clips` are wanted, else what
     follows; and the pictures [B, 3, H, W], float32 in [0, 1] on the CPU.
     """
-    condition = policy.encode(asked_of(policy, records))
+    asked = asked_of(policy, records)
+    condition, keys = policy.encode(asked), [record_key(one) for one in asked]
     for start in range(0, len(records), batch_size):
         rows = range(start, min(start + batch_size, len(records)))
-        seeds = [sample_seed("heldout", str(records[row]["prompt"]), int(drawn[row])) for row in rows]
+        seeds = [sample_seed("heldout", *keys[row], int(drawn[row])) for row in rows]
         part = condition.select(torch.tensor(rows))
         latents = rollout(policy, part, sigmas=sigmas, seeds=seeds).latents
         frames = decoded(policy, latents, clips=clips).detach().to("cpu", torch.float32)

@@ -7,7 +7,7 @@ import io
 import json
 import math
 import zipfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,9 +54,22 @@ class HeldoutResult:
     """[M] ascending sample numbers."""
     completions: tuple[str, ...] = ()
     """[N] what a text policy wrote; empty where the samples are pictures."""
+    sources: tuple[str, ...] = ()
+    """[N] what tells the pictures to edit apart; empty where no record has one."""
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    @property
+    def keys(self) -> list[tuple[str, ...]]:
+        """[N] what tells the records apart, see `visalign.data.sets.prompt_files.record_key`."""
+        sources = self.sources or [""] * len(self)
+        return [(p, s) if s else (p,) for p, s in zip(self.prompts, sources, strict=True)]
+
+    def title(self, row: int) -> str:
+        """A sample's prompt, with the name of the picture that it edits."""
+        prompt, *source = self.keys[row]
+        return f"{prompt} ({Path(*source).name})" if source else prompt
 
     @property
     def accuracy(self) -> float:
@@ -89,11 +102,11 @@ class HeldoutResult:
             rows: [N] which of its samples each one here is; another prompt or seed there is left out.
             labels: of rewards, or "accuracy".
         """
+        own, old = self.keys, before.keys
         pairs = [
             (here, there)
             for here, there in enumerate(rows)
-            if there < len(before)
-            and (self.prompts[here], self.seeds[here]) == (before.prompts[there], before.seeds[there])
+            if there < len(before) and (own[here], self.seeds[here]) == (old[there], before.seeds[there])
         ]
         found = {}
         for label in labels:
@@ -122,15 +135,13 @@ class HeldoutResult:
     def interval(self, tag: str | None = None, *, level: float = 0.95) -> Interval:
         """Wilson interval of the accuracy over prompts, of all or of one category (NaN where absent)."""
         rows = self.judged & (np.ones(len(self), dtype=bool) if tag is None else self.rows(tag))
-        return clustered_wilson(
-            self.correct[rows], [self.prompts[k] for k in np.flatnonzero(rows)], level=level
-        )
+        keys = self.keys
+        return clustered_wilson(self.correct[rows], [keys[k] for k in np.flatnonzero(rows)], level=level)
 
-    def accuracy_of(self, prompts: Collection[str], seeds: Collection[int]) -> float:
-        """Share of the judged samples of some prompts and seeds that are correct; NaN where none was."""
-        chosen = [p in prompts and int(s) in seeds for p, s in zip(self.prompts, self.seeds, strict=True)]
-        rows = np.array(chosen, dtype=bool)
-        return _share(int(self.correct[rows].sum()), int(self.judged[rows].sum()))
+    def accuracy_of(self, rows: Sequence[int]) -> float:
+        """Share of the judged among some samples that are correct; NaN where none was."""
+        some = np.array(rows, dtype=np.int64)
+        return _share(int(self.correct[some].sum()), int(self.judged[some].sum()))
 
     def outcome(self) -> NDArray[np.float64]:
         """[N] 1 correct, 0 wrong, NaN without a verdict."""
@@ -178,7 +189,7 @@ class HeldoutResult:
             "counts": {tag: {"correct": k, "judged": n} for tag, (k, n) in self.counts.items()},
             "rewards": rewards,
             "samples": len(self),
-            "prompts": len(set(self.prompts)),
+            "prompts": len(set(self.keys)),
             "seeds": sorted({int(seed) for seed in self.seeds}),
             "without_verdict": int((~self.judged).sum()),
         }
@@ -191,6 +202,7 @@ class HeldoutResult:
             "tags": self.tags,
             "reasons": self.reasons,
             "completions": self.completions,
+            "sources": self.sources,
             "names": list(self.scores),
             "units": dict(self.units),
             "higher_is_better": dict(self.higher_is_better),
@@ -203,7 +215,7 @@ class HeldoutResult:
 
 
 _ARRAYS = ("seeds", "correct", "judged", "images", "image_index")
-_TEXTS = ("prompts", "tags", "reasons", "completions")
+_TEXTS = ("prompts", "tags", "reasons", "completions", "sources")
 
 
 def load_heldout(path: Path) -> HeldoutResult:
@@ -228,6 +240,7 @@ def load_heldout(path: Path) -> HeldoutResult:
         tags=tuple(header["tags"]),
         reasons=tuple(header["reasons"]),
         completions=tuple(header["completions"]),
+        sources=tuple(header.get("sources", ())),
         scores=scores,
         units=header["units"],
         higher_is_better=header["higher_is_better"],

@@ -48,7 +48,7 @@ def galleries(
         said = f"{len(rows)} of {len(candidates)}: {rule}, one category after the other, each prompt once."
         pairs = [
             {
-                "prompt": before.prompts[row],
+                "prompt": before.title(row),
                 "tag": before.tags[row],
                 "seed": int(before.seeds[row]),
                 "before": shot(row, before),
@@ -105,7 +105,7 @@ def failures(after: HeldoutResult, *, each: int = 6) -> list[dict[str, Any]]:
         if len(wrong) == 0:
             continue
         rows = take_in_turn(_shown(wrong, after), after, each)
-        shots = [(after.prompts[row], int(after.seeds[row]), shot(row, after)) for row in rows]
+        shots = [(after.title(row), int(after.seeds[row]), shot(row, after)) for row in rows]
         judged = int((after.rows(tag) & after.judged).sum())
         found.append({"tag": tag, "total": len(wrong), "judged": judged, "shots": shots})
     return found
@@ -114,10 +114,10 @@ def failures(after: HeldoutResult, *, each: int = 6) -> list[dict[str, Any]]:
 def take_in_turn(candidates: Iterable[int], result: HeldoutResult, most: int) -> list[int]:
     """At most `most` candidates: one of each category in turn, in their order, no prompt twice."""
     queues: dict[str, list[int]] = {tag: [] for tag in dict.fromkeys(result.tags)}
-    seen: set[str] = set()
+    keys, seen = result.keys, set()
     for row in candidates:
-        if result.prompts[row] not in seen:
-            seen.add(result.prompts[row])
+        if keys[row] not in seen:
+            seen.add(keys[row])
             queues[result.tags[row]].append(int(row))
     taken: list[int] = []
     for depth in range(max(map(len, queues.values()), default=0)):

@@ -75,7 +75,7 @@ def headline(
     row, kind = comparison.overall, kind_of(before)
     if not math.isfinite(row.change.estimate):
         return _reward_headline(before, comparison, seen)
-    n_prompts, n_seeds = len(set(before.prompts)), len(set(before.seeds.tolist()))
+    n_prompts, n_seeds = len(set(before.keys)), len(set(before.seeds.tolist()))
     times = {1: "once", 2: "twice"}.get(n_seeds, f"{n_seeds} times")
     counted = (
         f"{_prompts(n_prompts, seen)}, each {kind.made} {times} {kind.same} before and after: "
@@ -131,7 +131,7 @@ def _reward_headline(before: HeldoutResult, comparison: Comparison, seen: int | 
         interval=_interval(row.change, change),
         direction=_direction(row.change),
         sentences=(
-            f"{len(before)} {kind.many} of {_prompts(len(set(before.prompts)), seen)}, {kind.same} "
+            f"{len(before)} {kind.many} of {_prompts(len(set(before.keys)), seen)}, {kind.same} "
             "before and after. No reward of this run says correct or wrong, so there is no accuracy.",
             _judgement(row.change),
             *_caution(before),
@@ -144,7 +144,7 @@ FEW = 20
 
 
 def _caution(before: HeldoutResult) -> list[str]:
-    count = len(set(before.prompts))
+    count = len(set(before.keys))
     if count >= FEW:
         return []
     return [
