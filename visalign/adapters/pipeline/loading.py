@@ -45,8 +45,7 @@ def load_pipeline(
     """
     index = pipeline_index(folder_or_id)
     family = known_family(index.get("_class_name"), str(folder_or_id))
-    networks = [part for part in family.networks if any(index.get(part) or ())]
-    quantized = quantization_of(quantization, networks, dtype, adapters=adapters)
+    quantized = quantization_of(quantization, family.present(index), dtype, adapters=adapters)
     dtypes = part_dtypes(index, dtype, encoder=encoder_dtype, decoder=decoder_dtype)
     if without and not family.modular:
         raise UserError(
