@@ -37,6 +37,8 @@ from .quantization import keep_rounded
 
 WEIGHT_FILE = "pytorch_lora_weights.safetensors"
 """The file that diffusers' `load_lora_weights` looks for."""
+PEFT = "peft"
+"""Folder beside that file, for peft, where diffusers has no loader."""
 METADATA = "lora_adapter_metadata"
 """Under which diffusers keeps rank, alpha and places in that file."""
 _OTHER_SCALES = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
@@ -127,8 +129,8 @@ def save_lora(pipeline: Any, networks: Mapping[str, Any], folder: Path) -> None:
     Args:
         pipeline: the diffusers class.
         networks: part of the pipeline -> network with adapters, not wrapped.
-        folder: gets `pytorch_lora_weights.safetensors`, and where the class has no loader the two files that
-            peft reads as well; made if need be.
+        folder: gets `pytorch_lora_weights.safetensors`, and where the class has no loader a folder `peft` with
+            the same in the form that peft reads; made if need be.
     """
     for part, (name, place) in _places(networks, folder).items():
         config = adapter_config(networks[part]).to_dict()
@@ -142,11 +144,9 @@ def save_lora(pipeline: Any, networks: Mapping[str, Any], folder: Path) -> None:
         flat = {f"{name}.{key}": weight.contiguous() for key, weight in weights.items()}
         entries = json.dumps({f"{name}.{key}": value for key, value in entry.items()}, default=str)
         save_file(flat, place / WEIGHT_FILE, {"format": "pt", METADATA: entries})
-        save_file(
-            {f"base_model.model.{key}": weight.contiguous() for key, weight in weights.items()},
-            place / SAFETENSORS_WEIGHTS_NAME,
-        )
-        adapter_config(networks[part]).save_pretrained(str(place))
+        adapter_config(networks[part]).save_pretrained(str(place / PEFT))
+        wrapped = {f"base_model.model.{key}": weight.contiguous() for key, weight in weights.items()}
+        save_file(wrapped, place / PEFT / SAFETENSORS_WEIGHTS_NAME)
 
 
 def loading_code(kind: str, parts: Sequence[str], folder: str | Path) -> str:
@@ -162,11 +162,12 @@ def loading_code(kind: str, parts: Sequence[str], folder: str | Path) -> str:
     """
     places, lines = _places(dict.fromkeys(parts), Path(folder)), []
     for part, (first, place) in places.items():
-        where, more = json.dumps(str(place)), "" if part == first else f", load_into_{part}=True"
         if has_loader(getattr(diffusers, kind), first):
-            lines.append(f"pipe.load_lora_weights({where}{more})")
+            more = "" if part == first else f", load_into_{part}=True"
+            lines.append(f"pipe.load_lora_weights({json.dumps(str(place))}{more})")
         else:
-            lines.append(f"pipe.{part} = PeftModel.from_pretrained(pipe.{part}, {where})")
+            saved = json.dumps(str(place / PEFT))
+            lines.append(f"pipe.{part} = PeftModel.from_pretrained(pipe.{part}, {saved})")
     return "\n".join(lines)
 
 
