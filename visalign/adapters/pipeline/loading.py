@@ -51,7 +51,9 @@ def load_pipeline(
         raise UserError(
             f"without is {without!r}, and a {index['_class_name']} is loaded whole. Leave without out."
         )
-    absent = {} if "safety_checker" not in index else {"safety_checker": None}
+    # diffusers wants to be told of a part that is absent, such as SD3's T5
+    bare = [part for part, entry in index.items() if isinstance(entry, list) and not any(entry)]
+    absent = dict.fromkeys([*bare, *({"safety_checker"} & index.keys())])
     try:
         if family.modular:
             return load_modular(folder_or_id, dtypes, without=without, **quantized)

@@ -129,8 +129,8 @@ def save_lora(pipeline: Any, networks: Mapping[str, Any], folder: Path) -> None:
     Args:
         pipeline: the diffusers class.
         networks: part of the pipeline -> network with adapters, not wrapped.
-        folder: gets `pytorch_lora_weights.safetensors`, and where the class has no loader a folder `peft` with
-            the same in the form that peft reads; made if need be.
+        folder: gets `pytorch_lora_weights.safetensors`, and where the class has no loader a folder `peft`
+            with the same in the form that peft reads; made if need be.
     """
     for part, (name, place) in _places(networks, folder).items():
         config = adapter_config(networks[part]).to_dict()
