@@ -191,7 +191,9 @@ def result_files(folder: Path) -> list[str]:
     whole = drawn[0] if drawn else "AutoModelForCausalLM"
     wanted = {
         "report.html": "before and after, opens in a browser",
-        "lora": "for peft.PeftModel.from_pretrained" if of_text else "for pipe.load_lora_weights",
+        "lora": "for peft.PeftModel.from_pretrained"
+        if of_text
+        else "for diffusers, by the code in report.html",
         "judge": "the judge and its card; give this folder as the model of its reward",
         "model": f"for {whole}.from_pretrained",
         "dataset.jsonl": "the chosen completions; data.train of text_sft",

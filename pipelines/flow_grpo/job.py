@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from visalign.adapters.catalogue import family_of
+from visalign.adapters.model_folder import pipeline_index
 from visalign.data.assets import resolve_model
 from visalign.pipelines.shared.grids import SampleGrids
 from visalign.pipelines.shared.job import (
@@ -101,7 +102,11 @@ def _title(config: FlowGRPOConfig) -> str:
 
 def load_code(config: FlowGRPOConfig, output: Path) -> str:
     """Python that loads the result into diffusers, run from where the job was."""
-    folder = json.dumps(str(result_folder(config, output)))
+    from visalign.adapters.pipeline.lora import loading_code
+    from visalign.adapters.sd3.loading import T5_PARTS
+
+    result, model = result_folder(config, output), resolve_model(config.model.path)
+    folder = json.dumps(str(result))
     path, adapter = (json.dumps(name) for name in (config.model.path, config.model.adapter))
     if ":" in adapter:
         return (
@@ -109,15 +114,19 @@ def load_code(config: FlowGRPOConfig, output: Path) -> str:
             f"policy = load_policy({path}, adapter={adapter})\n"
             f"policy.load({folder})  # where the adapter offers it: load is no part of the contract"
         )
-    family = family_of(resolve_model(config.model.path), config.model.adapter)
-    modular = family is not None and family.modular
-    kind = "ModularPipeline" if modular else "DiffusionPipeline"
-    parts = "\npipe.load_components()" if modular else ""
+    index, family = pipeline_index(model), family_of(model, None)
+    assert family is not None
+    kind = "ModularPipeline" if family.modular else "DiffusionPipeline"
+    parts = "\npipe.load_components()" if family.modular else ""
     start = f"from diffusers import {kind}\n"
+    # diffusers refuses an SD3 without T5 that is not told so, and use_t5=false trained without it
+    absent = [part for part in T5_PARTS if part in index and not (config.model.use_t5 and any(index[part]))]
+    bare = "".join(f", {part}=None" for part in absent)
     if config.model.lora is None:
-        return f"{start}\npipe = {kind}.from_pretrained({folder}){parts}"
+        return f"{start}\npipe = {kind}.from_pretrained({folder}{bare}){parts}"
+    loading = loading_code(index["_class_name"], family.present(index), result)
+    peft = "from peft import PeftModel\n" if "PeftModel" in loading else ""
     return (
-        f"{start}from visalign.data.assets import resolve_model\n\n"
-        f"pipe = {kind}.from_pretrained(resolve_model({path})){parts}\n"
-        f"pipe.load_lora_weights({folder})"
+        f"{start}{peft}from visalign.data.assets import resolve_model\n\n"
+        f"pipe = {kind}.from_pretrained(resolve_model({path}){bare}){parts}\n{loading}"
     )

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from tests.support.models.sd3 import build_tiny_sd3
-from visalign.adapters import ADAPTERS, AdapterError, LoraSettings, SD3Policy, check_adapter, load_policy
+from visalign.adapters import (
+    ADAPTERS,
+    AdapterError,
+    LoraSettings,
+    PipelinePolicy,
+    SD3Policy,
+    check_adapter,
+    load_policy,
+)
 from visalign.dotted_path import named_object
 from visalign.errors import UserError
 
@@ -58,6 +66,36 @@ def test_the_adapter_follows_from_the_folder_or_is_named(folder, adapter):
         folder, adapter=adapter, dtype=torch.bfloat16, guidance=2.0, lora=LoraSettings(rank=2)
     )
     assert type(policy) is SD3Policy and policy.guidance == 2 and policy.storage_dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"negative_prompt": "ugly"},
+        {"gradient_checkpointing": True},
+        {"encoder_dtype": torch.bfloat16, "decoder_dtype": torch.float32},
+        {"lora_path": True},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_sd3_is_driven_by_the_general_adapter_where_only_that_takes_an_option(folder, asked, tmp_path):
+    usual = {"use_t5": True, "max_sequence_length": 256}
+    if "lora_path" in asked:
+        load_policy(folder, lora=LoraSettings(rank=2)).save(tmp_path)
+        asked = {"lora_path": tmp_path}
+    given = {"defaults": usual, "guidance": 2.0, "lora": LoraSettings(rank=2), **usual, **asked}
+    policy = load_policy(folder, **given)
+    assert type(policy) is PipelinePolicy and policy.guidance == 2
+    assert type(load_policy(folder, adapter="pipeline", **given)) is PipelinePolicy
+    names = ", ".join(asked)
+    with pytest.raises(
+        UserError, match=rf"SD3Policy takes no {names}\. .*; model\.adapter=pipeline takes {names}\."
+    ):
+        load_policy(folder, adapter="sd3", **given)
+    with pytest.raises(
+        UserError, match=rf"SD3Policy takes no {names}\. .*; model\.adapter=pipeline takes no use_t5\."
+    ):
+        load_policy(folder, **{**given, "use_t5": False})
 
 
 @pytest.mark.parametrize("name", ADAPTERS)

@@ -82,7 +82,8 @@ def load_policy(
     defaults: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> DiffusionPolicy:
-    """A model as a policy, by the adapter that is named or that follows from the model.
+    """A model as a policy, by the adapter that is named or that follows from the model: of SD3 its own one,
+    or the general one where an option asks for what only that takes.
 
     Args:
         folder_or_id: a folder, or `owner/name` on the hub.
@@ -98,17 +99,22 @@ def load_policy(
             take; the model is no policy.
     """
     kind = find_adapter(folder_or_id, adapter)
-    known = _parameters(kind)
-    takes_any = any(p.kind == p.VAR_KEYWORD for p in known.values())
-    usual = defaults or {}
-    chosen = {k: v for k, v in options.items() if k in known or k not in usual or v != usual[k]}
-    refused = [name for name in chosen if name not in known and not takes_any]
+    usual, more = defaults or {}, ""
+    chosen, refused = _taken(kind, options, usual)
+    if refused and adapter in (None, "sd3"):
+        general = find_adapter(folder_or_id, "pipeline")
+        others = _taken(general, options, usual)
+        if adapter is None and not others[1]:
+            kind, (chosen, refused) = general, others
+        elif general is not kind:
+            takes = f"no {', '.join(others[1])}" if others[1] else ", ".join(refused)
+            more = f"; model.adapter=pipeline takes {takes}"
     if refused:
-        named = [name for name, p in known.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        named = [n for n, p in _parameters(kind).items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         near = "".join(suggestion(name, named) for name in refused)
         raise UserError(
             f"The adapter {kind.__name__} takes no {', '.join(refused)}. {near}It takes "
-            f"{', '.join(named[1:])}: leave the others at their defaults."
+            f"{', '.join(named[1:])}: leave the others at their defaults{more}."
         )
     policy = kind.from_pretrained(folder_or_id, dtype=dtype, device=device, **chosen)
     check_members(policy)
@@ -137,6 +143,18 @@ def edits_of(folder_or_id: str | Path, adapter: str | None) -> Edits:
     if family is not None:
         return family.source
     return "optional" if getattr(find_adapter(folder_or_id, adapter), "takes_source", False) else "none"
+
+
+def _taken(
+    kind: type, options: Mapping[str, Any], usual: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Those of the options that an adapter is given, unknown ones at their defaults left out, and the names
+    of those that it does not take."""
+    known = _parameters(kind)
+    chosen = {k: v for k, v in options.items() if k in known or k not in usual or v != usual[k]}
+    if any(p.kind == p.VAR_KEYWORD for p in known.values()):
+        return chosen, []
+    return chosen, [name for name in chosen if name not in known]
 
 
 def _parameters(kind: type) -> dict[str, inspect.Parameter]:

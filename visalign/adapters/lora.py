@@ -123,7 +123,7 @@ def check_same_kind(
         example = "".join(f"; {n} {shapes.get(n)} there, {own_shapes.get(n)} here" for n in differing[:1])
         raise UserError(
             f"The LoRA in {folder} is not of this model's kind: alpha {alpha} there, {own_alpha} "
-            f"here{example}. Build the policy with the LoraSettings it was trained with."
+            f"here{example}. Build the policy of the model and the LoraSettings that it was trained with."
         )
 
 

@@ -240,6 +240,35 @@ def test_refusals_of_what_is_given(folders, tmp_path):
         PipelinePolicy.from_pretrained(folders["flux"], lora_path=tmp_path / "lora")
 
 
+def _other_flux(**config):
+    pipe, options = tiny_pipeline("flux")
+    pipe.transformer = type(pipe.transformer).from_config({**pipe.transformer.config, **config})
+    return pipe, options
+
+
+def test_a_flux_that_is_distilled_takes_no_guidance():
+    """FLUX.1-schnell: its network has no input for the scale."""
+    pipe, options = _other_flux(guidance_embeds=False)
+    with pytest.raises(
+        UserError, match=r"FluxPipeline is distilled: it takes no guidance, and guidance is 3\.5"
+    ):
+        PipelinePolicy(pipe, guidance=3.5, lora=LoraSettings(rank=2), **options)
+    policy = PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
+    x, condition = torch.randn(1, *policy.latent_shape), policy.encode(PROMPTS[:1])
+    assert not policy.guided and policy.velocity(x, torch.tensor([0.5]), condition).isfinite().all()
+
+
+def test_adapters_of_a_model_of_another_width_are_refused(tmp_path):
+    pipe, options = tiny_pipeline("flux")
+    PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options).save(tmp_path)
+    wider, options = _other_flux(num_attention_heads=4)
+    message = (
+        r"not of this model's kind: .*\(2, 32\) there, \(2, 64\) here\. .* the model and the LoraSettings"
+    )
+    with pytest.raises(UserError, match=message):
+        PipelinePolicy(wider, lora_path=tmp_path, **options)
+
+
 def test_pictures_to_edit(tmp_path):
     """A file, an image or a tensor; each picture goes in a call of its own."""
     pipe, options = tiny_pipeline("flux_kontext")

@@ -18,7 +18,7 @@ from diffusers import (
 )
 
 from tests.support.models.sd3 import build_tiny_sd3, load_pipeline, tiny_sd3_pipeline
-from visalign.adapters import LoraSettings, SD3Policy
+from visalign.adapters import LoraSettings, PipelinePolicy, SD3Policy
 from visalign.errors import UserError
 from visalign.flow import ratio_check, replay, rollout
 from visalign.flow.schedules import diffusers_time_grid, time_grid
@@ -113,6 +113,28 @@ def test_saved_lora_gives_the_same_pictures_in_a_fresh_pipe(folders, tmp_path, k
     again = SD3Policy.from_pretrained(folders[kind], guidance=guidance, lora=replace(LORA, seed=9))
     again.load(tmp_path)
     torch.testing.assert_close(sample(again), ours, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.5])
+@pytest.mark.parametrize("kind", ["plain", "sd35", "t5"])
+def test_the_general_adapter_computes_the_same(folders, tmp_path, kind, guidance):
+    options = {"guidance": guidance, "lora": LORA}
+    policy = SD3Policy.from_pretrained(folders[kind], **options, collapse_null_tokens=False)
+    perturb(policy)
+    policy.save(tmp_path)
+    general = PipelinePolicy.from_pretrained(folders[kind], **options)
+    general.load(tmp_path)
+    assert torch.equal(policy.sigmas(4), general.sigmas(4))
+    x, sigma, condition = inputs(policy)
+    asked = general.encode(PROMPTS)
+    with torch.no_grad():
+        expected = policy.velocity(x, sigma, condition)
+        found = general.velocity(x, sigma, asked)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * guidance)  # which scales rounding too
+    made = rollout(policy, condition, sigmas=policy.sigmas(4), sde_steps=[0, 2], seeds=[1, 2, 3])
+    assert ratio_check(general, asked, made, batch_size=3).ok
+    with general.reference(), torch.no_grad():
+        assert (general.velocity(x, sigma, asked) - expected).abs().max() > 1e-2
 
 
 def test_full_fine_tuning_saves_a_whole_pipeline(folders, tmp_path):

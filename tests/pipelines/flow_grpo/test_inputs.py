@@ -11,14 +11,18 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from torch import nn
 
 from tests.support.evaluation_samples import make_result
+from tests.support.models.pipelines import tiny_folder, trained_weights
+from tests.support.models.sd3 import build_tiny_sd3
 from visalign.config import load_config
 from visalign.errors import ConfigError, UserError
 from visalign.pipelines.flow_grpo.inputs import prepare
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, load_code, plan, run
-from visalign.pipelines.shared.job import PolicyRun
+from visalign.pipelines.flow_grpo.parts import build_policy
+from visalign.pipelines.shared.job import PolicyRun, result_folder
 from visalign.pipelines.shared.run_folder import FINGERPRINTS, check_unchanged, write_once
 from visalign.rewards import RewardError
 from visalign.training.loop.algorithm import Counters
@@ -188,6 +192,38 @@ def test_the_code_that_loads_the_result_has_its_path() -> None:
     assert 'from_pretrained("runs/first/model")' in whole and "lora" not in whole
     for code in (adapters, whole):
         compile(code, "report", "exec")
+
+
+LOADED = [(name, "{rank: 2}") for name in ("wan", "pixart", "sd3", "sd3 without T5", "flux")]
+
+
+@pytest.mark.parametrize(("name", "lora"), [*LOADED, ("sd3 without T5", "null")])
+def test_the_code_that_loads_the_result_loads_what_was_trained(name: str, lora: str, tmp_path: Path) -> None:
+    model = tmp_path / "a model"
+    if name.startswith("sd3"):
+        build_tiny_sd3(model, t5=name == "sd3")
+    else:
+        tiny_folder(name, model)
+    given = config(f"model={{path: {model}, lora: {lora}}}")
+    policy: Any = build_policy(given.model, torch.device("cpu"), seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, weight in policy.trainable_parameters():
+            weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
+    policy.save(result_folder(given, tmp_path))
+    found: dict[str, Any] = {}
+    exec(load_code(given, tmp_path), found)
+    for part in ("transformer", "transformer_2") if name == "wan" else ("transformer",):
+        expected = trained_weights(getattr(policy.pipe, part))
+        loaded = trained_weights(getattr(found["pipe"], part))
+        assert expected and expected.keys() == loaded.keys()
+        for layer, weight in expected.items():
+            torch.testing.assert_close(loaded[layer], weight, rtol=0, atol=1e-7)
+
+
+def test_without_t5_the_code_leaves_it_out() -> None:
+    code = load_code(config("model.use_t5=false"), Path("runs/first"))
+    assert 'resolve_model("shapes-sd3"), text_encoder_3=None, tokenizer_3=None)' in code
 
 
 def test_the_curve_starts_with_the_samples_of_its_later_points(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,6 +82,21 @@ def test_a_recipe_runs_on_a_tiny_model_of_its_family(name, tmp_path):
     said = re.search(r"# Duration: ([\d. +]+) forward-equivalents", (CONFIGS / f"{name}.yaml").read_text())
     stated = sum(map(float, said[1].split("+"))) if said else 0
     assert stated == pytest.approx(planned_cost(replace(config, model=model)), abs=0.05)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_its_twin_on_a_cpu_trains_by_the_same_algorithm(name):
+    """The line "On a CPU:" names a configuration with its overrides, or "none" and why."""
+    said = re.search(r"^# On a CPU: (.+)$", (CONFIGS / f"{name}.yaml").read_text(), re.MULTILINE)
+    assert said is not None
+    twin, *overrides = shlex.split(said[1])
+    if twin == "none,":
+        assert name == "wan_flow_grpo"
+        return
+    found, config = load_job(str(CONFIGS / f"{twin}.yaml"), overrides).config, load_job(name, []).config
+    assert found.objective.algorithm == config.objective.algorithm
+    assert found.rollout.schedule == config.rollout.schedule
+    assert (found.rollout.sde_window is None) == (config.rollout.sde_window is None)
 
 
 def test_a_video_is_trained_and_evaluated_on_all_its_frames(tmp_path):

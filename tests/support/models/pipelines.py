@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from transformers import CLIPTextModel
 
 from tests.support.models.modular import tiny_flux3, tiny_qwen_image_21
@@ -66,19 +67,20 @@ def tiny_folder(name: str, folder: Path) -> Path:
     """A whole pipeline with text encoders as `save_pretrained` writes it.
 
     Args:
-        name: sd15, sdxl, flux, flux_kontext or pixart.
+        name: sd15, sdxl, flux, flux_kontext, pixart or wan.
         folder: where it goes.
     """
     torch.manual_seed(0)
     bare, _, _ = TINY[name]()
-    _fill_zeros(getattr(bare, FAMILIES[name].networks[0]))
+    for part in FAMILIES[name].present(bare.config):
+        _fill_zeros(getattr(bare, part))
     tokenizer = tiny_tokenizer()
     vocabulary = len(tokenizer)
     parts: dict[str, Any] = {"text_encoder": None, "tokenizer": tokenizer}
     if name == "sdxl":
         parts |= {"text_encoder": tiny_text_encoder(16, vocabulary), "tokenizer_2": tokenizer}
         parts["text_encoder_2"] = tiny_text_encoder(16, vocabulary)
-    elif name == "pixart":
+    elif name in ("pixart", "wan"):
         parts["text_encoder"] = tiny_t5(vocabulary)
     else:
         parts["text_encoder"] = CLIPTextModel(tiny_text_encoder(32, vocabulary).config).eval()
@@ -100,6 +102,15 @@ def tiny_prompts(name: str, prompts: list[str]) -> list[Any]:
         return list(prompts)
     pictures = {prompt: random_rows(3, 16, 8, text=prompt).sigmoid() for prompt in prompts}
     return [{"prompt": prompt, "source": pictures[prompt]} for prompt in prompts]
+
+
+def trained_weights(network: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """layer -> what its active adapter adds to its weight, α/r B A; of a network without adapters its
+    weights."""
+    layers: dict[str, Any] = {n: m for n, m in network.named_modules() if isinstance(m, LoraLayer)}
+    added = {n: layer.get_delta_weight(layer.active_adapters[0]) for n, layer in layers.items()}
+    weights = added or dict(network.named_parameters())
+    return {name.removeprefix("base_model.model."): weight.detach() for name, weight in weights.items()}
 
 
 def random_rows(*shape: int, text: str = "") -> torch.Tensor:

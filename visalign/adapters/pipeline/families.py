@@ -68,6 +68,10 @@ class Family:
     padded: bool = True
     """Whether prompts that have masks may be padded to one length: positions of Qwen-Image 2.1 count it."""
 
+    def present(self, index: Mapping[str, Any]) -> list[str]:
+        """Those of the networks that a pipeline's index lists."""
+        return [part for part in self.networks if any(index.get(part) or ())]
+
 
 _FLUX = {"guidance": "embedded", "usual": 3.5, "unit": 2, "lora": JOINT}
 _QWEN = {

@@ -45,14 +45,15 @@ def load_pipeline(
     """
     index = pipeline_index(folder_or_id)
     family = known_family(index.get("_class_name"), str(folder_or_id))
-    networks = [part for part in family.networks if any(index.get(part) or ())]
-    quantized = quantization_of(quantization, networks, dtype, adapters=adapters)
+    quantized = quantization_of(quantization, family.present(index), dtype, adapters=adapters)
     dtypes = part_dtypes(index, dtype, encoder=encoder_dtype, decoder=decoder_dtype)
     if without and not family.modular:
         raise UserError(
             f"without is {without!r}, and a {index['_class_name']} is loaded whole. Leave without out."
         )
-    absent = {} if "safety_checker" not in index else {"safety_checker": None}
+    # diffusers wants to be told of a part that is absent, such as SD3's T5
+    bare = [part for part, entry in index.items() if isinstance(entry, list) and not any(entry)]
+    absent = dict.fromkeys([*bare, *({"safety_checker"} & index.keys())])
     try:
         if family.modular:
             return load_modular(folder_or_id, dtypes, without=without, **quantized)

@@ -14,8 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import diffusers
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -35,6 +37,8 @@ from .quantization import keep_rounded
 
 WEIGHT_FILE = "pytorch_lora_weights.safetensors"
 """The file that diffusers' `load_lora_weights` looks for."""
+PEFT = "peft"
+"""Folder beside that file, for peft, where diffusers has no loader."""
 METADATA = "lora_adapter_metadata"
 """Under which diffusers keeps rank, alpha and places in that file."""
 _OTHER_SCALES = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
@@ -119,16 +123,14 @@ def _unused(names: Iterable[str], pattern: str | None) -> set[str]:
 
 
 def save_lora(pipeline: Any, networks: Mapping[str, Any], folder: Path) -> None:
-    """Write the adapters so that `pipe.load_lora_weights(folder)` restores them with their rank and alpha.
-
-    A second network's go into a folder of its name in there, as diffusers reads them:
-    `pipe.load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)`.
+    """Write the adapters so that `loading_code` restores them with their rank and alpha; those of a second
+    network go into a folder of its name in there.
 
     Args:
-        pipeline: the diffusers class; one without such a loader reads them by
-            `pipe.transformer.load_lora_adapter(folder, prefix="transformer")`, or peft does.
+        pipeline: the diffusers class.
         networks: part of the pipeline -> network with adapters, not wrapped.
-        folder: gets `pytorch_lora_weights.safetensors`; made if need be.
+        folder: gets `pytorch_lora_weights.safetensors`, and where the class has no loader a folder `peft`
+            with the same in the form that peft reads; made if need be.
     """
     for part, (name, place) in _places(networks, folder).items():
         config = adapter_config(networks[part]).to_dict()
@@ -142,6 +144,31 @@ def save_lora(pipeline: Any, networks: Mapping[str, Any], folder: Path) -> None:
         flat = {f"{name}.{key}": weight.contiguous() for key, weight in weights.items()}
         entries = json.dumps({f"{name}.{key}": value for key, value in entry.items()}, default=str)
         save_file(flat, place / WEIGHT_FILE, {"format": "pt", METADATA: entries})
+        adapter_config(networks[part]).save_pretrained(str(place / PEFT))
+        wrapped = {f"base_model.model.{key}": weight.contiguous() for key, weight in weights.items()}
+        save_file(wrapped, place / PEFT / SAFETENSORS_WEIGHTS_NAME)
+
+
+def loading_code(kind: str, parts: Sequence[str], folder: str | Path) -> str:
+    """Python that puts what `save_lora` wrote into a diffusers pipeline `pipe`, a line for each network.
+
+    diffusers gives neither PixArt nor PRX a loader, and HunyuanImage's network alone: peft reads their
+    adapters, by `from peft import PeftModel`.
+
+    Args:
+        kind: name of the diffusers class.
+        parts: the pipeline's networks.
+        folder: as `save_lora` got it.
+    """
+    places, lines = _places(dict.fromkeys(parts), Path(folder)), []
+    for part, (first, place) in places.items():
+        if has_loader(getattr(diffusers, kind), first):
+            more = "" if part == first else f", load_into_{part}=True"
+            lines.append(f"pipe.load_lora_weights({json.dumps(str(place))}{more})")
+        else:
+            saved = json.dumps(str(place / PEFT))
+            lines.append(f"pipe.{part} = PeftModel.from_pretrained(pipe.{part}, {saved})")
+    return "\n".join(lines)
 
 
 def has_loader(pipeline: Any, part: str) -> bool:

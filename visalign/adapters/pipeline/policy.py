@@ -306,8 +306,8 @@ class PipelinePolicy:
         """Write what was trained, in float32.
 
         Args:
-            folder: with LoRA it gets the file that `pipe.load_lora_weights(folder)` reads; without, the whole
-                pipeline as `pipe.save_pretrained` writes it.
+            folder: with LoRA it gets what `save_lora` writes; without, the whole pipeline as
+                `pipe.save_pretrained` writes it.
         """
         if self.lora is not None:
             save_lora(type(self.pipe), self.networks, Path(folder))
