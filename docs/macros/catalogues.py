@@ -162,6 +162,15 @@ def regressions() -> str:
     return table(("row", "loss", "anchor", "signal", "levels", "also", "source"), rows)
 
 
+def published() -> str:
+    """Published algorithms of pictures that are settings here, or rows of another name."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, said in importlib.import_module("visalign.training.diffusion.published").PUBLISHED.items():
+        names.setdefault(said, []).append(code(name))
+    rows = [(", ".join(found), code(settings), prose(what)) for (settings, what), found in names.items()]
+    return table(("name", "what to set", "what it is"), rows)
+
+
 def ascents() -> str:
     """The rows that train through the reward's gradient: what carries it, what a picture of T steps costs."""
     rows = []

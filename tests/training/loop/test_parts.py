@@ -226,7 +226,11 @@ def test_versions_and_memory():
             {"schedule": "ode"},
             r"rollout\.schedule is 'ode'\. Allowed: flow, dance, cps, ddim",
         ),
-        (RolloutSettings, {"noise_level": 0.0}, r"rollout\.noise_level is 0\.0; without noise"),
+        (
+            RolloutSettings,
+            {"noise_level": 0.0},
+            r"rollout\.noise_level is 0\.0; without noise .*above 0, or .*objective\.algorithm=diffusion_nft",
+        ),
         (RolloutSettings, {"timestep_schedule": "nope"}, r"schedule is 'nope'\. Allowed: diffusers, plain"),
         (
             RolloutSettings,
@@ -240,7 +244,11 @@ def test_versions_and_memory():
         ),
         (RolloutSettings, {"log_prob_reduction": "max"}, "Allowed: mean, sum"),
         (RolloutSettings, {"sde_steps": [3, 10]}, r"sde_steps is \[3, 10\].*among steps \[0, 1, .* 9\]"),
-        (RolloutSettings, {"sde_steps": []}, "needs at least one step"),
+        (
+            RolloutSettings,
+            {"sde_steps": []},
+            r"rollout\.sde_steps is \[\]; without noise .*some of 0 to 9, or .*algorithm=diffusion_nft",
+        ),
         (
             RolloutSettings,
             {"sde_steps": [1, 2], "train_steps": [3]},

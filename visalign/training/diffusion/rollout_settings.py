@@ -22,6 +22,9 @@ from visalign.training.policy.settings import check_overlap
 
 from .branching import BranchSettings
 
+_NO_LOG_PROB = "without noise a step has no log-probability"
+_OTHER_ROW = "or leave it out with a row that needs no log-probs, e.g. objective.algorithm=diffusion_nft"
+
 
 def _steps(name: str, given: Sequence[int], allowed: Sequence[int], which: str) -> None:
     if not given or len(set(given)) != len(given) or not set(given) <= set(allowed):
@@ -111,14 +114,17 @@ class RolloutSettings:
         choice("rollout.log_prob_reduction", self.log_prob_reduction, ("mean", "sum"))
         if not (math.isfinite(self.noise_level) and self.noise_level > 0):
             raise UserError(
-                f"rollout.noise_level is {self.noise_level}; without noise there is no log-probability: set "
-                "it above 0."
+                f"rollout.noise_level is {self.noise_level}; {_NO_LOG_PROB}. Set it above 0, {_OTHER_ROW}."
             )
         if not 0.0 <= self.max_failure_rate <= 1.0:
             raise UserError(
                 f"rollout.max_failure_rate is {self.max_failure_rate}; it is a share from 0 to 1."
             )
         noisy = self.stochastic
+        if not noisy:
+            raise UserError(
+                f"rollout.sde_steps is []; {_NO_LOG_PROB}. Set some of 0 to {self.steps - 1}, {_OTHER_ROW}."
+            )
         _steps("rollout.sde_steps", noisy, range(self.steps), "steps")
         if self.schedule in LAST_IS_EXACT:
             self._check_exact_last(noisy)

@@ -25,7 +25,7 @@ from visalign.core.regression.rows import (
     Regression,
     named_regression,
 )
-from visalign.errors import UserError, suggestion
+from visalign.errors import UserError
 from visalign.training.loop.optimizer import at_least, choice
 from visalign.training.policy.settings import (
     MATRIX_ADVANTAGES,
@@ -35,6 +35,7 @@ from visalign.training.policy.settings import (
 )
 from visalign.training.policy.update import couples_decisions
 
+from .published import instead_of
 from .rollout_settings import RolloutSettings
 
 
@@ -70,11 +71,9 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     latent's numbers where the ratio sums over them; networks in bfloat16 may need more."""
 
     def __post_init__(self) -> None:
-        allowed = [*NAMED, *REGRESSIONS, *ASCENTS]
-        if self.algorithm not in allowed:
+        if self.algorithm not in (*NAMED, *REGRESSIONS, *ASCENTS):
             raise UserError(
-                f"objective: there is no algorithm {self.algorithm!r}. {suggestion(self.algorithm, allowed)}"
-                f"Choose one of: {', '.join(allowed)}."
+                f"objective: there is no algorithm {self.algorithm!r}. {instead_of(self.algorithm)}"
             )
         choice("objective.credit", self.credit, CREDITS)
         if self.experts and (self.regression is None or self.regression.anchor != "expert"):

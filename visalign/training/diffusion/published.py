@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published algorithms of pictures that are settings here, or rows of another name."""
+
+from __future__ import annotations
+
+import re
+
+from visalign.core.objective.algorithms import NAMED
+from visalign.core.objective.decisions import check_decisions
+from visalign.core.regression.ascents import ASCENTS
+from visalign.core.regression.rows import REGRESSIONS
+from visalign.errors import suggestion
+
+_FLOW = "objective.algorithm=flow_grpo"
+_MIX = f"{_FLOW} rollout.sde_window=4 rollout.sde_window_order=progressive"
+_BY_GROUP = f"{_FLOW} objective.changes.kl=0 objective.changes.advantage_options.scale=group"
+
+PUBLISHED: dict[str, tuple[str, str]] = {
+    "mix_grpo": (_MIX, "MixGRPO, arXiv 2507.21802"),
+    "mix_grpo_flash": (
+        f"{_MIX} rollout.ode_compression=0.4 rollout.solver=dpmpp_2m",
+        "MixGRPO-Flash, arXiv 2507.21802",
+    ),
+    "flow_grpo_fast": (
+        f"{_FLOW} rollout.sde_window=2 rollout.sde_window_order=random",
+        "Flow-GRPO-Fast, arXiv 2505.05470",
+    ),
+    "dance_grpo": (
+        f"{_BY_GROUP} rollout.schedule=dance rollout.noise_level=0.3 rollout.shared_noise=true",
+        "DanceGRPO, arXiv 2505.07818",
+    ),
+    **dict.fromkeys(
+        ("flow_cps", "cps"),
+        (f"{_FLOW} rollout.schedule=cps rollout.noise_level=0.8", "Flow-CPS, arXiv 2509.05952"),
+    ),
+    "ddpo": (
+        f"{_BY_GROUP} rollout.schedule=ddim rollout.noise_level=1.0",
+        "DDPO, arXiv 2305.13301, with groups; `shapes_ddpo` is a whole configuration",
+    ),
+    "tp_grpo": (f"{_FLOW} objective.credit=turning_points", "TP-GRPO, arXiv 2602.06422"),
+    "branch_grpo": (
+        f"{_FLOW} objective.credit=branches 'rollout.branch={{at: [0, 2], children: 2}}'",
+        "BranchGRPO, arXiv 2509.06040",
+    ),
+    "marble": (
+        f"{_FLOW} objective.balance_every=10",
+        "MARBLE, arXiv 2605.06507, of several rewards; also with diffusion_nft",
+    ),
+    "gardo": (
+        f"{_FLOW} objective.reset_reference_every=100",
+        "of GARDO, arXiv 2512.24138, the reference that follows; with any row that has a KL term",
+    ),
+    "nft": ("objective.algorithm=diffusion_nft", "DiffusionNFT, arXiv 2509.16117"),
+    "raft": ("objective.algorithm=rejection", "RAFT, arXiv 2304.06767"),
+    "rwr": ("objective.algorithm=reward_weighted", "arXiv 2302.12192"),
+    "dpo": (
+        "objective.algorithm=diffusion_dpo",
+        "Diffusion-DPO, arXiv 2311.12908, online; the row online_dpo is DPO on log-probs of steps",
+    ),
+    "best_of_n": (
+        "objective.algorithm=rejection objective.changes.signal_options.share=0.01",
+        "learns from the best picture of each group; without training: `visalign sample --best-of N`",
+    ),
+}
+"""Name -> (what to set, as on a command line, what it is)."""
+
+
+def picture_rows() -> list[str]:
+    """Every `objective.algorithm` that means something on pictures."""
+    return [*filter(_means_something, NAMED), *REGRESSIONS, *ASCENTS]
+
+
+def _means_something(name: str) -> bool:
+    try:
+        check_decisions(NAMED[name], "denoising_steps", name=name, given=["metric"])
+    except ValueError:
+        return False
+    return True
+
+
+def instead_of(name: str) -> str:
+    """What a job of pictures takes in place of an algorithm that it has no row for, as sentences.
+
+    >>> instead_of("MixGRPO")  # doctest: +ELLIPSIS
+    'It is settings here: objective.algorithm=flow_grpo rollout.sde_window=4 ... (MixGRPO, arXiv 2507.21802).'
+    """
+    known = {_plain(key): said for key, said in PUBLISHED.items()}
+    if _plain(name) in known:
+        settings, what = known[_plain(name)]
+        return f"It is settings here: {settings} ({what})."
+    rows = picture_rows()
+    return f"{suggestion(name, rows)}Choose one of: {', '.join(rows)}."
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_ ]", "", name.lower())
