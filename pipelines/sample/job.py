@@ -22,15 +22,13 @@ from visalign.flow.rollout import asked_of, decoded, middle_frames, rollout
 from visalign.flow.search import PathSearch, ZeroOrderSearch
 from visalign.flow.steering import steered_rollout
 from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores
-from visalign.pipelines.score.image_rows import CLIP_ENDING, SAMPLED
-from visalign.pipelines.score.score import takes_clips
 from visalign.pipelines.shared.parts import check_texts
 from visalign.pipelines.shared.run_folder import check_place
 from visalign.precision import check_device
 from visalign.rewards.base.images import to_pil
 from visalign.seeds import sample_seed
 
-TABLE, COST = SAMPLED, "forward_equivalents"
+TABLE, COST = "images.jsonl", "forward_equivalents"
 GRID, PAGE = "grid.png", "index.html"
 CLIP = "clip"
 """The column of a whole video; its image is the middle frame."""
@@ -213,7 +211,7 @@ def sample_pictures(
         files = {"image": f"{name}.png"}
         picture.save(output / files["image"])
         if made.ndim == 4 and len(made) > 1:
-            files[CLIP] = f"{name}{CLIP_ENDING}"
+            files[CLIP] = f"{name}.webp"
             _save_clip(made, output / files[CLIP], getattr(policy, "frame_rate", 8))
         rows.append(files | row)
         if number < LARGEST_GRID:
@@ -275,7 +273,7 @@ class _Judge:
         """
         stills = middle_frames(made)
         scores = {
-            name: r.score(made if takes_clips(r) else stills, self.prompts, self.records)
+            name: r.score(made if getattr(r, "takes_clips", False) else stills, self.prompts, self.records)
             for name, r in self.rewards.items()
         }
         liked = torch.zeros(len(made))

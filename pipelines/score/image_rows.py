@@ -25,7 +25,7 @@ PROMPT_ENDING = ".txt"
 
 RECORD, SAMPLES = "metadata.jsonl", "samples"
 """GenEval's folders: a record, with its prompt, beside the folder of the samples."""
-SAMPLED, CLIP_ENDING = "images.jsonl", ".webp"
+SAMPLED, SAMPLED_CLIP = "images.jsonl", ".webp"
 """The table that `visalign sample` writes beside its pictures; the ending of its videos."""
 
 
@@ -193,8 +193,8 @@ def _inside(folder: Path, clips: bool) -> Iterator[Path]:
         if {RECORD, SAMPLED} & set(names):
             names = [name for name in names if name != "grid.png"]
         if SAMPLED in names:
-            videos = {Path(name).stem for name in names if name.endswith(CLIP_ENDING)}
-            other = ".png" if clips else CLIP_ENDING
+            videos = {Path(name).stem for name in names if name.endswith(SAMPLED_CLIP)}
+            other = ".png" if clips else SAMPLED_CLIP
             names = [name for name in names if not (name.endswith(other) and Path(name).stem in videos)]
         yield from (Path(place, name) for name in sorted(names) if Path(name).suffix.lower() in IMAGE_ENDINGS)
 
