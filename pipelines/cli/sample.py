@@ -50,11 +50,12 @@ def sample(
         typer.Option("--option", help="NAME=VALUE of the model: guidance=4.5, image_size=512, adapter=..."),
     ] = None,
 ) -> None:
-    """Make pictures of prompts: a folder of PNGs, a table that `visalign score` takes, and a grid."""
+    """Make pictures or videos of prompts: a folder, a table that `visalign score` takes, a grid, a page."""
     with user_messages():
         from visalign.pipelines.sample.job import (
             COST,
             GRID,
+            PAGE,
             TABLE,
             SampleSettings,
             sample_pictures,
@@ -91,7 +92,7 @@ def sample(
         rows = sample_pictures(_records(prompts, settings), settings, output, rewards=rewards)
         cost = sum(row[COST] for row in rows)
         typer.echo(
-            f"{len(rows)} pictures in {output}: {TABLE} for visalign score, {GRID} to look at. "
+            f"{len(rows)} pictures in {output}: {TABLE} for visalign score, {PAGE} and {GRID} to look at. "
             f"Denoising took {cost} forward-equivalents."
         )
 

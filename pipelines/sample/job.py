@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of prompts from a model and its adapters, into a folder; with rewards, the best of several."""
+"""Pictures or videos of prompts from a model and its adapters, into a folder; the best of many by rewards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from visalign.atomic import write_atomic
 from visalign.data.assets import resolve_model
 from visalign.data.sets.prompt_files import record_key
 from visalign.errors import UserError, suggestion
-from visalign.flow.rollout import asked_of, rollout
+from visalign.evaluation.pages.base import PIXELATED_SIDE
+from visalign.evaluation.pages.sample_page import sample_page
+from visalign.flow.rollout import asked_of, decoded, middle_frames, rollout
 from visalign.flow.search import PathSearch, ZeroOrderSearch
 from visalign.flow.steering import steered_rollout
 from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores
@@ -28,7 +30,9 @@ from visalign.rewards.base.images import to_pil
 from visalign.seeds import sample_seed
 
 TABLE, COST = "images.jsonl", "forward_equivalents"
-GRID = "grid.png"
+GRID, PAGE = "grid.png", "index.html"
+CLIP = "clip"
+"""The column of a whole video; its image is the middle frame."""
 LARGEST_GRID = 64
 """Prompts shown in the grid."""
 SEARCHES: dict[str, type[ZeroOrderSearch | PathSearch]] = {"zero_order": ZeroOrderSearch, "paths": PathSearch}
@@ -170,7 +174,7 @@ def sample_pictures(
     *,
     rewards: Mapping[str, PointwiseReward] | None = None,
 ) -> list[dict[str, Any]]:
-    """Sample and write each picture as it is made, then the table and the grid.
+    """Sample and write each picture as it is made, then the grid, the page and the table.
 
     The noise of a picture depends on its prompt, the source that it edits, and its seed alone. With `best_of`
     N a seed stands for N draws, and the one with the highest sum of rewards is kept; one that could not be
@@ -183,9 +187,9 @@ def sample_pictures(
         rewards: label -> reward, for the table and for `best_of`.
 
     Returns:
-        The rows of images.jsonl: image, prompt, seed, each reward's value (null where it failed), of an edit
-        the source as metadata, and the forward-equivalents that the picture took, of all that was drawn for
-        it.
+        The rows of images.jsonl: image, of a video also clip, prompt, seed, each reward's value (null where
+        it failed), of an edit the source as metadata, and the forward-equivalents that the picture took, of
+        all that was drawn for it.
 
     Raises:
         UserError: the folder is not empty, `best_of` without a reward, or see `load_sampler`.
@@ -203,15 +207,22 @@ def sample_pictures(
     output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     shown: list[Image.Image] = []
-    for row, picture in _drawn(policy, records, settings, grid, rewards):
+    for row, made in _drawn(policy, records, settings, grid, rewards):
         number = len(rows) // len(settings.seeds)
-        row = {"image": f"{number:04d}_{row['seed']}.png", **row}
-        picture.save(output / row["image"])
-        rows.append(row)
+        name, picture = f"{number:04d}_{row['seed']}", to_pil(middle_frames(made[None])[0])
+        files = {"image": f"{name}.png"}
+        picture.save(output / files["image"])
+        if made.ndim == 4 and len(made) > 1:
+            files[CLIP] = f"{name}.webp"
+            _save_clip(made, output / files[CLIP], getattr(policy, "frame_rate", 8))
+        rows.append(files | row)
         if number < LARGEST_GRID:
             shown.append(picture)
     lines = (json.dumps(row, ensure_ascii=False) for row in rows)
     _as_grid(shown, len(settings.seeds)).save(output / GRID)
+    units = {name: reward.unit for name, reward in rewards.items()}
+    page = sample_page(rows, size=shown[0].size, rewards=units, facts=_facts(settings))
+    write_atomic(output / PAGE, page)
     write_atomic(output / TABLE, "".join(f"{line}\n" for line in lines))  # last: with it the folder is whole
     return rows
 
@@ -222,8 +233,8 @@ def _drawn(
     settings: SampleSettings,
     grid: Tensor,
     rewards: Mapping[str, PointwiseReward],
-) -> Iterator[tuple[dict[str, Any], Image.Image]]:
-    """(row, picture), seeds of a prompt side by side."""
+) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """(row, picture [3, H, W] or video [F, 3, H, W]), seeds of a prompt side by side."""
     count = settings.best_of
     asked = [(record, seed) for record in records for seed in settings.seeds]
     together = max(1, settings.batch_size // count)
@@ -241,8 +252,8 @@ def _drawn(
             latents = _denoised(policy, condition, settings, grid, seeds, judge)
             spent = policy.forward_count.equivalents - before
             chunks = latents.split(min(settings.batch_size, len(latents)))
-            images = torch.cat([policy.decode(chunk).float().cpu() for chunk in chunks])
-        scores, liked = judge(images)
+            made = torch.cat([decoded(policy, chunk, clips=True).float().cpu() for chunk in chunks])
+        scores, liked = judge(made)
         for first in range(0, len(part), count):
             best = first + int(liked[first : first + count].argmax())
             row: dict[str, Any] = {"prompt": prompts[best], "seed": part[best][1]}
@@ -250,21 +261,29 @@ def _drawn(
             if isinstance(source := part[best][0].get("source"), str):
                 row["metadata"] = {"source": source}
             row[COST] = spent * count // len(part)  # every draw takes as many
-            yield row, to_pil(images[best])
+            yield row, made[best]
 
 
 @dataclass(frozen=True)
 class _Judge:
-    """What the rewards say of pictures of these prompts."""
+    """What the rewards say of pictures or videos of these prompts."""
 
     rewards: Mapping[str, PointwiseReward]
     prompts: Sequence[str]
     records: Sequence[Mapping[str, Any]]
 
-    def __call__(self, images: Tensor) -> tuple[dict[str, Scores], Tensor]:
-        """(label -> scores, [N] their sum with lower-is-better turned round, −∞ where one failed)."""
-        scores = {name: r.score(images, self.prompts, self.records) for name, r in self.rewards.items()}
-        liked = torch.zeros(len(images))
+    def __call__(self, made: Tensor) -> tuple[dict[str, Scores], Tensor]:
+        """(label -> scores, [N] their sum with lower-is-better turned round, −∞ where one failed).
+
+        Args:
+            made: [N, 3, H, W], or videos [N, F, 3, H, W], which judges of clips see whole.
+        """
+        stills = middle_frames(made)
+        scores = {
+            name: r.score(made if getattr(r, "takes_clips", False) else stills, self.prompts, self.records)
+            for name, r in self.rewards.items()
+        }
+        liked = torch.zeros(len(made))
         for name, score in scores.items():
             sign = 1.0 if self.rewards[name].higher_is_better else -1.0
             liked += torch.where(score.valid, sign * score.value, -torch.inf).cpu()
@@ -304,6 +323,27 @@ def _denoised(
         strength=settings.strength,
         noise_level=settings.noise_level,
         batch_size=settings.batch_size,
+    )
+
+
+def _facts(settings: SampleSettings) -> list[tuple[str, Any]]:
+    """How the pictures were made, for the page."""
+    told: dict[str, Any] = {"Model": settings.model, "LoRA": settings.lora, "Steps": settings.steps}
+    if settings.best_of > 1:
+        told["Draws of a seed"] = settings.best_of
+    if settings.resample_after:
+        told["Resampled after steps"] = ", ".join(map(str, settings.resample_after))
+    told |= {"Search": settings.search, **settings.options}
+    return [(name, value) for name, value in told.items() if value is not None]
+
+
+def _save_clip(frames: Tensor, path: Path, frame_rate: float) -> None:
+    """Write [F, 3, H, W] as an animated WebP that plays again and again."""
+    first, *rest = (to_pil(frame) for frame in frames)
+    lossless = max(first.size) <= PIXELATED_SIDE
+    milliseconds = round(1000 / frame_rate)
+    first.save(
+        path, save_all=True, append_images=rest, duration=milliseconds, loop=0, lossless=lossless, quality=90
     )
 
 

@@ -25,8 +25,8 @@ PROMPT_ENDING = ".txt"
 
 RECORD, SAMPLES = "metadata.jsonl", "samples"
 """GenEval's folders: a record, with its prompt, beside the folder of the samples."""
-SAMPLED = "images.jsonl"
-"""The table that `visalign sample` writes beside its pictures."""
+SAMPLED, SAMPLED_CLIP = "images.jsonl", ".webp"
+"""The table that `visalign sample` writes beside its pictures; the ending of its videos."""
 
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)(\.[A-Za-z]+)")
@@ -182,7 +182,8 @@ def numbered_frames(folder: str | Path) -> list[Path]:
 
 def _inside(folder: Path, clips: bool) -> Iterator[Path]:
     """Images in a folder, then in those below it, sorted at each step; hidden folders are left out, and the
-    `grid.png` of all samples that GenEval and `visalign sample` write.
+    `grid.png` of all samples that GenEval and `visalign sample` write; of its videos the middle frame, or
+    with `clips` the whole.
     """
     for place, below, names in os.walk(folder):
         if clips and numbered_frames(place):
@@ -191,6 +192,10 @@ def _inside(folder: Path, clips: bool) -> Iterator[Path]:
         below[:] = sorted(name for name in below if not name.startswith("."))
         if {RECORD, SAMPLED} & set(names):
             names = [name for name in names if name != "grid.png"]
+        if SAMPLED in names:
+            videos = {Path(name).stem for name in names if name.endswith(SAMPLED_CLIP)}
+            other = ".png" if clips else SAMPLED_CLIP
+            names = [name for name in names if not (name.endswith(other) and Path(name).stem in videos)]
         yield from (Path(place, name) for name in sorted(names) if Path(name).suffix.lower() in IMAGE_ENDINGS)
 
 

@@ -216,6 +216,11 @@ def decoded(policy: DiffusionPolicy, latents: Tensor, *, clips: bool) -> Tensor:
     return all_frames(latents) if clips and all_frames is not None else policy.decode(latents)
 
 
+def middle_frames(made: Tensor) -> Tensor:
+    """Pictures [B, 3, H, W] as they are, and of videos [B, F, 3, H, W] their frames ⌊F / 2⌋."""
+    return made if made.ndim == 4 else made[:, made.shape[1] // 2].contiguous()
+
+
 def velocity_of(
     policy: DiffusionPolicy, x: Tensor, sigma: Tensor, condition: Condition, time: Tensor | None = None
 ) -> Tensor:

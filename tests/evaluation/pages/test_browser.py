@@ -20,6 +20,7 @@ from tests.support.judges.hackable import LovesSaturation
 from visalign.data.sets.sources import shapes_pairs, write_rows
 from visalign.evaluation.pages.compare_page import compare_page
 from visalign.evaluation.pages.report import write_report
+from visalign.evaluation.pages.sample_page import sample_page
 from visalign.evaluation.probes.catalogue import PAIR_PROBES, chosen
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.pipelines.compare.agree_rewards import agree_rewards, read_set, write_agreement
@@ -180,6 +181,23 @@ def _score(folder: Path) -> Path:
     )
 
 
+def _sample(folder: Path) -> Path:
+    """In its folder, with a video."""
+    names = [Path(name).name for name in _levels(folder / "samples")][:6]
+    frames = [Image.new("RGB", (64, 64), (level,) * 3) for level in (0, 255)]
+    frames[0].save(folder / "samples/clip.webp", save_all=True, append_images=frames[1:])
+    said = ["a_prompt_without_any_spaces_" * 3, "a long prompt, with words, " * 20]
+    rows = [
+        {"image": name, "prompt": said[k // 3], "seed": k % 3, "saturation": 0.5}
+        for k, name in enumerate(names)
+    ]
+    rows[1]["clip"] = "clip.webp"
+    facts = [("Model", "a/folder/with/a/long/name_without_spaces" * 3), ("Steps", 10)]
+    page = folder / "samples" / "index.html"
+    page.write_text(sample_page(rows, size=(64, 64), rewards={"saturation": "share"}, facts=facts))
+    return page
+
+
 def _report(folder: Path, make: Callable[..., Any] = make_result, **options: Any) -> Path:
     metrics = [
         {"iteration": k, "reward_mean": 0.1 * k, "kl": 0.01 * k, "heldout/accuracy": 0.2 + 0.02 * k}
@@ -209,6 +227,7 @@ PAGES: dict[str, Callable[[Path], Path]] = {
     "quality": _quality,
     "rank": _rank,
     "score": _score,
+    "sample": _sample,
     "report": _report,
     "text_report": lambda folder: _report(folder / "text", make_text_result, long=True),
 }

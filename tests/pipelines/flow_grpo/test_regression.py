@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regressions by the job that Flow-GRPO has: each row on a tiny SD3 pipeline, its cost, its plan, one run."""
+"""Regressions by the job that Flow-GRPO has: runs, plans, refusals, and a judge's own gradient."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -22,14 +21,12 @@ from visalign.errors import ConfigError, UserError
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, plan, run
 from visalign.pipelines.flow_grpo.plan import planned_cost
 from visalign.pipelines.jobs import load_job
-from visalign.rewards import FunctionReward, load_reward
+from visalign.rewards import load_reward
 from visalign.training import (
-    DiffusionObjectiveSettings,
     OptimizerSettings,
     RewardGradient,
     RunSettings,
     Trainer,
-    VelocityRegression,
 )
 from visalign.training.diffusion.guidance import check_guided
 from visalign.training.loop.metrics import read_metrics
@@ -50,41 +47,6 @@ REWARDED = [name for name, row in REGRESSIONS.items() if row.anchor != "expert"]
 
 def _config(*overrides: str) -> FlowGRPOConfig:
     return load_config(FlowGRPOConfig, None, [*BASE, *overrides])
-
-
-def _places(images, prompts, metadata):
-    """Without ties in a group: a tie leaves one update fewer samples than another, which no plan knows."""
-    return [float(place % 4) for place in range(len(images))]
-
-
-@pytest.mark.parametrize("name", REWARDED)
-def test_two_updates_of_each_row_on_a_picture_model(name, tmp_path):
-    """Gradients on the adapters alone, nothing infinite, and the passes that the plan counts."""
-    policy = SD3Policy(tiny_sd3_pipeline(), lora=LoraSettings(rank=4, alpha=8, seed=0), guidance=2.0)
-    frozen = {n: p.detach().clone() for n, p in policy.transformer.named_parameters() if not p.requires_grad}
-    config = _config(f"objective.algorithm={name}", "model.guidance=2.0", "run.iterations=3")
-    algorithm = VelocityRegression(
-        policy,
-        FunctionReward(_places),
-        RECORDS,
-        rollout=config.rollout,
-        objective=config.objective,
-        accelerator=Accelerator(cpu=True),
-    )
-    trainer = Trainer(algorithm, run=RunSettings(folder=tmp_path, iterations=2), optimizer=config.optimizer)
-    before = [p.detach().clone() for _, p in policy.trainable_parameters()]
-    records = []
-    for iteration in (1, 2, 3):  # the old policy of diffusion_nft differs from the third on
-        records.append(record := trainer.iterate())
-        assert trainer.counters.updates == 2 * iteration and trainer.counters.skipped == 0
-    assert all(math.isfinite(v) for v in record.values() if isinstance(v, float))
-    moved = [not torch.equal(a, b) for a, (_, b) in zip(before, policy.trainable_parameters(), strict=True)]
-    assert any(moved)
-    after = dict(policy.transformer.named_parameters())
-    assert all(torch.equal(after[n], kept) and after[n].grad is None for n, kept in frozen.items())
-    planned = sum(planned_cost(config, each["trained_share"]) for each in records)
-    counted = sum(each["forward_equivalents_per_image"] for each in records)
-    assert counted == pytest.approx(planned, rel=1e-12)
 
 
 def test_a_run_by_the_configuration(tmp_path):
@@ -160,39 +122,6 @@ def test_the_shapes_configuration_takes_any_row(name: Any):
     assert planned_cost(job.config) >= 10 + 3
 
 
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        *(("sd15", name) for name in REWARDED),
-        *itertools.product(("flux", "z_image", "qwen_image"), ("diffusion_nft", "diffusion_dpo", "ram")),
-    ],
-)
-def test_two_updates_on_other_kinds_of_family(family, name, tmp_path):
-    """A UNet that predicts noise, packed latents, lists of prompts, two calls: passes as counted."""
-    pipe, options = tiny_pipeline(family)
-    lora = LoraSettings(rank=4, alpha=8, seed=0)
-    policy = PipelinePolicy(pipe, **{**options, "guidance": None, "lora": lora})
-    config = _config("rollout={prompts_per_iteration: 1, group_size: 3, steps: 3, batch_size: 2}")
-    algorithm = VelocityRegression(
-        policy,
-        load_reward("jpeg_size"),
-        RECORDS,
-        rollout=config.rollout,
-        objective=DiffusionObjectiveSettings(algorithm=name, changes={"levels": 2}),
-        accelerator=Accelerator(cpu=True),
-    )
-    predicted = "epsilon" if family == "sd15" else "uniform"
-    own = REGRESSIONS[name].weighting
-    assert algorithm.row.weighting == (predicted if own == "prediction" else own)
-    run = RunSettings(folder=tmp_path, iterations=2)
-    trainer = Trainer(algorithm, run=run, optimizer=OptimizerSettings(lr=1e-3, updates_per_iteration=1))
-    records = [trainer.iterate() for _ in range(2)]
-    assert trainer.counters.updates == 2 and trainer.counters.skipped == 0
-    assert all(math.isfinite(v) for v in records[-1].values() if isinstance(v, float))
-    share, asks = records[0]["trained_share"], algorithm.row.asks_reference
-    assert records[0]["forward_equivalents_per_image"] == pytest.approx(3 + 2 * share * (3 + asks))
-
-
 def test_guidance_that_changes_nothing_is_refused():
     pipe, options = tiny_pipeline("hunyuan_image")
     pipe.guider = pipe.ocr_guider = None  # a model without one takes no scale
@@ -204,19 +133,8 @@ def test_guidance_that_changes_nothing_is_refused():
     check_guided(SD3Policy(tiny_sd3_pipeline(), lora=LoraSettings(rank=4)), 3.0, {"prompt": "a red circle"})
 
 
-@pytest.mark.parametrize("family", ["sd3", "sd15", "flux", "qwen_image"])
-def test_a_rewards_gradient_goes_through_the_decoder_and_the_last_steps(family, tmp_path):
-    """Two last steps of each kind of family: the gradient reaches the adapters alone, at the planned cost."""
-    lora = LoraSettings(rank=4, alpha=8, seed=0)
-    if family == "sd3":
-        policy: Any = SD3Policy(tiny_sd3_pipeline(), lora=lora)
-    else:
-        pipe, options = tiny_pipeline(family)
-        policy = PipelinePolicy(pipe, **{**options, "guidance": None, "lora": lora})
-    x = torch.randn(1, *policy.latent_shape, requires_grad=True)
-    v = policy.velocity(x, torch.tensor([0.5]), policy.encode(["a cat"]))
-    for made in (v, policy.decode(x)):  # an earlier step is reached through the latents
-        assert torch.autograd.grad(made.square().sum(), x)[0].any()
+def test_a_packaged_judges_gradient_moves_the_adapters(tmp_path):
+    policy = SD3Policy(tiny_sd3_pipeline(), lora=LoraSettings(rank=4, alpha=8, seed=0))
     config = _config(
         "rollout={prompts_per_iteration: 1, group_size: 3, steps: 3, batch_size: 2}",
         "objective={algorithm: draft, changes: {last: 2, kl: 0.1}}",
@@ -238,5 +156,4 @@ def test_a_rewards_gradient_goes_through_the_decoder_and_the_last_steps(family, 
     assert record["grad_norm"] > 0 and record["reward_gradient"] > 0 and math.isfinite(record["loss"])
     moved = [not torch.equal(a, b) for a, (_, b) in zip(before, policy.trainable_parameters(), strict=True)]
     assert sum(moved) > len(moved) / 2
-    assert all(p.grad is None for p in policy.module.parameters() if not p.requires_grad)
     assert record["forward_equivalents_per_image"] == 1 + 2 * (3 + 1) == planned_cost(config)

@@ -2,17 +2,27 @@
 """`visalign sample`: the same picture for a prompt and seed, the best of several, adapters, refusals."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageSequence
 from typer.testing import CliRunner
 
-from tests.support.models.pipelines import tiny_folder
+from tests.support.models.pipelines import tiny_folder, tiny_pipeline
 from tests.support.models.sd3 import build_tiny_sd3
 from visalign.adapters import LoraSettings, load_policy
+from visalign.adapters.pipeline.policy import PipelinePolicy
+from visalign.evaluation.pages.base import plain
+from visalign.evaluation.pages.sample_page import sample_page
+from visalign.flow.rollout import rollout
 from visalign.pipelines.cli.app import app
+from visalign.pipelines.sample import job
+from visalign.pipelines.score.image_rows import find_images, image_rows
+from visalign.rewards import load_reward
+from visalign.seeds import sample_seed
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +51,7 @@ def test_a_picture_depends_on_its_prompt_and_seed_alone(folder, tmp_path):
         ("two blue squares", 0),
     ]
     assert pixels(tmp_path / "all" / "grid.png").shape == (128, 192, 3)
+    assert "index.html and grid.png to look at" in " ".join(result.output.split())
     more = ("--seeds", "2", "--batch-size", 1, "-r", "sharpness")
     assert run("a red circle", "-m", folder, "--steps", 2, *more, "-o", tmp_path / "one").exit_code == 0
     one = rows(tmp_path / "one")[0]
@@ -48,6 +59,32 @@ def test_a_picture_depends_on_its_prompt_and_seed_alone(folder, tmp_path):
     first, second = pixels(tmp_path / "all" / "0000_2.png"), pixels(tmp_path / "one" / one["image"])
     assert np.abs(first.astype(int) - second).max() <= 1
     assert np.abs(first.astype(int) - pixels(tmp_path / "all" / "0000_1.png")).max() > 5
+
+
+def test_the_page_shows_each_picture_beside_its_prompt_under_its_seed(folder, tmp_path):
+    prompts = ("a <b>red</b> circle", "two & squares")
+    more = ("-r", "sharpness", "--best-of", 2, "--option", "guidance=3")
+    result = run(*prompts, "-m", folder, "--steps", 2, "--seeds", "0,3", *more, "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert prompts[0] not in page
+    table = page.split("<tbody>")[1]
+    for prompt, row in zip(("a &lt;b&gt;red&lt;/b&gt; circle", "two &amp; squares"), (0, 1), strict=True):
+        cells = table.split("<tr>")[1 + row].split("<td>")
+        assert f'<th scope="row">{prompt}</th>' in cells[0]
+        for cell, seed, found in zip(cells[1:], (0, 3), rows(tmp_path / "out")[2 * row :], strict=False):
+            assert f'src="{found["image"]}" alt="Seed {seed}: {prompt}"' in cell
+            assert f'href="{found["image"]}"' in cell and (tmp_path / "out" / found["image"]).is_file()
+            assert f"sharpness {plain(found['sharpness'])}" in cell
+    assert [page.count(text) for text in ("Seed 0</th>", "Seed 3</th>", "<img ", "Draws of a seed")] == [
+        1,
+        1,
+        4,
+        1,
+    ]
+    failed = [{"image": "a.png", "prompt": "", "seed": 0, "r": None}]
+    page = sample_page(failed, size=(8, 8), rewards={"r": "bits"}, facts=[])
+    assert "bits, mean; 1 failed" in page and "r failed" in page and "(empty)" in page
 
 
 def test_the_best_of_several(folder, tmp_path):
@@ -134,6 +171,43 @@ def test_adapters_of_a_run_are_used(folder, tmp_path):
     options = ("--option", "guidance=3", "--option", "image_size=[32,16]", "-m", other, "--steps", 2)
     assert run("a star", *options, "-o", tmp_path / "other").exit_code == 0
     assert pixels(tmp_path / "other" / "0000_3.png").shape == (32, 16, 3)
+
+
+def test_a_video_is_written_whole_beside_its_middle_frame(tmp_path, monkeypatch):
+    pipe, options = tiny_pipeline("wan")
+    policy = PipelinePolicy(pipe, **{**options, "num_frames": 9})
+    monkeypatch.setattr(job, "load_sampler", lambda settings: policy)
+    settings = job.SampleSettings(seeds=(0, 1), steps=2)
+    frames = load_reward("frames", reward="saturation", frames=9)
+    judges = {"saturation": load_reward("saturation"), "all": frames}
+    table = job.sample_pictures([{"prompt": "a ball rolls"}], settings, tmp_path / "out", rewards=judges)
+    assert [(row["image"], row["clip"]) for row in table] == [
+        ("0000_0.png", "0000_0.webp"),
+        ("0000_1.png", "0000_1.webp"),
+    ]
+    assert rows(tmp_path / "out") == table
+    seeds = [sample_seed("sample", "a ball rolls", seed, 0) for seed in (0, 1)]
+    grid, condition = policy.sigmas(2), policy.encode(["a ball rolls"] * 2)
+    with torch.no_grad():
+        made = policy.decode_frames(rollout(policy, condition, sigmas=grid, seeds=seeds).latents)
+    for row, clip, value in zip(table, made, frames.score(made, ["", ""]).value.tolist(), strict=True):
+        with Image.open(tmp_path / "out" / row["clip"]) as found:
+            pages = [np.asarray(page.convert("RGB")).astype(int) for page in ImageSequence.Iterator(found)]
+            assert found.info["duration"] == 62, "16 frames a second"  # whole milliseconds
+        levels = clip.mul(255).round().byte().permute(0, 2, 3, 1).numpy()
+        assert len(pages) == 9 and np.abs(np.stack(pages) - levels).max() <= 1
+        assert np.array_equal(pages[4], pixels(tmp_path / "out" / row["image"]))
+        assert not np.array_equal(pages[4], pages[3])
+        assert row["all"] == pytest.approx(value, abs=1e-4) != row["saturation"]
+    shown = re.findall(
+        r'<img src="([^"]*)"[^>]* width="32" height="16"', (tmp_path / "out/index.html").read_text()
+    )
+    assert shown == ["0000_0.webp", "0000_1.webp"]
+    for clips, ending in ((False, "png"), (True, "webp")):
+        found = find_images([tmp_path / "out"], clips=clips)
+        assert [path.name for path in found] == [f"0000_{seed}.{ending}" for seed in (0, 1)]
+    [again, _] = image_rows([tmp_path / "out" / "images.jsonl"], names={"image": "clip"})
+    assert Path(again.image) == tmp_path / "out" / "0000_0.webp"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from visalign.errors import UserError
+from visalign.flow.rollout import middle_frames
 
 from .arguments import call_arguments, checked_guidance, checked_negative, known_family
 from .condition import Encoded, Source, join, named, positive
@@ -167,8 +168,7 @@ class PipelineCall:
 
     def pictures(self, latents: Tensor, batch_size: int) -> Tensor:
         """Pictures [B, 3, H, W], of videos their middle frames; see `frames`."""
-        images = self.frames(latents, batch_size)
-        return images if images.ndim == 4 else images[:, images.shape[1] // 2].contiguous()
+        return middle_frames(self.frames(latents, batch_size))
 
     def run(
         self,

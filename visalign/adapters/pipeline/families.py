@@ -61,6 +61,8 @@ class Family:
     """Whether the call makes pictures of an area of its own, whatever it is asked for."""
     frames: int | None = None
     """Of a video where none are asked for; None makes single pictures."""
+    frame_rate: float = 8.0
+    """Frames a second of its videos: as diffusers' example of the pipeline writes them, or by its call."""
     source: Literal["none", "optional", "needed"] = "none"
     """Whether the call's `image` is a picture to edit."""
     modular: bool = False
@@ -260,7 +262,7 @@ FAMILIES: dict[str, Family] = {
         unconditional=1,
         unit=2,
     ),
-    "kandinsky5": replace(_KANDINSKY5, pipelines=("Kandinsky5T2VPipeline",), frames=121),
+    "kandinsky5": replace(_KANDINSKY5, pipelines=("Kandinsky5T2VPipeline",), frames=121, frame_rate=24.0),
     "kandinsky5_image": _KANDINSKY5,
     "prx": Family(
         pipelines=("PRXPipeline",),
@@ -289,6 +291,7 @@ FAMILIES: dict[str, Family] = {
         networks=("transformer", "transformer_2"),
         unit=2,
         frames=81,
+        frame_rate=16.0,
     ),
     "hunyuan_video": Family(
         pipelines=("HunyuanVideoPipeline",),
@@ -298,12 +301,14 @@ FAMILIES: dict[str, Family] = {
         unit=2,
         lora=JOINT,
         frames=129,
+        frame_rate=15.0,
     ),
     "ltx": Family(
         pipelines=("LTXPipeline",),
         encodes=_MASKED,
         guidance="concatenated",
         frames=161,
+        frame_rate=25.0,
     ),
 }
 """name -> family."""

@@ -211,6 +211,11 @@ class PipelinePolicy:
         """Whether `encode` is to be given records, with the picture to edit."""
         return self.family.source != "none"
 
+    @property
+    def frame_rate(self) -> float:
+        """Frames a second of its videos: the call's `frame_rate`, else the family's."""
+        return float(self._call.fixed.get("frame_rate", self.family.frame_rate))
+
     def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, time: Tensor | None = None) -> Tensor:
         """Guided velocity dx/dσ; with gradient, only the conditional half carries it.
 

@@ -15,7 +15,7 @@ from torch.nn.functional import interpolate
 
 from visalign.data.sets.prompt_files import record_key
 from visalign.errors import UserError
-from visalign.flow.rollout import asked_of, decoded, rollout
+from visalign.flow.rollout import asked_of, decoded, middle_frames, rollout
 from visalign.interfaces import DiffusionPolicy, PointwiseReward
 from visalign.seeds import sample_seed
 
@@ -110,8 +110,7 @@ def _drawn(
         part = condition.select(torch.tensor(rows))
         latents = rollout(policy, part, sigmas=sigmas, seeds=seeds).latents
         frames = decoded(policy, latents, clips=clips).detach().to("cpu", torch.float32)
-        images = frames if frames.ndim == 4 else frames[:, frames.shape[1] // 2].contiguous()
-        yield slice(rows.start, rows.stop), frames, images
+        yield slice(rows.start, rows.stop), frames, middle_frames(frames)
 
 
 def _as_bytes(images: Tensor, side: int) -> NDArray[np.uint8]:

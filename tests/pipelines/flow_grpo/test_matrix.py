@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two updates of each algorithm on kinds of family: on-policy, adapters alone, finite, at planned cost."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from tests.support.models.pipelines import tiny_pipeline
+from tests.support.models.sd3 import tiny_sd3_pipeline
+from tests.support.training.pictures import Brightness
+from visalign.adapters import SD3Policy
+from visalign.adapters.lora import LoraSettings
+from visalign.adapters.pipeline.policy import PipelinePolicy
+from visalign.config import load_config
+from visalign.core import NAMED, REGRESSIONS, Objective
+from visalign.core.objective.decisions import check_decisions
+from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
+from visalign.pipelines.flow_grpo.plan import planned_cost
+from visalign.rewards import FunctionReward
+from visalign.rewards.combine.weighted_sum import WeightedSum
+from visalign.rewards.pairs.as_pairwise import as_pairwise
+from visalign.rewards.pairs.as_pointwise import GroupWinRate
+from visalign.training import FlowGRPO, RewardGradient, RunSettings, Trainer, VelocityRegression
+
+FAMILIES = {
+    "sd3": "concatenated guidance, the adapter written for it",
+    "flux": "packed latents, embedded guidance",
+    "z_image": "lists of latents and of prompts",
+    "qwen_image": "packed latents, two calls, prompts of one length in each",
+    "sd15": "a U-Net that predicts noise",
+}
+RECORDS = [{"prompt": text} for text in ("a red circle", "two blue squares", "a star")]
+BASE = (
+    "rewards.terms={jpeg_size: {}}",
+    "rollout={prompts_per_iteration: 2, group_size: 4, steps: 3, batch_size: 8}",
+    "optimizer={lr: 1e-3, updates_per_iteration: 1, micro_batch: 16}",
+    "run={iterations: 2, device: cpu}",
+)
+IMPORTANCE = "{kl: 0, importance_sampling: {level: token, mode: truncate, high: 2.0}}"
+TREE = "rollout.branch={at: [0], children: 2}"
+DEEP = "rollout.branch={at: [0, 1], children: 2}"
+EVERYWHERE: dict[str, tuple[str, ...]] = {
+    "flow_grpo": (),
+    "grpo_guard": ("objective.algorithm=grpo_guard",),
+    "flow_gspo": ("objective.algorithm=flow_gspo",),
+    "flow_dppo": ("objective.algorithm=flow_dppo",),
+    "kl_in_reward": ("objective.algorithm=reinforce_pp",),
+    "stale": (f"objective.changes={IMPORTANCE}", "rollout.staleness=1"),
+    "tree": (TREE, "objective.credit=branches"),
+    "turning_points": ("objective.credit=turning_points",),
+    "one_step": ("objective.credit=one_step",),
+    "diffusion_nft": ("objective={algorithm: diffusion_nft, changes: {levels: 2}}",),
+    "ram": ("objective={algorithm: ram, changes: {levels: 2}}",),
+    "diffusion_dpo": ("objective={algorithm: diffusion_dpo, changes: {levels: 2}}",),
+    "draft": ("objective={algorithm: draft, changes: {last: 2, kl: 0.1}}",),
+    "draft_lv": ("objective={algorithm: draft_lv}",),
+    "refl": ("objective={algorithm: refl, changes: {stop_range: [0.3, 1.0]}}",),
+}
+"""Kinds that ask the model in a way of their own."""
+SOMEWHERE: dict[str, tuple[str, ...]] = {
+    "window": ("rollout.sde_window=1",),
+    "shared_noise": ("rollout.shared_noise=true",),
+    "epochs": ("objective.epochs=2",),
+    "deep_tree": (DEEP, "objective={credit: branches, algorithm: grpo_guard}"),
+    "canon": ("objective={algorithm: canon, metric: level}",),
+    "rollout_guidance": (
+        "objective={algorithm: diffusion_nft, changes: {levels: 2, kl: 0.1}}",
+        "rollout.guidance=3.0",
+    ),
+}
+"""Those whose statistics or losses alone differ, each on one family in turn."""
+
+
+def _on_steps(name: str, row: Objective) -> bool:
+    try:
+        check_decisions(row, "denoising_steps", name=name)
+    except ValueError:
+        return False
+    return True
+
+
+_SEEN = {*EVERYWHERE, *SOMEWHERE, "reinforce_pp"}
+SOMEWHERE |= {
+    name: (f"objective={{algorithm: {name}, changes: {{levels: 2}}}}",)
+    for name, row in REGRESSIONS.items()
+    if name not in _SEEN and row.anchor != "expert"
+}
+SOMEWHERE |= {
+    name: (f"objective.algorithm={name}",)
+    for name, row in NAMED.items()
+    if name not in _SEEN and _on_steps(name, row)
+}
+CASES = [(family, name) for name in EVERYWHERE for family in FAMILIES]
+CASES += [([*FAMILIES][place % len(FAMILIES)], name) for place, name in enumerate(SOMEWHERE)]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Of torch: networks this small lose by more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@cache
+def _policy(family: str) -> tuple[Any, list[torch.Tensor]]:
+    """The policy of a tiny pipeline under its guidance, and its adapters as they begin."""
+    lora = LoraSettings(rank=4, alpha=8, seed=0)
+    if family == "sd3":
+        policy: Any = SD3Policy(tiny_sd3_pipeline(), lora=lora, guidance=2.0)
+    else:
+        pipe, options = tiny_pipeline(family)
+        policy = PipelinePolicy(pipe, **options, lora=lora)
+    return policy, [p.detach().clone() for _, p in policy.trainable_parameters()]
+
+
+def _begun(family: str) -> Any:
+    """As at the beginning."""
+    policy, adapters = _policy(family)
+    with torch.no_grad():
+        for (_, p), first in zip(policy.trainable_parameters(), adapters, strict=True):
+            p.copy_(first)
+            p.grad = None
+    return policy
+
+
+def _reward(config: FlowGRPOConfig) -> Any:
+    """Of pictures, without ties."""
+    if config.objective.algorithm == "pref_grpo":
+        return GroupWinRate(as_pairwise(Brightness()))
+    if config.objective.algorithm != "gdpo":
+        return Brightness()
+    places = FunctionReward(lambda images, prompts: [float(i) for i in range(len(images))], name="places")
+    return WeightedSum({"places": (places, 1.0), "light": (Brightness(), 1.0)}, allow_mixed_units=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_two_updates(family: str, name: str, tmp_path: Path) -> None:
+    policy, given = _begun(family), _policy(family)[1]
+    config = _config(policy, (EVERYWHERE | SOMEWHERE)[name], tmp_path / "model")
+    objective = config.objective
+    kind = VelocityRegression if objective.regression else RewardGradient if objective.ascent else FlowGRPO
+    algorithm: Any = kind(
+        policy,
+        _reward(config),
+        RECORDS,
+        rollout=config.rollout,
+        objective=objective,
+        accelerator=Accelerator(cpu=True),
+    )
+    if objective.regression is not None and objective.regression.weighting == "prediction":
+        assert algorithm.row.weighting == ("epsilon" if family == "sd15" else "uniform")
+    run = RunSettings(folder=tmp_path, iterations=2)
+    trainer: Trainer[Any] = Trainer(algorithm, run=run, optimizer=config.optimizer)
+    records = [trainer.iterate() for _ in range(2)]
+    assert trainer.counters.updates == 2 * objective.epochs and trainer.counters.skipped == 0
+    assert all(math.isfinite(v) for record in records for v in record.values() if isinstance(v, float))
+    assert records[0]["grad_norm"] > 0
+    if kind is FlowGRPO:
+        assert all(record["ratio_floor"] <= 1e-5 for record in records)
+    trained = policy.trainable_parameters()
+    assert all("lora" in name and bool(p.isfinite().all()) for name, p in trained)
+    moved = [not torch.equal(p, first) for (_, p), first in zip(trained, given, strict=True)]
+    assert sum(moved) > len(moved) / 2
+    own = {id(p) for _, p in trained}
+    networks = [part for part in policy.pipe.components.values() if isinstance(part, torch.nn.Module)]
+    assert all(p.grad is None for part in networks for p in part.parameters() if id(p) not in own)
+    planned = sum(planned_cost(config, record.get("trained_share", 1.0)) for record in records)
+    counted = sum(record["forward_equivalents_per_image"] for record in records)
+    assert counted == pytest.approx(planned, rel=1e-12)
+
+
+def _config(policy: Any, overrides: tuple[str, ...], folder: Path) -> FlowGRPOConfig:
+    """Of a model whose index is all that a plan reads."""
+    folder.mkdir()
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": type(policy.pipe).__name__}))
+    model = {"path": str(folder), "guidance": policy.guidance, "lora": {"rank": 4}}
+    return load_config(FlowGRPOConfig, None, [*BASE, f"model={json.dumps(model)}", *overrides])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gradient_goes_through_the_velocity_and_the_decoder(family: str) -> None:
+    """So that an earlier step is reached through the latents."""
+    policy = _begun(family)
+    x = torch.randn(1, *policy.latent_shape, requires_grad=True)
+    for made in (policy.velocity(x, torch.tensor([0.5]), policy.encode(["a cat"])), policy.decode(x)):
+        assert torch.autograd.grad(made.square().sum(), x)[0].any()
