@@ -77,6 +77,9 @@ def build_accelerator(config: Any, folder: Path) -> Accelerator:
     if accelerator.num_processes > 1:
         from accelerate.utils import gather_object
 
+        from visalign.training.loop.machines import watch_machines
+
+        watch_machines(accelerator)
         found = {name: one for name, one in versions().items() if name != "platform"}
         check_alike(gather_object([{**flatten(asdict(config)), "--output": str(folder), **found}]))
     return accelerator

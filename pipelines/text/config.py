@@ -253,6 +253,8 @@ class ServerConfig:
     """Requests at a time."""
     timeout: float = 600.0
     """Seconds for one completion."""
+    patience: float = 600.0
+    """Seconds for which a server that has answered once may be away while it is started anew."""
     sync_every: Count = 1
     """Iterations between two loads of the adapters into the server; above 1 is off-policy on purpose."""
     server_folder: str | None = None

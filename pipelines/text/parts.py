@@ -422,6 +422,7 @@ def build_server(config: TextConfig, policy: CausalLMPolicy) -> Any:
         max_logprobs=server.max_logprobs,
         parallel=server.parallel,
         timeout=server.timeout,
+        patience=server.patience,
     )
 
 
@@ -448,6 +449,7 @@ def syncing(
         return None
     from accelerate import utils
 
+    from visalign.adapters.server.weights import rewriting
     from visalign.training.loop.sharding import whole_state
 
     folder = Path(server.model_folder or output / "server_adapter")
@@ -462,12 +464,13 @@ def syncing(
         if not last or iteration - last[0] >= server.sync_every:
             last[:] = [iteration]
             with whole_state(policy.module), no_loading_bars():
-                if accelerator.is_main_process and server.model_folder:
-                    policy.model.save_pretrained(folder)
-                    generator.reload(folder)
-                elif accelerator.is_main_process:
-                    policy.save(folder)
-                    generator.sync(folder, server_folder=server.server_folder)
-            (generator.model,) = utils.broadcast_object_list([generator.model])
+                if accelerator.is_main_process:
+                    with rewriting(folder) as aside:
+                        (policy.model.save_pretrained if server.model_folder else policy.save)(aside)
+                    if server.model_folder:
+                        generator.reload(folder)
+                    else:
+                        generator.sync(folder, server_folder=server.server_folder)
+            generator.model, generator.given = utils.broadcast_object_list([generator.model, generator.given])
 
     return sync

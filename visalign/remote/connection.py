@@ -8,6 +8,8 @@ import json
 import os
 import random
 import ssl
+import time
+import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -21,6 +23,8 @@ CONNECT_SECONDS = 10.0
 """Longest wait for a connection; an answer may take `timeout`."""
 LONGEST_PAUSE = 60.0
 """Longest wait before another attempt, in seconds, whatever the server's Retry-After says."""
+AWAY = (None, 502, 503, 504)
+"""Statuses of a server that is away: no connection, one that broke off, or a proxy that says so."""
 HINTS = {
     401: "Give api_key the key that the server was started with.",
     403: "Give api_key the key that the server was started with.",
@@ -51,7 +55,8 @@ class ServerConnection:
     """Sends requests to one server.
 
     Connection errors, 429 and 5xx are tried again with pauses that double; every other failure is final, a
-    server that stays silent for `timeout` included: it would be silent again.
+    server that stays silent for `timeout` included: it would be silent again. `absences` counts how often
+    an attempt found the server away: it may have been started anew since.
 
     Args:
         base_url: as OpenAI clients take it, "http://host:8000/v1"; a URL without a path gets "/v1".
@@ -64,6 +69,8 @@ class ServerConnection:
         seed: of that draw.
         deadline: seconds that one attempt may take in all, for a server that sends a byte now and then; None
             leaves it to `timeout`.
+        patience: seconds for which a server that has answered once may be away (no connection, 502, 503,
+            504) while it is started anew, which counts as no attempt.
 
     Raises:
         UserError: an address that is none, or a number out of range.
@@ -80,6 +87,7 @@ class ServerConnection:
         jitter: float = 0.0,
         seed: int = 0,
         deadline: float | None = None,
+        patience: float = 0.0,
     ) -> None:
         for name, value, least in (
             ("timeout", timeout, 0.001),
@@ -87,6 +95,7 @@ class ServerConnection:
             ("backoff", backoff, 0),
             ("jitter", jitter, 0),
             ("deadline", timeout if deadline is None else deadline, 0.001),
+            ("patience", patience, 0),
         ):
             if not value >= least:
                 raise UserError(f"{name} is {value}; it must be at least {least}.")
@@ -95,7 +104,8 @@ class ServerConnection:
         self._address = _address(base_url)
         self.base_url = base_url
         self.timeout, self.retries, self.backoff = timeout, retries, backoff
-        self.jitter, self.seed, self.deadline = jitter, seed, deadline
+        self.jitter, self.seed, self.deadline, self.patience = jitter, seed, deadline, patience
+        self.absences, self._has_answered, self._is_told = 0, False, False
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             if not (api_key.isascii() and api_key.isprintable()):
@@ -210,14 +220,18 @@ class ServerConnection:
         self, client: httpx.AsyncClient, method: str, path: str, payload: bytes | None = None, index: int = 0
     ) -> bytes:
         draw = random.Random(self.seed * 1_000_003 + index)
-        pause = self.backoff
-        for attempt in range(self.retries + 1):
+        pause, attempts, failures, since = self.backoff, 0, 0, None
+        while True:
             try:
                 return await self._attempt(client, method, path, payload)
             except _PassingError as failure:
-                if attempt == self.retries:
+                attempts += 1
+                since = self._away_since(since, failure)
+                waits = since is not None and time.monotonic() - since < self.patience and self._has_answered
+                failures += not waits
+                if not waits and self.retries < (failures if since is None else attempts):
                     raise ServerError(
-                        f"{method} {self.url(path)} failed {attempt + 1} times, the last time so: {failure}. "
+                        f"{method} {self.url(path)} failed {attempts} times, the last time so: {failure}. "
                         f"Check that the server runs, its log, and base_url ({self.base_url}).",
                         status=failure.status,
                     ) from failure
@@ -226,7 +240,20 @@ class ServerConnection:
                 )
                 await asyncio.sleep(min(asked_for, LONGEST_PAUSE))
                 pause *= 2
-        raise AssertionError("the last attempt returns or raises")
+
+    def _away_since(self, since: float | None, failure: _PassingError) -> float | None:
+        """When a request first found the server away, in monotonic seconds; None: it is there."""
+        if failure.status not in AWAY:
+            return None
+        self.absences += 1
+        if self.patience and self._has_answered and not self._is_told:
+            self._is_told = True
+            warnings.warn(
+                f"{self.base_url} is away: {failure}. It is waited for, {self.patience:g} s at most "
+                "(patience).",
+                stacklevel=2,
+            )
+        return time.monotonic() if since is None else since
 
     async def _attempt(
         self, client: httpx.AsyncClient, method: str, path: str, payload: bytes | None
@@ -256,6 +283,8 @@ class ServerConnection:
             what = "no connection" if met else "the connection broke off"
             raise _PassingError(f"{what} ({_named(first)})") from error
         status = response.status_code
+        if status not in AWAY:
+            self._has_answered, self._is_told = True, False
         if response.is_success:
             return response.content
         said = f"{status} {response.reason_phrase}: {_complaint(response.content)}"

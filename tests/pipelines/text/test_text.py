@@ -323,14 +323,17 @@ def test_the_first_process_hands_the_adapters_over_and_all_ask_for_them(
     first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    generator = SimpleNamespace(model="base", sync=lambda folder, server_folder: done.append("sync"))
+    generator = SimpleNamespace(
+        model="base", given=None, sync=lambda folder, server_folder: done.append("sync")
+    )
     policy: Any = SimpleNamespace(save=lambda folder: done.append("save"), module=nn.Identity())
-    monkeypatch.setattr("accelerate.utils.broadcast_object_list", lambda given: ["visalign-1"])
+    monkeypatch.setattr("accelerate.utils.broadcast_object_list", lambda given: ["visalign-1", "here"])
     config: Any = SimpleNamespace(server=ServerConfig(base_url="http://x/v1", model="base", sync_every=2))
     process: Any = SimpleNamespace(is_main_process=first)
     sync = syncing(config, policy, generator, tmp_path, process)
     sync(1)
-    assert generator.model == "visalign-1" and done == (["save", "sync"] if first else [])
+    assert (generator.model, generator.given) == ("visalign-1", "here")
+    assert done == (["save", "sync"] if first else [])
     generator.model = "kept"
     sync(2)
     assert generator.model == "kept"
@@ -338,8 +341,10 @@ def test_the_first_process_hands_the_adapters_over_and_all_ask_for_them(
 
 def test_a_whole_model_is_handed_over_in_the_folder_of_the_server(tmp_path: Path) -> None:
     done: list[str] = []
-    generator = SimpleNamespace(model="base", reload=lambda folder: done.append(f"reload {folder.name}"))
-    model = SimpleNamespace(save_pretrained=lambda folder: done.append(f"save {folder.name}"))
+    generator = SimpleNamespace(
+        model="base", given=None, reload=lambda folder: done.append(f"reload {folder.name}")
+    )
+    model = SimpleNamespace(save_pretrained=lambda folder: (folder / "model.safetensors").touch())
     policy: Any = SimpleNamespace(model=model, module=nn.Identity())
     server = ServerConfig(base_url="http://x/v1", model="base", model_folder=str(tmp_path / "served"))
     config, process = SimpleNamespace(server=server), SimpleNamespace(is_main_process=True)
@@ -348,7 +353,11 @@ def test_a_whole_model_is_handed_over_in_the_folder_of_the_server(tmp_path: Path
     (tmp_path / "served").mkdir()
     (tmp_path / "served/config.json").touch()
     syncing(cast(Any, config), policy, generator, tmp_path, cast(Any, process))(1)
-    assert done == ["save served", "reload served"] and generator.model == "base"
+    assert done == ["reload served"] and generator.model == "base"
+    assert sorted(path.name for path in (tmp_path / "served").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
 
 
 def test_a_run_with_a_calculator_branches_and_is_evaluated_with_it(tmp_path):

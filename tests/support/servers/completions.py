@@ -35,6 +35,13 @@ class TinyServer:
         self.takes_adapters = True
         self.folder: Path | None = None
         """In vLLM's development mode, what it was started on."""
+        self.dies: Callable[[str, int], bool] = lambda path, count: False
+        """Whether it is killed at the count-th request to a path, from 1 on; it is then started anew."""
+        self.start = lambda: self.adapters.clear()
+        """What a start does; the weights are those of then."""
+        self.away = 0.1
+        """Seconds until it is there again."""
+        self.starts = 0
         self.failures: list[tuple[int, str, dict[str, str]]] = []
         """Given out first, one per request; status 0 hangs up without an answer."""
         self.alter: Callable[[Reply], Any] = lambda reply: reply
@@ -43,7 +50,8 @@ class TinyServer:
         self.asked: list[tuple[str, Reply]] = []
         """(path, body) of every request."""
         self.url = ""
-        self.closing = threading.Event()
+        self.http: _Threads
+        self.closing, self.dying = threading.Event(), threading.Event()
         self._lock = threading.Lock()
 
     @property
@@ -159,6 +167,10 @@ def _handler(server: TinyServer) -> type[BaseHTTPRequestHandler]:
 
         def _serve(self, body: Reply) -> None:
             server.asked.append((self.path, body))
+            count = sum(path == self.path for path, _ in server.asked)
+            if server.dies(self.path, count):
+                server.dying.set()
+                server.http.shutdown()
             if server.key is not None and self.headers["Authorization"] != f"Bearer {server.key}":
                 return self._send(401, json.dumps({"error": "Unauthorized"}))
             if server.failures and self.path != "/v1/models":
@@ -168,6 +180,8 @@ def _handler(server: TinyServer) -> type[BaseHTTPRequestHandler]:
             self._send(status, reply if isinstance(reply, str) else json.dumps(reply))
 
         def _send(self, status: int, text: str, headers: dict[str, str] | None = None) -> None:
+            if server.dying.is_set():
+                return
             raw = text.encode()
             try:
                 self.send_response(status)
@@ -197,14 +211,26 @@ def serving(policy: CausalLMPolicy, **options: Any) -> Iterator[TinyServer]:
         policy: draws the completions.
         **options: of `TinyServer`.
     """
-    server = TinyServer(policy, **options)
-    with _Threads(("127.0.0.1", 0), _handler(server)) as http:
-        server.url = f"http://127.0.0.1:{http.server_address[1]}/v1"
-        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.closing.set()
-            http.shutdown()
-            thread.join()
+    server, ready = TinyServer(policy, **options), threading.Event()
+
+    def serve() -> None:
+        """One life after the other, all at the port of the first."""
+        port = 0
+        while not server.closing.wait(server.away if port else 0):
+            with _Threads(("127.0.0.1", port), _handler(server)) as server.http:
+                server.start()
+                server.dying.clear()
+                port, server.starts = server.http.server_address[1], server.starts + 1
+                server.url = f"http://127.0.0.1:{port}/v1"
+                ready.set()
+                server.http.serve_forever(poll_interval=0.02)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    ready.wait()
+    try:
+        yield server
+    finally:
+        server.closing.set()
+        server.http.shutdown()
+        thread.join()

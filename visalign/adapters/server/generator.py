@@ -18,7 +18,7 @@ What a server does not say is NaN: the entropy, or with top_k `full_log_prob`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,10 +61,15 @@ class ServerGenerator:
         timeout: seconds that the server may be silent.
         retries: attempts after the first, for connection errors, 429 and 5xx alone.
         backoff: seconds before the second attempt, doubled from one to the next.
+        patience: seconds for which a server that has answered once may be away, as it is while it is
+            started anew. It then gets again what `sync` or `reload` gave it.
 
     Raises:
         UserError: an argument out of range.
     """
+
+    given: str | None = None
+    """The folder, as the server sees it, of the weights that it was given; None: those of its start."""
 
     def __init__(
         self,
@@ -85,6 +90,7 @@ class ServerGenerator:
         timeout: float = 600.0,
         retries: int = 4,
         backoff: float = 1.0,
+        patience: float = 0.0,
     ) -> None:
         check_options(1, 1, max_prompt_tokens, long_prompts)
         for name, size in (("max_logprobs", max_logprobs), ("parallel", parallel)):
@@ -96,7 +102,7 @@ class ServerGenerator:
                 '"processed_logprobs", as the server was started. Its other modes give no log-probs.'
             )
         self._connection = ServerConnection(
-            base_url, api_key=api_key, timeout=timeout, retries=retries, backoff=backoff
+            base_url, api_key=api_key, timeout=timeout, retries=retries, backoff=backoff, patience=patience
         )
         self.base_model = self.model = model
         self.tokenizer = tokenizer
@@ -200,7 +206,8 @@ class ServerGenerator:
         name = adapter_name(Path(folder))
         if name == self.model:
             return name
-        load_adapter(self._connection, name, server_folder or str(Path(folder).resolve()))
+        self.given = server_folder or str(Path(folder).resolve())
+        load_adapter(self._connection, name, self.given)
         before, self.model = self.model, name
         if before != self.base_model:
             unload_adapter(self._connection, before)
@@ -217,6 +224,7 @@ class ServerGenerator:
             raise UserError(
                 f"{folder} holds no weights (*.safetensors). Save the model there and start the server on it."
             )
+        self.given = str(folder)
         reload_weights(self._connection)
 
     def _completions(
@@ -248,8 +256,6 @@ class ServerGenerator:
                     vocabulary=self.vocabulary,
                 )
             )
-        if requests and needs_processed(sampling) and not self._probed:
-            self._probed = check_processed(self._connection, self.model, requests[0].prompt)
         bodies = [
             request_body(
                 a,
@@ -261,8 +267,39 @@ class ServerGenerator:
             )
             for a in requests
         ]
-        replies = self._connection.post_all("completions", bodies, parallel=self.parallel)
+        probe = requests[0].prompt if requests and needs_processed(sampling) else None
+        replies = self._answers(bodies, probe)
         return {a.sample: (a, read_completion(reply, a)) for a, reply in zip(requests, replies, strict=True)}
+
+    def _answers(
+        self, bodies: Sequence[Mapping[str, Any]], probe: Sequence[int] | None
+    ) -> list[Mapping[str, Any]]:
+        """The answers to all requests, each under the weights that the server was given.
+
+        A server that was started anew does not know its adapter (404); that it reads a whole model anew shows
+        by its having been away. It gets the weights again, and all requests, once more.
+        """
+        absences, is_whole = self._connection.absences, self.model == self.base_model
+        try:
+            answers = self._asked(bodies, probe)
+            if self.given is None or not is_whole or self._connection.absences == absences:
+                return answers
+        except ServerError as error:
+            if self.given is None or is_whole or error.status != 404:
+                raise
+        if is_whole:
+            reload_weights(self._connection)
+        else:
+            load_adapter(self._connection, self.model, str(self.given))
+        return self._asked(bodies, probe)
+
+    def _asked(
+        self, bodies: Sequence[Mapping[str, Any]], probe: Sequence[int] | None
+    ) -> list[Mapping[str, Any]]:
+        """The answers to all requests, behind the probe's of the log-probs."""
+        if probe is not None and not self._probed:
+            self._probed = check_processed(self._connection, self.model, probe)
+        return self._connection.post_all("completions", bodies, parallel=self.parallel)
 
     def _ends(self, stopping: StoppingCriteria) -> tuple[int, ...]:
         """The tokens that end a completion."""

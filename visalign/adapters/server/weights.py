@@ -4,8 +4,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from visalign.atomic import umask_permissions
 from visalign.errors import UserError
 from visalign.remote import ServerConnection, ServerError
 
@@ -36,6 +41,28 @@ def adapter_name(folder: Path) -> str:
         with file.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
     return f"visalign-{digest.hexdigest()[:16]}"
+
+
+@contextmanager
+def rewriting(folder: Path) -> Iterator[Path]:
+    """A folder to write weights into, whose files are renamed into `folder` at the end, in place of all
+    weights there: no file is ever half written, whenever the process is killed.
+
+    The folder itself stays, since a server in a container may have it mounted.
+    """
+    aside = folder / ".writing"
+    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
+    aside.mkdir(parents=True)
+    yield aside
+    umask_permissions(aside)
+    written = {file.relative_to(aside) for file in aside.rglob("*") if file.is_file()}
+    for file in sorted(written):
+        (folder / file).parent.mkdir(exist_ok=True)
+        os.replace(aside / file, folder / file)
+    shutil.rmtree(aside)
+    for stale in folder.glob("*.safetensors*"):  # of a model that was cut otherwise, with its index
+        if stale.relative_to(folder) not in written:
+            stale.unlink()
 
 
 def load_adapter(connection: ServerConnection, name: str, where: str) -> None:

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run whose server is started anew: it waits, hands the weights over again, and is the run without it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from accelerate import Accelerator
+
+from tests.support.servers.completions import TinyServer, serving
+from tests.support.training.text import Letters, toy_policy, toy_text_trainer
+from visalign.adapters.causal_lm.lora import text_lora
+from visalign.adapters.server.generator import ServerGenerator
+from visalign.adapters.server.weights import rewriting
+from visalign.pipelines.text.config import ServerConfig
+from visalign.pipelines.text.parts import syncing
+from visalign.remote import ServerConnection, ServerError
+from visalign.training.loop.metrics import read_metrics, without_times
+
+ASKED = "/v1/completions"
+OFF_POLICY = {
+    "changes": {"kl": 0.0, "importance_sampling": {"level": "token", "mode": "truncate", "high": 2.0}}
+}
+Dies = Callable[[TinyServer], Callable[[str, int], bool]]
+
+
+class Kept(Letters):
+    """Keeps what it judges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def score(self, completions: Any, prompts: Any, metadata: Any = None) -> Any:
+        """As the letters'."""
+        self.texts += completions
+        return super().score(completions, prompts, metadata)
+
+
+def policy(whole: bool) -> Any:
+    """One that is trained in full, or by adapters."""
+    return toy_policy() if whole else toy_policy(lora=text_lora(rank=2, alpha=4.0))
+
+
+def run(folder: Path, whole: bool, dies: Dies) -> tuple[list[str], list[dict[str, Any]], TinyServer]:
+    """Completions and metrics of three iterations of 8 completions each, and the server.
+
+    The server of whole models starts on a copy of the folder that the run writes to, so that the weights of a
+    start are always those of the first.
+    """
+    trained, drawing, reward, served = policy(whole), policy(whole), Kept(), folder / "served"
+    accelerator = Accelerator(cpu=True)
+    trained.save(served)
+    shutil.copytree(served, folder / "start")
+    with serving(drawing) as server:
+        if whole:
+            server.folder, server.start = served, lambda: drawing.load(folder / "start")
+        server.dies = dies(server)
+        generator = ServerGenerator.for_policy(trained, server.url, "tiny", backoff=0.05, patience=100.0)
+        given = ServerConfig(base_url=server.url, model="tiny", model_folder=str(served) if whole else None)
+        config = cast(Any, SimpleNamespace(server=given))
+        trainer = toy_text_trainer(
+            folder,
+            policy=trained,
+            reward=reward,
+            generator=generator,
+            after_update=syncing(config, trained, generator, folder, accelerator),
+            accelerator=accelerator,
+            objective=OFF_POLICY,
+            rollout={"prompts_per_iteration": 2, "group_size": 4},
+            optimizer={"lr": 3e-2},
+        )
+        trainer.train()
+    return reward.texts, [without_times(record) for record in read_metrics(folder / "metrics.jsonl")], server
+
+
+@pytest.fixture(scope="module", params=["adapters", "whole"])
+def steady(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Whether whole models are handed over, and the run whose server stays."""
+    whole = request.param == "whole"
+    texts, metrics, server = run(
+        tmp_path_factory.mktemp("steady"), whole, lambda _: lambda path, count: False
+    )
+    assert server.starts == 1 and len(texts) == 24 and len(metrics) == 3
+    return whole, texts, metrics
+
+
+@pytest.mark.filterwarnings("ignore:.*is away")
+@pytest.mark.parametrize(("place", "number"), [(ASKED, 12), (ASKED, 17), ("hand over", 1), ("hand over", 2)])
+def test_a_run_is_that_of_a_server_that_stayed(steady: Any, place: str, number: int, tmp_path: Path) -> None:
+    """Killed among an iteration's completions, before its first, or as it gets new weights."""
+    whole, texts, metrics = steady
+    given = "/collective_rpc" if whole else "/v1/load_lora_adapter"
+    died: list[int] = []
+
+    def dies(server: TinyServer) -> Callable[[str, int], bool]:
+        def now(path: str, count: int) -> bool:
+            due = (path, count) == ((place if place == ASKED else given), number) and not died
+            died.extend([1] if due else [])
+            return due
+
+        return now
+
+    found, measured, server = run(tmp_path, whole, dies)
+    assert server.starts == 2
+    assert found == texts and measured == metrics
+
+
+def test_adapters_that_are_lost_unseen_are_loaded_again(tmp_path: Path, steady: Any) -> None:
+    """The server was started anew while nobody asked it."""
+    whole, texts, metrics = steady
+    if whole:
+        pytest.skip("a start reads the folder that the weights are written to")
+
+    def dies(server: TinyServer) -> Callable[[str, int], bool]:
+        return lambda path, count: bool(path == ASKED and count == 17 and server.start())
+
+    found, measured, server = run(tmp_path, whole, dies)
+    assert found == texts and measured == metrics
+    assert [path for path, _ in server.asked].count("/v1/load_lora_adapter") == 4
+
+
+def test_an_adapter_that_stays_unknown_ends_the_call(tmp_path: Path) -> None:
+    trained = policy(False)
+    trained.save(tmp_path)
+    with serving(policy(False)) as server:
+        source = ServerGenerator.for_policy(trained, server.url, "tiny")
+        source.sync(tmp_path)
+        server.dies = lambda path, count: path == ASKED and server.start() is not None
+        with pytest.raises(ServerError, match=r"404 .*The model `visalign-\w+` does not exist"):
+            source.generate(["b c"], seeds=0)
+
+
+@pytest.mark.parametrize(
+    ("status", "patience", "waits"), [(503, 60.0, True), (503, 0.0, False), (500, 60.0, False)]
+)
+def test_a_server_that_answered_once_is_waited_for(status: int, patience: float, waits: bool) -> None:
+    with serving(policy(False)) as server:
+        link = ServerConnection(server.url, retries=1, backoff=0.01, patience=patience)
+        link.get("models")
+        server.folder = Path()
+        server.failures = [(status, "loading", {})] * 6
+        if waits:
+            with pytest.warns(
+                UserWarning, match=r"is away: 503 .*: loading\. It is waited for, 60 s at most"
+            ):
+                link.tell("/reset_prefix_cache", {})
+            return
+        with pytest.raises(ServerError, match="failed 2 times"):
+            link.tell("/reset_prefix_cache", {})
+
+
+def test_what_never_answered_is_not_waited_for_and_patience_ends() -> None:
+    with serving(policy(False)) as server:
+        server.failures = [(503, "loading", {})] * 99
+        with pytest.raises(ServerError, match="failed 2 times"):
+            ServerConnection(server.url, retries=1, backoff=0.01, patience=60.0).tell(
+                "/reset_prefix_cache", {}
+            )
+        link = ServerConnection(server.url, retries=1, backoff=0.01, patience=0.2)
+        link.get("models")
+        with (
+            pytest.warns(UserWarning, match="is away"),
+            pytest.raises(ServerError, match=r"failed [4-9] times"),
+        ):
+            link.tell("/reset_prefix_cache", {})
+
+
+def test_weights_are_renamed_into_their_folder(tmp_path: Path) -> None:
+    """What is left of a killed process, of a model in parts, and of links to a cache."""
+    folder, cache = tmp_path / "served", tmp_path / "cache"
+    (folder / ".writing").mkdir(parents=True)
+    for name in (
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "config.json",
+        ".writing/x",
+    ):
+        (folder / name).write_text("old")
+    cache.write_text("kept")
+    (folder / "model.safetensors").symlink_to(cache)
+    with pytest.raises(KeyboardInterrupt), rewriting(folder) as aside:
+        (aside / "model.safetensors").write_text("ha")
+        raise KeyboardInterrupt
+    assert (folder / "model.safetensors").read_text() == "kept"
+    with rewriting(folder) as aside:
+        assert not any(aside.iterdir())
+        (aside / "model.safetensors").write_text("new")
+        (aside / "templates").mkdir()
+        (aside / "templates/one").write_text("new")
+    assert {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file()} == {
+        "config.json": "old",
+        "model.safetensors": "new",
+        "templates/one": "new",
+    }
+    assert cache.read_text() == "kept"

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A machine that vanishes ends the processes of the others; one that is busy or stopped does not."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from accelerate import Accelerator
+
+from tests.support.training.processes import in_forks
+from visalign.training.loop import machines
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="keepalive by socket is Linux's")
+
+ATTACH_FILTER = 26
+"""SO_ATTACH_FILTER of Linux."""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three seconds in all."""
+    for name in ("IDLE", "INTERVAL"):
+        monkeypatch.setattr(machines, name, 1)
+    monkeypatch.setattr(machines, "PROBES", 2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # accelerate warns without
+
+
+def unplug(connection: socket.socket) -> None:
+    """Let the kernel drop every packet that comes in on a connection, as if the other machine were gone."""
+    drop = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
+    connection.setsockopt(
+        socket.SOL_SOCKET, ATTACH_FILTER, struct.pack("HxxxxxxP", 1, ctypes.addressof(drop))
+    )
+
+
+def test_a_machine_that_vanishes_ends_all_processes(tmp_path: Path, capfd, monkeypatch) -> None:
+    """Three processes; the others wait in a collective for the last one, whose connection is cut."""
+
+    def work() -> None:
+        accelerator = Accelerator(cpu=True)
+        last, hold = accelerator.process_index == 2, machines._hold
+        if last:  # it hears nothing, and does not notice
+            monkeypatch.setattr(machines, "IDLE", 1000)
+            monkeypatch.setattr(machines, "_hold", lambda link, *more: (unplug(link), hold(link, *more)))
+        machines.watch_machines(accelerator)
+        if last:
+            time.sleep(15)
+            os._exit(1)
+        accelerator.wait_for_everyone()
+
+    assert not in_forks(tmp_path, 3, work)
+    said = capfd.readouterr().err
+    assert said.count("The machine of process 2 (Connection timed out) of this run is lost") == 2, said
+
+
+def test_a_process_that_holds_the_interpreter_is_waited_for(tmp_path: Path, capfd) -> None:
+    def work() -> None:
+        accelerator = Accelerator(cpu=True)
+        machines.watch_machines(accelerator)
+        if accelerator.process_index == 1:
+            ctypes.PyDLL(None).sleep(8)
+        accelerator.wait_for_everyone()
+
+    assert in_forks(tmp_path, 2, work), capfd.readouterr().err
+
+
+def test_only_processes_of_the_run_are_let_in(monkeypatch) -> None:
+    held: list[str] = []
+    monkeypatch.setattr(machines, "_hold", lambda link, rank, others: held.append(rank) or link.close())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        greeting = threading.Thread(target=machines._greet, args=(server, "token", 2))
+        greeting.start()
+        for said in (b"GET / HTTP/1.1", b"", b"token       1"):
+            with socket.create_connection(server.getsockname()) as link:
+                link.sendall(said)
+        greeting.join()
+    while not held:
+        time.sleep(0.01)
+    assert held == ["1"]
+
+
+def test_a_port_that_is_closed_is_told(monkeypatch) -> None:
+    class Other:
+        process_index, num_processes = 1, 2
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(machines, "broadcast_object_list", lambda _: [port, "token"])
+    with pytest.warns(UserWarning, match=rf"cannot reach the first one at 127.0.0.1:{port} .*twelve hours"):
+        machines.watch_machines(Other())  # type: ignore[arg-type]
+
+
+def test_processes_of_one_machine_are_not_watched(monkeypatch) -> None:
+    class Both:
+        process_index, num_processes = 1, 2
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(machines, "broadcast_object_list", None)
+    machines.watch_machines(Both())  # type: ignore[arg-type]
