@@ -236,7 +236,7 @@ class PolicyRun(Job):
 
     def _measured(self) -> HeldoutResult:
         """The evaluation of all held-out prompts under the present weights; all processes take part."""
-        with self.trainer.algorithm.whole():
+        with self.trainer.measuring():
             return self.measure(self.heldout, self.config.evaluation.seeds)
 
     def after(self, before: HeldoutResult | None, result: TrainResult, measuring: float) -> dict[str, Any]:
@@ -341,7 +341,7 @@ class JudgeRun(Job):
         if self.heldout:
             note = f"Measuring on {self.heldout} held-out examples before training."
             self.trainer.progress.note(note)
-        with self.trainer.algorithm.whole():
+        with self.trainer.measuring():
             before = self.measure()
         if accelerator.is_main_process:
             write_once(path, summary_json(before))
@@ -353,7 +353,7 @@ class JudgeRun(Job):
 
         begin, is_first = time.perf_counter(), self.trainer.accelerator.is_main_process
         with self.trainer.result():
-            with self.trainer.algorithm.whole():
+            with self.trainer.measuring():
                 after = self.measure(final=True)
             measuring += time.perf_counter() - begin
             with nullcontext() if self.network is None else whole_state(self.network):

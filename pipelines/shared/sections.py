@@ -244,6 +244,9 @@ FREE_KEYS = (
     "run.best_by",
     "run.trackers",
     "run.sharding",
+    *("rollout.batch_size", "model.generate_batch", "model.score_batch"),
+    *("optimizer.micro_batch", "evaluation.batch_size"),
     *(f"monitor.{rule}.{limit.name}" for rule in ("warn", "stop") for limit in fields(MonitorLimits)),
 )
-"""Keys that may differ when a run is resumed: they do not change what an iteration computes."""
+"""Keys that may differ when a run is resumed: they do not change what an iteration computes, those of batches
+but for rounding."""

@@ -240,9 +240,7 @@ def test_the_curve_starts_with_the_samples_of_its_later_points(tmp_path: Path) -
             fingerprints={},
             title="a run",
             policy=SimpleNamespace(save=lambda _: None, module=nn.Identity()),
-            trainer=cast(
-                Any, SimpleNamespace(result=nullcontext, algorithm=SimpleNamespace(whole=nullcontext))
-            ),
+            trainer=cast(Any, SimpleNamespace(result=nullcontext, measuring=nullcontext)),
             measure=lambda *_: make_result(0.75, prompts=12, seeds=2),
             heldout=heldout,
             samples="pictures",

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from tests.support.training.pictures import Brightness, ToyPolicy, toy_trainer
+from tests.support.training.pictures import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
 from visalign.errors import UserError
 from visalign.training import FlowGRPO, OptimizerSettings, RolloutSettings, read_metrics
 from visalign.training.loop.optimizer import TrainedWeights
@@ -47,6 +47,33 @@ def test_steps_too_small_for_bfloat16_add_up_in_its_master():
     assert ends[torch.float32] == pytest.approx(1 - 300 * 3e-5, abs=1e-4)
     assert ends[torch.bfloat16] == pytest.approx(float(ends[torch.float32]), abs=2**-8)
     assert ends[torch.bfloat16] < 1, "without a master it would still be 1"
+
+
+def test_the_fused_step_is_the_plain_one_and_resumes_to_the_bit(tmp_path):
+    ends = []
+    for fused in (False, True):
+        weight = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 50))
+        weights = TrainedWeights([("w", weight)], OptimizerSettings(weight_decay=0.1, fused=fused))
+        for rate in (1e-2, 3e-2):
+            weights.begin(rate)
+            weight.grad = torch.linspace(-2.0, 3.0, 50) * rate
+            weights.step()
+        assert weights.optimizer.defaults["fused"] is (fused or None)
+        ends.append(weight.detach())
+    torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-7)
+    whole, parts, _ = whole_and_resumed(
+        lambda folder, n: toy_trainer(folder, optimizer={"fused": True}, run={"iterations": n}),
+        tmp_path,
+        1,
+        2,
+    )
+    assert whole == parts
+
+
+def test_weights_that_have_no_fused_step_are_refused():
+    elsewhere = [("w", torch.nn.Parameter(torch.zeros(2, device="meta")))]
+    with pytest.raises(UserError, match=r"optimizer\.fused is true, .*on meta: .*Set optimizer\.fused=false"):
+        TrainedWeights(elsewhere, OptimizerSettings(fused=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

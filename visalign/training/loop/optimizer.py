@@ -44,6 +44,8 @@ class AdamWSettings:
     third of a step; AdamW computes in float32 here, which 1e-15 suits."""
     weight_decay: float = 1e-4
     """AdamW decoupled weight decay."""
+    fused: bool = False
+    """AdamW's step as one kernel of torch (CPU, CUDA) for all weights; equal up to rounding."""
     max_grad_norm: float = 1.0
     """The gradient's L2 norm is clipped to this; .inf does not clip."""
     updates_per_iteration: int = 1
@@ -152,12 +154,19 @@ class TrainedWeights:
         for name, master in self.masters:
             rate = next((factor for start, factor in (rates or {}).items() if name.startswith(start)), 1.0)
             groups.setdefault(rate, []).append(master)
+        odd = {master.device.type for _, master in self.masters} - {"cpu", "cuda"}
+        if settings.fused and odd:
+            raise UserError(
+                f"optimizer.fused is true, and trained weights are on {', '.join(sorted(odd))}: it is for "
+                "the CPU and for CUDA. Set optimizer.fused=false."
+            )
         self.optimizer = torch.optim.AdamW(
             [{"params": members, "rate": rate} for rate, members in groups.items()],
             lr=settings.lr,
             betas=(settings.betas[0], settings.betas[1]),
             eps=settings.eps,
             weight_decay=settings.weight_decay,
+            fused=settings.fused or None,
         )
 
     def begin(self, lr: float) -> None:
@@ -246,6 +255,8 @@ class TrainedWeights:
                 self.optimizer.state[master] = {
                     key: value if key == "step" else like(value, master) for key, value in own.items()
                 }
+                if self.optimizer.defaults["fused"]:  # its kernel counts on the weight's device
+                    self.optimizer.state[master]["step"] = own["step"].to(master.device)
         self.round()
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -39,6 +40,15 @@ def peak_memory_bytes() -> dict[str, int]:
     return peak
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device, or torch's allocator on the CPU, had less memory than was asked for."""
+    said = isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(said)
+
+
+_NO_MEMORY = re.compile("DefaultCPUAllocator|out of memory|CUBLAS_STATUS_ALLOC_FAILED")
+
+
 class PhaseClock:
     """Seconds per named phase of an iteration; with CUDA a phase ends when its kernels have.
 
@@ -50,6 +60,9 @@ class PhaseClock:
         ['rollout', 'total']
     """
 
+    out_of_memory: str | None = None
+    """The innermost phase that memory ran out in."""
+
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._begin = time.perf_counter()
@@ -60,6 +73,10 @@ class PhaseClock:
         begin = self._now()
         try:
             yield
+        except Exception as error:
+            if self.out_of_memory is None and is_out_of_memory(error):
+                self.out_of_memory = name
+            raise
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - begin
 

@@ -34,6 +34,7 @@ from . import checkpoint
 from .algorithm import Algorithm, Context, Counters
 from .best import BEST, check_best_by, leads, said_of_best
 from .ema import EMA
+from .memory import out_of_memory_named
 from .metrics import MetricsFile
 from .monitor import Monitor, MonitorSettings
 from .optimizer import AdamWSettings, OptimizerSettings, TrainedWeights
@@ -164,6 +165,7 @@ class Trainer(Generic[A]):
         Raises:
             CheckpointError: a checkpoint could not be written, or its weights are not finite.
             FolderInUse: another process works in the run's folder.
+            OutOfMemory: too much went through the network together; the message names the setting.
             ProcessLost: another process of the run has ended.
             RatioError: the ratio is not 1 at the first update.
             RewardFailure: too many samples could not be judged; and what else the algorithm raises.
@@ -172,7 +174,7 @@ class Trainer(Generic[A]):
         own = hold(folder / LOCK, what=f"The run's folder '{folder}'", instead="give another folder")
         first = self.accelerator.is_main_process
         held = own if first else nullcontext()
-        with lost_process_named(), held, InterruptFlag(self.progress.note) as interrupt:
+        with lost_process_named(), self._memory_named(), held, InterruptFlag(self.progress.note) as interrupt:
             metrics = MetricsFile(folder / "metrics.jsonl", after=counters.iteration) if first else None
             saved = counters.iteration
             self.clock.take()
@@ -308,6 +310,19 @@ class Trainer(Generic[A]):
             with self.averaged(), self.algorithm.whole():
                 found = self.evaluate(iteration)
         return {f"heldout/{name}": value for name, value in found.items()}
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Around an evaluation before or after the training; each process has all of the model.
+
+        Raises:
+            OutOfMemory: as in `train`.
+        """
+        with self._memory_named(), self.clock.phase("evaluation"), self.algorithm.whole():
+            yield
+
+    def _memory_named(self) -> AbstractContextManager[None]:
+        return out_of_memory_named(self.clock, self.run.config, self.run.free_keys)
 
     def _keep_best(self, evaluated: Mapping[str, Any]) -> None:
         """Keep the averaged weights where this evaluation is the best so far, as the first process sees it:

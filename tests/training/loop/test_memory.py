@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that runs out: the message names the setting, and a resume with less of it goes on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.training.pictures import Brightness, ToyPolicy, toy_trainer
+from visalign.config import flatten
+from visalign.pipelines.jobs import load_job
+from visalign.pipelines.shared.sections import FREE_KEYS
+from visalign.training.loop import checkpoint
+from visalign.training.loop.memory import BOUNDS, OutOfMemory
+from visalign.training.loop.runtime import is_out_of_memory
+
+CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...\nmore")
+CPU = RuntimeError("err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes. 12")
+
+
+class Narrow(ToyPolicy):
+    """Has memory for so many samples, with and without gradient, from its second iteration on."""
+
+    def __init__(self, error: Exception, without: int = 99, within: int = 99) -> None:
+        super().__init__()
+        self.error, self.most = error, {False: without, True: within}
+        self.full = False
+
+    def velocity(self, x: Tensor, *arguments: Any) -> Tensor:
+        if self.full and len(x) > self.most[torch.is_grad_enabled()]:
+            raise self.error
+        return super().velocity(x, *arguments)
+
+
+def _trainer(folder: Path, policy: ToyPolicy, sizes: dict[str, int] | None = None, **arguments: Any) -> Any:
+    sizes = {"batch_size": 48, "micro_batch": 64, **(sizes or {})}
+    config = {
+        "rollout": {"batch_size": sizes["batch_size"]},
+        "optimizer": {"micro_batch": sizes["micro_batch"]},
+        "evaluation": {"batch_size": 1},
+        "data": {"micro_batch": 8},
+    }
+    run = {"config": config, "free_keys": FREE_KEYS, "checkpoint_every": 1, "iterations": 2}
+    return toy_trainer(
+        folder,
+        policy=policy,
+        rollout={"batch_size": sizes["batch_size"]},
+        optimizer={"micro_batch": sizes["micro_batch"]},
+        run={**run, **arguments.pop("run", {})},
+        **arguments,
+    )
+
+
+@pytest.mark.parametrize(
+    ("narrow", "smaller", "said"),
+    [
+        (
+            Narrow(CUDA, without=24),
+            {"batch_size": 24},
+            "while samples were made (Tried to allocate 2.00 GiB). rollout.batch_size is 48.",
+        ),
+        (
+            Narrow(CPU, within=32),
+            {"micro_batch": 32},
+            "in an update (tried to allocate 9 bytes). optimizer.micro_batch is 64.",
+        ),
+    ],
+    ids=["rollout", "update"],
+)
+def test_the_setting_is_named_and_a_resume_with_half_of_it_goes_on(
+    narrow: Narrow, smaller: dict[str, int], said: str, tmp_path: Path
+) -> None:
+    _trainer(tmp_path, narrow, run={"iterations": 1}).train()
+    narrow.full = True
+    stopped = _trainer(tmp_path, narrow)
+    assert stopped.resume()
+    (key, half), same = smaller.popitem(), "memory alone: samples and updates stay the same"
+    with pytest.raises(OutOfMemory, match=f"{re.escape(said)} .*{same}.*{key}={half} and --resume"):
+        stopped.train()
+    assert [path.name for path in checkpoint.folders(tmp_path / "checkpoints")] == ["step_000001"]
+    resumed = _trainer(tmp_path, narrow, {key: half})
+    assert resumed.resume() and resumed.train().counters.iteration == 2
+
+
+def test_an_evaluation_is_named_on_the_way_and_before_the_training(tmp_path: Path) -> None:
+    def evaluate(_: int) -> dict[str, float]:
+        raise CUDA
+
+    said = (
+        r"in an evaluation .*evaluation\.batch_size is 1 already\. Take model\.dtype=bfloat16, train a LoRA"
+    )
+    trainer = _trainer(tmp_path, ToyPolicy(), evaluate=evaluate, run={"evaluate_every": 1})
+    with pytest.raises(OutOfMemory, match=said):
+        trainer.train()
+    with pytest.raises(OutOfMemory, match=said), trainer.measuring():
+        evaluate(0)
+
+
+def test_what_a_resume_compares_needs_a_run_of_its_own(tmp_path: Path) -> None:
+    narrow = Narrow(CUDA, within=32)
+    narrow.full = True
+    trainer = _trainer(tmp_path, narrow, run={"config": {"data": {"micro_batch": 8}}})
+    with pytest.raises(
+        OutOfMemory, match=r"data\.micro_batch is 8\. Start .*data\.micro_batch=4 and another --out"
+    ):
+        trainer.train()
+
+
+@pytest.mark.parametrize("error", [CUDA, ValueError("out of memory")], ids=["judge", "another error"])
+def test_what_no_setting_bounds_passes_as_it_is(error: Exception, tmp_path: Path) -> None:
+    class Judge(Brightness):
+        def score(self, *_: Any) -> Any:
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        _trainer(tmp_path, ToyPolicy(), reward=Judge()).train()
+    assert caught.value is error
+
+
+def test_torchs_own_words_are_known() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**62, dtype=torch.int8)
+    assert is_out_of_memory(caught.value)
+
+
+@pytest.mark.parametrize("name", ["shapes_flow_grpo", "text_grpo", "shapes_hpsv3"])
+def test_the_named_settings_are_those_of_the_configurations(name: str) -> None:
+    keys = flatten(asdict(load_job(name, []).config)).keys()
+    for phase in ("update", "evaluation", *(("rollout",) if name != "shapes_hpsv3" else ())):
+        assert keys & {*BOUNDS[phase][1]}, phase
