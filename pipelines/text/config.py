@@ -261,7 +261,7 @@ class ServerConfig:
     """The run's folder `server_adapter` as the server sees it; null: the same path."""
     model_folder: str | None = None
     """Without model.lora: the folder that the server was started on, as it is seen here. The whole model is
-    written there and read anew by the server."""
+    written there, in place of all *.safetensors, and read anew by the server."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

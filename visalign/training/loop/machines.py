@@ -75,7 +75,7 @@ def _greet(server: socket.socket, token: str, world: int) -> None:
 
 
 def _hold(connection: socket.socket, rank: str, others: list[socket.socket]) -> None:
-    """Wait on the connection to a process, whose machine answers as long as nothing comes of it."""
+    """Wait on the connection to a process, for an error of the kernel or word of another one that is lost."""
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE)
