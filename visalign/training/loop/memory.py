@@ -47,7 +47,7 @@ def out_of_memory_named(
     clock.out_of_memory = None
     try:
         yield
-    except Exception as error:
+    except (RuntimeError, MemoryError) as error:
         when, keys = BOUNDS.get(clock.out_of_memory or "", ("", ()))
         given = flatten(config)
         key = next((key for key in keys if key in given), None)

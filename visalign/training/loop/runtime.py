@@ -73,7 +73,7 @@ class PhaseClock:
         begin = self._now()
         try:
             yield
-        except Exception as error:
+        except (RuntimeError, MemoryError) as error:
             if self.out_of_memory is None and is_out_of_memory(error):
                 self.out_of_memory = name
             raise
