@@ -245,7 +245,7 @@ FREE_KEYS = (
     "run.trackers",
     "run.sharding",
     *("rollout.batch_size", "model.generate_batch", "model.score_batch"),
-    *("optimizer.micro_batch", "evaluation.batch_size"),
+    *("optimizer.micro_batch", "optimizer.fused", "evaluation.batch_size", "server.patience"),
     *(f"monitor.{rule}.{limit.name}" for rule in ("warn", "stop") for limit in fields(MonitorLimits)),
 )
 """Keys that may differ when a run is resumed: they do not change what an iteration computes, those of batches

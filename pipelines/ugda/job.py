@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from visalign.adapters.catalogue import edits_of
 from visalign.atomic import write_atomic
 from visalign.config import PIPELINE_KEY, read_config, resolve_config
 from visalign.data.shapes.prompts import parse_prompt
@@ -83,9 +84,11 @@ def run(config: UGDAConfig, output: Path, resume: bool = False) -> dict[str, Any
         UserError, TrainingInterrupted: as the jobs do.
     """
     one_process("UGDA's rounds run")
-    output = Path(output)
+    output, policy = Path(output), _policy_job(config, []).config
+    if edits_of(policy.model.path, policy.model.adapter) == "needed":
+        raise UserError(f"{policy.model.path} edits pictures, and UGDA's rounds start from prompts alone.")
     with claimed(config, output, resume=resume, free=()):
-        prompts = build_records(_policy_job(config, []).config.data.train, "policy data.train")
+        prompts = build_records(policy.data.train, "policy data.train")
         write_beginning(output, config, config.pipeline, {})
         rounds = [_round(config, output, number, prompts) for number in range(config.rounds)]
         summary = {

@@ -142,7 +142,11 @@ def edits_of(folder_or_id: str | Path, adapter: str | None) -> Edits:
     family = family_of(folder_or_id, adapter)
     if family is not None:
         return family.source
-    return "optional" if getattr(find_adapter(folder_or_id, adapter), "takes_source", False) else "none"
+    found = getattr(find_adapter(folder_or_id, adapter), "takes_source", False)
+    if isinstance(found, property):  # the adapter asks its model
+        family = family_of(folder_or_id, None)
+        return "optional" if family is None else family.source
+    return "optional" if found else "none"
 
 
 def _taken(

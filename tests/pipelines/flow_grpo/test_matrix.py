@@ -99,6 +99,8 @@ SOMEWHERE |= {
     for name, row in NAMED.items()
     if name not in _SEEN and _on_steps(name, row)
 }
+FAST = [("sd3", "flow_grpo"), ("flux", "tree"), ("z_image", "diffusion_nft"), ("sd15", "one_step")]
+"""In the fast set too."""
 CASES = [(family, name) for name in EVERYWHERE for family in FAMILIES]
 CASES += [([*FAMILIES][place % len(FAMILIES)], name) for place, name in enumerate(SOMEWHERE)]
 
@@ -144,8 +146,10 @@ def _reward(config: FlowGRPOConfig) -> Any:
     return WeightedSum({"places": (places, 1.0), "light": (Brightness(), 1.0)}, allow_mixed_units=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "name"), CASES)
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in CASES],
+)
 def test_two_updates(family: str, name: str, tmp_path: Path) -> None:
     policy, given = _begun(family), _policy(family)[1]
     config = _config(policy, (EVERYWHERE | SOMEWHERE)[name], tmp_path / "model")

@@ -41,6 +41,7 @@ def unplug(connection: socket.socket) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_machine_that_vanishes_ends_all_processes(tmp_path: Path, capfd, monkeypatch) -> None:
     """Three processes; the others wait in a collective for the last one, whose connection is cut."""
 
@@ -61,6 +62,7 @@ def test_a_machine_that_vanishes_ends_all_processes(tmp_path: Path, capfd, monke
     assert said.count("The machine of process 2 (Connection timed out) of this run is lost") == 2, said
 
 
+@pytest.mark.slow
 def test_a_process_that_holds_the_interpreter_is_waited_for(tmp_path: Path, capfd) -> None:
     def work() -> None:
         accelerator = Accelerator(cpu=True)

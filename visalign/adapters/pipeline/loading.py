@@ -52,7 +52,7 @@ def load_pipeline(
             f"without is {without!r}, and a {index['_class_name']} is loaded whole. Leave without out."
         )
     # diffusers wants to be told of a part that is absent, such as SD3's T5
-    bare = [part for part, entry in index.items() if isinstance(entry, list) and not any(entry)]
+    bare = [part for part, entry in index.items() if isinstance(entry, list) and entry and not any(entry)]
     absent = dict.fromkeys([*bare, *({"safety_checker"} & index.keys())])
     try:
         if family.modular:

@@ -190,7 +190,8 @@ class ServerGenerator:
     def sync(self, folder: str | Path, *, server_folder: str | None = None) -> str:
         """Let a vLLM server load the LoRA adapter that `policy.save(folder)` wrote, and generate with it.
 
-        The adapter before is unloaded. The folder may be written anew afterwards.
+        The adapter before is unloaded. The folder stays as it is until the next `sync`: a server that was
+        started anew is given it again.
 
         Args:
             folder: with adapter_config.json and the adapter's weights.

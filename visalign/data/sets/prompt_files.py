@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mimetypes
 import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,6 @@ TOOL_ANSWERS = "tool_answers"
 EXAMPLE = '{"prompt": "1 + 1 = ?", "completion": "2"}'
 _SOURCES = 'Give each prompt one: a .jsonl file of {"prompt": "make it blue", "source": "cup.png"}.'
 
-
 Edits = Literal["none", "optional", "needed"]
 """Whether a prompt's record has a `source`, the picture that a model edits."""
 
@@ -42,10 +42,13 @@ Edits = Literal["none", "optional", "needed"]
 def record_key(asked: str | Mapping[str, Any]) -> tuple[str, ...]:
     """What tells a prompt from others: (prompt,), or (prompt, source) of a record with a picture to edit.
 
-    A source that is no file counts by its content.
+    A picture in memory counts by its content; a word that is no path of a picture, such as the name of a
+    dataset, does not count.
 
     >>> record_key({"prompt": "make it blue", "source": "cup.png"})
     ('make it blue', 'cup.png')
+    >>> record_key({"prompt": "a cat", "source": "coco"})
+    ('a cat',)
     """
     if isinstance(asked, str):
         return (asked,)
@@ -53,7 +56,8 @@ def record_key(asked: str | Mapping[str, Any]) -> tuple[str, ...]:
     if source is None:
         return (prompt,)
     if isinstance(source, str | Path):
-        return prompt, str(source)
+        is_picture = "/" in str(source) or str(mimetypes.guess_type(str(source))[0]).startswith("image/")
+        return (prompt, str(source)) if is_picture else (prompt,)
     pixels = source.detach().cpu().float().numpy() if hasattr(source, "detach") else source
     content = pixels.tobytes() if hasattr(pixels, "tobytes") else repr(pixels).encode()
     return prompt, hashlib.blake2b(content, digest_size=8).hexdigest()
@@ -101,7 +105,7 @@ def load_prompts(source: str | Path, *, edits: Edits = "none") -> list[Record]:
             continue
         record = {"prompt": line} if path.suffix == ".txt" else _prompt_record(path, number, line)
         record["prompt"] = record["prompt"].strip()
-        key = (record["prompt"],) if edits == "none" else record_key(record)
+        key = (record["prompt"],) if edits == "none" else (record["prompt"], str(record.get("source")))
         first, known = found.setdefault(key, (number, record))
         if known != record:
             raise UserError(
@@ -128,7 +132,7 @@ def _warn_of_skipped(path: Path, numbers: list[int], why: str) -> None:
 
 def _check_sources(path: Path, found: Iterable[tuple[int, Record]], *, needed: bool) -> None:
     """Refuse the first line whose source is no picture."""
-    lines: dict[Any, int] = {}
+    lines: dict[str, int] = {}
     for number, record in found:
         source = record.get("source")
         where = f"prompt file {path} line {number}"
@@ -141,6 +145,7 @@ def _check_sources(path: Path, found: Iterable[tuple[int, Record]], *, needed: b
     with ThreadPoolExecutor() as pool:
         for (source, number), reason in zip(lines.items(), pool.map(_unreadable, lines), strict=True):
             if reason is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
                 raise UserError(
                     f"prompt file {path} line {number}: the source {source!r} is no picture that can be read "
                     f"({reason}). Correct the path, which begins where the command runs ({Path.cwd()}), or "

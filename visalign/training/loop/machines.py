@@ -47,6 +47,8 @@ def watch_machines(accelerator: Accelerator) -> None:
     try:
         connection = socket.create_connection(address, timeout=GREETING_SECONDS)
         connection.sendall(f"{token}{rank:8d}".encode())
+        if not connection.recv(1):
+            return connection.close()  # it has ended
     except OSError as error:
         warnings.warn(
             f"Process {rank} cannot reach the first one at {address[0]}:{port} ({error}), perhaps for a "
@@ -67,6 +69,8 @@ def _greet(server: socket.socket, token: str, world: int) -> None:
         with suppress(OSError), connection.makefile("rb") as greeting:
             said = greeting.read(len(token) + 8).decode("latin-1")
         if said.startswith(token):
+            with suppress(OSError):  # it has ended
+                connection.sendall(b"+")
             held.append(connection)
             threading.Thread(target=_hold, args=(connection, said[-8:].strip(), held), daemon=True).start()
         else:

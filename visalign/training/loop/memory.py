@@ -15,7 +15,6 @@ from .runtime import PhaseClock, is_out_of_memory
 
 BOUNDS = {
     "rollout": ("while samples were made", ("rollout.batch_size", "model.generate_batch")),
-    "decode": ("while pictures were decoded", ("rollout.batch_size",)),
     "replay": ("while log-probs were computed again", ("model.score_batch", "optimizer.micro_batch")),
     "update": ("in an update", ("optimizer.micro_batch", "data.micro_batch")),
     "evaluation": (
@@ -24,8 +23,6 @@ BOUNDS = {
     ),
 }
 """Phase -> (when that is, settings that bound its memory: the first that a configuration has is its own)."""
-
-
 _ASKED = re.compile(r"tried to allocate [\d.]+ \w+", re.I)
 
 
