@@ -37,7 +37,7 @@ class SampleGrids:
     seed: int
     most: int
     """Pictures side by side."""
-    prompts: list[tuple[str, ...]] = field(default_factory=list)
+    keys: list[tuple[str, ...]] = field(default_factory=list)
     """Their keys from left to right; chosen by the first result among those whose pictures it kept."""
 
     def keep(self, iteration: int, result: HeldoutResult) -> None:
@@ -49,13 +49,13 @@ class SampleGrids:
             (keys[row], int(result.seeds[row])): place
             for place, row in reversed([*enumerate(result.image_index.tolist())])
         }
-        if not self.prompts:
+        if not self.keys:
             there = [key for key in map(record_key, self.heldout) if (key, self.seed) in kept]
-            self.prompts = list(dict.fromkeys(evenly_spaced(there, self.most)))
+            self.keys = list(dict.fromkeys(evenly_spaced(there, self.most)))
         path = self.output / FOLDER / f"{iteration:06d}.png"
-        if path.is_file() or not self.prompts:
+        if path.is_file() or not self.keys:
             return
-        grid = np.concatenate([result.images[kept[prompt, self.seed]] for prompt in self.prompts], axis=1)
+        grid = np.concatenate([result.images[kept[key, self.seed]] for key in self.keys], axis=1)
         buffer = io.BytesIO()
         Image.fromarray(grid).save(buffer, "PNG")
         write_atomic(path, buffer.getvalue())

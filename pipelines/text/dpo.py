@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic.dataclasses import dataclass
 
-from visalign.data.sets.completion_files import Completions, check_votes, load_pairs, load_votes
+from visalign.data.sets.completion_files import JudgedCompletions, check_votes, load_pairs, load_votes
 from visalign.errors import UserError
 from visalign.pipelines.shared.job import PolicyRun, run_job
 from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by
@@ -78,7 +78,7 @@ class TextDPOConfig(SupervisedConfig):
 class DPOInputs:
     """Completions, held-out records and rewards of a job."""
 
-    completions: Completions
+    completions: JudgedCompletions
     heldout: Records
     rewards: Mapping[str, Any]
     """label -> reward of the evaluation."""
@@ -96,7 +96,7 @@ def prepare_dpo(config: TextDPOConfig, device: str | None = None) -> DPOInputs:
     data = config.data
     heldout, rewards = heldout_inputs(data, config.evaluation, config.seed, device)
     if data.train.startswith("tasks:"):
-        completions = Completions(records=_packaged(config))
+        completions = JudgedCompletions(records=_packaged(config))
     else:
         try:
             if config.loss.votes:

@@ -25,7 +25,7 @@ PAIR, VOTE, JUDGED = ("chosen", "rejected"), ("completion", "label"), ("completi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completions:
+class JudgedCompletions:
     """Pairs or votes."""
 
     records: list[Record]
@@ -35,7 +35,7 @@ class Completions:
     (equal), records with an empty completion (empty)."""
 
 
-def load_pairs(path: str | Path, *, unusable: str = "refuse") -> Completions:
+def load_pairs(path: str | Path, *, unusable: str = "refuse") -> JudgedCompletions:
     """Pairs of a `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` file.
 
     Args:
@@ -64,7 +64,7 @@ def load_pairs(path: str | Path, *, unusable: str = "refuse") -> Completions:
     return found
 
 
-def load_votes(path: str | Path, *, threshold: float = 1.0, unusable: str = "refuse") -> Completions:
+def load_votes(path: str | Path, *, threshold: float = 1.0, unusable: str = "refuse") -> JudgedCompletions:
     """Completions with a vote each, of a file as `load_pairs` reads it.
 
     Args:
@@ -186,9 +186,9 @@ def _usable(
     reasons: Sequence[str | None],
     *,
     drop: bool,
-) -> Completions:
+) -> JudgedCompletions:
     """The records without a fault."""
-    found = Completions(
+    found = JudgedCompletions(
         records=[record for (_, record), why in zip(rows, reasons, strict=True) if why is None]
     )
     for fault, words in _FAULTS.items():
@@ -203,5 +203,5 @@ def _usable(
     return found
 
 
-def _said(found: Completions) -> str:
+def _said(found: JudgedCompletions) -> str:
     return ", ".join(f"{count} {why}" for why, count in found.left_out.items()) or "none"

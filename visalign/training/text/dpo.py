@@ -35,7 +35,7 @@ from visalign.training.loop.algorithm import Algorithm, Collected, Context
 from visalign.training.loop.processes import accelerator_of, unshared
 from visalign.training.loop.sharding import as_many, whole
 
-from .parts import Completions
+from .parts import CompletionPairs
 from .replay import TextReplay, spread
 
 MEANS = ("loss", "chosen", "rejected", "right", "logps_chosen", "logps_rejected", "label")
@@ -130,7 +130,7 @@ class DPOSettings:
 class Judged:
     """A stream of completions with what the reference says of them."""
 
-    completions: Completions
+    completions: CompletionPairs
     ref: Tensor
     """[N, 2] summed log-probs of the reference."""
     good: Tensor | None
@@ -163,11 +163,11 @@ class DPO(Algorithm):
     def __init__(
         self,
         policy: TextPolicy,
-        completions: Completions,
+        completions: CompletionPairs,
         *,
         settings: DPOSettings | None = None,
         good: Sequence[bool] | None = None,
-        heldout: Completions | None = None,
+        heldout: CompletionPairs | None = None,
         heldout_good: Sequence[bool] | None = None,
         accelerator: Accelerator | None = None,
         sharding: bool = False,
@@ -182,7 +182,7 @@ class DPO(Algorithm):
         self.heldout = None if heldout is None else self._judged(heldout, heldout_good)
         self.module = spread(TextReplay(policy), self.accelerator, sharding)
 
-    def _judged(self, completions: Completions, good: Sequence[bool] | None) -> Judged:
+    def _judged(self, completions: CompletionPairs, good: Sequence[bool] | None) -> Judged:
         """Completions and what the policy, which is the reference yet, says of them."""
         if self.settings.votes != (good is not None) or (good is not None and len(good) != len(completions)):
             given = "no votes" if good is None else f"{len(good)} votes of {len(completions)} completions"
@@ -364,7 +364,7 @@ ASKED = 256
 
 
 @torch.no_grad()
-def shared_log_probs(policy: TextPolicy, completions: Completions, accelerator: Accelerator) -> Tensor:
+def shared_log_probs(policy: TextPolicy, completions: CompletionPairs, accelerator: Accelerator) -> Tensor:
     """Summed log-probs [N, 2] of both completions of N records under the present weights, without gradient.
 
     Args:

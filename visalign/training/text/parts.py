@@ -94,7 +94,7 @@ class Demonstrations(Protocol):
         ...
 
 
-class Completions(Demonstrations, Protocol):
+class CompletionPairs(Demonstrations, Protocol):
     """A stream of records with two completions each: a batch has the first of all its records, then the
     second, and its groups are the places of the records."""
 
