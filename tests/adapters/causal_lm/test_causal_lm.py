@@ -255,7 +255,7 @@ def test_what_it_saves_the_libraries_load(tmp_path, lora) -> None:
 
 def test_a_lora_of_another_kind_is_refused(tmp_path) -> None:
     policy(lora=LORA).save(tmp_path)
-    with pytest.raises(UserError, match=r"alpha 7 there, 7 here; .* there, .* here. Build the policy with"):
+    with pytest.raises(UserError, match=r"alpha 7 there, 7 here; .* there, .* here. Build the policy of"):
         policy(lora=replace(LORA, rank=4)).load(tmp_path)
     with pytest.raises(UserError, match="alpha 7 there, 5"):
         policy(lora=replace(LORA, alpha=5)).load(tmp_path)

@@ -47,7 +47,7 @@ ROUNDED |= {name: 3e-6 for name, family in FAMILIES.items() if family.modular}
 """Largest difference, relative: the noise's path is walked at another scale; Sana's attention with adapters
 of value 0 rounds otherwise; edits, and prompts of modular pipelines, are compared one by one. All others are
 equal to the last bit where the processor's kernels round alike, and to EXACT everywhere."""
-EXACT = 3e-7
+EXACT = 1e-6
 
 
 def policy_of(name: str, **changes: Any) -> PipelinePolicy:

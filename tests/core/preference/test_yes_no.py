@@ -50,8 +50,8 @@ class TestAnswer:
         assert (
             only_yes.log_odds.isnan() and only_yes.prob.isnan() and only_yes.mass.item() == pytest.approx(0.5)
         )
-        unknown = yes_no_answer(f64(math.log(0.5), -math.inf), [0], [1], normalised=True)
-        assert unknown.log_odds.isnan()
+        certain = yes_no_answer(f64(math.log(0.5), -math.inf), [0], [1], normalised=True)
+        assert certain.log_odds == math.inf and certain.prob == 1
 
     def test_precision_neighbours_and_gradient(self) -> None:
         logits = normal(3, 6)

@@ -302,7 +302,7 @@ def test_full_fine_tuning_saves_a_pipeline(inputs, tmp_path):
     run(_config(inputs, "model.lora=null", "run.iterations=1", "evaluation.every=0"), tmp_path / "run")
     assert (tmp_path / "run" / "model" / "model_index.json").is_file()
     page = (tmp_path / "run" / "report.html").read_text()
-    assert f"from_pretrained(&#34;{tmp_path}/run/model&#34;)" in page and "load_lora_weights" not in page
+    assert f"from_pretrained(&#34;{tmp_path}/run/model&#34;" in page and "load_lora_weights" not in page
     assert result_files(tmp_path / "run")[1].endswith("model  (for DiffusionPipeline.from_pretrained)")
 
 

@@ -24,7 +24,7 @@ class YesNo:
     """The answer at one position, [*] each, float32 or better."""
 
     log_odds: Tensor
-    """ln P(yes) − ln P(no); NaN where either is not known."""
+    """ln P(yes) − ln P(no)."""
     log_yes: Tensor
     """ln P(yes) over the whole vocabulary."""
     log_no: Tensor
@@ -60,7 +60,8 @@ def yes_no_answer(
             server's top tokens); they are then taken as they are, and a set may be empty.
 
     Returns:
-        The answer; its log-odds are NaN where the mass of one set is not known.
+        The answer; ±inf log-odds where one set alone has mass, NaN where a set is empty: nothing is known
+        of it.
 
     Raises:
         ValueError: an empty set, an id out of range, repeated or in both sets.
@@ -80,7 +81,7 @@ def yes_no_answer(
         )
     value = float32(logits)
     yes, no = (_log_sum(value, ids) for ids in (yes_ids, no_ids))
-    odds = torch.where(yes.isneginf() | no.isneginf(), torch.nan, yes - no)
+    odds = yes - no if yes_ids and no_ids else torch.full_like(yes, torch.nan)
     total = 0.0 if normalised else value.logsumexp(-1)
     return YesNo(odds, yes - total, no - total)
 
