@@ -26,6 +26,7 @@ import torch
 from visalign.adapters.catalogue import edits_of
 from visalign.atomic import write_atomic
 from visalign.config import PIPELINE_KEY, read_config, resolve_config
+from visalign.data.assets import resolve_model
 from visalign.data.shapes.prompts import parse_prompt
 from visalign.errors import UserError
 from visalign.evaluation.pages.ugda_page import ugda_page
@@ -85,7 +86,7 @@ def run(config: UGDAConfig, output: Path, resume: bool = False) -> dict[str, Any
     """
     one_process("UGDA's rounds run")
     output, policy = Path(output), _policy_job(config, []).config
-    if edits_of(policy.model.path, policy.model.adapter) == "needed":
+    if edits_of(resolve_model(policy.model.path), policy.model.adapter) == "needed":
         raise UserError(f"{policy.model.path} edits pictures, and UGDA's rounds start from prompts alone.")
     with claimed(config, output, resume=resume, free=()):
         prompts = build_records(policy.data.train, "policy data.train")
