@@ -66,7 +66,7 @@ def evaluate(
     first, end = (total * (share[0] + more) // share[1] for more in (0, 1))
     metadata = [record for record in records for _ in seeds][first:end]
     prompts, drawn = [str(record["prompt"]) for record in metadata], np.tile(seeds, len(records))[first:end]
-    sources = ["".join(record_key(record)[1:]) for record in records]
+    sources = ["".join(record_key(one)[1:]) for one in asked_of(policy, records)]
     kept, pictures = _evenly(total, max_images) - first, []
     kept = kept[(kept >= 0) & (kept < len(prompts))]
     tally = Tally(correctness=correctness, samples="images")
