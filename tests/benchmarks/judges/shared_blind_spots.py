@@ -133,9 +133,9 @@ def member(train: FeaturePairs, tests: Sequence[FeaturePairs], seed: int, epochs
     return [lead(pairs) / scale for pairs in tests]
 
 
-def lora_members(pairs: Sequence[Sequence[ShapesPair]]) -> list[Tensor]:
-    """[M, N] leads of the packaged ensemble's members on each set."""
-    judge, found = LoraEnsembleReward("shapes-hpsv3-ensemble"), []
+def lora_members(judge: LoraEnsembleReward, pairs: Sequence[Sequence[ShapesPair]]) -> list[Tensor]:
+    """[M, N] leads of the ensemble's members on each set."""
+    found = []
     for own in pairs:
         both = [[as_image(picture) for picture in pair.pictures()] for pair in own]
         prompts = [pair.prompt for pair in own]
@@ -175,7 +175,9 @@ def one_seed(seed: int, given: argparse.Namespace) -> dict[str, list[tuple[Tenso
         "three towers": [(pairs, name, own) for name, pairs in known.items()],
     }
     leads = {name: together(members, held, given.epochs) for name, members in plan.items()}
-    leads["packaged LoRA ensemble, other seeds"] = lora_members(tests)
+    leads["packaged LoRA ensemble, other seeds"] = lora_members(
+        LoraEnsembleReward("shapes-hpsv3-ensemble"), tests
+    )
     truth = [torch.tensor([pair.utility[0] > pair.utility[1] for pair in pairs]) for pairs in tests]
     return {
         name: [((lead.mean(0) > 0) != right, lead.std(0)) for lead, right in zip(found, truth, strict=True)]
