@@ -57,8 +57,10 @@ BATCH = 64
 
 
 def command(*arguments: str) -> None:
+    """Run `visalign` with arguments that end with the output folder; a training that is there goes on."""
+    resume = ["--resume"] * (arguments[0].startswith("train") and Path(arguments[-1]).is_dir())
     done = subprocess.run(
-        [sys.executable, "-m", "visalign", *arguments], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "visalign", *arguments, *resume], cwd=ROOT, capture_output=True, text=True
     )
     if done.returncode:
         raise SystemExit(f"visalign {' '.join(arguments)}: {done.stderr[-2000:]}")

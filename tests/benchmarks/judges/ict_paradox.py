@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +38,10 @@ import numpy as np
 import torch
 from PIL import Image
 
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
+
+from tests.benchmarks.judges.generative_judges import command
 from visalign.data.shapes.detector import detect
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.data.shapes.prompts import COLORS, SHAPES, Record, heldout_prompts, train_prompts
@@ -51,7 +55,6 @@ from visalign.rewards.scorers.hp import Hp
 from visalign.rewards.scorers.ict import Ict
 from visalign.rewards.scorers.ict_hp import IctHp
 
-ROOT = Path(__file__).resolve().parents[3]
 DRAWS, CLIP = 1_000, "shapes-clip"
 MOST, EXTRA_RADIUS, GAP, BATCH = 4, (4.0, 5.5), 2.0, 64
 """Extra objects at most, half of their extent and their distance from others in pixels; triples an update."""
@@ -207,14 +210,6 @@ def table(judges: dict[str, Any], world: World) -> None:
         print(line(name, judge, world), flush=True)
 
 
-def command(*arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "visalign", *arguments], cwd=ROOT, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise SystemExit(f"visalign {' '.join(arguments)}: {done.stderr[-2000:]}")
-
-
 def triples(folder: Path, seed: int, count: int) -> dict[str, Path]:
     """Tables of triples and of their pairs: a wrong picture, a right one, a right one with clutter."""
     files = {name: folder / f"{name}.jsonl" for name in ("triples", "pairs")}
@@ -316,7 +311,8 @@ def policies(folder: Path, judges: dict[str, tuple[str, dict[str, Any]]], given:
 
 def counted(folder: Path, prompts: Path, lora: list[str]) -> np.ndarray:
     """[P, 2] of held-out prompts: share of right pictures, mean number of extra objects."""
-    if not folder.is_dir():
+    if not (folder / "images.jsonl").is_file():
+        shutil.rmtree(folder, ignore_errors=True)  # what was broken off
         command("sample", str(prompts), "--seeds", "0-1", *lora, "-o", str(folder))
     records = [json.loads(row) for row in prompts.read_text(encoding="utf-8").splitlines()]
     by_prompt: dict[str, list[tuple[float, float]]] = {record["prompt"]: [] for record in records}

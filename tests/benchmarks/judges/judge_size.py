@@ -91,13 +91,14 @@ def cut(folder: Path, layers: int) -> Path:
     gone = tuple(f"model.layers.{number}." for number in range(layers, MOST))
     weights = load_file(whole / "model.safetensors")
     kept = {name: weight for name, weight in weights.items() if not name.startswith(gone)}
-    shutil.copytree(whole, folder)
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    part = folder.with_suffix(".part")
+    shutil.copytree(whole, part, dirs_exist_ok=True)
+    save_file(kept, part / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((whole / "config.json").read_text(encoding="utf-8"))
     text = config["text_config"]
     text |= {"num_hidden_layers": layers, "layer_types": text["layer_types"][:layers]}
-    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    return folder
+    (part / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    return part.rename(folder)
 
 
 def trained(folder: Path, kind: str, model: Path, pairs: int, seed: int) -> Path:
@@ -286,7 +287,10 @@ def main() -> None:
         "judge", "known grounds", "other grounds", "best of 8, over one by lot", "trained, over before",
         "spread left", title=f"{given.pairs} pairs, {given.iterations} iterations, seeds {given.seeds}",
     )  # fmt: skip
-    arms = {arm: measured(output, folders, arm, given) for arm in ARMS}
+    arms: dict[str, dict[str, Any]] = {}
+    for arm in ARMS:
+        arms[arm] = measured(output, folders, arm, given)
+        (output / "arms.json").write_text(json.dumps(arms, default=np.ndarray.tolist), encoding="utf-8")
     for arm, own in arms.items():
         cells = [
             f"{np.mean(own[one]):.3f} -> {np.mean(own[other]):.3f}, {change(own[one], own[other], asked)}"

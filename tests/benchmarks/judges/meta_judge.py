@@ -50,7 +50,7 @@ def done(name: str, folder: Path, *changes: str) -> dict[str, Any]:
     """The summary of a job, which is run where it is not there."""
     if not (folder / "summary.json").is_file():
         job = load_job(name, [change for change in changes if change])
-        job.run(job.config, output=folder)
+        job.run(job.config, output=folder, resume=folder.is_dir())
     return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
 
 
@@ -139,6 +139,9 @@ def hits(value: np.ndarray, better: np.ndarray) -> np.ndarray:
 def one_seed(output: Path, seed: int, given: argparse.Namespace) -> dict[str, np.ndarray]:
     """Way of summing -> whether each pair is right."""
     folder = output if seed == 0 else output / f"seed{seed}"
+    saved = folder / f"right_{given.heldout}_{given.votes}.json"
+    if saved.is_file():
+        return {name: np.array(row) for name, row in json.loads(saved.read_text(encoding="utf-8")).items()}
     votes = voted(folder, "votes", "train", seed, given.pictures)
     heldout = voted(folder, "heldout", "heldout", seed, 100)
     meta = meta_judge(folder, seed, votes, heldout)
@@ -160,7 +163,9 @@ def one_seed(output: Path, seed: int, given: argparse.Namespace) -> dict[str, np
     print(f"seed {seed}: {np.isnan(drawn).mean():.4f} of the votes cannot be read; "
           f"{np.nanmean(drawn == each[:, None]):.3f} are right", flush=True)  # fmt: skip
     rows = {name: hits(summed(drawn, *how), better) for name, how in orders.items()}
-    return rows | {"P(yes), no votes": hits(found["P(yes)"][:, 0], better)}
+    rows["P(yes), no votes"] = hits(found["P(yes)"][:, 0], better)
+    saved.write_text(json.dumps(rows, default=np.ndarray.tolist), encoding="utf-8")
+    return rows
 
 
 def told_apart(seed: int, count: int) -> list[ShapesPair]:
