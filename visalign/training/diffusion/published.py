@@ -19,7 +19,7 @@ PUBLISHED: dict[str, tuple[str, str]] = {
     "mix_grpo": (_MIX, "MixGRPO, arXiv 2507.21802; `flux1_mix_grpo` is a whole configuration"),
     "mix_grpo_flash": (
         f"{_MIX} rollout.ode_compression=0.4 rollout.solver=dpmpp_2m",
-        "MixGRPO-Flash, arXiv 2507.21802; whole with the line of `flux1_mix_grpo`",
+        "MixGRPO-Flash, arXiv 2507.21802; the header of `flux1_mix_grpo` has its settings",
     ),
     "flow_grpo_fast": (
         f"{_FLOW} rollout.sde_window=2 rollout.sde_window_order=random",
