@@ -47,7 +47,7 @@ def _has(config: FlowGRPOConfig, name: str) -> Any:
     if name in ("kl", "scale", "share"):
         row: Any = objective.regression or objective.build(length=1)
         options = row.signal_options if objective.regression else row.advantage_options
-        return row.kl if name == "kl" else options[name]
+        return row.kl if name == "kl" else {"scale": "group", **options}[name]
     if name == "at":
         return rollout.branch and rollout.branch.at
     return getattr(objective if hasattr(objective, name) else rollout, name)
@@ -61,6 +61,21 @@ def test_what_is_answered_to_a_published_name_loads(name: str) -> None:
     is_regression = shlex.split(settings)[0].removeprefix("objective.algorithm=") in REGRESSIONS
     config = _loaded("shapes_quickstart" if is_regression else "shapes_flow_grpo", *shlex.split(settings))
     assert {key: _has(config, key) for key in FIELDS[name]} == FIELDS[name] and what
+
+
+def _whole(name: str) -> list[str]:
+    """Configurations that an answer names."""
+    return re.findall(r"`(\w+)`", PUBLISHED[name][1])
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if _whole(name)])
+def test_the_configuration_that_is_named_is_of_the_algorithm(name: str) -> None:
+    (whole,) = _whole(name)
+    lines = resolve_config(whole).read_text().splitlines()
+    flash = [line.removeprefix("# Flash: ") for line in lines if line.startswith("# Flash: ")]
+    config = _loaded(whole, *(shlex.split(flash[0]) if name.endswith("_flash") else ()))
+    own = {key: value for key, value in FIELDS[name].items() if key not in ("at", "algorithm")}
+    assert {key: _has(config, key) for key in own} == own
 
 
 @pytest.mark.parametrize(("name", "row"), [("MixGRPO", "mix_grpo"), ("best-of-n", "best_of_n")])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes of real models, each run on a tiny random pipeline of its family, which it must fit."""
+"""Recipes of real models: those of a family run on a tiny random pipeline of it, all cost what they say."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from visalign.adapters import LoraSettings, PipelinePolicy
 from visalign.adapters.pipeline.families import FAMILIES
 from visalign.evaluation.heldout.images import evaluate
 from visalign.flow.rollout import rollout as sampled
+from visalign.pipelines.cli.show import config_header
 from visalign.pipelines.flow_grpo.plan import planned_cost
 from visalign.pipelines.jobs import load_job
 from visalign.rewards import Frames, WeightedSum
@@ -27,6 +30,7 @@ from visalign.training.diffusion.rollout_settings import RolloutSettings
 from visalign.training.loop.optimizer import OptimizerSettings
 
 CONFIGS = Path(__file__).parents[3] / "configs"
+EQUAL_COST = CONFIGS.parent / "docs/evidence/equal_cost.json"
 RECIPES = {
     "sd35_flow_grpo": "sd3",
     "flux1_flow_grpo": "flux",
@@ -40,6 +44,36 @@ RECIPES = {
     "sana_flow_grpo": "sana",
     "wan_flow_grpo": "wan",
 }
+"""Of a family, in whose tiny model each trains."""
+MODELS = {"sd35": "sd3", "flux1": "flux", "sd15": "sd15"}
+ALGORITHMS = {
+    path.stem: MODELS.get(path.stem.partition("_")[0], "")
+    for path in sorted(CONFIGS.glob("*.yaml"))
+    if path.stem not in RECIPES and not path.stem.startswith(("shapes_", "text_"))
+}
+"""Of an algorithm: what each trains by is trained on five families in test_matrix.py."""
+
+
+def _said(name: str) -> dict[str, str]:
+    """word -> what the header of a recipe says behind it, in one line."""
+    found, word = dict[str, str](), ""
+    for line in config_header((CONFIGS / f"{name}.yaml").read_text()):
+        begins = re.match(r"([A-Z][\w ]+): (.*)", line)
+        word, text = begins.groups() if begins else (word, f"{found.get(word, '')} {line}")
+        found[word] = text
+    return found
+
+
+def _stated_cost(said: str) -> float:
+    """Forward-equivalents a picture."""
+    return sum(map(float, said.partition(" forward-equivalents")[0].split("+")))
+
+
+def _on_a_model(config: Any, family: str, folder: Path) -> Any:
+    """The configuration with a model of whose kind is told, which is all that its cost asks."""
+    folder.mkdir(exist_ok=True)
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": FAMILIES[family].pipelines[0]}))
+    return replace(config, model=replace(config.model, path=str(folder)))
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -73,30 +107,55 @@ def test_a_recipe_runs_on_a_tiny_model_of_its_family(name, tmp_path):
     assert result.counters.updates == 1 and result.counters.skipped == 0
     assert all(torch.equal(p, frozen[n]) for n, p in policy.module.named_parameters() if n in frozen)
     assert any(not torch.equal(a, b) for a, (_, b) in zip(before, policy.trainable_parameters(), strict=True))
-    (tmp_path / "model").mkdir()
-    index = {"_class_name": FAMILIES[family].pipelines[0]}
-    (tmp_path / "model" / "model_index.json").write_text(json.dumps(index))
-    model = replace(config.model, path=str(tmp_path / "model"))
-    planned = planned_cost(replace(config, model=model, rollout=rollout))
+    whole = _on_a_model(config, family, tmp_path / "model")
+    planned = planned_cost(replace(whole, rollout=rollout))
     assert policy.forward_count.equivalents - start == planned * 8
-    said = re.search(r"# Duration: ([\d. +]+) forward-equivalents", (CONFIGS / f"{name}.yaml").read_text())
-    stated = sum(map(float, said[1].split("+"))) if said else 0
-    assert stated == pytest.approx(planned_cost(replace(config, model=model)), abs=0.05)
+    assert _stated_cost(_said(name)["Duration"]) == pytest.approx(planned_cost(whole), abs=0.05)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_recipe_says_what_an_algorithm_costs(name, tmp_path):
+    said, family = _said(name), ALGORITHMS[name]
+    config = _on_a_model(load_job(name, []).config, family, tmp_path)
+    assert _stated_cost(said["Duration"]) == pytest.approx(planned_cost(config), abs=0.05)
+    pictures = re.search(r"([\d,]+) pictures an iteration", said["Duration"])
+    count = config.rollout.prompts_per_iteration * config.rollout.group_size
+    assert pictures is not None and int(pictures[1].replace(",", "")) == count
+    for word in said.keys() - {"Duration"}:
+        if word.startswith("Duration of "):
+            changed = load_job(name, shlex.split(said[word.removeprefix("Duration of ")])).config
+            cost = planned_cost(_on_a_model(changed, family, tmp_path))
+            assert _stated_cost(said[word]) == pytest.approx(cost, abs=0.05)
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if "Measured on a CPU" in _said(name)])
+def test_what_a_recipe_repeats_of_the_comparison_at_equal_cost(name):
+    form = r"(.+?) ([\d.]+) -> ([\d.]+) held-out accuracy \((\w+) seeds\) for ([\d,]+) forward-equivalents.*"
+    said = re.fullmatch(form, _said(name)["Measured on a CPU"])
+    assert said is not None
+    row, *numbers = said.groups()
+    found = json.loads(EQUAL_COST.read_text())[row]
+    assert numbers == [
+        *(f"{mean(found[key]):.3f}" for key in ("before", "after")),
+        ["no", "one", "two", "three"][len(found["after"])],
+        f"{mean(found['forward_equivalents']):,.0f}",
+    ]
+
+
+@pytest.mark.parametrize("name", [*RECIPES, *ALGORITHMS])
 def test_its_twin_on_a_cpu_trains_by_the_same_algorithm(name):
     """The line "On a CPU:" names a configuration with its overrides, or "none" and why."""
-    said = re.search(r"^# On a CPU: (.+)$", (CONFIGS / f"{name}.yaml").read_text(), re.MULTILINE)
-    assert said is not None
-    twin, *overrides = shlex.split(said[1])
+    twin, *overrides = shlex.split(_said(name)["On a CPU"])
     if twin == "none,":
         assert name in ("wan_flow_grpo", "flux1_kontext_flow_grpo")
         return
     found, config = load_job(str(CONFIGS / f"{twin}.yaml"), overrides).config, load_job(name, []).config
-    assert found.objective.algorithm == config.objective.algorithm
+    assert type(found) is type(config)
+    for key in ("algorithm", "credit", "balance_every"):
+        assert getattr(found.objective, key) == getattr(config.objective, key)
     assert found.rollout.schedule == config.rollout.schedule
-    assert (found.rollout.sde_window is None) == (config.rollout.sde_window is None)
+    for key in ("sde_window", "branch"):
+        assert (getattr(found.rollout, key) is None) == (getattr(config.rollout, key) is None)
 
 
 def test_a_video_is_trained_and_evaluated_on_all_its_frames(tmp_path):

@@ -16,53 +16,63 @@ _MIX = f"{_FLOW} rollout.sde_window=4 rollout.sde_window_order=progressive"
 _BY_GROUP = f"{_FLOW} objective.changes.kl=0 objective.changes.advantage_options.scale=group"
 
 PUBLISHED: dict[str, tuple[str, str]] = {
-    "mix_grpo": (_MIX, "MixGRPO, arXiv 2507.21802"),
+    "mix_grpo": (_MIX, "MixGRPO, arXiv 2507.21802; `flux1_mix_grpo` is a whole configuration"),
     "mix_grpo_flash": (
         f"{_MIX} rollout.ode_compression=0.4 rollout.solver=dpmpp_2m",
-        "MixGRPO-Flash, arXiv 2507.21802",
+        "MixGRPO-Flash, arXiv 2507.21802; the header of `flux1_mix_grpo` has its settings",
     ),
     "flow_grpo_fast": (
         f"{_FLOW} rollout.sde_window=2 rollout.sde_window_order=random",
-        "Flow-GRPO-Fast, arXiv 2505.05470",
+        "Flow-GRPO-Fast, arXiv 2505.05470; `sd35_flow_grpo_fast` is a whole configuration",
     ),
     "dance_grpo": (
         f"{_BY_GROUP} rollout.schedule=dance rollout.noise_level=0.3 rollout.shared_noise=true",
-        "DanceGRPO, arXiv 2505.07818",
+        "DanceGRPO, arXiv 2505.07818; `flux1_dance_grpo` is a whole configuration",
     ),
     **dict.fromkeys(
         ("flow_cps", "cps"),
-        (f"{_FLOW} rollout.schedule=cps rollout.noise_level=0.8", "Flow-CPS, arXiv 2509.05952"),
+        (
+            f"{_FLOW} rollout.schedule=cps rollout.noise_level=0.8",
+            "Flow-CPS, arXiv 2509.05952; `sd35_flow_cps` is a whole configuration",
+        ),
     ),
     "ddpo": (
         f"{_BY_GROUP} rollout.schedule=ddim rollout.noise_level=1.0",
-        "DDPO, arXiv 2305.13301, with groups; `shapes_ddpo` is a whole configuration",
+        "DDPO, arXiv 2305.13301, with groups; `sd15_ddpo` is a whole configuration",
     ),
-    "tp_grpo": (f"{_FLOW} objective.credit=turning_points", "TP-GRPO, arXiv 2602.06422"),
+    "tp_grpo": (
+        f"{_FLOW} objective.credit=turning_points",
+        "TP-GRPO, arXiv 2602.06422; `sd35_tp_grpo` is a whole configuration",
+    ),
     "branch_grpo": (
         f"{_FLOW} objective.credit=branches 'rollout.branch={{at: [0, 2], children: 2}}'",
-        "BranchGRPO, arXiv 2509.06040",
+        "BranchGRPO, arXiv 2509.06040; `flux1_branch_grpo` is a whole configuration",
     ),
     "marble": (
         f"{_FLOW} objective.balance_every=10",
-        "MARBLE, arXiv 2605.06507, of several rewards; also with diffusion_nft",
+        "MARBLE, arXiv 2605.06507, of several rewards; also with diffusion_nft, as `sd35_marble` has it",
     ),
     "gardo": (
         f"{_FLOW} objective.reset_reference_every=100",
         "of GARDO, arXiv 2512.24138, the reference that follows; with any row that has a KL term",
     ),
-    "nft": ("objective.algorithm=diffusion_nft", "DiffusionNFT, arXiv 2509.16117"),
+    "nft": (
+        "objective.algorithm=diffusion_nft",
+        "DiffusionNFT, arXiv 2509.16117; `sd35_diffusion_nft` is a whole configuration",
+    ),
     "raft": ("objective.algorithm=rejection", "RAFT, arXiv 2304.06767"),
     "rwr": ("objective.algorithm=reward_weighted", "arXiv 2302.12192"),
     "dpo": (
         "objective.algorithm=diffusion_dpo",
-        "Diffusion-DPO, arXiv 2311.12908, online; the row online_dpo is DPO on log-probs of steps",
+        "Diffusion-DPO, arXiv 2311.12908, online; `sd35_diffusion_dpo` is a whole configuration; the row "
+        "online_dpo is DPO on log-probs of steps",
     ),
     "best_of_n": (
         "objective.algorithm=rejection objective.changes.signal_options.share=0.01",
         "learns from the best picture of each group; without training: `visalign sample --best-of N`",
     ),
 }
-"""Name -> (what to set, as on a command line, what it is)."""
+"""Name -> (what to set, as on a command line, what it is and which packaged configuration has it)."""
 
 
 def picture_rows() -> list[str]:
