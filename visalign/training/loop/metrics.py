@@ -79,8 +79,8 @@ METRICS: dict[str, str] = {
     "gradient, whatever rule took it: the clip at 1 - eps_low, a mask",
     "clip_high": "the same of decisions with a positive advantage: the clip at 1 + eps_high, a mask",
     "kl": "mean Gaussian KL to the reference over trained pairs, nats (per latent number with "
-    "log_prob_reduction mean); of a text policy the k3 estimate per token; of KTO its reference "
-    "point, per answer",
+    "log_prob_reduction mean; with kl_form velocity mean |v − v_ref|²); of a text policy the k3 estimate per "
+    "token; of KTO its reference point, per answer",
     "rewards/*": "direct preference optimisation: mean implicit reward of chosen and rejected answers (of "
     "votes, good and bad ones) as the loss has it, β log π/π_ref, their margins, and accuracies: the share "
     "of pairs whose chosen answer has the higher one, of votes that are on the right side of kl",
