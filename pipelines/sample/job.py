@@ -15,7 +15,7 @@ from torch import Tensor
 
 from visalign.atomic import write_atomic
 from visalign.data.assets import resolve_model
-from visalign.data.sets.prompt_files import record_key
+from visalign.data.sets.prompt_files import listed_sources, record_key
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.pages.base import PIXELATED_SIDE
 from visalign.evaluation.pages.sample_page import sample_page
@@ -258,7 +258,8 @@ def _drawn(
             best = first + int(liked[first : first + count].argmax())
             row: dict[str, Any] = {"prompt": prompts[best], "seed": part[best][1]}
             row |= {n: float(s.value[best]) if bool(s.valid[best]) else None for n, s in scores.items()}
-            if isinstance(source := part[best][0].get("source"), str):
+            source = part[best][0].get("source")
+            if source is not None and all(isinstance(each, str) for each in listed_sources(source)):
                 row["metadata"] = {"source": source}
             row[COST] = spent * count // len(part)  # every draw takes as many
             yield row, made[best]
