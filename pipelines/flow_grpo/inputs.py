@@ -100,8 +100,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         if config.objective.experts:
             check_experts(config.objective.experts, records)
     features = build_features(config, judges, device)
-    judge = config.evaluation.correctness
-    if judge is not None:
+    if (judge := config.evaluation.correctness) is not None:
         check_judge(judge, rewards[judge], heldout[0])
     return Inputs(
         records=records,
