@@ -5,6 +5,7 @@ import json
 import re
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,7 +103,8 @@ def test_the_best_of_several(folder, tmp_path):
 @pytest.mark.parametrize("compares", [False, True])
 def test_of_many_draws_one_batch_and_the_best_are_in_memory(search, compares, tmp_path, monkeypatch):
     """They are those of all draws at once; a reward that compares the draws is given all of them."""
-    policy, alive, most, asked = ToyPolicy(), [0], [0], []
+    policy: Any = ToyPolicy()
+    alive, most, asked = [0], [0], []
     decode = policy.decode
 
     def counted(latents):

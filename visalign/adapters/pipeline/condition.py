@@ -32,7 +32,8 @@ class Source:
     @property
     def image(self) -> Any:
         """As the pipeline's call takes it."""
-        return list(self.pictures) if len(self.pictures) > 1 else self.pictures[0]
+        first, *rest = self.pictures
+        return [first, *rest] if rest else first
 
     def encoded(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What the pipeline answers, which it is asked once: it takes the mean, so nothing is drawn."""
