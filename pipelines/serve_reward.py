@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from visalign.errors import UserError
 
 if TYPE_CHECKING:
-    from visalign.rewards.serve.bounds import Limits
+    from visalign.rewards.serve.bounds import RequestLimits
 
 
 def serve_reward(
@@ -35,7 +35,7 @@ def serve_reward(
     max_pixels: int | None = None,
     max_connections: int = 256,
     idle: float = 30.0,
-    on_ready: Callable[[Limits], object] | None = None,
+    on_ready: Callable[[RequestLimits], object] | None = None,
 ) -> None:
     """Serve until interrupted.
 

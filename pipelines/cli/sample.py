@@ -114,12 +114,12 @@ def numbers(text: str, option: str = "--seeds") -> list[int]:
 
 def _records(prompts: list[str], settings: Any) -> Any:
     """Prompt records of a file or set, or of the prompts themselves."""
-    from visalign.adapters.catalogue import edits_of
+    from visalign.adapters.catalogue import edits_of, joins_sources
     from visalign.data.assets import resolve_model
     from visalign.pipelines.shared.parts import build_records
 
     one = prompts[0]
     if len(prompts) == 1 and (one.startswith("shapes:") or Path(one).suffix in (".txt", ".jsonl")):
-        edits = edits_of(resolve_model(settings.model), settings.adapter)
-        return build_records(one, "The prompts", edits=edits)
+        model = resolve_model(settings.model), settings.adapter
+        return build_records(one, "The prompts", edits=edits_of(*model), several=joins_sources(*model))
     return [{"prompt": prompt} for prompt in prompts]

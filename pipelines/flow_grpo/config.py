@@ -63,6 +63,8 @@ class ModelConfig:
     """false leaves the third text encoder out where the model has one."""
     image_size: int | tuple[int, int] | None = None
     """Pixels per side, or [height, width]; null: the model's own."""
+    decode_batch: Count | None = None
+    """Latents per pass of the autoencoder; memory only. null: 32 of the adapter sd3, 8 of pipeline."""
     max_sequence_length: int = 256
     """Tokens of the T5 part of the context."""
     options: dict[str, Any] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.adapters.catalogue import edits_of
+from visalign.adapters.catalogue import edits_of, joins_sources
 from visalign.data.assets import resolve_model
 from visalign.data.sets.prompt_files import record_key
 from visalign.errors import UserError, suggestion
@@ -67,7 +67,8 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     if rollout.branch is not None:
         check_whole_groups(rollout.prompts_per_iteration, world)
     config.rewards.check_processes(world)
-    read = partial(build_records, edits=edits_of(resolve_model(config.model.path), config.model.adapter))
+    model = resolve_model(config.model.path), config.model.adapter
+    read = partial(build_records, edits=edits_of(*model), several=joins_sources(*model))
     records, heldout = read(data.train, "data.train"), read(data.heldout, "data.heldout")
     judges = load_terms({**config.evaluation.rewards, **config.rewards.terms}, load_judge, device)
     rewards = _judging_alone(judges, config.evaluation.rewards)
@@ -99,8 +100,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         if config.objective.experts:
             check_experts(config.objective.experts, records)
     features = build_features(config, judges, device)
-    judge = config.evaluation.correctness
-    if judge is not None:
+    if (judge := config.evaluation.correctness) is not None:
         check_judge(judge, rewards[judge], heldout[0])
     return Inputs(
         records=records,

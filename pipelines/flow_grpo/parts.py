@@ -49,6 +49,7 @@ def build_policy(model: ModelConfig, device: torch.device, seed: int) -> Diffusi
             "max_sequence_length": model.max_sequence_length,
             "autocast": autocast_dtype(model.autocast, device),
             "image_size": model.image_size,
+            "decode_batch": model.decode_batch,
             "quantization": model.quantization,
             **{k: _dtype(v) if k.endswith("dtype") else v for k, v in model.options.items()},
         }

@@ -40,7 +40,7 @@ Ask = Callable[[list[Any], list[str], list[Any] | None], Found]
 
 
 @dataclass(frozen=True)
-class Answers:
+class ProbeAnswers:
     """What was said of some rows."""
 
     rows: list[int]
@@ -64,7 +64,7 @@ class Questions:
         *,
         careful: bool = True,
         form: Callable[[Tensor], Any] | None = None,
-    ) -> Answers:
+    ) -> ProbeAnswers:
         """Ask about rows, those without a sample left out.
 
         Args:
@@ -87,9 +87,9 @@ class Questions:
                 parts.append(self._ask(shown, [found[0].prompt for _, found in kept], asked, careful))
                 taken += asked
         value = np.concatenate([found for found, _ in parts]) if parts else np.zeros(0)
-        return Answers(taken, value, [reason for _, said in parts for reason in said])
+        return ProbeAnswers(taken, value, [reason for _, said in parts for reason in said])
 
-    def neighbours(self, rows: list[int], make: Make, level: Level) -> Answers:
+    def neighbours(self, rows: list[int], make: Make, level: Level) -> ProbeAnswers:
         """Ask about rows in other company: alone, in reverse order, or before white pictures."""
         if level.label == "in reverse order":
             return self.batched(rows[::-1], make)
@@ -101,7 +101,7 @@ class Questions:
             sides = [as_contract([s.image, *[torch.ones_like(s.image)] * white]) for s in made]
             value, reasons = self._ask(sides, [made[0].prompt] * (1 + white), [row] * (1 + white), True)
             found.append((value[0], reasons[0]))
-        return Answers(taken, np.array([value for value, _ in found]), [reason for _, reason in found])
+        return ProbeAnswers(taken, np.array([value for value, _ in found]), [reason for _, reason in found])
 
     def _ask(self, sides: list[Any], prompts: list[str], rows: Sequence[int], careful: bool) -> Found:
         records = [self.reference.metadata[row] for row in rows] if self.with_records else None

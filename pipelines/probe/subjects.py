@@ -18,7 +18,7 @@ from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.pairs.asking import one_each, read_preferences
 
-from .questions import FORMS, Answers, Found, Make, Questions
+from .questions import FORMS, Found, Make, ProbeAnswers, Questions
 from .reference import Reference
 
 TIE = 1e-6
@@ -63,7 +63,7 @@ class Subject(ABC):
     def _nothing(self) -> np.ndarray:
         return np.full(len(self.reference.samples), np.nan)
 
-    def _spread_out(self, found: Answers) -> tuple[np.ndarray, list[str | None]]:
+    def _spread_out(self, found: ProbeAnswers) -> tuple[np.ndarray, list[str | None]]:
         """[N] answers and reasons of all samples."""
         full = self._nothing()
         full[found.rows] = found.value
@@ -301,8 +301,8 @@ class Comparer(Subject):
         judge found between the orders itself: part of its answers -> mean with its interval."""
         self._own = {}
         said = self._both(self.paired, self._pair, careful=False)
-        first, reasons = self._spread_out(Answers(said.rows, said.first, said.reasons))
-        second, _ = self._spread_out(Answers(said.rows, said.second, said.reasons))
+        first, reasons = self._spread_out(ProbeAnswers(said.rows, said.first, said.reasons))
+        second, _ = self._spread_out(ProbeAnswers(said.rows, said.second, said.reasons))
         own: dict[str, dict[str, float | None]] = {}
         for name, values in self._own.items():
             if values:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from visalign.atomic import write_atomic
 from visalign.data.assets import resolve_model
-from visalign.data.sets.prompt_files import record_key
+from visalign.data.sets.prompt_files import listed_sources, record_key
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.pages.base import PIXELATED_SIDE
 from visalign.evaluation.pages.sample_page import sample_page
@@ -234,43 +234,62 @@ def _drawn(
     grid: Tensor,
     rewards: Mapping[str, PointwiseReward],
 ) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """(row, picture [3, H, W] or video [F, 3, H, W]), seeds of a prompt side by side."""
+    """(row, picture [3, H, W] or video [F, 3, H, W]), seeds of a prompt side by side.
+
+    Of a seed's draws the best so far alone is kept, so that memory does not grow with their number; of draws
+    that meet on the way, the latents are.
+    """
     count = settings.best_of
     asked = [(record, seed) for record in records for seed in settings.seeds]
     together = max(1, settings.batch_size // count)
     for start in range(0, len(asked), together):
         part = [(record, seed, i) for record, seed in asked[start : start + together] for i in range(count)]
-        prompts = [str(record["prompt"]) for record, _, _ in part]
         whose = asked_of(policy, [record for record, _, _ in part])
         seeds = [
             sample_seed("sample", *record_key(one), s, i) for one, (_, s, i) in zip(whose, part, strict=True)
         ]
-        judge = _Judge(rewards, prompts, [dict(record) for record, _, _ in part])
+        judge = _Judge(rewards, [dict(record) for record, _, _ in part])
+        best: dict[int, _Draw] = {}
         with torch.no_grad():
             condition = policy.encode(whose)
             before = policy.forward_count.equivalents
-            latents = _denoised(policy, condition, settings, grid, seeds, judge)
+            for rows, latents in _latents(policy, condition, settings, grid, seeds, judge):
+                _keep_best(best, _decoded(policy, latents, settings.batch_size), judge.of(rows), rows, count)
             spent = policy.forward_count.equivalents - before
-            chunks = latents.split(min(settings.batch_size, len(latents)))
-            made = torch.cat([decoded(policy, chunk, clips=True).float().cpu() for chunk in chunks])
-        scores, liked = judge(made)
-        for first in range(0, len(part), count):
-            best = first + int(liked[first : first + count].argmax())
-            row: dict[str, Any] = {"prompt": prompts[best], "seed": part[best][1]}
-            row |= {n: float(s.value[best]) if bool(s.valid[best]) else None for n, s in scores.items()}
-            if isinstance(source := part[best][0].get("source"), str):
+        for place, draw in best.items():
+            record, seed, _ = part[place * count]
+            row: dict[str, Any] = {"prompt": str(record["prompt"]), "seed": seed, **draw.scores}
+            source = record.get("source")
+            if source is not None and all(isinstance(each, str) for each in listed_sources(source)):
                 row["metadata"] = {"source": source}
             row[COST] = spent * count // len(part)  # every draw takes as many
-            yield row, made[best]
+            yield row, draw.made
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """The best so far of a seed's draws."""
+
+    made: Tensor
+    scores: dict[str, float | None]
+    liked: float
 
 
 @dataclass(frozen=True)
 class _Judge:
-    """What the rewards say of pictures or videos of these prompts."""
+    """What the rewards say of pictures or videos of these records' prompts."""
 
     rewards: Mapping[str, PointwiseReward]
-    prompts: Sequence[str]
     records: Sequence[Mapping[str, Any]]
+
+    def of(self, rows: slice) -> _Judge:
+        """For a part of them."""
+        return replace(self, records=self.records[rows])
+
+    @property
+    def compares(self) -> bool:
+        """Whether a reward has to see all draws of a prompt together."""
+        return any(getattr(reward, "needs_group", False) for reward in self.rewards.values())
 
     def __call__(self, made: Tensor) -> tuple[dict[str, Scores], Tensor]:
         """(label -> scores, [N] their sum with lower-is-better turned round, −∞ where one failed).
@@ -278,9 +297,9 @@ class _Judge:
         Args:
             made: [N, 3, H, W], or videos [N, F, 3, H, W], which judges of clips see whole.
         """
-        stills = middle_frames(made)
+        stills, prompts = middle_frames(made), [str(record["prompt"]) for record in self.records]
         scores = {
-            name: r.score(made if getattr(r, "takes_clips", False) else stills, self.prompts, self.records)
+            name: r.score(made if getattr(r, "takes_clips", False) else stills, prompts, self.records)
             for name, r in self.rewards.items()
         }
         liked = torch.zeros(len(made))
@@ -288,6 +307,44 @@ class _Judge:
             sign = 1.0 if self.rewards[name].higher_is_better else -1.0
             liked += torch.where(score.valid, sign * score.value, -torch.inf).cpu()
         return scores, liked
+
+
+def _keep_best(best: dict[int, _Draw], made: Tensor, judge: _Judge, rows: slice, count: int) -> None:
+    """Put a draw of `rows` in its seed's place in `best` where it is the first or liked better."""
+    scores, liked = judge(made)
+    for i, value in enumerate(liked.tolist()):
+        place = (rows.start + i) // count
+        if place in best and not value > best[place].liked:
+            continue
+        said = {n: float(s.value[i]) if bool(s.valid[i]) else None for n, s in scores.items()}
+        best[place] = _Draw(made[i].clone(), said, value)  # a view would keep its whole batch
+
+
+def _decoded(policy: DiffusionPolicy, latents: Tensor, batch_size: int) -> Tensor:
+    """Pictures or videos of latents [N, ...], float32 on the CPU."""
+    made = [decoded(policy, chunk, clips=True).float().cpu() for chunk in latents.split(batch_size)]
+    return made[0] if len(made) == 1 else torch.cat(made)
+
+
+def _latents(
+    policy: DiffusionPolicy,
+    condition: Condition,
+    settings: SampleSettings,
+    grid: Tensor,
+    seeds: Sequence[int],
+    judge: _Judge,
+) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, their final latents), batch by batch; where a reward compares the draws, all together."""
+    size = len(seeds) if judge.compares else settings.batch_size
+    parts = [slice(first, min(first + size, len(seeds))) for first in range(0, len(seeds), size)]
+    meet = bool(settings.resample_after) or isinstance(settings.search, PathSearch)
+    whole = _denoised(policy, condition, settings, grid, seeds, judge) if meet else None
+    for rows in parts:
+        if whole is not None:
+            yield rows, whole[rows]
+            continue
+        those = condition.select(torch.arange(rows.start, rows.stop))
+        yield rows, _denoised(policy, those, settings, grid, seeds[rows], judge.of(rows))
 
 
 def _denoised(

@@ -222,14 +222,14 @@ def weighted_sum(config: RewardsConfig, rewards: Mapping[str, Any], kind: Any) -
     )
 
 
-def build_records(source: str, field: str, *, edits: Edits = "none") -> Records:
+def build_records(source: str, field: str, *, edits: Edits = "none", several: bool = True) -> Records:
     """Prompt records of a set or file.
 
     Raises:
         UserError: see `load_prompts` and `check_texts`; the message begins with the field.
     """
     try:
-        return check_texts(load_prompts(source, edits=edits))
+        return check_texts(load_prompts(source, edits=edits, several=several))
     except UserError as error:
         raise UserError(f"{field}: {error}") from error
 

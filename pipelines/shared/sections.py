@@ -244,7 +244,7 @@ FREE_KEYS = (
     "run.best_by",
     "run.trackers",
     "run.sharding",
-    *("rollout.batch_size", "model.generate_batch", "model.score_batch"),
+    *("rollout.batch_size", "model.decode_batch", "model.generate_batch", "model.score_batch"),
     *("optimizer.micro_batch", "optimizer.fused", "evaluation.batch_size", "server.patience"),
     *(f"monitor.{rule}.{limit.name}" for rule in ("warn", "stop") for limit in fields(MonitorLimits)),
 )

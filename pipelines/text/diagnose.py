@@ -47,7 +47,7 @@ TRAINED = ("text_dpo", "text_grpo", "text_ppo", "text_sft")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Answers:
+class _JudgedCompletions:
     """P·n completions of one policy, judged; the completions of a prompt side by side."""
 
     rollout: TextRollout
@@ -82,7 +82,7 @@ def diagnose(
         prompts: of the held-out prompts take so many at most, evenly spaced; None: all.
         rewards: names of text rewards to set beside those of the run.
         margin: nats by which the second choice of a token may be behind for a near tie.
-        noise: scale β of the Gumbel noise on the logits under which greedy answers are tried again.
+        noise: scale β of the Gumbel noise on the logits under which greedy completions are tried again.
         seed: of the completions and the intervals.
 
     Returns:
@@ -138,7 +138,9 @@ class _Judge:
         judge = self.rewards[self.correctness]
         self.reward = judge if terms is None else text_sum(config.rewards, self.rewards)
 
-    def sampled(self, policy: Any, records: Records, generation: Any, samples: int, seed: int) -> _Answers:
+    def sampled(
+        self, policy: Any, records: Records, generation: Any, samples: int, seed: int
+    ) -> _JudgedCompletions:
         """`samples` completions of a policy to each record, judged; a seed for each."""
         seeds = [sample_seed(seed, prompt_text(r["prompt"]), i) for r in records for i in range(samples)]
         with torch.no_grad():
@@ -149,9 +151,11 @@ class _Judge:
                 sampling=generation.sampling,
                 stopping=generation.stopping(),
             )
-        return self.answers(rollout, [r for r in records for _ in range(samples)], samples)
+        return self.judged(rollout, [r for r in records for _ in range(samples)], samples)
 
-    def answers(self, rollout: TextRollout, records: Sequence[Mapping[str, Any]], samples: int) -> _Answers:
+    def judged(
+        self, rollout: TextRollout, records: Sequence[Mapping[str, Any]], samples: int
+    ) -> _JudgedCompletions:
         """A rollout to the records [B], judged."""
         texts, asked = list(rollout.text), list(rollout.prompt)
         judge, scores = self.rewards[self.correctness], {}
@@ -170,7 +174,7 @@ class _Judge:
             label: 1 if reward.higher_is_better else -1
             for label, reward in {**self.rewards, **self.more}.items()
         }
-        return _Answers(
+        return _JudgedCompletions(
             rollout=rollout,
             reward=table(_value(paid)),
             solved=table(right),
@@ -232,12 +236,15 @@ def _policies(run: Path, second: Path | None) -> dict[str, Any]:
 
 
 def _support(
-    base: _Answers, tuned: _Answers, records: Sequence[Mapping[str, Any]], generator: torch.Generator
+    base: _JudgedCompletions,
+    tuned: _JudgedCompletions,
+    records: Sequence[Mapping[str, Any]],
+    generator: torch.Generator,
 ) -> dict[str, Any]:
     """pass@k of both, where the curves cross, and what only one of them solves."""
     points = pass_at_k_curves(base.solved, tuned.solved, generator=generator)
     known = base.solved.isfinite().all(1) & tuned.solved.isfinite().all(1)
-    before, after = ((answers.solved == 1).any(1) & known for answers in (base, tuned))
+    before, after = ((one.solved == 1).any(1) & known for one in (base, tuned))
     where, shown = crossing(points)
     counts = {
         "preserved": int((before & after).sum()),
@@ -261,7 +268,9 @@ def _support(
     }
 
 
-def _best_of_n(base: Any, before: _Answers, after: _Answers, generator: torch.Generator) -> dict[str, Any]:
+def _best_of_n(
+    base: Any, before: _JudgedCompletions, after: _JudgedCompletions, generator: torch.Generator
+) -> dict[str, Any]:
     """Reward and KL of the best of n completions of the base, and of the tuned policy."""
     shape = before.reward.shape
     likely = before.rollout.full_log_prob.double().sum(1).reshape(shape)
@@ -282,7 +291,9 @@ def _best_of_n(base: Any, before: _Answers, after: _Answers, generator: torch.Ge
     }
 
 
-def _distances(before: _Answers, after: _Answers, generator: torch.Generator) -> list[dict[str, Any]]:
+def _distances(
+    before: _JudgedCompletions, after: _JudgedCompletions, generator: torch.Generator
+) -> list[dict[str, Any]]:
     """STARC distance of each pair of rewards on the completions of both policies, prompt by prompt."""
     values = {label: torch.cat([before.values[label], after.values[label]], 1) for label in before.values}
     found = []
@@ -305,9 +316,9 @@ def _greedy(
     noise: float,
     seed: int,
 ) -> dict[str, Any]:
-    """How near a tie greedy answers are, and what a little noise on the logits changes.
+    """How near a tie greedy completions are, and what a little noise on the logits changes.
 
-    The largest logit under Gumbel noise of scale β is a draw at temperature β, so the noisy answers are
+    The largest logit under Gumbel noise of scale β is a draw at temperature β, so the noisy completions are
     samples of that temperature (The Policy Cliff, arXiv 2507.20150, on argmax at ties).
     """
     names = [prompt_text(record["prompt"]) for record in records]
@@ -325,7 +336,7 @@ def _greedy(
     gap = policy.log_probs(whole, distribution="full", statistic=runner_up_gap).statistic
     near = ((gap < margin) & (greedy.loss_mask > 0)).any(1)
     same = [one == other for one, other in zip(greedy.text, noisy.text, strict=True)]
-    first, second = (judge.answers(rollout, records, 1).reward[:, 0] for rollout in (greedy, noisy))
+    first, second = (judge.judged(rollout, records, 1).reward[:, 0] for rollout in (greedy, noisy))
     shares = {"near_tie": near.double(), "changed": 1 - torch.tensor(same).double()}
     return {
         **{name: clustered_wilson(value.numpy(), names).to_dict() for name, value in shares.items()},
@@ -335,7 +346,7 @@ def _greedy(
     }
 
 
-def _clip(run: Path, base: _Answers, generator: torch.Generator) -> dict[str, Any] | None:
+def _clip(run: Path, base: _JudgedCompletions, generator: torch.Generator) -> dict[str, Any] | None:
     """What the clip took of the run's updates, and what a control with rewards by lot would withhold; None
     where nothing is clipped."""
     written = [row for row in read_metrics(run / "metrics.jsonl") if "clip_low" in row]

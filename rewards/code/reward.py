@@ -40,7 +40,7 @@ from visalign.rewards.text.contract import (
 from visalign.rewards.text.parsing import extract_code, has_fence
 
 from .code_values import Codec
-from .sandbox import ISOLATIONS, Limits, NoIsolation, Run, run_python
+from .sandbox import ISOLATIONS, NoIsolation, Run, SandboxLimits, run_python
 
 _FORMS = '{"stdin", "stdout"}, {"call", "args", "expected"}, "assert ..." or {"inputs", "outputs"}'
 
@@ -73,7 +73,7 @@ class CodeTests:
         credit: str = "all",
         after: str | None = None,
         whole: bool = False,
-        limits: Mapping[str, float] | Limits | None = None,
+        limits: Mapping[str, float] | SandboxLimits | None = None,
         isolation: str = "auto",
         packages: bool = False,
         workers: int = 4,
@@ -91,7 +91,7 @@ class CodeTests:
             credit: "all" (1 where every test passes, else 0) or "share" (passed / tests).
             after: only code behind the last occurrence of this marker counts, e.g. "</think>".
             whole: take the whole completion as code where it has no fenced block.
-            limits: of one run, see `Limits`.
+            limits: of one run, see `SandboxLimits`.
             isolation: "auto" or "namespaces" (the kernel isolates, or nothing is run), or "process", see
                 `sandbox`.
             packages: whether the code may import installed packages.
@@ -115,7 +115,7 @@ class CodeTests:
         self.unit = "1 = all tests pass" if credit == "all" else "share of tests"
         self._field, self._setup_field, self._credit = field, setup_field, credit
         self._after, self._whole, self._workers = after, whole, workers
-        self._limits = limits if isinstance(limits, Limits) else _limits(name, limits)
+        self._limits = limits if isinstance(limits, SandboxLimits) else _limits(name, limits)
         self._isolation, self._packages = isolation, packages
 
     def score(
@@ -218,11 +218,11 @@ END = "the setup has ended"
 """Printed behind a setup by itself."""
 
 
-def _limits(name: str, given: Mapping[str, float] | None) -> Limits:
+def _limits(name: str, given: Mapping[str, float] | None) -> SandboxLimits:
     try:
-        return Limits(**(given or {}))  # type: ignore[arg-type]  # its own check speaks of the values
+        return SandboxLimits(**(given or {}))  # type: ignore[arg-type]  # its own check speaks of the values
     except TypeError as error:
-        allowed = ", ".join(entry.name for entry in fields(Limits))
+        allowed = ", ".join(entry.name for entry in fields(SandboxLimits))
         raise ValueError(f"{name}: limits are {given!r}; allowed keys are {allowed}.") from error
 
 

@@ -51,7 +51,7 @@ class NoIsolation(RewardError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class SandboxLimits:
     """What one run may take."""
 
     wall_seconds: float = 10.0
@@ -102,7 +102,7 @@ def run_python(
     setup: str = "",
     tests: list[dict[str, Any]] | None = None,
     stdin: str = "",
-    limits: Limits | None = None,
+    limits: SandboxLimits | None = None,
     isolation: str = "auto",
     packages: bool = False,
 ) -> Run:
@@ -114,7 +114,7 @@ def run_python(
         tests: None runs the source as a program; else each is {"assert": source} or
             {"call": name, "args": [], "kwargs": {}}, run in a process that never meets the code.
         stdin: what the program reads.
-        limits: the defaults of `Limits` when None.
+        limits: the defaults of `SandboxLimits` when None.
         isolation: "auto" and "namespaces" have the kernel isolate, and refuse where it does not; "process"
             does without.
         packages: whether installed packages can be imported (slower start, weaker audit hook: ctypes opens).
@@ -130,7 +130,7 @@ def run_python(
         raise ValueError(f"isolation is {isolation!r}; allowed are {', '.join(ISOLATIONS)}.")
     if os.name != "posix":
         raise RewardError("The code sandbox needs Linux or macOS: Windows has no resource limits. Use WSL.")
-    limits = limits or Limits()
+    limits = limits or SandboxLimits()
     with tempfile.TemporaryDirectory(prefix="sandbox", ignore_cleanup_errors=True) as place:
         os.chmod(place, 0o755)
         base = os.path.realpath(place)
@@ -170,7 +170,7 @@ def _say_isolation(run: Run) -> None:
         )
 
 
-def _run(config: dict[str, Any], tests: Any, stdin: str, limits: Limits) -> Run:
+def _run(config: dict[str, Any], tests: Any, stdin: str, limits: SandboxLimits) -> Run:
     """Start the supervisor, read its pipes until all has ended, and see that nothing is left."""
     folder, flags = config["folder"], ["-s", "-P", "-B"] if config["packages"] else ["-s", "-S", "-P", "-B"]
     read_end, write_end = os.pipe()

@@ -39,7 +39,7 @@ beside those of the connections."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class RequestLimits:
     """What a server accepts."""
 
     max_bytes: int = 256 << 20
@@ -78,7 +78,7 @@ class QueueFull(RuntimeError):
 class ByteBudget:
     """Bytes of the requests under way, first come first served."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: RequestLimits) -> None:
         self.used = 0
         self._limits = limits
         self._turn, self._freed = asyncio.Lock(), asyncio.Event()
@@ -119,7 +119,9 @@ class ByteBudget:
         return QueueFull(f"{self.used} bytes are under way; at most {self._limits.max_total_bytes} may be")
 
 
-def limits_for(worker: JudgeWorker, memory: float | None, *, connections: int, **chosen: Any) -> Limits:
+def limits_for(
+    worker: JudgeWorker, memory: float | None, *, connections: int, **chosen: Any
+) -> RequestLimits:
     """`limits_within` so many GiB, half of what is free when None, for the judge as it is measured."""
     if memory is not None and not math.isfinite(memory):
         raise UserError(f"--memory is {memory}; give a number of GiB.")
@@ -127,23 +129,25 @@ def limits_for(worker: JudgeWorker, memory: float | None, *, connections: int, *
     return limits_within(size, peak_bytes_per_pixel(worker), connections=connections, **chosen)
 
 
-def limits_within(memory: int, bytes_per_pixel: float, *, connections: int = 0, **chosen: Any) -> Limits:
-    """Limits for a server that may take so much memory: half for what is under way and for connections, half
+def limits_within(
+    memory: int, bytes_per_pixel: float, *, connections: int = 0, **chosen: Any
+) -> RequestLimits:
+    """Limits of a server that may take so much memory: half for what is under way and for connections, half
     for the judge's work on one batch.
 
     Args:
         memory: bytes, beside those that the processes take when they idle.
         bytes_per_pixel: of the judge's peak, `peak_bytes_per_pixel`.
         connections: that may be open; each may hold `CONNECTION_BYTES` that no request is charged for.
-        **chosen: fields of `Limits` that are set.
+        **chosen: fields of `RequestLimits` that are set.
 
     Raises:
         UserError: not even 2^20 pixels fit, or the fields chosen do not fit together.
     """
-    total = min(Limits.max_total_bytes, max(0, memory // 2 - connections * CONNECTION_BYTES))
-    header = min(Limits.max_header, total // 4 // JSON_GROWTH)
-    body = min(Limits.max_bytes, total // 2)
-    pixels = min(Limits.max_pixels, int(memory // 2 / bytes_per_pixel), (body - header) // 3)
+    total = min(RequestLimits.max_total_bytes, max(0, memory // 2 - connections * CONNECTION_BYTES))
+    header = min(RequestLimits.max_header, total // 4 // JSON_GROWTH)
+    body = min(RequestLimits.max_bytes, total // 2)
+    pixels = min(RequestLimits.max_pixels, int(memory // 2 / bytes_per_pixel), (body - header) // 3)
     if pixels < _LEAST_PIXELS and "max_pixels" not in chosen:
         shares = _LEAST_PIXELS * bytes_per_pixel, 7 * _LEAST_PIXELS + connections * CONNECTION_BYTES
         least = math.ceil(2 * max(shares))
@@ -152,7 +156,7 @@ def limits_within(memory: int, bytes_per_pixel: float, *, connections: int = 0, 
             f"bytes each and as much for requests. Give at least {least / 2**30:.2f} GiB, or --max-pixels."
         )
     try:
-        return Limits(
+        return RequestLimits(
             **{
                 "max_total_bytes": total,
                 "max_header": header,

@@ -27,7 +27,7 @@ from visalign.interfaces import Preferences, Scores
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure import Attempt
 
-from .bounds import ByteBudget, Limits, QueueFull
+from .bounds import ByteBudget, QueueFull, RequestLimits
 from .wire import (
     JUDGE_HEADER,
     MEDIA_TYPE,
@@ -107,7 +107,7 @@ class Batcher:
         max_batch: int = 64,
         max_wait: float = 0.005,
         max_waiting: int = 4096,
-        max_pixels: int = Limits.max_pixels,
+        max_pixels: int = RequestLimits.max_pixels,
         timeout: float | None = 120.0,
     ) -> None:
         self._judge = judge
@@ -238,7 +238,7 @@ def judge_server(
     card: dict[str, Any],
     *,
     token: str | None = None,
-    limits: Limits | None = None,
+    limits: RequestLimits | None = None,
     **batching: Any,
 ) -> Starlette:
     """The application, for uvicorn.
@@ -254,7 +254,7 @@ def judge_server(
         An ASGI application; `app.state.batcher` is its batcher, and `app.state.stop()`, from any thread or
         signal handler, has it refuse what waits and what comes.
     """
-    bounds = limits or Limits()
+    bounds = limits or RequestLimits()
     batcher = Batcher(judge, timeout=bounds.timeout, max_pixels=bounds.max_pixels, **batching)
     budget = ByteBudget(bounds)
 
@@ -317,7 +317,7 @@ def _authorise(given: str | None, token: str | None) -> None:
         raise Refused(401, said, WWW_Authenticate="Bearer")
 
 
-def _check_head(headers: Any, card: dict[str, Any], limits: Limits, is_pair: bool) -> int:
+def _check_head(headers: Any, card: dict[str, Any], limits: RequestLimits, is_pair: bool) -> int:
     """Refuse what can be before a byte of the body is read; else the body's length."""
     if not card["compares" if is_pair else "scores"]:
         able = "compares pairs: POST /v1/compare" if is_pair is False else "scores images: POST /v1/score"
@@ -333,7 +333,9 @@ def _check_head(headers: Any, card: dict[str, Any], limits: Limits, is_pair: boo
     return int(length)
 
 
-async def _receive(request: Any, length: int, limits: Limits, charge: Callable[[int], None]) -> bytearray:
+async def _receive(
+    request: Any, length: int, limits: RequestLimits, charge: Callable[[int], None]
+) -> bytearray:
     """The body; a client that sends too slowly, too much JSON, or goes away is refused."""
     body = bytearray(length)  # pixels are later read in place, which takes memory that can be written to
     end = 0
@@ -358,7 +360,7 @@ async def _receive(request: Any, length: int, limits: Limits, charge: Callable[[
     return body
 
 
-def _read(raw: bytearray, limits: Limits, is_pair: bool) -> JudgeRequest:
+def _read(raw: bytearray, limits: RequestLimits, is_pair: bool) -> JudgeRequest:
     """The request in a body, within the limits."""
     try:
         request = unpack_request(raw)

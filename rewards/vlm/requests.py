@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from visalign.data.sets.prompt_files import listed_sources
 from visalign.rewards.base.contract import Request, RewardError, prompt_problem
 from visalign.rewards.base.images import load_images
 from visalign.vision.patches import PatchCutter
@@ -345,9 +346,10 @@ def requests(
 def source_pictures(
     metadata: Sequence[Mapping[str, Any] | None], reasons: list[str | None]
 ) -> dict[int, Tensor]:
-    """row -> the picture under "source" in its record, that was edited; a row without one gets its reason."""
-    told = enumerate(metadata)
-    given = {row: record["source"] for row, record in told if record and "source" in record}
+    """row -> the picture under "source" in its record, that was edited, of several the first; a row without
+    one gets its reason."""
+    told = ((row, listed_sources((record or {}).get("source"))) for row, record in enumerate(metadata))
+    given = {row: pictures[0] for row, pictures in told if pictures}
     read = load_images(list(given.values()))
     found = {}
     for row in range(len(metadata)):

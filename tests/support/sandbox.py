@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from visalign.rewards import CodeTests, RewardError
-from visalign.rewards.code.sandbox import Limits, run_python
+from visalign.rewards.code.sandbox import SandboxLimits, run_python
 
-QUICK = Limits(wall_seconds=1.5, cpu_seconds=1, memory_mb=256, file_mb=2)
+QUICK = SandboxLimits(wall_seconds=1.5, cpu_seconds=1, memory_mb=256, file_mb=2)
 
 
 def kernel_isolates() -> bool:

@@ -149,6 +149,12 @@ def edits_of(folder_or_id: str | Path, adapter: str | None) -> Edits:
     return "optional" if found else "none"
 
 
+def joins_sources(folder_or_id: str | Path, adapter: str | None) -> bool:
+    """Whether an edit may start from several pictures; one's own adapter refuses them itself."""
+    family = family_of(folder_or_id, adapter)
+    return family is None or family.several
+
+
 def _taken(
     kind: type, options: Mapping[str, Any], usual: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:

@@ -117,7 +117,7 @@ ROOMS = {
     "surrogates.aggregation": "MODES Counts row_tokens",
     "surrogates.balance": "dro flow_balance",
     "surrogates.forms": "gmpo gradient_keeping_clip ppo_kl sapo",
-    "surrogates.kl": "categorical_kl kl_estimate",
+    "surrogates.kl": "categorical_kl kl_estimate velocity_kl",
     "surrogates.kl_gate": "KLGate gate_threshold gated_coefficient next_gate",
     "surrogates.off_policy": "ImportanceWeights effective_sample_size off_policy_mask",
     "surrogates.ratios": "LEVELS guard_step_weight",

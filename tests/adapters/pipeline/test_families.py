@@ -15,16 +15,19 @@ import diffusers
 import pytest
 import torch
 from peft import PeftModel
+from PIL import Image
 
 from tests.support.models.modular import own_modular_run
-from tests.support.models.pipelines import tiny_pipeline, tiny_prompts, trained_weights
+from tests.support.models.pipelines import random_rows, tiny_pipeline, tiny_prompts, trained_weights
 from visalign.adapters import LoraSettings, check_adapter
 from visalign.adapters.pipeline.families import FAMILIES
 from visalign.adapters.pipeline.lora import loading_code
 from visalign.adapters.pipeline.policy import PipelinePolicy
+from visalign.errors import UserError
 from visalign.flow.parametrization import preserving_scale
 from visalign.flow.replay import ratio_check
 from visalign.flow.rollout import rollout
+from visalign.vision.pixels import read_pixels
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +86,7 @@ def own_pictures(
     rows = policy.encode(tiny_prompts(name, PROMPTS)).rows()
     rows = rows if at is None else rows[at : at + 1]
     call = {**policy._call.fixed, **policy._call.inputs(rows, guided=policy.guided)}
-    call |= {"image": call["image"].picture} if "image" in call else {}
+    call |= {"image": call["image"].image} if "image" in call else {}
     if name.startswith("flux2"):  # its `latents` stand unpacked
         height, width = policy._call.fixed["height"] // 2, policy._call.fixed["width"] // 2
         latents = latents.permute(0, 2, 1).reshape(len(latents), -1, height, width)
@@ -130,6 +133,46 @@ def test_pictures_are_the_pipelines_own(name):
     apart = rollout(policy, policy.encode(tiny_prompts(name, PROMPTS)), sigmas=sigmas, noise=noise).latents
     assert float((made - apart).abs().max()) <= 1e-4 * float(own.abs().max())
     assert policy.decode(made).shape[:2] == (3, 3)
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.several])
+def test_an_edit_of_several_pictures_is_the_pipelines_own(name):
+    """Samples of one source stand in one call, and each picture is encoded once."""
+    policy, sides = policy_of(name), ((64, 64), (96, 64), (64, 128))
+    cup, table, wall = (read_pixels(random_rows(3, *side, text=str(side)).sigmoid(), "it") for side in sides)
+    pictures = [Image.fromarray(each.permute(1, 2, 0).numpy()) for each in (cup, table, wall)]
+    lists = [pictures[:2], pictures[::-1], pictures[:2]]
+    records = [{"prompt": text, "source": each} for text, each in zip(PROMPTS, lists, strict=True)]
+    records[2] = records[0]
+    noise = torch.randn(3, *policy.latent_shape, generator=torch.Generator().manual_seed(5))
+    encode, encoded = policy.pipe.vae.encode, []
+    policy.pipe.vae.encode = lambda x, *a, **k: (encoded.append(x.shape), encode(x, *a, **k))[1]
+    condition = policy.encode(records)
+    made = rollout(policy, condition, sigmas=policy.sigmas(STEPS), noise=noise)
+    assert len(encoded) == 2 + 3
+    del policy.pipe.vae.encode
+    pipe, rows, own = tiny_pipeline(name)[0], condition.rows(), []
+    for i, listed in enumerate(lists):
+        call = {**policy._call.fixed, **policy._call.inputs(rows[i : i + 1], guided=policy.guided)}
+        start = noise[i : i + 1].clone()
+        if name.startswith("flux2"):
+            start = start.permute(0, 2, 1).reshape(1, -1, call["height"] // 2, call["width"] // 2)
+        call |= {"image": listed, "latents": start, "num_inference_steps": STEPS, "output_type": "pt"}
+        with torch.no_grad():
+            own.append(torch.as_tensor(pipe(**call, return_dict=False)[0]).float())
+    assert float((policy.decode_frames(made.latents) - torch.cat(own)).abs().max()) <= 3e-5
+    alone = policy.encode([{**each, "source": each["source"][0]} for each in records])
+    other = rollout(policy, alone, sigmas=policy.sigmas(STEPS), noise=noise)
+    assert float((other.latents - made.latents).abs().max()) > 1e-3, "the second picture counts"
+    with pytest.raises(UserError, match=r"has 0 pictures, and .* edits one or several\. Give one\."):
+        policy.encode([{"prompt": "a", "source": []}])
+
+
+def test_several_pictures_for_a_pipeline_that_edits_one_are_refused():
+    picture = torch.zeros(3, 16, 8)
+    match = r"has 2 pictures, and FluxKontextPipeline edits one\. Give one, or take .*Flux2KleinPipeline"
+    with pytest.raises(UserError, match=match):
+        policy_of("flux_kontext").encode([{"prompt": "a", "source": [picture, picture]}])
 
 
 @pytest.mark.parametrize("name", ["qwen_image", "hunyuan_image"])

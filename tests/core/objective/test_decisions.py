@@ -95,6 +95,13 @@ def test_the_guard_needs_its_zeros_its_weights_and_an_exact_kl() -> None:
     with_kl = replace(objective, kl=0.1)
     with pytest.raises(ValueError, match=r"kl under ratio='guard' needs the exact PolicyOutput\.kl"):
         with_kl.loss(with_kl.prepare(trajectories), policy)
+    by_velocity = named_objective("flow_grpo", kl=0.1, kl_form="velocity")
+    with pytest.raises(ValueError, match=r"kl under kl_form='velocity' needs.*as `velocity_kl` gives it"):
+        by_velocity.loss(by_velocity.prepare(step_for("flow_grpo")[0]), policy)
+    with pytest.raises(ValueError, match=r"'grpo' with kl_form='velocity'.*tokens.*'divergence'"):
+        check_decisions(named_objective("grpo", kl_form="velocity"), "tokens", name="grpo")
+    with pytest.raises(ValueError, match=r"kl_form is 'velocty'\. Did you mean 'velocity'"):
+        named_objective("flow_grpo", kl_form="velocty")
     with pytest.raises(ValueError, match=r"kl_in_reward needs log-probs.*Take ratio='log_prob'"):
         replace(objective, kl_in_reward=0.1)
     with pytest.raises(ValueError, match=r"ratio is 'gard'\. Did you mean 'guard'"):

@@ -206,7 +206,7 @@ class TestVotes:
         ({"label": f64(1, 1), "eps": 0.1}, "row sigmoid with eps 0.1 takes no labels"),
         ({"label": f64(1)}, r"rejected \[B\], label \[B\]; got \(2,\), \(2,\), \(1,\)"),
         ({"ref_chosen": None}, "row sigmoid measures from a reference; give ref_log_prob, or take simpo"),
-        ({"row": "simpo"}, "row simpo divides by the tokens of an answer; give their number as length"),
+        ({"row": "simpo"}, "row simpo divides by the tokens of a completion; give their number as length"),
         ({"rejected": f64(1)}, r"log_prob must be \[B\] and ref_log_prob \[B\]; got \(1,\) and \(2,\)"),
         (
             {"rejected": f64(1), "ref_rejected": f64(1)},

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
-from visalign.core.surrogates.kl import categorical_kl, kl_estimate, kl_penalty
+from visalign.core.surrogates.kl import categorical_kl, gaussian_kl, kl_estimate, kl_penalty, velocity_kl
+from visalign.flow.transitions import Kernel
 
 NAN, INF = float("nan"), float("inf")
 ESTIMATORS = ("k1", "k2", "k3", "abs", "low_var_kl")
@@ -292,3 +293,24 @@ WRONG: Any = "wrong"
 def test_bad_input_is_named(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(torch.zeros(2, 3))
+
+
+def test_the_kl_of_velocities_by_hand_and_as_the_gaussian_one_without_its_factor() -> None:
+    v = torch.tensor([[[1.0, 2.0], [0.0, -1.0]]], requires_grad=True)
+    ref = torch.tensor([[[0.0, 2.0], [1.0, 2.0]]], requires_grad=True)
+    found = velocity_kl(v, ref)
+    assert found.tolist() == [(1 + 0 + 1 + 9) / 4]
+    found.sum().backward()
+    assert v.grad is not None and v.grad.tolist() == [[[0.5, 0.0], [-0.5, -1.5]]] and ref.grad is None
+    x, new, old = draw(3, 2, 3, 4), draw(4, 2, 3, 4), draw(5, 2, 3, 4)
+    sigma, sigma_next = torch.tensor([0.9, 0.5]).double(), torch.tensor([0.6, 0.4]).double()
+    kernel = Kernel(schedule="flow", noise_level=0.7)
+    step, other = (kernel.step(x, v, sigma, sigma_next) for v in (new, old))
+    rate = kernel.std(sigma, sigma_next).square() / (sigma - sigma_next)
+    # Δμ = Δv (1 + s² (1 − σ) / (2σ)) dt
+    factor = (1 + rate * (1 - sigma) / (2 * sigma)) * (sigma_next - sigma)
+    exact = gaussian_kl(step.mean, other.mean, step.std, log_prob_reduction="mean")
+    assert_near(velocity_kl(new, old) * factor.square() / (2 * step.std.square()), exact)
+    assert velocity_kl(v.detach().half(), ref.detach().half()).dtype == torch.float32
+    with pytest.raises(ValueError, match=r"velocity.*velocity_ref.*one shape"):
+        velocity_kl(new, old[:1])

@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from PIL import Image
 
-from visalign.data.sets.prompt_files import load_prompts
+from visalign.data.sets.prompt_files import load_prompts, record_key
 from visalign.errors import UserError
 
 
@@ -85,3 +87,29 @@ def test_not_text(tmp_path):
     path.write_bytes(b"\xff\xfe\x00\xd8")
     with pytest.raises(ValueError, match="not UTF-8"):
         load_prompts(path)
+
+
+def test_a_source_may_be_a_list_of_pictures(tmp_path):
+    names = [str(tmp_path / f"{name}.png") for name in ("cup", "table")]
+    for name in names:
+        Image.new("RGB", (8, 8)).save(name)
+    file = tmp_path / "edits.jsonl"
+    records = [{"prompt": "join them", "source": source} for source in (names, names[::-1], names[0])]
+    file.write_text("\n".join(json.dumps(record) for record in records))
+    assert load_prompts(file, edits="needed") == records
+    sources = "\n".join(names), "\n".join(names[::-1]), names[0]
+    assert [record_key(record) for record in records] == [("join them", source) for source in sources]
+    assert record_key({"prompt": "a", "source": [names[0]]}) == ("a", names[0])
+    for words in (["coco", "laion"], []):
+        assert record_key({"prompt": "a", "source": words}) == ("a",)
+    black = torch.zeros(3, 2, 2)
+    memory = [record_key({"prompt": "a", "source": [black, torch.ones(3, 2, n)]}) for n in (2, 3, 2)]
+    assert memory[0] == memory[2] != memory[1]
+    one = r"line 1: the source is \[.*, and the model edits one picture.*FLUX\.2"
+    with pytest.raises(UserError, match=one):
+        load_prompts(file, edits="needed", several=False)
+    absent = [names[0], "absent.png"]
+    for source, reason in ((absent, "'absent.png' is no picture"), ([], "give the path"), ([1], "give")):
+        file.write_text(json.dumps({"prompt": "a", "source": source}))
+        with pytest.raises(UserError, match=f"line 1.*{reason}"):
+            load_prompts(file, edits="needed")

@@ -470,3 +470,9 @@ def test_a_fall_of_all_samples_alike_is_the_largest_change():
 def test_records_of_one_prompt_are_paired_each_with_itself():
     before = replace(make_result(0.5, prompts=4, seeds=1), prompts=("same",) * 4)
     assert before.changes(before, range(4), ["accuracy", "clip_score"]) == {"accuracy": 0, "clip_score": 0}
+
+
+def test_a_sample_is_titled_by_all_the_pictures_that_it_edits() -> None:
+    result = make_result(0.5, prompts=3, seeds=1, sources=("", "in/cup.png", "in/cup.png\nin/table.png"))
+    titles = [result.title(row) for row in range(3)]
+    assert titles == ["prompt 0", "prompt 1 (cup.png)", "prompt 2 (cup.png, table.png)"]

@@ -98,7 +98,8 @@ def test_a_source_that_cannot_be_read_is_refused_before_the_model_is_loaded(fold
         (str(jpeg), "truncated"),
         (f"{folder}/edits.jsonl", "cannot identify"),
         (None, "has no 'source', the picture that the model edits"),
-        (["a.png", "b.png"], r"the source is \['a.png', 'b.png'\]; give the path of one picture"),
+        (["a.png", "b.png"], r"the source is \['a.png', 'b.png'\], and the model edits one picture"),
+        (5, r"the source is 5; give the path of a picture"),
     ):
         first = {"prompt": "make it blue", "source": f"{folder}/dark.png"}
         second = {"prompt": "make it red"} | ({} if source is None else {"source": source})

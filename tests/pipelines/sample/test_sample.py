@@ -3,7 +3,9 @@
 
 import json
 import re
+import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +15,13 @@ from typer.testing import CliRunner
 
 from tests.support.models.pipelines import tiny_folder, tiny_pipeline
 from tests.support.models.sd3 import build_tiny_sd3
+from tests.support.training.pictures import Brightness, ToyPolicy
 from visalign.adapters import LoraSettings, load_policy
 from visalign.adapters.pipeline.policy import PipelinePolicy
 from visalign.evaluation.pages.base import plain
 from visalign.evaluation.pages.sample_page import sample_page
 from visalign.flow.rollout import rollout
+from visalign.flow.search import ZeroOrderSearch
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.sample import job
 from visalign.pipelines.score.image_rows import find_images, image_rows
@@ -93,6 +97,51 @@ def test_the_best_of_several(folder, tmp_path):
     assert run(*common, "--best-of", 4, "-o", tmp_path / "best").exit_code == 0
     pairs = zip(rows(tmp_path / "one"), rows(tmp_path / "best"), strict=True)
     assert all(best["sharpness"] >= one["sharpness"] for one, best in pairs)
+
+
+@pytest.mark.parametrize("search", [None, ZeroOrderSearch(rounds=1, candidates=2)], ids=["draws", "search"])
+@pytest.mark.parametrize("compares", [False, True])
+def test_of_many_draws_one_batch_and_the_best_are_in_memory(search, compares, tmp_path, monkeypatch):
+    """They are those of all draws at once; a reward that compares the draws is given all of them."""
+    policy: Any = ToyPolicy()
+    alive, most, asked = [0], [0], []
+    decode = policy.decode
+
+    def counted(latents):
+        made = decode(latents).numpy().copy()
+        alive[0] += len(made)
+        weakref.finalize(made, lambda: alive.__setitem__(0, alive[0] - len(latents)))
+        most[0] = max(most[0], alive[0])
+        return torch.from_numpy(made)
+
+    class Judge(Brightness):
+        needs_group = compares
+
+        def score(self, images, prompts, metadata=None):
+            asked.append(len(images))
+            return super().score(images, prompts, metadata)
+
+    monkeypatch.setattr(policy, "decode", counted)
+    monkeypatch.setattr(job, "load_sampler", lambda settings: policy)
+    settings = job.SampleSettings(seeds=(0, 5), steps=2, best_of=11, batch_size=3, search=search)
+    records = [{"prompt": "bright"}, {"prompt": "dark"}]
+    table = job.sample_pictures(records, settings, tmp_path / "out", rewards={"brightness": Judge()})
+    assert max(asked) == (11 if compares else 3) and alive == [0]
+    assert compares or most[0] <= (3 if search is None else 6)
+    for row in table:
+        seeds = [sample_seed("sample", row["prompt"], row["seed"], i) for i in range(11)]
+        condition, grid = policy.encode([row["prompt"]] * 11), policy.sigmas(2)
+        if search is None:
+            latents = rollout(policy, condition, sigmas=grid, seeds=seeds).latents
+        else:
+            liked = lambda images: Judge().score(images, [row["prompt"]] * len(images)).value  # noqa: B023, E731
+            latents = search(policy, condition, liked, sigmas=grid, seeds=seeds)
+        scores = Brightness().score(decode(latents), [row["prompt"]] * 11).value
+        best = int(scores.argmax())
+        assert row["brightness"] == pytest.approx(float(scores[best]), abs=1e-6)
+        expected = decode(latents[best : best + 1])[0].mul(255).round().byte().permute(1, 2, 0).numpy()
+        found = pixels(tmp_path / "out" / row["image"]).astype(int)
+        assert np.abs(found - expected).max() <= 1
 
 
 def test_steered_draws_go_where_the_reward_is(folder, tmp_path):

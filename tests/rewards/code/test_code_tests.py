@@ -20,7 +20,7 @@ from visalign.rewards import RewardError
 from visalign.rewards.code import code_child
 from visalign.rewards.code import sandbox as code_sandbox
 from visalign.rewards.code.reward import CodeTests, UnreadableTests, read_tests
-from visalign.rewards.code.sandbox import Limits, run_python
+from visalign.rewards.code.sandbox import SandboxLimits, run_python
 from visalign.rewards.text.parsing import extract_code
 
 pytestmark = [
@@ -284,7 +284,7 @@ def test_a_run_ends_by_itself_where_its_caller_was_killed(isolation, tmp_path):
         "import os\nfrom pathlib import Path\nfrom visalign.rewards.code import sandbox\n"
         "sandbox.CHILD = Path(os.environ['CHILD'])\n"
         f"sandbox.run_python('import time; time.sleep(60)', isolation={isolation!r},"
-        " limits=sandbox.Limits(wall_seconds=600))"
+        " limits=sandbox.SandboxLimits(wall_seconds=600))"
     )
     surroundings = os.environ | {"CHILD": str(child)}
     caller = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3], env=surroundings)
@@ -400,7 +400,7 @@ def test_nothing_is_run_where_nothing_isolates_unless_that_was_said(monkeypatch,
 
 
 def test_cpu_seconds_end_a_run_before_its_wall_clock():
-    limits = Limits(wall_seconds=120, cpu_seconds=1)
+    limits = SandboxLimits(wall_seconds=120, cpu_seconds=1)
     run = run_python("while True: pass", isolation=HERE, limits=limits)
     assert run.exit_code == 152 and not run.timed_out  # 128 + SIGXCPU
     ignoring = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
@@ -427,7 +427,7 @@ def test_ordinary_code_works_inside():
         "    print(asyncio.run(f()), get_context('fork').Pool(2).map(abs, [-1, -2]))\n"
         "    print(list({'b', 'a', 'c', 'd'}))"
     )
-    limits = Limits(wall_seconds=60, processes=8)  # threads that have ended count for a moment
+    limits = SandboxLimits(wall_seconds=60, processes=8)  # threads that have ended count for a moment
     first, second = (run_python(code, isolation=HERE, limits=limits) for _ in range(2))
     assert (
         first.stdout.startswith("4\n3 [1, 2]\n") and first.stdout == second.stdout

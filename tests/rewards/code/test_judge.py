@@ -12,7 +12,7 @@ import pytest
 from tests.support.sandbox import HERE, QUICK
 from visalign.rewards.code.code_values import Codec, renew
 from visalign.rewards.code.reward import CodeTests
-from visalign.rewards.code.sandbox import Limits
+from visalign.rewards.code.sandbox import SandboxLimits
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is exercised on Linux"),
@@ -710,7 +710,7 @@ FORMS = [
 
 def test_honest_programs_pass_every_test():
     tests = TESTS.strip().split("\n\n")
-    results = CodeTests(limits=Limits(), isolation=HERE).run(HONEST, tests)
+    results = CodeTests(limits=SandboxLimits(), isolation=HERE).run(HONEST, tests)
     failed = [(test, result.remark) for test, result in zip(tests, results, strict=True) if not result.passed]
     assert len(tests) > 60 and failed == []
 

@@ -56,6 +56,9 @@ def test_direction_references_and_refusals(stub) -> None:
     assert found.reason[1] == "pyiqa's musiq refuses the picture: too small"
     assert found.reason[2] == "pyiqa's musiq gives nan"
     full = Iqa("psnr").score(torch.ones(2, 3, 8, 8), ["a", "a"], [{"source": torch.zeros(3, 8, 8)}, {}])
+    listed = [{"source": [torch.zeros(3, 8, 8), torch.ones(3, 8, 8)]}, {"source": []}]
+    first = Iqa("psnr").score(torch.ones(2, 3, 8, 8), ["a", "a"], listed)
+    assert first.value[0] == 1 and first.valid.tolist() == [True, False], "of several the first"
     assert full.value[0] == 1 and 'no "source"' in str(full.reason)
     for metric, message in (
         ("musik", "no metric 'musik' .* Did you mean 'musiq'"),

@@ -23,7 +23,7 @@ from visalign.errors import UserError
 from visalign.pipelines.serve_reward import serve_reward
 from visalign.rewards.base.memory import BYTES_PER_PIXEL
 from visalign.rewards.serve import bounds
-from visalign.rewards.serve.bounds import ByteBudget, Limits, QueueFull, limits_within
+from visalign.rewards.serve.bounds import ByteBudget, QueueFull, RequestLimits, limits_within
 from visalign.rewards.serve.client import RemoteReward
 from visalign.rewards.serve.server import Batcher, judge_server
 from visalign.rewards.serve.wire import MEDIA_TYPE, JudgeRequest, pack_request
@@ -88,7 +88,7 @@ def assert_closed(line: socket.socket) -> None:
 
 def test_bytes_under_way_are_bounded_and_the_client_waits_for_room():
     whole = 41 * 40_000
-    with serving(app_of(Habits(), limits=Limits(**SMALL))) as url, ThreadPoolExecutor(1) as pool:
+    with serving(app_of(Habits(), limits=RequestLimits(**SMALL))) as url, ThreadPoolExecutor(1) as pool:
         prompt = "7" + "x" * 19_500  # of which every request takes 41 bytes each
         with line_to(url, unfinished(40_000)):
             assert_held(url, whole)
@@ -107,7 +107,7 @@ def test_bytes_under_way_are_bounded_and_the_client_waits_for_room():
 
 def test_json_is_charged_for_what_it_becomes_and_bounded():
     async def run() -> None:
-        budget = ByteBudget(Limits(max_bytes=1 << 20, max_total_bytes=48 << 20, max_header=1 << 20))
+        budget = ByteBudget(RequestLimits(max_bytes=1 << 20, max_total_bytes=48 << 20, max_header=1 << 20))
         async with budget.held(1 << 20) as charge:
             assert budget.used == (1 << 20) + 40 * (64 << 10)
             charge(1 << 20)
@@ -117,7 +117,7 @@ def test_json_is_charged_for_what_it_becomes_and_bounded():
         assert budget.used == 0
 
     asyncio.run(run())
-    with serving(app_of(Habits(), limits=Limits(**SMALL))) as url:
+    with serving(app_of(Habits(), limits=RequestLimits(**SMALL))) as url:
         sent = pack_request(request("1", metadata=[{"a": "x" * 21_000}]))
         reply = httpx.post(f"{url}/v1/score", content=sent, headers={"Content-Type": MEDIA_TYPE})
         assert reply.status_code == 413 and "(prompts, records); at most 20000" in reply.json()["error"]
@@ -128,7 +128,7 @@ def test_json_is_charged_for_what_it_becomes_and_bounded():
 
 def test_who_came_first_is_served_first():
     async def run() -> list[str]:
-        budget, done = ByteBudget(replace(Limits(**SMALL), room_timeout=5.0)), list[str]()
+        budget, done = ByteBudget(replace(RequestLimits(**SMALL), room_timeout=5.0)), list[str]()
 
         async def ask(name: str, length: int) -> None:
             async with budget.held(length):
@@ -154,7 +154,7 @@ def test_what_is_judged_together_has_a_bounded_number_of_pixels():
 
 def test_limits_follow_from_the_memory():
     plain = limits_within(64 << 30, 100.0)
-    assert plain == Limits() and limits_within(64 << 30, 100.0, timeout=7.0).timeout == 7.0
+    assert plain == RequestLimits() and limits_within(64 << 30, 100.0, timeout=7.0).timeout == 7.0
     tight = limits_within(1 << 30, 256.0)
     assert tight.max_pixels == 1 << 21 and tight.max_total_bytes == 1 << 29 and tight.max_bytes == 1 << 28
     with pytest.raises(UserError, match=r"can be judged: 900 bytes each .* Give at least 1\.76 GiB"):

@@ -19,7 +19,7 @@ from visalign.interfaces import Scores
 from visalign.pipelines.shared.reward_options import parse_options
 from visalign.rewards import load_reward
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.serve.bounds import Limits, QueueFull
+from visalign.rewards.serve.bounds import QueueFull, RequestLimits
 from visalign.rewards.serve.client import RemoteReward
 from visalign.rewards.serve.server import judge_server
 from visalign.rewards.serve.worker import judge_card
@@ -122,7 +122,7 @@ def test_a_server_that_comes_late_is_met_before_it_is_asked(three: Any):
     with pytest.warns(UserWarning, match="1 of 2 reward servers do not answer"):
         remote = RemoteReward([f"http://127.0.0.1:{port}", urls[0]], pause=0.01)
     late = Habits()
-    with serving(app_of(late, limits=Limits(max_rows=1)), port=port):
+    with serving(app_of(late, limits=RequestLimits(max_rows=1)), port=port):
         while not late.sizes:
             assert remote.score(LEVELS, PROMPTS).valid.sum() == 8
         assert remote._sizes["max_rows"] == 1

@@ -24,7 +24,7 @@ from visalign.pipelines.serve_reward import serve_reward
 from visalign.pipelines.shared.reward_options import parse_options
 from visalign.rewards import check_reward, load_reward
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.serve.bounds import Limits
+from visalign.rewards.serve.bounds import RequestLimits
 from visalign.rewards.serve.client import RemoteReward
 from visalign.rewards.serve.server import Batcher, Refused, _receive, judge_server
 from visalign.rewards.serve.wire import (
@@ -86,7 +86,7 @@ def app_of(judge: Any, **options: Any) -> Any:
 def habits() -> Any:
     judge = Habits()
     with serving(
-        app_of(judge, limits=Limits(max_bytes=4000, max_rows=4, max_pixels=500, max_prompt=50))
+        app_of(judge, limits=RequestLimits(max_bytes=4000, max_rows=4, max_pixels=500, max_prompt=50))
     ) as url:
         yield url, judge
 
@@ -305,7 +305,7 @@ def test_a_slow_judge_is_ended(worker: JudgeWorker):
     with pytest.raises(WorkerTimeout, match=r"did not answer within 0\.5 seconds"):
         worker.ask(request(["sleep"]), timeout=0.5)
     assert isinstance(worker.ask(request(["1"])), Scores)
-    with serving(judge_server(worker, worker.card, limits=Limits(timeout=0.5))) as url:
+    with serving(judge_server(worker, worker.card, limits=RequestLimits(timeout=0.5))) as url:
         scores = RemoteReward(url, attempts=1).score(LEVELS[:1], ["sleep"])
     assert "(504)" in str((scores.reason or [""])[0])
 
@@ -348,7 +348,7 @@ def test_a_body_that_breaks_off_is_a_refusal():
             raise ClientDisconnect
 
     with pytest.raises(Refused, match="ended before the body did"):
-        asyncio.run(_receive(Broken(), 100, Limits(), lambda header: None))
+        asyncio.run(_receive(Broken(), 100, RequestLimits(), lambda header: None))
 
 
 def test_a_client_that_goes_away_harms_nobody():
@@ -390,7 +390,7 @@ def test_a_slow_body_is_given_up():
     import socket
     from urllib.parse import urlsplit
 
-    with serving(app_of(Habits(), limits=Limits(receive_timeout=0.2))) as url:
+    with serving(app_of(Habits(), limits=RequestLimits(receive_timeout=0.2))) as url:
         parts = urlsplit(url)
         with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=5) as line:
             head = (
@@ -491,6 +491,6 @@ def test_the_card_is_plain_json(habits: Any):
 
 
 def test_a_client_waits_longer_than_its_server():
-    with serving(app_of(Habits(), limits=Limits(timeout=7.0))) as url:
+    with serving(app_of(Habits(), limits=RequestLimits(timeout=7.0))) as url:
         assert RemoteReward(url)._servers[0].client.timeout.read == 37.0
         assert RemoteReward(url, timeout=2.0)._servers[0].client.timeout.read == 2.0

@@ -28,7 +28,7 @@ from visalign.interfaces import Scores
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.serve import worker as judge_worker
-from visalign.rewards.serve.bounds import Limits
+from visalign.rewards.serve.bounds import RequestLimits
 from visalign.rewards.serve.client import RemoteReward
 from visalign.rewards.serve.server import Batcher, judge_server
 from visalign.rewards.serve.wire import FORMAT, MEDIA_TYPE, JudgeRequest, pack_request
@@ -255,7 +255,7 @@ def test_a_refusal_can_name_what_is_no_text(odd: Any):
 
 
 def test_what_is_too_large_for_the_server_is_invalid_and_its_neighbours_are_judged():
-    limits = Limits(max_pixels=500, max_prompt=50)
+    limits = RequestLimits(max_pixels=500, max_prompt=50)
     images = [LEVELS[0], torch.zeros(3, 20, 30, dtype=torch.uint8), LEVELS[2], LEVELS[3]]
     prompts = ["1", "2", "x" * 51, "4"]
     with serving(app_of(Habits(), limits=limits)) as url:

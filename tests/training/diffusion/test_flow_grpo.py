@@ -110,6 +110,37 @@ def test_a_process_without_a_sample_sends_one_pair_and_moves_nothing(tmp_path, o
     assert not _gradients(policy).any()
 
 
+_WHOLE = {"updates_per_iteration": 1}
+VELOCITY = {"kl": 0.5, "kl_form": "velocity"}
+
+
+@pytest.mark.parametrize("algorithm", ["flow_grpo", "grpo_guard", "flow_gspo"])
+def test_the_kl_of_velocities_is_what_the_weights_moved_them_by(tmp_path, algorithm):
+    """v − v_ref of the toy is the shift of the prompt in each channel, at all places and steps."""
+    policy = ToyPolicy(torch.float64)
+    trainer = toy_trainer(
+        tmp_path, policy=policy, objective={"algorithm": algorithm, "changes": VELOCITY}, optimizer=_WHOLE
+    )
+    made = trainer.algorithm
+    experience = made.collect(trainer.context).experience
+    with torch.no_grad():
+        policy.net.shift.copy_(torch.arange(12, dtype=torch.float64).view(3, 4) / 100)
+    moved = policy.net.shift.detach()[experience.condition.index].square().mean(1)
+    (step,) = made.prepare(experience, trainer.context)
+    sums = made.backward(experience, step, trainer.context)
+    record = made.record(experience, [sums])
+    assert record["kl"] == pytest.approx(float(moved.mean()), rel=1e-9)
+    assert record["loss/kl"] == pytest.approx(0.5 * float(moved.mean()), rel=1e-9)
+    gradient = _gradients(policy)
+    made.objective = replace(made.objective, kl=0.0)
+    policy.net.zero_grad()
+    made.backward(experience, step, trainer.context)
+    share = torch.bincount(experience.condition.index, minlength=3).double() / len(experience.condition)
+    pull = (gradient - _gradients(policy))[: policy.net.shift.numel()].view(3, 4)
+    expected = 0.5 * share[:, None] * 2 / 4 * policy.net.shift.detach()
+    torch.testing.assert_close(pull, expected, rtol=1e-9, atol=1e-12)
+
+
 class _Constant(Brightness):
     """No signal in the groups of "dark"."""
 

@@ -38,13 +38,14 @@ class Narrow(ToyPolicy):
         return super().velocity(x, *arguments)
 
 
-def _trainer(folder: Path, policy: ToyPolicy, sizes: dict[str, int] | None = None, **arguments: Any) -> Any:
+def _trainer(folder: Path, policy: ToyPolicy, sizes: dict[str, Any] | None = None, **arguments: Any) -> Any:
     sizes = {"batch_size": 48, "micro_batch": 64, **(sizes or {})}
     config = {
         "rollout": {"batch_size": sizes["batch_size"]},
         "optimizer": {"micro_batch": sizes["micro_batch"]},
         "evaluation": {"batch_size": 1},
         "data": {"micro_batch": 8},
+        "model": {"decode_batch": sizes.pop("decode_batch", None)},
     }
     run = {"config": config, "free_keys": FREE_KEYS, "checkpoint_every": 1, "iterations": 2}
     return toy_trainer(
@@ -102,6 +103,24 @@ def test_an_evaluation_is_named_on_the_way_and_before_the_training(tmp_path: Pat
         evaluate(0)
 
 
+@pytest.mark.parametrize(
+    ("decode_batch", "said"),
+    [
+        (
+            None,
+            r"decode_batch is null, the model's own number\. It bounds .*model\.decode_batch=1 and --resume",
+        ),
+        (8, r"decode_batch is 8\. It bounds .*model\.decode_batch=4 and --resume"),
+        (1, r"decode_batch is 1 already\. Take model\.dtype=bfloat16, a smaller model\.image_size, or"),
+    ],
+)
+def test_a_decoder_is_named(decode_batch: int | None, said: str, tmp_path: Path) -> None:
+    policy, sizes = ToyPolicy(), {"decode_batch": decode_batch}
+    policy.decode = lambda *_: (_ for _ in ()).throw(CUDA)  # type: ignore[method-assign]
+    with pytest.raises(OutOfMemory, match=rf"while pictures were decoded \(Tried .*model\.{said}"):
+        _trainer(tmp_path, policy, sizes).train()
+
+
 def test_what_a_resume_compares_needs_a_run_of_its_own(tmp_path: Path) -> None:
     narrow = Narrow(CUDA, within=32)
     narrow.full = True
@@ -134,3 +153,4 @@ def test_the_named_settings_are_those_of_the_configurations(name: str) -> None:
     keys = flatten(asdict(load_job(name, []).config)).keys()
     for phase in ("update", "evaluation", *(("rollout",) if name != "shapes_hpsv3" else ())):
         assert keys & {*BOUNDS[phase][1]}, phase
+    assert ("model.decode_batch" in keys) == (name == "shapes_flow_grpo")

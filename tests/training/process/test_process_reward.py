@@ -26,8 +26,8 @@ from visalign.training.loop.trainer import RunSettings, Trainer
 from visalign.training.process.implicit import train_implicit_process_reward
 from visalign.training.process.label_fit import (
     FitSettings,
-    Judged,
     LabelFit,
+    LabelOutputs,
     fit_labels,
     label_trainer,
     report_labels,
@@ -93,7 +93,7 @@ def test_a_step_without_a_label_has_no_loss_and_no_gradient() -> None:
 
 def test_the_report_by_hand() -> None:
     odds, label = torch.tensor([1.0, -1.0, 2.0, 3.0]), torch.tensor([1.0, 0.0, 0.0, math.nan])
-    report = report_labels([Judged(odds=odds, label=label, loss=torch.tensor([1.0, 2.0, 6.0, 0.0]))])
+    report = report_labels([LabelOutputs(odds=odds, label=label, loss=torch.tensor([1.0, 2.0, 6.0, 0.0]))])
     assert (report.loss, report.accuracy, report.labels) == (3, pytest.approx(2 / 3), 3)
     assert (report.accuracy_right, report.accuracy_wrong) == (1, 0.5)
     assert math.isnan(report_labels([]).accuracy)
@@ -204,7 +204,7 @@ def test_a_resumed_fit_is_the_fit(tmp_path: Path) -> None:
             fit = LabelFit([("one", parameter)], FitSettings(batch_size=2))
             fit.rows = range(5)
             label = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0])
-            fit.judge = lambda rows, odds=parameter, label=label: Judged(
+            fit.judge = lambda rows, odds=parameter, label=label: LabelOutputs(
                 odds=odds[rows] * odds.sum(),
                 label=label[rows],
                 loss=step_label_loss(odds[rows] * odds.sum(), label[rows]),
@@ -342,9 +342,9 @@ def test_nothing_to_learn_and_settings_out_of_range() -> None:
 def test_a_loss_that_is_no_number_moves_nothing() -> None:
     parameter = nn.Parameter(torch.ones(1))
 
-    def judge(rows: list[int]) -> Judged:
+    def judge(rows: list[int]) -> LabelOutputs:
         odds = parameter * math.nan
-        return Judged(odds=odds, label=torch.ones(1), loss=odds)
+        return LabelOutputs(odds=odds, label=torch.ones(1), loss=odds)
 
     with pytest.raises(ValueError, match=r"The loss of the texts \[4\] is nan"):
         fit_labels(judge, [4], label_trainer([("one", parameter)]))

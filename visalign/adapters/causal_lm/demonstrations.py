@@ -103,7 +103,7 @@ def _tokens(policy: CausalLMPolicy, text: str, answers: Spans) -> tuple[list[int
 
 
 def _spans(place: int, record: Mapping[str, Any], field: str) -> Spans:
-    """What a tool wrote of an answer; refuses spans that are none of it. Tables have null for none."""
+    """What a tool wrote of a completion; refuses spans that are none of it. Tables have null for none."""
     name, size = tool_answers_field(field), len(record[field])
     spans = record.get(name)
     if spans is None:
@@ -263,5 +263,6 @@ def with_mismatched(
             return found
     raise UserError(
         f"Record {alone[0]} of {count} has no completion of another prompt that the model could read behind "
-        "its own prompt, and the reference point of KTO is measured on such. Give answers to several prompts."
+        "its own prompt, and the reference point of KTO is measured on such. Give completions to several "
+        "prompts."
     )

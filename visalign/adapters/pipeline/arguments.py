@@ -214,16 +214,17 @@ def checked_negative(pipe: Any, family: Family, negative_prompt: str | None) -> 
 
 
 def checked_source(pipe: Any, family: Family, source: Any, sized: bool) -> Source | None:
-    """The picture to edit; None where none is, or none is taken.
+    """The pictures to edit; None where none is, or none is taken.
 
     Args:
         pipe: the pipeline.
         family: its family.
-        source: see `picture_of`.
+        source: see `picture_of`; or a list of such.
         sized: whether the size of the result is set.
 
     Raises:
-        UserError: it is missing, cannot be read, or would decide the size of the result.
+        UserError: it is missing, cannot be read, has more pictures than the pipeline takes, or would decide
+            the size of the result.
     """
     if source is None and family.source == "needed":
         raise UserError(
@@ -237,4 +238,12 @@ def checked_source(pipe: Any, family: Family, source: Any, sized: bool) -> Sourc
             "A picture is to be edited and image_size is not set: each would have its source's size, and "
             "a batch has one. Set model.image_size."
         )
-    return Source(picture_of(source))
+    pictures = list(source) if isinstance(source, list | tuple) else [source]
+    if not pictures or (len(pictures) > 1 and not family.several):
+        others = ", ".join(kind for each in FAMILIES.values() if each.several for kind in each.pipelines)
+        raise UserError(
+            f"The source of a record has {len(pictures)} pictures, and {type(pipe).__name__} edits "
+            f"{'one or several' if family.several else 'one'}. Give one"
+            + ("." if family.several else f", or take a pipeline that joins several: {others}.")
+        )
+    return Source(tuple(picture_of(each) for each in pictures))

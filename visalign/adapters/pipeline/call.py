@@ -83,7 +83,7 @@ class PipelineCall:
         self._ask_encoder, pipe.encode_prompt = pipe.encode_prompt, self._encoded
         self._returned: list[tuple[Any, ...]] = []
         blank = Image.new("RGB", (64, 64), "white")
-        self._blank = Source(blank) if self.family.source == "needed" else None
+        self._blank = Source((blank,)) if self.family.source == "needed" else None
         if self.family.source != "none":
             ask = pipe._encode_vae_image
             pipe._encode_vae_image = lambda *args, **kwargs: self._source.encoded(ask, *args, **kwargs)
@@ -102,7 +102,7 @@ class PipelineCall:
         Args:
             prompt: the text.
             guided: with the negative one.
-            source: the picture to edit.
+            source: the pictures to edit.
         """
         self._returned.clear()
         given = {} if source is None else {"image": source}
@@ -193,7 +193,9 @@ class PipelineCall:
         self.scheduler.at = at
         self._start = latents
         self._source: Any = inputs.get("image")
-        shown = {} if self._source is None else {"image": self._source.picture}
+        shown = {}
+        if self._source is not None:
+            self._source.asked, shown = 0, {"image": self._source.image}
         given = {**self.fixed, **inputs, **shown, "num_inference_steps": steps, "output_type": output_type}
         try:
             with nullcontext() if latents is None else silent(self.pipe), self._lookups.remembered():

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,17 +21,26 @@ the `Source`, one for all samples of a call."""
 
 @dataclass(eq=False)
 class Source:
-    """A picture to edit, and what the autoencoder makes of it."""
+    """The pictures that one edit starts from, and what the autoencoder makes of them."""
 
-    picture: Image.Image
-    latents: Any = None
-    """As the pipeline encodes it; None before it was."""
+    pictures: tuple[Image.Image, ...]
+    latents: dict[int, Any] = field(default_factory=dict)
+    """Place -> as the pipeline encodes it."""
+    asked: int = 0
+    """How many of them the present call has asked for: it goes through them in order."""
+
+    @property
+    def image(self) -> Any:
+        """As the pipeline's call takes it."""
+        first, *rest = self.pictures
+        return [first, *rest] if rest else first
 
     def encoded(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What the pipeline answers, which it is asked once: it takes the mean, so nothing is drawn."""
-        if self.latents is None:
-            self.latents = ask(*args, **kwargs)
-        return self.latents
+        place, self.asked = self.asked, self.asked + 1
+        if place not in self.latents:
+            self.latents[place] = ask(*args, **kwargs)
+        return self.latents[place]
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,7 @@ def join(rows: Sequence[Encoded], axes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def lengths(row: Encoded, axes: Mapping[str, int], *, padded: bool = True) -> tuple[int, ...]:
-    """What samples of one call must share: the picture to edit, and the lengths of tensors without a mask.
+    """What samples of one call must share: the pictures to edit, and the lengths of tensors without a mask.
 
     Args:
         row: one sample.
@@ -155,6 +164,17 @@ def picture_of(source: Any) -> Image.Image:
         except (OSError, AttributeError, ValueError) as error:
             raise UserError(f"The source {source!r} is no picture that can be read ({error}).") from error
     return Image.fromarray(pixels.permute(1, 2, 0).numpy())
+
+
+def source_key(source: Any) -> Any:
+    """What tells sources in memory apart, without a look at their pixels.
+
+    Args:
+        source: of a record.
+    """
+    if isinstance(source, list | tuple) and all(isinstance(each, str) for each in source):
+        return tuple(source)
+    return source if isinstance(source, str) else id(source)
 
 
 def positive(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,6 +65,8 @@ class Family:
     """Frames a second of its videos: as diffusers' example of the pipeline writes them, or by its call."""
     source: Literal["none", "optional", "needed"] = "none"
     """Whether the call's `image` is a picture to edit."""
+    several: bool = False
+    """Whether an edit may start from several pictures, which `image` lists."""
     modular: bool = False
     """Whether diffusers has it as blocks of a `ModularPipeline`; `encodes` names values of their state."""
     padded: bool = True
@@ -153,6 +155,7 @@ FAMILIES: dict[str, Family] = {
         guidance="embedded",
         usual=4.0,
         source="optional",
+        several=True,
         unit=2,
         lora=(*JOINT, "to_out", "to_qkv_mlp_proj"),
     ),
@@ -162,6 +165,7 @@ FAMILIES: dict[str, Family] = {
         guidance="two calls",
         unconditional=1,
         source="optional",
+        several=True,
         unit=2,
         lora=(*JOINT, "to_out", "to_qkv_mlp_proj"),
     ),
@@ -180,6 +184,7 @@ FAMILIES: dict[str, Family] = {
     "qwen_image_edit_plus": Family(
         pipelines=("QwenImageEditPlusPipeline",),
         source="needed",
+        several=True,
         alone="always",
         **_QWEN,  # type: ignore[arg-type]
     ),

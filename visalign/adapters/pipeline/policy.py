@@ -26,7 +26,7 @@ from visalign.interfaces import Condition, ForwardCount, Prediction
 
 from .arguments import at_least_one, checked_source
 from .call import PipelineCall
-from .condition import Encoded, PipelineCondition, lengths, rows_of
+from .condition import Encoded, PipelineCondition, lengths, rows_of, source_key
 from .guidance import Halves
 from .loading import load_pipeline
 from .lora import load_lora, make_trainable, save_lora, settings_of
@@ -190,13 +190,14 @@ class PipelinePolicy:
 
         Args:
             prompts: B texts; or records with "prompt" and "source", the picture to edit (a file, a PIL image
-                or [3, H, W] in [0, 1]).
+                or [3, H, W] in [0, 1]) or, of a family that joins `several`, a list of them.
 
         Raises:
-            UserError: a picture is missing where the pipeline edits one, or cannot be read.
+            UserError: a picture is missing where the pipeline edits one, or cannot be read, or there are
+                more than it takes.
         """
         asked = [(p, None) if isinstance(p, str) else (str(p["prompt"]), p.get("source")) for p in prompts]
-        keys = [(text, source if isinstance(source, str) else id(source)) for text, source in asked]
+        keys = [(text, source_key(source)) for text, source in asked]
         first = dict(zip(reversed(keys), reversed(asked), strict=True))
         places = {key: i for i, key in enumerate(dict.fromkeys(keys))}
         sized = "height" in self._call.fixed
@@ -208,7 +209,7 @@ class PipelinePolicy:
 
     @property
     def takes_source(self) -> bool:
-        """Whether `encode` is to be given records, with the picture to edit."""
+        """Whether `encode` is to be given records, with the pictures to edit."""
         return self.family.source != "none"
 
     @property

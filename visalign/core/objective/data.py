@@ -176,7 +176,8 @@ class PolicyOutput:
     log_z: Tensor | None = None
     """[b] learned log-partition of each sample's prompt, for FlowRL."""
     kl: Tensor | None = None
-    """[b, T] exact KL(π‖π_ref) per decision, differentiable: Gaussian steps have it, see `gaussian_kl`."""
+    """[b, T] exact KL(π‖π_ref) per decision, differentiable: Gaussian steps have it, see `gaussian_kl`; or
+    `velocity_kl`, for kl_form="velocity"."""
     divergence: Tensor | None = None
     """[b, T] exact divergence from the rollout policy, for DPPO and PPO-KL of Gaussian steps."""
     ptx_log_prob: Tensor | None = None

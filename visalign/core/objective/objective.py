@@ -36,6 +36,7 @@ from .options import pick
 
 Ratio = Literal["log_prob", "guard"]
 StepWeight = Literal["uniform", "inverse_dt"]
+KLForm = Literal["divergence", "velocity"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,10 @@ class Objective:
     """A key of `SELECTIONS`."""
     selection_options: Mapping[str, Any] = field(default_factory=dict)
     kl: float = 0.0
-    """β of the KL term, units of the advantage per nat."""
+    """β of the KL term, units of the advantage per nat, or per unit of what `kl_form` names."""
+    kl_form: KLForm = "divergence"
+    """"velocity": PolicyOutput.kl is `velocity_kl` of each denoising step, mean |v_θ − v_ref|², as in
+    DiffusionNFT and Flow-Factory; it weighs all steps alike, the divergence those of little noise more."""
     kl_value: Estimator = "k3"
     """What the term shows; see `kl_penalty`."""
     kl_gradient: Estimator = "k2"
@@ -124,6 +128,7 @@ class Objective:
         for name, chosen, allowed in (
             ("ratio", self.ratio, get_args(Ratio)),
             ("step_weight", self.step_weight, get_args(StepWeight)),
+            ("kl_form", self.kl_form, get_args(KLForm)),
             ("level", self.level, LEVELS),
             ("aggregation", self.aggregation, get_args(Mode)),
             ("empty", self.empty, ("drop", "keep")),
@@ -381,10 +386,15 @@ class Objective:
         for name in stages.SURROGATES[self.surrogate].needs:
             needs[name] = f"surrogate={self.surrogate!r}"
         if self.kl and policy.kl is None:
-            if self.ratio == "guard":
+            if self.ratio == "guard" or self.kl_form == "velocity":
+                choice, made_by = (
+                    ("kl_form='velocity'", "velocity_kl")
+                    if self.kl_form == "velocity"
+                    else ("ratio='guard'", "gaussian_kl")
+                )
                 raise ValueError(
-                    "kl under ratio='guard' needs the exact PolicyOutput.kl, as `gaussian_kl` gives it: "
-                    "there are no log-probs to estimate it from."
+                    f"kl under {choice} needs the exact PolicyOutput.kl, as `{made_by}` gives it: there are "
+                    "no log-probs to estimate it from."
                 )
             needs["ref_log_prob"] = "kl (without PolicyOutput.kl)"
         term = "nucleus_entropy" if self.entropy_term == "siren" else "entropy"

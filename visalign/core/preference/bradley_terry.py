@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training a judge on pairs: votes as soft labels, Bradley-Terry in its variants, and how pairs are averaged.
 
-Pairs [N] are scores of two answers, `left` and `right`, and `label`, the probability that the left one is
+Pairs [N] are scores of two samples, `left` and `right`, and `label`, the probability that the left one is
 better: 1 and 0 for clear pairs, between them where people disagreed, NaN where nobody said anything.
 """
 
@@ -21,13 +21,13 @@ TieModel = Literal["rao_kupper", "davidson"]
 
 
 def soft_labels(left: Tensor, right: Tensor, ties: Tensor | None = None, *, smoothing: float = 0.0) -> Tensor:
-    """Turn votes into the probability that the left answer is better: p = (v_l + v_t/2 + a)/(n + 2a).
+    """Turn votes into the probability that the left sample is better: p = (v_l + v_t/2 + a)/(n + 2a).
 
     With a = 1/2 (Jeffreys) or 1 (Laplace) few votes do not claim certainty.
 
     Args:
-        left: [N] votes v_l for the left answer, ≥ 0; fractions allowed.
-        right: [N] votes for the right answer.
+        left: [N] votes v_l for the left sample, ≥ 0; fractions allowed.
+        right: [N] votes for the right sample.
         ties: [N] votes for "equal", or None.
         smoothing: a ≥ 0, votes added to either side.
 
@@ -44,8 +44,8 @@ def vote_shares(left: Tensor, right: Tensor, ties: Tensor, *, smoothing: float =
     """Shares [N, 3] of (left better, equal, right better) among the votes; NaN where there is none.
 
     Args:
-        left: [N] votes for the left answer.
-        right: [N] votes for the right answer.
+        left: [N] votes for the left sample.
+        right: [N] votes for the right sample.
         ties: [N] votes for "equal".
         smoothing: votes added to each of the three.
     """
@@ -71,11 +71,11 @@ def bradley_terry_loss(
     HPSv3's constant 0.57, c TRL's centring, τ ≠ 1 HPSv3's "likelihood displacement".
 
     Args:
-        left: [*] scores of the left answers (the chosen ones, if label is None).
-        right: [*] scores of the right answers.
+        left: [*] scores of the left samples (the chosen ones, if label is None).
+        right: [*] scores of the right samples.
         label: [*] p in [0, 1], no gradient; None means 1. Where NaN, the loss is 0 and has no gradient: give
             such pairs weight 0 in `average_pairs`.
-        margin: m, a number or [*], by which the better answer should lead, in units of the score.
+        margin: m, a number or [*], by which the better sample should lead, in units of the score.
         centre: c ≥ 0; keeps scores, of which a likelihood knows differences only, near 0. TRL uses 0.01.
         displacement: τ; HPSv3's code multiplies the rejected score by it.
 

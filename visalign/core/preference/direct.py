@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Direct preference optimisation: a policy learns which of two answers is better, without a reward model.
+"""Direct preference optimisation: a policy learns which of two completions is better, without a reward model.
 
 The policy is its own reward model, r(x, y) = β log π(y|x)/π_ref(y|x), and each row of `DIRECT` is a loss of
-the lead m = r_w − r_l − γ of the chosen answer over the rejected one; that of `kto` is of single answers.
+the lead m = r_w − r_l − γ of the chosen completion over the rejected one; that of `kto` is of single ones.
 
 Row power, w = 1/|y|: m = β (w_w log π(y_w) − w_l log π(y_l) + w_w − w_l), and −η β w_w log π(y_w) is added to
 the loss. From its paper's abstract (POWER, arXiv 2412.09544): Guiaşu's weighted entropy with a robust reward,
@@ -48,11 +48,11 @@ class DirectRow:
     reference: bool = True
     """Whether the reward is measured from a reference."""
     per_token: bool = False
-    """Whether the reward is divided by the tokens of the answer."""
+    """Whether the reward is divided by the tokens of the completion."""
     weighted_entropy: bool = False
-    """Whether the reward of an answer is that of weighted entropy, β (log π + 1) per token."""
+    """Whether the reward of a completion is that of weighted entropy, β (log π + 1) per token."""
     eta: float = 0.0
-    """η, weight of the chosen answer's own likelihood, where none is given."""
+    """η, weight of the chosen completion's own likelihood, where none is given."""
     smooths: bool = True
     """Whether it knows wrong labels, ε > 0."""
 
@@ -129,7 +129,7 @@ DIRECT = {
     ),
     "kto": DirectRow(
         source="KTO, arXiv 2402.01306, section 4",
-        formula="λ_D σ(β z₀ − r) of good answers, λ_U σ(r − β z₀) of bad ones",
+        formula="λ_D σ(β z₀ − r) of good completions, λ_U σ(r − β z₀) of bad ones",
         loss=None,
         smooths=False,
     ),
@@ -145,12 +145,12 @@ def implicit_reward(
     row: str = "sigmoid",
     beta: float | None = None,
 ) -> Tensor:
-    """The reward that a policy gives an answer, r = β log π(y|x)/π_ref(y|x), per token where the row says so.
+    """The reward that a policy gives a completion, r = β log π(y|x)/π_ref(y|x), per token where the row says.
 
     Args:
         log_prob: [B] log π(y|x), summed over the tokens; differentiable.
         ref_log_prob: [B] of the reference, no gradient; left aside by rows without one.
-        length: [B] tokens of the answers; needed by rows per token alone.
+        length: [B] tokens of the completions; needed by rows per token alone.
         row: of `DIRECT`.
         beta: β > 0; None is the row's own.
 
@@ -176,7 +176,7 @@ def implicit_reward(
         reward = reward - ref_log_prob.detach()
     if chosen.per_token:
         if length is None:
-            raise ValueError(f"row {row} divides by the tokens of an answer; give their number as length.")
+            raise ValueError(f"row {row} divides by the tokens of a completion; give their number as length.")
         reward = (reward + float(chosen.weighted_entropy)) / length.clamp(min=1)
     return beta * reward
 
@@ -210,7 +210,7 @@ def direct_preference_loss(
         rejected_length: [B].
         row: one for pairs.
         beta: β > 0; None is the row's own.
-        gamma: γ ≥ 0, lead that the chosen answer should have; None is the row's own.
+        gamma: γ ≥ 0, lead that the chosen completion should have; None is the row's own.
         eps: share of wrong labels, in [0, 1/2).
         eta: η ≥ 0 of row power; None is the row's own.
         label: [B] l in [0, 1], how far y_w is the better one, no gradient; None is 1 − ε.
@@ -290,7 +290,7 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """KTO, answers with a vote each: ℓ = λ_D σ(β z₀ − r) for good ones, λ_U σ(r − β z₀) for bad ones.
+    """KTO, completions with a vote each: ℓ = λ_D σ(β z₀ − r) for good ones, λ_U σ(r − β z₀) for bad ones.
 
     Args:
         log_prob: [B] log π(y|x), summed over the tokens; differentiable.
@@ -317,7 +317,7 @@ def kto_loss(
 
 
 def kto_reference_point(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """KTO's z₀ = max(0, mean log π(y'|x)/π_ref(y'|x)), y' the answers to other prompts.
+    """KTO's z₀ = max(0, mean log π(y'|x)/π_ref(y'|x)), y' the completions to other prompts.
 
     Args:
         log_prob: [B] log π(y'|x) of mismatched pairs, summed over the tokens; all of an optimizer step.

@@ -132,8 +132,8 @@ def uncertain_preference_loss(
     people disagreed (soft labels, votes) or where an image occurs in several pairs.
 
     Args:
-        left: [*] means of the left answers.
-        right: [*] means of the right answers.
+        left: [*] means of the left samples.
+        right: [*] means of the right samples.
         left_std: [*] their standard deviations, ≥ 0, in the unit of the means; see `soft_clamp`.
         right_std: [*].
         label: [*] probability p that the left one is better; None means 1; NaN gives a loss of 0.

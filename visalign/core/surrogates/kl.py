@@ -193,6 +193,23 @@ def gaussian_kl(
     return reduce_event((difference / scale).square() / 2, std.ndim, log_prob_reduction)
 
 
+def velocity_kl(velocity: Tensor, velocity_ref: Tensor) -> Tensor:
+    """Compute mean_d (v_d − v_ref,d)², which is the Gaussian KL of a step without the factor of its σ and dt.
+
+    Args:
+        velocity: [N, *event] v, differentiable.
+        velocity_ref: [N, *event] v of the reference; detached here.
+
+    Returns:
+        [N] squared units of v, per element of the event, float32 or better, ≥ 0.
+
+    Zheng et al., DiffusionNFT, arXiv 2509.16117, whose code has it as its KL loss.
+    """
+    check_same(velocity=velocity, velocity_ref=velocity_ref)
+    dtype = float32_dtype(velocity)
+    return reduce_event((velocity.to(dtype) - velocity_ref.detach().to(dtype)).square(), 1, "mean")
+
+
 def _value_and_slope(d: Tensor, estimator: Estimator) -> tuple[Tensor, Tensor]:
     """(k(d), k'(d)), both without gradient."""
     d = d.detach()

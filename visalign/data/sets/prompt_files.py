@@ -36,11 +36,12 @@ EXAMPLE = '{"prompt": "1 + 1 = ?", "completion": "2"}'
 _SOURCES = 'Give each prompt one: a .jsonl file of {"prompt": "make it blue", "source": "cup.png"}.'
 
 Edits = Literal["none", "optional", "needed"]
-"""Whether a prompt's record has a `source`, the picture that a model edits."""
+"""Whether a prompt's record has a `source`, the picture, or the list of pictures, that a model edits."""
 
 
 def record_key(asked: str | Mapping[str, Any]) -> tuple[str, ...]:
-    """What tells a prompt from others: (prompt,), or (prompt, source) of a record with a picture to edit.
+    """What tells a prompt from others: (prompt,), or (prompt, source) of a record with a picture to edit, or
+    several, a line each.
 
     A picture in memory counts by its content; a word that is no path of a picture, such as the name of a
     dataset, does not count.
@@ -49,21 +50,34 @@ def record_key(asked: str | Mapping[str, Any]) -> tuple[str, ...]:
     ('make it blue', 'cup.png')
     >>> record_key({"prompt": "a cat", "source": "coco"})
     ('a cat',)
+    >>> record_key({"prompt": "put the cup on the table", "source": ["cup.png", "table.png"]})
+    ('put the cup on the table', 'cup.png\\ntable.png')
     """
     if isinstance(asked, str):
         return (asked,)
     prompt, source = str(asked["prompt"]), asked.get("source")
-    if source is None:
-        return (prompt,)
+    names = [_picture_name(each) for each in listed_sources(source)]
+    return (prompt, "\n".join(names)) if any(names) else (prompt,)
+
+
+def listed_sources(source: Any) -> list[Any]:
+    """The pictures of a record's "source": none, one, or those of a list."""
+    if isinstance(source, list | tuple):
+        return list(source)
+    return [] if source is None else [source]
+
+
+def _picture_name(source: Any) -> str:
+    """A path, or a digest of a picture in memory; empty for a word that is no path of a picture."""
     if isinstance(source, str | Path):
         is_picture = "/" in str(source) or str(mimetypes.guess_type(str(source))[0]).startswith("image/")
-        return (prompt, str(source)) if is_picture else (prompt,)
+        return str(source) if is_picture else ""
     pixels = source.detach().cpu().float().numpy() if hasattr(source, "detach") else source
     content = pixels.tobytes() if hasattr(pixels, "tobytes") else repr(pixels).encode()
-    return prompt, hashlib.blake2b(content, digest_size=8).hexdigest()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-def load_prompts(source: str | Path, *, edits: Edits = "none") -> list[Record]:
+def load_prompts(source: str | Path, *, edits: Edits = "none", several: bool = True) -> list[Record]:
     """Prompt records of an embedded set or of a file.
 
     Blank lines are skipped and repeated prompts kept once; both are reported in a warning that names the
@@ -74,6 +88,7 @@ def load_prompts(source: str | Path, *, edits: Edits = "none") -> list[Record]:
             record needs "prompt"; its other fields are handed to the rewards as metadata.
         edits: whether a record's "source" is a picture to edit, a file from where the command runs: then each
             is decoded once, and records of one prompt may differ in it.
+        several: whether a source may be a list of such files.
 
     Returns:
         At least one record, in the order of the file.
@@ -120,7 +135,7 @@ def load_prompts(source: str | Path, *, edits: Edits = "none") -> list[Record]:
     _warn_of_skipped(path, blank, "which are blank")
     _warn_of_skipped(path, repeated, "whose prompts stand further up; each counts once")
     if edits != "none":
-        _check_sources(path, found.values(), needed=edits == "needed")
+        _check_sources(path, found.values(), needed=edits == "needed", several=several)
     return [record for _, record in found.values()]
 
 
@@ -130,7 +145,7 @@ def _warn_of_skipped(path: Path, numbers: list[int], why: str) -> None:
         warnings.warn(f"prompt file {path}: skipped {len(numbers)} line(s) ({shown}), {why}.", stacklevel=3)
 
 
-def _check_sources(path: Path, found: Iterable[tuple[int, Record]], *, needed: bool) -> None:
+def _check_sources(path: Path, found: Iterable[tuple[int, Record]], *, needed: bool, several: bool) -> None:
     """Refuse the first line whose source is no picture."""
     lines: dict[str, int] = {}
     for number, record in found:
@@ -138,10 +153,16 @@ def _check_sources(path: Path, found: Iterable[tuple[int, Record]], *, needed: b
         where = f"prompt file {path} line {number}"
         if source is None and needed:
             raise UserError(f"{where} has no 'source', the picture that the model edits. {_SOURCES}")
-        if source is not None and not isinstance(source, str):
-            raise UserError(f"{where}: the source is {source!r:.80}; give the path of one picture.")
-        if source is not None:
-            lines.setdefault(source, number)
+        pictures, is_list = listed_sources(source), isinstance(source, list)
+        if source is not None and not (pictures and all(isinstance(each, str) for each in pictures)):
+            raise UserError(f"{where}: the source is {source!r:.80}; give the path of a picture.")
+        if is_list and not several:
+            raise UserError(
+                f"{where}: the source is {source!r:.80}, and the model edits one picture. Give one path, or "
+                "take a model that joins several (FLUX.2, Qwen-Image-Edit-2509)."
+            )
+        for picture in pictures:
+            lines.setdefault(picture, number)
     with ThreadPoolExecutor() as pool:
         for (source, number), reason in zip(lines.items(), pool.map(_unreadable, lines), strict=True):
             if reason is not None:

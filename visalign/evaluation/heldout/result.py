@@ -55,7 +55,7 @@ class HeldoutResult:
     completions: tuple[str, ...] = ()
     """[N] what a text policy wrote; empty where the samples are pictures."""
     sources: tuple[str, ...] = ()
-    """[N] what tells the pictures to edit apart; empty where no record has one."""
+    """[N] what tells the pictures to edit apart, see `keys`; empty where no record has one."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -67,9 +67,10 @@ class HeldoutResult:
         return [(p, s) if s else (p,) for p, s in zip(self.prompts, sources, strict=True)]
 
     def title(self, row: int) -> str:
-        """A sample's prompt, with the name of the picture that it edits."""
+        """A sample's prompt, with the names of the pictures that it edits."""
         prompt, *source = self.keys[row]
-        return f"{prompt} ({Path(*source).name})" if source else prompt
+        names = ", ".join(Path(each).name for each in "".join(source).split("\n"))
+        return f"{prompt} ({names})" if names else prompt
 
     @property
     def accuracy(self) -> float:

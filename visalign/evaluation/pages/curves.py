@@ -54,7 +54,7 @@ CURVES = (
         ("rewards/accuracies",),
         "Pairs the right way round",
         "%",
-        "whose chosen answer has the higher implicit reward",
+        "whose chosen completion has the higher implicit reward",
         percent=True,
     ),
     Curve(
@@ -65,7 +65,10 @@ CURVES = (
         percent=True,
     ),
     Curve(
-        ("logps/chosen",), "Log-prob of chosen answers", "nats per answer", "falls where both get unlikely"
+        ("logps/chosen",),
+        "Log-prob of chosen completions",
+        "nats per completion",
+        "falls where both get unlikely",
     ),
     Curve(
         ("ratio_std",),

@@ -7,7 +7,7 @@ Where this deviates from the published code, always on purpose:
 * groups are ids, so prompts that begin alike are not merged; the sampler cannot lag behind a prefetching
   loader;
 * samples without signal are left out of the backward, but stay in the denominator, so the update is the same;
-* the KL is the exact Gaussian one, with |dt| in the variance;
+* the KL is the exact Gaussian one, with |dt| in the variance, or that of velocities (`Objective.kl_form`);
 * every random draw is a function of (seed, name, iteration or sample), so a resumed run equals an
   uninterrupted one.
 """
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from visalign.core import PolicyOutput, Prepared, Trajectories
 from visalign.core.rewards.steps import branch_rewards, turning_point_rewards
-from visalign.core.surrogates.kl import gaussian_kl
+from visalign.core.surrogates.kl import gaussian_kl, velocity_kl
 from visalign.core.surrogates.ratios import guard_log_ratio, guard_step_weight
 from visalign.errors import UserError
 from visalign.flow.replay import RATIO_BOUND, replay_pairs
@@ -63,10 +63,10 @@ class ReplayModule(nn.Module):
         self.network = policy.module
         self._policy = policy
 
-    def forward(self, condition: Condition, pairs: Pairs, kernel: Kernel) -> tuple[Tensor, Tensor]:
-        """(log_prob [N], mean [N, ...]) of the pairs under the current weights."""
+    def forward(self, condition: Condition, pairs: Pairs, kernel: Kernel) -> tuple[Tensor, Tensor, Tensor]:
+        """(log_prob [N], mean [N, ...], velocity [N, ...]) of the pairs under the current weights."""
         stats = replay_pairs(self._policy, condition, pairs, kernel)
-        return stats.log_prob, stats.mean
+        return stats.log_prob, stats.mean, stats.v
 
 
 @dataclass(kw_only=True)
@@ -403,18 +403,20 @@ class FlowGRPO(PictureAlgorithm):
             sample = sample.repeat_interleave(steps)
         pairs = experience.trajectory.pairs(sample, experience.trained[decision])
         condition, kernel = experience.condition.select(sample), experience.trajectory.kernel
-        mean_ref = None
+        reference = None
         if self.objective.kl > 0:  # before the policy's own forward: a reference may swap weights in place
             with torch.no_grad(), self.accelerator.autocast(), self.reference.applied():
-                mean_ref = replay_pairs(self.policy, condition, pairs, kernel).mean
-        log_prob, mean = self.module(condition, pairs, kernel)
+                reference = replay_pairs(self.policy, condition, pairs, kernel)
+        log_prob, mean, v = self.module(condition, pairs, kernel)
         if self.objective.ratio == "guard":
             noise = (pairs.x_next.to(pairs.mean) - pairs.mean) / _over(pairs.std, pairs.mean)
             log_prob = guard_log_ratio(noise, mean, pairs.mean)
         reduction: Any = kernel.log_prob_reduction
         more: dict[str, Tensor] = {}
-        if mean_ref is not None:
-            more["kl"] = gaussian_kl(mean, mean_ref, pairs.std, log_prob_reduction=reduction)
+        if reference is not None and self.objective.kl_form == "velocity":
+            more["kl"] = velocity_kl(v, reference.v)
+        elif reference is not None:
+            more["kl"] = gaussian_kl(mean, reference.mean, pairs.std, log_prob_reduction=reduction)
         if self.objective.surrogate in ("dppo", "ppo_kl"):
             more["divergence"] = gaussian_kl(mean, pairs.mean, pairs.std, log_prob_reduction=reduction)
         return PolicyOutput(

@@ -25,6 +25,7 @@ from visalign.core.groups.labels import group_index
 from visalign.core.regression.losses import covariance_guidance
 from visalign.core.regression.rows import MATRIX_SIGNALS, PairOutput, Regression
 from visalign.core.regression.signals import best_worst_pairs
+from visalign.core.surrogates.kl import velocity_kl
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
 from visalign.flow.rollout import velocity_of
@@ -377,7 +378,7 @@ class VelocityRegression(PictureAlgorithm):
         anchors = {"none": None, "reference": v_ref, "old": old, "expert": anchor}
         guidance = None if experience.guidance is None else experience.guidance[sample.to(x.device)]
         pairs = PairOutput(v=v, target=target, sigma=sigma, anchor=anchors[row.anchor], guidance=guidance)
-        kl = step.kl * _mean_square(v, v_ref) if step.kl > 0 and v_ref is not None else None
+        kl = step.kl * velocity_kl(v, v_ref) if step.kl > 0 and v_ref is not None else None
         return _Outputs(pairs=pairs, signal=experience.signal[made.first + sample].to(v), kl=kl)
 
     def _noised(

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from visalign.core.regression.ascents import Ascent
+from visalign.core.surrogates.kl import velocity_kl
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
 from visalign.flow.parametrization import preserving_scale
@@ -242,7 +243,7 @@ class RewardGradient(PictureAlgorithm):
         v = self.module(condition, x, sigma, time)
         if reference is None:
             return v, v.new_zeros(len(v))
-        return v, self.row.kl * (v - reference).square().flatten(1).mean(1)
+        return v, self.row.kl * velocity_kl(v, reference)
 
     def _level(self, k: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """(σ [n], time [n]) of step k."""

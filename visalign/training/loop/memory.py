@@ -15,6 +15,7 @@ from .runtime import PhaseClock, is_out_of_memory
 
 BOUNDS = {
     "rollout": ("while samples were made", ("rollout.batch_size", "model.generate_batch")),
+    "decode": ("while pictures were decoded", ("model.decode_batch",)),
     "replay": ("while log-probs were computed again", ("model.score_batch", "optimizer.micro_batch")),
     "update": ("in an update", ("optimizer.micro_batch", "data.micro_batch")),
     "evaluation": (
@@ -55,13 +56,15 @@ def out_of_memory_named(
         raise OutOfMemory(f"Out of memory {when}{said}. {_instead(key, given[key], key in free)}") from error
 
 
-def _instead(key: str, value: int, is_free: bool) -> str:
+def _instead(key: str, value: int | None, is_free: bool) -> str:
     alone = "It bounds memory alone: samples and updates stay the same. " if is_free else ""
-    if value <= 1:
-        return f"{key} is {value} already. Take model.dtype=bfloat16, train a LoRA, or take a larger device."
+    if value == 1:
+        less = "a smaller model.image_size" if key == "model.decode_batch" else "train a LoRA"
+        return f"{key} is {value} already. Take model.dtype=bfloat16, {less}, or take a larger device."
     again = (
         "and --resume: it goes on from the last checkpoint, or begins where there is none."
         if is_free
         else "and another --output: a run is resumed with the one that it began with."
     )
-    return f"{key} is {value}. {alone}Start the same command again with {key}={value // 2} {again}"
+    said, smaller = ("null, the model's own number", 1) if value is None else (value, value // 2)
+    return f"{key} is {said}. {alone}Start the same command again with {key}={smaller} {again}"

@@ -79,14 +79,14 @@ METRICS: dict[str, str] = {
     "gradient, whatever rule took it: the clip at 1 - eps_low, a mask",
     "clip_high": "the same of decisions with a positive advantage: the clip at 1 + eps_high, a mask",
     "kl": "mean Gaussian KL to the reference over trained pairs, nats (per latent number with "
-    "log_prob_reduction mean); of a text policy the k3 estimate per token; of KTO its reference "
-    "point, per answer",
-    "rewards/*": "direct preference optimisation: mean implicit reward of chosen and rejected answers (of "
-    "votes, good and bad ones) as the loss has it, β log π/π_ref, their margins, and accuracies: the share "
-    "of pairs whose chosen answer has the higher one, of votes that are on the right side of kl",
-    "logps/*": "direct preference optimisation: mean log π of a whole answer, chosen and rejected, nats",
+    "log_prob_reduction mean; with kl_form velocity mean |v − v_ref|²); of a text policy the k3 estimate per "
+    "token; of KTO its reference point, per completion",
+    "rewards/*": "direct preference optimisation: mean implicit reward of chosen and rejected completions "
+    "(of votes, good and bad ones) as the loss has it, β log π/π_ref, their margins, and accuracies: the "
+    "share of pairs whose chosen completion has the higher one, of votes that are on the right side of kl",
+    "logps/*": "direct preference optimisation: mean log π of a whole completion, chosen and rejected, nats",
     "label_mean": "direct preference optimisation whose labels move: their mean over the pairs as they were "
-    "visited, 1 where each chosen answer is taken for the better one",
+    "visited, 1 where each chosen completion is taken for the better one",
     "match_error": "regressions of pictures: mean |v − (ε − x0)|² per latent number over trained pairs, the "
     "pretraining loss on the policy's own samples",
     "anchor_distance": "regressions of pictures: mean |v − v_anchor|² over trained pairs, the anchor the old "

@@ -24,7 +24,7 @@ from visalign.text.policy_protocol import TextPolicy
 from visalign.text.rollout import TextRollout
 from visalign.training.loop.trainer import Trainer
 
-from .label_fit import FitSettings, Judged, LabelFit, LabelReport, fit_labels, label_trainer
+from .label_fit import FitSettings, LabelFit, LabelOutputs, LabelReport, fit_labels, label_trainer
 
 
 def train_implicit_process_reward(
@@ -45,8 +45,8 @@ def train_implicit_process_reward(
     Args:
         policy: π_φ, with the token ids of the rollout.
         rollout: B completions, the policy's own or another's.
-        label: [B] 1 right, 0 wrong, or between; NaN where the outcome is not known. Answers without tokens
-            are left out.
+        label: [B] 1 right, 0 wrong, or between; NaN where the outcome is not known. Completions without
+            tokens are left out.
         settings: epochs, batches, learning rate, seed.
         beta: β > 0, reward per nat.
         reference: π_ref; `policy.reference()` when None.
@@ -72,13 +72,13 @@ def train_implicit_process_reward(
     with_tokens = (weight != 0).any(1) & torch.isfinite(known)
     ref = reference_log_prob(policy, rollout, reference=reference).cpu()
 
-    def judge(rows: list[int]) -> Judged:
+    def judge(rows: list[int]) -> LabelOutputs:
         chosen = torch.tensor(rows)
         ratio = model_log_prob(policy, rollout, chosen)
         ratio = ratio - ref[chosen].to(ratio.device)
         target, inside = known[chosen].to(ratio.device), weight[chosen].to(ratio.device)
         loss = implicit_prm_loss(ratio, target, inside, beta=beta)
-        return Judged(odds=beta * (ratio.detach() * inside).sum(1), label=target, loss=loss)
+        return LabelOutputs(odds=beta * (ratio.detach() * inside).sum(1), label=target, loss=loss)
 
     return fit_labels(
         judge,

@@ -73,7 +73,7 @@ class LabelReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class LabelOutputs:
     """What a judge says of the labels of some rows; [n] each."""
 
     odds: Tensor
@@ -99,7 +99,7 @@ class LabelFit(Algorithm):
             moments among the processes (FSDP2); the judge uses each of its weights whatever the rows.
     """
 
-    judge: Callable[[list[int]], Judged]
+    judge: Callable[[list[int]], LabelOutputs]
     """Rows to losses, with gradient."""
     rows: Sequence[int]
     """What there is to learn from."""
@@ -121,7 +121,7 @@ class LabelFit(Algorithm):
             now = dict(divided.named_parameters())
             self.named = [(name, now[name]) for name, _ in self.named]
         self.order = torch.Generator().manual_seed(settings.seed)
-        self.seen: list[Judged] = []
+        self.seen: list[LabelOutputs] = []
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """What moves."""
@@ -145,7 +145,7 @@ class LabelFit(Algorithm):
         devices = sorted({p.device.index or 0 for _, p in self.named if p.device.type == "cuda"})
         with torch.random.fork_rng(devices):  # dropout is that of the update, so a resumed run has it too
             torch.manual_seed(self.settings.seed + run.counters.updates)
-            judged = self._judged(own, step)
+            judged = self._outputs(own, step)
         sums = torch.stack([judged.loss.detach().sum(), torch.isfinite(judged.label).sum()]).double()
         total, labels = torch.as_tensor(process.reduce(sums.to(process.device), "sum"))
         labels = labels.clamp(min=1)
@@ -164,15 +164,15 @@ class LabelFit(Algorithm):
         self.seen.append(replace(judged, odds=judged.odds.detach(), loss=judged.loss.detach()))
         return {"loss": loss}
 
-    def _judged(self, own: list[int], step: list[int]) -> Judged:
+    def _outputs(self, own: list[int], step: list[int]) -> LabelOutputs:
         """What is said of this process's rows of a batch; of none, a loss of 0 through the network where it
         is divided, since the others wait for its weights."""
         if self.divided is not None:
-            said = Judged(**self.divided(own or step[:1]))
+            said = LabelOutputs(**self.divided(own or step[:1]))
             nothing = {"label": torch.full_like(said.label, math.nan), "loss": said.loss * 0.0}
             return said if own else replace(said, **nothing)
         none = torch.zeros(0)
-        return self.judge(own) if own else Judged(odds=none, label=none, loss=none)
+        return self.judge(own) if own else LabelOutputs(odds=none, label=none, loss=none)
 
     def record(self, experience: Any, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """The mean loss over the labels."""
@@ -211,7 +211,7 @@ def label_trainer(
 
 
 def fit_labels(
-    judge: Callable[[list[int]], Judged], rows: Sequence[int], trainer: Trainer[LabelFit]
+    judge: Callable[[list[int]], LabelOutputs], rows: Sequence[int], trainer: Trainer[LabelFit]
 ) -> list[LabelReport]:
     """Minimise the mean loss over the labels of each batch.
 
@@ -240,7 +240,7 @@ def fit_labels(
     return reports
 
 
-def report_labels(judged: Sequence[Judged]) -> LabelReport:
+def report_labels(judged: Sequence[LabelOutputs]) -> LabelReport:
     """Loss and accuracies over several batches."""
     odds, label, loss = (
         torch.cat([getattr(one, name).float().cpu() for one in judged] or [torch.zeros(0)])

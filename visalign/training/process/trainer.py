@@ -35,7 +35,15 @@ from visalign.text.step_tokens import StepEncoder, StepTokens, step_logits
 from visalign.text.steps import StepReading
 from visalign.training.loop.trainer import Trainer
 
-from .label_fit import FitSettings, Judged, LabelFit, LabelReport, fit_labels, label_trainer, report_labels
+from .label_fit import (
+    FitSettings,
+    LabelFit,
+    LabelOutputs,
+    LabelReport,
+    fit_labels,
+    label_trainer,
+    report_labels,
+)
 
 StepRecord = Mapping[str, Any]
 """{"prompt", "steps", "labels"} or {"prompt", "completion", "reward"}, as above."""
@@ -119,16 +127,16 @@ class StepTexts:
         """The texts that there is something to learn from."""
         return [row for row, (_, label) in enumerate(self.texts) if torch.isfinite(label).any()]
 
-    def judge(self, rows: Sequence[int]) -> Judged:
+    def judge(self, rows: Sequence[int]) -> LabelOutputs:
         """What the model says of some texts, with gradient; of a progress estimator the odds are Σ_k c_k − ½:
         above 0 it takes the completion for right."""
         texts = [self.texts[row] for row in rows]
         said = step_logits(self.model, [tokens for tokens, _ in texts], right_label=self.right_label)
         label = torch.cat([label for _, label in texts]).to(said.device)
         if not self.sums:
-            return Judged(odds=said, label=label, loss=step_label_loss(said, label))
+            return LabelOutputs(odds=said, label=label, loss=step_label_loss(said, label))
         made = pad_sequence(list(said.split([len(t.ends) for t, _ in texts])), batch_first=True)
-        return Judged(odds=made.sum(1) - 0.5, label=label, loss=progress_loss(made, label))
+        return LabelOutputs(odds=made.sum(1) - 0.5, label=label, loss=progress_loss(made, label))
 
 
 def train_process_reward(

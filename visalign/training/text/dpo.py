@@ -127,7 +127,7 @@ class DPOSettings:
 
 
 @dataclass(frozen=True)
-class Judged:
+class PreferenceData:
     """A stream of completions with what the reference says of them."""
 
     completions: CompletionPairs
@@ -174,15 +174,15 @@ class DPO(Algorithm):
     ) -> None:
         self.accelerator = accelerator_of(accelerator, policy)
         self.policy, self.settings = policy, settings or DPOSettings()
-        self.trained = self._judged(completions, good)
+        self.trained = self._with_reference(completions, good)
         self.labels: Tensor | None = None
         """[N] of the pairs, where they move; the same in all processes."""
         if self.settings.label_rate:
             self.labels = torch.full((len(completions),), 1 - self.settings.label_smoothing)
-        self.heldout = None if heldout is None else self._judged(heldout, heldout_good)
+        self.heldout = None if heldout is None else self._with_reference(heldout, heldout_good)
         self.module = spread(TextReplay(policy), self.accelerator, sharding)
 
-    def _judged(self, completions: CompletionPairs, good: Sequence[bool] | None) -> Judged:
+    def _with_reference(self, completions: CompletionPairs, good: Sequence[bool] | None) -> PreferenceData:
         """Completions and what the policy, which is the reference yet, says of them."""
         if self.settings.votes != (good is not None) or (good is not None and len(good) != len(completions)):
             given = "no votes" if good is None else f"{len(good)} votes of {len(completions)} completions"
@@ -193,7 +193,9 @@ class DPO(Algorithm):
         ref = torch.zeros(len(completions), 2)
         if DIRECT[self.settings.row].reference:
             ref = shared_log_probs(self.policy, completions, self.accelerator)
-        return Judged(completions, ref, None if good is None else torch.tensor(good, dtype=torch.bool))
+        return PreferenceData(
+            completions, ref, None if good is None else torch.tensor(good, dtype=torch.bool)
+        )
 
     def whole(self) -> AbstractContextManager[Any]:
         """Inside, each process has all of the model."""
