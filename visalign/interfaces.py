@@ -201,7 +201,7 @@ class DiffusionPolicy(Protocol):
         ...
 
     def sigmas(self, steps: int, *, timestep_schedule: str = "diffusers") -> Tensor:
-        """The time grid [steps + 1], float32, from 1 (or the model's largest level) down to 0."""
+        """The timestep schedule [steps + 1], float32, from 1 (or the model's largest level) down to 0."""
         ...
 
     def reference(self) -> AbstractContextManager[None]:

@@ -93,8 +93,8 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         checked_ascent(config.objective, rollout)
         check_differentiable(reward)
     elif config.objective.regression is None:
-        grid = torch.linspace(1, 0, rollout.steps + 1)  # the model's own has as many steps
-        step_weights(config.objective, rollout, grid)
+        sigmas = torch.linspace(1, 0, rollout.steps + 1)  # the model's own has as many steps
+        step_weights(config.objective, rollout, sigmas)
     else:
         checked_row(config.objective, rollout, world)
         if config.objective.experts:

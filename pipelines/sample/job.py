@@ -203,11 +203,11 @@ def sample_pictures(
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} is no empty folder. Give another one, so that no picture is lost.")
     policy = load_sampler(settings)
-    grid = policy.sigmas(settings.steps, timestep_schedule=settings.timestep_schedule)
+    sigmas = policy.sigmas(settings.steps, timestep_schedule=settings.timestep_schedule)
     output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     shown: list[Image.Image] = []
-    for row, made in _drawn(policy, records, settings, grid, rewards):
+    for row, made in _drawn(policy, records, settings, sigmas, rewards):
         number = len(rows) // len(settings.seeds)
         name, picture = f"{number:04d}_{row['seed']}", to_pil(middle_frames(made[None])[0])
         files = {"image": f"{name}.png"}
@@ -231,7 +231,7 @@ def _drawn(
     policy: DiffusionPolicy,
     records: Sequence[Mapping[str, Any]],
     settings: SampleSettings,
-    grid: Tensor,
+    sigmas: Tensor,
     rewards: Mapping[str, PointwiseReward],
 ) -> Iterator[tuple[dict[str, Any], Tensor]]:
     """(row, picture [3, H, W] or video [F, 3, H, W]), seeds of a prompt side by side.
@@ -253,7 +253,7 @@ def _drawn(
         with torch.no_grad():
             condition = policy.encode(whose)
             before = policy.forward_count.equivalents
-            for rows, latents in _latents(policy, condition, settings, grid, seeds, judge):
+            for rows, latents in _latents(policy, condition, settings, sigmas, seeds, judge):
                 _keep_best(best, _decoded(policy, latents, settings.batch_size), judge.of(rows), rows, count)
             spent = policy.forward_count.equivalents - before
         for place, draw in best.items():
@@ -330,7 +330,7 @@ def _latents(
     policy: DiffusionPolicy,
     condition: Condition,
     settings: SampleSettings,
-    grid: Tensor,
+    sigmas: Tensor,
     seeds: Sequence[int],
     judge: _Judge,
 ) -> Iterator[tuple[slice, Tensor]]:
@@ -338,20 +338,20 @@ def _latents(
     size = len(seeds) if judge.compares else settings.batch_size
     parts = [slice(first, min(first + size, len(seeds))) for first in range(0, len(seeds), size)]
     meet = bool(settings.resample_after) or isinstance(settings.search, PathSearch)
-    whole = _denoised(policy, condition, settings, grid, seeds, judge) if meet else None
+    whole = _denoised(policy, condition, settings, sigmas, seeds, judge) if meet else None
     for rows in parts:
         if whole is not None:
             yield rows, whole[rows]
             continue
         those = condition.select(torch.arange(rows.start, rows.stop))
-        yield rows, _denoised(policy, those, settings, grid, seeds[rows], judge.of(rows))
+        yield rows, _denoised(policy, those, settings, sigmas, seeds[rows], judge.of(rows))
 
 
 def _denoised(
     policy: DiffusionPolicy,
     condition: Condition,
     settings: SampleSettings,
-    grid: Tensor,
+    sigmas: Tensor,
     seeds: Sequence[int],
     judge: _Judge,
 ) -> Tensor:
@@ -362,18 +362,18 @@ def _denoised(
             policy,
             condition,
             lambda images: judge(images)[1],
-            sigmas=grid,
+            sigmas=sigmas,
             seeds=seeds,
             batch_size=settings.batch_size,
             **groups,
         )
     if not settings.resample_after:
-        return rollout(policy, condition, sigmas=grid, seeds=seeds, batch_size=settings.batch_size).latents
+        return rollout(policy, condition, sigmas=sigmas, seeds=seeds, batch_size=settings.batch_size).latents
     return steered_rollout(
         policy,
         condition,
         lambda images: judge(images)[1],
-        sigmas=grid,
+        sigmas=sigmas,
         seeds=seeds,
         particles=settings.best_of,
         resample_after=settings.resample_after,

@@ -158,12 +158,12 @@ def _redrawn(
     policy: DiffusionPolicy, sampling: SampleSettings, images: Sequence[str], prompts: Sequence[str]
 ) -> Tensor:
     """[N, C, H, W] latents of samples that the policy made, drawn again by prompt and seed."""
-    grid = policy.sigmas(sampling.steps, timestep_schedule=sampling.timestep_schedule)
+    sigmas = policy.sigmas(sampling.steps, timestep_schedule=sampling.timestep_schedule)
     draws = [int(Path(image).stem.rpartition("_")[2]) for image in images]
     seeds = [sample_seed("sample", prompt, draw, 0) for prompt, draw in zip(prompts, draws, strict=True)]
     with torch.no_grad():
         condition = policy.encode(asked_of(policy, [{"prompt": prompt} for prompt in prompts]))
-        return rollout(policy, condition, sigmas=grid, seeds=seeds, batch_size=sampling.batch_size).latents
+        return rollout(policy, condition, sigmas=sigmas, seeds=seeds, batch_size=sampling.batch_size).latents
 
 
 def _matching_error(policy: DiffusionPolicy, prompt: str, latent: Tensor, seed: int) -> Tensor:

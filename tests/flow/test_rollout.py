@@ -15,20 +15,20 @@ from visalign.flow import (
     Kernel,
     RatioError,
     check_log_ratio,
-    diffusers_time_grid,
+    diffusers_timestep_sigmas,
     initial_noise,
     ratio_check,
     replay,
     rollout,
     sde_step,
     step_noise,
-    time_grid,
+    timestep_sigmas,
 )
 from visalign.flow.rollout import visited
 from visalign.flow.trajectory import Trajectory
 from visalign.interfaces import DiffusionPolicy
 
-GRID = diffusers_time_grid(6, shift=3.0)
+GRID = diffusers_timestep_sigmas(6, shift=3.0)
 SEEDS = [101, 202, 303, 404, 505]
 CONDITION = Shift(torch.tensor([0.0, 0.5, -0.5, 1.0, -1.0]))
 KERNELS = [
@@ -348,7 +348,7 @@ def test_rollout_samples_the_data_distribution():
     policy = GaussianPolicy(latent_shape=(1, 8, 8), storage_dtype=torch.float32)
     condition = Shift(torch.zeros(100))
     for sde_steps in ((), range(40)):
-        found = rollout(policy, condition, sigmas=time_grid(40), sde_steps=sde_steps, seeds=range(100))
+        found = rollout(policy, condition, sigmas=timestep_sigmas(40), sde_steps=sde_steps, seeds=range(100))
         assert (
             abs(found.latents.mean() - policy.mean) < 0.02 and abs(found.latents.std() - policy.scale) < 0.02
         )
@@ -370,7 +370,7 @@ def test_any_window_replays_with_ratio_one(data, steps, schedule):
     policy = GaussianPolicy(latent_shape=(1, 2, 3), storage_dtype=torch.bfloat16)
     found = run(
         policy,
-        sigmas=time_grid(steps, shift=2.0),
+        sigmas=timestep_sigmas(steps, shift=2.0),
         sde_steps=window,
         schedule=schedule,
         batch_size=batch_size,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time grids against hand values and diffusers; the noise rate against its formula; noise by seed."""
+"""Timestep schedules against hand values and diffusers; the noise rate against its formula; noise by seed."""
 
 from __future__ import annotations
 
@@ -13,39 +13,46 @@ from diffusers.utils.torch_utils import randn_tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from visalign.flow import diffusers_time_grid, initial_noise, noise_rate, sample_seed, step_noise, time_grid
+from visalign.flow import (
+    diffusers_timestep_sigmas,
+    initial_noise,
+    noise_rate,
+    sample_seed,
+    step_noise,
+    timestep_sigmas,
+)
 
 
 def test_time_grid_by_hand():
-    assert time_grid(4).tolist() == [1.0, 0.75, 0.5, 0.25, 0.0]
+    assert timestep_sigmas(4).tolist() == [1.0, 0.75, 0.5, 0.25, 0.0]
     expected = torch.tensor([1.0, 9 / 10, 3 / 4, 1 / 2, 0.0])
-    torch.testing.assert_close(time_grid(4, shift=3.0), expected, rtol=0, atol=1e-7)
-    assert time_grid(4, shift=3.0).dtype == torch.float32
+    torch.testing.assert_close(timestep_sigmas(4, shift=3.0), expected, rtol=0, atol=1e-7)
+    assert timestep_sigmas(4, shift=3.0).dtype == torch.float32
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 10, 28, 50])
 @pytest.mark.parametrize("shift", [0.5, 1.0, 3.0, 6.0])
-def test_diffusers_time_grid_equals_the_scheduler_to_the_last_bit(steps, shift):
+def test_diffusers_timestep_sigmas_equals_the_scheduler_to_the_last_bit(steps, shift):
     scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=shift)
     scheduler.set_timesteps(steps)
-    assert torch.equal(diffusers_time_grid(steps, shift=shift), scheduler.sigmas)
+    assert torch.equal(diffusers_timestep_sigmas(steps, shift=shift), scheduler.sigmas)
 
 
-def test_diffusers_time_grid_with_other_training_timesteps():
+def test_diffusers_timestep_sigmas_with_other_training_timesteps():
     scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=3.0, num_train_timesteps=200)
     scheduler.set_timesteps(7)
-    assert torch.equal(diffusers_time_grid(7, shift=3.0, num_train_timesteps=200), scheduler.sigmas)
+    assert torch.equal(diffusers_timestep_sigmas(7, shift=3.0, num_train_timesteps=200), scheduler.sigmas)
 
 
 @settings(deadline=None, max_examples=50)
 @given(steps=st.integers(1, 60), shift=st.floats(0.1, 20))
 def test_grids_fall_strictly_from_one_to_zero(steps, shift):
-    for grid in (time_grid(steps, shift=shift), diffusers_time_grid(steps, shift=shift)):
+    for grid in (timestep_sigmas(steps, shift=shift), diffusers_timestep_sigmas(steps, shift=shift)):
         assert grid.shape == (steps + 1,) and grid[0] == 1 and grid[-1] == 0
         assert bool((grid[1:] < grid[:-1]).all())
 
 
-@pytest.mark.parametrize("make", [time_grid, diffusers_time_grid])
+@pytest.mark.parametrize("make", [timestep_sigmas, diffusers_timestep_sigmas])
 def test_grids_refuse_bad_arguments(make):
     with pytest.raises(ValueError, match="at least 1 step; got 0"):
         make(0, shift=1.0)
@@ -53,7 +60,7 @@ def test_grids_refuse_bad_arguments(make):
         with pytest.raises(ValueError, match="shift must be positive and finite"):
             make(4, shift=shift)
     with pytest.raises(ValueError, match="num_train_timesteps must be at least 2"):
-        diffusers_time_grid(4, shift=1.0, num_train_timesteps=1)
+        diffusers_timestep_sigmas(4, shift=1.0, num_train_timesteps=1)
 
 
 def test_noise_rate_by_hand():

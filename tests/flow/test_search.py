@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.flow_policies import GaussianPolicy, Shift
-from visalign.flow import PathSearch, ZeroOrderSearch, rollout, time_grid, velocity_between
+from visalign.flow import PathSearch, ZeroOrderSearch, rollout, timestep_sigmas, velocity_between
 from visalign.flow.search import noised_again
 from visalign.flow.transitions import sde_step
 
-GRID, BEST = time_grid(10), 0.9
+GRID, BEST = timestep_sigmas(10), 0.9
 
 
 class Toy(GaussianPolicy):

@@ -19,12 +19,12 @@ from visalign.flow import (
     Kernel,
     Transition,
     cps_step,
-    diffusers_time_grid,
+    diffusers_timestep_sigmas,
     initial_noise,
     noise_rate,
     sde_step,
     step_noise,
-    time_grid,
+    timestep_sigmas,
 )
 from visalign.flow.parametrization import flow_sigma, preserving_scale, velocity_of_prediction
 from visalign.flow.transitions import ODESolver, ddim_step
@@ -87,7 +87,7 @@ def test_rows_of_different_sigma_are_separate_steps(schedule):
 def test_schedule_none_is_the_diffusers_euler_step(steps):
     scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=3.0)
     scheduler.set_timesteps(steps)
-    grid = diffusers_time_grid(steps, shift=3.0)
+    grid = diffusers_timestep_sigmas(steps, shift=3.0)
     x = peer = latents(2, 4, 3, 3, dtype=torch.float32)
     for k in range(steps):
         v = latents(2, 4, 3, 3, seed=k, dtype=torch.float32)
@@ -136,7 +136,7 @@ def test_mean_ratio_is_one_and_kl_is_the_mean_log_ratio(schedule):
 def test_sde_and_ode_have_the_marginals_of_the_flow(schedule, noise_level):
     """Gaussian data with exact velocity: x at every σ is N((1 − σ)m, (1 − σ)²c² + σ²), whatever the noise."""
     policy, samples, steps = GaussianPolicy(), 20_000, 100
-    grid, nobody = time_grid(steps), Shift(torch.zeros(samples))
+    grid, nobody = timestep_sigmas(steps), Shift(torch.zeros(samples))
     x = latents(samples, 1, 1, 1)
     generator = torch.Generator().manual_seed(7)
     for k in range(steps):

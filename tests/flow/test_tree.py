@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.support.flow_policies import GaussianPolicy, LinearPolicy, Shift
-from visalign.flow import initial_noise, ratio_check, rollout, step_noise, time_grid, tree_nodes
+from visalign.flow import initial_noise, ratio_check, rollout, step_noise, timestep_sigmas, tree_nodes
 from visalign.flow.trajectory import joined_trajectories
 
-GRID, SEEDS = time_grid(4), list(range(10, 18))
+GRID, SEEDS = timestep_sigmas(4), list(range(10, 18))
 GROUP = torch.tensor([7] * 4 + [3] * 4)
 CONDITION = Shift(torch.tensor([0.5] * 4 + [-0.5] * 4))
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from visalign.flow import Kernel, diffusers_time_grid, time_grid
+from visalign.flow import Kernel, diffusers_timestep_sigmas, timestep_sigmas
 from visalign.flow.parametrization import flow_sigma, preserving_scale, velocity_of_prediction
 from visalign.flow.windows import window_places
 
@@ -34,9 +34,9 @@ def sigma_tables(case: Any) -> dict[str, Any] | None:
         return None
     train = params.get("num_train_timesteps", 1000)
     if grid == "diffusers":
-        sigmas = diffusers_time_grid(params["steps"], shift=params["shift"], num_train_timesteps=train)
+        sigmas = diffusers_timestep_sigmas(params["steps"], shift=params["shift"], num_train_timesteps=train)
     else:
-        sigmas = time_grid(params["steps"], shift=params["shift"])
+        sigmas = timestep_sigmas(params["steps"], shift=params["shift"])
     return {"sigmas": sigmas, "timesteps": sigmas[:-1] * train}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.flow import time_grid
+from visalign.flow import timestep_sigmas
 from visalign.interfaces import ForwardCount, Prediction
 
 
@@ -67,7 +67,7 @@ class GaussianPolicy:
         return latents.float().clamp(0, 1).expand(-1, 3, -1, -1)
 
     def sigmas(self, steps: int, *, timestep_schedule: str = "plain") -> Tensor:
-        return time_grid(steps)
+        return timestep_sigmas(steps)
 
     @contextmanager
     def reference(self) -> Iterator[None]:

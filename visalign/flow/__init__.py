@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flow trajectories: time grids, one SDE kernel and CPS, Gaussian log-probs, rollout and replay.
+"""Flow trajectories: timestep schedules, one SDE kernel and CPS, Gaussian log-probs, rollout and replay.
 
 It needs torch and a `DiffusionPolicy` handed in; no model family, no reward and no objective comes in.
 """
@@ -11,7 +11,7 @@ from .noise import initial_noise, step_noise
 from .parametrization import flow_sigma, preserving_scale, velocity_of_prediction
 from .replay import StepStats, ratio_check, replay
 from .rollout import rollout
-from .schedules import diffusers_time_grid, noise_rate, time_grid
+from .schedules import diffusers_timestep_sigmas, noise_rate, timestep_sigmas
 from .search import PathSearch, ZeroOrderSearch
 from .steering import steered_rollout
 from .trajectory import Pairs, Trajectory
@@ -30,7 +30,7 @@ __all__ = [
     "ZeroOrderSearch",
     "check_log_ratio",
     "cps_step",
-    "diffusers_time_grid",
+    "diffusers_timestep_sigmas",
     "flow_sigma",
     "initial_noise",
     "noise_rate",
@@ -42,7 +42,7 @@ __all__ = [
     "sde_step",
     "steered_rollout",
     "step_noise",
-    "time_grid",
+    "timestep_sigmas",
     "tree_nodes",
     "velocity_between",
     "velocity_of_prediction",

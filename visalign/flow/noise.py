@@ -36,7 +36,7 @@ def step_noise(seeds: Sequence[int] | Tensor, step: int, shape: Sequence[int]) -
 
     Args:
         seeds: [B] integers in [0, 2⁶³).
-        step: Index of the denoising step in its grid.
+        step: Index of the denoising step in its timestep schedule.
         shape: Shape of one latent.
 
     Returns:

@@ -74,6 +74,6 @@ def velocity_of_prediction(output: Tensor, x: Tensor, sigma: Tensor, prediction:
     if not bool((rest > 0).all()):
         raise ValueError(
             f'"{prediction}" does not fix the velocity at σ = {"1" if prediction == "epsilon" else "0"}. '
-            "Let the grid start at the schedule's largest σ (flow_sigma) and its last step at σ > 0."
+            "Let the timesteps start at the schedule's largest σ (flow_sigma), the last step at σ > 0."
         )
     return (output - x) / rest if prediction == "epsilon" else (x - output) / rest

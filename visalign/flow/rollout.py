@@ -48,9 +48,9 @@ def rollout(
     Args:
         policy: Offers `velocity`, `times`, `latent_shape`, `storage_dtype`, `prediction` and `device`.
         condition: Encoded prompts of the B samples.
-        sigmas: [T + 1] strictly falling noise levels that end at 0 (`policy.sigmas`, `time_grid`).
+        sigmas: [T + 1] strictly falling noise levels that end at 0 (`policy.sigmas`, `timestep_sigmas`).
         sde_steps: Indices in [0, T), rising; empty for a deterministic rollout (evaluation). With bfloat16
-            storage leave out steps of tiny std (0.006 in the last of diffusers' grid), the size of rounding.
+            storage leave out steps of tiny std (0.006 in diffusers' last one), the size of rounding.
         schedule: "flow", "dance", "cps" or "ddim".
         noise_level: a or η of the schedule.
         seeds: [B] integers, one per sample (`sample_seed`): initial noise and step noise come from them, so a
@@ -69,41 +69,41 @@ def rollout(
         Trajectory on the policy's device.
 
     Raises:
-        ValueError: For a grid, sde_steps, seeds, noise or nodes that do not fit, each with what is allowed.
+        ValueError: For sigmas, sde_steps, seeds, noise or nodes that do not fit, each with what is allowed.
         FloatingPointError: When a final latent is not finite.
     """
-    grid = _checked_grid(sigmas)
-    steps = _checked_sde_steps(sde_steps, len(grid) - 1)
+    sigmas = _checked_sigmas(sigmas)
+    steps = _checked_sde_steps(sde_steps, len(sigmas) - 1)
     kernel = Kernel(
         schedule=schedule if steps else "none",
         noise_level=noise_level,
-        sigma_max=grid[1].item() if sigma_max is None else sigma_max,
+        sigma_max=sigmas[1].item() if sigma_max is None else sigma_max,
         log_prob_reduction=log_prob_reduction,
         log_prob=log_prob if steps else "gaussian",
     )
-    _check_stochastic(kernel, grid, steps)
-    tree = checked_nodes(nodes, len(condition), len(grid) - 1, steps)
+    _check_stochastic(kernel, sigmas, steps)
+    tree = checked_nodes(nodes, len(condition), len(sigmas) - 1, steps)
     noise = _checked_noise(policy, tree[0], seeds, noise, bool(steps))
-    times = policy.times(grid)
-    trajectory = _empty(policy, first_latents(policy, noise, grid), grid, times, steps, kernel, tree)
+    times = policy.times(sigmas)
+    trajectory = _empty(policy, first_latents(policy, noise, sigmas), sigmas, times, steps, kernel, tree)
     drawn = checked_seeds(seeds) if seeds is not None else []
     size = checked_batch_size(batch_size, len(condition))
     solvers: dict[int, ODESolver] = {}  # of the chunks, which stay the same between two stochastic steps
-    for k, onward in itertools.pairwise(visited(len(grid) - 1, steps, compression)):
+    for k, onward in itertools.pairwise(visited(len(sigmas) - 1, steps, compression)):
         if k in steps:
             solvers.clear()
         for number, rows in enumerate(tree[k].unique().split(size)):
             ode = solvers.setdefault(number, ODESolver(solver))
             before, after = tree[[k, onward]]
             _advance(
-                policy, condition, grid, times, drawn, trajectory, (before, after), rows, (k, onward), ode
+                policy, condition, sigmas, times, drawn, trajectory, (before, after), rows, (k, onward), ode
             )
     check_finite(trajectory.latents)
     return trajectory
 
 
 def visited(steps: int, sde_steps: Sequence[int], compression: float | None = None) -> list[int]:
-    """Places of a grid of T steps that a rollout visits, from 0 to T.
+    """Places of a schedule of T steps that a rollout visits, from 0 to T.
 
     All of them, or with a compression c those up to the end of the last stochastic step, and of the
     n ODE steps behind it max(1, round(c·n)), evenly over their places (MixGRPO-Flash, arXiv 2507.21802, where
@@ -131,26 +131,26 @@ def complete(
     batch_size: int | None = None,
     solver: str = "euler",
 ) -> Tensor:
-    """Denoise latents from the middle of a grid on along the ODE, as `rollout` does its ODE steps.
+    """Denoise latents from the middle of a schedule on along the ODE, as `rollout` does its ODE steps.
 
     Args:
         policy: as in `rollout`.
         condition: of the B samples.
         x: [B, ...] before step `step`, storage dtype.
-        sigmas: [T + 1], the whole grid.
+        sigmas: [T + 1], of the whole schedule.
         step: in [0, T]; T leaves them as they are.
-        until: the step before which to stop; None: the end of the grid.
+        until: the step before which to stop; None: the end of the schedule.
         batch_size: samples per forward; all B by default.
         solver: see `ODESolver`.
 
     Returns:
-        [B, ...] storage dtype; clean latents at the end of the grid.
+        [B, ...] storage dtype; clean latents at the end of the schedule.
     """
-    grid = _checked_grid(sigmas)
-    levels, times, done = grid.to(x.device), policy.times(grid).to(x.device), []
+    sigmas = _checked_sigmas(sigmas)
+    levels, times, done = sigmas.to(x.device), policy.times(sigmas).to(x.device), []
     for rows in torch.arange(len(x)).split(checked_batch_size(batch_size, len(x))):
         part, of_part, ode = x[rows.to(x.device)], condition.select(rows), ODESolver(solver)
-        for k in range(step, len(grid) - 1 if until is None else until):
+        for k in range(step, len(sigmas) - 1 if until is None else until):
             sigma, sigma_next = levels[k].expand(len(part)), levels[k + 1].expand(len(part))
             v = velocity_of(policy, part, sigma, of_part, times[k].expand(len(part)))
             part = ode.step(part, v, sigma, sigma_next).to(part.dtype)
@@ -176,10 +176,10 @@ def predicted_clean(trajectory: Trajectory, step: int) -> Tensor:
     return (x - sigma.reshape(-1, *[1] * (x.ndim - 1)) * v).to(trajectory.latents.dtype)
 
 
-def first_latents(policy: DiffusionPolicy, noise: Tensor, grid: Tensor) -> Tensor:
-    """[B, ...] latents before the first step of a grid, from standard normal noise; storage dtype."""
+def first_latents(policy: DiffusionPolicy, noise: Tensor, sigmas: Tensor) -> Tensor:
+    """[B, ...] latents before the first step of a schedule, from standard normal noise; storage dtype."""
     if policy.prediction != "velocity":  # starts at σ < 1, from noise of variance 1 on the model's scale
-        noise = noise * preserving_scale(grid[0]).to(noise)
+        noise = noise * preserving_scale(sigmas[0]).to(noise)
     return noise.to(device=policy.device, dtype=policy.storage_dtype, copy=True)
 
 
@@ -241,7 +241,7 @@ def velocity_of(
 def _advance(
     policy: DiffusionPolicy,
     condition: Condition,
-    grid: Tensor,
+    sigmas: Tensor,
     times: Tensor,
     seeds: list[int],
     trajectory: Trajectory,
@@ -250,8 +250,8 @@ def _advance(
     places: tuple[int, int],
     ode: ODESolver,
 ) -> None:
-    """Make the step between two places of the grid for the samples that `rows` stand for, whose latents are
-    in trajectory.latents.
+    """Make the step between two of the sigmas for the samples that `rows` stand for, whose latents are in
+    trajectory.latents.
 
     nodes, [B] each, say who stands for whom before the step and after it.
     """
@@ -259,7 +259,7 @@ def _advance(
     leaves = torch.isin(nodes[0], rows).nonzero()[:, 0]
     ends, own = nodes[1][leaves].unique(return_inverse=True)  # where the step leads, and each leaf's
     parent, own = torch.searchsorted(rows, nodes[0][ends]).to(device), own.to(device)
-    x, levels = trajectory.latents[rows.to(device)], grid.to(device)
+    x, levels = trajectory.latents[rows.to(device)], sigmas.to(device)
     sigma, sigma_next = levels[k].expand(len(x)), levels[onward].expand(len(x))
     v = velocity_of(policy, x, sigma, condition.select(rows), times.to(device)[k].expand(len(x)))
     leaves = leaves.to(device)
@@ -280,7 +280,7 @@ def _advance(
 def _empty(
     policy: DiffusionPolicy,
     latents: Tensor,
-    grid: Tensor,
+    sigmas: Tensor,
     times: Tensor,
     steps: tuple[int, ...],
     kernel: Kernel,
@@ -298,8 +298,8 @@ def _empty(
         log_prob=torch.empty(count, dtype=working, device=device),
         mean=torch.empty(*count, *shape, dtype=working, device=device),
         std=torch.empty(count, dtype=working, device=device),
-        sigma=grid[:-1][index].to(device),
-        sigma_next=grid[1:][index].to(device),
+        sigma=sigmas[:-1][index].to(device),
+        sigma_next=sigmas[1:][index].to(device),
         time=times[index].to(device),
         sde_steps=steps,
         kernel=kernel,
@@ -335,23 +335,23 @@ def _checked_noise(
     return noise
 
 
-def _checked_grid(sigmas: Tensor) -> Tensor:
-    grid = torch.as_tensor(sigmas).detach().cpu().float()
-    falling = grid.ndim == 1 and len(grid) >= 2 and bool((grid[1:] < grid[:-1]).all())
-    if not falling or grid[-1] != 0 or grid[0] > 1:
-        shown = [round(value, 4) for value in grid.flatten().tolist()]
+def _checked_sigmas(sigmas: Tensor) -> Tensor:
+    sigmas = torch.as_tensor(sigmas).detach().cpu().float()
+    falling = sigmas.ndim == 1 and len(sigmas) >= 2 and bool((sigmas[1:] < sigmas[:-1]).all())
+    if not falling or sigmas[-1] != 0 or sigmas[0] > 1:
+        shown = [round(value, 4) for value in sigmas.flatten().tolist()]
         raise ValueError(
             f"sigmas must be at least two noise levels that fall strictly from at most 1 down to 0; got "
-            f"{shown[:12]}{'...' if len(shown) > 12 else ''}. time_grid(steps, shift=...) makes one."
+            f"{shown[:12]}{'...' if len(shown) > 12 else ''}. timestep_sigmas(steps, shift=...) makes one."
         )
-    return grid
+    return sigmas
 
 
 def _checked_sde_steps(sde_steps: Sequence[int], total: int) -> tuple[int, ...]:
     steps = tuple(operator.index(step) for step in sde_steps)
     given, mend = list(steps), f"Give rising indices of the {total} steps, 0 to {total - 1}, each once."
     if any(step < 0 or step >= total for step in steps):
-        raise ValueError(f"sde_steps {given} leave the range of the grid. {mend}")
+        raise ValueError(f"sde_steps {given} leave the range of the schedule. {mend}")
     if len(set(steps)) < len(steps):
         raise ValueError(f"sde_steps {given} name a step twice. {mend}")
     if list(steps) != sorted(steps):
@@ -359,10 +359,10 @@ def _checked_sde_steps(sde_steps: Sequence[int], total: int) -> tuple[int, ...]:
     return steps
 
 
-def _check_stochastic(kernel: Kernel, grid: Tensor, steps: tuple[int, ...]) -> None:
+def _check_stochastic(kernel: Kernel, sigmas: Tensor, steps: tuple[int, ...]) -> None:
     """Refuse stochastic steps whose std is 0 before any forward is spent."""
     for step in steps:
-        if kernel.std(grid[step], grid[step + 1]) > 0:
+        if kernel.std(sigmas[step], sigmas[step + 1]) > 0:
             continue
         if kernel.schedule in LAST_IS_EXACT and kernel.noise_level > 0:
             raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time grids from noise to image, and the noise rate s(σ) that each stochastic schedule injects.
+"""Timestep schedules from noise to image, and the noise rate s(σ) that each stochastic schedule injects.
 
 The flow is x_σ = (1 − σ) x0 + σ noise with v = noise − x0 = dx/dσ; sampling walks σ from 1 to 0.
 """
@@ -15,12 +15,12 @@ NOISE_SCHEDULES = ("flow", "dance", "none")
 """Noise schedules of the SDE kernel: Flow-SDE, Dance-SDE, and none (the ODE)."""
 
 
-def time_grid(steps: int, *, shift: float = 1.0) -> Tensor:
+def timestep_sigmas(steps: int, *, shift: float = 1.0) -> Tensor:
     """Noise levels σ = shift·u / (1 + (shift − 1)·u) at u = 1, 1 − 1/steps, ..., 0.
 
     Args:
         steps: Number of denoising steps, at least 1.
-        shift: Timestep shift, positive; 1 leaves the grid uniform, 3 is SD3's.
+        shift: Timestep shift, positive; 1 leaves the levels uniform, 3 is SD3's.
 
     Returns:
         [steps + 1] float32, strictly falling from 1 to 0.
@@ -30,17 +30,17 @@ def time_grid(steps: int, *, shift: float = 1.0) -> Tensor:
 
     Source: Esser et al., arXiv 2403.03206, resolution-dependent shifting of timesteps.
     """
-    _check_grid_arguments(steps, shift)
+    _check_arguments(steps, shift)
     u = torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float64)
     return _shifted(u, shift).float()
 
 
-def diffusers_time_grid(steps: int, *, shift: float, num_train_timesteps: int = 1000) -> Tensor:
-    """The grid of diffusers' `FlowMatchEulerDiscreteScheduler.set_timesteps(steps)`, which shifts twice.
+def diffusers_timestep_sigmas(steps: int, *, shift: float, num_train_timesteps: int = 1000) -> Tensor:
+    """Sigmas of diffusers' `FlowMatchEulerDiscreteScheduler.set_timesteps(steps)`, which shifts twice.
 
     Its end points 1 and 1/num_train_timesteps are shifted once, `steps` levels are spaced evenly between
     them, and every level is shifted again; 0 is appended. So the last level above 0 is small (0.0089 at shift
-    3) and the others differ from `time_grid(steps, shift=shift)`.
+    3) and the others differ from `timestep_sigmas(steps, shift=shift)`.
 
     Args:
         steps: Number of denoising steps, at least 1.
@@ -53,14 +53,14 @@ def diffusers_time_grid(steps: int, *, shift: float, num_train_timesteps: int = 
     Raises:
         ValueError: For arguments out of range.
 
-    Source: diffusers 0.42 (deviation from `time_grid` described in diffusers issue 13243).
+    Source: diffusers 0.42 (deviation from `timestep_sigmas` described in diffusers issue 13243).
     """
-    _check_grid_arguments(steps, shift)
+    _check_arguments(steps, shift)
     if num_train_timesteps < 2:
         raise ValueError(
             f"num_train_timesteps must be at least 2 (diffusers: 1000); got {num_train_timesteps}."
         )
-    # diffusers keeps the shifted end point in float32; doing the same makes the grids equal to the last bit.
+    # diffusers keeps the shifted end point in float32; doing the same makes them equal to the last bit.
     lowest = _shifted(torch.tensor(1.0) / num_train_timesteps, shift).double()
     u = 1.0 + (lowest - 1.0) * torch.arange(steps, dtype=torch.float64) / max(steps - 1, 1)
     return torch.cat([_shifted(u, shift).float(), torch.zeros(1)])
@@ -73,8 +73,8 @@ def noise_rate(sigma: Tensor, sigma_max: float, *, schedule: str, noise_level: f
 
     Args:
         sigma: [B] or scalar noise levels in [0, 1], floating.
-        sigma_max: Stand-in for σ = 1, in [0, 1): the published code takes the second level of the grid, so
-            the noise of the first step depends on the number of steps. Only "flow" uses it.
+        sigma_max: Stand-in for σ = 1, in [0, 1): the published code takes the second of the sigmas, so the
+            noise of the first step depends on the number of steps. Only "flow" uses it.
         schedule: "flow", "dance" or "none".
         noise_level: a or η, not negative; ignored by "none".
 
@@ -100,7 +100,7 @@ def noise_rate(sigma: Tensor, sigma_max: float, *, schedule: str, noise_level: f
     if not 0 <= sigma_max < 1:
         raise ValueError(
             f"sigma_max stands in for σ = 1 under the root of 1 − σ and must lie in [0, 1); got {sigma_max}. "
-            "Give the second level of the grid, as Flow-GRPO does."
+            "Give the second level of the schedule, as Flow-GRPO does."
         )
     sigma_hat = torch.where(sigma == 1, sigma_max, sigma)
     return noise_level * torch.sqrt(sigma / (1 - sigma_hat))
@@ -110,8 +110,8 @@ def _shifted(u: Tensor, shift: float) -> Tensor:
     return shift * u / (1 + (shift - 1) * u)
 
 
-def _check_grid_arguments(steps: int, shift: float) -> None:
+def _check_arguments(steps: int, shift: float) -> None:
     if steps < 1:
-        raise ValueError(f"A time grid needs at least 1 step; got {steps}.")
+        raise ValueError(f"A timestep schedule needs at least 1 step; got {steps}.")
     if not (math.isfinite(shift) and shift > 0):
         raise ValueError(f"shift must be positive and finite (1: none, 3: SD3); got {shift}.")

@@ -47,7 +47,7 @@ class ZeroOrderSearch:
             raise ValueError(f"radius is {self.radius}; it must be above 0 and at most 1.")
 
     def velocities(self, steps: int) -> int:
-        """What a sample costs on a grid of T steps: T (1 + K N)."""
+        """What a sample costs on a schedule of T steps: T (1 + K N)."""
         return steps * (1 + self.rounds * self.candidates)
 
     @torch.no_grad()
@@ -79,15 +79,15 @@ class ZeroOrderSearch:
             ValueError: the seeds are not one per sample.
             FloatingPointError: a final latent is not finite.
         """
-        grid = _grid_of(sigmas, condition, seeds)
+        sigmas = _sigmas_of(sigmas, condition, seeds)
         count, rows = len(condition), torch.arange(len(condition))
         pivot = initial_noise(seeds, policy.latent_shape)
 
         def tried(noise: Tensor) -> tuple[Tensor, Tensor]:
             """([n·B, ...] latents, [n, B] values) of n noises for every sample."""
             each = condition.select(rows.repeat(len(noise) // count))
-            x = first_latents(policy, noise, grid)
-            x = complete(policy, each, x, sigmas=grid, step=0, batch_size=batch_size)
+            x = first_latents(policy, noise, sigmas)
+            x = complete(policy, each, x, sigmas=sigmas, step=0, batch_size=batch_size)
             return x, _judged(policy, x, reward, count, batch_size)
 
         latents, (value,) = tried(pivot)
@@ -115,10 +115,10 @@ class PathSearch:
         x' = a·x + √(σ'² − (a σ)²)·ε,  a = (1 − σ') / (1 − σ),
 
     which leaves the flow's marginal as it is, and denoised by `forward` steps; the N best of the N M by the
-    reward of their predicted pictures x̂0 = x − σ v go on, until the grid ends. v is that of the last step, so
-    x̂0 costs no pass of the network. A path costs  start + Σ M·(steps of the round)  velocities.
+    reward of their predicted pictures x̂0 = x − σ v go on, until the schedule ends. v is that of the last
+    step, so x̂0 costs no pass of the network. A path costs  start + Σ M·(steps of the round)  velocities.
 
-    Differs from the paper: Δf and Δb are counted in steps of the grid; x̂0 comes from the last step in place
+    Differs from the paper: Δf and Δb are counted in steps; x̂0 comes from the last step in place
     of one more; the N survivors are handed back, the best first (the paper ends with random search).
 
     Ma et al., Inference-time scaling beyond denoising steps, arXiv 2501.09732, section 3.2.
@@ -146,7 +146,7 @@ class PathSearch:
         """(step that a round begins at, the one it is noised back to, the one it ends at), until T.
 
         Raises:
-            ValueError: the grid ends before the first round.
+            ValueError: the timestep schedule ends before the first round.
         """
         if self.start >= steps:
             raise ValueError(f"start is {self.start}; with {steps} steps it must be from 1 to {steps - 1}.")
@@ -158,7 +158,7 @@ class PathSearch:
         return found
 
     def velocities(self, steps: int) -> int:
-        """What a path costs on a grid of T steps: start + Σ M·(steps of the round)."""
+        """What a path costs on a schedule of T steps: start + Σ M·(steps of the round)."""
         return self.start + self.branches * sum(end - up for _, up, end in self.rounds(steps))
 
     @torch.no_grad()
@@ -192,23 +192,27 @@ class PathSearch:
             ValueError: seeds or groups that do not fit, or nothing to choose from; see `rounds`.
             FloatingPointError: a final latent is not finite.
         """
-        grid = _grid_of(sigmas, condition, seeds)
-        count, rounds = len(condition), self.rounds(len(grid) - 1)
+        sigmas = _sigmas_of(sigmas, condition, seeds)
+        count, rounds = len(condition), self.rounds(len(sigmas) - 1)
         if paths < 1 or count % paths or paths * self.branches == self.branches == 1:
             raise ValueError(
                 f"{count} samples, groups of {paths} paths, {self.branches} branches of each: give whole "
                 "groups, and at least 2 branches to choose from."
             )
-        x = first_latents(policy, initial_noise(seeds, policy.latent_shape), grid)
-        x = complete(policy, condition, x, sigmas=grid, step=0, until=self.start, batch_size=batch_size)
+        x = first_latents(policy, initial_noise(seeds, policy.latent_shape), sigmas)
+        x = complete(policy, condition, x, sigmas=sigmas, step=0, until=self.start, batch_size=batch_size)
         each = condition.select(torch.arange(count).repeat(self.branches))
         for number, (at, up, end) in enumerate(rounds):
             fresh = _fresh(seeds, policy.latent_shape, number, self.branches)
-            many = noised_again(x.repeat(self.branches, *_ones(x)), fresh, grid[at], grid[up])
-            before = complete(policy, each, many, sigmas=grid, step=up, until=end - 1, batch_size=batch_size)
-            many = complete(policy, each, before, sigmas=grid, step=end - 1, until=end, batch_size=batch_size)
-            v = velocity_between(before, many, grid[end - 1], grid[end])
-            clean = (many - grid[end].to(v) * v).to(x.dtype)
+            many = noised_again(x.repeat(self.branches, *_ones(x)), fresh, sigmas[at], sigmas[up])
+            before = complete(
+                policy, each, many, sigmas=sigmas, step=up, until=end - 1, batch_size=batch_size
+            )
+            many = complete(
+                policy, each, before, sigmas=sigmas, step=end - 1, until=end, batch_size=batch_size
+            )
+            v = velocity_between(before, many, sigmas[end - 1], sigmas[end])
+            clean = (many - sigmas[end].to(v) * v).to(x.dtype)
             value = _judged(policy, clean, reward, count, batch_size)
             x = many[_best(value, paths).to(many.device)]
         check_finite(x)
@@ -265,7 +269,7 @@ def _fresh(seeds: Sequence[int], shape: Sequence[int], number: int, times: int) 
     return initial_noise(drawn, shape)
 
 
-def _grid_of(sigmas: Tensor, condition: Condition, seeds: Sequence[int]) -> Tensor:
+def _sigmas_of(sigmas: Tensor, condition: Condition, seeds: Sequence[int]) -> Tensor:
     if not len(condition) or len(seeds) != len(condition):
         raise ValueError(f"{len(condition)} samples and {len(seeds)} seeds: give one seed for each sample.")
     return torch.as_tensor(sigmas).cpu().float()

@@ -62,12 +62,12 @@ def steered_rollout(
 
     Singhal et al., Feynman-Kac steering, arXiv 2501.06848.
     """
-    grid = torch.as_tensor(sigmas).cpu().float()
-    count, steps, after = len(condition), len(grid) - 1, list(resample_after)
+    sigmas = torch.as_tensor(sigmas).cpu().float()
+    count, steps, after = len(condition), len(sigmas) - 1, list(resample_after)
     _check(count, len(seeds), particles, after, steps, strength)
-    kernel = Kernel(schedule=schedule, noise_level=noise_level, sigma_max=grid[1].item())
-    x = first_latents(policy, initial_noise(seeds, policy.latent_shape), grid)
-    levels, times = grid.to(x.device), policy.times(grid).to(x.device)
+    kernel = Kernel(schedule=schedule, noise_level=noise_level, sigma_max=sigmas[1].item())
+    x = first_latents(policy, initial_noise(seeds, policy.latent_shape), sigmas)
+    levels, times = sigmas.to(x.device), policy.times(sigmas).to(x.device)
     chunks = torch.arange(count).split(checked_batch_size(batch_size, count))
     said = torch.zeros(count, dtype=torch.float64)
     for k in range(steps):

@@ -58,9 +58,9 @@ class Trajectory:
     sigma_next: Tensor
     """[S] float32."""
     time: Tensor
-    """[S] float32, what the network was given: `policy.times` of the grid."""
+    """[S] float32, what the network was given: `policy.times` of the schedule."""
     sde_steps: tuple[int, ...]
-    """The S stochastic steps, as indices into the grid."""
+    """The S stochastic steps, as indices into the timestep schedule."""
     kernel: Kernel
     """The kernel of the stochastic steps; `replay` needs the same."""
     node: Tensor
@@ -80,7 +80,7 @@ class Trajectory:
 
         Args:
             sample: [N] integer, which sample, 0 <= sample < B.
-            step: [N] integer, which of the S stochastic steps, 0 <= step < S (not the index into the grid).
+            step: [N] integer, which of the S stochastic steps, 0 <= step < S (not its index in sigmas).
 
         Raises:
             ValueError: For shapes that differ.

@@ -21,7 +21,7 @@ from tests.support.models.sd3 import build_tiny_sd3, load_pipeline, tiny_sd3_pip
 from visalign.adapters import LoraSettings, PipelinePolicy, SD3Policy
 from visalign.errors import UserError
 from visalign.flow import ratio_check, replay, rollout
-from visalign.flow.schedules import diffusers_time_grid, time_grid
+from visalign.flow.schedules import diffusers_timestep_sigmas, timestep_sigmas
 from visalign.interfaces import DiffusionPolicy
 
 PROMPTS = ["a red circle", "two blue squares", "a red circle"]
@@ -242,8 +242,8 @@ def test_grids(shift, steps):
     scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
     scheduler.set_timesteps(steps)
     assert torch.equal(policy.sigmas(steps), torch.as_tensor(scheduler.sigmas))
-    torch.testing.assert_close(policy.sigmas(steps), diffusers_time_grid(steps, shift=shift))
-    assert torch.equal(policy.sigmas(steps, timestep_schedule="plain"), time_grid(steps, shift=shift))
+    torch.testing.assert_close(policy.sigmas(steps), diffusers_timestep_sigmas(steps, shift=shift))
+    assert torch.equal(policy.sigmas(steps, timestep_schedule="plain"), timestep_sigmas(steps, shift=shift))
 
 
 def test_grid_of_a_scheduler_that_shifts_by_size():

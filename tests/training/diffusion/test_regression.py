@@ -349,7 +349,7 @@ def test_bad_objectives_are_refused(objective: dict[str, Any], message: str):
         ({"noise_level": 0.5}, 1, "Set rollout.noise_level=0.7"),
         ({"schedule": "cps", "noise_level": 0.7}, 1, 'Set rollout.schedule="flow"'),
         ({"shared_noise": True}, 1, "Set rollout.shared_noise=false"),
-        ({"steps": 3}, 1, "objective.changes.levels is 4, and the sampler's grid has 3 levels"),
+        ({"steps": 3}, 1, "objective.changes.levels is 4, and the sampler has 3 timesteps"),
     ],
 )
 def test_rollouts_that_do_not_fit_are_refused(rollout: dict[str, Any], world: int, message: str):

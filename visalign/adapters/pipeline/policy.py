@@ -34,11 +34,11 @@ from .quantization import dtype_of
 from .schedulers import time_of
 
 TIMESTEP_SCHEDULES = ("diffusers", "plain")
-"""The pipeline's own grid, and the paper's: a flow's shift applied once, or a noise schedule's times spaced
-evenly from the last."""
+"""The pipeline's own schedule, and the paper's: a flow's shift applied once, or a noise schedule's times
+spaced evenly from the last."""
 
 FINE = 1000
-"""Steps of the grid between whose levels times are interpolated."""
+"""Steps of the schedule between whose levels times are interpolated."""
 
 
 class PipelinePolicy:
@@ -112,7 +112,7 @@ class PipelinePolicy:
         self._forward_count = ForwardCount()
         self._halves = Halves(self.networks, self.family, self._forward_count)
         self._times: dict[float, float] = {}
-        self._fine = self._grid(FINE if self.prediction == "velocity" else 1)
+        self._fine = self._known(FINE if self.prediction == "velocity" else 1)
 
     @classmethod
     def from_pretrained(
@@ -245,7 +245,7 @@ class PipelinePolicy:
         return velocity_of_prediction(output, x, sigma, self.prediction)
 
     def times(self, sigmas: Tensor) -> Tensor:
-        """What the network is given at noise levels: those of the last grids exactly, others between them."""
+        """What the network is given at noise levels: those of the last schedules exactly, others between."""
         between = time_of(self._call.scheduler, sigmas, self._fine)
         exact = [
             self._times.get(level, other)
@@ -255,7 +255,7 @@ class PipelinePolicy:
 
     @torch.no_grad()
     def sigmas(self, steps: int, *, timestep_schedule: str = "diffusers") -> Tensor:
-        """The time grid [steps + 1], float32, down to 0.
+        """The timestep schedule [steps + 1], float32, down to 0.
 
         Args:
             steps: at least 1.
@@ -274,8 +274,8 @@ class PipelinePolicy:
                 f"{steps} take levels that it does not ship. Set the steps to {len(shipped)}.",
                 stacklevel=2,
             )
-        grid, scheduler = self._grid(steps), self._call.scheduler
-        sigmas, times = grid if timestep_schedule == "diffusers" else scheduler.levels(steps)
+        known, scheduler = self._known(steps), self._call.scheduler
+        sigmas, times = known if timestep_schedule == "diffusers" else scheduler.levels(steps)
         if timestep_schedule == "plain" and self.prediction == "velocity":
             times = time_of(scheduler, sigmas[:-1], self._fine)
         self._times |= dict(zip(sigmas.tolist(), times.tolist(), strict=False))
@@ -336,10 +336,10 @@ class PipelinePolicy:
             network.load_state_dict(saved.state_dict())
 
     @torch.no_grad()
-    def _grid(self, steps: int) -> tuple[Tensor, Tensor]:
+    def _known(self, steps: int) -> tuple[Tensor, Tensor]:
         """The pipeline's own (σ [steps + 1], time [steps])."""
         self._call.run(self._call.inputs([self._call.nothing]), None, None, steps=steps)
-        return self._call.scheduler.grid
+        return self._call.scheduler.known
 
     def _groups(self, rows: Sequence[Encoded], time: Tensor) -> list[list[int]]:
         """The samples that one call of the pipeline can take, in order of appearance."""

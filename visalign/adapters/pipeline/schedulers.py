@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedulers that a pipeline is given in place of its own: they tell the grid, and hand over the prediction.
+"""Schedulers a pipeline is given in place of its own: they tell its sigmas and hand over the prediction.
 
 A pipeline calls `set_timesteps` once and `step` at each time. Before a velocity is asked for, `at` holds the
 time; the one step that follows leaves its model output in `taken` and the sample as it was.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from visalign.errors import UserError
 from visalign.flow.parametrization import flow_sigma
-from visalign.flow.schedules import time_grid
+from visalign.flow.schedules import timestep_sigmas
 from visalign.interfaces import Prediction
 
 
@@ -56,29 +56,29 @@ class HandingFlow(_Handing, FlowMatchEulerDiscreteScheduler):
         mu: float | None = None,
         timesteps: Any = None,
     ) -> None:
-        """Make the grid as diffusers does and remember it; then stand at the one time that is asked for."""
+        """Make the schedule as diffusers does and remember it; then stand at the one time asked for."""
         if self.at is None:
             one = 1 in (num_inference_steps, 0 if sigmas is None else len(sigmas))
             settings: Any = self.config
             if one and settings.shift_terminal:  # which stretches between two levels, and here is one
-                self.grid = torch.tensor([1.0, 0.0]), torch.tensor([float(settings.num_train_timesteps)])
+                self.known = torch.tensor([1.0, 0.0]), torch.tensor([float(settings.num_train_timesteps)])
             else:
                 super().set_timesteps(
                     num_inference_steps, device="cpu", sigmas=sigmas, mu=mu, timesteps=timesteps
                 )
-                self.grid = self.sigmas.float().clone(), self.timesteps.float().clone()
+                self.known = self.sigmas.float().clone(), self.timesteps.float().clone()
             self.mu = mu
         self._stand_at()
         self.sigmas = torch.zeros(len(self.timesteps) + 1)
         self._step_index = self._begin_index = None
 
     def levels(self, steps: int) -> tuple[Tensor, Tensor]:
-        """(σ [steps + 1], time [steps]) of the paper's grid, shifted once; `set_timesteps` has told `mu`."""
+        """(σ [steps + 1], time [steps]) of the paper's schedule, shifted once; `set_timesteps` told `mu`."""
         settings: Any = self.config
         dynamic = settings.use_dynamic_shifting and self.mu is not None
         linear = settings.time_shift_type == "linear"
         dynamic_shift = (self.mu or 1.0) if linear else math.exp(self.mu or 0.0)
-        sigmas = time_grid(steps, shift=dynamic_shift if dynamic else self.shift)
+        sigmas = timestep_sigmas(steps, shift=dynamic_shift if dynamic else self.shift)
         return sigmas, sigmas[:-1] * settings.num_train_timesteps
 
 
@@ -99,7 +99,7 @@ class HandingNoise(_Handing, DDIMScheduler):
         """As `HandingFlow.set_timesteps`."""
         if self.at is None:
             super().set_timesteps(num_inference_steps, device="cpu")
-            self.grid = self._levels(self.timesteps)
+            self.known = self._levels(self.timesteps)
         self._stand_at()
 
     def levels(self, steps: int) -> tuple[Tensor, Tensor]:
@@ -145,16 +145,16 @@ def handing_scheduler(scheduler: Any) -> Handing:
     )
 
 
-def time_of(scheduler: Handing, sigmas: Tensor, grid: tuple[Tensor, Tensor]) -> Tensor:
+def time_of(scheduler: Handing, sigmas: Tensor, known: tuple[Tensor, Tensor]) -> Tensor:
     """The time that the pipeline hands its network at any levels.
 
     Args:
         scheduler: the pipeline's.
         sigmas: float32, any shape.
-        grid: a fine one of a flow, σ and times.
+        known: a fine one of a flow, σ and times.
     """
     if isinstance(scheduler, HandingFlow):
-        known, times = (part.numpy() for part in grid)
+        known, times = (part.numpy() for part in known)
         settings: Any = scheduler.config
         count = settings.num_train_timesteps
         if np.allclose(times, known[:-1] * count, rtol=1e-5, atol=1e-3):

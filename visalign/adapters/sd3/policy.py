@@ -217,7 +217,7 @@ class SD3Policy:
         return (torch.cat(images) / 2 + 0.5).clamp(0, 1).contiguous()
 
     def sigmas(self, steps: int, *, timestep_schedule: str = "diffusers") -> Tensor:
-        """The time grid [steps + 1], float32, from 1 down to 0.
+        """The timestep schedule [steps + 1], float32, from 1 down to 0.
 
         Args:
             steps: at least 1.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latent shape and time grid of an SD3 pipeline."""
+"""Latent shape and timestep schedule of an SD3 pipeline."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import c
 from torch import Tensor
 
 from visalign.errors import UserError
-from visalign.flow.schedules import time_grid
+from visalign.flow.schedules import timestep_sigmas
 
 TIMESTEP_SCHEDULES = ("diffusers", "plain")
-"""The pipeline's own grid, which applies the shift twice, and the paper's, which applies it once."""
+"""The pipeline's own schedule, which applies the shift twice, and the paper's, which applies it once."""
 
 
 def latent_shape(
@@ -47,17 +47,17 @@ def latent_shape(
 def sampling_sigmas(
     pipe: StableDiffusion3Pipeline, steps: int, *, timestep_schedule: str, shape: tuple[int, int, int]
 ) -> Tensor:
-    """The time grid [steps + 1], float32, from 1 down to 0.
+    """The timestep schedule [steps + 1], float32, from 1 down to 0.
 
     Args:
-        pipe: its scheduler decides the shift, and everything else about the "diffusers" grid; it is not
+        pipe: its scheduler decides the shift, and everything else about the "diffusers" schedule; it is not
             touched.
         steps: at least 1.
         timestep_schedule: "diffusers" or "plain".
         shape: of the latents; schedulers with dynamic shifting look at it.
 
     Raises:
-        UserError: for fewer steps, another grid, or a scheduler that is not the flow-matching Euler one.
+        UserError: for fewer steps, another schedule, or a scheduler that is not the flow-matching Euler one.
     """
     scheduler = pipe.scheduler
     if steps < 1 or timestep_schedule not in TIMESTEP_SCHEDULES:
@@ -82,7 +82,7 @@ def sampling_sigmas(
             config.max_shift,
         )
     if timestep_schedule == "plain":
-        return time_grid(steps, shift=math.exp(dynamic["mu"]) if dynamic else scheduler.shift)
+        return timestep_sigmas(steps, shift=math.exp(dynamic["mu"]) if dynamic else scheduler.shift)
     scheduler = copy.deepcopy(scheduler)
     scheduler.set_timesteps(steps, device="cpu", **dynamic)
     return torch.as_tensor(scheduler.sigmas, dtype=torch.float32)

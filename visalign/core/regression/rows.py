@@ -173,7 +173,7 @@ class Regression:
     level_range: tuple[float, float] = (0.0, 1.0)
     """Part of the sampler's steps whose levels are trained: (0, 0.5) is the noisier half."""
     continuous: bool = False
-    """Levels between those of the sampler's grid too."""
+    """Levels between those of the sampler's timestep schedule too."""
     noise: Noise = "sample"
     """Level and noise are drawn per "sample", or once for a "group"; "start" takes the noise that the sample
     was made from."""

@@ -49,7 +49,7 @@ def evaluate(
         records: Prompt records with `prompt`, `source` where a picture is edited and, for categories, `tag`;
             the rewards' metadata.
         seeds: Pictures per prompt, one per seed.
-        sigmas: [T + 1] time grid from 1 to 0.
+        sigmas: [T + 1] timestep schedule from 1 to 0.
         batch_size: Samples denoised, decoded and scored at once.
         correctness: The reward that says correct or wrong: by its part `correct`, else by its best value.
         max_images: Pictures kept, evenly spaced over the samples.

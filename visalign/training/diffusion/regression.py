@@ -2,13 +2,13 @@
 """A diffusion policy trained by regression of its velocity at noised end points: DiffusionNFT, AWM, RAM, ...
 
 The rows are `visalign.core.REGRESSIONS`. They need no log-probs and no ratio: they sample along the ODE on
-any grid and learn from the clean latents alone, but for "opd", which learns at the states that it visits.
+any timesteps and learn from clean latents alone, but for "opd", which learns at the states that it visits.
 
 Where this deviates from the published code, always on purpose:
 * the old policy is not asked while it is the current one, and the reference only where the row leans on it;
 * samples without signal are left out where they have no gradient, but stay in the denominator;
 * levels and noise are functions of (seed, sample or group, pass): a resumed run equals an uninterrupted one;
-* noise levels are stratified over the sampler's grid: S levels of a sample lie in S equal parts of it.
+* noise levels are stratified over the sampler's timesteps: S levels of a sample lie in S equal parts of them.
 """
 
 from __future__ import annotations
@@ -385,21 +385,21 @@ class VelocityRegression(PictureAlgorithm):
         self, experience: EndPoints, sample: Tensor, level: Tensor, epoch: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(x_σ [N, ...] as stored, u = ε − x0, σ [N], time [N]) of pairs; u is 0 where x_σ was visited."""
-        row, grid, made = self.row, self.source.sigmas, experience.made
+        row, sigmas, made = self.row, self.source.sigmas, experience.made
         if row.visited:
             pairs = made.trajectory.pairs(sample, torch.tensor(experience.visited)[level])
             return pairs.x, torch.zeros_like(pairs.mean), pairs.sigma, pairs.time
         key = made.batch.group_id if row.noise == "group" else made.batch.sample_id
         places = list(zip(key[sample].tolist(), level.tolist(), strict=True))
-        # S equal parts of the chosen stretch of the grid's T steps, one place in each
+        # S equal parts of the chosen stretch of the schedule's T steps, one place in each
         draws = [sample_seed(self.seed, "level", one, number, epoch) / 2**63 for one, number in places]
         low, high = row.level_range
         within = (level + torch.tensor(draws, dtype=torch.float64)) / experience.levels
         place = (low + (high - low) * within) * self.rollout.steps
         step = place.long().clamp(max=self.rollout.steps - 1)
-        sigma, time = grid[step], self.times[step.to(self.times.device)]
+        sigma, time = sigmas[step], self.times[step.to(self.times.device)]
         if row.continuous:
-            sigma = torch.lerp(grid[step], grid[step + 1], (place - step).to(grid.dtype))
+            sigma = torch.lerp(sigmas[step], sigmas[step + 1], (place - step).to(sigmas.dtype))
             time = self.policy.times(sigma)
         if row.noise == "start":
             seeds = self.source.sample_seeds(made.batch.sample_id[sample])

@@ -192,31 +192,31 @@ class RewardGradient(PictureAlgorithm):
 
     def _start(self, experience: Asked, step: AscentStep, sample: Tensor) -> Tensor:
         """[n, ...] latents where the gradient begins, made under the present weights."""
-        policy, grid = self.policy, self.source.sigmas
+        policy, sigmas = self.policy, self.source.sigmas
         noise = initial_noise(
             self.source.sample_seeds(experience.batch.sample_id[sample]), policy.latent_shape
         )
         if policy.prediction != "velocity":
-            noise = noise * preserving_scale(grid[0]).to(noise)
+            noise = noise * preserving_scale(sigmas[0]).to(noise)
         x = noise.to(device=policy.device, dtype=policy.storage_dtype)
         with torch.no_grad(), self.accelerator.autocast():
             condition = experience.condition.select(sample)
             for k in range(step.stop):
                 sigma, time = self._level(k, x)
                 v = velocity_of(policy, x, sigma, condition, time)
-                x = (x + (grid[k + 1] - grid[k]).to(v) * v).to(x.dtype)
+                x = (x + (sigmas[k + 1] - sigmas[k]).to(v) * v).to(x.dtype)
         return x
 
     def _end(self, experience: Asked, step: AscentStep, sample: Tensor) -> tuple[Tensor, Tensor]:
         """(x0 [n, ...] with gradient, pull [n]) of samples: their last steps, or one prediction."""
-        grid, x = self.source.sigmas, self._start(experience, step, sample)
+        sigmas, x = self.source.sigmas, self._start(experience, step, sample)
         pull = torch.zeros(len(x), device=x.device)
         whole = self.row.stop_range is None
         for k in range(step.stop, self.rollout.steps if whole else step.stop + 1):
             v, own = self._ask(experience, sample, x, k)
             pull = pull + own
             # an Euler step of the ODE, or x0 = x − σ v
-            length = grid[k + 1] - grid[k] if whole else -grid[k]
+            length = sigmas[k + 1] - sigmas[k] if whole else -sigmas[k]
             x = x + length.to(v) * v
         return x, pull
 

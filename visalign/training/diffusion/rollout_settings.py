@@ -45,7 +45,7 @@ class RolloutSettings:
     steps: int = 10
     """T, denoising steps."""
     timestep_schedule: str = "diffusers"
-    """Time grid: "diffusers" (the model's scheduler, whose shift is applied twice) or "plain"."""
+    """Timestep schedule: "diffusers" (the model's scheduler, whose shift is applied twice) or "plain"."""
     schedule: str = "flow"
     """Noise schedule of the stochastic steps: "flow" (Flow-GRPO), "dance" (DanceGRPO), "cps" (coefficients-
     preserving), "ddim" (DDPO)."""
@@ -58,13 +58,13 @@ class RolloutSettings:
     MixGRPO). null: all of them."""
     sde_window_order: str = "subset"
     """How they are drawn: "subset" (any), "random" (neighbours), "progressive", "decay" or "exp_decay"
-    (neighbours that move along the grid, with the last two ever faster, MixGRPO)."""
+    (neighbours that move along the timestep schedule, with the last two ever faster, MixGRPO)."""
     sde_window_every: int = 25
     """Iterations that a moving window stays."""
     sde_window_stride: int = 1
     """Steps that it moves on."""
     sde_window_roll_back: bool = True
-    """Whether it begins anew after the end of the grid; otherwise it stays there."""
+    """Whether it begins anew after the end of the schedule; otherwise it stays there."""
     ode_compression: float | None = None
     """Share of the steps after the last stochastic one that are made, along the ODE (MixGRPO-Flash: 0.4, with
     rollout.solver=dpmpp_2m); null: all."""
@@ -268,7 +268,7 @@ class RolloutSettings:
     @property
     def pairs_per_image(self) -> float:
         """Pairs of sample and step that are trained on for an image, Σ_k n_{k+1} / G over the trained steps:
-        what images have in common counts once. Moving windows are shorter at the end of the grid."""
+        what images have in common counts once. Moving windows are shorter at the end of the schedule."""
         if self.branch is None and self.sde_window is not None:
             return sum(map(len, self._windows)) / len(self._windows)
         if self.branch is None:

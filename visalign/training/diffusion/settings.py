@@ -290,7 +290,7 @@ def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettin
     _check_no_noise(objective, rollout, "at noised end points, objective.changes.levels of an image")
     if not row.continuous and (row.levels or 0) > rollout.steps:
         raise UserError(
-            f"objective.changes.levels is {row.levels}, and the sampler's grid has {rollout.steps} levels. "
+            f"objective.changes.levels is {row.levels}, and the sampler has {rollout.steps} timesteps. "
             f"Take at most {rollout.steps}, or levels between them too: objective.changes.continuous=true."
         )
 
@@ -322,11 +322,11 @@ def check_sharding(
 
 
 def _check_solver(objective: DiffusionObjectiveSettings, rollout: RolloutSettings) -> None:
-    """Refuse what completes a picture, or carries a gradient, by Euler steps on the whole grid."""
+    """Refuse what completes a picture, or carries a gradient, by Euler steps on all timesteps."""
     if objective.credit == "turning_points" and rollout.ode_compression is not None:
         raise UserError(
             f"rollout.ode_compression is {rollout.ode_compression}, and objective.credit=turning_points "
-            "completes pictures on the whole grid. Set rollout.ode_compression=null, or "
+            "completes pictures on all timesteps. Set rollout.ode_compression=null, or "
             "objective.credit=one_step."
         )
     if objective.ascent is not None and rollout.solver != "euler":
