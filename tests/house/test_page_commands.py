@@ -105,7 +105,7 @@ def cut(words: list[str]) -> list[str]:
     return [*found, *budget]
 
 
-def lay_out() -> None:
+def lay_out(commands: list[list[str]]) -> None:
     """What the commands read and a reader has: pictures of the shapes world, and tables of them."""
     rng = np.random.default_rng(0)
     records = heldout_prompts()
@@ -120,8 +120,9 @@ def lay_out() -> None:
     Path("table.csv").write_text(f"image,prompt\n{table}", encoding="utf-8")
     rated = [{"image": name, "prompt": "a red circle", "mos": k % 2} for k, name in enumerate(names)]
     write_lines("rated.jsonl", rated)
-    texts = {"chosen": "4", "rejected": "5"}
-    write_lines("pairs.jsonl", [{"prompt": f"{k} + {4 - k} =", **texts} for k in range(4)])
+    if not any("--export" in words for words in commands):  # which makes the file
+        texts = {"chosen": "4", "rejected": "5"}
+        write_lines("pairs.jsonl", [{"prompt": f"{k} + {4 - k} =", **texts} for k in range(4)])
     sides = [f"m{judge}_{side}" for judge in range(3) for side in ("left", "right")]
     scores = [f"p {row},{row % 2},{','.join(f'{x:.3f}' for x in rng.random(6))}\n" for row in range(40)]
     Path("ten_metrics.csv").write_text(f"prompt,label,{','.join(sides)}\n{''.join(scores)}", encoding="utf-8")
@@ -136,7 +137,7 @@ def write_lines(name: str, records: Sequence[Mapping[str, object]]) -> None:
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(serve, "serve_votes", lambda store, **given: None)  # it waits for people
-    lay_out()
+    lay_out(to_run()[page])
     names: dict[str, object] = {"__name__": "page"}
     for block in BLOCKS:  # that write what the commands read
         if block.page == page and block.language == "python" and ".write_text(" in block.code:
