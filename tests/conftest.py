@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: the processes are the parallelism
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+gc.disable()  # until all is imported: what then lives is never garbage, and to look through it costs a tenth
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -17,3 +19,15 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, 8)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with a test that is slow first: a core is idle while the last file of the other runs."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage of the tests alone."""
+    gc.freeze()
+    gc.enable()

@@ -127,17 +127,10 @@ def test_unknown_styles_and_distortions_are_refused() -> None:
         scenes.Distortion(kind="blur", severity=1.5)
 
 
-@pytest.mark.parametrize("kind", ["none", "blur", "noise"])
-def test_the_verifier_agrees_with_the_truth(kind: str) -> None:
-    chosen = [scene.distorted(kind, 0.0 if kind == "none" else scenes.MILD) for scene in draw(900, 11)]
-    assert share_correct(chosen) >= (0.999 if kind == "none" else 0.99)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "floor"), [("none", 0.999), ("blur", 0.99), ("noise", 0.99)])
-def test_the_verifier_agrees_with_the_truth_on_6000_scenes(kind: str, floor: float) -> None:
-    chosen = [scene.distorted(kind, 0.0 if kind == "none" else scenes.MILD) for scene in draw(6_000, 12)]
-    assert np.mean([share_correct(chosen[i : i + 2000]) for i in range(0, 6_000, 2000)]) >= floor
+def test_the_verifier_agrees_with_the_truth(kind: str, floor: float) -> None:
+    chosen = [scene.distorted(kind, 0.0 if kind == "none" else scenes.MILD) for scene in draw(1_500, 12)]
+    assert share_correct(chosen) >= floor
 
 
 @pytest.mark.parametrize("near", [False, True])
