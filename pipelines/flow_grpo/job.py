@@ -26,6 +26,7 @@ from .footprint import estimate
 from .inputs import prepare
 from .parts import build_drift, build_evaluator, build_policy
 from .plan import plan
+from .stored_pairs import stored_latents
 
 __all__ = ["FlowGRPOConfig", "PrefGRPOConfig", "TrainingInterrupted", "estimate", "plan", "run"]
 
@@ -74,11 +75,15 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         cycle=config.data.cycle,
         sharding=config.run.sharding,
         features=inputs.features,
+        stored=None if config.data.pairs is None else stored_latents(policy, inputs.records[0]),
     )
+    trainer = build_trainer(config, output, algorithm, way)
+    for note in inputs.notes:
+        trainer.progress.note(note)
     return PolicyRun(
         config=config,
         output=output,
-        trainer=build_trainer(config, output, algorithm, way),
+        trainer=trainer,
         fingerprints=inputs.fingerprints,
         title=f"{_title(config)} on {config.model.path}",
         policy=policy,
