@@ -86,6 +86,8 @@ class DataConfig:
     evaluation.rewards."""
     pairs_split: str | None = None
     """Which split of data.pairs; null: all of a file, train of others."""
+    pairs_size: Count | None = None
+    """At most so many of data.pairs; null: all, and 400 of shapes:pairs."""
     heldout: str = "shapes:heldout"
     """shapes:heldout, or a file; prompts that are trained on as well are counted in the report."""
     balance: bool = False

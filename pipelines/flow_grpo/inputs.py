@@ -71,7 +71,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         check_whole_groups(rollout.prompts_per_iteration, world)
     edits = edits_of(resolve_model(config.model.path), config.model.adapter)
     read = partial(build_records, edits=edits)
-    pairs = None if data.pairs is None else read_stored(data.pairs, data.pairs_split, edits)
+    pairs = None if data.pairs is None else read_stored(data, edits)
     records = read(data.train, "data.train") if pairs is None else pairs.records
     heldout = read(data.heldout, "data.heldout")
     judges = load_terms({**config.evaluation.rewards, **config.rewarded}, load_judge, device)

@@ -20,6 +20,8 @@ from visalign.pipelines.shared.parts import Records, check_texts
 from visalign.pipelines.shared.pictures import Row, check_pictures, read_images
 from visalign.training.diffusion.pictures import Stored
 
+from .config import DataConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoredPairs:
@@ -31,12 +33,11 @@ class StoredPairs:
     """What is odd about the set but can be worked with."""
 
 
-def read_stored(source: str, split: str | None, edits: Edits) -> StoredPairs:
+def read_stored(data: DataConfig, edits: Edits) -> StoredPairs:
     """The pairs of a set with the votes of each summed, without ties; pictures are looked for, not read.
 
     Args:
-        source: as `load_source` takes it.
-        split: None: all of a file, "train" of others.
+        data: with `pairs`, as `load_source` takes it.
         edits: whether the model edits pictures.
 
     Raises:
@@ -46,8 +47,10 @@ def read_stored(source: str, split: str | None, edits: Edits) -> StoredPairs:
         raise UserError(
             "data.pairs: the model edits a picture, and pairs name none to edit. Leave data.pairs out."
         )
+    source = str(data.pairs)
+    split = data.pairs_split or (None if Path(source).is_file() else "train")
     try:
-        found = load_source(source, split=split or (None if Path(source).is_file() else "train"))
+        found = load_source(source, split=split, limit=data.pairs_size)
         if not isinstance(found, PreferenceSet):
             raise UserError("the set holds single rated pictures. Give one with image_left and image_right.")
         findings = check_preferences(found, files=False)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from visalign.adapters import load_policy
 from visalign.adapters.lora import LoraSettings
 from visalign.config import load_config
 from visalign.errors import ConfigError, UserError
+from visalign.pipelines.flow_grpo.config import DataConfig
 from visalign.pipelines.flow_grpo.inputs import prepare
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, plan, run
 from visalign.pipelines.flow_grpo.stored_pairs import read_stored, stored_latents
@@ -82,21 +84,24 @@ def test_a_run_by_the_configuration_and_its_resume(tmp_path, capsys):
 
 
 def test_votes_are_summed_ties_left_out_and_sides_told_apart(tmp_path):
-    pairs = read_stored(str(_file(tmp_path)), None, "none")
+    pairs = read_stored(DataConfig(pairs=str(_file(tmp_path))), "none")
     first, second = pairs.records
     assert [one["preference"] for one in first["candidates"]] == pytest.approx([0.8, 0.2])  # 4 of 5
     assert [one["preference"] for one in second["candidates"]] == [0.0, 1.0]
     assert [Path(one["image"]).name for one in second["candidates"]] == ["a.png", "c.png"]
     assert any("1 of 3 pairs are ties" in note for note in pairs.notes)
     assert any("votes on 3 pairs" in note for note in pairs.notes)
-    assert {one["prompt"] for one in read_stored("shapes:pairs", None, "none").records}.isdisjoint(
-        one["prompt"] for one in read_stored("shapes:pairs", "heldout", "none").records
+    generated = DataConfig(pairs="shapes:pairs", pairs_size=50)
+    trained, others = (
+        {one["prompt"] for one in read_stored(replace(generated, pairs_split=split), "none").records}
+        for split in (None, "heldout")
     )
+    assert trained.isdisjoint(others) and 10 < len(trained) <= 50
 
 
 def test_pictures_come_in_the_policys_size_and_layout(tmp_path):
     policy = load_policy(_tiny(tmp_path), lora=LoraSettings(rank=2))
-    records = read_stored(str(_file(tmp_path / "set")), None, "none").records
+    records = read_stored(DataConfig(pairs=str(_file(tmp_path / "set"))), "none").records
     latents = stored_latents(policy, records[0])
     made = latents([side for record in records for side in record["candidates"]])
     assert made.shape == (4, *policy.latent_shape) and torch.equal(made[0], made[2])  # a.png twice
@@ -157,4 +162,4 @@ def test_several_processes_want_whole_pairs_and_edits_none():
     with pytest.raises(UserError, match=r"rollout.prompts_per_iteration=3 would spread one over 2 processes"):
         prepare(config, 2)
     with pytest.raises(UserError, match=r"data\.pairs: the model edits a picture"):
-        read_stored("shapes:pairs", None, "needed")
+        read_stored(DataConfig(pairs="shapes:pairs"), "needed")
