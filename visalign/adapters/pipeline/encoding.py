@@ -39,14 +39,16 @@ class PictureEncoder:
 
     @torch.no_grad()
     def __init__(self, policy: Any) -> None:
-        self.policy, self.vae = policy, getattr(policy.pipe, "vae", None)
+        self.policy = policy
+        self.vae: Any = getattr(policy.pipe, "vae", None)
         if not hasattr(self.vae, "encode"):
             self._refuse("its pipeline has no autoencoder with an encoder")
         with _in_float32(self.vae):
             pictures, zero = self._seen(torch.zeros(policy.latent_shape), decoded=True)
             if zero.ndim not in (4, 5) or (zero.ndim == 5 and zero.shape[2] != 1):
                 self._refuse(f"its autoencoder is given {list(zero.shape)}, which is no single picture")
-            self.size, self._given = tuple(pictures.shape[-2:]), zero.shape
+            height, width = pictures.shape[-2:]
+            self.size, self._given = (height, width), zero.shape
             self._shift = zero.flatten()
             self._scale = self._numbers(torch.ones(policy.latent_shape)) - self._shift
             count = zero.numel()
