@@ -20,6 +20,7 @@ from visalign.pipelines.shared.job import (
     run_job,
 )
 from visalign.pipelines.shared.parts import build_accelerator, evenly_spaced
+from visalign.training.loop.algorithm import Counters
 
 from .config import FlowGRPOConfig, PrefGRPOConfig
 from .footprint import estimate
@@ -91,13 +92,15 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         heldout=inputs.heldout,
         samples="pictures",
         load_code=load_code(config, output),
-        counts=lambda c: {
-            "images": c.samples,
-            "forward_equivalents_per_image": c.forward_equivalents / max(1, c.samples),
-        },
+        counts=_counts,
         seen=inputs.seen,
         grids=grids,
     )
+
+
+def _counts(counters: Counters) -> dict[str, Any]:
+    per_image = counters.forward_equivalents / max(1, counters.samples)
+    return {"images": counters.samples, "forward_equivalents_per_image": per_image}
 
 
 def _title(config: FlowGRPOConfig) -> str:
