@@ -155,6 +155,9 @@ class DiffusionPolicy(Protocol):
     trained on another path declares its `prediction`, and its `velocity` converts: the variance-preserving
     x_t = √ᾱ x0 + √(1 − ᾱ) ε is the same path at another scale, x_t = x_σ / √((1 − σ)² + σ²) with
     σ = √(1 − ᾱ) / (√ᾱ + √(1 − ᾱ)); see `visalign.flow.parametrization`.
+
+    A policy that is to learn from stored pictures also has `encode_images(images)`, the inverse of `decode`:
+    clean latents [B, ...] in its storage dtype, of B pictures [3, h, w] in [0, 1] of any size.
     """
 
     latent_shape: tuple[int, ...]

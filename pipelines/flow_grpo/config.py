@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, ClassVar
 
@@ -24,6 +25,7 @@ from visalign.precision import Autocast
 from visalign.schema import STRICT
 from visalign.training.diffusion.rollout_settings import RolloutSettings
 from visalign.training.diffusion.settings import DiffusionObjectiveSettings, check_sampling, check_sharding
+from visalign.training.diffusion.stored_pairs import check_stored
 from visalign.training.loop.monitor import MonitorSettings
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.sampler import check_batch_algebra
@@ -74,10 +76,20 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig:
-    """The prompts."""
+    """The prompts, or stored pairs."""
 
     train: str = "shapes:train"
     """shapes:train, or a .txt or .jsonl file."""
+    pairs: str | None = None
+    """Learn from stored pairs of pictures in place of samples (objective.algorithm diffusion_dpo, gdro,
+    reward_weighted or rejection, rollout.group_size=2): a preference set as `visalign evaluate` and
+    `train-reward` read it, such as `visalign collect --export` writes, or LAYOUT:FOLDER of a published one,
+    e.g. pick_a_pic. Then data.train and rewards are not looked at; what is reported stands in
+    evaluation.rewards."""
+    pairs_split: str | None = None
+    """Which split of data.pairs; null: all of a file, train of others."""
+    pairs_size: Count | None = None
+    """At most so many of data.pairs; null: all, and 400 of shapes:pairs."""
     heldout: str = "shapes:heldout"
     """shapes:heldout, or a file; prompts that are trained on as well are counted in the report."""
     balance: bool = False
@@ -174,9 +186,20 @@ class FlowGRPOConfig:
     def __post_init__(self) -> None:
         check_batch_algebra(self.rollout.prompts_per_iteration, self.rollout.group_size)
         check_sampling(self.objective, self.rollout)
+        check_stored(self.objective, self.rollout, stored=self.data.pairs is not None)
+        if self.data.pairs is not None and self.comparison is not None:
+            raise UserError(
+                "data.pairs are compared already, and comparison says how samples are. Leave comparison out "
+                "(pipeline: flow_grpo), or data.pairs."
+            )
         if self.run.sharding:
             check_sharding(self.objective, self.rollout)
-        self.evaluation.check_correctness(*self.rewards.terms)
+        self.evaluation.check_correctness(*self.rewarded)
+
+    @property
+    def rewarded(self) -> Mapping[str, RewardTerm]:
+        """label -> reward that samples are given; none of stored pairs."""
+        return self.rewards.terms if self.data.pairs is None else {}
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

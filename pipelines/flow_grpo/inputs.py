@@ -27,9 +27,11 @@ from visalign.training.diffusion.flow_grpo import step_weights
 from visalign.training.diffusion.pictures import Features
 from visalign.training.diffusion.regression import checked_row
 from visalign.training.diffusion.reward_gradient import check_differentiable, checked_ascent
+from visalign.training.diffusion.stored_pairs import StoredPreference
 from visalign.training.loop.sampler import PromptSampler, check_batch_algebra, check_whole_groups
 
 from .config import ComparisonConfig, FlowGRPOConfig
+from .stored_pairs import read_stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class Inputs:
     rewards: Mapping[str, PointwiseReward]
     """label -> reward to report on held-out pictures: all that can judge one picture by itself."""
     reward: PointwiseReward
-    """The sum that is optimized."""
+    """The sum that is optimized, or what was said of stored pairs."""
     features: Features | None
     """Of pictures, for the monitor."""
     strata: list[str] | None
@@ -50,6 +52,8 @@ class Inputs:
     """Held-out prompts that are trained on as well."""
     fingerprints: Mapping[str, str]
     """What was read -> SHA-256 of its content."""
+    notes: tuple[str, ...] = ()
+    """What is odd but can be worked with."""
 
 
 def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> Inputs:
@@ -60,25 +64,20 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         RewardError: a reward that cannot be loaded.
     """
     from visalign.rewards.catalogue import load_judge
-    from visalign.rewards.combine.weighted_sum import WeightedSum
 
     rollout, data = config.rollout, config.data
     check_batch_algebra(rollout.prompts_per_iteration, rollout.group_size, world)
     if rollout.branch is not None:
         check_whole_groups(rollout.prompts_per_iteration, world)
-    config.rewards.check_processes(world)
     model = resolve_model(config.model.path), config.model.adapter
-    read = partial(build_records, edits=edits_of(*model), several=joins_sources(*model))
-    records, heldout = read(data.train, "data.train"), read(data.heldout, "data.heldout")
-    judges = load_terms({**config.evaluation.rewards, **config.rewards.terms}, load_judge, device)
+    edits = edits_of(*model)
+    read = partial(build_records, edits=edits, several=joins_sources(*model))
+    pairs = None if data.pairs is None else read_stored(data, edits)
+    records = read(data.train, "data.train") if pairs is None else pairs.records
+    heldout = read(data.heldout, "data.heldout")
+    judges = load_terms({**config.evaluation.rewards, **config.rewarded}, load_judge, device)
     rewards = _judging_alone(judges, config.evaluation.rewards)
-    if config.comparison is None:
-        terms = pointwise_only(judges, needed=config.rewards.terms)
-        _check_sets(terms, rollout.prompts_per_iteration, world)
-    else:
-        check_whole_groups(rollout.prompts_per_iteration, world)
-        terms = build_win_rates(config.comparison, config.rewards, judges)
-    reward = weighted_sum(config.rewards, terms, WeightedSum)
+    reward = _build_reward(config, judges, world) if pairs is None else StoredPreference()
     config.objective.check_constrained(reward)
     strata = [str(record.get("tag", "")) for record in records] if data.balance else None
     PromptSampler(
@@ -111,7 +110,23 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         strata=strata,
         seen=len(_prompts(records) & _prompts(heldout)),
         fingerprints=_fingerprints(config, records, heldout),
+        notes=() if pairs is None else pairs.notes,
     )
+
+
+def _build_reward(config: FlowGRPOConfig, judges: Mapping[str, Any], world: int) -> PointwiseReward:
+    """The sum that is optimized."""
+    from visalign.rewards.combine.weighted_sum import WeightedSum
+
+    config.rewards.check_processes(world)
+    size = config.rollout.prompts_per_iteration
+    if config.comparison is None:
+        terms = pointwise_only(judges, needed=config.rewards.terms)
+        _check_sets(terms, size, world)
+    else:
+        check_whole_groups(size, world)
+        terms = build_win_rates(config.comparison, config.rewards, judges)
+    return weighted_sum(config.rewards, terms, WeightedSum)
 
 
 def build_features(config: FlowGRPOConfig, judges: Mapping[str, Any], device: str | None) -> Features | None:
@@ -160,6 +175,10 @@ def _check_monitor(config: FlowGRPOConfig, features: bool) -> None:
         other = "The reward's gradient is all that its samples are asked for; take group_std_ratio."
         names = ("agreement", "agreement_change", "recorded_change", "judge_std_ratio", "diversity_ratio")
         own |= dict.fromkeys(names, (False, other))
+    if config.data.pairs is not None:
+        other = "Stored pairs are not judged; hold an evaluation to heldout_change or feature_drift."
+        names = ("agreement", "agreement_change", "recorded_change", "judge_std_ratio", "diversity_ratio")
+        own |= dict.fromkeys(names, (False, other))
     config.rewards.check_monitor(config.monitor, config.evaluation, **own)
 
 
@@ -171,8 +190,9 @@ def _prompts(records: Records) -> set[tuple[str, ...]]:
 
 def _fingerprints(config: FlowGRPOConfig, records: Records, heldout: Records) -> dict[str, str]:
     """SHA-256 of the prompt records, and of the files of the user's own rewards."""
-    found = {name: fingerprint(given) for name, given in (("data.train", records), ("data.heldout", heldout))}
-    for label, term in {**config.evaluation.rewards, **config.rewards.terms}.items():
+    train = "data.train" if config.data.pairs is None else "data.pairs"
+    found = {name: fingerprint(given) for name, given in ((train, records), ("data.heldout", heldout))}
+    for label, term in {**config.evaluation.rewards, **config.rewarded}.items():
         file = Path((term.name or label).rpartition(":")[0])
         if file.suffix == ".py":
             found[f"reward {label}"] = hashlib.sha256(file.read_bytes()).hexdigest()

@@ -20,12 +20,14 @@ from visalign.pipelines.shared.job import (
     run_job,
 )
 from visalign.pipelines.shared.parts import build_accelerator, evenly_spaced
+from visalign.training.loop.algorithm import Counters
 
 from .config import FlowGRPOConfig, PrefGRPOConfig
 from .footprint import estimate
 from .inputs import prepare
 from .parts import build_drift, build_evaluator, build_policy
 from .plan import plan
+from .stored_pairs import stored_latents
 
 __all__ = ["FlowGRPOConfig", "PrefGRPOConfig", "TrainingInterrupted", "estimate", "plan", "run"]
 
@@ -74,11 +76,15 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         cycle=config.data.cycle,
         sharding=config.run.sharding,
         features=inputs.features,
+        stored=None if config.data.pairs is None else stored_latents(policy, inputs.records[0]),
     )
+    trainer = build_trainer(config, output, algorithm, way)
+    for note in inputs.notes:
+        trainer.progress.note(note)
     return PolicyRun(
         config=config,
         output=output,
-        trainer=build_trainer(config, output, algorithm, way),
+        trainer=trainer,
         fingerprints=inputs.fingerprints,
         title=f"{_title(config)} on {config.model.path}",
         policy=policy,
@@ -86,13 +92,15 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         heldout=inputs.heldout,
         samples="pictures",
         load_code=load_code(config, output),
-        counts=lambda c: {
-            "images": c.samples,
-            "forward_equivalents_per_image": c.forward_equivalents / max(1, c.samples),
-        },
+        counts=_counts,
         seen=inputs.seen,
         grids=grids,
     )
+
+
+def _counts(counters: Counters) -> dict[str, Any]:
+    per_image = counters.forward_equivalents / max(1, counters.samples)
+    return {"images": counters.samples, "forward_equivalents_per_image": per_image}
 
 
 def _title(config: FlowGRPOConfig) -> str:

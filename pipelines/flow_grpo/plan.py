@@ -71,7 +71,7 @@ def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
 def planned_cost(config: FlowGRPOConfig, trained_share: float = 1.0) -> float:
     """Forward-equivalents per image; what a run counts when `trained_share` of its samples have a signal."""
     ascent = config.objective.ascent
-    free = config.rollout.sampled_per_image if ascent is None else ascent.counted(config.rollout.steps)[0]
+    free = _sampled(config) if ascent is None else ascent.counted(config.rollout.steps)[0]
     if config.objective.credit == "turning_points":
         free += config.rollout.completed_per_image
     terms, every = config.rewards.terms.values(), config.objective.balance_every
@@ -95,6 +95,11 @@ def _passes(config: FlowGRPOConfig, guidance: float | None) -> int:
     """Passes of the network under guidance of this scale; None is the model's own."""
     scale = config.model.guidance if guidance is None else guidance
     return 1 + has_two_halves(resolve_model(config.model.path), config.model.adapter, scale)
+
+
+def _sampled(config: FlowGRPOConfig) -> float:
+    """Denoising steps that a picture costs; stored ones none."""
+    return config.rollout.sampled_per_image if config.data.pairs is None else 0.0
 
 
 def trained_per_image(config: FlowGRPOConfig) -> float:
@@ -156,7 +161,7 @@ def _expected(config: FlowGRPOConfig, records: Records, images: float, pictures:
 
     sample, train, decode = (_seconds(f) / count for f in (forward, both, lambda: policy.decode(x)))
     per_step = _asked_again(config) * sample + config.objective.epochs * (train + _others(config) * sample)
-    per_image = config.rollout.sampled_per_image * sample + decode + trained_per_image(config) * per_step
+    per_image = _sampled(config) * sample + decode + trained_per_image(config) * per_step
     iteration = images * per_image
     evaluation = pictures * ((config.evaluation.steps or config.rollout.steps) * sample + decode)
     total = config.run.iterations * iteration

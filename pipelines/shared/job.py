@@ -400,7 +400,8 @@ def on_the_way(
             from visalign.evaluation import load_heldout
 
             first.append(load_heldout(before))
-        changed = result.changes(first[0], rows, watched) if first else {}
+        measured = [label for label in watched if label == "accuracy" or label in result.scores]
+        changed = result.changes(first[0], rows, measured) if first else {}
         changed = {f"change/{label}": value for label, value in changed.items()}
         return {**heldout_metrics(result), **changed, **more(result)}
 

@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from visalign.data.sets.image_references import resolve_image
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.shapes.preferences import KINDS, ShapesPreferences, degraded
 from visalign.data.shapes.prompts import heldout_prompts, train_prompts
 from visalign.data.shapes.render import render
 from visalign.data.shapes.scenes import STYLES, Scene, sample_scene
 from visalign.errors import UserError
+from visalign.pipelines.shared.pictures import Row, read_images
 from visalign.training.reward.batch import RewardBatch
 
 
@@ -49,17 +49,6 @@ class Example:
     """Triples: the prompt of the third picture; None: the same."""
     features: Tensor | None = None
     """[pictures, F] what a frozen model says of the pictures, in their stead."""
-
-
-class Row(NamedTuple):
-    """What a row of a file names."""
-
-    where: str
-    """The row in words, for messages."""
-    prompt: str | None
-    """None: the set has no prompts."""
-    pictures: tuple[str, ...]
-    """References, as `resolve_image` takes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,24 +318,6 @@ def file_answers(records: Sequence[Mapping[str, Any]], *, name: str, right: floa
             {key: record[key] for key in ("image", "caption", "completion", "reward")} for record in records
         ),
     )
-
-
-def read_images(references: Sequence[str], where: str) -> tuple[Tensor, ...]:
-    """The pictures of a row.
-
-    Raises:
-        UserError: a picture cannot be read.
-    """
-    from visalign.rewards.base.images import load_images
-
-    batch = load_images([resolve_image(reference) for reference in references])
-    for reference, reason in zip(references, batch.reasons, strict=True):
-        if reason is not None:
-            raise UserError(
-                f"The picture '{reference}' in {where} cannot be read: {reason}. Repair it or take the row "
-                "out."
-            )
-    return tuple(image for image in batch.images if image is not None)
 
 
 Encode = Callable[[Sequence[Example]], RewardBatch]

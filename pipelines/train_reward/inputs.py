@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from PIL import Image
 
 from visalign.core.preference.off_policy import off_policy_pair_weights
 from visalign.core.surrogates.off_policy import effective_sample_size
@@ -22,6 +21,7 @@ from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import GENERATED, load_source
 from visalign.data.sets.tables import listed
 from visalign.errors import UserError
+from visalign.pipelines.shared.pictures import check_pictures
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.training.reward.tasks import TASKS
 
@@ -31,7 +31,6 @@ from .examples import (
     file_answers,
     file_pairs,
     file_ratings,
-    read_images,
     shapes_pairs,
     shapes_ratings,
     shapes_triples,
@@ -110,28 +109,14 @@ def _checklist_print(file: str) -> str:
 
 
 def _check_rows(config: TrainRewardConfig, examples: Examples, name: str) -> None:
-    """Refuse a picture that is none or a prompt without a visible character, naming the row.
-
-    Of each picture file the beginning is read; one that breaks off later is refused when it is needed.
-    """
-    seen: set[str] = set()
-    for where, prompt, pictures in examples.rows:
+    """Refuse a picture that is none or a prompt without a visible character, naming the row."""
+    for where, prompt, _ in examples.rows:
         if prompt is not None and not prompt.strip() and config.model.kind != "hp":
             raise UserError(
                 f"{name}: the prompt in {where} is {prompt!r}, and a judge of kind {config.model.kind} reads "
                 "it. Write one, or take the row out."
             )
-        for reference in pictures:
-            if "://" in reference or reference in seen:
-                continue
-            seen.add(reference)
-            try:
-                Image.open(reference).close()
-            except (OSError, ValueError, Image.DecompressionBombError):
-                try:
-                    read_images([reference], where)  # says what is wrong with it
-                except UserError as error:
-                    raise UserError(f"{name}: {error}") from error
+    check_pictures(examples.rows, name)
 
 
 def _generated(config: TrainRewardConfig, *, heldout: bool = False) -> Examples:

@@ -75,7 +75,7 @@ class EnsembleConfig(PartConfig):
 
 TAKEN = {
     "ensemble": ("data.train", "data.heldout", "data.off_policy", "model.diversity", "seed"),
-    "policy": ("rewards", "seed"),
+    "policy": ("rewards", "seed", "data.pairs"),
 }
 """Keys that a round sets itself."""
 

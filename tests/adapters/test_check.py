@@ -13,7 +13,7 @@ from visalign.adapters import AdapterError, LoraSettings, SD3Policy, check_adapt
 LORA = LoraSettings(rank=2, alpha=4)
 ALL = [
     *"protocol latents sigmas encode velocity condition neighbours".split(),
-    *"gradients reference decode forward_count save".split(),
+    *"gradients reference decode encode_images forward_count save".split(),
 ]
 
 
@@ -182,6 +182,16 @@ class BatchDecode(SD3Policy):
         return super().decode(latents) * (len(latents) / 3)
 
 
+class FlatEncoded(SD3Policy):
+    def encode_images(self, images):
+        return super().encode_images(images).flatten(1)
+
+
+class SampledEncoded(SD3Policy):
+    def encode_images(self, images):
+        return super().encode_images(images) * (len(images) / 2)
+
+
 class NoCount(SD3Policy):
     @property
     def forward_count(self):
@@ -224,6 +234,8 @@ class LoadsNothing(SD3Policy):
         (Grey, r"decode: decode of 3 latents is torch.float32 \(3, 1, 64, 64\)"),
         (RawDecode, r"decode: decoded values reach from -1 to .*clamp\(0, 1\)"),
         (BatchDecode, r"decode: a decoded image depends on its neighbours"),
+        (FlatEncoded, r"encode_images: encode_images of 2 pictures is torch.float32 \(2, 512\)"),
+        (SampledEncoded, r"encode_images: the latents of a picture depend on its neighbours"),
         (NoCount, r"forward_count: 3 latents without and then with gradient counted"),
         (SavesNothing, r"save: save\(folder\) wrote nothing"),
         (LoadsNothing, r"save: load\(folder\) does not restore"),

@@ -210,6 +210,27 @@ def _check_decode(probe: Probe) -> str | None:
     return None
 
 
+def _check_encode_images(probe: Probe) -> str | None:
+    policy: Any = probe.policy
+    if not hasattr(policy, "encode_images"):
+        return None
+    draw = torch.Generator().manual_seed(0)
+    images = [torch.rand(3, *size, generator=draw) for size in ((40, 56), (64, 64))]
+    try:
+        together, alone = policy.encode_images(images), policy.encode_images(images[1:])
+    except UserError:  # it says why it cannot
+        return None
+    wanted = (2, *policy.latent_shape)
+    if together.shape != wanted or together.dtype != policy.storage_dtype:
+        return (
+            f"encode_images of 2 pictures is {together.dtype} {tuple(together.shape)}. Return "
+            f"{policy.storage_dtype} {wanted}, as velocity takes latents."
+        )
+    if probe.differ(alone, together[1:]):
+        return "the latents of a picture depend on its neighbours. Take the posterior's mode, not a sample."
+    return None
+
+
 _CHECKS: dict[str, Callable[[Probe], str | None]] = {
     "sigmas": _check_sigmas,
     "encode": _check_encode,
@@ -219,6 +240,7 @@ _CHECKS: dict[str, Callable[[Probe], str | None]] = {
     "gradients": check_gradients,
     "reference": check_reference,
     "decode": _check_decode,
+    "encode_images": _check_encode_images,
     "forward_count": check_forward_count,
     "save": check_save,
 }

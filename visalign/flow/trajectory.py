@@ -110,6 +110,26 @@ class Trajectory:
 _OF_SAMPLES = ("latents", "x", "x_next", "log_prob", "mean", "std")
 
 
+def end_points(latents: Tensor) -> Trajectory:
+    """Clean latents [B, ...] that no rollout made, as a trajectory without steps."""
+    count, *shape = latents.shape
+    none, numbers = latents.new_zeros(count, 0, *shape), torch.zeros(0, device=latents.device)
+    return Trajectory(
+        latents=latents,
+        x=none,
+        x_next=none,
+        log_prob=numbers.expand(count, 0),
+        mean=none.to(torch.promote_types(latents.dtype, torch.float32)),
+        std=numbers.expand(count, 0),
+        sigma=numbers,
+        sigma_next=numbers,
+        time=numbers,
+        sde_steps=(),
+        kernel=Kernel(schedule="none", noise_level=0.0),
+        node=torch.zeros(count, 0, dtype=torch.int64),
+    )
+
+
 def joined_trajectories(parts: Sequence[Trajectory]) -> Trajectory:
     """Samples of several rollouts over the same steps as those of one."""
     if len(parts) == 1:

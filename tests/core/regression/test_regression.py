@@ -52,6 +52,8 @@ def test_hand_values() -> None:
         assert_values(matching_error(v, u, s, weighting=name), value)  # type: ignore[arg-type]
     error, ref = f64(0.3, 0.7)[None], f64(0.4, 0.5)[None]
     assert_values(preference_loss(error, ref, beta=2), math.log1p(math.exp(-0.1 - 0.2)))
+    soft = preference_loss(error, ref, beta=2, label=f64(0.75))
+    assert_values(soft, 0.75 * math.log1p(math.exp(-0.3)) + 0.25 * math.log1p(math.exp(0.3)))
     # ρ = (.1, −.2) and R centred: (.15, −.15), (.5, −.5)
     assert_values(crd_loss(error[0], ref[0], f64(1, 0), beta=2).reshape(1), (0.3 - 0.5) ** 2 / 2)
     assert_values(covariance_guidance(f64(3, 1)[:, None], f64(1, -1)), -1)

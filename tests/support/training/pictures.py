@@ -191,6 +191,7 @@ def toy_trainer(
     *,
     policy: ToyPolicy | None = None,
     reward: Any = None,
+    records: Any = RECORDS,
     rollout: dict[str, Any] | None = None,
     objective: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
@@ -212,7 +213,7 @@ def toy_trainer(
     algorithm = kind(
         cast(DiffusionPolicy, policy or ToyPolicy()),
         reward or Brightness(),
-        RECORDS,
+        records,
         rollout=RolloutSettings(**{**sampling, **(rollout or {})}),
         objective=settings,
         accelerator=accelerator or Accelerator(cpu=True),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from visalign.interfaces import Condition, ForwardCount, Prediction
 from .arguments import at_least_one, checked_source
 from .call import PipelineCall
 from .condition import Encoded, PipelineCondition, lengths, rows_of, source_key
+from .encoding import PictureEncoder
 from .guidance import Halves
 from .loading import load_pipeline
 from .lora import load_lora, make_trainable, save_lora, settings_of
@@ -299,6 +301,21 @@ class PipelinePolicy:
             latents: [B, ...].
         """
         return self._call.frames(latents, self.decode_batch)
+
+    def encode_images(self, images: Sequence[Tensor]) -> Tensor:
+        """Clean latents [B, ...] of pictures, see `PictureEncoder`; `decode` is its inverse.
+
+        Args:
+            images: B of [3, h, w] in [0, 1], of any size.
+
+        Raises:
+            UserError: a policy of videos, or of a pipeline whose way to its autoencoder has no inverse.
+        """
+        return self._encoder(images)
+
+    @cached_property
+    def _encoder(self) -> PictureEncoder:
+        return PictureEncoder(self)
 
     def reference(self) -> AbstractContextManager[None]:
         """Inside, the policy is the model before training; may be nested. Call backward outside of it."""

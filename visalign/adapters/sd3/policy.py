@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from diffusers import StableDiffusion3Pipeline
 from torch import Tensor, nn
 
 from visalign.adapters.lora import LoraSettings, leave_casts_to_autocast
+from visalign.adapters.pipeline.encoding import PictureEncoder
 from visalign.adapters.pipeline.families import SD3_ATTENTION
 from visalign.adapters.pipeline.lora import add_lora, load_lora, save_lora
 from visalign.adapters.pipeline.quantization import quantization_of
@@ -215,6 +217,18 @@ class SD3Policy:
                 scaled = scaled.contiguous(memory_format=torch.channels_last)  # convolutions run faster so
                 images.append(vae.decode(scaled, return_dict=False)[0].float())
         return (torch.cat(images) / 2 + 0.5).clamp(0, 1).contiguous()
+
+    def encode_images(self, images: Sequence[Tensor]) -> Tensor:
+        """Clean latents [B, C, H, W] of pictures, see `PictureEncoder`; `decode` is its inverse.
+
+        Args:
+            images: B of [3, h, w] in [0, 1], of any size.
+        """
+        return self._encoder(images)
+
+    @cached_property
+    def _encoder(self) -> PictureEncoder:
+        return PictureEncoder(self)
 
     def sigmas(self, steps: int, *, timestep_schedule: str = "diffusers") -> Tensor:
         """The timestep schedule [steps + 1], float32, from 1 down to 0.

@@ -224,15 +224,19 @@ def level_weight(sigma: Tensor, weighting: Weighting) -> Tensor:
     return factors[weighting]
 
 
-def preference_loss(error: Tensor, anchor_error: Tensor, *, beta: float = 2000.0) -> Tensor:
-    """Diffusion-DPO, ℓ = −ln σ(−β/2 [(e_w − e_w^ref) − (e_l − e_l^ref)]), e a `matching_error`.
+def preference_loss(
+    error: Tensor, anchor_error: Tensor, *, beta: float = 2000.0, label: Tensor | None = None
+) -> Tensor:
+    """Diffusion-DPO, ℓ = −ln σ(m), m = −β/2 [(e_w − e_w^ref) − (e_l − e_l^ref)], e a `matching_error`.
 
-    Both samples of a pair are noised to one level, by one noise where the estimate is to be steady.
+    Both samples of a pair are noised to one level, by one noise where the estimate is to be steady. With a
+    label p both directions count, ℓ = −p ln σ(m) − (1 − p) ln σ(−m), as in conservative DPO of texts.
 
     Args:
         error: [P, 2] e of the better and the worse sample, differentiable.
         anchor_error: [P, 2] of the reference, or of the old policy.
         beta: β > 0; published 2000, with the mean over the latent.
+        label: [P] p in [0, 1], the share of votes for the first sample; None is 1.
 
     Returns:
         [P].
@@ -249,7 +253,9 @@ def preference_loss(error: Tensor, anchor_error: Tensor, *, beta: float = 2000.0
             f"{tuple(anchor_error.shape)}."
         )
     gained = float32(error) - anchor_error.detach()
-    return softplus(beta / 2 * (gained[:, 0] - gained[:, 1]))
+    lost = beta / 2 * (gained[:, 0] - gained[:, 1])
+    # −ln σ(m) = softplus(−m), and −ln σ(−m) is that + m
+    return softplus(lost) if label is None else softplus(lost) - (1 - label) * lost
 
 
 def crd_loss(

@@ -90,8 +90,11 @@ def _crd(
     return bound * crd_loss(error, anchor_error, reward_probability(signal, bound=bound), **options)
 
 
-def _dpo(error: Tensor, anchor_error: Tensor, signal: Tensor, **options: Any) -> Tensor:
-    return preference_loss(error[None], anchor_error[None], **options)[0]
+def _dpo(
+    error: Tensor, anchor_error: Tensor, signal: Tensor, *, soft: bool = False, **options: Any
+) -> Tensor:
+    label = signal[:1] if soft else None
+    return preference_loss(error[None], anchor_error[None], label=label, **options)[0]
 
 
 def _gdro(error: Tensor, anchor_error: Tensor, signal: Tensor, **options: Any) -> Tensor:
@@ -441,7 +444,7 @@ REGRESSIONS: dict[str, Regression] = {
         clamp=5.0,
     ),
     "gdro": Regression(
-        source="GDRO, arXiv 2601.02036, on the samples of the iteration instead of stored ones",
+        source="GDRO, arXiv 2601.02036; of samples that are stored as there, or of the iteration",
         loss="gdro",
         loss_options={"beta": 12.0, "gamma": 0.5, "tau": 0.05},
         anchor="reference",
@@ -449,7 +452,7 @@ REGRESSIONS: dict[str, Regression] = {
         noise="group",
     ),
     "diffusion_dpo": Regression(
-        source="Wallace et al., Diffusion-DPO, arXiv 2311.12908, eq. 14, online: best and worst of a group",
+        source="Wallace et al., Diffusion-DPO, arXiv 2311.12908, eq. 14; of stored pairs, or best and worst",
         loss="dpo",
         loss_options={"beta": 2000.0},
         anchor="reference",

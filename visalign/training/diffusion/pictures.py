@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from visalign.flow.noise import initial_noise
 from visalign.flow.rollout import asked_of, decoded, rollout
-from visalign.flow.trajectory import Trajectory, joined_trajectories
+from visalign.flow.trajectory import Trajectory, end_points, joined_trajectories
 from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores
 from visalign.seeds import sample_seed
 from visalign.training.loop.algorithm import Algorithm, Context
@@ -37,9 +37,12 @@ from visalign.training.policy.reference import Reference
 from .picture_statistics import STATISTICS, group_diversity, middle_frame, picture_statistics
 from .rollout_settings import RolloutSettings
 from .settings import DiffusionObjectiveSettings, check_sampling, check_sharding
+from .stored_pairs import check_stored
 
 Features = Callable[[Tensor], Tensor]
 """Pictures [b, 3, H, W] -> features [b, d] of any unit, by which their distances are measured."""
+Stored = Callable[[Sequence[Mapping[str, Any]]], Tensor]
+"""b records -> clean latents [b, ...] of their pictures, in the policy's storage dtype, on its device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +55,8 @@ class Drawn:
     records: Sequence[Mapping[str, Any]]
     verdicts: Sequence[Callable[[], Scores]]
     """Of one stretch of samples after the other."""
-    looks: Tensor
-    """[b, 4 + d]: `picture_statistics`, and features."""
+    looks: Tensor | None
+    """[b, 4 + d]: `picture_statistics`, and features; None of stored pictures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +96,9 @@ class PictureSource:
         strata: label per record, see `PromptSampler`.
         cycle: see `PromptSampler`.
         features: see `Features`; None measures no distances.
+        stored: what makes clean latents of stored pictures, which are learnt from in place of samples. Each
+            prompt record then has under "candidates" a record for each of the G samples of its group, which
+            it is joined with.
 
     Raises:
         UserError: sizes that do not fit each other.
@@ -110,8 +116,9 @@ class PictureSource:
         strata: Sequence[str] | None = None,
         cycle: Sequence[str] | None = None,
         features: Features | None = None,
+        stored: Stored | None = None,
     ) -> None:
-        self.features = features
+        self.features, self.stored = features, stored
         self.policy, self.reward, self.records, self.seed = policy, oriented(reward), records, seed
         self.rollout, self.accelerator = rollout, accelerator
         self.judging = Judging(self.reward, what="images", beside=rollout.judged_beside)
@@ -148,6 +155,8 @@ class PictureSource:
         if getattr(self.reward, "needs_group", False):  # win rates: a prompt may stand in two groups
             for record, label in zip(records, group, strict=True):
                 record["group_id"] = label
+        if self.stored is not None:
+            return self._stored(batch, records, clock)
         joined = self.rollout.shared_noise or self.rollout.branch is not None
         parts = self.judging.stretches(group, self.rollout.overlap, whole_groups=joined)
         condition = self._encoded(records, clock)
@@ -166,6 +175,23 @@ class PictureSource:
             records=records,
             verdicts=verdicts,
             looks=torch.cat(looks),
+        )
+
+    def _stored(self, batch: Batch, records: Sequence[Mapping[str, Any]], clock: PhaseClock) -> Drawn:
+        """The stored pictures of a batch's groups; what was said of them stands in their records."""
+        assert self.stored is not None
+        places = (batch.sample_id % self.rollout.group_size).tolist()
+        own = [{**one, **one["candidates"][place]} for one, place in zip(records, places, strict=True)]
+        condition = self._encoded(records, clock)
+        with clock.phase("rollout"), torch.no_grad():
+            latents = self.stored(own)
+        return Drawn(
+            condition=condition,
+            trajectory=end_points(latents),
+            batch=batch,
+            records=own,
+            verdicts=[self._ask(latents, own, clock)],
+            looks=None,
         )
 
     def judged(self, drawn: Drawn, clock: PhaseClock) -> Pictures:
@@ -192,7 +218,7 @@ class PictureSource:
             first=self.first,
             metrics={
                 **judged_metrics(self.reward, value, valid, group, parts),
-                **self._look_metrics(self.of_all(drawn.looks), group),
+                **({} if drawn.looks is None else self._look_metrics(self.of_all(drawn.looks), group)),
             },
         )
 
@@ -315,12 +341,14 @@ class PictureAlgorithm(Algorithm):
         cycle: Sequence[str] | None = None,
         sharding: bool = False,
         features: Features | None = None,
+        stored: Stored | None = None,
     ) -> None:
         self.sharding = sharding
         self.policy, self.seed, self.reward = policy, seed, reward
         self.settings = objective or DiffusionObjectiveSettings(algorithm=self.usual)
         self.rollout = rollout or RolloutSettings()
         check_sampling(self.settings, self.rollout)
+        check_stored(self.settings, self.rollout, stored=stored is not None)
         self.accelerator = accelerator_of(accelerator, policy)
         self.source = PictureSource(
             policy,
@@ -332,6 +360,7 @@ class PictureAlgorithm(Algorithm):
             strata=strata,
             cycle=cycle,
             features=features,
+            stored=stored,
         )
         self.reference, self.divergence = Reference(policy, self.settings), None
         every = self.settings.balance_every

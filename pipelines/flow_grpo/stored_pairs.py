@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A set of compared pictures as what a policy learns from in place of its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from visalign.data.sets.checks import check_preferences, summed_votes, without_duplicates
+from visalign.data.sets.prompt_files import Edits
+from visalign.data.sets.records import PreferenceSet
+from visalign.data.sets.sources import load_source
+from visalign.errors import UserError
+from visalign.pipelines.shared.parts import Records, check_texts
+from visalign.pipelines.shared.pictures import Row, check_pictures, read_images
+from visalign.training.diffusion.pictures import Stored
+
+from .config import DataConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredPairs:
+    """Pairs that prefer one side."""
+
+    records: Records
+    """One per pair: prompt, tag (its category), and its two candidates, each {image, preference, where}."""
+    notes: tuple[str, ...]
+    """What is odd about the set but can be worked with."""
+
+
+def read_stored(data: DataConfig, edits: Edits) -> StoredPairs:
+    """The pairs of a set with the votes of each summed, without ties; pictures are looked for, not read.
+
+    Args:
+        data: with `pairs`, as `load_source` takes it.
+        edits: whether the model edits pictures.
+
+    Raises:
+        UserError: no set of pairs, all ties, a picture that is missing or none; a model that needs sources.
+    """
+    if edits == "needed":
+        raise UserError(
+            "data.pairs: the model edits a picture, and pairs name none to edit. Leave data.pairs out."
+        )
+    source = str(data.pairs)
+    split = data.pairs_split or (None if Path(source).is_file() else "train")
+    try:
+        found = load_source(source, split=split, limit=data.pairs_size)
+        if not isinstance(found, PreferenceSet):
+            raise UserError("the set holds single rated pictures. Give one with image_left and image_right.")
+        findings = check_preferences(found, files=False)
+        pairs, summed = summed_votes(without_duplicates(found))
+        check_texts([{"prompt": pair.prompt} for pair in pairs.pairs])
+    except UserError as error:
+        raise UserError(f"data.pairs: {error}") from error
+    rows, records = [], []
+    for number, pair in enumerate(pairs.pairs):
+        if pair.label == 0.5:
+            continue
+        images = pair.image_left, pair.image_right
+        rows.append(Row(f"row {pairs.row(number)} of '{pairs.name}'", pair.prompt, images))
+        sides = zip(images, (pair.label, 1 - pair.label), strict=True)
+        candidates = [{"image": image, "preference": said, "where": rows[-1].where} for image, said in sides]
+        records.append({"prompt": pair.prompt, "tag": pair.category or "", "candidates": candidates})
+    if not records:
+        raise UserError(f"data.pairs: the votes on each of {len(pairs)} pairs are ties. Give more votes.")
+    check_pictures(rows, "data.pairs")
+    notes = [finding.message for finding in (*findings, *summed) if finding.kind not in ("ties", "one_side")]
+    if ties := len(pairs) - len(records):
+        notes.append(f"{ties} of {len(pairs)} pairs are ties and left out.")
+    return StoredPairs(records=records, notes=tuple(f"data.pairs: {note}" for note in notes))
+
+
+def stored_latents(policy: Any, first: Mapping[str, Any]) -> Stored:
+    """What makes clean latents of the pictures that records name, tried on the first.
+
+    Raises:
+        UserError: the policy cannot make latents of pictures; later, a picture breaks off.
+    """
+    if not hasattr(policy, "encode_images"):
+        raise UserError(
+            f"data.pairs: the adapter {type(policy).__name__} has no encode_images, which makes latents of "
+            "pictures. Add it (visalign.interfaces.DiffusionPolicy says how), or leave data.pairs out."
+        )
+
+    def read(record: Mapping[str, Any]) -> Tensor:
+        return read_images([record["image"]], record["where"])[0]
+
+    def latents(records: Sequence[Mapping[str, Any]]) -> Tensor:
+        with ThreadPoolExecutor() as pool:
+            return policy.encode_images(list(pool.map(read, records)))
+
+    latents(first["candidates"][:1])
+    return latents

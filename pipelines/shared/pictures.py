@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pictures of a set's rows: checked before anything is loaded, read when they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from PIL import Image
+from torch import Tensor
+
+from visalign.data.sets.image_references import resolve_image
+from visalign.errors import UserError
+
+
+class Row(NamedTuple):
+    """What a row of a file names."""
+
+    where: str
+    """The row in words, for messages."""
+    prompt: str | None
+    """None: the set has no prompts."""
+    pictures: tuple[str, ...]
+    """References, as `resolve_image` takes them."""
+
+
+def read_images(references: Sequence[str], where: str) -> tuple[Tensor, ...]:
+    """The pictures of a row.
+
+    Raises:
+        UserError: a picture cannot be read.
+    """
+    from visalign.rewards.base.images import load_images
+
+    batch = load_images([resolve_image(reference) for reference in references])
+    for reference, reason in zip(references, batch.reasons, strict=True):
+        if reason is not None:
+            raise UserError(
+                f"The picture '{reference}' in {where} cannot be read: {reason}. Repair it or take the row "
+                "out."
+            )
+    return tuple(image for image in batch.images if image is not None)
+
+
+def check_pictures(rows: Iterable[Row], name: str) -> None:
+    """Refuse a picture that is none, naming its row.
+
+    Of each picture file the beginning is read; one that breaks off later is refused when it is needed.
+
+    Args:
+        rows: of a file.
+        name: of the setting that names the file.
+
+    Raises:
+        UserError: with the row.
+    """
+    seen: set[str] = set()
+    for row in rows:
+        for reference in row.pictures:
+            if "://" in reference or reference in seen:
+                continue
+            seen.add(reference)
+            try:
+                Image.open(reference).close()
+            except (OSError, ValueError, Image.DecompressionBombError):
+                try:
+                    read_images([reference], row.where)  # says what is wrong with it
+                except UserError as error:
+                    raise UserError(f"{name}: {error}") from error

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latents of pictures: of every family the inverse of what its pipeline does before its autoencoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.models.pipelines import tiny_pipeline
+from tests.support.models.sd3 import tiny_sd3_pipeline
+from visalign.adapters import LoraSettings, SD3Policy, load_policy
+from visalign.adapters.pipeline.encoding import PictureEncoder, fitted
+from visalign.adapters.pipeline.families import FAMILIES
+from visalign.adapters.pipeline.policy import PipelinePolicy
+from visalign.data.assets import resolve_model
+from visalign.data.sets.image_references import resolve_image, shapes_reference
+from visalign.errors import UserError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This QwenImage21Turbo.* was distilled for"),
+    pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated"),
+    pytest.mark.filterwarnings("ignore:`LoraLoaderMixin` is deprecated"),
+]
+LORA = LoraSettings(rank=2, alpha=4)
+
+
+def _policy(name: str, **changes: Any) -> PipelinePolicy:
+    pipe, options = tiny_pipeline(name)
+    frames = {} if FAMILIES[name].frames is None else {"num_frames": 1}
+    return PipelinePolicy(pipe, **{"lora": LORA, **options, **frames, **changes})
+
+
+def _given(policy: Any, latents: Tensor) -> Tensor:
+    """What the autoencoder's decoder is given."""
+    own, seen = policy.pipe.vae.decode, []
+    policy.pipe.vae.decode = lambda z, *a, **k: (seen.append(z), own(z, *a, **k))[1]
+    try:
+        policy.decode(latents)
+    finally:
+        del policy.pipe.vae.decode
+    return torch.cat(seen)
+
+
+def _posterior(vae: Any, images: Tensor, frames: bool) -> Tensor:
+    x = 2 * images - 1
+    if vae.config.get("in_channels") == 4:
+        x = torch.cat([x, torch.ones_like(x[:, :1])], 1)
+    with torch.no_grad():
+        made = vae.encode(x[:, :, None] if frames else x)
+    return made.latent_dist.mode() if hasattr(made, "latent_dist") else made.latent
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_decoder_is_given_what_the_encoder_made(name: str):
+    policy = _policy(name)
+    size = policy._encoder.size
+    images = torch.rand(2, 3, *size, generator=torch.Generator().manual_seed(1))
+    latents = policy.encode_images(list(images))
+    assert latents.shape == (2, *policy.latent_shape) and latents.dtype == policy.storage_dtype
+    given = _given(policy, latents)
+    own = _posterior(policy.pipe.vae, images, given.ndim == 5)
+    assert own.std() > 0.01
+    torch.testing.assert_close(given, own, atol=2e-6, rtol=1e-6)
+    assert vars(policy.pipe.vae).get("decode") is None
+
+
+def test_in_16_bits_the_latents_are_those_of_float32():
+    pipe, same = tiny_sd3_pipeline(), tiny_sd3_pipeline()
+    for each in (pipe, same):
+        each.vae.register_to_config(scaling_factor=1.5305, shift_factor=0.0609)
+        each.vae.to(torch.bfloat16)
+    pipe.transformer.to(torch.bfloat16)
+    image = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(0))
+    found = SD3Policy(pipe, lora=LORA).encode_images([image])
+    assert found.dtype == torch.bfloat16 and pipe.vae.dtype == torch.bfloat16
+    expected = (_posterior(same.vae.float(), image[None], False) - 0.0609) * 1.5305
+    assert torch.equal(found, expected.bfloat16())
+
+
+@pytest.mark.parametrize("model", ["shapes-sd3", "shapes-sd15"])
+def test_packaged_models_give_pictures_back(model: str):
+    policy: Any = load_policy(resolve_model(model), lora=LORA)
+    names = [shapes_reference("heldout", 0, "pair", n, "left") for n in range(8)]
+    pictures = [torch.from_numpy(np.array(resolve_image(name))) for name in names]
+    images = [one.permute(2, 0, 1).float() / 255 for one in pictures]
+    latents = policy.encode_images(images)
+    assert latents.shape == (8, *policy.latent_shape)
+    assert abs(float(latents.std()) - 1) < 0.25 and abs(float(latents.mean())) < 0.15
+    back = policy.decode(latents)
+    assert float((back - torch.stack(images)).abs().mean()) < 0.04
+    with torch.no_grad():  # what the autoencoder alone makes of them
+        own = policy.pipe.vae.decode(_posterior(policy.pipe.vae, torch.stack(images), False)).sample
+    torch.testing.assert_close(back, (own / 2 + 0.5).clamp(0, 1), atol=1e-4, rtol=0)
+
+
+def test_pictures_of_any_size_are_scaled_and_cut_in_the_middle():
+    wide = torch.zeros(3, 20, 60)
+    wide[:, :, 20:40] = 1.0
+    assert torch.equal(fitted(wide, (20, 20)), torch.ones(3, 20, 20))
+    assert fitted(wide, (7, 9)).shape == (3, 7, 9) and fitted(wide, (64, 32)).shape == (3, 64, 32)
+    assert fitted(torch.rand(3, 33, 64), (64, 64)).max() <= 1
+
+
+def test_videos_and_what_has_no_inverse_are_refused():
+    clips = _policy("wan", num_frames=5)
+    with pytest.raises(UserError, match=r"WanPipeline: .* is given \[1, 16, 2, .*no single picture.*own"):
+        clips.encode_images([torch.zeros(3, 16, 16)])
+    policy: Any = SD3Policy(tiny_sd3_pipeline(), lora=LORA)
+    own = policy.decode
+    policy.decode = lambda latents: own(latents.square())
+    with pytest.raises(UserError, match=r"StableDiffusion3Pipeline: .*more than to scale, shift and reorder"):
+        PictureEncoder(policy)
+    policy.decode = lambda latents: own(latents[:, [0] * 8])
+    with pytest.raises(UserError, match=r"more than to scale.*encode_images"):
+        PictureEncoder(policy)
+    del policy.pipe.vae.encoder
+    policy.pipe.vae = torch.nn.Identity()
+    with pytest.raises(UserError, match=r"no autoencoder with an encoder"):
+        PictureEncoder(policy)

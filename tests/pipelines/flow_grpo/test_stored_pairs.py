@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training on a file of compared pictures: by the configuration, from votes, and what is refused before."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.support.models.sd3 import tiny_sd3_pipeline
+from visalign.adapters import load_policy
+from visalign.adapters.lora import LoraSettings
+from visalign.config import load_config
+from visalign.errors import ConfigError, UserError
+from visalign.pipelines.flow_grpo.config import DataConfig
+from visalign.pipelines.flow_grpo.inputs import prepare
+from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, plan, run
+from visalign.pipelines.flow_grpo.stored_pairs import read_stored, stored_latents
+from visalign.training.loop.checkpoint import CheckpointError
+from visalign.training.loop.metrics import read_metrics
+
+SMALL = (
+    "model.lora.rank=4",
+    "objective={algorithm: diffusion_dpo, changes: {levels: 2}}",
+    "rollout={prompts_per_iteration: 2, group_size: 2, steps: 4}",
+    "optimizer={lr: 1e-3, updates_per_iteration: 1, micro_batch: 3, ema_every: 1}",
+    "evaluation={seeds: [0], rewards: {jpeg_size: {}}, correctness: null}",
+    "run={iterations: 2, checkpoint_every: 1, device: cpu}",
+)
+
+
+def _file(folder: Path, **changes: Any) -> Path:
+    """Four rows in votes: two pairs, a tie, and the first pair again by somebody else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, colour, size in (("a", "red", (64, 64)), ("b", "blue", (96, 64)), ("c", "green", (20, 30))):
+        Image.new("RGB", size, colour).save(folder / f"{name}.png")
+    rows = [
+        {"prompt": "a red circle", "image_left": "a.png", "image_right": "b.png", "votes": [3, 1, 0]},
+        {"prompt": "two circles", "image_left": "a.png", "image_right": "c.png", "label": "right"},
+        {"prompt": "two circles", "image_left": "b.png", "image_right": "c.png", "label": "tie"},
+        {"prompt": "a red circle", "image_left": "b.png", "image_right": "a.png", "label": "right"},
+    ]
+    rows[1] |= changes
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def _config(*overrides: str) -> FlowGRPOConfig:
+    return load_config(FlowGRPOConfig, None, [*SMALL, *overrides])
+
+
+def test_a_run_by_the_configuration_and_its_resume(tmp_path, capsys):
+    tiny_sd3_pipeline().save_pretrained(tmp_path / "model")
+    (tmp_path / "prompts.txt").write_text("a red circle\na square\n")
+    given = (
+        f"model.path={tmp_path}/model",
+        f"data={{pairs: {_file(tmp_path / 'set')}, heldout: {tmp_path}/prompts.txt}}",
+        "rewards.terms={no_such_reward: {}}",  # is not looked at
+    )
+    summary = run(_config(*given), tmp_path / "whole")
+    assert "1 of 3 pairs are ties and left out" in "".join(capsys.readouterr())
+    planned = plan(_config(*given), measure=False)
+    # 2 levels of a forward, a backward and the reference; nothing is sampled
+    assert planned["cost"]["forward_equivalents_per_image"] == 2 * (3 + 1)
+    assert planned["batch"]["training_prompts"] == 2 and planned["batch"]["pairs_per_iteration"] == 8
+    log = read_metrics(tmp_path / "whole" / "metrics.jsonl")
+    assert {row["forward_equivalents_per_image"] for row in log} == {8} and len(log) == 2
+    assert [row["reward_mean"] for row in log] == pytest.approx([0.5, 0.5])
+    assert summary["heldout_prompts_trained_on"] == 1 and summary["images"] == 8
+    assert "<title>diffusion_dpo on" in (tmp_path / "whole" / "report.html").read_text()
+    run(_config(*given, "run.iterations=1"), tmp_path / "parts")
+    run(_config(*given), tmp_path / "parts", resume=True)
+    name = "lora/pytorch_lora_weights.safetensors"
+    assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes()
+    _file(tmp_path / "set", label="left")
+    with pytest.raises((UserError, CheckpointError), match=r"data\.pairs"):
+        run(_config(*given, "run.iterations=3"), tmp_path / "parts", resume=True)
+
+
+def test_votes_are_summed_ties_left_out_and_sides_told_apart(tmp_path):
+    pairs = read_stored(DataConfig(pairs=str(_file(tmp_path))), "none")
+    first, second = pairs.records
+    assert [one["preference"] for one in first["candidates"]] == pytest.approx([0.8, 0.2])  # 4 of 5
+    assert [one["preference"] for one in second["candidates"]] == [0.0, 1.0]
+    assert [Path(one["image"]).name for one in second["candidates"]] == ["a.png", "c.png"]
+    assert any("1 of 3 pairs are ties" in note for note in pairs.notes)
+    assert any("votes on 3 pairs" in note for note in pairs.notes)
+    generated = DataConfig(pairs="shapes:pairs", pairs_size=50)
+    trained, others = (
+        {one["prompt"] for one in read_stored(replace(generated, pairs_split=split), "none").records}
+        for split in (None, "heldout")
+    )
+    assert trained.isdisjoint(others) and 10 < len(trained) <= 50
+
+
+def test_pictures_come_in_the_policys_size_and_layout(tmp_path):
+    policy = load_policy(_tiny(tmp_path), lora=LoraSettings(rank=2))
+    records = read_stored(DataConfig(pairs=str(_file(tmp_path / "set"))), "none").records
+    latents = stored_latents(policy, records[0])
+    made = latents([side for record in records for side in record["candidates"]])
+    assert made.shape == (4, *policy.latent_shape) and torch.equal(made[0], made[2])  # a.png twice
+
+
+def _tiny(folder: Path) -> Path:
+    tiny_sd3_pipeline().save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def test_an_adapter_without_an_encoder_is_refused():
+    with pytest.raises(UserError, match=r"data\.pairs: the adapter object has no encode_images.*Add it"):
+        stored_latents(object(), {"candidates": [{}]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"image_left": "absent.png"},
+            r"data\.pairs: The picture '.*absent\.png' in row 2 of 'pairs' cannot",
+        ),
+        (
+            {"image_left": "pairs.jsonl"},
+            r"data\.pairs: The picture '.*pairs\.jsonl' in row 2 of 'pairs' cann",
+        ),
+        ({"label": 7.5}, r"data\.pairs: Row 2 of '.*pairs\.jsonl': .*7\.5"),
+        ({"prompt": None}, r"data\.pairs: Row 2"),
+    ],
+)
+def test_a_bad_row_is_named_before_a_model_is_loaded(tmp_path, changes: Any, message: str):
+    config = _config(f"data.pairs={_file(tmp_path / 'set', **changes)}", "model.path=shapes-sd3")
+    for attempt in (lambda: prepare(config, 1), lambda: run(config, tmp_path / "run")):
+        with pytest.raises(UserError, match=message):
+            attempt()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["objective={algorithm: flow_grpo}"], "flow_grpo learns from samples of the policy itself"),
+        (["rollout.group_size=4"], "rollout.group_size is 4, and a group of data.pairs is a pair"),
+        (["comparison={}"], "data.pairs are compared already"),
+        (["monitor.stop.agreement=0.1"], "Stored pairs are not judged"),
+        (["data.pairs=shapes:quality"], "data.pairs: the set holds single rated pictures"),
+        (["data.pairs=absent.jsonl"], "data.pairs: There is no set 'absent.jsonl'"),
+        (["evaluation.correctness=shapes_verifier"], "is no label of evaluation.rewards"),
+    ],
+)
+def test_what_does_not_go_with_pairs_is_refused(overrides: list[str], message: str):
+    with pytest.raises((UserError, ConfigError), match=message):
+        prepare(_config("data.pairs=shapes:pairs", *overrides), 1)
+
+
+def test_several_processes_want_whole_pairs_and_edits_none():
+    config = _config("data.pairs=shapes:pairs", "rollout.prompts_per_iteration=3")
+    with pytest.raises(UserError, match=r"rollout.prompts_per_iteration=3 would spread one over 2 processes"):
+        prepare(config, 2)
+    with pytest.raises(UserError, match=r"data\.pairs: the model edits a picture"):
+        read_stored(DataConfig(pairs="shapes:pairs"), "needed")

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stored pairs in place of samples: Diffusion-DPO's loss by hand, learning, resumes, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from tests.support.models.pipelines import tiny_pipeline
+from tests.support.training.pictures import ToyPolicy, toy_trainer, whole_and_resumed
+from visalign.adapters import LoraSettings
+from visalign.adapters.pipeline.policy import PipelinePolicy
+from visalign.errors import UserError
+from visalign.flow.parametrization import preserving_scale
+from visalign.training import DiffusionObjectiveSettings, RolloutSettings, VelocityRegression, read_metrics
+from visalign.training.diffusion.stored_pairs import StoredPreference, check_stored
+from visalign.training.loop.algorithm import Context
+
+TABLE = torch.randn(12, 4, 4, 4, generator=torch.Generator().manual_seed(3))
+TABLE[0::2] += 0.5
+"""Latents; those of even number are the lighter ones."""
+WORDS = ("bright", "dark", "light", "bright", "dark", "light")
+
+
+def _records(share: float = 1.0) -> list[dict[str, Any]]:
+    """Six pairs, in half of which the second picture is the preferred one; "dark" wants the other."""
+    found = []
+    for number, word in enumerate(WORDS):
+        latents = (2 * number, 2 * number + 1) if number % 2 else (2 * number + 1, 2 * number)
+        lighter = latents[0] % 2 == 0
+        first = share if lighter != (word == "dark") else 1 - share
+        candidates = [{"latent": latents[0], "preference": first}]
+        candidates.append({"latent": latents[1], "preference": 1 - first})
+        found.append({"prompt": word, "candidates": candidates})
+    return found
+
+
+def _stored(dtype: torch.dtype = torch.float32) -> Any:
+    return lambda records: TABLE[[record["latent"] for record in records]].to(dtype)
+
+
+def _trainer(folder: Path, **changes: Any) -> Any:
+    given: dict[str, Any] = {
+        "objective": {"algorithm": "diffusion_dpo"},
+        "rollout": {"prompts_per_iteration": 6, "group_size": 2},
+        "records": _records(),
+        "optimizer": {"lr": 0.002},
+    }
+    return toy_trainer(folder, reward=StoredPreference(), stored=_stored(), **{**given, **changes})
+
+
+def _of_one_pair(algorithm: Any, run: Context) -> tuple[Any, float, list[tuple[Tensor, Tensor]]]:
+    """(experience, loss of the update, the (x, σ) that the policy was asked about)."""
+    experience = algorithm.collect(run).experience
+    asked, own = [], algorithm.policy.velocity
+
+    def velocity(x: Tensor, sigma: Tensor, *rest: Any) -> Tensor:
+        asked.append((x.clone(), sigma.clone()))
+        return own(x, sigma, *rest)
+
+    algorithm.policy.velocity = velocity
+    (step,) = algorithm.prepare(experience, run)
+    loss = algorithm.backward(experience, step, run)["loss/policy"]
+    algorithm.policy.velocity = own
+    return experience, loss, asked
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_the_loss_of_a_flow_is_equation_14(soft: bool, tmp_path):
+    """−ln σ(−β/2 [(e_w − e_w^ref) − (e_l − e_l^ref)]), e = mean |v − (ε − x0)|² at one level and noise."""
+    policy = ToyPolicy(torch.float64)
+    with torch.no_grad():
+        policy.net.shift.normal_(generator=torch.Generator().manual_seed(1)).mul_(0.1)
+    trainer = toy_trainer(
+        tmp_path,
+        policy=policy,
+        reward=StoredPreference(),
+        stored=_stored(torch.float64),
+        records=_records(share=0.75)[:1],
+        objective={
+            "algorithm": "diffusion_dpo",
+            "changes": {"levels": 1, "loss_options": {"beta": 20.0, "soft": soft}},
+        },
+        rollout={"prompts_per_iteration": 1, "group_size": 2},
+        optimizer={"updates_per_iteration": 1},
+    )
+    algorithm = trainer.algorithm
+    experience, loss, asked = _of_one_pair(algorithm, trainer.context)
+    x, sigma = asked[-1]  # the better picture first
+    assert sigma[0] == sigma[1]
+    x0 = TABLE[[0, 1]].double()
+    wide = sigma[:, None, None, None]
+    noise = (x - (1 - wide) * x0) / wide
+    torch.testing.assert_close(noise[0], noise[1])
+    assert abs(float(noise.std()) - 1) < 0.3
+    condition = experience.made.condition
+    error = (policy.velocity(x, sigma, condition) - (noise - x0)).square().flatten(1).mean(1).detach()
+    with torch.no_grad(), policy.reference():
+        reference = (policy.velocity(x, sigma, condition) - (noise - x0)).square().flatten(1).mean(1)
+    m = -20 / 2 * ((error[0] - reference[0]) - (error[1] - reference[1]))
+    expected = -logsigmoid(m)
+    if soft:
+        expected = -0.75 * logsigmoid(m) - 0.25 * logsigmoid(-m)
+    assert abs(float(m)) > 0.01
+    assert loss == pytest.approx(float(expected), rel=1e-9)
+
+
+def test_the_loss_of_a_noise_prediction_is_equation_14(monkeypatch):
+    """Of Stable Diffusion's U-Net on its own x_t: e = mean |ε_θ(x_t, t) − ε|²."""
+    pipe, options = tiny_pipeline("sd15")
+    policy = PipelinePolicy(pipe, **{**options, "guidance": None, "lora": LoraSettings(rank=2, alpha=4)})
+    with torch.no_grad():
+        for name, weight in policy.trainable_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.3, generator=torch.Generator().manual_seed(2))
+    clean = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(4))
+    said = [{"latent": 0, "preference": 0.0}, {"latent": 1, "preference": 1.0}]
+    algorithm = VelocityRegression(
+        policy,
+        StoredPreference(),
+        [{"prompt": "a red circle", "candidates": said}],
+        rollout=RolloutSettings(prompts_per_iteration=1, group_size=2, steps=4),
+        objective=DiffusionObjectiveSettings(algorithm="diffusion_dpo", changes={"levels": 1}),
+        accelerator=Accelerator(cpu=True),
+        stored=lambda records: clean[[record["latent"] for record in records]],
+    )
+    outputs, own = [], policy._predict
+
+    def predict(x: Tensor, time: Tensor, rows: Any) -> Tensor:
+        outputs.append((x.detach().clone(), own(x, time, rows)))
+        return outputs[-1][1]
+
+    monkeypatch.setattr(policy, "_predict", predict)
+    run = _context(algorithm)
+    _, loss, asked = _of_one_pair(algorithm, run)
+    _, sigma = asked[-1]
+    wide = sigma[:, None, None, None]
+    (x_ref, eps_ref), (x_t, eps) = outputs[-2:]
+    assert torch.equal(x_ref, x_t)
+    x0, scale = clean[[1, 0]], preserving_scale(sigma)[:, None, None, None]
+    noise = (x_t * scale - (1 - wide) * x0) / wide
+    own_error = (eps.detach() - noise).square().flatten(1).mean(1)
+    reference = (eps_ref - noise).square().flatten(1).mean(1)
+    m = -2000 / 2 * ((own_error[0] - reference[0]) - (own_error[1] - reference[1]))
+    assert abs(float(m)) > 0.1
+    assert loss == pytest.approx(float(-logsigmoid(m)), rel=2e-3)
+
+
+def _context(algorithm: Any) -> Any:
+    from visalign.training import OptimizerSettings, RunSettings, Trainer
+
+    settings = OptimizerSettings(updates_per_iteration=1)
+    return Trainer(algorithm, optimizer=settings, run=RunSettings(folder=Path("x"), iterations=1)).context
+
+
+@pytest.mark.parametrize("name", ["diffusion_dpo", "gdro", "reward_weighted", "rejection"])
+def test_a_policy_learns_what_was_preferred(name: str, tmp_path):
+    changes = {"diffusion_dpo": {"loss_options": {"beta": 50.0}}}.get(name, {})
+    objective = {"algorithm": name, "changes": changes}
+    trainer = _trainer(tmp_path, objective=objective, run={"iterations": 20}, optimizer={"lr": 0.01})
+    trainer.train()
+    shift = trainer.algorithm.policy.net.shift.detach()
+    # v = ε − x0: where light is wanted the velocity falls, and the latents rise
+    assert shift[0].mean() < shift[1].mean() - 0.02 and shift[2].mean() < shift[1].mean() - 0.02
+    log = read_metrics(tmp_path / "metrics.jsonl")
+    assert {row["reward_mean"] for row in log} == {0.5} and "image/sharpness" not in log[0]
+    if name == "diffusion_dpo":
+        assert log[-1]["loss"] < log[0]["loss"] - 0.05 < math.log(2) - 0.05
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    def make(folder: Path, iterations: int) -> Any:
+        rollout = {"prompts_per_iteration": 4, "group_size": 2}
+        return _trainer(folder, rollout=rollout, run={"iterations": iterations, "checkpoint_every": 1})
+
+    whole, parts, _ = whole_and_resumed(make, tmp_path, 2, 4)
+    assert whole == parts
+
+
+def test_processes_divide_the_pairs_among_them(tmp_path):
+    source = _trainer(tmp_path).algorithm.source
+    batches = [source.sampler.batch(5, rank, world) for world in (1, 5) for rank in range(world)]
+    clock = _trainer(tmp_path).context.clock
+    shown = []
+    for batch in batches:
+        records = [dict(source.records[i]) for i in batch.prompt_index.tolist()]
+        shown.append([record["latent"] for record in source._stored(batch, records, clock).records])
+    assert shown[0] == [latent for part in shown[1:] for latent in part] and sorted(shown[0]) == [*range(12)]
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        ({"algorithm": "flow_grpo"}, "flow_grpo learns from samples of the policy itself"),
+        ({"algorithm": "diffusion_nft"}, r"diffusion_nft learns from samples.*Take diffusion_dpo, gdro"),
+        ({"algorithm": "ram"}, "ram learns from samples of the policy itself"),
+        ({"algorithm": "draft"}, "draft learns from samples of the policy itself"),
+        ({"algorithm": "diffusion_dpo", "changes": {"anchor": "old"}}, "anchor='old' leans on the policy"),
+        ({"algorithm": "reward_weighted", "changes": {"noise": "start"}}, "noise='start' takes the noise"),
+        ({"algorithm": "gdro", "changes": {"signal": "gdpo"}}, "signal='gdpo' learns from rewards of many"),
+    ],
+)
+def test_what_needs_the_policys_own_samples_is_refused(objective: Any, message: str):
+    settings = DiffusionObjectiveSettings(**objective)
+    with pytest.raises(UserError, match=message):
+        check_stored(settings, RolloutSettings(group_size=2), stored=True)
+
+
+def test_groups_that_are_no_pairs_and_votes_without_any_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"rollout.group_size is 4, and a group of data.pairs is a pair"):
+        _trainer(tmp_path, rollout={"group_size": 4})
+    soft = {"algorithm": "diffusion_dpo", "changes": {"loss_options": {"soft": True}}}
+    with pytest.raises(UserError, match=r"soft=true, which takes votes for probabilities.*data.pairs"):
+        toy_trainer(tmp_path, objective=soft)

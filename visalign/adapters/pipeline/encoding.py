@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clean latents of pictures: the inverse of a pipeline's way from its latents to its autoencoder.
+
+That way (scaling, shift, means and deviations, packing) is not written down here for each family. What the
+autoencoder is given is watched while a policy decodes latents of known numbers, and where it is a·x + b of
+reordered numbers x, which further latents confirm, it is inverted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visalign.errors import UserError
+
+DIGIT = 1024
+"""Base in which the places of a latent are written, so that float32 holds each digit exactly enough."""
+
+
+class _Watched(Exception):
+    """Leaves a pipeline's call at its autoencoder."""
+
+
+class PictureEncoder:
+    """Pictures -> latents of a policy that decodes by `pipe.vae`; computed in float32, the posterior's mode.
+
+    Args:
+        policy: with `pipe`, `decode` and `latent_shape`.
+
+    Raises:
+        UserError: the way to the autoencoder is none that can be inverted, or it makes videos.
+    """
+
+    @torch.no_grad()
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+        self.vae: Any = getattr(policy.pipe, "vae", None)
+        if not hasattr(self.vae, "encode"):
+            self._refuse("its pipeline has no autoencoder with an encoder")
+        with _in_float32(self.vae):
+            pictures, zero = self._seen(torch.zeros(policy.latent_shape), decoded=True)
+            if zero.ndim not in (4, 5) or (zero.ndim == 5 and zero.shape[2] != 1):
+                self._refuse(f"its autoencoder is given {list(zero.shape)}, which is no single picture")
+            height, width = pictures.shape[-2:]
+            self.size, self._given = (height, width), zero.shape
+            self._shift = zero.flatten()
+            self._scale = self._numbers(torch.ones(policy.latent_shape)) - self._shift
+            count = zero.numel()
+            place = torch.arange(count)
+            if count != math.prod(policy.latent_shape) or not bool(self._scale.all()):
+                self._refuse("its pipeline leaves latents out on the way to the autoencoder")
+            high, low = (self._digit(digit) for digit in (place // DIGIT, place % DIGIT))
+            self._order = high * DIGIT + low
+            x = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(zero.device)
+            if not torch.equal(self._order.sort().values.cpu(), place) or not torch.allclose(
+                self._numbers(x.view(policy.latent_shape)),
+                self._scale * x[self._order] + self._shift,
+                rtol=1e-4,
+                atol=1e-5,
+            ):
+                self._refuse("its pipeline does more than to scale, shift and reorder latents")
+
+    @torch.no_grad()
+    def __call__(self, pictures: Sequence[Tensor]) -> Tensor:
+        """Latents [B, *latent_shape] in the policy's storage dtype.
+
+        Args:
+            pictures: B of [3, H, W], in [0, 1], of any size; see `fitted`.
+        """
+        found, policy = [], self.policy
+        with _in_float32(self.vae):
+            for start in range(0, len(pictures), policy.decode_batch):
+                chunk = [fitted(one.float(), self.size) for one in pictures[start:][: policy.decode_batch]]
+                x = 2 * torch.stack(chunk).to(policy.device) - 1
+                if self.vae.config.get("in_channels") == 4:  # the fourth is opacity
+                    x = torch.cat([x, torch.ones_like(x[:, :1])], 1)
+                made = self.vae.encode(x if len(self._given) == 4 else x[:, :, None])
+                z = made.latent_dist.mode() if hasattr(made, "latent_dist") else made[0]
+                if z.shape[1:] != self._given[1:]:
+                    self._refuse(f"its autoencoder makes {list(z.shape[1:])} of {list(x.shape[1:])}")
+                latents = torch.empty_like(z).flatten(1)
+                latents[:, self._order] = (z.flatten(1) - self._shift) / self._scale
+                found.append(latents.view(-1, *policy.latent_shape).to(policy.storage_dtype))
+        return torch.cat(found)
+
+    def _seen(self, latent: Tensor, *, decoded: bool = False) -> tuple[Tensor, Tensor]:
+        """(pictures, or nothing; what the autoencoder is given) of one latent in float32."""
+        own, seen, is_own = self.vae.decode, [], "decode" in vars(self.vae)
+
+        def decode(z: Tensor, *args: Any, **kwargs: Any) -> Any:
+            seen.append(z.float())
+            if not decoded:
+                raise _Watched
+            return own(z, *args, **kwargs)
+
+        pictures = latent
+        self.vae.decode = decode
+        try:
+            pictures = self.policy.decode(latent[None].to(self.policy.device))
+        except _Watched:
+            pass
+        finally:
+            del self.vae.decode
+            if is_own:
+                self.vae.decode = own
+        if len(seen) != 1 or len(seen[0]) != 1:
+            self._refuse("its pipeline asks the autoencoder otherwise than once for a picture")
+        return pictures, seen[0]
+
+    def _numbers(self, latent: Tensor) -> Tensor:
+        return self._seen(latent)[1].flatten()
+
+    def _digit(self, digit: Tensor) -> Tensor:
+        """[n] where each of the autoencoder's numbers comes from, one digit of it."""
+        seen = self._numbers(digit.float().view(self.policy.latent_shape))
+        return ((seen - self._shift) / self._scale).round().long()
+
+    def _refuse(self, why: str) -> None:
+        kind = type(self.policy.pipe).__name__
+        raise UserError(
+            f"{kind}: pictures cannot be made latents of it, for {why}. Learn from its own samples (leave "
+            "data.pairs out), or give an adapter that has encode_images "
+            "(model.adapter=path/to/file.py:Class)."
+        )
+
+
+def fitted(picture: Tensor, size: tuple[int, int]) -> Tensor:
+    """A picture [3, H, W] at another size: scaled until it covers it, then cut in the middle."""
+    height, width = picture.shape[-2:]
+    scale = max(size[0] / height, size[1] / width)
+    if scale != 1:
+        covering = max(size[0], round(height * scale)), max(size[1], round(width * scale))
+        resized = F.interpolate(picture[None], covering, mode="bicubic", antialias=True, align_corners=False)
+        picture = resized[0].clamp(0, 1)
+    top, left = ((have - want) // 2 for have, want in zip(picture.shape[-2:], size, strict=True))
+    return picture[:, top : top + size[0], left : left + size[1]]
+
+
+@contextmanager
+def _in_float32(module: torch.nn.Module) -> Iterator[None]:
+    """Inside, all weights of the module are float32."""
+    tensors = [*module.parameters(), *module.buffers()]
+    held = [(t, t.data) for t in tensors if t.is_floating_point() and t.dtype.itemsize < 4]
+    try:
+        for tensor, data in held:
+            tensor.data = data.float()
+        yield
+    finally:
+        for tensor, data in held:
+            tensor.data = data
