@@ -179,7 +179,7 @@ class PipelineCall:
         steps: int = 1,
         output_type: str = "latent",
     ) -> Any:
-        """The pipeline's own call; `at` None makes the grid, an empty one takes no step.
+        """The pipeline's own call; `at` None makes the timesteps, an empty one takes no step.
 
         On given latents it is silent: Qwen-Image warns at every call of what its own encoder left out.
 
@@ -187,7 +187,7 @@ class PipelineCall:
             inputs: as `inputs` makes them.
             latents: [n, ...] to begin at; None are the pipeline's own.
             at: the time of the one step.
-            steps: of the grid.
+            steps: T.
             output_type: of the pipeline's call.
         """
         self.scheduler.at = at
