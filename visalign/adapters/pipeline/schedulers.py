@@ -154,12 +154,12 @@ def time_of(scheduler: Handing, sigmas: Tensor, known: tuple[Tensor, Tensor]) ->
         known: a fine one of a flow, σ and times.
     """
     if isinstance(scheduler, HandingFlow):
-        known, times = (part.numpy() for part in known)
+        levels, times = (part.numpy() for part in known)
         settings: Any = scheduler.config
         count = settings.num_train_timesteps
-        if np.allclose(times, known[:-1] * count, rtol=1e-5, atol=1e-3):
+        if np.allclose(times, levels[:-1] * count, rtol=1e-5, atol=1e-3):
             return sigmas.float() * count
-        places, values = known[::-1], np.append(times, 0.0)[::-1]  # a shift that the times do not share
+        places, values = levels[::-1], np.append(times, 0.0)[::-1]  # a shift that the times do not share
     else:
         places = flow_sigma(scheduler.alphas_cumprod.double()).numpy()
         values = np.arange(len(places), dtype=np.float64)
