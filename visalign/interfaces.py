@@ -193,7 +193,7 @@ class DiffusionPolicy(Protocol):
         ...
 
     def times(self, sigmas: Tensor) -> Tensor:
-        """The time that the network is given at each noise level of a grid, float32, in its shape.
+        """The time that the network is given at each noise level of a schedule, float32, in its shape.
 
         Recorded beside sigma and handed back at replay, since it is not 1000 σ everywhere.
         """

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from visalign.data.sets.checks import check_preferences, summed_votes, without_duplicates
@@ -21,6 +22,9 @@ from visalign.pipelines.shared.pictures import Row, check_pictures, read_images
 from visalign.training.diffusion.pictures import Stored
 
 from .config import DataConfig
+
+READ = 32
+"""Pictures that are in memory as files have them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +96,9 @@ def stored_latents(policy: Any, first: Mapping[str, Any]) -> Stored:
         return read_images([record["image"]], record["where"])[0]
 
     def latents(records: Sequence[Mapping[str, Any]]) -> Tensor:
-        with ThreadPoolExecutor() as pool:
-            return policy.encode_images(list(pool.map(read, records)))
+        with ThreadPoolExecutor() as pool:  # few at a time: pictures may be large
+            parts = [records[at : at + READ] for at in range(0, len(records), READ)]
+            return torch.cat([policy.encode_images(list(pool.map(read, part))) for part in parts])
 
     latents(first["candidates"][:1])
     return latents

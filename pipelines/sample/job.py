@@ -289,7 +289,8 @@ class _Judge:
     @property
     def compares(self) -> bool:
         """Whether a reward has to see all draws of a prompt together."""
-        return any(getattr(reward, "needs_group", False) for reward in self.rewards.values())
+        needs = ("needs_group", "needs_batch")
+        return any(getattr(reward, name, False) for reward in self.rewards.values() for name in needs)
 
     def __call__(self, made: Tensor) -> tuple[dict[str, Scores], Tensor]:
         """(label -> scores, [N] their sum with lower-is-better turned round, −∞ where one failed).

@@ -40,23 +40,26 @@ def build_accelerator(config: Any, folder: Path) -> Accelerator:
 
     Raises:
         UserError: a tracker that accelerate does not know or that is not installed, processes that cannot
-            meet, or that have different configurations or packages.
+            meet, or that have different configurations or packages, or one that is to divide a model.
     """
     import torch
     from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.utils import parse_flag_from_env
 
     from visalign.training.loop.processes import check_engine
+    from visalign.training.loop.sharding import check_several
 
     run: RunConfig = config.run
-    many = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if run.sharding:
+        check_several(processes)
     engines = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
     check_engine(kind for kind in engines if parse_flag_from_env(f"ACCELERATE_USE_{kind}"))
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="`log_with=")  # an error below
             accelerator = Accelerator(
-                cpu=run.device == "cpu" or (many and not torch.cuda.is_available()),
+                cpu=run.device == "cpu" or (processes > 1 and not torch.cuda.is_available()),
                 mixed_precision="no",
                 log_with=list(run.trackers) or None,
                 project_dir=str(folder),

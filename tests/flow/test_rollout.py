@@ -28,7 +28,7 @@ from visalign.flow.rollout import visited
 from visalign.flow.trajectory import Trajectory
 from visalign.interfaces import DiffusionPolicy
 
-GRID = diffusers_timestep_sigmas(6, shift=3.0)
+SIGMAS = diffusers_timestep_sigmas(6, shift=3.0)
 SEEDS = [101, 202, 303, 404, 505]
 CONDITION = Shift(torch.tensor([0.0, 0.5, -0.5, 1.0, -1.0]))
 KERNELS = [
@@ -40,7 +40,7 @@ KERNELS = [
 
 
 def run(policy: DiffusionPolicy, **settings) -> Trajectory:
-    settings = {"sigmas": GRID, "sde_steps": (0, 2, 3), "seeds": SEEDS} | settings
+    settings = {"sigmas": SIGMAS, "sde_steps": (0, 2, 3), "seeds": SEEDS} | settings
     return rollout(policy, CONDITION, **settings)
 
 
@@ -72,7 +72,7 @@ def test_trajectory_is_consistent(schedule, noise_level, form):
     assert found.x.dtype == found.x_next.dtype == found.latents.dtype == torch.bfloat16
     assert found.log_prob.dtype == found.mean.dtype == found.std.dtype == found.sigma.dtype == torch.float32
     assert found.log_prob.shape == found.std.shape == (5, 3) and found.sde_steps == (0, 2, 3)
-    assert torch.equal(found.sigma, GRID[[0, 2, 3]]) and torch.equal(found.sigma_next, GRID[[1, 3, 4]])
+    assert torch.equal(found.sigma, SIGMAS[[0, 2, 3]]) and torch.equal(found.sigma_next, SIGMAS[[1, 3, 4]])
     assert torch.equal(found.x[:, 2], found.x_next[:, 1])  # steps 2 and 3 are neighbours
     assert torch.equal(found.x[:, 0], initial_noise(SEEDS, (2, 3, 3)).bfloat16())
     assert len(found) == 5 and found.dimensions == 18
@@ -88,11 +88,11 @@ def test_steps_between_noise_steps_are_euler_steps():
     found = run(policy)
     with torch.no_grad():
         x = found.x_next[:, 0]
-        v = policy.velocity(x, GRID[1].expand(5), CONDITION)
-        assert torch.equal(sde_step(x, v, GRID[1], GRID[2], schedule="none").mean, found.x[:, 1])
+        v = policy.velocity(x, SIGMAS[1].expand(5), CONDITION)
+        assert torch.equal(sde_step(x, v, SIGMAS[1], SIGMAS[2], schedule="none").mean, found.x[:, 1])
         x = found.x_next[:, 2]
         for k in (4, 5):
-            x = x + (GRID[k + 1] - GRID[k]) * policy.velocity(x, GRID[k].expand(5), CONDITION)
+            x = x + (SIGMAS[k + 1] - SIGMAS[k]) * policy.velocity(x, SIGMAS[k].expand(5), CONDITION)
     torch.testing.assert_close(found.latents, x)
 
 
@@ -275,7 +275,7 @@ def test_a_sample_does_not_depend_on_its_batch(schedule):
     few = rollout(
         policy,
         CONDITION.select(order),
-        sigmas=GRID,
+        sigmas=SIGMAS,
         sde_steps=(0, 2, 3),
         schedule=schedule,
         seeds=torch.tensor(SEEDS)[order],
@@ -311,7 +311,7 @@ def test_deterministic_rollout_needs_no_noise_and_counts_its_forwards():
     assert ode.x.shape == (5, 0, 2, 3, 3) and ode.log_prob.shape == (5, 0) and ode.kernel.schedule == "none"
     assert policy.forward_count.forward == 5 * 6
     noise = initial_noise(SEEDS, (2, 3, 3))
-    given_noise = rollout(policy, CONDITION, sigmas=GRID, noise=noise)
+    given_noise = rollout(policy, CONDITION, sigmas=SIGMAS, noise=noise)
     assert torch.equal(given_noise.latents, ode.latents)
     assert torch.equal(noise, initial_noise(SEEDS, (2, 3, 3)))  # the caller's tensor is left as it was
 
@@ -325,7 +325,9 @@ def test_steps_behind_the_last_noise_can_be_fewer():
     assert policy.forward_count.forward == 5 * 4 and visited(6, (0, 1), 0.5) == [0, 1, 2, 4, 6]
     assert torch.equal(flash.x_next, whole.x_next) and torch.equal(flash.log_prob, whole.log_prob)
     x = flash.x_next[:, 1]
-    for sigma, sigma_next, time in zip(GRID[[2, 4]], GRID[[4, 6]], policy.times(GRID[[2, 4]]), strict=True):
+    for sigma, sigma_next, time in zip(
+        SIGMAS[[2, 4]], SIGMAS[[4, 6]], policy.times(SIGMAS[[2, 4]]), strict=True
+    ):
         v = policy.velocity(x, sigma.expand(5), CONDITION, time.expand(5))
         x = (x + v * (sigma_next - sigma)).double()
     torch.testing.assert_close(flash.latents, x)
@@ -356,10 +358,10 @@ def test_rollout_samples_the_data_distribution():
 
 def test_sigma_max_is_the_second_level_unless_given():
     policy = LinearPolicy()
-    assert run(policy).kernel.sigma_max == GRID[1].item()
+    assert run(policy).kernel.sigma_max == SIGMAS[1].item()
     chosen = run(policy, sigma_max=0.99)
     assert chosen.kernel == Kernel(schedule="flow", noise_level=0.7, sigma_max=0.99)
-    assert chosen.std[0, 0] == pytest.approx(0.7 * 10 * math.sqrt(1 - GRID[1].item()), rel=1e-4)
+    assert chosen.std[0, 0] == pytest.approx(0.7 * 10 * math.sqrt(1 - SIGMAS[1].item()), rel=1e-4)
 
 
 @settings(deadline=None, max_examples=25)
@@ -409,7 +411,7 @@ def test_rollout_refuses_bad_arguments(changes, message):
 
 def test_an_empty_condition_and_fractional_steps_are_refused():
     with pytest.raises(ValueError, match="at least one sample"):
-        rollout(LinearPolicy(), Shift(torch.zeros(0)), sigmas=GRID, seeds=[])
+        rollout(LinearPolicy(), Shift(torch.zeros(0)), sigmas=SIGMAS, seeds=[])
     with pytest.raises(TypeError, match="integer"):
         run(LinearPolicy(), sde_steps=(0.5,))
 

@@ -23,7 +23,7 @@ from visalign.flow import (
 )
 
 
-def test_time_grid_by_hand():
+def test_timestep_sigmas_by_hand():
     assert timestep_sigmas(4).tolist() == [1.0, 0.75, 0.5, 0.25, 0.0]
     expected = torch.tensor([1.0, 9 / 10, 3 / 4, 1 / 2, 0.0])
     torch.testing.assert_close(timestep_sigmas(4, shift=3.0), expected, rtol=0, atol=1e-7)
@@ -46,14 +46,14 @@ def test_diffusers_timestep_sigmas_with_other_training_timesteps():
 
 @settings(deadline=None, max_examples=50)
 @given(steps=st.integers(1, 60), shift=st.floats(0.1, 20))
-def test_grids_fall_strictly_from_one_to_zero(steps, shift):
+def test_they_fall_strictly_from_one_to_zero(steps, shift):
     for grid in (timestep_sigmas(steps, shift=shift), diffusers_timestep_sigmas(steps, shift=shift)):
         assert grid.shape == (steps + 1,) and grid[0] == 1 and grid[-1] == 0
         assert bool((grid[1:] < grid[:-1]).all())
 
 
 @pytest.mark.parametrize("make", [timestep_sigmas, diffusers_timestep_sigmas])
-def test_grids_refuse_bad_arguments(make):
+def test_they_refuse_bad_arguments(make):
     with pytest.raises(ValueError, match="at least 1 step; got 0"):
         make(0, shift=1.0)
     for shift in (0.0, -1.0, math.inf, math.nan):

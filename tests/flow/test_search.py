@@ -15,7 +15,7 @@ from visalign.flow import PathSearch, ZeroOrderSearch, rollout, timestep_sigmas,
 from visalign.flow.search import noised_again
 from visalign.flow.transitions import sde_step
 
-GRID, BEST = timestep_sigmas(10), 0.9
+SIGMAS, BEST = timestep_sigmas(10), 0.9
 
 
 class Toy(GaussianPolicy):
@@ -33,12 +33,12 @@ def searched(search, count=8, reward=near_best, seeds=None, condition=None, **mo
     policy = Toy()
     condition = Shift(torch.zeros(count)) if condition is None else condition
     seeds = range(count) if seeds is None else seeds
-    made = search(policy, condition, reward, sigmas=GRID, seeds=seeds, **more)
+    made = search(policy, condition, reward, sigmas=SIGMAS, seeds=seeds, **more)
     return made, policy.count.equivalents
 
 
 def plain(count=8):
-    return rollout(Toy(), Shift(torch.zeros(count)), sigmas=GRID, seeds=range(count)).latents
+    return rollout(Toy(), Shift(torch.zeros(count)), sigmas=SIGMAS, seeds=range(count)).latents
 
 
 def test_more_rounds_of_zero_order_search_are_never_worse_and_reach_the_best_picture():
@@ -82,7 +82,7 @@ def test_what_is_judged_of_paths_is_the_picture_that_the_last_step_predicted():
         return near_best(images)
 
     search = PathSearch(branches=3, start=3, back=1, forward=3)
-    search(policy, Shift(torch.zeros(4)), reward, sigmas=GRID, seeds=range(4))
+    search(policy, Shift(torch.zeros(4)), reward, sigmas=SIGMAS, seeds=range(4))
     assert len(seen) == 3 * len(search.rounds(10)) == 12
 
 

@@ -10,14 +10,17 @@ from tests.support.flow_policies import GaussianPolicy, LinearPolicy, Shift
 from visalign.flow import initial_noise, ratio_check, rollout, step_noise, timestep_sigmas, tree_nodes
 from visalign.flow.trajectory import joined_trajectories
 
-GRID, SEEDS = timestep_sigmas(4), list(range(10, 18))
+SIGMAS, SEEDS = timestep_sigmas(4), list(range(10, 18))
 GROUP = torch.tensor([7] * 4 + [3] * 4)
 CONDITION = Shift(torch.tensor([0.5] * 4 + [-0.5] * 4))
 
 
 def run(policy, nodes, **settings):
     return rollout(
-        policy, CONDITION, **{"sigmas": GRID, "sde_steps": [0, 1, 2], "seeds": SEEDS, **settings}, nodes=nodes
+        policy,
+        CONDITION,
+        **{"sigmas": SIGMAS, "sde_steps": [0, 1, 2], "seeds": SEEDS, **settings},
+        nodes=nodes,
     )
 
 
@@ -84,7 +87,7 @@ def test_stretches_of_trees_are_those_of_one_rollout():
         rollout(
             policy,
             CONDITION.select(rows),
-            sigmas=GRID,
+            sigmas=SIGMAS,
             sde_steps=[0, 1, 2],
             seeds=torch.tensor(SEEDS)[rows],
             nodes=tree_nodes(GROUP[rows], 4, at=[0, 2], children=2),

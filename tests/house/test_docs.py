@@ -99,8 +99,8 @@ def commands_of(text: str) -> list[list[str]]:
     for line in text.replace("\\\n", " ").splitlines():
         for part in line.split("&&"):
             words = shlex.split(part, comments=True)
-            if words[:3] == ["python", "-m", "visalign"]:
-                words = words[2:]
+            if words[:1] in (["python"], ["torchrun"]) and "-m" in words:  # of what -m names
+                words = words[words.index("-m") + 1 :]
             if words[:1] == ["visalign"]:
                 found.append(words[1:])
     return found

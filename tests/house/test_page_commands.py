@@ -32,7 +32,7 @@ LEFT = {
     "serve-reward": "serves until it is ended: tests/rewards/serve",
     "video_align": "published weights",
     "-r geneval": "published weights",
-    "quickstart": "takes minutes: shapes_flow_grpo, which fine_tune.md runs, on a preset",
+    "visalign quickstart": "takes minutes: shapes_flow_grpo, which fine_tune.md runs, on a preset",
     "pip install": "installs",
     "mkdocs serve": "serves until it is ended",
     "-m pytest": "all of this",
@@ -102,7 +102,8 @@ def cut(words: list[str]) -> list[str]:
         budget += OF_PICTURES[: 1 if config["pipeline"] == "text_sample" else 2]
     elif "data.heldout=null" in words:
         budget = tuple(key for key in budget if not key.startswith("data.held"))
-    return [*found, *budget]
+    own = {word.partition("=")[0] for word in words}  # what the page sets stays
+    return [*found, *(key for key in budget if key.partition("=")[0] not in own)]
 
 
 def lay_out(commands: list[list[str]]) -> None:

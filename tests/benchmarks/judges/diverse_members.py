@@ -87,7 +87,7 @@ def diversity(members: list[Path]) -> float:
 
 def one_seed(seed: int, given: argparse.Namespace) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
     """(Ensemble, ground) -> ([N] whether the mean lead is wrong, [N] deviation of the members)."""
-    folder = given.output.resolve() / f"seed{seed}"
+    folder = given.output.resolve() / f"seed{seed}_{given.pairs}"
     train = drawn("train", seed, None, given.pairs, clear=False)
     table, members = written(folder, train), []
     for number, apart in enumerate((False, False, False, True, True)):

@@ -139,7 +139,7 @@ def hits(value: np.ndarray, better: np.ndarray) -> np.ndarray:
 def one_seed(output: Path, seed: int, given: argparse.Namespace) -> dict[str, np.ndarray]:
     """Way of summing -> whether each pair is right."""
     folder = output if seed == 0 else output / f"seed{seed}"
-    saved = folder / f"right_{given.heldout}_{given.votes}.json"
+    saved = folder / f"right_{given.pictures}_{given.heldout}_{given.votes}.json"
     if saved.is_file():
         return {name: np.array(row) for name, row in json.loads(saved.read_text(encoding="utf-8")).items()}
     votes = voted(folder, "votes", "train", seed, given.pictures)

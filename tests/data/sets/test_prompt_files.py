@@ -108,6 +108,8 @@ def test_a_source_may_be_a_list_of_pictures(tmp_path):
     one = r"line 1: the source is \[.*, and the model edits one picture.*FLUX\.2"
     with pytest.raises(UserError, match=one):
         load_prompts(file, edits="needed", several=False)
+    file.write_text(json.dumps({"prompt": "a", "source": names[:1]}))
+    assert len(load_prompts(file, edits="needed", several=False)) == 1
     absent = [names[0], "absent.png"]
     for source, reason in ((absent, "'absent.png' is no picture"), ([], "give the path"), ([1], "give")):
         file.write_text(json.dumps({"prompt": "a", "source": source}))

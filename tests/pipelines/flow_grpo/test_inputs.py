@@ -70,12 +70,21 @@ def test_what_the_run_refuses_the_plan_refuses(tmp_path: Path, override: str, me
         ("rollout.timestep_schedule=nope", r"rollout\.timestep_schedule is 'nope'"),
         ("rollout={steps: 4, schedule: cps, noise_level: 1.5}", r"rollout\.noise_level is 1\.5"),
         ("optimizer.lr=.inf", r"optimizer\.lr is inf"),
+        ("objective.changes={kl: 0, kl_form: velocity}", r"has no KL term\. Set its weight too"),
         ("model.guidance=.inf", r"Key 'model\.guidance' .*got inf .*finite"),
     ],
 )
 def test_settings_are_refused_when_they_are_read(override: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         config(override)
+
+
+def test_one_process_is_refused_before_a_divided_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("visalign.pipelines.flow_grpo.job.build_policy", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(UserError, match="sharding divides a model among processes, and one was started"):
+        run(config("run.sharding=true"), tmp_path / "run")
 
 
 def test_a_reward_that_breaks_while_it_is_looked_at_stops_the_plan(tmp_path: Path) -> None:

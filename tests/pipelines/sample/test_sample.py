@@ -100,7 +100,7 @@ def test_the_best_of_several(folder, tmp_path):
 
 
 @pytest.mark.parametrize("search", [None, ZeroOrderSearch(rounds=1, candidates=2)], ids=["draws", "search"])
-@pytest.mark.parametrize("compares", [False, True])
+@pytest.mark.parametrize("compares", ["", "group", "batch"])
 def test_of_many_draws_one_batch_and_the_best_are_in_memory(search, compares, tmp_path, monkeypatch):
     """They are those of all draws at once; a reward that compares the draws is given all of them."""
     policy: Any = ToyPolicy()
@@ -115,7 +115,7 @@ def test_of_many_draws_one_batch_and_the_best_are_in_memory(search, compares, tm
         return torch.from_numpy(made)
 
     class Judge(Brightness):
-        needs_group = compares
+        needs_group, needs_batch = compares == "group", compares == "batch"
 
         def score(self, images, prompts, metadata=None):
             asked.append(len(images))
@@ -130,12 +130,12 @@ def test_of_many_draws_one_batch_and_the_best_are_in_memory(search, compares, tm
     assert compares or most[0] <= (3 if search is None else 6)
     for row in table:
         seeds = [sample_seed("sample", row["prompt"], row["seed"], i) for i in range(11)]
-        condition, grid = policy.encode([row["prompt"]] * 11), policy.sigmas(2)
+        condition, sigmas = policy.encode([row["prompt"]] * 11), policy.sigmas(2)
         if search is None:
-            latents = rollout(policy, condition, sigmas=grid, seeds=seeds).latents
+            latents = rollout(policy, condition, sigmas=sigmas, seeds=seeds).latents
         else:
             liked = lambda images: Judge().score(images, [row["prompt"]] * len(images)).value  # noqa: B023, E731
-            latents = search(policy, condition, liked, sigmas=grid, seeds=seeds)
+            latents = search(policy, condition, liked, sigmas=sigmas, seeds=seeds)
         scores = Brightness().score(decode(latents), [row["prompt"]] * 11).value
         best = int(scores.argmax())
         assert row["brightness"] == pytest.approx(float(scores[best]), abs=1e-6)
@@ -236,9 +236,9 @@ def test_a_video_is_written_whole_beside_its_middle_frame(tmp_path, monkeypatch)
     ]
     assert rows(tmp_path / "out") == table
     seeds = [sample_seed("sample", "a ball rolls", seed, 0) for seed in (0, 1)]
-    grid, condition = policy.sigmas(2), policy.encode(["a ball rolls"] * 2)
+    sigmas, condition = policy.sigmas(2), policy.encode(["a ball rolls"] * 2)
     with torch.no_grad():
-        made = policy.decode_frames(rollout(policy, condition, sigmas=grid, seeds=seeds).latents)
+        made = policy.decode_frames(rollout(policy, condition, sigmas=sigmas, seeds=seeds).latents)
     for row, clip, value in zip(table, made, frames.score(made, ["", ""]).value.tolist(), strict=True):
         with Image.open(tmp_path / "out" / row["clip"]) as found:
             pages = [np.asarray(page.convert("RGB")).astype(int) for page in ImageSequence.Iterator(found)]

@@ -117,7 +117,7 @@ def test_an_evaluation_is_named_on_the_way_and_before_the_training(tmp_path: Pat
 def test_a_decoder_is_named(decode_batch: int | None, said: str, tmp_path: Path) -> None:
     policy, sizes = ToyPolicy(), {"decode_batch": decode_batch}
     policy.decode = lambda *_: (_ for _ in ()).throw(CUDA)  # type: ignore[method-assign]
-    with pytest.raises(OutOfMemory, match=rf"while pictures were decoded \(Tried .*model\.{said}"):
+    with pytest.raises(OutOfMemory, match=rf"while pictures were decoded or encoded \(Tried .*model\.{said}"):
         _trainer(tmp_path, policy, sizes).train()
 
 

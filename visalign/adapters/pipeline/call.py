@@ -32,7 +32,7 @@ others begin at a step's index, which one call has not."""
 
 
 class PipelineCall:
-    """Stands where the pipeline makes its grid, its start and its embeddings."""
+    """Stands where the pipeline makes its timesteps, its start and its embeddings."""
 
     latent_shape: tuple[int, ...]
     """Of one sample, as the pipeline's `prepare_latents` makes it."""

@@ -153,10 +153,10 @@ def _check_sources(path: Path, found: Iterable[tuple[int, Record]], *, needed: b
         where = f"prompt file {path} line {number}"
         if source is None and needed:
             raise UserError(f"{where} has no 'source', the picture that the model edits. {_SOURCES}")
-        pictures, is_list = listed_sources(source), isinstance(source, list)
+        pictures = listed_sources(source)
         if source is not None and not (pictures and all(isinstance(each, str) for each in pictures)):
             raise UserError(f"{where}: the source is {source!r:.80}; give the path of a picture.")
-        if is_list and not several:
+        if len(pictures) > 1 and not several:
             raise UserError(
                 f"{where}: the source is {source!r:.80}, and the model edits one picture. Give one path, or "
                 "take a model that joins several (FLUX.2, Qwen-Image-Edit-2509)."

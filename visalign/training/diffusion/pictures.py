@@ -183,7 +183,7 @@ class PictureSource:
         places = (batch.sample_id % self.rollout.group_size).tolist()
         own = [{**one, **one["candidates"][place]} for one, place in zip(records, places, strict=True)]
         condition = self._encoded(records, clock)
-        with clock.phase("rollout"), torch.no_grad():
+        with clock.phase("decode"), torch.no_grad():
             latents = self.stored(own)
         return Drawn(
             condition=condition,

@@ -64,8 +64,9 @@ PUBLISHED: dict[str, tuple[str, str]] = {
     "rwr": ("objective.algorithm=reward_weighted", "arXiv 2302.12192"),
     "dpo": (
         "objective.algorithm=diffusion_dpo",
-        "Diffusion-DPO, arXiv 2311.12908, online; `sd35_diffusion_dpo` is a whole configuration; the row "
-        "online_dpo is DPO on log-probs of steps",
+        "Diffusion-DPO, arXiv 2311.12908, of stored pairs with data.pairs=FILE rollout.group_size=2, else "
+        "online; `sd35_diffusion_dpo` is a whole configuration; the row online_dpo is DPO on log-probs of "
+        "steps",
     ),
     "best_of_n": (
         "objective.algorithm=rejection objective.changes.signal_options.share=0.01",
@@ -92,7 +93,7 @@ def instead_of(name: str) -> str:
     """What a job of pictures takes in place of an algorithm that it has no row for, as sentences.
 
     >>> instead_of("MixGRPO")  # doctest: +ELLIPSIS
-    'It is settings here: objective.algorithm=flow_grpo rollout.sde_window=4 ... (MixGRPO, arXiv 2507.21802).'
+    'It is settings here: objective.algorithm=flow_grpo ... (MixGRPO, arXiv 2507.21802; ...'
     """
     known = {_plain(key): said for key, said in PUBLISHED.items()}
     if _plain(name) in known:

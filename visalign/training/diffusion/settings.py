@@ -248,6 +248,11 @@ def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettin
         UserError: with what to set instead.
     """
     row = objective.regression
+    if objective.changes.get("kl_form", "divergence") != "divergence" and not objective.build(length=1).kl:
+        raise UserError(
+            f"objective.changes.kl_form is {objective.changes['kl_form']}, and objective.algorithm="
+            f"{objective.algorithm} has no KL term. Set its weight too, e.g. objective.changes.kl=0.01."
+        )
     _check_solver(objective, rollout)
     _check_credit(objective, rollout)
     if rollout.staleness:

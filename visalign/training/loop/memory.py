@@ -15,7 +15,7 @@ from .runtime import PhaseClock, is_out_of_memory
 
 BOUNDS = {
     "rollout": ("while samples were made", ("rollout.batch_size", "model.generate_batch")),
-    "decode": ("while pictures were decoded", ("model.decode_batch",)),
+    "decode": ("while pictures were decoded or encoded", ("model.decode_batch",)),
     "replay": ("while log-probs were computed again", ("model.score_batch", "optimizer.micro_batch")),
     "update": ("in an update", ("optimizer.micro_batch", "data.micro_batch")),
     "evaluation": (

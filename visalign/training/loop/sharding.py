@@ -24,6 +24,19 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from visalign.errors import UserError
 
 
+def check_several(processes: int) -> None:
+    """Refuse to divide a model among one process.
+
+    Raises:
+        UserError: one was started.
+    """
+    if processes == 1:
+        raise UserError(
+            "sharding divides a model among processes, and one was started. Start several with torchrun or "
+            "accelerate launch, or leave sharding out."
+        )
+
+
 def shard(network: nn.Module, accelerator: Accelerator, kept: Collection[nn.Parameter] = ()) -> None:
     """Divide a network's parameters among all processes, in place, block by block.
 
@@ -39,11 +52,7 @@ def shard(network: nn.Module, accelerator: Accelerator, kept: Collection[nn.Para
     Raises:
         UserError: one process, quantised weights, a single number that is trained, or an older torch.
     """
-    if accelerator.num_processes == 1:
-        raise UserError(
-            "sharding divides a model among processes, and one was started. Start several with torchrun or "
-            "accelerate launch, or leave sharding out."
-        )
+    check_several(accelerator.num_processes)
     if not hasattr(FSDPModule, "reset_iter_state"):
         raise UserError(
             f"sharding needs FSDP2 with reset_iter_state, as PyTorch 2.14 has it, and this is "
