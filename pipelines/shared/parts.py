@@ -51,7 +51,7 @@ def build_accelerator(config: Any, folder: Path) -> Accelerator:
 
     run: RunConfig = config.run
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if run.sharding:
+    if getattr(run, "sharding", False):
         check_several(processes)
     engines = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
     check_engine(kind for kind in engines if parse_flag_from_env(f"ACCELERATE_USE_{kind}"))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import nn
 
 from tests.support.models.pipelines import tiny_pipeline
@@ -50,8 +51,9 @@ def test_it_is_the_same_function(name: str, how: dict[str, Any], monkeypatch: py
 
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
     policy = policy_of(name)
-    before = asked(policy)
+    before, of_others = asked(policy), _AttentionBackendRegistry.get_active_backend()
     speed_up(policy.module, **how)
+    assert _AttentionBackendRegistry.get_active_backend() == of_others
     for there, here in zip(before, asked(policy), strict=True):
         torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-4)
     assert bool(compiled) == ("compiled" in how)

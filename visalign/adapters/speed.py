@@ -53,7 +53,10 @@ def _attend_by(network: nn.Module, backend: str) -> None:
             f"model.attention is {backend!r}, and no layer of this {type(network).__name__} takes a backend. "
             "Leave it out (the fast adapter of SD3 has its own attention)."
         )
+    from diffusers.models.attention_dispatch import attention_backend
+
     try:
-        network.set_attention_backend(backend)  # type: ignore[operator]  # of diffusers' ModelMixin
+        with attention_backend():  # whose end gives the other networks of the process theirs back
+            network.set_attention_backend(backend)  # type: ignore[operator]  # of diffusers' ModelMixin
     except (ValueError, RuntimeError, ImportError) as error:
         raise UserError(f"model.attention is {backend!r}: {error}") from error

@@ -252,7 +252,7 @@ def test_a_replay_finds_the_rollout(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_contract(name, tmp_path):
     policy = policy_of(name)
-    assert len(check_adapter(policy, prompts=tiny_prompts(name, CHECKED))) == 12
+    assert len(check_adapter(policy, prompts=tiny_prompts(name, CHECKED))) == 13
     trained = [n for n, p in policy.module.named_parameters() if p.requires_grad]
     assert trained and all("lora_" in n for n in trained)
     with torch.no_grad():

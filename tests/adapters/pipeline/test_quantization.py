@@ -102,7 +102,7 @@ def plain(weight: torch.Tensor) -> torch.Tensor:
 @needs_torchao
 def test_the_contract_and_a_start_from_saved_adapters(folders, tmp_path):
     policy = int8(folders, "flux")
-    assert len(check_adapter(policy, prompts=["a red circle", "two squares"])) == 12
+    assert len(check_adapter(policy, prompts=["a red circle", "two squares"])) == 13
     with torch.no_grad():
         for _, weight in policy.trainable_parameters():
             weight.add_(0.1)

@@ -100,7 +100,7 @@ def test_the_small_unet_predicts_epsilon_and_is_a_policy() -> None:
 
     policy: Any = load_policy(resolve_model("shapes-sd15"), lora=LoraSettings(rank=2))
     assert policy.latent_shape == (8, 8, 8)
-    assert len(check_adapter(policy, prompts=["a red circle", "two blue squares"])) == 12
+    assert len(check_adapter(policy, prompts=["a red circle", "two blue squares"])) == 13
 
 
 @pytest.mark.slow
