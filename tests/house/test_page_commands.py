@@ -102,7 +102,7 @@ def cut(words: list[str]) -> list[str]:
         budget += OF_PICTURES[: 1 if config["pipeline"] == "text_sample" else 2]
     elif "data.heldout=null" in words:
         budget = tuple(key for key in budget if not key.startswith("data.held"))
-    own = {word.partition("=")[0] for word in words}  # what the page sets stays
+    own = {word.partition("=")[0] for word in words} - {"run.iterations"}  # what the page sets stays
     return [*found, *(key for key in budget if key.partition("=")[0] not in own)]
 
 
