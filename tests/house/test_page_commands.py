@@ -14,7 +14,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from tests.house.test_docs import BLOCKS, README, SITE
-from tests.house.test_quick_starts import BUDGETS, STARTS, runnable
+from tests.house.test_quick_starts import BUDGETS, LENGTHS, STARTS, runnable
 from visalign.config import read_config
 from visalign.data.shapes.prompts import heldout_prompts
 from visalign.data.shapes.render import render
@@ -102,7 +102,7 @@ def cut(words: list[str]) -> list[str]:
         budget += OF_PICTURES[: 1 if config["pipeline"] == "text_sample" else 2]
     elif "data.heldout=null" in words:
         budget = tuple(key for key in budget if not key.startswith("data.held"))
-    own = {word.partition("=")[0] for word in words} - {"run.iterations"}  # what the page sets stays
+    own = {word.partition("=")[0] for word in words} - LENGTHS
     return [*found, *(key for key in budget if key.partition("=")[0] not in own)]
 
 

@@ -56,6 +56,8 @@ BUDGETS = {
     ),
 }
 """Pipeline -> what makes a run of it small."""
+LENGTHS = {"run.iterations", "data.size", "rollout.samples"}
+"""Of these the budget counts, of the others what a page sets."""
 OF_THE_READER = ("FOLDER", "NAME", "pairs.jsonl")
 """Words in whose place a reader puts something that is not here; such commands are parsed in `test_docs`."""
 
@@ -86,7 +88,7 @@ def test_the_quick_start_runs(block: Block, tmp_path: Path, monkeypatch: pytest.
     few = "".join(f"{json.dumps(record)}\n" for record in heldout_prompts()[::60])
     Path("few.jsonl").write_text(few, encoding="utf-8")
     for number, words in enumerate(runnable(block)):
-        own = {word.partition("=")[0] for word in words}  # what the page sets stays
+        own = {word.partition("=")[0] for word in words} - LENGTHS
         budgets = BUDGETS[str(read_config(words[1])["pipeline"])]
         budget = [key for key in budgets if key.partition("=")[0] not in own]
         output = Path(words[words.index("--output") + 1]) if "--output" in words else Path(f"run{number}")
