@@ -8,7 +8,8 @@ are fetched by pyiqa itself when a metric is made.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -70,7 +71,8 @@ class Iqa:
         """pyiqa's metric."""
         make = import_module("pyiqa").create_metric
         try:
-            return make(self.metric, device=self._device, **self._options).eval()
+            with _llama_kept(self.metric):
+                return make(self.metric, device=self._device, **self._options).eval()
         except (OSError, TypeError) as error:
             raise RewardError(
                 f"{self.name}: pyiqa cannot make {self.metric!r} ({type(error).__name__}: {error}). It "
@@ -107,3 +109,25 @@ class Iqa:
             value[row] = found
             reasons[row] = None if math.isfinite(found) else f"pyiqa's {self.metric} gives {found}"
         return make_scores(value, reasons, self.unit)
+
+
+@contextmanager
+def _llama_kept(metric: str) -> Iterator[None]:
+    """Give transformers its Llama back, whose classes pyiqa exchanges in the whole process for its Q-Align.
+
+    Args:
+        metric: that is made inside; Q-Align and its kin run on what pyiqa puts there.
+    """
+    names = ("configuration_llama", "modeling_llama")
+    modules = [import_module(f"transformers.models.llama.{name}") for name in names]
+    before = [dict(vars(module)) for module in modules]
+    models = [before[1][name] for name in ("LlamaModel", "LlamaForCausalLM")]
+    forwards = [model.forward for model in models]
+    try:
+        yield
+    finally:
+        if not metric.startswith(("qalign", "compare2score")):
+            for module, known in zip(modules, before, strict=True):
+                vars(module).update(known)
+            for model, forward in zip(models, forwards, strict=True):
+                model.forward = forward

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from transformers.models.llama import modeling_llama
 
 from visalign.rewards import RewardError, check_reward
 from visalign.rewards.scorers.iqa import Iqa
@@ -94,6 +95,8 @@ def test_the_library_itself() -> None:
         torch.manual_seed(0)
         judge = Iqa(metric, device="cpu", **options)  # type: ignore[arg-type]  # options of many kinds
         found = judge.score(picture[None], ["a"], records)
+        of_others = (modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaModel.forward)
+        assert {one.__module__ for one in of_others} == {modeling_llama.__name__}, metric
         assert found.valid.all(), (metric, found.reason)
         given = [picture, records[0]["source"]]
         wanted = judge.model(*(one[None] for one in given[: 1 + judge.has_reference]))
