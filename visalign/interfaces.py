@@ -158,6 +158,9 @@ class DiffusionPolicy(Protocol):
 
     A policy that is to learn from stored pictures also has `encode_images(images)`, the inverse of `decode`:
     clean latents [B, ...] in its storage dtype, of B pictures [3, h, w] in [0, 1] of any size.
+
+    A policy that is to make pictures of several sizes has `image_size`, in pixels, one side, (height, width)
+    or None for its own, which may be set: `latent_shape`, `encode`, `sigmas` and `decode` follow.
     """
 
     latent_shape: tuple[int, ...]

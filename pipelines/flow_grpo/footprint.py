@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from visalign.pipelines.shared.memory import (
     trained_memory,
     weight_bytes,
 )
+from visalign.training.diffusion.pictures import check_sizes
 
 from .config import FlowGRPOConfig
 from .inputs import Inputs, prepare
@@ -57,7 +58,7 @@ def footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[st
     pairs = min(config.optimizer.micro_batch, math.ceil(update))
     try:
         with hollow_pipelines() as trace:
-            policy, flops = _velocity(config, inputs.records[0], pairs, trace)
+            policy, own, trained = _passes(config, inputs.records[0], pairs, trace)
     except (RuntimeError, TypeError) as error:
         raise UserError(
             f"visalign plan follows a model by shapes alone, and {config.model.path} asks for numbers there "
@@ -66,14 +67,14 @@ def footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[st
     memory = _memory(config, policy, images / world)
     ascent = config.objective.ascent
     graphs = 1 if ascent is None or ascent.stop_range else min(ascent.last, settings.steps)
-    activations = memory["activations_of_a_micro_batch"] = (trace.held * graphs + trace.largest_block) / GB
+    held, block = (max(getattr(one, name) for one in trained) for name in ("held", "largest_block"))
+    activations = memory["activations_of_a_micro_batch"] = (held * graphs + block) / GB
     if settings.merge_adapters:  # held while nothing is learnt
         merged = sum(layer.get_base_layer().weight.nbytes for layer in mergeable_adapters(policy.module))
         memory["merged_adapters"] = max(0.0, merged / GB - activations)
-    own = getattr(policy, "networks", {"transformer": None})
-    network = [name for name in memory if name.partition(", ")[0] in own or name == "trained_weights"]
-    sharding = config.run.sharding
-    memory = on_each_device(memory, network, world=world, sharding=sharding, spare=activations)
+    own_parts = {*_networks(policy), "trained_weights"}
+    network = [name for name in memory if name.partition(", ")[0] in own_parts]
+    memory = on_each_device(memory, network, world=world, sharding=config.run.sharding, spare=activations)
     judges, later = judge_bytes({**inputs.rewards, "the sum": inputs.reward})
     memory["judges"] = judges / GB
     memory["in_all"] = math.fsum(memory.values())
@@ -81,7 +82,9 @@ def footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[st
     run = cost * images * config.run.iterations
     again = trained_per_image(config) * images * config.run.iterations * config.objective.epochs
     steps = config.evaluation.steps or settings.steps
-    forwards = run + again * bool(trace.largest_block) + evaluated * steps * (1 + policy_guided(policy))
+    measured = evaluated * steps * (1 + policy_guided(policy))
+    flops = math.fsum(one.flops for one in trained) / len(trained)
+    operations = (run + again * bool(block)) * flops + measured * own.flops
     return {
         "model": {
             "trained_parameters": sum(w.numel() for _, w in policy.trainable_parameters()),
@@ -93,24 +96,55 @@ def footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[st
             "per_image": cost,
             "per_iteration": cost * images,
             "of_the_run": run,
-            "of_evaluation": evaluated * steps * (1 + policy_guided(policy)),
+            "of_evaluation": measured,
         },
-        "hours": hours_by_device(forwards * flops / world, memory["in_all"]),
+        "hours": hours_by_device(operations / world, memory["in_all"]),
     }
 
 
-def _velocity(config: FlowGRPOConfig, record: Any, pairs: int, trace: Any) -> tuple[Any, float]:
-    """(the hollow policy, operations of a pass for one sample); the trace holds one call for `pairs`."""
+@dataclass(frozen=True, order=True)
+class Pass:
+    """A call of the hollow network."""
+
+    flops: float
+    """Operations of a pass for one sample."""
+    held: int
+    """Bytes of activations that its backward needs."""
+    largest_block: int
+    """Bytes of those that checkpointing makes again at once."""
+
+
+def _passes(config: FlowGRPOConfig, record: Any, pairs: int, trace: Any) -> tuple[Any, Pass, list[Pass]]:
+    """The hollow policy, at the largest size that it is trained at; a call for `pairs` at its own size, and
+    one at each that it is trained at."""
     autocast = "bfloat16" if config.model.autocast == "auto" else config.model.autocast  # as GPUs have it
     plain = replace(config.model, compile=False, autocast=autocast)  # compiling changes no size
     policy: Any = build_policy(plain, torch.device("cpu"), config.seed)
+    check_sizes(policy, config.rollout)
+    own = _pass(policy, record, pairs, trace)
+    if (sizes := config.rollout.image_sizes) is None:
+        return policy, own, [own]
+    found = {}
+    for size in sizes:
+        policy.image_size = size
+        found[size] = _pass(policy, record, pairs, trace)
+    policy.image_size = max(found, key=lambda size: found[size])
+    return policy, own, [found[size] for size in sizes]
+
+
+def _pass(policy: Any, record: Any, pairs: int, trace: Any) -> Pass:
     condition = policy.encode(asked_of(policy, [record] * pairs))
     trace.clear()
-    x = torch.zeros(pairs, *policy.latent_shape, dtype=policy.storage_dtype)
+    count, x = policy.forward_count, torch.zeros(pairs, *policy.latent_shape, dtype=policy.storage_dtype)
+    before = count.forward + count.forward_backward
     policy.velocity(x, torch.full((pairs,), 0.5), condition)
-    passes = policy.forward_count.forward + policy.forward_count.forward_backward
-    networks = set(getattr(policy, "networks", {"transformer": None}))
-    return policy, sum(n for part, n in trace.flops.items() if part in networks) / max(1, passes)
+    flops = sum(n for part, n in trace.flops.items() if part in _networks(policy))
+    passes = max(1, count.forward + count.forward_backward - before)
+    return Pass(flops=flops / passes, held=trace.held, largest_block=trace.largest_block)
+
+
+def _networks(policy: Any) -> list[str]:
+    return list(getattr(policy, "networks", ["transformer"]))
 
 
 def policy_guided(policy: Any) -> bool:

@@ -14,6 +14,7 @@ from visalign.data.assets import resolve_model
 from visalign.flow.rollout import asked_of
 from visalign.pipelines.shared.parts import Records, ends_by, evenly_spaced
 from visalign.training.diffusion.cost import forward_equivalents_per_image, planned_passes
+from visalign.training.diffusion.pictures import check_sizes
 from visalign.training.policy.settings import away_from_reference
 
 from .config import FlowGRPOConfig
@@ -143,8 +144,39 @@ def _expected(config: FlowGRPOConfig, records: Records, images: float, pictures:
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     cuda = config.run.device == "auto" and torch.cuda.is_available()
-    policy = build_policy(config.model, torch.device("cuda" if cuda else "cpu"), config.seed)
-    condition = policy.encode(asked_of(policy, records[:PROBE]))
+    policy: Any = build_policy(config.model, torch.device("cuda" if cuda else "cpu"), config.seed)
+    check_sizes(policy, config.rollout)
+    some = records[:PROBE]
+    sample, _, decode = own = _timed(policy, some)
+    evaluation = pictures * ((config.evaluation.steps or config.rollout.steps) * sample + decode)
+    found = []
+    for size in config.rollout.image_sizes or []:
+        policy.image_size = size
+        found.append(_timed(policy, some))
+    sample, train, decode = (sum(each) / len(each) for each in zip(*(found or [own]), strict=True))
+    per_step = _asked_again(config) * sample + config.objective.epochs * (train + _others(config) * sample)
+    per_image = _sampled(config) * sample + decode + trained_per_image(config) * per_step
+    iteration = images * per_image
+    total = config.run.iterations * iteration
+    if config.run.max_seconds is not None:
+        total = min(total, config.run.max_seconds)
+    basis = f"fastest of 3 passes of {len(some)} samples, just now on {policy.device.type}"
+    if not cuda:
+        basis += f" with {torch.get_num_threads()} threads"
+    return {
+        "seconds_per_iteration_without_rewards": iteration,
+        "seconds_of_evaluation_without_rewards": evaluation,
+        "seconds_in_all_without_rewards": total + evaluation,
+        "basis": f"{basis}; rewards are not timed",
+        "ends_by": ends_by(config.run, iteration),
+    }
+
+
+def _timed(policy: Any, records: Records) -> tuple[float, float, float]:
+    """Seconds that a sample takes of a pass, of one with backward, and of decoding."""
+    import torch
+
+    condition = policy.encode(asked_of(policy, records))
     count = len(condition)
     x = torch.randn(count, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
     x = x.to(policy.device, policy.storage_dtype)
@@ -160,23 +192,7 @@ def _expected(config: FlowGRPOConfig, records: Records, images: float, pictures:
             parameter.grad = None
 
     sample, train, decode = (_seconds(f) / count for f in (forward, both, lambda: policy.decode(x)))
-    per_step = _asked_again(config) * sample + config.objective.epochs * (train + _others(config) * sample)
-    per_image = _sampled(config) * sample + decode + trained_per_image(config) * per_step
-    iteration = images * per_image
-    evaluation = pictures * ((config.evaluation.steps or config.rollout.steps) * sample + decode)
-    total = config.run.iterations * iteration
-    if config.run.max_seconds is not None:
-        total = min(total, config.run.max_seconds)
-    basis = f"fastest of 3 passes of {count} samples, just now on {policy.device.type}"
-    if not cuda:
-        basis += f" with {torch.get_num_threads()} threads"
-    return {
-        "seconds_per_iteration_without_rewards": iteration,
-        "seconds_of_evaluation_without_rewards": evaluation,
-        "seconds_in_all_without_rewards": total + evaluation,
-        "basis": f"{basis}; rewards are not timed",
-        "ends_by": ends_by(config.run, iteration),
-    }
+    return sample, train, decode
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -283,6 +283,37 @@ def test_the_contract(name, tmp_path):
     assert float((made - own_pictures(name, policy, noise, "pt", pipe=loaded)).abs().max()) <= 5e-5
 
 
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.own_size])
+def test_another_size_is_as_if_built_with_it(name):
+    policy = policy_of(name)
+    own, kept = policy.image_size, policy.latent_shape
+    height, width = (policy._call.fixed[side] for side in ("height", "width"))
+    known = [(h, w) for w, h in getattr(policy.pipe, "resolutions", None) or ()]
+    size = next((each for each in known if each != (height, width)), (height, 2 * width))
+    new = policy_of(name, image_size=size)
+
+    def said(policy: PipelinePolicy) -> list[torch.Tensor]:
+        x = torch.randn(3, *policy.latent_shape, generator=torch.Generator().manual_seed(5))
+        sigmas = policy.sigmas(STEPS)
+        condition = policy.encode(tiny_prompts(name, PROMPTS))
+        with torch.no_grad():
+            v = policy.velocity(x.to(policy.storage_dtype), sigmas[:-1], condition)
+        return [sigmas, policy.times(sigmas), v, policy.decode(x)]
+
+    before = said(policy)
+    policy.image_size = size
+    assert policy.image_size == size and policy.latent_shape == new.latent_shape != kept
+    resized = said(policy)
+    assert resized[-1].shape != before[-1].shape
+    assert all(torch.equal(one, other) for one, other in zip(resized, said(new), strict=True))
+    with pytest.raises(UserError, match=r"image_size is 7|7 and 7"):
+        policy.image_size = 7
+    assert policy.image_size == size and policy.latent_shape == new.latent_shape
+    policy.image_size = own
+    assert policy.latent_shape == kept
+    assert all(torch.equal(one, other) for one, other in zip(before, said(policy), strict=True))
+
+
 def test_latents_between_the_scales():
     """The noise's path: a pipeline's latents are ours divided by their scale."""
     policy = policy_of("sd15")

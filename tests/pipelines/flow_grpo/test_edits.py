@@ -84,6 +84,24 @@ def test_one_instruction_for_two_sources_is_trained(folder, tmp_path, algorithm)
     assert "make it blue (dark.png)" in page and "make it blue (light.png)" in page
 
 
+def test_edits_of_several_sizes_go_on_where_they_were(folder, tmp_path):
+    """Trained at two, evaluated at the model's own."""
+    sizes = "rollout.image_sizes=[[8, 16], 16]"
+    ends = []
+    for name, lengths in (("whole", [3]), ("stopped", [2, 3])):
+        output = tmp_path / name
+        for number, length in enumerate(lengths):
+            config = _config(folder, sizes, "optimizer.decay_updates=3", f"run.iterations={length}")
+            run(config, output, resume=number > 0)
+        ends.append(load_file(output / "lora" / "pytorch_lora_weights.safetensors"))
+        assert load_heldout(output / "after.npz").images.shape[1:3] == (16, 8)
+    assert all(np.array_equal(ends[0][name], ends[1][name]) for name in ends[0])
+    one = tmp_path / "one"
+    run(_config(folder, "optimizer.decay_updates=3", "run.iterations=3"), one)
+    other = load_file(one / "lora" / "pytorch_lora_weights.safetensors")
+    assert any(not np.array_equal(ends[0][name], other[name]) for name in other)
+
+
 def test_a_source_that_cannot_be_read_is_refused_before_the_model_is_loaded(folder, tmp_path):
     cut = tmp_path / "cut.png"
     Image.effect_noise((64, 64), 50).save(cut)

@@ -193,6 +193,20 @@ def test_memory_by_part_is_what_a_run_holds(folders):
     assert full["reference_and_old_policy"] == pytest.approx(full["trained_weights"])
 
 
+def test_several_sizes_are_planned_by_the_largest_and_their_mean(folders):
+    sizes = {name: f"model.image_size={size}" for name, size in (("small", 16), ("wide", "[16, 32]"))}
+    small, wide = (estimate(configured(folders, "flux", size)) for size in sizes.values())
+    both = estimate(
+        configured(folders, "flux", sizes["small"], "rollout.image_sizes=[[16, 32], 16]", "run.iterations=4")
+    )
+    assert both["memory_in_GB"] == wide["memory_in_GB"] != small["memory_in_GB"]
+    assert both["model"]["latent"] == wide["model"]["latent"]
+    flops = [each["model"]["operations_per_forward"] for each in (small, wide, both)]
+    assert flops[2] == pytest.approx((flops[0] + flops[1]) / 2) and flops[1] > 1.1 * flops[0]
+    one = estimate(configured(folders, "flux", sizes["small"], "rollout.image_sizes=[16]"))
+    assert one == small
+
+
 def test_merged_weights_are_counted_beyond_what_is_free_while_sampling(folders):
     """Beside them no activations of a micro-batch are held."""
     small = (

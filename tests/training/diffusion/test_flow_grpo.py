@@ -497,3 +497,8 @@ def test_a_group_makes_its_common_steps_once(tmp_path):
 def test_step_weights_must_fit_the_steps(tmp_path):
     with pytest.raises(UserError, match="2 weights for 4 steps"):
         toy_trainer(tmp_path, objective={"step_weights": [1.0, 1.0]})
+
+
+def test_a_policy_of_one_size_refuses_several(tmp_path):
+    with pytest.raises(UserError, match=r"image_sizes is \[8\], and \w+ makes pictures of one size.*adapter"):
+        toy_trainer(tmp_path, rollout={"image_sizes": [8]})

@@ -257,6 +257,9 @@ def test_versions_and_memory():
         (RolloutSettings, {"sde_window": 10}, "sde_window is 10; with 9 sde_steps it must be 1 to 9"),
         (RolloutSettings, {"sde_window": 2, "train_steps": [3]}, "Remove one of the two"),
         (RolloutSettings, {"max_failure_rate": 1.5}, "share from 0 to 1"),
+        (RolloutSettings, {"image_sizes": []}, r"image_sizes is \[\]; give sizes in pixels above 0.*or null"),
+        (RolloutSettings, {"image_sizes": [(64, 0)]}, r"image_sizes is \[\(64, 0\)\]; give sizes"),
+        (RolloutSettings, {"image_sizes": [8], "staleness": 1}, r"staleness=1 .* Leave one of the two out"),
         (
             DiffusionObjectiveSettings,
             {"changes": {"ratio": "gard"}},

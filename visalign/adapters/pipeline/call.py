@@ -69,7 +69,8 @@ class PipelineCall:
         self.networks: dict[str, Any] = {name: part for name, part in found.items() if part is not None}
         self.guidance = checked_guidance(pipe, self.family, guidance)
         self.negative_prompt = checked_negative(pipe, self.family, negative_prompt)
-        self.fixed = call_arguments(pipe, self.family, image_size, num_frames, call)
+        self._asked = num_frames, call
+        self.fixed = call_arguments(pipe, self.family, image_size, *self._asked)
         pipe.set_progress_bar_config(disable=True)
         self._own = {name: part for name, part in pipe.components.items() if name in EXCHANGED and part}
         self.scheduler = pipe.scheduler = handing_scheduler(pipe.scheduler)
@@ -87,9 +88,34 @@ class PipelineCall:
         if self.family.source != "none":
             ask = pipe._encode_vae_image
             pipe._encode_vae_image = lambda *args, **kwargs: self._source.encoded(ask, *args, **kwargs)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Encode anew what may depend on the size: a picture to edit is looked at beside it."""
         self._null: Encoded = {}
         self.nothing: Encoded = positive(self.encode("", guided=self.guided, source=self._blank))
         """The empty prompt, for calls whose prompt does not matter."""
+
+    @torch.no_grad()
+    def resize(self, image_size: int | tuple[int, int] | None) -> None:
+        """Make pictures of another size from now on.
+
+        Args:
+            image_size: as given to the constructor.
+
+        Raises:
+            UserError: a size that the pipeline does not make; it keeps the one that it has.
+        """
+        kept = self.fixed
+        self.fixed = call_arguments(self.pipe, self.family, image_size, *self._asked)
+        if self._blank is not None:
+            self._blank = Source(self._blank.pictures)
+        try:
+            self._forget()
+        except UserError:  # some pipelines refuse a size themselves
+            self.fixed = kept
+            self._forget()
+            raise
 
     @property
     def guided(self) -> bool:

@@ -92,6 +92,7 @@ class PipelinePolicy:
             num_frames=num_frames,
             call=call,
         )
+        self._image_size = image_size
         self.pipe, self.family, self.networks = pipe, self._call.family, self._call.networks
         self.latent_shape: tuple[int, ...] = self._call.latent_shape
         self.prediction: Prediction = self._call.scheduler.prediction
@@ -114,7 +115,7 @@ class PipelinePolicy:
         self._forward_count = ForwardCount()
         self._halves = Halves(self.networks, self.family, self._forward_count)
         self._times: dict[float, float] = {}
-        self._fine = self._known(FINE if self.prediction == "velocity" else 1)
+        self._fine = self._finely()
 
     @classmethod
     def from_pretrained(
@@ -169,6 +170,21 @@ class PipelinePolicy:
     def guided(self) -> bool:
         """Whether a velocity takes two halves."""
         return self._call.guided
+
+    @property
+    def image_size(self) -> int | tuple[int, int] | None:
+        """As given to the constructor; it may be set, and `latent_shape` and `sigmas` follow. What was
+        encoded before is for pictures of the size before."""
+        return self._image_size
+
+    @image_size.setter
+    def image_size(self, size: int | tuple[int, int] | None) -> None:
+        if size == self._image_size:
+            return
+        self._call.resize(size)
+        self._image_size, self.latent_shape = size, self._call.latent_shape
+        self._fine = self._finely()
+        self.__dict__.pop("_encoder", None)  # what it measured was of the other size
 
     @property
     def device(self) -> torch.device:
@@ -351,6 +367,9 @@ class PipelinePolicy:
         for part, network in self.networks.items():
             saved = type(network).from_pretrained(folder, subfolder=part, dtype=self.storage_dtype)
             network.load_state_dict(saved.state_dict())
+
+    def _finely(self) -> tuple[Tensor, Tensor]:
+        return self._known(FINE if self.prediction == "velocity" else 1)
 
     @torch.no_grad()
     def _known(self, steps: int) -> tuple[Tensor, Tensor]:

@@ -87,7 +87,7 @@ class SD3Policy:
         if has_short_masters:
             self.transformer.float()
         self.decode_batch = decode_batch
-        self.latent_shape = latent_shape(pipe, image_size)
+        self._image_size, self.latent_shape = image_size, latent_shape(pipe, image_size)
         self.storage_dtype: torch.dtype = self.transformer.dtype
         self._text = SD3TextEncoders(
             pipe, max_sequence_length=max_sequence_length, collapse=collapse_null_tokens, batch=encode_batch
@@ -141,6 +141,17 @@ class SD3Policy:
     def module(self) -> nn.Module:
         """The transformer, never wrapped: `visalign.training` wraps the replay that calls it."""
         return self.transformer
+
+    @property
+    def image_size(self) -> int | tuple[int, int] | None:
+        """As given to the constructor; it may be set, and `latent_shape` and `sigmas` follow."""
+        return self._image_size
+
+    @image_size.setter
+    def image_size(self, size: int | tuple[int, int] | None) -> None:
+        self.latent_shape = latent_shape(self.pipe, size)
+        self._image_size = size
+        self.__dict__.pop("_encoder", None)  # what it measured was of the other size
 
     @property
     def device(self) -> torch.device:

@@ -111,19 +111,19 @@ class FlowGRPO(PictureAlgorithm):
     def begin(self) -> None:
         """The objective, and the module that the processes share or divide."""
         self.objective = self.settings.build(length=self.rollout.trained_per_image)
-        self.step_weights = step_weights(self.settings, self.rollout, self.source.sigmas)
+        step_weights(self.settings, self.rollout, self.source.sigmas)
         joins = "the steps of a picture" if couples_decisions(self.objective) else None
         self.module = self.spread(
             ReplayModule(self.policy), asks_reference=self._needs_reference(), joins=joins
         )
-        self.ratio_bound: float | None = self._ratio_bound()
         self._ahead: Ahead[tuple[Drawn, tuple[int, ...]]] = Ahead(self._draw, self.rollout.staleness)
 
     def _needs_reference(self) -> bool:
         objective = self.objective
         return objective.kl > 0 or bool(objective.kl_in_reward) or away_from_reference(objective)
 
-    def _ratio_bound(self) -> float:
+    @property
+    def ratio_bound(self) -> float | None:  # type: ignore[override]
         """The bound grows with what the log-ratio is a sum over; the guard's is a mean under either norm."""
         if self.settings.ratio_bound is not None:
             return self.settings.ratio_bound
@@ -159,7 +159,8 @@ class FlowGRPO(PictureAlgorithm):
     def _trajectories(self, made: Pictures, trained: Sequence[int]) -> Trajectories:
         trajectory = made.trajectory
         old = self.source.of_all(trajectory.log_prob[:, list(trained)].contiguous())
-        factor = self.step_weights[[trajectory.sde_steps[step] for step in trained]]
+        of_steps = step_weights(self.settings, self.rollout, self.source.sigmas)
+        factor = of_steps[[trajectory.sde_steps[step] for step in trained]]
         one_by_one = self.objective.advantage in MATRIX_ADVANTAGES
         weights = list(reward_weights(self.source.reward).values())
         plain = self.settings.step_weights is None and self.objective.step_weight == "uniform"

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
 from visalign.flow.rollout import asked_of, decoded, rollout
 from visalign.flow.trajectory import Trajectory, end_points, joined_trajectories
@@ -83,6 +84,19 @@ class Pictures:
     metrics: Mapping[str, float]
 
 
+def check_sizes(policy: DiffusionPolicy, rollout: RolloutSettings) -> None:
+    """Refuse several sizes of a policy that has one.
+
+    Raises:
+        UserError: it has no `image_size` that may be set.
+    """
+    if rollout.image_sizes and not hasattr(policy, "image_size"):
+        raise UserError(
+            f"rollout.image_sizes is {rollout.image_sizes}, and {type(policy).__name__} makes pictures of "
+            "one size. Leave it out, or give the adapter an image_size that may be set (see DiffusionPolicy)."
+        )
+
+
 class PictureSource:
     """Makes and judges pictures.
 
@@ -129,8 +143,26 @@ class PictureSource:
         self.samples = size[0] * size[1]
         self.shares = Shares.even(self.samples, accelerator)
         self.of_all = self.shares.of_all
-        self.sigmas = policy.sigmas(rollout.steps, timestep_schedule=rollout.timestep_schedule)
         policy.module.eval()  # dropout would make a second look another function than the rollout
+        check_sizes(policy, rollout)
+        self._own_size = getattr(policy, "image_size", None)
+        for number in range(len(rollout.image_sizes or [])):  # the policy refuses what it cannot make
+            self.resize(number)
+        self.resize(None)
+        self._make_schedule()
+
+    def resize(self, iteration: int | None) -> None:
+        """Let the policy make pictures of an iteration's size; None is its own, as between iterations."""
+        policy, sizes = self.policy, self.rollout.image_sizes
+        if sizes:
+            size = self._own_size if iteration is None else sizes[iteration % len(sizes)]
+            policy.image_size = size  # type: ignore[attr-defined]
+            self._make_schedule()
+
+    def _make_schedule(self) -> None:
+        settings = self.rollout
+        self.sigmas = self.policy.sigmas(settings.steps, timestep_schedule=settings.timestep_schedule)
+        self.times = self.policy.times(self.sigmas)
 
     def collect(self, iteration: int, clock: PhaseClock, sde_steps: Sequence[int] = ()) -> Pictures:
         """Sample, decode and judge one iteration's groups.
@@ -149,6 +181,7 @@ class PictureSource:
     def draw(self, iteration: int, clock: PhaseClock, sde_steps: Sequence[int] = ()) -> Drawn:
         """Sample, decode and hand to the judge, a stretch of samples after the other."""
         process = self.accelerator
+        self.resize(iteration)
         batch = self.sampler.batch(iteration, process.process_index, process.num_processes)
         records = [dict(self.records[i]) for i in batch.prompt_index.tolist()]
         group = batch.group_id.tolist()
@@ -424,6 +457,7 @@ class PictureAlgorithm(Algorithm):
 
     def finish(self, run: Context) -> None:
         """Reset the reference where it is due."""
+        self.source.resize(None)
         self.reference.finish(run, self.divergence)
 
     def restore(self, run: Context) -> None:

@@ -130,7 +130,6 @@ class VelocityRegression(PictureAlgorithm):
         row = checked_row(self.settings, self.rollout, self.accelerator.num_processes)
         prediction = "uniform" if policy.prediction == "velocity" else policy.prediction
         self.row = replace(row, weighting=prediction) if row.weighting == "prediction" else row
-        self.times = policy.times(self.source.sigmas)
         self.experts = None
         if self.row.anchor == "expert":
             self.experts = Experts(policy, self.settings.experts or {}, self.source.records)
@@ -397,7 +396,7 @@ class VelocityRegression(PictureAlgorithm):
         within = (level + torch.tensor(draws, dtype=torch.float64)) / experience.levels
         place = (low + (high - low) * within) * self.rollout.steps
         step = place.long().clamp(max=self.rollout.steps - 1)
-        sigma, time = sigmas[step], self.times[step.to(self.times.device)]
+        sigma, time = sigmas[step], self.source.times[step.to(self.source.times.device)]
         if row.continuous:
             sigma = torch.lerp(sigmas[step], sigmas[step + 1], (place - step).to(sigmas.dtype))
             time = self.policy.times(sigma)

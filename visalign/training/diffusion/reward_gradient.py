@@ -82,12 +82,12 @@ class RewardGradient(PictureAlgorithm):
         """The row, and the module that the processes share or divide."""
         self.row = checked_ascent(self.settings, self.rollout)
         check_differentiable(self.reward)
-        self.times = self.policy.times(self.source.sigmas)
         self.module = self.spread(VelocityModule(self.policy), asks_reference=self.row.kl > 0)
 
     def collect(self, run: Context) -> Collected:
         """Which pictures the iteration makes; each update makes its own, under the weights of that moment."""
         process, iteration = self.accelerator, run.counters.iteration
+        self.source.resize(iteration)
         batch = self.source.sampler.batch(iteration, process.process_index, process.num_processes)
         records = [dict(self.source.records[i]) for i in batch.prompt_index.tolist()]
         with run.clock.phase("rollout"), torch.no_grad(), process.autocast():
@@ -247,7 +247,7 @@ class RewardGradient(PictureAlgorithm):
 
     def _level(self, k: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """(σ [n], time [n]) of step k."""
-        levels = self.source.sigmas[k], self.times[k]
+        levels = self.source.sigmas[k], self.source.times[k]
         return tuple(level.to(x.device).expand(len(x)) for level in levels)  # type: ignore[return-value]
 
     def record(self, experience: Asked, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:

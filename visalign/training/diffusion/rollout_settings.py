@@ -84,6 +84,9 @@ class RolloutSettings:
     what it costs without adapters, and those weights lie in memory twice."""
     solver: str = "euler"
     """Of the deterministic steps: "euler" or "dpmpp_2m", DPM-Solver++(2M). Evaluations take Euler steps."""
+    image_sizes: list[int | tuple[int, int]] | None = None
+    """Sizes in pixels, one side or [height, width], that the iterations take in turn: all pictures of an
+    iteration have one, and its timestep schedule. Evaluations have model.image_size. null: that alone."""
     log_prob_reduction: str = "mean"
     """Log-probability of a step: "mean" over the latent's numbers, as published, or their "sum"."""
     batch_size: int = 64
@@ -103,6 +106,7 @@ class RolloutSettings:
         at_least("rollout.steps", self.steps, 1)
         at_least("rollout.batch_size", self.batch_size, 1)
         check_overlap(self.overlap, self.staleness)
+        self._check_sizes()
         if self.guidance is not None:
             at_least("rollout.guidance", self.guidance, 0.0)
         choice("rollout.timestep_schedule", self.timestep_schedule, ("diffusers", "plain"))
@@ -155,6 +159,22 @@ class RolloutSettings:
                 )
         if self.branch is not None:
             self._check_branch(self.branch)
+
+    def _check_sizes(self) -> None:
+        sizes = self.image_sizes
+        if sizes is None:
+            return
+        sides = [side for size in sizes for side in ((size,) if isinstance(size, int) else size)]
+        if not sides or min(sides) < 1:
+            raise UserError(
+                f"rollout.image_sizes is {sizes}; give sizes in pixels above 0, each one side or "
+                "[height, width], or null for model.image_size alone."
+            )
+        if self.staleness:
+            raise UserError(
+                "rollout.staleness=1 makes pictures of the next iteration before this one is learnt from, "
+                f"and rollout.image_sizes {sizes} gives them another size. Leave one of the two out."
+            )
 
     def _check_moving(self) -> None:
         """Refuse what only a window has, or one that moves."""
