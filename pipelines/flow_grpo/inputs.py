@@ -15,7 +15,7 @@ from torch import Tensor
 
 from visalign.adapters.catalogue import edits_of, joins_sources
 from visalign.data.assets import resolve_model
-from visalign.data.sets.prompt_files import record_key
+from visalign.data.sets.prompt_files import listed_sources, record_key
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.heldout.correctness import check_judge
 from visalign.interfaces import PairwiseReward, PointwiseReward
@@ -189,14 +189,28 @@ def _prompts(records: Records) -> set[tuple[str, ...]]:
 
 
 def _fingerprints(config: FlowGRPOConfig, records: Records, heldout: Records) -> dict[str, str]:
-    """SHA-256 of the prompt records, and of the files of the user's own rewards."""
+    """SHA-256 of the prompt records, of how many bytes their picture files have, and of the files of the
+    user's own rewards."""
     train = "data.train" if config.data.pairs is None else "data.pairs"
-    found = {name: fingerprint(given) for name, given in ((train, records), ("data.heldout", heldout))}
+    read = {train: records, "data.heldout": heldout}
+    found = {name: fingerprint(given) for name, given in read.items()}
+    for name, given in read.items():
+        if sizes := [Path(file).stat().st_size for record in given for file in _files(record)]:
+            found[f"pictures of {name}"] = fingerprint([{"bytes": sizes}])
     for label, term in {**config.evaluation.rewards, **config.rewarded}.items():
         file = Path((term.name or label).rpartition(":")[0])
         if file.suffix == ".py":
             found[f"reward {label}"] = hashlib.sha256(file.read_bytes()).hexdigest()
     return found
+
+
+def _files(record: Mapping[str, Any]) -> Iterable[str]:
+    """The pictures that a record names."""
+    candidates = [each["image"] for each in record.get("candidates", ())]
+    named = [
+        each for each in (*listed_sources(record.get("source")), *candidates) if isinstance(each, str | Path)
+    ]
+    return [file for file in named if Path(file).is_file()]
 
 
 def build_win_rates(

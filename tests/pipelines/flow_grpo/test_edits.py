@@ -21,6 +21,7 @@ from visalign.pipelines.cli.app import app
 from visalign.pipelines.collect.tasks import read_tasks
 from visalign.pipelines.flow_grpo.inputs import prepare
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, run
+from visalign.training.loop.checkpoint import CheckpointError
 from visalign.training.loop.metrics import read_metrics
 
 REWARD = """
@@ -96,6 +97,11 @@ def test_edits_of_several_sizes_go_on_where_they_were(folder, tmp_path):
         ends.append(load_file(output / "lora" / "pytorch_lora_weights.safetensors"))
         assert load_heldout(output / "after.npz").images.shape[1:3] == (16, 8)
     assert all(np.array_equal(ends[0][name], ends[1][name]) for name in ends[0])
+    (folder / "dark.png").write_bytes((folder / "dark.png").read_bytes() + b"0")  # as another picture has
+    with pytest.raises(
+        CheckpointError, match=r"keys: pictures of data\.heldout: .*; pictures of data\.train: "
+    ):
+        run(config, output, resume=True)
     one = tmp_path / "one"
     run(_config(folder, "optimizer.decay_updates=3", "run.iterations=3"), one)
     other = load_file(one / "lora" / "pytorch_lora_weights.safetensors")

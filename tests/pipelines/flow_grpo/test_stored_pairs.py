@@ -80,6 +80,9 @@ def test_a_run_by_the_configuration_and_its_resume(tmp_path, capsys):
     name = "lora/pytorch_lora_weights.safetensors"
     whole, parts = (load_file(tmp_path / each / name) for each in ("whole", "parts"))
     assert whole.keys() == parts.keys() and all(torch.equal(whole[key], parts[key]) for key in whole)
+    Image.new("RGB", (64, 80), "red").save(tmp_path / "set" / "a.png")
+    with pytest.raises(CheckpointError, match=r"keys: pictures of data\.pairs: '\w+' there, '\w+' now\. Set"):
+        run(_config(*given, "run.iterations=3"), tmp_path / "parts", resume=True)
     _file(tmp_path / "set", label="left")
     with pytest.raises((UserError, CheckpointError), match=r"data\.pairs"):
         run(_config(*given, "run.iterations=3"), tmp_path / "parts", resume=True)
