@@ -68,7 +68,23 @@ def test_the_decoder_is_given_what_the_encoder_made(name: str):
     assert vars(policy.pipe.vae).get("decode") is None
 
 
-def test_in_16_bits_the_latents_are_those_of_float32():
+@pytest.mark.parametrize("name", FAMILIES)
+def test_in_16_bits_the_latents_are_those_of_float32(name: str):
+    """Of the rounded weights: what the autoencoder makes is computed in float32 and rounded once."""
+    half, single = (tiny_pipeline(name)[0] for _ in "ab")
+    for part in half.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.to(torch.bfloat16)
+    single.vae.to(torch.bfloat16).float()
+    options = {**tiny_pipeline(name)[1], **({} if FAMILIES[name].frames is None else {"num_frames": 1})}
+    policy, other = (PipelinePolicy(pipe, lora=LORA, **options) for pipe in (half, single))
+    image = torch.rand(3, *policy._encoder.size, generator=torch.Generator().manual_seed(0))
+    found, expected = policy.encode_images([image]), other.encode_images([image])
+    assert found.dtype == torch.bfloat16 and half.vae.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected.bfloat16(), atol=1e-6, rtol=2**-7)
+
+
+def test_in_16_bits_the_latents_of_sd3_are_those_of_float32():
     pipe, same = tiny_sd3_pipeline(), tiny_sd3_pipeline()
     for each in (pipe, same):
         each.vae.register_to_config(scaling_factor=1.5305, shift_factor=0.0609)

@@ -86,8 +86,7 @@ class PipelineCall:
         blank = Image.new("RGB", (64, 64), "white")
         self._blank = Source((blank,)) if self.family.source == "needed" else None
         if self.family.source != "none":
-            ask = pipe._encode_vae_image
-            pipe._encode_vae_image = lambda *args, **kwargs: self._source.encoded(ask, *args, **kwargs)
+            self._ask_source, pipe._encode_vae_image = pipe._encode_vae_image, self._source_encoded
         self._forget()
 
     def _forget(self) -> None:
@@ -235,6 +234,14 @@ class PipelineCall:
         out = self._ask_encoder(*args, **kwargs)
         self._returned.append(out)
         return out
+
+    def _source_encoded(self, image: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """A picture to edit, in the autoencoder's dtype; the pipeline has it in that of its text encoders."""
+
+        def ask() -> Tensor:
+            return self._ask_source(image.to(self.pipe.vae.dtype), *args, **kwargs).to(image.dtype)
+
+        return self._source.encoded(ask)
 
     def _prepared(self, *args: Any, **kwargs: Any) -> Any:
         """The pipeline's latents and ids; the latents replaced by those that are asked about."""

@@ -35,11 +35,11 @@ class Source:
         first, *rest = self.pictures
         return [first, *rest] if rest else first
 
-    def encoded(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def encoded(self, ask: Callable[[], Any]) -> Any:
         """What the pipeline answers, which it is asked once: it takes the mean, so nothing is drawn."""
         place, self.asked = self.asked, self.asked + 1
         if place not in self.latents:
-            self.latents[place] = ask(*args, **kwargs)
+            self.latents[place] = ask()
         return self.latents[place]
 
 
