@@ -160,7 +160,8 @@ class DiffusionPolicy(Protocol):
     clean latents [B, ...] in its storage dtype, of B pictures [3, h, w] in [0, 1] of any size.
 
     A policy that is to make pictures of several sizes has `image_size`, in pixels, one side, (height, width)
-    or None for its own, which may be set: `latent_shape`, `encode`, `sigmas` and `decode` follow.
+    or None for its own, a property that may be set: `latent_shape`, `encode`, `sigmas`, `times`, `decode` and
+    `encode_images` follow.
     """
 
     latent_shape: tuple[int, ...]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, ClassVar
@@ -194,7 +195,24 @@ class FlowGRPOConfig:
             )
         if self.run.sharding:
             check_sharding(self.objective, self.rollout)
+        self._check_sizes(len(self.rollout.image_sizes or [0]))
         self.evaluation.check_correctness(*self.rewarded)
+
+    def _check_sizes(self, count: int) -> None:
+        """Refuse a mean or a rhythm of iterations that would see other sizes each time, or one alone."""
+        window, every = self.monitor.window, self.objective.balance_every
+        if window % count:
+            raise UserError(
+                f"monitor.window is {window} and rollout.image_sizes has {count}: what the latest iterations "
+                "are compared with would be of another mix of sizes. Set monitor.window="
+                f"{math.ceil(window / count) * count}, or another multiple of {count}."
+            )
+        if every is not None and math.gcd(every, count) > 1:
+            other = next(n for n in range(every + 1, every + count + 2) if math.gcd(n, count) == 1)
+            raise UserError(
+                f"objective.balance_every is {every} and rollout.image_sizes has {count}: rewards would be "
+                f"measured at some of the sizes alone. Set objective.balance_every={other}."
+            )
 
     @property
     def rewarded(self) -> Mapping[str, RewardTerm]:

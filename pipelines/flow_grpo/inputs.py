@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -189,13 +190,14 @@ def _prompts(records: Records) -> set[tuple[str, ...]]:
 
 
 def _fingerprints(config: FlowGRPOConfig, records: Records, heldout: Records) -> dict[str, str]:
-    """SHA-256 of the prompt records, of how many bytes their picture files have, and of the files of the
-    user's own rewards."""
+    """SHA-256 of the prompt records, of how many bytes the picture files have that they name (not of those in
+    Parquet), and of the files of the user's own rewards."""
     train = "data.train" if config.data.pairs is None else "data.pairs"
     read = {train: records, "data.heldout": heldout}
     found = {name: fingerprint(given) for name, given in read.items()}
     for name, given in read.items():
-        if sizes := [Path(file).stat().st_size for record in given for file in _files(record)]:
+        stored = name == "data.pairs"
+        if sizes := [Path(file).stat().st_size for record in given for file in _files(record, stored)]:
             found[f"pictures of {name}"] = fingerprint([{"bytes": sizes}])
     for label, term in {**config.evaluation.rewards, **config.rewarded}.items():
         file = Path((term.name or label).rpartition(":")[0])
@@ -204,13 +206,10 @@ def _fingerprints(config: FlowGRPOConfig, records: Records, heldout: Records) ->
     return found
 
 
-def _files(record: Mapping[str, Any]) -> Iterable[str]:
-    """The pictures that a record names."""
-    candidates = [each["image"] for each in record.get("candidates", ())]
-    named = [
-        each for each in (*listed_sources(record.get("source")), *candidates) if isinstance(each, str | Path)
-    ]
-    return [file for file in named if Path(file).is_file()]
+def _files(record: Mapping[str, Any], stored: bool) -> Iterable[str | Path]:
+    """The picture files that a record names: of a stored pair both, else what it is to be edited from."""
+    named = [one["image"] for one in record["candidates"]] if stored else listed_sources(record.get("source"))
+    return [file for file in named if isinstance(file, str | Path) and os.path.isfile(file)]
 
 
 def build_win_rates(

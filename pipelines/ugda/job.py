@@ -146,6 +146,9 @@ def _sample(
 
 def _sampling(config: UGDAConfig, lora: Path | None) -> SampleSettings:
     policy = _policy_job(config, []).config
+    model = policy.model
+    shared = {name: model.options.get(name) for name in ("negative_prompt", "num_frames", "call")}
+    given = {"guidance": model.guidance, "image_size": model.image_size, **shared}
     return SampleSettings(
         model=policy.model.path,
         adapter=policy.model.adapter,
@@ -154,7 +157,7 @@ def _sampling(config: UGDAConfig, lora: Path | None) -> SampleSettings:
         steps=policy.rollout.steps,
         timestep_schedule=policy.rollout.timestep_schedule,
         batch_size=policy.rollout.batch_size,
-        options={} if policy.model.guidance is None else {"guidance": policy.model.guidance},
+        options={name: value for name, value in given.items() if value is not None},
     )
 
 

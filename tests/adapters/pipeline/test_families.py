@@ -298,7 +298,11 @@ def test_another_size_is_as_if_built_with_it(name):
         condition = policy.encode(tiny_prompts(name, PROMPTS))
         with torch.no_grad():
             v = policy.velocity(x.to(policy.storage_dtype), sigmas[:-1], condition)
-        return [sigmas, policy.times(sigmas), v, policy.decode(x)]
+        plain = policy.sigmas(STEPS, timestep_schedule="plain")
+        made = [sigmas, plain, policy.times(plain), v, policy.decode(x)]
+        if FAMILIES[name].frames is None:
+            made.insert(0, policy.encode_images([torch.rand(3, 24, 20, generator=torch.Generator())]))
+        return made
 
     before = said(policy)
     policy.image_size = size

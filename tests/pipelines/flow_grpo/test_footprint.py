@@ -20,10 +20,10 @@ from visalign.adapters import LoraSettings, load_policy
 from visalign.adapters.hollow import hollow_pipelines, stored
 from visalign.config import load_config
 from visalign.data.assets import resolve_model
-from visalign.errors import UserError
+from visalign.errors import ConfigError, UserError
 from visalign.flow.rollout import rollout
 from visalign.pipelines.cli.app import app
-from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, estimate, run
+from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, estimate, plan, run
 from visalign.pipelines.flow_grpo.parts import build_policy
 from visalign.pipelines.shared.memory import (
     GB,
@@ -197,7 +197,7 @@ def test_several_sizes_are_planned_by_the_largest_and_their_mean(folders):
     sizes = {name: f"model.image_size={size}" for name, size in (("small", 16), ("wide", "[16, 32]"))}
     small, wide = (estimate(configured(folders, "flux", size)) for size in sizes.values())
     both = estimate(
-        configured(folders, "flux", sizes["small"], "rollout.image_sizes=[[16, 32], 16]", "run.iterations=4")
+        configured(folders, "flux", sizes["small"], "rollout.image_sizes=[[16, 32], 16]", "monitor.window=4")
     )
     assert both["memory_in_GB"] == wide["memory_in_GB"] != small["memory_in_GB"]
     assert both["model"]["latent"] == wide["model"]["latent"]
@@ -205,6 +205,19 @@ def test_several_sizes_are_planned_by_the_largest_and_their_mean(folders):
     assert flops[2] == pytest.approx((flops[0] + flops[1]) / 2) and flops[1] > 1.1 * flops[0]
     one = estimate(configured(folders, "flux", sizes["small"], "rollout.image_sizes=[16]"))
     assert one == small
+    timed = plan(configured(folders, "flux", "rollout.image_sizes=[[16, 32], 16]", "monitor.window=4"))[
+        "time"
+    ]
+    assert timed["seconds_per_iteration_without_rewards"] > 0
+    for changes, said in (
+        (["rollout.image_sizes=[16, 32]"], r"window is 5 and .* has 2: .*Set monitor\.window=6"),
+        (
+            ["rollout.image_sizes=[16, 32]", "monitor.window=4", "objective.balance_every=10"],
+            r"balance_every is 10 and .* has 2: .* Set objective\.balance_every=11",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            configured(folders, "flux", *changes)
 
 
 def test_merged_weights_are_counted_beyond_what_is_free_while_sampling(folders):

@@ -139,6 +139,27 @@ def test_prompts_that_are_trained_on_are_counted(tmp_path: Path) -> None:
     assert prepare(config(), 1).seen == 0
 
 
+def test_words_of_a_record_that_mean_something_elsewhere_are_metadata(tmp_path: Path) -> None:
+    """No pictures are looked for among them where the model edits none and nothing is stored."""
+    odd = [
+        {"candidates": None},
+        {"candidates": ["a", "b"]},
+        {"candidates": [{"text": "a"}]},
+        {"source": "x" * 300},
+    ]
+    rows = [{"prompt": f"a red circle {n}", "tag": "circle", **each} for n, each in enumerate(odd)]
+    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "held.txt").write_text("a red circle\n")
+    files = (f"data.train={tmp_path}/prompts.jsonl", f"data.heldout={tmp_path}/held.txt")
+    own = (
+        "evaluation.correctness=null",
+        "evaluation.rewards={jpeg_size: {}}",
+        "rewards.terms={jpeg_size: {}}",
+    )
+    found = prepare(config(*files, *own, "monitor.features=null"), 1).fingerprints
+    assert [name for name in found if name.startswith("pictures")] == []
+
+
 def test_changed_prompts_and_rewards_are_noticed(tmp_path: Path) -> None:
     prompts, reward, output = tmp_path / "a.txt", tmp_path / "mine.py", tmp_path / "run"
     prompts.write_text("a red circle\na cross")

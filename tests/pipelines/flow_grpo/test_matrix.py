@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from visalign.adapters.pipeline.policy import PipelinePolicy
 from visalign.config import load_config
 from visalign.core import NAMED, REGRESSIONS, Objective
 from visalign.core.objective.decisions import check_decisions
+from visalign.errors import UserError
 from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
 from visalign.pipelines.flow_grpo.plan import planned_cost
 from visalign.rewards import FunctionReward
@@ -191,7 +193,7 @@ SIZED = [(family, name) for name in KINDS for family in FAMILIES]
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [pytest.param(*case, marks=() if case[0] == "flux" else pytest.mark.slow) for case in SIZED],
+    [pytest.param(*case, marks=() if case[0] in ("flux", "sd3") else pytest.mark.slow) for case in SIZED],
 )
 def test_iterations_take_sizes_in_turn(family: str, name: str, tmp_path: Path) -> None:
     policy = _begun(family)
@@ -199,7 +201,12 @@ def test_iterations_take_sizes_in_turn(family: str, name: str, tmp_path: Path) -
     height, width = policy.decode(torch.zeros(1, *policy.latent_shape)).shape[2:]
     side = 2 * max(height, width)
     sizes = [[height, 2 * width], side]
-    given = (*EVERYWHERE.get(name, ()), f"rollout.image_sizes={sizes}", "run.iterations=3")
+    given = (
+        *EVERYWHERE.get(name, ()),
+        f"rollout.image_sizes={sizes}",
+        "run.iterations=3",
+        "monitor.window=2",
+    )
     config = _config(policy, given, tmp_path / "model")
     objective = config.objective
     kind = VelocityRegression if objective.regression else RewardGradient if objective.ascent else FlowGRPO
@@ -233,6 +240,15 @@ def test_iterations_take_sizes_in_turn(family: str, name: str, tmp_path: Path) -
         assert set(shown) == {(size, size) if isinstance(size, int) else tuple(size)}
         assert record["grad_norm"] > 0 and record.get("ratio_floor", 0) <= 1e-5
         assert policy.image_size == own
+    with pytest.raises(UserError, match=r"rollout\.image_sizes: .*7"):
+        kind(
+            policy,
+            Seen(),
+            RECORDS,
+            rollout=replace(config.rollout, image_sizes=[side, 7]),
+            objective=objective,
+        )
+    assert policy.image_size == own
     wide, square = schedules[0], schedules[2]  # and the policy's own between
     assert torch.equal(wide, square) == (family not in ("flux", "qwen_image"))  # shifted by the size
 

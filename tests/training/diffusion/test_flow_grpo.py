@@ -499,6 +499,10 @@ def test_step_weights_must_fit_the_steps(tmp_path):
         toy_trainer(tmp_path, objective={"step_weights": [1.0, 1.0]})
 
 
-def test_a_policy_of_one_size_refuses_several(tmp_path):
-    with pytest.raises(UserError, match=r"image_sizes is \[8\], and \w+ makes pictures of one size.*adapter"):
-        toy_trainer(tmp_path, rollout={"image_sizes": [8]})
+@pytest.mark.parametrize("kept", [{}, {"image_size": None}, {"image_size": property(lambda self: 8)}])
+def test_a_policy_of_one_size_refuses_several(tmp_path, kept):
+    policy = type("Own", (ToyPolicy,), kept)()
+    with pytest.raises(
+        UserError, match=r"image_sizes is \[8\], and Own makes .* one size.*image_size with a setter"
+    ):
+        toy_trainer(tmp_path, policy=policy, rollout={"image_sizes": [8]})

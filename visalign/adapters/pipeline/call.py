@@ -105,16 +105,17 @@ class PipelineCall:
         Raises:
             UserError: a size that the pipeline does not make; it keeps the one that it has.
         """
-        kept = self.fixed
+        kept, done = self.fixed, False
         self.fixed = call_arguments(self.pipe, self.family, image_size, *self._asked)
         if self._blank is not None:
             self._blank = Source(self._blank.pictures)
         try:
             self._forget()
-        except UserError:  # some pipelines refuse a size themselves
-            self.fixed = kept
-            self._forget()
-            raise
+            done = True
+        finally:  # some pipelines refuse a size themselves
+            if not done:
+                self.fixed = kept
+                self._forget()
 
     @property
     def guided(self) -> bool:

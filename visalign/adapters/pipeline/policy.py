@@ -182,7 +182,7 @@ class PipelinePolicy:
         if size == self._image_size:
             return
         self._call.resize(size)
-        self._image_size, self.latent_shape = size, self._call.latent_shape
+        self._image_size, self.latent_shape, self._times = size, self._call.latent_shape, {}
         self._fine = self._finely()
         self.__dict__.pop("_encoder", None)  # what it measured was of the other size
 

@@ -123,7 +123,7 @@ class FlowGRPO(PictureAlgorithm):
         return objective.kl > 0 or bool(objective.kl_in_reward) or away_from_reference(objective)
 
     @property
-    def ratio_bound(self) -> float | None:  # type: ignore[override]
+    def ratio_bound(self) -> float | None:  # type: ignore[override]  # an attribute elsewhere; here it follows the size
         """The bound grows with what the log-ratio is a sum over; the guard's is a mean under either norm."""
         if self.settings.ratio_bound is not None:
             return self.settings.ratio_bound

@@ -88,12 +88,13 @@ def check_sizes(policy: DiffusionPolicy, rollout: RolloutSettings) -> None:
     """Refuse several sizes of a policy that has one.
 
     Raises:
-        UserError: it has no `image_size` that may be set.
+        UserError: its `image_size` is no property that may be set.
     """
-    if rollout.image_sizes and not hasattr(policy, "image_size"):
+    if rollout.image_sizes and getattr(getattr(type(policy), "image_size", None), "fset", None) is None:
         raise UserError(
             f"rollout.image_sizes is {rollout.image_sizes}, and {type(policy).__name__} makes pictures of "
-            "one size. Leave it out, or give the adapter an image_size that may be set (see DiffusionPolicy)."
+            "one size. Leave it out, or give the adapter the property image_size with a setter, as "
+            "visalign.interfaces.DiffusionPolicy says."
         )
 
 
@@ -146,23 +147,27 @@ class PictureSource:
         policy.module.eval()  # dropout would make a second look another function than the rollout
         check_sizes(policy, rollout)
         self._own_size = getattr(policy, "image_size", None)
-        for number in range(len(rollout.image_sizes or [])):  # the policy refuses what it cannot make
-            self.resize(number)
-        self.resize(None)
-        self._make_schedule()
+        try:
+            for number in range(
+                len(rollout.image_sizes or [])
+            ):  # the policy refuses what its model cannot make
+                self.resize(number)
+        except UserError as error:
+            raise UserError(f"rollout.image_sizes: {error}") from error
+        finally:
+            self.resize(None)
 
     def resize(self, iteration: int | None) -> None:
         """Let the policy make pictures of an iteration's size; None is its own, as between iterations."""
         policy, sizes = self.policy, self.rollout.image_sizes
         if sizes:
             size = self._own_size if iteration is None else sizes[iteration % len(sizes)]
-            policy.image_size = size  # type: ignore[attr-defined]
-            self._make_schedule()
-
-    def _make_schedule(self) -> None:
-        settings = self.rollout
-        self.sigmas = self.policy.sigmas(settings.steps, timestep_schedule=settings.timestep_schedule)
-        self.times = self.policy.times(self.sigmas)
+            policy.image_size = size  # type: ignore[attr-defined]  # see check_sizes
+        elif iteration is not None:
+            return
+        steps, schedule = self.rollout.steps, self.rollout.timestep_schedule
+        self.sigmas = policy.sigmas(steps, timestep_schedule=schedule)
+        self.times = policy.times(self.sigmas)
 
     def collect(self, iteration: int, clock: PhaseClock, sde_steps: Sequence[int] = ()) -> Pictures:
         """Sample, decode and judge one iteration's groups.
@@ -457,7 +462,8 @@ class PictureAlgorithm(Algorithm):
 
     def finish(self, run: Context) -> None:
         """Reset the reference where it is due."""
-        self.source.resize(None)
+        if self.rollout.image_sizes:
+            self.source.resize(None)
         self.reference.finish(run, self.divergence)
 
     def restore(self, run: Context) -> None:

@@ -85,8 +85,9 @@ class RolloutSettings:
     solver: str = "euler"
     """Of the deterministic steps: "euler" or "dpmpp_2m", DPM-Solver++(2M). Evaluations take Euler steps."""
     image_sizes: list[int | tuple[int, int]] | None = None
-    """Sizes in pixels, one side or [height, width], that the iterations take in turn: all pictures of an
-    iteration have one, and its timestep schedule. Evaluations have model.image_size. null: that alone."""
+    """Sizes in pixels, one side or [height, width], that the iterations take in turn: an iteration's pictures
+    are alike in size, with the timestep schedule that the model has there. monitor.window is a multiple of
+    their number. Evaluations have model.image_size. null: that alone."""
     log_prob_reduction: str = "mean"
     """Log-probability of a step: "mean" over the latent's numbers, as published, or their "sum"."""
     batch_size: int = 64

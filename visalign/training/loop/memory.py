@@ -59,7 +59,11 @@ def out_of_memory_named(
 def _instead(key: str, value: int | None, is_free: bool) -> str:
     alone = "It bounds memory alone: samples and updates stay the same. " if is_free else ""
     if value == 1:
-        less = "a smaller model.image_size" if key == "model.decode_batch" else "train a LoRA"
+        less = (
+            "smaller pictures (model.image_size, rollout.image_sizes)"
+            if key == "model.decode_batch"
+            else "train a LoRA"
+        )
         return f"{key} is {value} already. Take model.dtype=bfloat16, {less}, or take a larger device."
     again = (
         "and --resume: it goes on from the last checkpoint, or begins where there is none."
