@@ -111,7 +111,10 @@ def test_an_evaluation_is_named_on_the_way_and_before_the_training(tmp_path: Pat
             r"decode_batch is null, the model's own number\. It bounds .*model\.decode_batch=1 and --resume",
         ),
         (8, r"decode_batch is 8\. It bounds .*model\.decode_batch=4 and --resume"),
-        (1, r"decode_batch is 1 already\. Take model\.dtype=bfloat16, a smaller model\.image_size, or"),
+        (
+            1,
+            r"decode_batch is 1 already\. Take model\.dtype=bfloat16, smaller pictures \(model\.image_size, rollout\.image_sizes\), or",
+        ),
     ],
 )
 def test_a_decoder_is_named(decode_batch: int | None, said: str, tmp_path: Path) -> None:
