@@ -22,7 +22,7 @@ from visalign.pipelines.collect.store import Plan, VoteStore
 from visalign.pipelines.collect.tasks import Form, Task
 from visalign.pipelines.train_reward.config import OffPolicyConfig
 from visalign.pipelines.ugda.config import EnsembleConfig, LabelConfig, PartConfig, UGDAConfig
-from visalign.pipelines.ugda.job import WaitingForVotes, _judge_job, plan, run
+from visalign.pipelines.ugda.job import WaitingForVotes, _judge_job, _sampling, plan, run
 from visalign.pipelines.ugda.selection import Candidate, by_lot, member_scores, most_uncertain, selected
 from visalign.rewards.combine.ensemble import Ensemble
 
@@ -146,6 +146,12 @@ def test_the_page_and_the_plan(tmp_path):
     assert "50.0" in ugda_page([record], [])
     found = plan(tiny(tmp_path))
     assert found["pairs_labelled"] == 6 and found["judges_trained"] == 4 and "policy" in found
+
+
+def test_samples_are_of_the_policys_size():
+    changes = {"model.image_size": [32, 64], "model.guidance": 2.0}
+    given = UGDAConfig(policy=PartConfig(config="shapes_grpo_guard", changes=changes))
+    assert _sampling(given, None).options == {"guidance": 2.0, "image_size": (32, 64)}
 
 
 def test_what_is_refused(tmp_path):

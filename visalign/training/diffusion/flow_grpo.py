@@ -111,7 +111,7 @@ class FlowGRPO(PictureAlgorithm):
     def begin(self) -> None:
         """The objective, and the module that the processes share or divide."""
         self.objective = self.settings.build(length=self.rollout.trained_per_image)
-        step_weights(self.settings, self.rollout, self.source.sigmas)
+        step_weights(self.settings, self.rollout, self.source.sigmas)  # refused before a picture is made
         joins = "the steps of a picture" if couples_decisions(self.objective) else None
         self.module = self.spread(
             ReplayModule(self.policy), asks_reference=self._needs_reference(), joins=joins

@@ -148,9 +148,7 @@ class PictureSource:
         check_sizes(policy, rollout)
         self._own_size = getattr(policy, "image_size", None)
         try:
-            for number in range(
-                len(rollout.image_sizes or [])
-            ):  # the policy refuses what its model cannot make
+            for number, _ in enumerate(rollout.image_sizes or []):  # refused before a picture is made
                 self.resize(number)
         except UserError as error:
             raise UserError(f"rollout.image_sizes: {error}") from error
