@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""At which denoising step it is decided what a picture shows: which noise levels are worth training.
+
+    python tests/benchmarks/pictures/when_decided.py --lora runs/quickstart/lora
+    python tests/benchmarks/pictures/when_decided.py --tag two_objects --model runs/full/model
+
+Of each step's predicted clean picture, x̂0 = x − σ v, over the held-out prompts: the share that is right, and
+the shares that already have as many objects, and the same shapes, as the picture in the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visalign.adapters import LoraSettings, load_policy
+from visalign.adapters.pipeline.lora import settings_of
+from visalign.data.assets import resolve_model
+from visalign.data.shapes.detector import detect
+from visalign.data.shapes.prompts import CATEGORIES, heldout_prompts
+from visalign.data.shapes.verifier import verify
+from visalign.flow.rollout import velocity_of
+
+
+@torch.no_grad()
+def main() -> None:
+    """Print a row for each step."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--model", default="shapes-sd3")
+    parser.add_argument("--lora", type=Path, help="folder of a run's LoRA; the model itself without")
+    parser.add_argument("--tag", choices=CATEGORIES, help="prompts of one kind alone")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=4, help="pictures of a prompt")
+    options = parser.parse_args()
+    chosen = settings_of(options.lora) if options.lora else LoraSettings()
+    policy: Any = load_policy(resolve_model(options.model), lora=chosen)
+    if options.lora:
+        policy.load(options.lora)
+    records = [record for record in heldout_prompts() if options.tag in (None, record["tag"])]
+    records *= options.repeats
+    condition, sigmas = policy.encode([record["prompt"] for record in records]), policy.sigmas(options.steps)
+    x = torch.randn(len(records), *policy.latent_shape, generator=torch.Generator().manual_seed(0))
+    pictures = []
+    for here, there in pairwise(sigmas):
+        sigma = here.expand(len(x))
+        v = velocity_of(policy, x, sigma, condition)
+        pictures.append(policy.decode(x - here * v))
+        x = x + (there - here) * v
+    last = shapes(pictures[-1])
+    print(f"{len(records)} pictures\nstep  sigma  right  as many  same shapes")
+    for step, picture in enumerate(pictures):
+        now = shapes(picture)
+        rows = (
+            [verdict.correct for verdict in verify(picture, records)],
+            [len(one) == len(other) for one, other in zip(now, last, strict=True)],
+            [one == other for one, other in zip(now, last, strict=True)],
+        )
+        right, count, same = (sum(row) / len(row) for row in rows)
+        print(f"{step:4d}  {sigmas[step]:.3f}  {right:.3f}  {count:7.3f}  {same:11.3f}")
+
+
+def shapes(pictures: Tensor) -> list[list[str]]:
+    """What is to be seen on each."""
+    return [sorted(found.shape for found in one) for one in detect(pictures)]
+
+
+if __name__ == "__main__":
+    main()
