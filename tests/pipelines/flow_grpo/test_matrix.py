@@ -213,11 +213,17 @@ def test_iterations_take_sizes_in_turn(family: str, name: str, tmp_path: Path) -
     shown: list[tuple[int, ...]] = []
 
     class Seen(Brightness):
+        ends = False
+
         def score(self, images: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.ends:
+                raise KeyboardInterrupt
             shown.append(tuple(images.shape[2:]))
             return super().score(images, *args, **kwargs)
 
         def score_with_gradient(self, images: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.ends:
+                raise KeyboardInterrupt
             shown.append(tuple(images.shape[2:]))
             return super().score_with_gradient(images, *args, **kwargs)
 
@@ -240,6 +246,10 @@ def test_iterations_take_sizes_in_turn(family: str, name: str, tmp_path: Path) -
         assert set(shown) == {(size, size) if isinstance(size, int) else tuple(size)}
         assert record["grad_norm"] > 0 and record.get("ratio_floor", 0) <= 1e-5
         assert policy.image_size == own
+    Seen.ends = True
+    with pytest.raises(KeyboardInterrupt):
+        trainer.iterate()
+    assert policy.image_size == own
     with pytest.raises(UserError, match=r"rollout\.image_sizes: .*7"):
         kind(
             policy,

@@ -458,10 +458,13 @@ class PictureAlgorithm(Algorithm):
         """Wait until nothing is being judged."""
         self.source.judging.settle()
 
-    def finish(self, run: Context) -> None:
-        """Reset the reference where it is due."""
+    def release(self) -> None:
+        """Give the policy its own size back."""
         if self.rollout.image_sizes:
             self.source.resize(None)
+
+    def finish(self, run: Context) -> None:
+        """Reset the reference where it is due."""
         self.reference.finish(run, self.divergence)
 
     def restore(self, run: Context) -> None:

@@ -121,6 +121,9 @@ class Algorithm(Protocol):
     def settle(self) -> None:
         """Wait for what goes on beside the training, before an evaluation asks the same reward."""
 
+    def release(self) -> None:
+        """Put back what an iteration changes of the model beside its weights, also where the iteration failed."""
+
     def finish(self, run: Context) -> None:
         """End an iteration, of which the counters count already: hand the weights to whoever else has to have
         them, put into `counters.own` what a resume needs."""

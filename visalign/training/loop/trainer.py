@@ -208,11 +208,14 @@ class Trainer(Generic[A]):
         number = counters.iteration + 1
         self.context.goes_on = number < self.run.iterations and number % self.run.checkpoint_every > 0
         spent = algorithm.forward_equivalents()
-        collected = algorithm.collect(self.context)
         updated, sums = {}, []
-        if collected.experience is not None:
-            with self.clock.phase("update"):
-                updated, sums = self._update(collected.experience)
+        try:
+            collected = algorithm.collect(self.context)
+            if collected.experience is not None:
+                with self.clock.phase("update"):
+                    updated, sums = self._update(collected.experience)
+        finally:
+            algorithm.release()
         samples = collected.samples
         if samples is None:
             samples = int(sum(each["samples"] for each in sums))
