@@ -108,6 +108,7 @@ def build_evaluator(
                 batch_size=config.batch_size,
                 correctness=config.correctness,
                 share=(rank, shares),
+                solver=config.solver,
             )
 
         return spread(accelerator, len(records) * len(seeds), stretch)

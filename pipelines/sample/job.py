@@ -22,12 +22,14 @@ from visalign.evaluation.pages.sample_page import sample_page
 from visalign.flow.rollout import asked_of, decoded, middle_frames, rollout
 from visalign.flow.search import PathSearch, ZeroOrderSearch
 from visalign.flow.steering import steered_rollout
+from visalign.flow.transitions import SOLVERS
 from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores
 from visalign.pipelines.shared.parts import check_texts
 from visalign.pipelines.shared.run_folder import check_place
 from visalign.precision import check_device
 from visalign.rewards.base.images import to_pil
 from visalign.seeds import sample_seed
+from visalign.training.loop.optimizer import choice
 
 TABLE, COST = "images.jsonl", "forward_equivalents"
 GRID, PAGE = "grid.png", "index.html"
@@ -64,6 +66,8 @@ class SampleSettings:
     """Of the noise that sets the children of a resampled draw apart."""
     steps: int = 10
     """Denoising steps; without noise on the way where nothing is resampled."""
+    solver: str = "euler"
+    """Of the steps without noise, "euler" or "dpmpp_2m"; steered and searched draws take Euler steps."""
     timestep_schedule: str = "diffusers"
     """See `rollout.timestep_schedule`."""
     batch_size: int = 16
@@ -93,7 +97,13 @@ class SampleSettings:
         for name in ("best_of", "steps", "batch_size"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        choice("--solver", self.solver, SOLVERS)
         after = list(self.resample_after)
+        if self.solver != "euler" and (after or self.search is not None):
+            raise UserError(
+                f"--solver is {self.solver}, and --{'steer' if after else 'search'} takes Euler steps. "
+                "Leave one of the two out."
+            )
         if after and (after != sorted(set(after)) or not 0 <= after[0] <= after[-1] <= self.steps - 3):
             raise UserError(
                 f"Draws are to be resampled (--steer) after the steps {after}; of {self.steps} steps give "
@@ -369,7 +379,9 @@ def _denoised(
             **groups,
         )
     if not settings.resample_after:
-        return rollout(policy, condition, sigmas=sigmas, seeds=seeds, batch_size=settings.batch_size).latents
+        size, solver = settings.batch_size, settings.solver
+        drawn = rollout(policy, condition, sigmas=sigmas, seeds=seeds, batch_size=size, solver=solver)
+        return drawn.latents
     return steered_rollout(
         policy,
         condition,
@@ -387,6 +399,8 @@ def _denoised(
 def _facts(settings: SampleSettings) -> list[tuple[str, Any]]:
     """How the pictures were made, for the page."""
     told: dict[str, Any] = {"Model": settings.model, "LoRA": settings.lora, "Steps": settings.steps}
+    if settings.solver != "euler":
+        told["Solver"] = settings.solver
     if settings.best_of > 1:
         told["Draws of a seed"] = settings.best_of
     if settings.resample_after:

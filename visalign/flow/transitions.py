@@ -21,8 +21,9 @@ from .schedules import NOISE_SCHEDULES, noise_rate
 KERNELS = (*NOISE_SCHEDULES, "cps", "ddim")
 LAST_IS_EXACT = ("cps", "ddim")
 """Kernels that add no noise in the last step (σ' = 0)."""
-SOLVERS = ("euler", "dpmpp_2m")
-"""Of the ODE."""
+Solver = Literal["euler", "dpmpp_2m"]
+"""Of the ODE, see `ODESolver`."""
+SOLVERS: tuple[str, ...] = get_args(Solver)
 LogProbForm = Literal["gaussian", "quadratic"]
 
 

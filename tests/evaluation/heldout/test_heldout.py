@@ -14,12 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from tests.support.evaluation_samples import make_result
 from visalign.evaluation import HeldoutResult, check_judge, evaluate, joined, load_heldout
 from visalign.flow.noise import initial_noise
+from visalign.flow.rollout import rollout
+from visalign.flow.transitions import SOLVERS
 from visalign.interfaces import ForwardCount, Metadata, Prediction, Scores
+from visalign.pipelines.flow_grpo.config import EvaluationConfig
+from visalign.pipelines.flow_grpo.parts import build_evaluator
 from visalign.seeds import sample_seed
 
 SIGMAS = torch.tensor([1.0, 0.5, 0.0])
@@ -184,6 +189,26 @@ def test_numbers_by_hand() -> None:
 @pytest.mark.parametrize("batch_size", [1, 2, 5, 8, 100])
 def test_batch_size_changes_nothing(batch_size: int) -> None:
     assert same(run(batch_size=batch_size), run(batch_size=3))
+
+
+def test_the_pictures_are_those_of_the_solver() -> None:
+    """Also where a configuration asks for it."""
+    sigmas = torch.linspace(1, 0, 6)
+    found = {name: run(sigmas=sigmas, solver=name) for name in SOLVERS}
+    assert not np.array_equal(found["euler"].scores["brightness"], found["dpmpp_2m"].scores["brightness"])
+    policy = ToyPolicy()
+    for name, result in found.items():
+        seeds = [sample_seed("heldout", RECORDS[1]["prompt"], seed) for seed in (0, 7)]
+        condition = policy.encode([RECORDS[1]["prompt"]] * 2)
+        latents = rollout(policy, condition, sigmas=sigmas, seeds=seeds, solver=name).latents
+        wanted = policy.decode(latents)[:, 0].mean((1, 2))
+        np.testing.assert_allclose(result.scores["brightness"][2:4], wanted, rtol=1e-5)
+        config = EvaluationConfig(steps=5, solver=name, batch_size=3)
+        rewards = {"shapes_verifier": Verdicts(), "brightness": Brightness()}
+        measure = build_evaluator(
+            config, policy, rewards, steps=2, timestep_schedule="diffusers", accelerator=Accelerator(cpu=True)
+        )
+        assert same(measure(RECORDS, [0, 7]), result)
 
 
 def test_same_noise_before_and_after_and_in_any_order() -> None:

@@ -65,6 +65,24 @@ def test_a_picture_depends_on_its_prompt_and_seed_alone(folder, tmp_path):
     assert np.abs(first.astype(int) - pixels(tmp_path / "all" / "0000_1.png")).max() > 5
 
 
+def test_the_solver_is_that_which_was_asked_for(folder, tmp_path):
+    given = ("a red circle", "-m", folder, "--steps", 4, "--seeds", 3, "--dtype", "float32")
+    for name in ("euler", "dpmpp_2m"):
+        assert run(*given, "--solver", name, "-o", tmp_path / name).exit_code == 0
+    policy = load_policy(folder, lora=LoraSettings())
+    drawn = {
+        "sigmas": policy.sigmas(4),
+        "seeds": [sample_seed("sample", "a red circle", 3, 0)],
+        "solver": "dpmpp_2m",
+    }
+    with torch.no_grad():
+        [wanted] = policy.decode(rollout(policy, policy.encode(["a red circle"]), **drawn).latents)
+    wanted = wanted.clamp(0, 1).mul(255).round().permute(1, 2, 0).numpy()
+    by_euler, found = (pixels(tmp_path / name / "0000_3.png").astype(int) for name in ("euler", "dpmpp_2m"))
+    assert np.abs(found - wanted).max() <= 1 < np.abs(by_euler - wanted).max()
+    assert "dpmpp_2m" in (tmp_path / "dpmpp_2m" / "index.html").read_text()
+
+
 def test_the_page_shows_each_picture_beside_its_prompt_under_its_seed(folder, tmp_path):
     prompts = ("a <b>red</b> circle", "two & squares")
     more = ("-r", "sharpness", "--best-of", 2, "--option", "guidance=3")
@@ -267,6 +285,9 @@ def test_a_video_is_written_whole_beside_its_middle_frame(tmp_path, monkeypatch)
         (("--best-of", 2), "nothing says what is best; give a reward (-r)"),
         (("--steps", 0), "steps is 0; it must be at least 1"),
         (("--lora", "nowhere"), "nowhere holds no pytorch_lora_weights.safetensors"),
+        (("--solver", "dpmp_2m"), "--solver is 'dpmp_2m'. Did you mean 'dpmpp_2m'? Allowed: euler, dpmpp_2m"),
+        (("--solver", "dpmpp_2m", "--steer", 1), "--solver is dpmpp_2m, and --steer takes Euler steps"),
+        ((*ZERO_ORDER, "--solver", "dpmpp_2m"), "--solver is dpmpp_2m, and --search takes Euler steps"),
         (("--option", "guidnce=3"), "takes no guidnce"),
         (("--option", "guidance=abc"), "guidance is 'abc'; give a number"),
         (("--option", "image_size=[16]"), "image_size is (16,); give one number or [height, width]"),

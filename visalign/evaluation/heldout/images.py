@@ -37,9 +37,10 @@ def evaluate(
     max_images: int = 1024,
     image_side: int = 256,
     share: tuple[int, int] = (0, 1),
+    solver: str = "euler",
     progress: Progress | None = None,
 ) -> HeldoutResult:
-    """Sample every record once per seed without noise on the way (Euler steps of the ODE) and judge them.
+    """Sample every record once per seed without noise on the way, along the ODE, and judge them.
 
     The starting noise is a function of prompt, source and seed; no random state outside is read or moved.
 
@@ -55,6 +56,7 @@ def evaluate(
         max_images: Pictures kept, evenly spaced over the samples.
         image_side: Their longer side at most.
         share: (r, w): the r-th of w equal stretches of the samples, w at most their number; see `joined`.
+        solver: of the ODE, see `ODESolver`.
         progress: Called with (samples done, samples in all) after each batch.
 
     Returns:
@@ -72,7 +74,7 @@ def evaluate(
     tally = Tally(correctness=correctness, samples="images")
     with _inference(policy):
         clips = [name for name, reward in rewards.items() if getattr(reward, "takes_clips", False)]
-        for rows, frames, images in _drawn(policy, metadata, drawn, sigmas, batch_size, bool(clips)):
+        for rows, frames, images in _drawn(policy, metadata, drawn, sigmas, batch_size, bool(clips), solver):
             own = kept[(kept >= rows.start) & (kept < rows.stop)] - rows.start
             pictures.extend(_as_bytes(images[own], image_side))
             for name, reward in rewards.items():
@@ -98,6 +100,7 @@ def _drawn(
     sigmas: Tensor,
     batch_size: int,
     clips: bool,
+    solver: str,
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Batch by batch the rows; all frames of videos [B, F, 3, H, W] where `clips` are wanted, else what
     follows; and the pictures [B, 3, H, W], float32 in [0, 1] on the CPU.
@@ -108,7 +111,7 @@ def _drawn(
         rows = range(start, min(start + batch_size, len(records)))
         seeds = [sample_seed("heldout", *keys[row], int(drawn[row])) for row in rows]
         part = condition.select(torch.tensor(rows))
-        latents = rollout(policy, part, sigmas=sigmas, seeds=seeds).latents
+        latents = rollout(policy, part, sigmas=sigmas, seeds=seeds, solver=solver).latents
         frames = decoded(policy, latents, clips=clips).detach().to("cpu", torch.float32)
         yield slice(rows.start, rows.stop), frames, middle_frames(frames)
 

@@ -83,7 +83,8 @@ class RolloutSettings:
     """Add LoRA to the weights while samples for training are made, in regressions alone: a forward then costs
     what it costs without adapters, and those weights lie in memory twice."""
     solver: str = "euler"
-    """Of the deterministic steps: "euler" or "dpmpp_2m", DPM-Solver++(2M). Evaluations take Euler steps."""
+    """Of the deterministic steps: "euler" or "dpmpp_2m", DPM-Solver++(2M). Evaluations have a solver of
+    their own."""
     image_sizes: list[int | tuple[int, int]] | None = None
     """Sizes in pixels, one side or [height, width], that the iterations take in turn: an iteration's pictures
     are alike in size, with the timestep schedule that the model has there. monitor.window is a multiple of

@@ -122,7 +122,7 @@ class Algorithm(Protocol):
         """Wait for what goes on beside the training, before an evaluation asks the same reward."""
 
     def release(self) -> None:
-        """Put back what an iteration changes of the model beside its weights, also where the iteration failed."""
+        """Put back what an iteration changes of the model beside its weights, also where it failed."""
 
     def finish(self, run: Context) -> None:
         """End an iteration, of which the counters count already: hand the weights to whoever else has to have
