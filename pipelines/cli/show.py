@@ -21,6 +21,7 @@ from rich.text import Text
 
 from visalign.atomic import write_atomic
 from visalign.config import config_folder, list_configs
+from visalign.data.sets.prompt_files import record_key
 from visalign.harmless import visible
 
 if TYPE_CHECKING:
@@ -229,10 +230,22 @@ def next_command(folder: Path) -> str:
     if (lora / "adapter_config.json").exists():
         return f"Open {folder / 'report.html'}"
     if lora.exists() or model.exists():
-        base = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["model"]["path"]
+        made_by = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        base, asked = str(made_by["model"]["path"]), _asked_of(made_by)
         drawn = ["--model", base, "--lora", str(lora)] if lora.exists() else ["--model", str(model)]
-        return 'visalign sample "a red circle" ' + shlex.join([*drawn, "--output", str(folder / "pictures")])
+        return f"visalign sample {asked} " + shlex.join([*drawn, "--output", str(folder / "pictures")])
     return "visalign evaluate --help"
+
+
+def _asked_of(made_by: Mapping[str, Any]) -> str:
+    """Prompts to draw: a word of the shapes world, or of a run on edits its file, which names the sources."""
+    heldout = str(made_by["data"].get("heldout"))
+    if heldout.endswith(".jsonl") and Path(heldout).is_file():
+        with open(heldout, encoding="utf-8-sig") as lines:
+            first = json.loads(next(filter(str.strip, lines)))
+        if len(record_key(first)) > 1:
+            return shlex.quote(heldout)
+    return '"a red circle"'
 
 
 def _learnt_from_samples(folder: Path, made_by: Mapping[str, Any]) -> list[str]:

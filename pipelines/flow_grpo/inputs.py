@@ -72,8 +72,9 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         check_whole_groups(rollout.prompts_per_iteration, world)
     model = resolve_model(config.model.path), config.model.adapter
     edits = edits_of(*model)
-    read = partial(build_records, edits=edits, several=joins_sources(*model))
-    pairs = None if data.pairs is None else read_stored(data, edits)
+    several = joins_sources(*model)
+    read = partial(build_records, edits=edits, several=several)
+    pairs = None if data.pairs is None else read_stored(data, edits, several=several)
     records = read(data.train, "data.train") if pairs is None else pairs.records
     heldout = read(data.heldout, "data.heldout")
     judges = load_terms({**config.evaluation.rewards, **config.rewarded}, load_judge, device)
@@ -207,8 +208,9 @@ def _fingerprints(config: FlowGRPOConfig, records: Records, heldout: Records) ->
 
 
 def _files(record: Mapping[str, Any], stored: bool) -> Iterable[str | Path]:
-    """The picture files that a record names: of a stored pair both, else what it is to be edited from."""
-    named = [one["image"] for one in record["candidates"]] if stored else listed_sources(record.get("source"))
+    """The picture files that a record names: what is to be edited, and of a stored pair both."""
+    named = [one["image"] for one in record["candidates"]] if stored else []
+    named += listed_sources(record.get("source"))
     return [file for file in named if isinstance(file, str | Path) and os.path.isfile(file)]
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 from visalign.data.sets.checks import check_preferences, summed_votes, without_duplicates
-from visalign.data.sets.prompt_files import Edits
-from visalign.data.sets.records import PreferenceSet
+from visalign.data.sets.prompt_files import Edits, check_sources
+from visalign.data.sets.records import PreferencePair, PreferenceSet
 from visalign.data.sets.sources import load_source
 from visalign.errors import UserError
 from visalign.pipelines.shared.parts import Records, check_texts
@@ -25,6 +26,10 @@ from .config import DataConfig
 
 READ = 32
 """Pictures that are in memory as files have them."""
+_SOURCES = (
+    'Give each pair one in a column "source", a path from where the command runs, or as `visalign sample` '
+    'leaves it, {"source": PATH} in "metadata".'
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,25 +37,25 @@ class StoredPairs:
     """Pairs that prefer one side."""
 
     records: Records
-    """One per pair: prompt, tag (its category), and its two candidates, each {image, preference, where}."""
+    """One per pair: prompt, tag (its category), its two candidates, each {image, preference, where}, and the
+    source, the pictures that both are edits of, where the model edits."""
     notes: tuple[str, ...]
     """What is odd about the set but can be worked with."""
 
 
-def read_stored(data: DataConfig, edits: Edits) -> StoredPairs:
-    """The pairs of a set with the votes of each summed, without ties; pictures are looked for, not read.
+def read_stored(data: DataConfig, edits: Edits, *, several: bool = True) -> StoredPairs:
+    """The pairs of a set with the votes of each summed, without ties; pictures are looked for, not read, but
+    those to edit are.
 
     Args:
         data: with `pairs`, as `load_source` takes it.
         edits: whether the model edits pictures.
+        several: whether it joins several.
 
     Raises:
-        UserError: no set of pairs, all ties, a picture that is missing or none; a model that needs sources.
+        UserError: no set of pairs, all ties, a picture that is missing or none; of a model that edits, a pair
+            without a source or with one that cannot be read.
     """
-    if edits == "needed":
-        raise UserError(
-            "data.pairs: the model edits a picture, and pairs name none to edit. Leave data.pairs out."
-        )
     source = str(data.pairs)
     split = data.pairs_split or (None if Path(source).is_file() else "train")
     try:
@@ -71,13 +76,30 @@ def read_stored(data: DataConfig, edits: Edits) -> StoredPairs:
         sides = zip(images, (pair.label, 1 - pair.label), strict=True)
         candidates = [{"image": image, "preference": said, "where": rows[-1].where} for image, said in sides]
         records.append({"prompt": pair.prompt, "tag": pair.category or "", "candidates": candidates})
+        if edits != "none" and (edited := _source(pair, rows[-1].where)) is not None:
+            records[-1]["source"] = edited
     if not records:
         raise UserError(f"data.pairs: the votes on each of {len(pairs)} pairs are ties. Give more votes.")
     check_pictures(rows, "data.pairs")
+    if edits != "none":
+        named = [(f"data.pairs: {row.where}", record) for row, record in zip(rows, records, strict=True)]
+        check_sources(named, needed=edits == "needed", several=several, remedy=_SOURCES)
     notes = [finding.message for finding in (*findings, *summed) if finding.kind not in ("ties", "one_side")]
     if ties := len(pairs) - len(records):
         notes.append(f"{ties} of {len(pairs)} pairs are ties and left out.")
     return StoredPairs(records=records, notes=tuple(f"data.pairs: {note}" for note in notes))
+
+
+def _source(pair: PreferencePair, where: str) -> Any:
+    """What both pictures of a pair are edits of: the column "source", or that of its metadata."""
+    metadata = pair.extra.get("metadata")
+    if isinstance(metadata, str):
+        try:
+            metadata = json.loads(metadata)
+        except json.JSONDecodeError as error:
+            raise UserError(f"data.pairs: {where}: 'metadata' is no JSON ({error}).") from error
+    own = pair.extra.get("source")
+    return metadata.get("source") if own is None and isinstance(metadata, Mapping) else own
 
 
 def stored_latents(policy: Any, first: Mapping[str, Any]) -> Stored:

@@ -222,7 +222,7 @@ class PolicyRun(Job):
         if self.seen:
             note(
                 f"Warning: {self.seen} of {count} held-out prompts are trained on as well, so the accuracy "
-                "is partly one of memory. Take them out of data.train or data.heldout."
+                "is partly one of memory. Take them out of what is trained on or of data.heldout."
             )
         if is_known:
             result = load_heldout(path)

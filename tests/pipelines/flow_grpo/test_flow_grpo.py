@@ -196,6 +196,16 @@ def test_what_to_do_next_fits_what_the_run_made(tmp_path, left, then):
     assert next_command(tmp_path) == then.format(tmp_path)
 
 
+def test_a_run_on_edits_is_drawn_from_with_its_sources(tmp_path):
+    (tmp_path / "lora").mkdir()
+    prompts = tmp_path / "my prompts.jsonl"
+    (tmp_path / "config.yaml").write_text(f"model: {{path: m}}\ndata: {{heldout: '{prompts}'}}")
+    for source, asked in (("cup.png", f"'{prompts}'"), ("coco", '"a red circle"')):
+        prompts.write_text("\n" + json.dumps({"prompt": "make it blue", "source": source}) + "\n")
+        drawn = f"--model m --lora {tmp_path}/lora --output {tmp_path}/pictures"
+        assert next_command(tmp_path) == f"visalign sample {asked} {drawn}"
+
+
 def test_answers_about_pictures_are_learnt_by_what_gave_them(tmp_path):
     (tmp_path / "dataset.jsonl").touch()
     terms = "terms: {rating: {name: null, options: {rule: regression}, weight: 1.0}}"

@@ -13,9 +13,11 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from tests.support.models.pipelines import tiny_folder
 from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.adapters import load_policy
 from visalign.adapters.lora import LoraSettings
+from visalign.adapters.pipeline.policy import PipelinePolicy
 from visalign.config import load_config
 from visalign.errors import ConfigError, UserError
 from visalign.pipelines.flow_grpo.config import DataConfig
@@ -162,9 +164,80 @@ def test_what_does_not_go_with_pairs_is_refused(overrides: list[str], message: s
         prepare(_config("data.pairs=shapes:pairs", *overrides), 1)
 
 
-def test_several_processes_want_whole_pairs_and_edits_none():
+def test_several_processes_want_whole_pairs():
     config = _config("data.pairs=shapes:pairs", "rollout.prompts_per_iteration=3")
     with pytest.raises(UserError, match=r"rollout.prompts_per_iteration=3 would spread one over 2 processes"):
         prepare(config, 2)
-    with pytest.raises(UserError, match=r"data\.pairs: the model edits a picture"):
-        read_stored(DataConfig(pairs="shapes:pairs"), "needed")
+
+
+def _edited(folder: Path, **changes: Any) -> Path:
+    """Two pairs of edits of one instruction: of a red picture by the column, of a green one by metadata."""
+    _file(folder)
+    row = {"prompt": "make it blue", "image_left": "a.png", "image_right": "b.png", "label": "right"}
+    rows = [
+        {**row, "source": f"{folder}/a.png"},
+        {**row, "image_left": "c.png", "metadata": json.dumps({"source": f"{folder}/c.png"})},
+    ]
+    rows[1] |= changes
+    path = folder / "edits.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_pairs_of_edits_are_learnt_from_with_what_they_edit(tmp_path, monkeypatch):
+    tiny_folder("flux_kontext", tmp_path / "model")
+    path, asked = _edited(tmp_path / "set"), []
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "x", "source": f"{tmp_path}/set/b.png"}))
+    given = (
+        f"model={{path: {tmp_path}/model, image_size: [16, 8], options: {{call: {{_auto_resize: false}}}}}}",
+        f"data={{pairs: {path}, heldout: {tmp_path}/prompts.jsonl}}",
+    )
+    encode = PipelinePolicy.encode
+    monkeypatch.setattr(
+        PipelinePolicy, "encode", lambda self, prompts: [asked.extend(prompts), encode(self, prompts)][1]
+    )
+    run(_config(*given), tmp_path / "run")
+    sources = [record["source"] for record in asked if record["prompt"] == "make it blue"]
+    assert {Path(source).name for source in sources} == {"a.png", "c.png"}
+    log = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert all(row["grad_norm"] > 0 for row in log)
+    name = "lora/pytorch_lora_weights.safetensors"
+    first = load_file(tmp_path / "run" / name)
+    Image.new("RGB", (20, 30), "white").save(tmp_path / "set" / "d.png")
+    other = _edited(tmp_path / "set", metadata={"source": f"{tmp_path}/set/d.png"})
+    assert other == path
+    run(_config(*given), tmp_path / "other")
+    second = load_file(tmp_path / "other" / name)
+    assert any(not torch.equal(first[key], second[key]) for key in first), (
+        "the source is part of the condition"
+    )
+    with pytest.raises(CheckpointError, match=r"data\.pairs"):
+        run(_config(*given, "run.iterations=3"), tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"metadata": None},
+            r"row 2 of 'edits' has no 'source', the picture .*Give each pair one in a column",
+        ),
+        (
+            {"metadata": {"source": "absent.png"}},
+            r"row 2 of 'edits': the source 'absent\.png' .*no such file",
+        ),
+        ({"metadata": "{source"}, r"row 2 of 'edits': 'metadata' is no JSON"),
+        ({"source": ["a.png", "b.png"]}, r"row 2 of 'edits': .* and the model edits one picture"),
+    ],
+)
+def test_a_pair_without_a_source_that_can_be_read_is_named(tmp_path, changes, message):
+    data = DataConfig(pairs=str(_edited(tmp_path, **changes)))
+    with pytest.raises(UserError, match=rf"data\.pairs: {message}"):
+        read_stored(data, "needed", several=False)
+    assert len(read_stored(data, "none").records) == 2  # a model that edits nothing does not look at them
+
+
+def test_a_model_that_may_edit_takes_pairs_with_and_without(tmp_path):
+    data = DataConfig(pairs=str(_edited(tmp_path, metadata=None)))
+    first, second = read_stored(data, "optional").records
+    assert first["source"] == f"{tmp_path}/a.png" and "source" not in second

@@ -135,7 +135,8 @@ def load_prompts(source: str | Path, *, edits: Edits = "none", several: bool = T
     _warn_of_skipped(path, blank, "which are blank")
     _warn_of_skipped(path, repeated, "whose prompts stand further up; each counts once")
     if edits != "none":
-        _check_sources(path, found.values(), needed=edits == "needed", several=several)
+        named = [(f"prompt file {path} line {number}", record) for number, record in found.values()]
+        check_sources(named, needed=edits == "needed", several=several, remedy=_SOURCES)
     return [record for _, record in found.values()]
 
 
@@ -145,14 +146,23 @@ def _warn_of_skipped(path: Path, numbers: list[int], why: str) -> None:
         warnings.warn(f"prompt file {path}: skipped {len(numbers)} line(s) ({shown}), {why}.", stacklevel=3)
 
 
-def _check_sources(path: Path, found: Iterable[tuple[int, Record]], *, needed: bool, several: bool) -> None:
-    """Refuse the first line whose source is no picture."""
-    lines: dict[str, int] = {}
-    for number, record in found:
+def check_sources(found: Iterable[tuple[str, Record]], *, needed: bool, several: bool, remedy: str) -> None:
+    """Refuse the first record whose source is no picture that can be read.
+
+    Args:
+        found: where each record stands, and the record.
+        needed: whether one without a source is refused.
+        several: whether a source may be a list of pictures.
+        remedy: what to do about a record without one.
+
+    Raises:
+        UserError: with where it stands.
+    """
+    places: dict[str, str] = {}
+    for where, record in found:
         source = record.get("source")
-        where = f"prompt file {path} line {number}"
         if source is None and needed:
-            raise UserError(f"{where} has no 'source', the picture that the model edits. {_SOURCES}")
+            raise UserError(f"{where} has no 'source', the picture that the model edits. {remedy}")
         pictures = listed_sources(source)
         if source is not None and not (pictures and all(isinstance(each, str) for each in pictures)):
             raise UserError(f"{where}: the source is {source!r:.80}; give the path of a picture.")
@@ -162,15 +172,14 @@ def _check_sources(path: Path, found: Iterable[tuple[int, Record]], *, needed: b
                 "take a model that joins several (FLUX.2, Qwen-Image-Edit-2509)."
             )
         for picture in pictures:
-            lines.setdefault(picture, number)
+            places.setdefault(picture, where)
     with ThreadPoolExecutor() as pool:
-        for (source, number), reason in zip(lines.items(), pool.map(_unreadable, lines), strict=True):
+        for (source, where), reason in zip(places.items(), pool.map(_unreadable, places), strict=True):
             if reason is not None:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise UserError(
-                    f"prompt file {path} line {number}: the source {source!r} is no picture that can be read "
-                    f"({reason}). Correct the path, which begins where the command runs ({Path.cwd()}), or "
-                    "take the line out."
+                    f"{where}: the source {source!r} is no picture that can be read ({reason}). Correct the "
+                    f"path, which begins where the command runs ({Path.cwd()}), or take the line out."
                 )
 
 
