@@ -113,8 +113,7 @@ def load_prompts(source: str | Path, *, edits: Edits = "none", several: bool = T
         )
     found: dict[tuple[str, ...], tuple[int, Record]] = {}
     blank, repeated = [], []
-    lines = _lines(path, f"prompt file {path}")
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(lines := _lines(path, f"prompt file {path}"), start=1):
         if not line.strip():
             blank.append(number)
             continue
