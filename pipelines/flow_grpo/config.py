@@ -86,8 +86,8 @@ class DataConfig:
     """Learn from stored pairs of pictures in place of samples (objective.algorithm diffusion_dpo, gdro,
     reward_weighted or rejection, rollout.group_size=2): a preference set as `visalign evaluate` and
     `train-reward` read it, such as `visalign collect --export` writes, or LAYOUT:FOLDER of a published one,
-    e.g. pick_a_pic; for a model that edits with a column "source". Then data.train and rewards are not looked at; what is reported stands in
-    evaluation.rewards."""
+    e.g. pick_a_pic; for a model that edits with a column "source". Then data.train and rewards are not
+    looked at; what is reported stands in evaluation.rewards."""
     pairs_split: str | None = None
     """Which split of data.pairs; null: all of a file, train of others."""
     pairs_size: Count | None = None
