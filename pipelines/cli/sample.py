@@ -27,7 +27,7 @@ def sample(
     ] = "0-3",
     steps: Annotated[int, typer.Option(help="Denoising steps.")] = 10,
     solver: Annotated[
-        str, typer.Option(help="Of the steps: euler, or dpmpp_2m, which needs about half as many.")
+        str, typer.Option(help="Of the steps: euler, or dpmpp_2m, of second order, for 10 or more.")
     ] = "euler",
     reward: Annotated[
         list[str] | None, typer.Option("--reward", "-r", help="Also score the pictures.")

@@ -233,19 +233,31 @@ def next_command(folder: Path) -> str:
         made_by = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         base, asked = str(made_by["model"]["path"]), _asked_of(made_by)
         drawn = ["--model", base, "--lora", str(lora)] if lora.exists() else ["--model", str(model)]
-        return f"visalign sample {asked} " + shlex.join([*drawn, "--output", str(folder / "pictures")])
+        drawn += [*_as_trained(made_by["model"]), "--output", str(folder / "pictures")]
+        return f"visalign sample {asked} " + shlex.join(drawn)
     return "visalign evaluate --help"
 
 
 def _asked_of(made_by: Mapping[str, Any]) -> str:
-    """Prompts to draw: a word of the shapes world, or of a run on edits its file, which names the sources."""
+    """What to draw: a prompt of the shapes world, or of a run on edits its file, which names the sources."""
     heldout = str(made_by["data"].get("heldout"))
-    if heldout.endswith(".jsonl") and Path(heldout).is_file():
-        with open(heldout, encoding="utf-8-sig") as lines:
-            first = json.loads(next(filter(str.strip, lines)))
-        if len(record_key(first)) > 1:
-            return shlex.quote(heldout)
+    if heldout.endswith(".jsonl"):
+        try:
+            with open(heldout, encoding="utf-8-sig") as lines:
+                if any(len(record_key(json.loads(line))) > 1 for line in lines if line.strip()):
+                    return f"{shlex.quote(heldout)} --seeds 0"
+        except (OSError, ValueError, KeyError, TypeError):
+            return '"a red circle"'  # moved or changed since
     return '"a red circle"'
+
+
+def _as_trained(model: Mapping[str, Any]) -> list[str]:
+    """Options of `visalign sample` under which pictures are as in the run's evaluation."""
+    given = {name: model.get(name) for name in ("adapter", "guidance", "image_size")}
+    own = model.get("options") or {}
+    given |= {name: own.get(name) for name in ("negative_prompt", "num_frames", "call")}
+    found = [f"{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
+    return [word for option in found for word in ("--option", option)]
 
 
 def _learnt_from_samples(folder: Path, made_by: Mapping[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from scipy import special
 
 from visalign.data.sets.image_references import resolve_image
+from visalign.data.sets.prompt_files import source_of
 from visalign.data.sets.records import PreferencePair, PreferenceSet, QualityRecord, QualitySet
 from visalign.errors import UserError
 from visalign.evaluation.rewards.pair_scores import PairScores, from_probabilities, from_scores
@@ -209,6 +210,7 @@ def _column(rows: Sequence[tuple[Logged, ...]], place: int, name: str) -> NDArra
 
 
 def _metadata(record: PreferencePair | QualityRecord) -> Mapping[str, Any] | None:
-    """The prompt's record for verifiers, where the set carries one."""
-    found = record.extra.get("record")
-    return found if isinstance(found, Mapping) else None
+    """The prompt's record for verifiers, and the source of edits, where the set carries them."""
+    found, source = record.extra.get("record"), source_of(record.extra)
+    known = {**found} if isinstance(found, Mapping) else {}
+    return (known if source is None else {**known, "source": source}) or None

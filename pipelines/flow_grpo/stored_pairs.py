@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ import torch
 from torch import Tensor
 
 from visalign.data.sets.checks import check_preferences, summed_votes, without_duplicates
-from visalign.data.sets.prompt_files import Edits, check_sources
-from visalign.data.sets.records import PreferencePair, PreferenceSet
+from visalign.data.sets.prompt_files import Edits, check_sources, source_of
+from visalign.data.sets.records import PreferenceSet
 from visalign.data.sets.sources import load_source
 from visalign.errors import UserError
 from visalign.pipelines.shared.parts import Records, check_texts
@@ -27,8 +26,8 @@ from .config import DataConfig
 READ = 32
 """Pictures that are in memory as files have them."""
 _SOURCES = (
-    'Give each pair one in a column "source", a path from where the command runs, or as `visalign sample` '
-    'leaves it, {"source": PATH} in "metadata".'
+    'Give each pair one in a column "source", a path such as cup.png from where the command runs, or as '
+    '`visalign sample` leaves it, {"source": PATH} in "metadata"; or leave data.pairs out.'
 )
 
 
@@ -67,7 +66,7 @@ def read_stored(data: DataConfig, edits: Edits, *, several: bool = True) -> Stor
         check_texts([{"prompt": pair.prompt} for pair in pairs.pairs])
     except UserError as error:
         raise UserError(f"data.pairs: {error}") from error
-    rows, records = [], []
+    sources, rows, records = _sources(found), [], []
     for number, pair in enumerate(pairs.pairs):
         if pair.label == 0.5:
             continue
@@ -76,7 +75,8 @@ def read_stored(data: DataConfig, edits: Edits, *, several: bool = True) -> Stor
         sides = zip(images, (pair.label, 1 - pair.label), strict=True)
         candidates = [{"image": image, "preference": said, "where": rows[-1].where} for image, said in sides]
         records.append({"prompt": pair.prompt, "tag": pair.category or "", "candidates": candidates})
-        if edits != "none" and (edited := _source(pair, rows[-1].where)) is not None:
+        edited = sources.get((pair.prompt, frozenset(images)))
+        if edits != "none" and edited is not None:
             records[-1]["source"] = edited
     if not records:
         raise UserError(f"data.pairs: the votes on each of {len(pairs)} pairs are ties. Give more votes.")
@@ -90,16 +90,23 @@ def read_stored(data: DataConfig, edits: Edits, *, several: bool = True) -> Stor
     return StoredPairs(records=records, notes=tuple(f"data.pairs: {note}" for note in notes))
 
 
-def _source(pair: PreferencePair, where: str) -> Any:
-    """What both pictures of a pair are edits of: the column "source", or that of its metadata."""
-    metadata = pair.extra.get("metadata")
-    if isinstance(metadata, str):
-        try:
-            metadata = json.loads(metadata)
-        except json.JSONDecodeError as error:
-            raise UserError(f"data.pairs: {where}: 'metadata' is no JSON ({error}).") from error
-    own = pair.extra.get("source")
-    return metadata.get("source") if own is None and isinstance(metadata, Mapping) else own
+def _sources(found: PreferenceSet) -> dict[Any, Any]:
+    """(prompt, its two pictures) -> what they are edits of, as the first of a pair's rows says that names it.
+
+    Raises:
+        UserError: two rows of a pair name two sources.
+    """
+    named: dict[Any, tuple[Any, int]] = {}
+    for number, pair in enumerate(found.pairs):
+        if (source := source_of(pair.extra)) is not None:
+            key = pair.prompt, frozenset((pair.image_left, pair.image_right))
+            first, row = named.setdefault(key, (source, found.row(number)))
+            if first != source:
+                raise UserError(
+                    f"data.pairs: rows {row} and {found.row(number)} of '{found.name}' have the same two "
+                    f"pictures, as edits of {first!r} and of {source!r}. Keep the right one."
+                )
+    return {key: source for key, (source, _) in named.items()}
 
 
 def stored_latents(policy: Any, first: Mapping[str, Any]) -> Stored:

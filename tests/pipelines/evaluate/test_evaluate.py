@@ -60,6 +60,29 @@ class Brightness:
         )
 
 
+class Told(Brightness):
+    """Keeps what it is told of the pictures."""
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Any = None) -> Scores:
+        self.told = metadata
+        return super().score(images, prompts, metadata)
+
+
+def test_judges_of_edits_are_told_the_source():
+    [pair] = shapes_pairs(1).pairs
+    columns: list[dict[str, Any]] = [
+        {"source": "cup.png"},
+        {"metadata": json.dumps({"source": ["cup.png", "table.png"]})},
+        {"source": "coco", "record": {"tag": "colors"}},
+        {},
+    ]
+    given = [replace(pair, extra=extra) for extra in columns]
+    judge = Told()
+    judge_pairs(PreferenceSet(name="edits", pairs=tuple(given)), judge, Asking(batch_size=8))
+    sources = [{"source": "cup.png"}, {"source": ["cup.png", "table.png"]}, {"tag": "colors"}, None]
+    assert judge.told == [one for one in sources for _ in range(2)]
+
+
 class Sided:
     """Prefers the brighter picture, and the left side by log-odds of 2."""
 

@@ -199,11 +199,16 @@ def test_what_to_do_next_fits_what_the_run_made(tmp_path, left, then):
 def test_a_run_on_edits_is_drawn_from_with_its_sources(tmp_path):
     (tmp_path / "lora").mkdir()
     prompts = tmp_path / "my prompts.jsonl"
-    (tmp_path / "config.yaml").write_text(f"model: {{path: m}}\ndata: {{heldout: '{prompts}'}}")
-    for source, asked in (("cup.png", f"'{prompts}'"), ("coco", '"a red circle"')):
+    model = "{path: m, image_size: [16, 8], guidance: null, options: {call: {a: false}, lora_path: x}}"
+    (tmp_path / "config.yaml").write_text(f"model: {model}\ndata: {{heldout: '{prompts}'}}")
+    as_trained = "--option 'image_size=[16, 8]' --option 'call={\"a\": false}'"
+    for source, asked in (("cup.png", f"'{prompts}' --seeds 0"), ("coco", '"a red circle"')):
         prompts.write_text("\n" + json.dumps({"prompt": "make it blue", "source": source}) + "\n")
-        drawn = f"--model m --lora {tmp_path}/lora --output {tmp_path}/pictures"
+        drawn = f"--model m --lora {tmp_path}/lora {as_trained} --output {tmp_path}/pictures"
         assert next_command(tmp_path) == f"visalign sample {asked} {drawn}"
+    for changed in ("", "{", "[1]", '{"text": 1}'):
+        prompts.write_text(changed)
+        assert next_command(tmp_path).startswith('visalign sample "a red circle" --model m')
 
 
 def test_answers_about_pictures_are_learnt_by_what_gave_them(tmp_path):

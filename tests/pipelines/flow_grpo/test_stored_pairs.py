@@ -226,7 +226,7 @@ def test_pairs_of_edits_are_learnt_from_with_what_they_edit(tmp_path, monkeypatc
             {"metadata": {"source": "absent.png"}},
             r"row 2 of 'edits': the source 'absent\.png' .*no such file",
         ),
-        ({"metadata": "{source"}, r"row 2 of 'edits': 'metadata' is no JSON"),
+        ({"metadata": "shot on film"}, r"row 2 of 'edits' has no 'source', .* or leave data\.pairs out"),
         ({"source": ["a.png", "b.png"]}, r"row 2 of 'edits': .* and the model edits one picture"),
     ],
 )
@@ -238,6 +238,16 @@ def test_a_pair_without_a_source_that_can_be_read_is_named(tmp_path, changes, me
 
 
 def test_a_model_that_may_edit_takes_pairs_with_and_without(tmp_path):
-    data = DataConfig(pairs=str(_edited(tmp_path, metadata=None)))
-    first, second = read_stored(data, "optional").records
-    assert first["source"] == f"{tmp_path}/a.png" and "source" not in second
+    for changes in ({"metadata": None}, {"metadata": "shot on film", "source": "coco"}):
+        data = DataConfig(pairs=str(_edited(tmp_path, **changes)))
+        first, second = read_stored(data, "optional").records
+        assert first["source"] == f"{tmp_path}/a.png" and "source" not in second
+
+
+def test_rows_of_a_pair_are_edits_of_one_picture(tmp_path):
+    again = {"image_left": "b.png", "image_right": "a.png", "label": "left", "metadata": None}
+    [record] = read_stored(DataConfig(pairs=str(_edited(tmp_path, **again))), "needed").records
+    assert record["source"] == f"{tmp_path}/a.png", "the row that names it speaks for both"
+    other = DataConfig(pairs=str(_edited(tmp_path, **again, source=f"{tmp_path}/b.png")))
+    with pytest.raises(UserError, match=r"rows 1 and 2 of 'edits' have the same two pictures, as edits of"):
+        read_stored(other, "needed")

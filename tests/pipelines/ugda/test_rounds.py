@@ -8,22 +8,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from pydantic import ValidationError
 
 from tests.support.judges.brightness import Brightness
+from tests.support.models.sd3 import build_tiny_sd3
 from visalign.config import ConfigError, load_config, resolve_config
 from visalign.data.shapes.prompts import parse_prompt
 from visalign.errors import UserError
 from visalign.evaluation.pages.ugda_page import ugda_page
 from visalign.pipelines.collect.store import Plan, VoteStore
 from visalign.pipelines.collect.tasks import Form, Task
+from visalign.pipelines.sample.job import SampleSettings, load_sampler, sample_pictures
 from visalign.pipelines.train_reward.config import OffPolicyConfig
 from visalign.pipelines.ugda.config import EnsembleConfig, LabelConfig, PartConfig, UGDAConfig
 from visalign.pipelines.ugda.job import WaitingForVotes, _judge_job, _sampling, plan, run
-from visalign.pipelines.ugda.selection import Candidate, by_lot, member_scores, most_uncertain, selected
+from visalign.pipelines.ugda.selection import (
+    Candidate,
+    _redrawn,
+    by_lot,
+    member_scores,
+    most_uncertain,
+    selected,
+)
 from visalign.rewards.combine.ensemble import Ensemble
 
 
@@ -152,6 +162,19 @@ def test_samples_are_of_the_policys_size():
     changes = {"model.image_size": [32, 64], "model.guidance": 2.0}
     given = UGDAConfig(policy=PartConfig(config="shapes_grpo_guard", changes=changes))
     assert _sampling(given, None).options == {"guidance": 2.0, "image_size": (32, 64)}
+
+
+def test_samples_are_drawn_again_as_they_were_made(tmp_path):
+    made = SampleSettings(
+        model=str(build_tiny_sd3(tmp_path / "sd3")), seeds=[1, 4], steps=4, solver="dpmpp_2m"
+    )
+    rows = sample_pictures([{"prompt": "a red circle"}], made, tmp_path / "drawn")
+    policy = load_sampler(made)
+    images, prompts = [row["image"] for row in rows], [row["prompt"] for row in rows]
+    again = policy.decode(_redrawn(policy, made, images, prompts)).clamp(0, 1).mul(255).permute(0, 2, 3, 1)
+    for image, levels in zip(images, again.detach().numpy(), strict=True):
+        with Image.open(tmp_path / "drawn" / image) as opened:
+            assert np.abs(np.asarray(opened) - levels).max() <= 1
 
 
 def test_what_is_refused(tmp_path):

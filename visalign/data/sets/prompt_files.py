@@ -67,6 +67,31 @@ def listed_sources(source: Any) -> list[Any]:
     return [] if source is None else [source]
 
 
+def source_of(columns: Mapping[str, Any]) -> Any:
+    """What the pictures of a row are edits of: its "source", a path or a list of them, else that of its
+    "metadata", an object or JSON text; None where neither names a picture.
+
+    >>> source_of({"source": "coco", "metadata": '{"source": "cup.png"}'})
+    'cup.png'
+    """
+    metadata = _of_text(columns.get("metadata"))
+    for said in (columns, metadata if isinstance(metadata, Mapping) else {}):
+        source = _of_text(said.get("source"))
+        if len(record_key({"prompt": "", "source": source})) > 1:
+            return source
+    return None
+
+
+def _of_text(value: Any) -> Any:
+    """The list or object that a text is, as tables of text write it; what is none stays as it is."""
+    if not isinstance(value, str) or not value.startswith(("{", "[")):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
+
+
 def _picture_name(source: Any) -> str:
     """A path, or a digest of a picture in memory; empty for a word that is no path of a picture."""
     if isinstance(source, str | Path):
