@@ -203,7 +203,8 @@ def test_the_pictures_are_those_of_the_solver() -> None:
         latents = rollout(policy, condition, sigmas=sigmas, seeds=seeds, solver=name).latents
         wanted = policy.decode(latents)[:, 0].mean((1, 2))
         np.testing.assert_allclose(result.scores["brightness"][2:4], wanted, rtol=1e-5)
-        config = EvaluationConfig(steps=5, solver=name, batch_size=3)
+        own: Any = {"solver": name}
+        config = EvaluationConfig(steps=5, batch_size=3, **own)
         rewards = {"shapes_verifier": Verdicts(), "brightness": Brightness()}
         measure = build_evaluator(
             config, policy, rewards, steps=2, timestep_schedule="diffusers", accelerator=Accelerator(cpu=True)
