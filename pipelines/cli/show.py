@@ -240,7 +240,7 @@ def next_command(folder: Path) -> str:
 
 def _asked_of(made_by: Mapping[str, Any]) -> str:
     """What to draw: a prompt of the shapes world, or of a run on edits its file, which names the sources."""
-    heldout = str(made_by["data"].get("heldout"))
+    heldout = str((made_by.get("data") or {}).get("heldout"))
     if heldout.endswith(".jsonl"):
         try:
             with open(heldout, encoding="utf-8-sig") as lines:
