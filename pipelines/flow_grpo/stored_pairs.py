@@ -66,7 +66,8 @@ def read_stored(data: DataConfig, edits: Edits, *, several: bool = True) -> Stor
         check_texts([{"prompt": pair.prompt} for pair in pairs.pairs])
     except UserError as error:
         raise UserError(f"data.pairs: {error}") from error
-    sources, rows, records = _sources(found), [], []
+    sources = {} if edits == "none" else _sources(found)
+    rows, records = [], []
     for number, pair in enumerate(pairs.pairs):
         if pair.label == 0.5:
             continue
@@ -75,8 +76,7 @@ def read_stored(data: DataConfig, edits: Edits, *, several: bool = True) -> Stor
         sides = zip(images, (pair.label, 1 - pair.label), strict=True)
         candidates = [{"image": image, "preference": said, "where": rows[-1].where} for image, said in sides]
         records.append({"prompt": pair.prompt, "tag": pair.category or "", "candidates": candidates})
-        edited = sources.get((pair.prompt, frozenset(images)))
-        if edits != "none" and edited is not None:
+        if (edited := sources.get((pair.prompt, frozenset(images)))) is not None:
             records[-1]["source"] = edited
     if not records:
         raise UserError(f"data.pairs: the votes on each of {len(pairs)} pairs are ties. Give more votes.")

@@ -163,8 +163,14 @@ def _redrawn(
     seeds = [sample_seed("sample", prompt, draw, 0) for prompt, draw in zip(prompts, draws, strict=True)]
     with torch.no_grad():
         condition = policy.encode(asked_of(policy, [{"prompt": prompt} for prompt in prompts]))
-        given: dict[str, Any] = {"batch_size": sampling.batch_size, "solver": sampling.solver}
-        return rollout(policy, condition, sigmas=sigmas, seeds=seeds, **given).latents
+        return rollout(
+            policy,
+            condition,
+            sigmas=sigmas,
+            seeds=seeds,
+            batch_size=sampling.batch_size,
+            solver=sampling.solver,
+        ).latents
 
 
 def _matching_error(policy: DiffusionPolicy, prompt: str, latent: Tensor, seed: int) -> Tensor:

@@ -251,3 +251,4 @@ def test_rows_of_a_pair_are_edits_of_one_picture(tmp_path):
     other = DataConfig(pairs=str(_edited(tmp_path, **again, source=f"{tmp_path}/b.png")))
     with pytest.raises(UserError, match=r"rows 1 and 2 of 'edits' have the same two pictures, as edits of"):
         read_stored(other, "needed")
+    assert len(read_stored(other, "none").records) == 1  # whatever the column means to others
