@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards for pictures and for text: one file per judge, catalogues, composition. Imported at first use.
+"""Rewards for images and for text: one file per judge, catalogues, composition. Imported at first use.
 
 It needs `interfaces` and `core`; no policy and no training loop comes in.
 """

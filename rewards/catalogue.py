@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards by name, of pictures and of text: a dict each, and dotted paths for a user's own."""
+"""Rewards by name, of images and of text: a dict each, and dotted paths for a user's own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from visalign.rewards.base.contract import RewardError
 Entry = str | tuple[str, Mapping[str, Any]]
 """module:class, or that and its options, which a caller's override. A module is imported at its first use."""
 
-_STATISTIC = "visalign.rewards.statistics:PictureStatistic"
+_STATISTIC = "visalign.rewards.statistics:ImageStatistic"
 CATALOGUE: dict[str, Entry] = {
     "shapes_verifier": "visalign.rewards.verifiers.shapes_verifier:ShapesVerifier",
     "clip_score": "visalign.rewards.scorers.clip_score:ClipScore",
@@ -64,7 +64,7 @@ CATALOGUE: dict[str, Entry] = {
     "deepseek_grm": "visalign.rewards.chat.deepseek_grm:DeepSeekGRM",
     "yes_no_server": "visalign.rewards.chat.yes_no:YesNoServer",
 }
-"""Rewards and pairwise judges of pictures."""
+"""Rewards and pairwise judges of images."""
 
 _ANSWERS = "visalign.rewards.text.verifiable:VerifiableAnswer"
 

@@ -27,7 +27,7 @@ _COMPLETIONS = ("The answer is 4.", "", "\\boxed{4} 🙂\n", "<think>2+2</think>
 
 @dataclass(frozen=True)
 class _Kind:
-    """What differs between rewards for pictures and for text, in words."""
+    """What differs between rewards for images and for text, in words."""
 
     noun: str
     title: str
@@ -55,7 +55,7 @@ def check_reward(
 
     Args:
         reward: an object with the reward contract, a name for `load_reward`, or a plain function.
-        images: B ≥ 2 images of one size that the reward can judge; four noisy 64×64 pictures when None.
+        images: B ≥ 2 images of one size that the reward can judge; four noisy 64×64 images when None.
         prompts: their prompts; shapes-world prompts when None.
         metadata: their records.
         tolerance: how much equal scores may differ, absolute and relative (bf16 towers need more).
@@ -79,7 +79,7 @@ def check_reward(
         "PIL, uint8 and float images agree": _image_forms,
         "one unreadable image is invalid alone": _unreadable_image,
     }
-    return _check(_IMAGE, subject, lambda: _pictures(images, prompts), metadata, tolerance, probes)
+    return _check(_IMAGE, subject, lambda: _images(images, prompts), metadata, tolerance, probes)
 
 
 def check_text_reward(
@@ -202,7 +202,7 @@ def _check(
     return ["declares name, unit, range, direction", "returns well-formed Scores", *promises]
 
 
-def _pictures(images: Any, prompts: Sequence[str] | None) -> tuple[Tensor, list[str]]:
+def _images(images: Any, prompts: Sequence[str] | None) -> tuple[Tensor, list[str]]:
     """Images [B, 3, H, W] on the 8-bit grid, and prompts."""
     if images is None:
         generator = torch.Generator().manual_seed(0)
@@ -383,9 +383,9 @@ def _image_forms(case: _Case) -> list[str]:
 
 def _unreadable_image(case: _Case) -> list[str]:
     assert isinstance(case.samples, Tensor)
-    pictures: list[Any] = ["no/such/image.png", *(to_pil(image) for image in case.samples[1:])]
+    images: list[Any] = ["no/such/image.png", *(to_pil(image) for image in case.samples[1:])]
     with Attempt() as attempt:
-        scores = case.run(case.rows, pictures)
+        scores = case.run(case.rows, images)
         others = list(case.rows)[1:]
         kept = Scores(value=scores.value[others], valid=scores.valid[others], unit=scores.unit)
         unchanged = bool(kept.valid.all()) if case.relative else case.same(kept, others)

@@ -47,7 +47,7 @@ def saturation(image: Tensor) -> Tensor:
 def colourfulness(image: Tensor) -> Tensor:
     """√(σ²_rg + σ²_yb) + 0.3 √(μ²_rg + μ²_yb) with rg = R − G, yb = (R + G)/2 − B on 0-255: scalar float64.
 
-    About 0 for grey, 15 slightly, 45 averagely, 82 highly and above 109 extremely colourful pictures.
+    About 0 for grey, 15 slightly, 45 averagely, 82 highly and above 109 extremely colourful images.
 
     Source: Hasler and Süsstrunk, "Measuring colourfulness in natural images", SPIE 5007, 2003, sec. 7 (M⁽³⁾).
     """
@@ -59,7 +59,7 @@ def colourfulness(image: Tensor) -> Tensor:
 def edge_density(image: Tensor) -> Tensor:
     """Share of pixels whose Sobel gradient |∇Y|/8 exceeds `EDGE_THRESHOLD`: scalar float64 in [0, 1].
 
-    The borders repeat the outermost pixels. Pictures of one flat colour have 0; a hard edge has two pixels.
+    The borders repeat the outermost pixels. Images of one flat colour have 0; a hard edge has two pixels.
     """
     luma = F.pad(_luma(image)[None, None], (1, 1, 1, 1), mode="replicate")
     across = luma.new_tensor([[-1, 0, 1], [-2, 0, 2], [-1, 0, 1]]) / 8
@@ -88,11 +88,11 @@ STATISTICS: dict[str, tuple[Callable[[Tensor], Tensor], str, tuple[float, float]
     "colourfulness": (colourfulness, "Hasler-Süsstrunk M3", (0.0, 255 * math.sqrt(2 * 1.09))),
     "edge_density": (edge_density, "share of pixels", (0.0, 1.0)),
 }
-"""name -> (function of an image, unit, range). Brightness drifts when a reward likes bright or dark pictures,
+"""name -> (function of an image, unit, range). Brightness drifts when a reward likes bright or dark images,
 saturation rises with CLIP-type rewards that are over-optimized."""
 
 
-class PictureStatistic:
+class ImageStatistic:
     """One of `STATISTICS` as a reward.
 
     Args:
@@ -132,10 +132,10 @@ class PictureStatistic:
 
 
 class _Unmeasurable(ValueError):
-    """Why a picture has no such number."""
+    """Why an image has no such number."""
 
 
-class Sharpness(PictureStatistic):
+class Sharpness(ImageStatistic):
     """Variance of the Laplacian; higher means more and harder edges (noise counts as edges, too).
 
     Images below 3×3 are invalid.
@@ -161,7 +161,7 @@ class Sharpness(PictureStatistic):
         return laplacian_variance(image)
 
 
-class JpegSize(PictureStatistic):
+class JpegSize(ImageStatistic):
     """Size of the JPEG file of an image in kilobytes of 1000 bytes, a cheap stand-in for its detail.
 
     The value is always the size; `prefer` says which direction is better. flow_grpo's

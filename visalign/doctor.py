@@ -273,8 +273,8 @@ def _verifier() -> str:
     from visalign.data.shapes.verifier import verify
 
     asked, other = parse_prompt("two red circles"), parse_prompt("three blue squares")
-    picture = render(sample_scene(asked, np.random.default_rng(0), style="flat"))
-    right, wrong = verify(np.stack([picture, picture]), [asked, other])
+    image = render(sample_scene(asked, np.random.default_rng(0), style="flat"))
+    right, wrong = verify(np.stack([image, image]), [asked, other])
     if not right.correct or wrong.correct:
-        raise UserError(f"a picture of two red circles: right is {right}, wrong is {wrong}. Report this.")
+        raise UserError(f"an image of two red circles: right is {right}, wrong is {wrong}. Report this.")
     return "tells two red circles from three blue squares"

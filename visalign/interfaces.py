@@ -156,10 +156,10 @@ class DiffusionPolicy(Protocol):
     x_t = √ᾱ x0 + √(1 − ᾱ) ε is the same path at another scale, x_t = x_σ / √((1 − σ)² + σ²) with
     σ = √(1 − ᾱ) / (√ᾱ + √(1 − ᾱ)); see `visalign.flow.parametrization`.
 
-    A policy that is to learn from stored pictures also has `encode_images(images)`, the inverse of `decode`:
-    clean latents [B, ...] in its storage dtype, of B pictures [3, h, w] in [0, 1] of any size.
+    A policy that is to learn from stored images also has `encode_images(images)`, the inverse of `decode`:
+    clean latents [B, ...] in its storage dtype, of B images [3, h, w] in [0, 1] of any size.
 
-    A policy that is to make pictures of several sizes has `image_size`, in pixels, one side, (height, width)
+    A policy that is to make images of several sizes has `image_size`, in pixels, one side, (height, width)
     or None for its own, a property that may be set: `latent_shape`, `encode`, `sigmas`, `times`, `decode` and
     `encode_images` follow.
     """

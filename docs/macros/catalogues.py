@@ -31,11 +31,11 @@ def entries(name: str) -> Iterator[tuple[str, type, Mapping[str, Any], str]]:
 
 
 OFFERS = ("score", "compare", "score_with_gradient")
-"""What a judge of pictures may be able to do."""
+"""What a judge of images may be able to do."""
 
 
 def judges() -> str:
-    """Every judge of pictures by name."""
+    """Every judge of images by name."""
     units = importlib.import_module("visalign.rewards.scorers.units").JUDGE_UNITS
     rows = []
     for name, kind, options, file in entries("CATALOGUE"):
@@ -70,7 +70,7 @@ def families() -> str:
     for name, family in FAMILIES.items():
         usual = "" if family.usual is None else f"{family.usual:g}"
         off = "" if family.guidance in ("embedded", "none") else f"{family.off:g}"
-        makes = "pictures" if family.frames is None else "videos"
+        makes = "images" if family.frames is None else "videos"
         times = "any" if family.mixed else "one"
         kinds = ", ".join(code(kind) for kind in family.pipelines)
         rows.append((code(name), kinds, makes, family.guidance, off, usual, times))
@@ -150,7 +150,7 @@ SECTIONS = ("Args:", "Returns:", "Raises:", "Example:")
 
 
 def regressions() -> str:
-    """The rows of regressions of pictures' velocities: what they lean on, what each picture costs, paper."""
+    """The rows of regressions of images' velocities: what they lean on, what each image costs, paper."""
     rows = []
     for name, row in importlib.import_module("visalign.core").REGRESSIONS.items():
         levels = "T − 1" if row.levels is None else str(row.levels)
@@ -163,7 +163,7 @@ def regressions() -> str:
 
 
 def published() -> str:
-    """Published algorithms of pictures that are settings here, or rows of another name."""
+    """Published algorithms of images that are settings here, or rows of another name."""
     names: dict[tuple[str, str], list[str]] = {}
     for name, said in importlib.import_module("visalign.training.diffusion.published").PUBLISHED.items():
         names.setdefault(said, []).append(code(name))
@@ -172,11 +172,11 @@ def published() -> str:
 
 
 def ascents() -> str:
-    """The rows that train through the reward's gradient: what carries it, what a picture of T steps costs."""
+    """The rows that train through the reward's gradient: what carries it, what an image of T steps costs."""
     rows = []
     for name, row in importlib.import_module("visalign.core").ASCENTS.items():
         carries = f"the last {row.last}" if row.last > 1 else "the last step"
-        carries += f", and {row.renoised} predictions from its picture noised again" if row.renoised else ""
+        carries += f", and {row.renoised} predictions from its image noised again" if row.renoised else ""
         if row.stop_range is not None:
             carries = "one step in the {:.0%} to {:.0%} of the way".format(*row.stop_range)
         free, carried = row.counted(10)
@@ -208,7 +208,7 @@ def refusals() -> str:
     return table(("row", "refused for", "because, and what to take"), rows)
 
 
-TRAINED = {"pictures": "DiffusionObjectiveSettings", "text": "TextObjectiveSettings"}
+TRAINED = {"images": "DiffusionObjectiveSettings", "text": "TextObjectiveSettings"}
 """What is trained -> its settings in `visalign.training`, which know what they refuse."""
 
 

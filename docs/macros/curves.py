@@ -141,7 +141,7 @@ def _figure(name: str, curve: Curve) -> str:
 def equal_cost() -> str:
     """Algorithms at equal cost, drawn twice: held-out accuracy after training against what it cost.
 
-    The numbers are those that `tests/benchmarks/pictures/picture_algorithms.py --numbers` wrote.
+    The numbers are those that `tests/benchmarks/images/image_algorithms.py --numbers` wrote.
     """
     found = json.loads((ROOT / "docs/evidence/equal_cost.json").read_text(encoding="utf-8"))
     drawn = [_costs(found, "forward_equivalents", "thousand forward-equivalents", 1000.0)]

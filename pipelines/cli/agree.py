@@ -72,9 +72,7 @@ def agree(
             check_run_folder(output, resume=resume)
         with clean_output():
             loaded = load_each(reward or [], options or [], load_reward)
-        table = Columns(
-            names=parse_map(columns or []), has_pictures=bool(loaded) and any_needs_prompt(loaded)
-        )
+        table = Columns(names=parse_map(columns or []), has_images=bool(loaded) and any_needs_prompt(loaded))
         names = list(dict.fromkeys(scores or []))
         rows = read_set(source, prompt=prompt, limit=limit, columns=table, scores=names)
         rewards, log = with_cache(loaded, cache), output / ROWS if output is not None and loaded else None

@@ -27,11 +27,11 @@ def collect(
     sources: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Of a new file: pictures, folders, tables (prompt, image_left, image_right), sets.",
+            help="Of a new file: images, folders, tables (prompt, image_left, image_right), sets.",
             show_default=False,
         ),
     ] = None,
-    single: Annotated[bool, typer.Option("--single", help="One picture at a time, not two.")] = False,
+    single: Annotated[bool, typer.Option("--single", help="One image at a time, not two.")] = False,
     prompt: Prompt = None,
     slider: Annotated[
         str | None, typer.Option(help="A slider with these words, by commas; of --single also by itself.")
@@ -47,7 +47,7 @@ def collect(
     repeat_every: Annotated[
         int, typer.Option(help="Each n-th task is one that came before; 0: none.", min=0)
     ] = 15,
-    per_prompt: Annotated[int, typer.Option(help="Most pairs of one prompt's pictures.", min=1)] = 10,
+    per_prompt: Annotated[int, typer.Option(help="Most pairs of one prompt's images.", min=1)] = 10,
     voter: Annotated[
         list[str] | None, typer.Option("--voter", help="A name that may vote; repeat. Else everybody may.")
     ] = None,
@@ -74,7 +74,7 @@ def collect(
         list[str] | None, typer.Option("--leave-out", help="Of --export, --report: not this voter; repeat.")
     ] = None,
 ) -> None:
-    """Collect votes on pictures: a local page for people, judges that vote, agreement, a set to train on."""
+    """Collect votes on images: a local page for people, judges that vote, agreement, a set to train on."""
     with user_messages():
         from visalign.pipelines.collect.store import Plan, VoteStore
 
@@ -165,7 +165,7 @@ def _report(store: VoteStore, path: Path | None, tables: Path | None, leave_out:
     from visalign.atomic import write_atomic
     from visalign.evaluation.pages.votes_page import file_tables, votes_page
     from visalign.evaluation.rewards.judged_pairs import IntervalSettings
-    from visalign.pipelines.collect.votes import report, votes_of, with_pictures
+    from visalign.pipelines.collect.votes import report, votes_of, with_images
     from visalign.pipelines.shared.run_folder import new_file, pretty
 
     new_file(path, endings=(".html", ".json"))
@@ -175,7 +175,7 @@ def _report(store: VoteStore, path: Path | None, tables: Path | None, leave_out:
     keep_tables(tables, lambda: file_tables(result))
     if path is not None:
         is_page = path.suffix.lower() == ".html"
-        write_atomic(path, votes_page(result, with_pictures(store, result)) if is_page else pretty(result))
+        write_atomic(path, votes_page(result, with_images(store, result)) if is_page else pretty(result))
         typer.echo(f"{'Page' if is_page else 'JSON'}: {path}")
 
 

@@ -36,7 +36,7 @@ Labels = Annotated[
 ]
 Join = Annotated[
     list[Path] | None,
-    typer.Option("--join", help="A table of scores by picture, such as `visalign score` writes; repeat."),
+    typer.Option("--join", help="A table of scores by image, such as `visalign score` writes; repeat."),
 ]
 NewFolder = Annotated[
     Path | None, typer.Option("--output", "-o", help="New folder for page and JSON; else the screen.")

@@ -31,7 +31,7 @@ def probe_reward(
     only: Annotated[
         list[str] | None, typer.Option("--only", help="Try this probe; repeat for several.")
     ] = None,
-    count: Annotated[int, typer.Option(help="Use at most so many reference pictures.", min=2)] = 64,
+    count: Annotated[int, typer.Option(help="Use at most so many reference images.", min=2)] = 64,
     batch_size: Batch = 32,
     seed: Seed = 0,
     output: NewFolder = None,
@@ -70,7 +70,7 @@ def probe_reward(
 
 
 def _reference(items: list[Path] | None, prompt: str | None, count: int, seed: int) -> Reference:
-    """What the user named, or pictures of the shapes world."""
+    """What the user named, or images of the shapes world."""
     from visalign.pipelines.probe.reference import read_reference, shapes_reference_set
     from visalign.pipelines.score.image_rows import image_rows
 

@@ -23,15 +23,13 @@ def sample(
     ] = "shapes-sd3",
     lora: Annotated[Path | None, typer.Option(help="Folder of a LoRA, such as runs/.../lora.")] = None,
     seeds: Annotated[
-        str, typer.Option(help="Such as 0,1,2 or 0-7; a picture of each prompt for each.")
+        str, typer.Option(help="Such as 0,1,2 or 0-7; an image of each prompt for each.")
     ] = "0-3",
     steps: Annotated[int, typer.Option(help="Denoising steps.")] = 10,
     solver: Annotated[
         str, typer.Option(help="Of the steps: euler, or dpmpp_2m, of second order, for 10 or more.")
     ] = "euler",
-    reward: Annotated[
-        list[str] | None, typer.Option("--reward", "-r", help="Also score the pictures.")
-    ] = None,
+    reward: Annotated[list[str] | None, typer.Option("--reward", "-r", help="Also score the images.")] = None,
     best_of: Annotated[int, typer.Option(help="Draw so many for each seed, keep the best by -r.")] = 1,
     steer: Annotated[
         str | None,
@@ -47,13 +45,13 @@ def sample(
     strength: Annotated[float, typer.Option(help="With --steer: of exp(strength * reward).")] = 10.0,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    batch_size: Annotated[int, typer.Option(help="Pictures at once.")] = 16,
+    batch_size: Annotated[int, typer.Option(help="Images at once.")] = 16,
     options: Annotated[
         list[str] | None,
         typer.Option("--option", help="NAME=VALUE of the model: guidance=4.5, image_size=512, adapter=..."),
     ] = None,
 ) -> None:
-    """Make pictures or videos of prompts: a folder, a table that `visalign score` takes, a grid, a page."""
+    """Make images or videos of prompts: a folder, a table that `visalign score` takes, a grid, a page."""
     with user_messages():
         from visalign.pipelines.sample.job import (
             COST,
@@ -61,7 +59,7 @@ def sample(
             PAGE,
             TABLE,
             SampleSettings,
-            sample_pictures,
+            sample_images,
             search_of,
         )
         from visalign.pipelines.shared.reward_options import parse_options
@@ -93,10 +91,10 @@ def sample(
             options=given,
         )
         rewards = {name: load_reward(name) for name in dict.fromkeys(reward or [])}
-        rows = sample_pictures(_records(prompts, settings), settings, output, rewards=rewards)
+        rows = sample_images(_records(prompts, settings), settings, output, rewards=rewards)
         cost = sum(row[COST] for row in rows)
         typer.echo(
-            f"{len(rows)} pictures in {output}: {TABLE} for visalign score, {PAGE} and {GRID} to look at. "
+            f"{len(rows)} images in {output}: {TABLE} for visalign score, {PAGE} and {GRID} to look at. "
             f"Denoising took {cost} forward-equivalents."
         )
 

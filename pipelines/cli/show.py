@@ -59,7 +59,7 @@ def show_rewards(console: Console) -> None:
     """Every name that --reward and rewards.terms take, with the first sentence of what it is."""
     from visalign.rewards.catalogue import CATALOGUE, TEXT_CATALOGUE, summary
 
-    for title, names in (("of pictures", CATALOGUE), ("of text", TEXT_CATALOGUE)):
+    for title, names in (("of images", CATALOGUE), ("of text", TEXT_CATALOGUE)):
         table = Table("name", "what it is", title=f"Rewards {title}", title_justify="left")
         for name, entry in sorted(names.items()):
             table.add_row(Text(name), Text(summary(name, entry)))
@@ -208,7 +208,7 @@ def result_files(folder: Path) -> list[str]:
 
 
 def next_command(folder: Path) -> str:
-    """What to do with a run's results: draw pictures, sample or train on completions, measure a judge."""
+    """What to do with a run's results: draw images, sample or train on completions, measure a judge."""
     lora, model = folder / "lora", folder / "model"
     if (folder / "dataset.jsonl").exists():
         made_by = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
@@ -233,7 +233,7 @@ def next_command(folder: Path) -> str:
         made_by = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         base, asked = str(made_by["model"]["path"]), _asked_of(made_by)
         drawn = ["--model", base, "--lora", str(lora)] if lora.exists() else ["--model", str(model)]
-        drawn += [*_as_trained(made_by["model"]), "--output", str(folder / "pictures")]
+        drawn += [*_as_trained(made_by["model"]), "--output", str(folder / "images")]
         return f"visalign sample {asked} " + shlex.join(drawn)
     return "visalign evaluate --help"
 
@@ -252,7 +252,7 @@ def _asked_of(made_by: Mapping[str, Any]) -> str:
 
 
 def _as_trained(model: Mapping[str, Any]) -> list[str]:
-    """Options of `visalign sample` under which pictures are as in the run's evaluation."""
+    """Options of `visalign sample` under which images are as in the run's evaluation."""
     given = {name: model.get(name) for name in ("adapter", "guidance", "image_size")}
     own = model.get("options") or {}
     given |= {name: own.get(name) for name in ("negative_prompt", "num_frames", "call")}
@@ -261,7 +261,7 @@ def _as_trained(model: Mapping[str, Any]) -> list[str]:
 
 
 def _learnt_from_samples(folder: Path, made_by: Mapping[str, Any]) -> list[str]:
-    """Keys of text_sft for what text_sample kept: its model, and where it asked about pictures its question
+    """Keys of text_sft for what text_sample kept: its model, and where it asked about images its question
     and rewards."""
     from visalign.pipelines.text.config import TextModelConfig
 

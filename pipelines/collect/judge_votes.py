@@ -35,7 +35,7 @@ def judge_votes(
 
     Args:
         store: of the votes.
-        judge: scores pictures or compares them; one that compares is asked in both orders, and its log-odds
+        judge: scores images or compares them; one that compares is asked in both orders, and its log-odds
             are averaged.
         name: of the voter.
         batch_size: pairs judged at once.
@@ -45,12 +45,10 @@ def judge_votes(
         How many votes are new, and why pairs have none.
 
     Raises:
-        UserError: the file asks about single pictures.
+        UserError: the file asks about single images.
     """
     if any(len(task.images) == 1 for task in store.tasks.values()):
-        raise UserError(
-            "A judge votes on pairs, and this file asks about single pictures. Use visalign score."
-        )
+        raise UserError("A judge votes on pairs, and this file asks about single images. Use visalign score.")
     there = {vote.task for vote in store.votes() if vote.annotator == name}
     new, reasons = 0, []
     left = [task for task in store.tasks if task not in there]

@@ -7,7 +7,7 @@
     POST /next                   -> what to answer now, {done: true} at the end
     POST /back   {assignment}    -> what was answered before it, to be corrected
     POST /vote   {client, assignment, answer, seconds}
-    GET  /image/ASSIGNMENT/SIDE  the picture; its file's name is not told
+    GET  /image/ASSIGNMENT/SIDE  the image; its file's name is not told
 
 Refusals are JSON {"error": what was given, what is allowed}: 400 unreadable, 401 nobody, 403 of another page
 or another's task, 404, 409 a name that is taken, 413 too long, 415 other media type, 422 no such answer.
@@ -51,7 +51,7 @@ LONGEST_TEXT = 4_000
 MOST_BOXES = 32
 LONGEST_CLIENT = 80
 MEDIA = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
-"""Sent as they are; other pictures as PNG."""
+"""Sent as they are; other images as PNG."""
 
 
 class Refused(HTTPException):
@@ -157,8 +157,8 @@ class _Voting:
         side, assignment = request.path_params["side"], request.path_params["assignment"]
         shown = self._store.shown(self._name(request), min(assignment, 2**62))
         if side not in SIDES[: len(shown.task.images)]:
-            raise Refused(404, f"There is no picture on the {side:.20}.")
-        content, kind = await run_in_threadpool(picture, shown.image(side))
+            raise Refused(404, f"There is no image on the {side:.20}.")
+        content, kind = await run_in_threadpool(image_bytes, shown.image(side))
         # another file of votes may be served here next, with the same numbers
         headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
         return Response(content, media_type=kind, headers=headers)
@@ -183,8 +183,8 @@ def read_answer(answer: Any, form: Form, is_pair: bool) -> dict[str, Any]:
 
     Returns:
         `choice` of a pair; `slider` 1 to the number of its words; `checklist`, question -> true or false;
-        `boxes` [side, left, top, right, bottom] in shares of the picture; `text`. Or `unseen` alone, where a
-        picture could not be shown.
+        `boxes` [side, left, top, right, bottom] in shares of the image; `text`. Or `unseen` alone, where an
+        image could not be shown.
 
     Raises:
         Refused: it is not of that form, or says nothing.
@@ -234,12 +234,12 @@ def _check_boxes(boxes: Any, is_pair: bool) -> None:
             raise Refused(
                 422,
                 f"A box is {box!r:.100}; needed is [{' or '.join(sides)}, left, top, right, bottom] in "
-                "shares of the picture, 0 to 1.",
+                "shares of the image, 0 to 1.",
             )
 
 
-def picture(reference: str) -> tuple[bytes, str]:
-    """The bytes of a picture and their media type.
+def image_bytes(reference: str) -> tuple[bytes, str]:
+    """The bytes of an image and their media type.
 
     Raises:
         Refused: it cannot be read.
@@ -255,7 +255,7 @@ def picture(reference: str) -> tuple[bytes, str]:
         image = found if isinstance(found, Image.Image) else Image.fromarray(np.asarray(found))
         image.convert("RGB").save(buffer, "PNG")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise Refused(404, f"The picture cannot be read: {type(error).__name__}.") from error
+        raise Refused(404, f"The image cannot be read: {type(error).__name__}.") from error
     return buffer.getvalue(), "image/png"
 
 

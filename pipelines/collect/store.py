@@ -3,7 +3,7 @@
 
     tasks        what is asked; the answer of gold ones
     annotators   who may vote: people by a secret of which a hash is kept, judges by name
-    assignments  who was shown what, in which order, with which picture on which side, again or not
+    assignments  who was shown what, in which order, with which image on which side, again or not
     votes        what was said of an assignment; a corrected one is a new row, and the last counts
 
 A vote that was answered for is on the disk (write-ahead log, synchronous); one that the client sends twice,
@@ -38,7 +38,7 @@ GAP = 5
 """A repeated pair comes after at least so many others."""
 MOST_NAME = 60
 UNSEEN = '{"unseen": true}'
-"""An answer as it is kept: a picture could not be shown."""
+"""An answer as it is kept: an image could not be shown."""
 
 _TABLES = """
 CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -103,12 +103,12 @@ class Assignment:
     assignment: int
     task: Task
     swapped: bool
-    """Whether the pair's left picture stands on the right."""
+    """Whether the pair's left image stands on the right."""
     answer: dict[str, Any] | None = None
     """As on the screen, where it was answered before."""
 
     def image(self, side: str) -> str:
-        """The picture on that side of the screen; the one picture stands on the left."""
+        """The image on that side of the screen; the one image stands on the left."""
         place = SIDES.index(side)
         return self.task.images[(1 - place) if self.swapped else place]
 
@@ -138,7 +138,7 @@ class VoteStore:
         if not path.is_file():
             raise UserError(
                 f"There is no file of votes '{path}'. Begin one: visalign collect {path} SOURCE, where "
-                "SOURCE are the pictures."
+                "SOURCE are the images."
             )
         self.path = path
         self._lock = threading.RLock()
@@ -173,15 +173,13 @@ class VoteStore:
         """Begin a file.
 
         Raises:
-            UserError: it exists, or tasks of pairs and of single pictures are mixed.
+            UserError: it exists, or tasks of pairs and of single images are mixed.
         """
         if path.exists():
-            raise UserError(
-                f"'{path}' exists. Leave the pictures out to go on with it, or name another file."
-            )
+            raise UserError(f"'{path}' exists. Leave the images out to go on with it, or name another file.")
         sizes = {len(task.images) for task in tasks}
         if len(sizes) != 1:
-            raise UserError("A file of votes asks about pairs or about single pictures, not about both.")
+            raise UserError("A file of votes asks about pairs or about single images, not about both.")
         path.parent.mkdir(parents=True, exist_ok=True)
         half = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
@@ -365,7 +363,7 @@ class VoteStore:
         ]
 
     def unseen(self) -> int:
-        """How often a picture could not be shown."""
+        """How often an image could not be shown."""
         with self._lock:
             found = self._db.execute("SELECT COUNT(*) FROM last_votes WHERE answer = ?", (UNSEEN,))
             return found.fetchone()[0]
@@ -420,7 +418,7 @@ class VoteStore:
         return task, False, is_pair and bool(_drawn(plan.seed, name, task, "side") % 2), place
 
     def _unseen(self, db: sqlite3.Connection, who: int) -> set[int]:
-        """Tasks whose pictures somebody could not see."""
+        """Tasks whose images somebody could not see."""
         rows = db.execute(
             "SELECT a.task FROM assignments a JOIN last_votes v ON v.assignment = a.id "
             f"WHERE a.annotator = ? AND v.answer = '{UNSEEN}'",

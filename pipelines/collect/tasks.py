@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What voters are asked: two pictures side by side, or one, from tables, folders and sets."""
+"""What voters are asked: two images side by side, or one, from tables, folders and sets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOT_KEPT = ("prompt", "image_left", "image_right", "label", "votes", "votes_left
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What is asked beside the choice of a picture, or of the one picture."""
+    """What is asked beside the choice of an image, or of the one image."""
 
     slider: tuple[str, ...] = ()
     """Words of the grades 1, 2, ...; none: no slider."""
@@ -71,7 +71,7 @@ class Task:
 
     prompt: str
     images: tuple[str, ...]
-    """One picture, or the left and the right one; as `resolve_image` reads them, paths whole."""
+    """One image, or the left and the right one; as `resolve_image` reads them, paths whole."""
     gold: str | None = None
     """ "left", "right" or "tie" where the answer is known; such votes measure the voter alone."""
     more: Mapping[str, Any] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Task:
 
     @property
     def key(self) -> str:
-        """Of a prompt and its pictures, whichever stands first."""
+        """Of a prompt and its images, whichever stands first."""
         said = json.dumps([self.prompt, sorted(self.images), self.gold is not None])
         return hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
@@ -90,19 +90,19 @@ def read_tasks(
     """Tasks of what a user names.
 
     Args:
-        sources: pictures, folders of pictures, also those of `visalign sample`, tables (prompt, `image_left`,
+        sources: images, folders of images, also those of `visalign sample`, tables (prompt, `image_left`,
             `image_right`; or prompt, image), "LAYOUT:FOLDER", "shapes:pairs", "shapes:quality". What a set
             says of them already is not shown.
-        single: one picture at a time; else pairs, which pictures of one prompt make with one another.
-        prompt: of pictures that have none.
-        per_prompt: most pairs that the pictures of one prompt make, drawn so that each comes about as often.
+        single: one image at a time; else pairs, which images of one prompt make with one another.
+        prompt: of images that have none.
+        per_prompt: most pairs that the images of one prompt make, drawn so that each comes about as often.
         seed: of that draw.
 
     Returns:
         Distinct tasks.
 
     Raises:
-        UserError: nothing to ask, missing files, a picture beside itself, or what cannot be read.
+        UserError: nothing to ask, missing files, an image beside itself, or what cannot be read.
     """
     pairs: list[Task] = []
     rows: list[ImageRow] = []
@@ -111,16 +111,16 @@ def read_tasks(
         pairs += [task for task in found if isinstance(task, Task)]
         rows += [row for row in found if isinstance(row, ImageRow)]
     if single and pairs:
-        raise UserError("--single shows one picture, and the set holds pairs. Leave --single out.")
+        raise UserError("--single shows one image, and the set holds pairs. Leave --single out.")
     if single:
         pairs = [Task(prompt=row.prompt, images=(_whole(row.image),), more=_record(row)) for row in rows]
     else:
         pairs += _paired(rows, per_prompt, seed)
-    _check_pictures(pairs)
+    _check_images(pairs)
     tasks = list({task.key: task for task in reversed(pairs)}.values())[::-1]
     if not tasks:
         raise UserError(
-            "There is nothing to ask: no two pictures share a prompt. Give pictures of one prompt, a table "
+            "There is nothing to ask: no two images share a prompt. Give images of one prompt, a table "
             "with the columns prompt, image_left, image_right, or --single."
         )
     return tasks
@@ -130,8 +130,8 @@ def gold_tasks(source: str) -> list[Task]:
     """Pairs whose answer is known, from a preference set.
 
     Raises:
-        UserError: no preference set, a label that is no side, two labels of one pair, missing files, or a
-            picture beside itself.
+        UserError: no preference set, a label that is no side, two labels of one pair, missing files, or an
+            image beside itself.
     """
     found = load_source(source)
     if not isinstance(found, PreferenceSet):
@@ -150,16 +150,16 @@ def gold_tasks(source: str) -> list[Task]:
             raise UserError(
                 f"'{source}' has two answers to the pair {listed(task.images)}; a gold pair has one."
             )
-    _check_pictures(list(tasks.values()))
+    _check_images(list(tasks.values()))
     return list(tasks.values())
 
 
-def _check_pictures(tasks: Sequence[Task]) -> None:
+def _check_images(tasks: Sequence[Task]) -> None:
     itself = [task.images[0] for task in tasks if len(set(task.images)) < len(task.images)]
     if itself:
-        raise UserError(f"{len(itself)} pairs show a picture beside itself: {listed(itself)}.")
+        raise UserError(f"{len(itself)} pairs show an image beside itself: {listed(itself)}.")
     if missing := missing_files([image for task in tasks for image in task.images]):
-        raise UserError(f"{len(missing)} pictures do not exist: {listed(missing)}.")
+        raise UserError(f"{len(missing)} images do not exist: {listed(missing)}.")
 
 
 def _read(source: str, prompt: str | None) -> list[Task] | list[ImageRow]:
@@ -216,20 +216,20 @@ def _whole(image: str, folder: Path | None = None) -> str:
 
 
 def _paired(rows: Iterable[ImageRow], most: int, seed: int) -> list[Task]:
-    """At most so many pairs of the pictures of each prompt, and of the same source where they are edits:
+    """At most so many pairs of the images of each prompt, and of the same source where they are edits:
     neighbours in a shuffled circle, then those two apart, and so on, so that all are shown about as often."""
     by_prompt: dict[tuple[str, ...], dict[str, ImageRow]] = {}
     for row in rows:
         key = record_key({**(row.metadata or {}), "prompt": row.prompt})
         by_prompt.setdefault(key, {})[_whole(row.image)] = row
     tasks = []
-    for (prompt, *_), pictures in by_prompt.items():
-        circle = sorted(pictures, key=lambda image: _digest(seed, prompt, image))
+    for (prompt, *_), images in by_prompt.items():
+        circle = sorted(images, key=lambda image: _digest(seed, prompt, image))
         count = len(circle)
         steps = ((i, (i + apart) % count) for apart in range(1, count // 2 + 1) for i in range(count))
         pairs = dict.fromkeys(tuple(sorted((circle[i], circle[j]))) for i, j in steps)
         for pair in islice(pairs, most):
-            tasks.append(Task(prompt=prompt, images=pair, more=_record(pictures[pair[0]])))
+            tasks.append(Task(prompt=prompt, images=pair, more=_record(images[pair[0]])))
     return tasks
 
 

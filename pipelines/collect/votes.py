@@ -36,7 +36,7 @@ from .tasks import KEPT, Task
 
 SAID = {"left": 1.0, "right": 0.0, "tie": 0.5}
 MOST_DISPUTED = 12
-"""Pairs that the page shows with their pictures."""
+"""Pairs that the page shows with their images."""
 FORMAT = "visalign votes report 1"
 
 Array = NDArray[np.float64]
@@ -67,7 +67,7 @@ def report(store: VoteStore, votes: Sequence[Vote], settings: IntervalSettings) 
 
     Returns:
         `tasks`, `voted`, `votes`, `people`, `judges`; of pairs `alpha` (Krippendorff's, of left, right, tie),
-        `disputed` tasks and `fit`; of single pictures `alphas` of the slider and of each question; and
+        `disputed` tasks and `fit`; of single images `alphas` of the slider and of each question; and
         `annotators`: name, is_judge, votes, median seconds, `rest` (how often the majority of the others
         says the same), `repeats` and `gold` (share that was the same, right), and of pairs the share of the
         left of the screen and the annotator model. `notes` say what is odd.
@@ -76,7 +76,7 @@ def report(store: VoteStore, votes: Sequence[Vote], settings: IntervalSettings) 
     names = list(dict.fromkeys(vote.annotator for vote in votes))
     is_pair = len(next(iter(store.tasks.values())).images) == 2
     measured = (
-        _of_pairs(store, first, names, settings) if is_pair else _of_pictures(store, first, names, settings)
+        _of_pairs(store, first, names, settings) if is_pair else _of_images(store, first, names, settings)
     )
     rest = measured.pop("by_name")
     entries = []
@@ -96,7 +96,7 @@ def report(store: VoteStore, votes: Sequence[Vote], settings: IntervalSettings) 
         )
     people = sum(not entry["is_judge"] for entry in entries)
     if unseen := store.unseen():
-        measured["notes"] = [*measured["notes"], f"{unseen} times a picture could not be shown: no votes."]
+        measured["notes"] = [*measured["notes"], f"{unseen} times an image could not be shown: no votes."]
     return {
         "format": FORMAT,
         "pairs": is_pair,
@@ -111,7 +111,7 @@ def report(store: VoteStore, votes: Sequence[Vote], settings: IntervalSettings) 
 
 
 def exported(store: VoteStore, votes: Sequence[Vote], *, model: bool = False) -> list[dict[str, Any]]:
-    """Rows of a preference set (pairs) or of a quality set (single pictures, whose mos is the slider's mean).
+    """Rows of a preference set (pairs) or of a quality set (single images, whose mos is the slider's mean).
 
     Gold tasks and repeats are left out. What else was answered stands in `answers`.
 
@@ -119,10 +119,10 @@ def exported(store: VoteStore, votes: Sequence[Vote], *, model: bool = False) ->
         store: of the votes.
         votes: `votes_of` it.
         model: labels of pairs from the annotator model, the probability that a typical one of these voters
-            prefers the left picture, in place of the share of the votes.
+            prefers the left image, in place of the share of the votes.
 
     Raises:
-        UserError: no vote on what is no gold task; model for single pictures.
+        UserError: no vote on what is no gold task; model for single images.
     """
     by_task: dict[int, list[Vote]] = {}
     for vote in votes:
@@ -132,28 +132,28 @@ def exported(store: VoteStore, votes: Sequence[Vote], *, model: bool = False) ->
         raise UserError(f"All votes in '{store.path}' are on gold pairs: there is nothing to export.")
     is_pair = len(store.tasks[next(iter(by_task))].images) == 2
     if model and not is_pair:
-        raise UserError("The annotator model is of pairs, and these votes are on single pictures.")
+        raise UserError("The annotator model is of pairs, and these votes are on single images.")
     order = sorted(by_task)
     fit = _fit([vote for task in order for vote in by_task[task]], order) if model else None
     rows = []
     for number, task in enumerate(order):
         soft = None if fit is None else (float(fit.soft_label[number]), float(fit.posterior_std[number]))
-        make = _pair_row(store.tasks[task], by_task[task], soft) if is_pair else _picture_row
+        make = _pair_row(store.tasks[task], by_task[task], soft) if is_pair else _image_row
         rows.append(make if isinstance(make, dict) else make(store.tasks[task], by_task[task]))
     return rows
 
 
-def with_pictures(store: VoteStore, result: Mapping[str, Any]) -> list[dict[str, Any]]:
+def with_images(store: VoteStore, result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The disputed pairs of a report with what the page shows of them."""
     pairs = []
     for pair in result.get("disputed", ()):
         task = store.tasks[pair["task"]]
-        pairs.append({**pair, "prompt": task.prompt, "pictures": pictures_of(task)})
+        pairs.append({**pair, "prompt": task.prompt, "images": images_of(task)})
     return pairs
 
 
-def pictures_of(task: Task) -> list[dict[str, Any] | None]:
-    """The pictures of a task as a page shows them; None where one cannot be read."""
+def images_of(task: Task) -> list[dict[str, Any] | None]:
+    """The images of a task as a page shows them; None where one cannot be read."""
     found = load_images([resolve_image(image) for image in task.images])
     return [None if image is None else embedded(image, side=256) for image in found.images]
 
@@ -178,7 +178,7 @@ def _pair_row(task: Task, votes: Sequence[Vote], soft: tuple[float, float] | Non
     ).to_row()
 
 
-def _picture_row(task: Task, votes: Sequence[Vote]) -> dict[str, Any]:
+def _image_row(task: Task, votes: Sequence[Vote]) -> dict[str, Any]:
     grades = [float(vote.answer["slider"]) for vote in votes if "slider" in vote.answer]
     more = dict(task.more) | _answers(votes)
     if not grades:
@@ -263,15 +263,13 @@ def _pair_notes(votes: Array, first: Sequence[Vote]) -> list[str]:
         notes.append("All votes are ties: they teach a judge nothing, and no agreement can be computed.")
     elif not ties and not min(left, right) and len(first) > 1:
         side = "left" if left else "right"
-        notes.append(
-            f"All votes are for the {side} picture of the table: check whether its sides were mixed."
-        )
+        notes.append(f"All votes are for the {side} image of the table: check whether its sides were mixed.")
     if (votes.sum(1) > 1).sum() == 0:
         notes.append("No pair has two votes, so agreement between voters is not known.")
     return notes
 
 
-def _of_pictures(
+def _of_images(
     store: VoteStore, first: Sequence[Vote], names: Sequence[str], settings: IntervalSettings
 ) -> dict[str, Any]:
     """Slider and checklist: α of numbers, and each voter's distance from the mean of the others."""
@@ -358,7 +356,7 @@ def _gold(store: VoteStore, own: Sequence[Vote]) -> Interval:
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Rows as a JSONL file, whole or not at all; pictures below its folder are named from there."""
+    """Rows as a JSONL file, whole or not at all; images below its folder are named from there."""
     from visalign.atomic import write_atomic
 
     folder = path.resolve().parent

@@ -26,7 +26,7 @@ from visalign.evaluation.rewards.agreement import LEVEL, agreement, parted, prom
 from visalign.interfaces import PointwiseReward
 from visalign.pipelines.score.image_rows import ImageRow, image_rows
 from visalign.pipelines.score.log import judge_identity
-from visalign.pipelines.score.report import shown_pictures
+from visalign.pipelines.score.report import shown_images
 from visalign.pipelines.score.score import ScoreRow, score_rows
 from visalign.pipelines.score.whose import whose
 from visalign.pipelines.shared.run_folder import pretty
@@ -72,7 +72,7 @@ def read_set(
         rows = _of_table(Path(source), prompt, wanted, scores)
     elif Path(source).exists():
         rows = _each_once(
-            image_rows([Path(source)], prompt, needs_prompt=wanted.has_pictures, names=wanted.names)
+            image_rows([Path(source)], prompt, needs_prompt=wanted.has_images, names=wanted.names)
         )
     else:
         names = ", ".join((*PAIR_LAYOUTS, *QUALITY_LAYOUTS))
@@ -158,11 +158,11 @@ def _pairs(
 
 
 def write_agreement(folder: Path, result: Mapping[str, Any]) -> Path:
-    """Write `agreement.json`, `tables/`, and `agreement.html` with the pictures that are shown."""
+    """Write `agreement.json`, `tables/`, and `agreement.html` with the images that are shown."""
     names = dict.fromkeys(shown["image"] for pair in result["pairs"] for shown in pair["parted"])
     write_atomic(folder / RESULT, pretty(result))
     write_tables(folder / FOLDER, file_tables(result))
-    return write_atomic(folder / PAGE, agree_page(result, shown_pictures(names)))
+    return write_atomic(folder / PAGE, agree_page(result, shown_images(names)))
 
 
 class _Column:
@@ -207,7 +207,7 @@ def _of_pairs(found: PreferenceSet, scores: Sequence[str]) -> list[ImageRow]:
             own = {_SCORES: {name: pair.extra.get(f"{name}_{side}") for name in scores}} if scores else {}
             known = rows.get((image, pair.prompt))
             if known is not None and scores and (known.metadata or {})[_SCORES] != own[_SCORES]:
-                raise UserError(f"'{found.name}' has two scores of one picture, '{image}'. Keep one.")
+                raise UserError(f"'{found.name}' has two scores of one image, '{image}'. Keep one.")
             rows[image, pair.prompt] = ImageRow(
                 image=image, prompt=pair.prompt, metadata=metadata | own or None
             )
@@ -227,10 +227,10 @@ def _of_quality(found: Any, prompt: str | None, scores: Sequence[str]) -> list[I
 
 
 def _of_table(path: Path, prompt: str | None, columns: Columns, scores: Sequence[str]) -> list[ImageRow]:
-    """A table with scores; prompts and pictures where it has them."""
+    """A table with scores; prompts and images where it has them."""
     table = [(number, renamed(path, given, columns.names)) for number, given in read_rows(path)]
     if table and {"image", "reward", "value"} <= set(table[0][1]):
-        table = _by_picture(table)
+        table = _by_image(table)
     _require({name for _, row in table for name in row}, scores, str(path))
     return [
         ImageRow(
@@ -243,17 +243,17 @@ def _of_table(path: Path, prompt: str | None, columns: Columns, scores: Sequence
 
 
 def _each_once(rows: Sequence[ImageRow]) -> list[ImageRow]:
-    """The first row of each picture and prompt; a warning says how many say it again."""
+    """The first row of each image and prompt; a warning says how many say it again."""
     first: dict[tuple[str, str], ImageRow] = {}
     for row in rows:
         first.setdefault((row.image, row.prompt), row)
     if again := len(rows) - len(first):
-        warnings.warn(f"{again} of {len(rows)} rows name a picture again, which counts once.", stacklevel=3)
+        warnings.warn(f"{again} of {len(rows)} rows name an image again, which counts once.", stacklevel=3)
     return list(first.values())
 
 
-def _by_picture(table: Sequence[tuple[int, Row]]) -> list[tuple[int, Row]]:
-    """The rows of a table of scores, each of one reward, as one row for each picture and prompt."""
+def _by_image(table: Sequence[tuple[int, Row]]) -> list[tuple[int, Row]]:
+    """The rows of a table of scores, each of one reward, as one row for each image and prompt."""
     found: dict[tuple[Any, Any], tuple[int, Row]] = {}
     for number, row in table:
         about = {name: row[name] for name in ("image", "prompt") if name in row}

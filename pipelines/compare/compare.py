@@ -35,7 +35,7 @@ RULE = (
 
 
 def read_two(paths: Sequence[Path]) -> list[Tensor]:
-    """The two pictures [3, H, W] in [0, 1]; sizes may differ.
+    """The two images [3, H, W] in [0, 1]; sizes may differ.
 
     Raises:
         UserError: One of them cannot be read, is an animation, or has a name that is not UTF-8.

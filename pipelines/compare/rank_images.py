@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ranking of images as plain values, and its page with the pictures."""
+"""A ranking of images as plain values, and its page with the images."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from visalign.evaluation.pages.rank_page import SHOWN, rank_page
 from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.pipelines.score.log import number
-from visalign.pipelines.score.report import shown_pictures
+from visalign.pipelines.score.report import shown_images
 from visalign.pipelines.score.whose import foreign, whose
 from visalign.rewards.pairs.ranking import Ranking
 
@@ -69,8 +69,8 @@ def ranking_record(
 
 
 def ranking_page(result: Mapping[str, Any]) -> str:
-    """The page of a ranking, with its best pictures inside."""
-    return rank_page(result, shown_pictures(row["image"] for row in result["images"][:SHOWN]))
+    """The page of a ranking, with its best images inside."""
+    return rank_page(result, shown_images(row["image"] for row in result["images"][:SHOWN]))
 
 
 def _asked(found: Ranking, names: Sequence[str]) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ from visalign.evaluation.rewards.preferences import evaluate_preferences
 from visalign.evaluation.rewards.quality import evaluate_quality
 from visalign.interfaces import PointwiseReward
 from visalign.pipelines.score.log import judge_identity
-from visalign.pipelines.score.report import shown_pictures
+from visalign.pipelines.score.report import shown_images
 from visalign.pipelines.score.whose import foreign, whose
 from visalign.pipelines.shared.reward_options import load_each, with_cache
 from visalign.pipelines.shared.run_folder import check_run_folder, pretty
@@ -65,7 +65,7 @@ class EvaluateOptions:
     table: Columns = field(default_factory=Columns)
     """How the columns of the source are read."""
     join: tuple[Path, ...] = ()
-    """Tables with scores of the source's pictures."""
+    """Tables with scores of the source's images."""
     split: str | None = None
     limit: int | None = None
     output: Path | None = None
@@ -121,7 +121,7 @@ def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> di
     if options.output is not None:
         check_run_folder(options.output, resume=options.resume)
     judges = with_cache(load_each(options.rewards, options.options, load_judge), options.cache)
-    table = replace(options.table, has_pictures=bool(judges or options.join))
+    table = replace(options.table, has_images=bool(judges or options.join))
     source = load_source(options.source, split=options.split, limit=options.limit, columns=table)
     for path in options.join:
         source = joined(source, path)
@@ -174,8 +174,8 @@ def write_result(folder: Path, result: dict[str, Any]) -> None:
     write_tables(folder / FOLDER, file_tables(result))
     fields = ("image", "image_left", "image_right")
     names = [row[key] for judge in result["judges"] for row in judge["worst"] for key in fields if key in row]
-    pictures = shown_pictures(dict.fromkeys(names))
-    write_atomic(folder / PAGE, evaluation_page(result, pictures=pictures))
+    images = shown_images(dict.fromkeys(names))
+    write_atomic(folder / PAGE, evaluation_page(result, images=images))
 
 
 def _prepared(

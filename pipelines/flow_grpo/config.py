@@ -83,7 +83,7 @@ class DataConfig:
     train: str = "shapes:train"
     """shapes:train, or a .txt or .jsonl file."""
     pairs: str | None = None
-    """Learn from stored pairs of pictures in place of samples (objective.algorithm diffusion_dpo, gdro,
+    """Learn from stored pairs of images in place of samples (objective.algorithm diffusion_dpo, gdro,
     reward_weighted or rejection, rollout.group_size=2): a preference set as `visalign evaluate` and
     `train-reward` read it, such as `visalign collect --export` writes, or LAYOUT:FOLDER of a published one,
     e.g. pick_a_pic; for a model that edits with a column "source". Then data.train and rewards are not
@@ -116,7 +116,7 @@ class EvaluationConfig(HeldoutConfig):
     batch_size: Count = 128
     """Samples at once; memory only."""
     grid: Natural = 8
-    """Held-out prompts, evenly spaced, whose picture of the first seed goes into samples/ at each evaluation,
+    """Held-out prompts, evenly spaced, whose image of the first seed goes into samples/ at each evaluation,
     side by side; 0: none."""
     rewards: dict[str, RewardTerm] = field(
         default_factory=lambda: {
@@ -129,11 +129,11 @@ class EvaluationConfig(HeldoutConfig):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class PictureMonitorConfig(MonitorSettings):
+class ImageMonitorConfig(MonitorSettings):
     """What is watched while the policy moves, and when that warns or stops."""
 
     features: str | None = "auto"
-    """By what pictures are far apart: the label of a judge with a CLIP image tower, a CLIP model as
+    """By what images are far apart: the label of a judge with a CLIP image tower, a CLIP model as
     clip_score takes it, or null for none. auto: the first such judge of evaluation.rewards and
     rewards.terms."""
 
@@ -183,7 +183,7 @@ class FlowGRPOConfig:
     """How the weights move."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """What is measured before, on the way, and after."""
-    monitor: PictureMonitorConfig = field(default_factory=PictureMonitorConfig)
+    monitor: ImageMonitorConfig = field(default_factory=ImageMonitorConfig)
     """What warns and stops while the policy moves."""
     run: PolicyRunConfig = field(default_factory=PolicyRunConfig)
     """Length, checkpoints, machine."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a picture run needs, from configuration files alone: memory by part, operations, hours by device."""
+"""What an image run needs, from configuration files alone: memory by part, operations, hours by device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from visalign.pipelines.shared.memory import (
     trained_memory,
     weight_bytes,
 )
-from visalign.training.diffusion.pictures import check_sizes
+from visalign.training.diffusion.images import check_sizes
 
 from .config import FlowGRPOConfig
 from .inputs import Inputs, prepare
@@ -37,7 +37,7 @@ def estimate(config: FlowGRPOConfig) -> dict[str, Any]:
     """Memory, forward-equivalents and hours by device beside the batch arithmetic; no model is loaded."""
     planned = plan(config, measure=False)
     inputs = prepare(config, planned["batch"]["processes"])
-    return {**planned, **footprint(config, inputs, planned["evaluation"]["pictures"])}
+    return {**planned, **footprint(config, inputs, planned["evaluation"]["images"])}
 
 
 def footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.pipelines.shared.sections import RewardsConfig
 from visalign.training.diffusion.experts import check_experts
 from visalign.training.diffusion.flow_grpo import step_weights
-from visalign.training.diffusion.pictures import Features
+from visalign.training.diffusion.images import Features
 from visalign.training.diffusion.regression import checked_row
 from visalign.training.diffusion.reward_gradient import check_differentiable, checked_ascent
 from visalign.training.diffusion.stored_pairs import StoredPreference
@@ -42,11 +42,11 @@ class Inputs:
     records: Records
     heldout: Records
     rewards: Mapping[str, PointwiseReward]
-    """label -> reward to report on held-out pictures: all that can judge one picture by itself."""
+    """label -> reward to report on held-out images: all that can judge one image by itself."""
     reward: PointwiseReward
     """The sum that is optimized, or what was said of stored pairs."""
     features: Features | None
-    """Of pictures, for the monitor."""
+    """Of images, for the monitor."""
     strata: list[str] | None
     """Label per training record, with data.balance."""
     seen: int
@@ -132,10 +132,10 @@ def _build_reward(config: FlowGRPOConfig, judges: Mapping[str, Any], world: int)
 
 
 def build_features(config: FlowGRPOConfig, judges: Mapping[str, Any], device: str | None) -> Features | None:
-    """Pictures [b, 3, H, W] -> [b, d] of an image tower, by `monitor.features`; None where there is none.
+    """Images [b, 3, H, W] -> [b, d] of an image tower, by `monitor.features`; None where there is none.
 
     Raises:
-        UserError: `monitor.stop` has what is not measured; later, of a picture that the tower cannot take.
+        UserError: `monitor.stop` has what is not measured; later, of an image that the tower cannot take.
     """
     from visalign.rewards.base.contract import read_request
     from visalign.rewards.clip.towers import ClipTowers
@@ -156,7 +156,7 @@ def build_features(config: FlowGRPOConfig, judges: Mapping[str, Any], device: st
         rows, values = towers.image_features(request, reasons)
         if len(rows) < len(images):
             why = next(why for why in reasons if why)
-            raise UserError(f"monitor.features: a picture has none: {why}. Set monitor.features to null.")
+            raise UserError(f"monitor.features: an image has none: {why}. Set monitor.features to null.")
         return values
 
     return features
@@ -191,7 +191,7 @@ def _prompts(records: Records) -> set[tuple[str, ...]]:
 
 
 def _fingerprints(config: FlowGRPOConfig, records: Records, heldout: Records) -> dict[str, str]:
-    """SHA-256 of the prompt records, of how many bytes the picture files have that they name (not of those in
+    """SHA-256 of the prompt records, of how many bytes the image files have that they name (not of those in
     Parquet), and of the files of the user's own rewards."""
     train = "data.train" if config.data.pairs is None else "data.pairs"
     read = {train: records, "data.heldout": heldout}
@@ -199,7 +199,7 @@ def _fingerprints(config: FlowGRPOConfig, records: Records, heldout: Records) ->
     for name, given in read.items():
         stored = name == "data.pairs"
         if sizes := [Path(file).stat().st_size for record in given for file in _files(record, stored)]:
-            found[f"pictures of {name}"] = fingerprint([{"bytes": sizes}])
+            found[f"images of {name}"] = fingerprint([{"bytes": sizes}])
     for label, term in {**config.evaluation.rewards, **config.rewarded}.items():
         file = Path((term.name or label).rpartition(":")[0])
         if file.suffix == ".py":
@@ -208,7 +208,7 @@ def _fingerprints(config: FlowGRPOConfig, records: Records, heldout: Records) ->
 
 
 def _files(record: Mapping[str, Any], stored: bool) -> Iterable[str | Path]:
-    """The picture files that a record names: what is to be edited, and of a stored pair both."""
+    """The image files that a record names: what is to be edited, and of a stored pair both."""
     named = [one["image"] for one in record["candidates"]] if stored else []
     named += listed_sources(record.get("source"))
     return [file for file in named if isinstance(file, str | Path) and os.path.isfile(file)]
@@ -249,7 +249,7 @@ def build_win_rates(
                 )
             if _is_of_sets(judge):
                 raise UserError(
-                    f"rewards.terms.{label} judges sets of pictures, and no two can be compared by it. Name "
+                    f"rewards.terms.{label} judges sets of images, and no two can be compared by it. Name "
                     f"it in comparison.scores: [{label}]."
                 )
             pairwise = judge if isinstance(judge, PairwiseReward) else as_pairwise(judge)
@@ -264,19 +264,19 @@ def build_win_rates(
 
 
 def _judging_alone(judges: Mapping[str, Any], needed: Iterable[str]) -> dict[str, PointwiseReward]:
-    """Those that judge a held-out picture by itself."""
+    """Those that judge a held-out image by itself."""
     found = pointwise_only(judges, needed=needed)
     alone = {label: one for label, one in found.items() if not _is_of_sets(one)}
     if named := [label for label in needed if label not in alone]:
         raise UserError(
             f"evaluation.rewards names {', '.join(named)}, which judges sets of a training and no held-out "
-            "picture. Leave it in rewards.terms alone."
+            "image. Leave it in rewards.terms alone."
         )
     return alone
 
 
 def _is_of_sets(judge: Any) -> bool:
-    """Whether a judge needs to be told which pictures belong together."""
+    """Whether a judge needs to be told which images belong together."""
     return bool(getattr(judge, "needs_group", False))
 
 
@@ -285,7 +285,7 @@ def _check_sets(terms: Mapping[str, PointwiseReward], prompts_per_iteration: int
     for label, term in terms.items():
         if getattr(term, "needs_batch", False) and world > 1:
             raise UserError(
-                f"rewards.terms.{label} judges all pictures of an iteration as one set, and {world} "
+                f"rewards.terms.{label} judges all images of an iteration as one set, and {world} "
                 f"processes would each have their own. Set rewards.terms.{label}.options.over=group, or use "
                 "one process."
             )

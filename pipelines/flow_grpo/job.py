@@ -90,7 +90,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         policy=policy,
         measure=measure,
         heldout=inputs.heldout,
-        samples="pictures",
+        samples="images",
         load_code=load_code(config, output),
         counts=_counts,
         seen=inputs.seen,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy and the evaluator of a picture run, built from its configuration."""
+"""The policy and the evaluator of an image run, built from its configuration."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from visalign.errors import UserError
 from visalign.interfaces import DiffusionPolicy, PointwiseReward
 from visalign.pipelines.shared.parts import Records, no_loading_bars, spread
 from visalign.precision import autocast_dtype
-from visalign.training.diffusion.picture_statistics import feature_drift
-from visalign.training.diffusion.pictures import Features
+from visalign.training.diffusion.image_statistics import feature_drift
+from visalign.training.diffusion.images import Features
 
 from .config import EvaluationConfig, ModelConfig
 
@@ -90,7 +90,7 @@ def build_evaluator(
     timestep_schedule: str,
     accelerator: Accelerator,
 ) -> Callable[..., HeldoutResult]:
-    """A function of (records, seeds) that evaluates the policy with the weights it has, its pictures spread
+    """A function of (records, seeds) that evaluates the policy with the weights it has, its images spread
     over the processes; all of them call it and get the whole result."""
 
     def measure(records: Records, seeds: Sequence[int]) -> HeldoutResult:
@@ -119,7 +119,7 @@ def build_evaluator(
 def build_drift(
     features: Features | None, before: Path, first: bool
 ) -> Callable[[HeldoutResult], dict[str, float]]:
-    """How far an evaluation's pictures are from those of the same prompts and seeds before training.
+    """How far an evaluation's images are from those of the same prompts and seeds before training.
 
     Args:
         features: None measures nothing.

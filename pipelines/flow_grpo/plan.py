@@ -14,7 +14,7 @@ from visalign.data.assets import resolve_model
 from visalign.flow.rollout import asked_of
 from visalign.pipelines.shared.parts import Records, ends_by, evenly_spaced
 from visalign.training.diffusion.cost import forward_equivalents_per_image, planned_passes
-from visalign.training.diffusion.pictures import check_sizes
+from visalign.training.diffusion.images import check_sizes
 from visalign.training.policy.settings import away_from_reference
 
 from .config import FlowGRPOConfig
@@ -39,7 +39,7 @@ def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
     updates = config.objective.epochs * optimizer.updates_per_iteration
     some = len(evenly_spaced(heldout, config.evaluation.prompts_on_the_way))
     visits = config.run.iterations // config.evaluation.every if config.evaluation.every else 0
-    pictures = 2 * len(heldout) * len(config.evaluation.seeds) + visits * some
+    evaluation_images = 2 * len(heldout) * len(config.evaluation.seeds) + visits * some
     groups: dict[str, Any] = {
         "batch": {
             "processes": world,
@@ -61,11 +61,11 @@ def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
             "heldout_prompts_trained_on": inputs.seen,
             "seeds": len(config.evaluation.seeds),
             "evaluations_on_the_way": visits,
-            "pictures": pictures,
+            "images": evaluation_images,
         },
     }
     if measure:
-        groups["time"] = _expected(config, inputs.records, images / world, pictures)
+        groups["time"] = _expected(config, inputs.records, images / world, evaluation_images)
     return groups
 
 
@@ -99,7 +99,7 @@ def _passes(config: FlowGRPOConfig, guidance: float | None) -> int:
 
 
 def _sampled(config: FlowGRPOConfig) -> float:
-    """Denoising steps that a picture costs; stored ones none."""
+    """Denoising steps that an image costs; stored ones none."""
     return config.rollout.sampled_per_image if config.data.pairs is None else 0.0
 
 
@@ -137,7 +137,9 @@ def _asked_again(config: FlowGRPOConfig) -> int:
     return bool(row.kl_in_reward or away_from_reference(row)) + (row.importance_sampling is not None)
 
 
-def _expected(config: FlowGRPOConfig, records: Records, images: float, pictures: int) -> dict[str, Any]:
+def _expected(
+    config: FlowGRPOConfig, records: Records, images: float, evaluation_images: int
+) -> dict[str, Any]:
     """Seconds from timed passes with their basis, and which limit ends the run; rewards come on top."""
     import torch
 
@@ -148,7 +150,7 @@ def _expected(config: FlowGRPOConfig, records: Records, images: float, pictures:
     check_sizes(policy, config.rollout)
     some = records[:PROBE]
     sample, _, decode = own = _timed(policy, some)
-    evaluation = pictures * ((config.evaluation.steps or config.rollout.steps) * sample + decode)
+    evaluation = evaluation_images * ((config.evaluation.steps or config.rollout.steps) * sample + decode)
     found = []
     for size in config.rollout.image_sizes or []:
         policy.image_size = size

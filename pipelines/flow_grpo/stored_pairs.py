@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A set of compared pictures as what a policy learns from in place of its samples."""
+"""A set of compared images as what a policy learns from in place of its samples."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from visalign.data.sets.prompt_files import Edits, check_sources, source_of
 from visalign.data.sets.records import PreferenceSet
 from visalign.data.sets.sources import load_source
 from visalign.errors import UserError
+from visalign.pipelines.shared.images import Row, check_images, read_images
 from visalign.pipelines.shared.parts import Records, check_texts
-from visalign.pipelines.shared.pictures import Row, check_pictures, read_images
-from visalign.training.diffusion.pictures import Stored
+from visalign.training.diffusion.images import Stored
 
 from .config import DataConfig
 
 READ = 32
-"""Pictures that are in memory as files have them."""
+"""Images that are in memory as files have them."""
 _SOURCES = (
     'Give each pair one in a column "source", a path such as cup.png from where the command runs, or as '
     '`visalign sample` leaves it, {"source": PATH} in "metadata"; or leave data.pairs out.'
@@ -37,22 +37,22 @@ class StoredPairs:
 
     records: Records
     """One per pair: prompt, tag (its category), its two candidates, each {image, preference, where}, and the
-    source, the pictures that both are edits of, where the model edits."""
+    source, the images that both are edits of, where the model edits."""
     notes: tuple[str, ...]
     """What is odd about the set but can be worked with."""
 
 
 def read_stored(data: DataConfig, edits: Edits, *, several: bool = True) -> StoredPairs:
-    """The pairs of a set with the votes of each summed, without ties; pictures are looked for, not read, but
+    """The pairs of a set with the votes of each summed, without ties; images are looked for, not read, but
     those to edit are.
 
     Args:
         data: with `pairs`, as `load_source` takes it.
-        edits: whether the model edits pictures.
+        edits: whether the model edits images.
         several: whether it joins several.
 
     Raises:
-        UserError: no set of pairs, all ties, a picture that is missing or none; of a model that edits, a pair
+        UserError: no set of pairs, all ties, an image that is missing or none; of a model that edits, a pair
             without a source or with one that cannot be read.
     """
     source = str(data.pairs)
@@ -60,7 +60,7 @@ def read_stored(data: DataConfig, edits: Edits, *, several: bool = True) -> Stor
     try:
         found = load_source(source, split=split, limit=data.pairs_size)
         if not isinstance(found, PreferenceSet):
-            raise UserError("the set holds single rated pictures. Give one with image_left and image_right.")
+            raise UserError("the set holds single rated images. Give one with image_left and image_right.")
         findings = check_preferences(found, files=False)
         pairs, summed = summed_votes(without_duplicates(found))
         check_texts([{"prompt": pair.prompt} for pair in pairs.pairs])
@@ -80,7 +80,7 @@ def read_stored(data: DataConfig, edits: Edits, *, several: bool = True) -> Stor
             records[-1]["source"] = edited
     if not records:
         raise UserError(f"data.pairs: the votes on each of {len(pairs)} pairs are ties. Give more votes.")
-    check_pictures(rows, "data.pairs")
+    check_images(rows, "data.pairs")
     if edits != "none":
         named = [(f"data.pairs: {row.where}", record) for row, record in zip(rows, records, strict=True)]
         check_sources(named, needed=edits == "needed", several=several, remedy=_SOURCES)
@@ -91,7 +91,7 @@ def read_stored(data: DataConfig, edits: Edits, *, several: bool = True) -> Stor
 
 
 def _sources(found: PreferenceSet) -> dict[Any, Any]:
-    """(prompt, its two pictures) -> what they are edits of, as the first of a pair's rows says that names it.
+    """(prompt, its two images) -> what they are edits of, as the first of a pair's rows says that names it.
 
     Raises:
         UserError: two rows of a pair name two sources.
@@ -104,28 +104,28 @@ def _sources(found: PreferenceSet) -> dict[Any, Any]:
             if first != source:
                 raise UserError(
                     f"data.pairs: rows {row} and {found.row(number)} of '{found.name}' have the same two "
-                    f"pictures, as edits of {first!r} and of {source!r}. Keep the right one."
+                    f"images, as edits of {first!r} and of {source!r}. Keep the right one."
                 )
     return {key: source for key, (source, _) in named.items()}
 
 
 def stored_latents(policy: Any, first: Mapping[str, Any]) -> Stored:
-    """What makes clean latents of the pictures that records name, tried on the first.
+    """What makes clean latents of the images that records name, tried on the first.
 
     Raises:
-        UserError: the policy cannot make latents of pictures; later, a picture breaks off.
+        UserError: the policy cannot make latents of images; later, an image breaks off.
     """
     if not hasattr(policy, "encode_images"):
         raise UserError(
             f"data.pairs: the adapter {type(policy).__name__} has no encode_images, which makes latents of "
-            "pictures. Add it (visalign.interfaces.DiffusionPolicy says how), or leave data.pairs out."
+            "images. Add it (visalign.interfaces.DiffusionPolicy says how), or leave data.pairs out."
         )
 
     def read(record: Mapping[str, Any]) -> Tensor:
         return read_images([record["image"]], record["where"])[0]
 
     def latents(records: Sequence[Mapping[str, Any]]) -> Tensor:
-        with ThreadPoolExecutor() as pool:  # few at a time: pictures may be large
+        with ThreadPoolExecutor() as pool:  # few at a time: images may be large
             parts = [records[at : at + READ] for at in range(0, len(records), READ)]
             return torch.cat([policy.encode_images(list(pool.map(read, part))) for part in parts])
 

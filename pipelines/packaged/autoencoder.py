@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 1 of the embedded generator: an `AutoencoderKL`, 64×64 pictures to 8×8 latents of 8 channels."""
+"""Stage 1 of the embedded generator: an `AutoencoderKL`, 64×64 images to 8×8 latents of 8 channels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SQUARE_WEIGHT = 5.0
 """Weight of the squared error: the absolute error alone leaves objects grey, being few pixels."""
 
 EDGE_WEIGHT = 0.5
-"""Weight of the error in the pictures' finite differences: sharp edges."""
+"""Weight of the error in the images' finite differences: sharp edges."""
 
 
 def new_autoencoder() -> AutoencoderKL:
@@ -54,7 +54,7 @@ def reconstruction_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def train_autoencoder(work: Path, plan: Plan, resume: bool) -> AutoencoderKL:
-    """Train the autoencoder, set its scale and shift from 4,096 pictures, and return it in float32."""
+    """Train the autoencoder, set its scale and shift from 4,096 images, and return it in float32."""
     seed, batch = plan.seed, plan.autoencoder_batch
     torch.manual_seed(seed)
     model = new_autoencoder()
@@ -63,15 +63,15 @@ def train_autoencoder(work: Path, plan: Plan, resume: bool) -> AutoencoderKL:
     noise = torch.Generator()
 
     def loss_of(step: int) -> Tensor:
-        pictures = rendered(feed.scenes(step * batch, batch))
+        images = rendered(feed.scenes(step * batch, batch))
         noise.manual_seed(seed * 1_000_003 + step)
         with fast_autocast():
-            posterior = model.encode(pictures).latent_dist
+            posterior = model.encode(images).latent_dist
             latents = posterior.sample(generator=noise)
             output = model.decode(latents).sample
         mean, logvar = posterior.mean.float(), posterior.logvar.float()
         kl = 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar).mean()
-        return reconstruction_loss(output.float(), pictures) + KL_WEIGHT * kl
+        return reconstruction_loss(output.float(), images) + KL_WEIGHT * kl
 
     file, steps = work / "autoencoder.pt", plan.autoencoder_steps
     train(model, [optimizer], loss_of, file, steps=steps, resume=resume, cooldown=0.6)
@@ -87,7 +87,7 @@ def encode_scenes(model: AutoencoderKL, feed: SceneFeed, count: int) -> Tensor:
     """Posterior means [count, 8, 8, 8] float32, not yet scaled, of a feed's first scenes."""
     parts = []
     for start in range(0, count, 256):
-        pictures = rendered(feed.scenes(start, min(256, count - start)))
+        images = rendered(feed.scenes(start, min(256, count - start)))
         with fast_autocast():
-            parts.append(model.encode(pictures).latent_dist.mean.float())
+            parts.append(model.encode(images).latent_dist.mean.float())
     return torch.cat(parts)

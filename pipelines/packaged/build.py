@@ -156,7 +156,7 @@ def _heie(output: Path, work: Path, plan: Plan, resume: bool) -> None:
     from .judge_card import NAME as BASE
     from .train_heie import NAME, HeiePlan, build_heie
 
-    sizes = {"pictures": plan.heie_pictures, "steps": plan.heie_steps, "test": plan.heie_check}
+    sizes = {"images": plan.heie_images, "steps": plan.heie_steps, "test": plan.heie_check}
     build_heie(_base(output, BASE) or BASE, output / NAME, HeiePlan(**sizes, seed=plan.seed + 5))
 
 

@@ -24,7 +24,7 @@ from .stage import SURROUNDINGS, Plan, SceneFeed, fast_autocast, machine, render
 MEAN, STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 
 MILD_SHARE = 0.3
-"""Share of training pictures with a distortion of at most half severity: a judge sees imperfect pictures."""
+"""Share of training images with a distortion of at most half severity: a judge sees imperfect images."""
 
 
 def clip_config() -> dict[str, Any]:
@@ -65,9 +65,9 @@ def _distinct(feed: SceneFeed, start: int, count: int, rng: np.random.Generator)
 
 
 def distinct_pairs(rng: np.random.Generator, captions: int) -> list[Scene]:
-    """Scenes of held-out captions such that each picture satisfies its own caption and no other.
+    """Scenes of held-out captions such that each image satisfies its own caption and no other.
 
-    Without that, two pictures in five satisfy a second caption of the 64 ("a circle and a cross" is true of
+    Without that, two images in five satisfy a second caption of the 64 ("a circle and a cross" is true of
     what was drawn for "a small circle and a big cross"), and no judge can tell which one was meant.
     """
     records, chosen = heldout_prompts(), list[Scene]()
@@ -90,7 +90,7 @@ def retrieval(
 ) -> dict[str, float]:
     """Top-1 retrieval among held-out captions in both directions, mean over draws of the captions.
 
-    The pairs are those of `distinct_pairs`: exactly one caption is true of each picture.
+    The pairs are those of `distinct_pairs`: exactly one caption is true of each image.
     """
     rng, tokenizer = np.random.default_rng(seed), new_tokenizer()
     hits = {"image_to_text": 0.0, "text_to_image": 0.0}
@@ -166,7 +166,7 @@ def _train(
 
 
 def save_clip(model: open_clip.CLIP, folder: Path) -> None:
-    """Write the model, its tokenizer and how its pictures are prepared."""
+    """Write the model, its tokenizer and how its images are prepared."""
     preprocess = {"mean": MEAN, "std": STD, "interpolation": "bicubic", "resize_mode": "shortest"}
     preprocess |= {"window": SIZE}
     save_open_clip(folder, model, clip_config(), new_tokenizer(), preprocess_cfg=preprocess)
@@ -178,7 +178,7 @@ def clip_card(folder: Path, seconds: float, plan: Plan) -> str:
     scores, ground_steps = retrieval(model, captions=64, draws=50), plan.clip_ground_steps
     return f"""# shapes-clip
 
-A small contrastive model of the shapes world in open_clip's format (`local-dir:` folder): 64×64 pictures,
+A small contrastive model of the shapes world in open_clip's format (`local-dir:` folder): 64×64 images,
 ResNet of width 16 with attention pooling; text 3 layers of width 96; 96 joint dimensions; float16,
 {size_of(folder):.1f} MB. `visalign.rewards` loads it as `clip_score`.
 
@@ -186,15 +186,15 @@ ResNet of width 16 with attention pooling; text 3 layers of width 96; 96 joint d
 
 {plan.clip_steps} steps of {plan.clip_batch} freshly rendered scenes with different captions, all four styles,
 {MILD_SHARE:.0%} of them distorted up to half severity; training prompts only. Then {ground_steps} steps in
-which {SURROUNDINGS:.0%} of the pictures have another ground, specks or a larger canvas.
+which {SURROUNDINGS:.0%} of the images have another ground, specks or a larger canvas.
 {seconds / 60:.0f} minutes on {machine()}. Made by the stages `clip` and `clip_grounds` of
 `visalign build-assets`.
 
 ## How good it is
 
-Top-1 retrieval among 64 held-out captions, undistorted pictures, mean of 50 draws; pictures and captions are
-drawn so that exactly one caption is true of each picture:
+Top-1 retrieval among 64 held-out captions, undistorted images, mean of 50 draws; images and captions are
+drawn so that exactly one caption is true of each image:
 
-- picture to text: {scores["image_to_text"]:.3f}
-- text to picture: {scores["text_to_image"]:.3f}
+- image to text: {scores["image_to_text"]:.3f}
+- text to image: {scores["text_to_image"]:.3f}
 """

@@ -49,7 +49,7 @@ DROP_CAPTION = 0.1
 """Share of empty captions, for guidance."""
 
 SEEDS = (0, 1)
-"""Of the pictures that the card is measured on."""
+"""Of the images that the card is measured on."""
 
 SHIFT = 2.0
 """The scheduler's shift: 8×8 latents need less than SD3's 3."""
@@ -258,7 +258,7 @@ def save_pipeline(generator: Generator, autoencoder: AutoencoderKL, folder: Path
 def pipeline_accuracy(
     pipe: Any, guidance: float, *, seeds: Sequence[int] = SEEDS, every: int = 1
 ) -> dict[str, float]:
-    """Share of correct pictures of every n-th held-out prompt, the pipeline called as a user calls it."""
+    """Share of correct images of every n-th held-out prompt, the pipeline called as a user calls it."""
     pipe.set_progress_bar_config(disable=True)
     records = heldout_prompts()[::every]
     correct, tags = [], []
@@ -283,13 +283,13 @@ def pipeline_accuracy(
 
 
 def how_good(pipe: Any, steps: str) -> str:
-    """The section of a generator's card that says how often its pictures are correct."""
+    """The section of a generator's card that says how often its images are correct."""
     plain, guided = (pipeline_accuracy(pipe, scale) for scale in (1.0, 2.0))
     rows = "\n".join(f"| {name} | {plain[name]:.3f} | {guided[name]:.3f} |" for name in ("all", *CATEGORIES))
     worst = sorted(CATEGORIES, key=lambda name: plain[name])
     return f"""## How good it is
 
-Held-out prompts × {len(SEEDS)} seeds, 10 {steps} steps, share of pictures that the verifier finds correct in
+Held-out prompts × {len(SEEDS)} seeds, 10 {steps} steps, share of images that the verifier finds correct in
 every check:
 
 | category | guidance 1.0 | guidance 2.0 |
@@ -309,7 +309,7 @@ def generator_card(folder: Path, seconds: float, plan: Plan) -> str:
     return f"""# shapes-sd3
 
 A small text-to-image model of the shapes world in diffusers' format:
-`StableDiffusion3Pipeline.from_pretrained("assets/shapes-sd3")` loads and runs it as it is, 64×64 pictures.
+`StableDiffusion3Pipeline.from_pretrained("assets/shapes-sd3")` loads and runs it as it is, 64×64 images.
 SD3 transformer (7 layers, width 160, 16 image tokens, 6.3 M parameters), autoencoder (8×8 latents of 8
 channels, 0.95 M), two CLIP text encoders (0.34 M), a null T5, float16, {size_of(folder):.1f} MB.
 

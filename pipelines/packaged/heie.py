@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes pictures with what is wrong in them, for HEIE-type heads; how good heads are on them; their card."""
+"""Shapes images with what is wrong in them, for HEIE-type heads; how good heads are on them; their card."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from visalign.rewards.vlm.engine import Query, VisionLanguageEngine
 from .stage import SURROUNDINGS, machine
 
 CHUNK = 200
-"""Pictures whose views are made at once."""
+"""Images whose views are made at once."""
 _TRIES = 50
 
 
@@ -38,7 +38,7 @@ _TRIES = 50
 class HeiePlan:
     """Sizes of a training; the defaults made `shapes-heie`."""
 
-    pictures: int = 3000
+    images: int = 3000
     """For training."""
     steps: int = 800
     batch: int = 32
@@ -47,13 +47,13 @@ class HeiePlan:
     tiles: int = 2
     """n of n × n; 1 for none."""
     test: int = 600
-    """Held-out pictures that the card is measured on."""
+    """Held-out images that the card is measured on."""
     seed: int = 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShapesFaults:
-    """N pictures, what they are asked about with, and what is wrong with them."""
+    """N images, what they are asked about with, and what is wrong with them."""
 
     images: Tensor
     """[N, 3, 64, 64] in [0, 1]."""
@@ -65,7 +65,7 @@ class ShapesFaults:
     score: Tensor
     """[N] `plausibility`."""
     correct: Tensor
-    """bool [N], whether the picture keeps its prompt."""
+    """bool [N], whether the image keeps its prompt."""
     quality: Tensor
     """[N] in [0, 1], 1 where nothing is distorted."""
 
@@ -80,7 +80,7 @@ def plausibility(scene: Scene, record: Record) -> float:
 
 
 def shapes_faults(count: int, *, split: str, seed: int, surroundings: float = 0.0) -> ShapesFaults:
-    """Pictures of which every second breaks its prompt, and two of four are distorted.
+    """Images of which every second breaks its prompt, and two of four are distorted.
 
     A share of them, `surroundings`, has another ground or specks; none a canvas, on which the map would lie
     elsewhere.
@@ -117,7 +117,7 @@ def shapes_faults(count: int, *, split: str, seed: int, surroundings: float = 0.
 
 
 def faults_data(engine: VisionLanguageEngine, faults: ShapesFaults, *, tiles: int) -> HeieData:
-    """What the heads read of pictures, with their truth."""
+    """What the heads read of images, with their truth."""
     template = engine.template("explain", EXPLAIN)
     parts = []
     for start in range(0, len(faults), CHUNK):
@@ -144,7 +144,7 @@ def ways_to_fuse(maps: Maps) -> dict[str, Tensor]:
         ValueError: there are no tiles.
     """
     if maps.tiles is None:
-        raise ValueError("Heads without tiles have one map of a picture; there is nothing to fuse.")
+        raise ValueError("Heads without tiles have one map of an image; there is nothing to fuse.")
     tiles = maps.tiles[0].sigmoid()
     whole = enlarged(maps.whole[0], (tiles.shape[1], tiles.shape[2])).sigmoid()
     return {"": maps.heat, "mean ": (whole + tiles) / 2, "whole ": whole, "tiles ": tiles}
@@ -158,9 +158,9 @@ def heie_measures(judge: Heie, faults: ShapesFaults) -> dict[str, float]:
         "correlation", "auc", "iou", "found", "alarms", "error" of the map (`evaluation.heatmaps`), the same
         with the way of fusing before it ("mean correlation") where there are tiles; "coverage 0.9" of all
         cells and "wrong coverage 0.9" of those that are wrong; "predicted error", what the deviations
-        expect; "wrong hotter", the share of pictures with wrong and right objects in which the wrong ones are
+        expect; "wrong hotter", the share of images with wrong and right objects in which the wrong ones are
         hotter, with "wrong heat" and "right heat" there; "srcc" of score and plausibility, "srcc quality"
-        over right pictures, "auc right" of right against wrong pictures that are not distorted.
+        over right images, "auc right" of right against wrong images that are not distorted.
     """
     data = faults_data(judge.engine, faults, tiles=judge.tiles)
     maps = draw_maps(judge.heads, data.seen)
@@ -202,18 +202,18 @@ def heie_card(
         for level in LEVELS
     )
     words = {"correlation": "correlation", "iou": "IoU", "srcc": "Spearman correlation of score and truth"}
-    words["auc right"] = "AUC of right against wrong pictures"
+    words["auc right"] = "AUC of right against wrong images"
     elsewhere = ", ".join(f"{name} {away[key]:.3f}" for key, name in words.items())
     parts = f" and of its {plan.tiles} × {plan.tiles} tiles" if plan.tiles > 1 else ""
     return f"""# {Path(judge.engine.name).name}
 
 HEIE-type heads on the frozen `{base}`: a heatmap of what is wrong with its deviation, and a plausibility,
-read off the hidden state where the answer begins and the features of the picture{parts}.
+read off the hidden state where the answer begins and the features of the image{parts}.
 {count:,} parameters, float16. `visalign.rewards.heie.judge.Heie` reads the folder: `load_reward("heie")`.
 
 ## Training
 
-{plan.pictures:,} rendered pictures of training prompts, every second one asked about with a prompt that it
+{plan.images:,} rendered images of training prompts, every second one asked about with a prompt that it
 breaks, half of them distorted, {SURROUNDINGS:.0%} on other grounds or with specks;
 {plan.steps} steps of {plan.batch}. Truth of the map: the objects to blame.
 Truth of the score: quality × (1 if the prompt is kept, else half the share of its checks). {seconds:.0f} s of
@@ -222,20 +222,20 @@ processor time on {machine()}. Made by
 
 ## How good it is
 
-{plan.test} pictures of held-out prompts, drawn alike. Correlation, AUC and IoU (threshold {THRESHOLD:g}) over
-the pictures in which an object is wrong, mean absolute error over all:
+{plan.test} images of held-out prompts, drawn alike. Correlation, AUC and IoU (threshold {THRESHOLD:g}) over
+the images in which an object is wrong, mean absolute error over all:
 
 | map | correlation | AUC of a wrong cell | IoU | error |
 |---|---|---|---|---|
 {rows}
 
-- pictures with a wrong object in which some cell is hot: {found["found"]:.3f}
-- pictures without one in which some cell is hot: {found["alarms"]:.3f}
-- pictures with wrong and right objects: the wrong ones are hotter in {found["wrong hotter"]:.3f};
+- images with a wrong object in which some cell is hot: {found["found"]:.3f}
+- images without one in which some cell is hot: {found["alarms"]:.3f}
+- images with wrong and right objects: the wrong ones are hotter in {found["wrong hotter"]:.3f};
   mean heat of the wrong ones {found["wrong heat"]:.3f}, of the right ones {found["right heat"]:.3f}
 - Spearman correlation of score and truth: {found["srcc"]:.3f}
-- Spearman correlation of score and quality, pictures that keep their prompt: {found["srcc quality"]:.3f}
-- AUC of right against wrong pictures, undistorted: {found["auc right"]:.3f}
+- Spearman correlation of score and quality, images that keep their prompt: {found["srcc quality"]:.3f}
+- AUC of right against wrong images, undistorted: {found["auc right"]:.3f}
 - mean error that the deviations expect: {found["predicted error"]:.3f}
 
 Share of cells whose truth lies in the Laplace interval of a level:
@@ -244,10 +244,10 @@ Share of cells whose truth lies in the Laplace interval of a level:
 |---|---|---|
 {covered}
 
-As many pictures on other grounds or with specks: {elsewhere}.
+As many images on other grounds or with specks: {elsewhere}.
 On a larger canvas: not trained, not measured.
 
-What is missing from a picture heats no cell; where two objects break a relation both are to be hot.
+What is missing from an image heats no cell; where two objects break a relation both are to be hot.
 """
 
 
@@ -256,11 +256,11 @@ def _map_rows(found: Mapping[str, float]) -> str:
     ways = {
         "whole and tiles, weighted by their deviations": "",
         "whole and tiles, plain mean": "mean ",
-        "whole picture alone": "whole ",
+        "whole image alone": "whole ",
         "tiles alone": "tiles ",
     }
     if "whole error" not in found:
-        ways = {"whole picture alone": ""}
+        ways = {"whole image alone": ""}
     names = ("correlation", "auc", "iou", "error")
     return "\n".join(
         f"| {words} | " + " | ".join(f"{found[way + name]:.3f}" for name in names) + " |"

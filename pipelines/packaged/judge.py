@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The embedded vision-language model: a small Qwen2-VL that answers, rates and compares shapes pictures.
+"""The embedded vision-language model: a small Qwen2-VL that answers, rates and compares shapes images.
 
-First the vision part alone learns to say what is in each cell of the picture (objectness, shape, color,
+First the vision part alone learns to say what is in each cell of the image (objectness, shape, color,
 size), its style and its distortion; then the whole model learns to answer questions.
 """
 
@@ -143,7 +143,7 @@ def answer_loss(model: Any, packed: Packed, features: Tensor) -> tuple[Tensor, T
     Args:
         model: the whole model.
         packed: questions of b samples.
-        features: [b, P · TOKENS, H] of their pictures.
+        features: [b, P · TOKENS, H] of their images.
 
     Returns:
         (sum of weight · loss, sum of weight), scalars.
@@ -162,9 +162,9 @@ def train_judge(
 
     Args:
         work: folder of the resumable states, `judge_vision.pt` and `judge.pt`.
-        plan: lengths; the vision part alone has three times the batch, pairs come on top of pictures.
+        plan: lengths; the vision part alone has three times the batch, pairs come on top of images.
         resume: go on from saved states.
-        questions: per picture.
+        questions: per image.
         save_every: steps between two saved states.
     """
     seed, batch = plan.seed + 4, plan.judge_batch
@@ -196,7 +196,7 @@ def train_judge(
         work / "judge.pt",
         steps=plan.judge_steps,
         decay=0.998,
-        check=lambda held: answer_accuracy(judge_engine(held.model), pictures=100, pairs=100),
+        check=lambda held: answer_accuracy(judge_engine(held.model), images=100, pairs=100),
         **lengths,
     ).model
 
@@ -211,7 +211,7 @@ def widen_judge(
         work: folder of the resumable state, `judge_grounds.pt`.
         plan: lengths.
         resume: go on from the saved state.
-        questions: per picture.
+        questions: per image.
         save_every: steps between two saved states.
     """
     seed = plan.seed + 6
@@ -242,7 +242,7 @@ def question_loss(
     questions: int,
     cells: float = 0.1,
 ) -> Tensor:
-    """Loss of step n: questions on pictures, votes on pairs, and the cells at a tenth."""
+    """Loss of step n: questions on images, votes on pairs, and the cells at a tenth."""
     numbers = range(step * batch, (step + 1) * batch)
     scenes = [world.scene(number) for number in numbers]
     asked = [world.about(scene, number, questions) for scene, number in zip(scenes, numbers, strict=True)]

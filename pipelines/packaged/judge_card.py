@@ -37,7 +37,7 @@ NAME = "shapes-vlm"
 
 
 def judge_processor() -> Qwen2VLProcessor:
-    """Every picture is resized to about 64 × 64 pixels, its aspect kept, and becomes about 16 tokens."""
+    """Every image is resized to about 64 × 64 pixels, its aspect kept, and becomes about 16 tokens."""
     sizes: dict[str, Any] = {
         "patch_size": PATCH,
         "merge_size": MERGE,
@@ -73,7 +73,7 @@ def judge_card(folder: Path, seconds: float, plan: Plan) -> str:
     batch, check = plan.judge_batch, plan.judge_check
     engine = VisionLanguageEngine.from_pretrained(folder)
     tokens = len(engine.processor.tokenizer)
-    found = answer_accuracy(engine, pictures=check, pairs=check)
+    found = answer_accuracy(engine, images=check, pairs=check)
     size = (folder / "model.safetensors").stat().st_size / 1e6
     rows = "\n".join(f"| {name} | {found[name]:.3f} |" for name in CATEGORIES if name in found)
     count = sum(parameter.numel() for parameter in engine.model.parameters()) / 1e6
@@ -82,7 +82,7 @@ def judge_card(folder: Path, seconds: float, plan: Plan) -> str:
 A small vision-language model of the shapes world in transformers' format (Qwen2-VL):
 `AutoModelForImageTextToText` and `AutoProcessor` load the folder. Vision 4 layers of width 128 (patches of 8,
 merged 2 × 2), language 4 layers of width 160, {count:.1f} M parameters, {tokens} tokens, float16,
-{size:.1f} MB. It answers yes or no, rates quality from 1 to 5, compares two pictures, says what is wrong, and
+{size:.1f} MB. It answers yes or no, rates quality from 1 to 5, compares two images, says what is wrong, and
 describes. `judge.json` holds the texts it was trained with; the rewards of `visalign.rewards` read them.
 
 ## Training
@@ -90,13 +90,13 @@ describes. `judge.json` holds the texts it was trained with; the rewards of `vis
 {plan.judge_vision_steps} steps of {3 * batch} rendered scenes for the vision part alone (what is in which
 cell, style, distortion), then {plan.judge_steps} steps of {batch} scenes with 8 questions each and {batch}
 pairs with 3 votes each; training prompts only, half of the scenes distorted. Then {plan.judge_ground_steps}
-such steps in which {SURROUNDINGS:.0%} of the pictures have another ground, specks or a larger canvas.
+such steps in which {SURROUNDINGS:.0%} of the images have another ground, specks or a larger canvas.
 {seconds / 60:.0f} minutes on {machine()}. Made by the stages `judge` and `judge_grounds` of
 `visalign build-assets`.
 
 ## How good it is
 
-{check} undistorted pictures of held-out prompts, each asked for its own prompt and for one that differs in
+{check} undistorted images of held-out prompts, each asked for its own prompt and for one that differs in
 one word (a few: in more) and is not true; share of right answers, {found["yes/no"]:.3f} in all:
 
 | category | right |
@@ -104,26 +104,26 @@ one word (a few: in more) and is not true; share of right answers, {found["yes/n
 {rows}
 
 {check} held-out pairs whose utilities differ by at least {CLEAR}, both orders, log-odds averaged:
-{found["pair"]:.3f} right. Expected rating against 1 + 4 · quality, {check} pictures: mean absolute error
+{found["pair"]:.3f} right. Expected rating against 1 + 4 · quality, {check} images: mean absolute error
 {found["rating error"]:.2f}; of the pairs among them whose qualities differ by at least {CLEAR}, the ratings
 order {found["rating order"]:.3f} correctly.
 """
 
 
 def answer_accuracy(
-    engine: VisionLanguageEngine, *, pictures: int = 300, pairs: int = 300, seed: int = CHECK_SEED
+    engine: VisionLanguageEngine, *, images: int = 300, pairs: int = 300, seed: int = CHECK_SEED
 ) -> dict[str, float]:
     """Held-out accuracy of yes/no by category, of pairs with a clear truth; error and order of ratings.
 
     Args:
         engine: the model.
-        pictures: undistorted pictures, each asked for its own prompt and for a neighbour that is not true.
+        images: undistorted images, each asked for its own prompt and for a neighbour that is not true.
         pairs: clear pairs, each asked in both orders.
         seed: of the draws.
     """
     world, rng = ShapesPreferences(seed, split="heldout"), np.random.default_rng(seed)
     drawn = []
-    for _ in range(pictures):
+    for _ in range(images):
         record = world.record(rng)
         scene = sample_scene(record, rng)
         drawn.append((record, scene, _untrue(world, scene, record, rng)))
@@ -148,8 +148,8 @@ def answer_accuracy(
     better = torch.tensor([pair.utility[0] > pair.utility[1] for pair in chosen])
     found["pair"] = float(((odds > 0) == better).float().mean())
 
-    rated = [world.quality(number).scene for number in range(pictures)]
-    ratings = VisualQuality(engine, min_mass=0.0).score(render_many(rated), [""] * pictures).value
+    rated = [world.quality(number).scene for number in range(images)]
+    ratings = VisualQuality(engine, min_mass=0.0).score(render_many(rated), [""] * images).value
     truth = torch.tensor([1.0 + 4.0 * scene.quality for scene in rated])
     apart = truth[:, None] - truth >= 4.0 * CLEAR
     found["rating error"] = float((ratings - truth).abs().mean())
@@ -158,7 +158,7 @@ def answer_accuracy(
 
 
 def _untrue(world: ShapesPreferences, scene: Scene, record: Record, rng: np.random.Generator) -> Record:
-    """A prompt that is not true of the picture: one word from its own if there is such a one."""
+    """A prompt that is not true of the image: one word from its own if there is such a one."""
     near = (world.near(record, rng) for _ in range(_NEAR_TRIES))
     drawn = itertools.chain(near, (world.record(rng) for _ in itertools.count()))
     return next(other for other in drawn if not verify_scene(scene, other).correct)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the embedded vision-language model learns from: pictures, questions about them, and true answers.
+"""What the embedded vision-language model learns from: images, questions about them, and true answers.
 
-Each question ends where the answer begins. A picture is asked many questions at once: they share the
-picture's tokens and do not see each other (`Packed`), so each is what a judge will later ask alone.
+Each question ends where the answer begins. An image is asked many questions at once: they share the
+image's tokens and do not see each other (`Packed`), so each is what a judge will later ask alone.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ class Question:
 
 
 class Questions:
-    """Draws pictures and questions of a split."""
+    """Draws images and questions of a split."""
 
     def __init__(self, seed: int, split: str = "train", surroundings: float = 0.0) -> None:
         self._world = ShapesPreferences(seed, split=split, surroundings=surroundings)
         self._seed = seed
 
     def scene(self, number: int) -> Scene:
-        """Picture `number`: half of them clean."""
+        """Image `number`: half of them clean."""
         rng = np.random.default_rng([self._seed, 31, number])
         scene = sample_scene(self._world.record(rng), rng)
         scene = scene if rng.random() < 0.5 else degraded(scene, rng)
         return self._world.surrounded([scene], number)[0]
 
     def about(self, scene: Scene, number: int, count: int) -> list[Question]:
-        """Questions on one picture: half on alignment, the others on parts, quality and style."""
+        """Questions on one image: half on alignment, the others on parts, quality and style."""
         rng = np.random.default_rng([self._seed, 32, number])
         asked = [self.shows(scene, rng) for _ in range(count // 2)]
         others: list[Callable[..., Question]] = [part, part, appearance, appearance, rate]
@@ -100,7 +100,7 @@ class Questions:
         return record
 
     def pair(self, number: int) -> tuple[Scene, Scene, list[Question]]:
-        """Two pictures of one prompt and the vote of an annotator on them, for the prompt and for another."""
+        """Two images of one prompt and the vote of an annotator on them, for the prompt and for another."""
         rng = np.random.default_rng([self._seed, 33, number])
         pair = self._world.pair(number)
         records = [pair.record, *(self._world.near(pair.record, rng) for _ in range(2))]
@@ -108,7 +108,7 @@ class Questions:
 
 
 def better(first: Scene, second: Scene, record: Record, rng: np.random.Generator) -> Question:
-    """Whether one annotator prefers the second picture."""
+    """Whether one annotator prefers the second image."""
     seen = [utility(s, record) + annotator_noise(s) * rng.normal() for s in (first, second)]
     return Question(
         text=BETTER.replace("{prompt}", record["prompt"]), answer=YES if seen[1] > seen[0] else NO
@@ -157,5 +157,5 @@ def rate(scene: Scene, rng: np.random.Generator) -> Question:
 
 
 def describe(scene: Scene) -> Question:
-    """What is in the picture, in words."""
+    """What is in the image, in words."""
     return Question(text=DESCRIBE, answer=scene.record["prompt"], weight=0.3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes into the embedded vision-language model: tokens, patches of pictures, packed questions."""
+"""What goes into the embedded vision-language model: tokens, patches of images, packed questions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .judge_data import BETTER, BETTER_WHY, CRITIC, DESCRIBE, EXPLAIN, JUDGE, LO
 
 PATCH, MERGE = 8, 2
 TOKENS = (SIZE // PATCH // MERGE) ** 2
-"""Tokens of one picture."""
+"""Tokens of one image."""
 GRID = SIZE // PATCH
 
 SPECIAL = (
@@ -84,11 +84,11 @@ def special_ids(tokenizer: Any) -> dict[str, int]:
 
 
 def judge_settings() -> dict[str, Any]:
-    """The content of `judge.json`: which text each kind of judge uses with this model, and what it sees of a
-    picture."""
+    """The content of `judge.json`: which text each kind of judge uses with this model, and what it sees of an
+    image."""
 
-    def template(text: str, pictures: int = 1, **more: Any) -> dict[str, Any]:
-        content = [{"type": "image"} for _ in range(pictures)]
+    def template(text: str, images: int = 1, **more: Any) -> dict[str, Any]:
+        content = [{"type": "image"} for _ in range(images)]
         return {"messages": [{"role": "user", "content": [*content, {"type": "text", "text": text}]}], **more}
 
     answers: dict[str, Any] = {"yes": ["yes"], "no": ["no"]}
@@ -110,14 +110,14 @@ def judge_settings() -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """Questions of b samples, each sample's behind its pictures; S tokens a row."""
+    """Questions of b samples, each sample's behind its images; S tokens a row."""
 
     ids: Tensor
     """[b, S]."""
     places: Tensor
-    """bool [b, S], tokens that stand for pictures."""
+    """bool [b, S], tokens that stand for images."""
     positions: Tensor
-    """[3, b, S], as if each question stood alone behind the pictures."""
+    """[3, b, S], as if each question stood alone behind the images."""
     attention: Tensor
     """float [b, 1, S, S], 0 where a token may look and −∞ elsewhere."""
     labels: Tensor
@@ -126,14 +126,14 @@ class Packed:
     """[b, S], of each label."""
 
 
-def pack_questions(tokenizer: Any, asked: Sequence[Sequence[Question]], pictures: int, tokens: int) -> Packed:
-    """Put the questions of each sample behind its pictures; a question sees the pictures and itself."""
+def pack_questions(tokenizer: Any, asked: Sequence[Sequence[Question]], images: int, tokens: int) -> Packed:
+    """Put the questions of each sample behind its images; a question sees the images and itself."""
     ids = special_ids(tokenizer)
     head = _encode(tokenizer, "<|im_start|>user\n")
     before = list(head)
-    for _ in range(pictures):
+    for _ in range(images):
         before += [ids["<|vision_start|>"], *[ids["<|image_pad|>"]] * tokens, ids["<|vision_end|>"]]
-    start, prefix = _prefix_positions(len(head), pictures, tokens)
+    start, prefix = _prefix_positions(len(head), images, tokens)
     rows = [[_question_ids(tokenizer, question) for question in questions] for questions in asked]
     length = len(before) + max(sum(len(text) + len(answer) for text, answer in row) for row in rows)
     pad, size = ids["<|endoftext|>"], len(rows)
@@ -169,11 +169,11 @@ def pack_questions(tokenizer: Any, asked: Sequence[Sequence[Question]], pictures
     )
 
 
-def _prefix_positions(head: int, pictures: int, tokens: int) -> tuple[int, Tensor]:
-    """(position behind the pictures, [3, S0] positions): M-RoPE, arXiv 2409.12191, section 2.1."""
+def _prefix_positions(head: int, images: int, tokens: int) -> tuple[int, Tensor]:
+    """(position behind the images, [3, S0] positions): M-RoPE, arXiv 2409.12191, section 2.1."""
     side = round(tokens**0.5)
     parts, at = [torch.arange(head).expand(3, -1)], head
-    for _ in range(pictures):
+    for _ in range(images):
         parts.append(torch.full((3, 1), at))
         grid = torch.cartesian_prod(torch.arange(1), torch.arange(side), torch.arange(side)).T
         parts.append(grid + at + 1)
@@ -193,31 +193,31 @@ def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def patches_of(pictures: np.ndarray) -> Tensor:
+def patches_of(images: np.ndarray) -> Tensor:
     """What the model's image processor makes of uint8 [N, 64, 64, 3]: [N · 64, 384] float32 in [−1, 1].
 
-    Patches are ordered by merged token, then row and column inside it; a picture is two equal frames.
+    Patches are ordered by merged token, then row and column inside it; an image is two equal frames.
     """
     cells = GRID // MERGE
-    pixels = torch.from_numpy(pictures).permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
-    split = pixels.reshape(len(pictures), 3, cells, MERGE, PATCH, cells, MERGE, PATCH)
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
+    split = pixels.reshape(len(images), 3, cells, MERGE, PATCH, cells, MERGE, PATCH)
     ordered = split.permute(0, 2, 5, 3, 6, 1, 4, 7)[:, :, :, :, :, :, None]
-    return ordered.expand(-1, -1, -1, -1, -1, -1, 2, -1, -1).reshape(len(pictures) * GRID**2, -1)
+    return ordered.expand(-1, -1, -1, -1, -1, -1, 2, -1, -1).reshape(len(images) * GRID**2, -1)
 
 
-def see(model: Any, pictures: np.ndarray) -> Tensor:
-    """Features [N, TOKENS, H] of pictures."""
-    grid = torch.tensor([[1, GRID, GRID]]).expand(len(pictures), 3)
-    return model.model.visual(patches_of(pictures), grid).pooler_output.view(len(pictures), TOKENS, -1)
+def see(model: Any, images: np.ndarray) -> Tensor:
+    """Features [N, TOKENS, H] of images."""
+    grid = torch.tensor([[1, GRID, GRID]]).expand(len(images), 3)
+    return model.model.visual(patches_of(images), grid).pooler_output.view(len(images), TOKENS, -1)
 
 
 def answer_states(model: Any, packed: Packed, features: Tensor) -> Tensor:
-    """Hidden states [b, S, H] of packed questions behind pictures.
+    """Hidden states [b, S, H] of packed questions behind images.
 
     Args:
         model: the whole model.
         packed: questions of b samples.
-        features: [b, P · TOKENS, H] of their pictures.
+        features: [b, P · TOKENS, H] of their images.
     """
     embeds = model.get_input_embeddings()(packed.ids)
     embeds = embeds.masked_scatter(packed.places[..., None], features.to(embeds.dtype))

@@ -39,13 +39,13 @@ CATEGORY_WEIGHTS = {
     "position": 0.25,
     "color_attribution": 0.2,
 }
-"""Share of each category in the training pictures."""
+"""Share of each category in the training images."""
 
 STYLE_WEIGHTS = (0.5, 0.2, 0.2, 0.1)
-"""Share of flat, outlined, shaded, textured in the training pictures."""
+"""Share of flat, outlined, shaded, textured in the training images."""
 
 SURROUNDINGS = 0.7
-"""Share of a judge's training pictures that get other surroundings than the world's own."""
+"""Share of a judge's training images that get other surroundings than the world's own."""
 
 _console = Console(stderr=True)
 
@@ -72,11 +72,11 @@ class Plan:
     judge_ground_steps: int = 500
     judge_batch: int = 48
     judge_check: int = 1000
-    """Held-out pictures and pairs that the vision-language model's card is measured on."""
-    heie_pictures: int = 3000
+    """Held-out images and pairs that the vision-language model's card is measured on."""
+    heie_images: int = 3000
     heie_steps: int = 800
     heie_check: int = 600
-    """Held-out pictures that the heatmap heads' card is measured on."""
+    """Held-out images that the heatmap heads' card is measured on."""
     seed: int = 1
 
 
@@ -106,13 +106,13 @@ class SceneFeed:
         return [self.scene(number) for number in range(start, start + count)]
 
 
-def to_tensor(pictures: np.ndarray) -> Tensor:
+def to_tensor(images: np.ndarray) -> Tensor:
     """uint8 [N, H, W, 3] -> float32 [N, 3, H, W] in [−1, 1]."""
-    return torch.from_numpy(pictures).permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
+    return torch.from_numpy(images).permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
 
 
 def rendered(scenes: Sequence[Scene]) -> Tensor:
-    """Pictures [N, 3, 64, 64] float32 in [−1, 1]."""
+    """Images [N, 3, 64, 64] float32 in [−1, 1]."""
     return to_tensor(render_many(list(scenes)))
 
 

@@ -4,9 +4,9 @@
     python -m visalign.pipelines.packaged.train_heie --model shapes-vlm --out FOLDER
 
 The folder holds the heads, a `judge.json` that names the model as base, and a card with measured numbers;
-`load_reward("heie", model=FOLDER)` reads it. Each picture is asked about with its own prompt or one that it
+`load_reward("heie", model=FOLDER)` reads it. Each image is asked about with its own prompt or one that it
 breaks, and half of them are distorted. The truth of the map are the objects that break the prompt, that of
-the score is `heie.plausibility`. Test pictures have held-out prompts.
+the score is `heie.plausibility`. Test images have held-out prompts.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class HeadTraining(Algorithm):
         return list(self.heads.named_parameters())
 
     def collect(self, run: Context) -> Collected:
-        """Places of the pictures of one update."""
+        """Places of the images of one update."""
         index = torch.randint(len(self.data.seen), (self.batch,), generator=self.draw)
         return Collected(experience=[index], samples=self.batch)
 
@@ -87,7 +87,7 @@ def train_heads(
     """
     if steps < 1 or batch < 1 or not len(data.seen):
         raise ValueError(
-            f"steps is {steps}, batch {batch}, pictures {len(data.seen)}; each must be at least 1."
+            f"steps is {steps}, batch {batch}, images {len(data.seen)}; each must be at least 1."
         )
     trainer = Trainer(
         HeadTraining(heads, data, batch=batch, seed=seed),
@@ -104,7 +104,7 @@ def train_heads(
 
 def train_on_shapes(engine: VisionLanguageEngine, plan: HeiePlan) -> HeieHeads:
     """Heads trained on the shapes world."""
-    faults = shapes_faults(plan.pictures, split="train", seed=plan.seed, surroundings=SURROUNDINGS)
+    faults = shapes_faults(plan.images, split="train", seed=plan.seed, surroundings=SURROUNDINGS)
     data = faults_data(engine, faults, tiles=plan.tiles)
     view = data.seen[0]
     settings = HeieSettings(

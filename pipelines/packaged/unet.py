@@ -147,7 +147,7 @@ def unet_card(folder: Path, seconds: float, plan: Plan) -> str:
     return f"""# {NAME}
 
 A small text-to-image model of the shapes world that predicts ε, in diffusers' format:
-`StableDiffusionPipeline.from_pretrained("assets/{NAME}")` loads and runs it as it is, 64×64 pictures.
+`StableDiffusionPipeline.from_pretrained("assets/{NAME}")` loads and runs it as it is, 64×64 images.
 UNet of the Stable Diffusion 1.5 type (8×8 and 4×4, attention on 4×4, 1.4 M parameters), the autoencoder of
 `shapes-sd3`, a CLIP text encoder of 2 layers, a DDIM scheduler, no safety checker, float16,
 {size_of(folder):.1f} MB.

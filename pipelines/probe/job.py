@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A judge tried with every probe on reference pictures: how it responds to what should not move it."""
+"""A judge tried with every probe on reference images: how it responds to what should not move it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .subjects import Comparer, Scorer
 
 RESULT, PAGE = "probe.json", "probe.html"
 SHOWN_SIDE = 224
-"""Longest side of the example pictures on the page, in pixels."""
+"""Longest side of the example images on the page, in pixels."""
 
 OnProbe = Callable[[int, int, str], object]
 """Called with the probes done, all probes, and the title of the next."""
@@ -50,7 +50,7 @@ def probes_for(
         if probe.name not in scoring:
             raise UserError(
                 f"The probe {probe.name!r} is for judges that compare, and {judge.name} scores single "
-                f"pictures. Allowed for it: {', '.join(scoring)}."
+                f"images. Allowed for it: {', '.join(scoring)}."
             )
     return chosen(names, Scorer.probes)
 
@@ -70,7 +70,7 @@ def probe_reward(
         JSON-able: `judge`, `reference`, `limits`, `summary` (verdict -> probes), `probes`, `seconds`.
 
     Raises:
-        UserError: The judge judges fewer than two of the reference pictures (or pairs), or all of them alike.
+        UserError: The judge judges fewer than two of the reference images (or pairs), or all of them alike.
         RewardError: It raised on them.
     """
     if batch_size < 1:
@@ -116,15 +116,15 @@ def _subject(
 
 
 def write_probe(folder: Path, result: Mapping[str, Any], reference: Reference, *, seed: int = 0) -> Path:
-    """Write `probe.json`, `tables/` and `probe.html`, whose path is returned; the reference's first picture
+    """Write `probe.json`, `tables/` and `probe.html`, whose path is returned; the reference's first image
     shows the changes.
     """
     sample = reference.samples[0]
-    pictures = {}
+    images = {}
     for probe in Scorer.probes if result["judge"]["kind"] == Scorer.kind else Comparer.probes:
         shown = examples(probe, sample, torch.Generator().manual_seed(1_000_003 * seed))
-        pictures[probe.name] = [{"label": label} | embedded(image, side=SHOWN_SIDE) for label, image in shown]
+        images[probe.name] = [{"label": label} | embedded(image, side=SHOWN_SIDE) for label, image in shown]
     original = embedded(sample.image, side=SHOWN_SIDE) | {"prompt": sample.prompt}
     write_atomic(folder / RESULT, pretty(result))
     write_tables(folder / FOLDER, file_tables(result))
-    return write_atomic(folder / PAGE, probe_page(result, original, pictures))
+    return write_atomic(folder / PAGE, probe_page(result, original, images))

@@ -19,7 +19,7 @@ from visalign.rewards.base.images import as_contract, to_pil, to_uint8
 from .reference import Reference
 
 ALONE = 16
-"""Pictures that are asked for one by one in the probe of the neighbours."""
+"""Images that are asked for one by one in the probe of the neighbours."""
 
 FORMS: dict[str, Callable[[Tensor], Any]] = {
     "uint8, channels first": lambda image: image.mul(255).round().to(torch.uint8),
@@ -28,7 +28,7 @@ FORMS: dict[str, Callable[[Tensor], Any]] = {
     "float64": lambda image: image.mul(255).round().double().div(255),
     "float16": lambda image: image.half(),
 }
-"""Label of a level of the probe "form" -> one picture [3, H, W] in that form."""
+"""Label of a level of the probe "form" -> one image [3, H, W] in that form."""
 
 Make = Callable[[int], tuple[Sample, ...] | None]
 """Row of the reference -> what to ask about under the first one's prompt: one sample, or the left and the
@@ -36,7 +36,7 @@ right one; None where there is none."""
 Found = tuple[np.ndarray, list[str | None]]
 """[n] float64 answers, NaN where there is none, and why."""
 Ask = Callable[[list[Any], list[str], list[Any] | None], Found]
-"""(the pictures of each side, prompts, records) -> one call of the judge."""
+"""(the images of each side, prompts, records) -> one call of the judge."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Questions:
             rows: Of the reference.
             make: What to ask about.
             careful: Whether what the judge raises is a failure of its batch instead of the end.
-            form: In which the pictures are handed over; as the contract has them when None.
+            form: In which the images are handed over; as the contract has them when None.
         """
         taken: list[int] = []
         parts: list[Found] = []
@@ -90,10 +90,10 @@ class Questions:
         return ProbeAnswers(taken, value, [reason for _, said in parts for reason in said])
 
     def neighbours(self, rows: list[int], make: Make, level: Level) -> ProbeAnswers:
-        """Ask about rows in other company: alone, in reverse order, or before white pictures."""
+        """Ask about rows in other company: alone, in reverse order, or before white images."""
         if level.label == "in reverse order":
             return self.batched(rows[::-1], make)
-        white = min(max(self.batch_size, 2), 8) - 1 if level.label == "among white pictures" else 0
+        white = min(max(self.batch_size, 2), 8) - 1 if level.label == "among white images" else 0
         taken, found = rows[:ALONE], []
         for row in taken:
             made = make(row)

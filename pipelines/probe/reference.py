@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures that a judge is probed on, those they are compared with, and their changes."""
+"""The images that a judge is probed on, those they are compared with, and their changes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from visalign.pipelines.score.image_rows import ImageRow
 from visalign.rewards.base.images import load_images
 
 COUNT = 64
-"""Reference pictures where the user gives none."""
+"""Reference images where the user gives none."""
 _SPLIT = "heldout"
 _THIRD = 2
-"""Stream of the draws of third pictures; `ShapesPreferences` uses 0 and 1."""
+"""Stream of the draws of third images; `ShapesPreferences` uses 0 and 1."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Reference:
     samples: tuple[Sample, ...]
     metadata: tuple[Mapping[str, Any] | None, ...]
     unreadable: int = 0
-    """Pictures that could not be read and are left out."""
+    """Images that could not be read and are left out."""
     others: tuple[tuple[Sample, ...], ...] = ()
-    """For judges that compare: up to two other pictures per sample, under the sample's prompt."""
+    """For judges that compare: up to two other images per sample, under the sample's prompt."""
     strangers: int = 0
-    """Samples whose others are pictures of other prompts, because their own has no more."""
+    """Samples whose others are images of other prompts, because their own has no more."""
 
     def rivals(self, row: int) -> tuple[Sample, ...]:
-        """The other pictures of a sample."""
+        """The other images of a sample."""
         return self.others[row] if self.others else ()
 
     def changed(self, probe: Probe, level: Level, row: int, seed: int) -> Sample | None:
@@ -61,9 +61,9 @@ class Reference:
 
 
 def shapes_reference_set(count: int = COUNT, *, seed: int = 0) -> Reference:
-    """Pictures of the shapes world, right and wrong for their prompts, in all its styles and distortions.
+    """Images of the shapes world, right and wrong for their prompts, in all its styles and distortions.
 
-    Each has two others of its prompt: the right picture of its pair, and a third that is drawn freely.
+    Each has two others of its prompt: the right image of its pair, and a third that is drawn freely.
     """
     source = ShapesPreferences(seed, split=_SPLIT)
     samples, others, metadata = [], [], []
@@ -72,9 +72,9 @@ def shapes_reference_set(count: int = COUNT, *, seed: int = 0) -> Reference:
         rng = np.random.default_rng([seed, _THIRD, number])
         wanted = record if rng.random() < 0.5 else source.near(record, rng)
         third = render(degraded(sample_scene(wanted, rng), rng))
-        pictures = [resolve_image(pair.image_left), resolve_image(pair.image_right), third]
+        images = [resolve_image(pair.image_left), resolve_image(pair.image_right), third]
         first, *rest = [
-            Sample(image, pair.prompt) for image in load_images(pictures).images if image is not None
+            Sample(image, pair.prompt) for image in load_images(images).images if image is not None
         ]
         samples.append(first)
         others.append(tuple(rest))
@@ -83,7 +83,7 @@ def shapes_reference_set(count: int = COUNT, *, seed: int = 0) -> Reference:
 
 
 def read_reference(source: str, rows: Sequence[ImageRow]) -> Reference:
-    """Read the pictures of rows.
+    """Read the images of rows.
 
     Raises:
         UserError: None of them can be read.
@@ -102,7 +102,7 @@ def read_reference(source: str, rows: Sequence[ImageRow]) -> Reference:
         samples.append(Sample(image, row.prompt))
         metadata.append(row.metadata)
     if not samples:
-        raise UserError(f"None of the {len(rows)} reference pictures of {source} can be read: {reason}")
+        raise UserError(f"None of the {len(rows)} reference images of {source} can be read: {reason}")
     others, strangers = _others(samples)
     return Reference(
         source,
@@ -115,9 +115,9 @@ def read_reference(source: str, rows: Sequence[ImageRow]) -> Reference:
 
 
 def _others(samples: Sequence[Sample]) -> tuple[tuple[tuple[Sample, ...], ...], int]:
-    """The next two pictures of the same prompt, or, where there is none, the next two of other prompts.
+    """The next two images of the same prompt, or, where there is none, the next two of other prompts.
 
-    The second of only two pictures of a prompt has none: their one comparison is the first one's.
+    The second of only two images of a prompt has none: their one comparison is the first one's.
     """
     groups: dict[str, list[int]] = {}
     for row, sample in enumerate(samples):

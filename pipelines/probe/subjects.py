@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is probed: a reward that scores single pictures, or a judge that compares two."""
+"""What is probed: a reward that scores single images, or a judge that compares two."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ class Scorer(Subject):
     """A reward that scores: its scores of changed samples against those of the unchanged.
 
     Raises:
-        UserError: It judges fewer than two of the reference pictures, or all of them alike.
-        RewardError: It raised on the unchanged pictures.
+        UserError: It judges fewer than two of the reference images, or all of them alike.
+        RewardError: It raised on the unchanged images.
     """
 
     kind, probes = "scores", PROBES
@@ -114,14 +114,14 @@ class Scorer(Subject):
         if len(known) < 2:
             reason = next((reason for reason in self.reasons if reason), "")
             raise UserError(
-                f"{reward.name} judged {len(known)} of the {len(rows)} reference pictures, and 2 are needed"
-                f"{': ' + reason if reason else ''}. Give pictures with prompts that it judges: --reference."
+                f"{reward.name} judged {len(known)} of the {len(rows)} reference images, and 2 are needed"
+                f"{': ' + reason if reason else ''}. Give images with prompts that it judges: --reference."
             )
         self.spread = float(known.std(ddof=1))
         if not self.spread > 1e-9 * max(1.0, float(np.abs(known).max())):
             raise UserError(
-                f"{reward.name} gives all {len(known)} reference pictures the score {known[0]:g}, so its "
-                "responses have no unit. Give --reference pictures that it tells apart."
+                f"{reward.name} gives all {len(known)} reference images the score {known[0]:g}, so its "
+                "responses have no unit. Give --reference images that it tells apart."
             )
         self.judged = [row for row in rows if np.isfinite(self.value[row])]
 
@@ -157,11 +157,11 @@ class Scorer(Subject):
         if not isinstance(scores, Scores):
             raise RewardError(
                 f"Reward {self.reward.name!r} returned a {type(scores).__name__}; needed is "
-                "visalign.interfaces.Scores with an entry per picture."
+                "visalign.interfaces.Scores with an entry per image."
             )
         if len(scores) != len(prompts):
             raise RewardError(
-                f"Reward {self.reward.name!r} gave {len(scores)} scores for {len(prompts)} pictures."
+                f"Reward {self.reward.name!r} gave {len(scores)} scores for {len(prompts)} images."
             )
         value = np.where(scores.valid.cpu().numpy(), scores.value.detach().cpu().double().numpy(), np.nan)
         reasons = failure_reasons(scores)
@@ -222,15 +222,15 @@ class Comparer(Subject):
         if len(known) < 2:
             reason = next((reason for reason in self.real.reasons if reason), "")
             raise UserError(
-                f"{judge.name} judged {len(known)} of {len(self.paired)} pairs of reference pictures, and 2 "
-                f"are needed{': ' + reason if reason else ''}. Give pictures with prompts that it judges: "
+                f"{judge.name} judged {len(known)} of {len(self.paired)} pairs of reference images, and 2 "
+                f"are needed{': ' + reason if reason else ''}. Give images with prompts that it judges: "
                 "--reference."
             )
         self.spread = float(np.sqrt((known**2).mean() / 2))
         if self.spread <= TIE:
             raise UserError(
-                f"{judge.name} calls all {len(known)} pairs of reference pictures a tie, so its responses "
-                "have no unit. Give --reference pictures that it tells apart."
+                f"{judge.name} calls all {len(known)} pairs of reference images a tie, so its responses "
+                "have no unit. Give --reference images that it tells apart."
             )
         self.judged = [row for row in self.paired if np.isfinite(self.real.lead[row])]
         steady = np.abs(self.real.bias[self.judged]).max() <= answer.SAME * self.spread
@@ -274,7 +274,7 @@ class Comparer(Subject):
             answer.reference_counts(reasons, len(self.paired))
             | super().record()
             | {
-                "pictures": len(self.reference.samples),
+                "images": len(self.reference.samples),
                 "strangers": self.reference.strangers,
                 "mean": float(self.real.lead[self.judged].mean()),
                 "one_order": self.one_order,
@@ -297,7 +297,7 @@ class Comparer(Subject):
         return answers.log_odds.numpy(), answers.reasons
 
     def _ask_real(self) -> tuple[Said, dict[str, dict[str, float | None]]]:
-        """What is said of each of the N samples and its other picture, NaN where nothing is, and what the
+        """What is said of each of the N samples and its other image, NaN where nothing is, and what the
         judge found between the orders itself: part of its answers -> mean with its interval."""
         self._own = {}
         said = self._both(self.paired, self._pair, careful=False)
@@ -366,7 +366,7 @@ class Comparer(Subject):
         return full, report
 
     def _reworded(self, probe: Probe, level: Level, seed: int) -> Leveled:
-        """Two real pictures under another prompt: the change of the lead, for the one that led."""
+        """Two real images under another prompt: the change of the lead, for the one that led."""
 
         def pair(row: int) -> tuple[Sample, Sample] | None:
             made = self.reference.changed(probe, level, row, seed)

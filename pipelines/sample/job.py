@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures or videos of prompts from a model and its adapters, into a folder; the best of many by rewards."""
+"""Images or videos of prompts from a model and its adapters, into a folder; the best of many by rewards."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class SampleSettings:
     lora: Path | None = None
     """The folder that a run, or `pipe.save_lora_weights`, left."""
     seeds: Sequence[int] = (0, 1, 2, 3)
-    """A picture of each prompt for each."""
+    """An image of each prompt for each."""
     best_of: int = 1
     """Draw so many for each seed and keep the one that the rewards like best."""
     resample_after: Sequence[int] = ()
     """Steps, 0 to T − 3, after which the `best_of` draws of a seed are resampled by the rewards of their
-    predicted pictures (Feynman-Kac steering); none: the draws do not meet."""
+    predicted images (Feynman-Kac steering); none: the draws do not meet."""
     search: ZeroOrderSearch | PathSearch | None = None
     """Search for noise that the rewards like: from each draw, or with the `best_of` draws of a seed as the
     paths of a group."""
@@ -71,7 +71,7 @@ class SampleSettings:
     timestep_schedule: str = "diffusers"
     """See `rollout.timestep_schedule`."""
     batch_size: int = 16
-    """Pictures at once; memory only."""
+    """Images at once; memory only."""
     dtype: str = "float32"
     """Of the weights."""
     device: str = "cpu"
@@ -112,7 +112,7 @@ class SampleSettings:
         if after and self.best_of < 2:
             raise UserError("--steer resamples the draws of a seed: give best_of (--best-of) of 2 or more.")
         if self.search is not None and after:
-            raise UserError("--search and --steer are two ways to one picture; give one of them.")
+            raise UserError("--search and --steer are two ways to one image; give one of them.")
         if self.search is not None:
             try:
                 self.search.velocities(self.steps)
@@ -177,16 +177,16 @@ def load_sampler(settings: SampleSettings) -> DiffusionPolicy:
     return policy
 
 
-def sample_pictures(
+def sample_images(
     records: Sequence[Mapping[str, Any]],
     settings: SampleSettings,
     output: Path,
     *,
     rewards: Mapping[str, PointwiseReward] | None = None,
 ) -> list[dict[str, Any]]:
-    """Sample and write each picture as it is made, then the grid, the page and the table.
+    """Sample and write each image as it is made, then the grid, the page and the table.
 
-    The noise of a picture depends on its prompt, the source that it edits, and its seed alone. With `best_of`
+    The noise of an image depends on its prompt, the source that it edits, and its seed alone. With `best_of`
     N a seed stands for N draws, and the one with the highest sum of rewards is kept; one that could not be
     judged only where none could. What is steered or searched goes by the same sum.
 
@@ -198,7 +198,7 @@ def sample_pictures(
 
     Returns:
         The rows of images.jsonl: image, of a video also clip, prompt, seed, each reward's value (null where
-        it failed), of an edit the source as metadata, and the forward-equivalents that the picture took, of
+        it failed), of an edit the source as metadata, and the forward-equivalents that the image took, of
         all that was drawn for it.
 
     Raises:
@@ -211,7 +211,7 @@ def sample_pictures(
     check_texts(records)
     check_place(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} is no empty folder. Give another one, so that no picture is lost.")
+        raise UserError(f"{output} is no empty folder. Give another one, so that no image is lost.")
     policy = load_sampler(settings)
     sigmas = policy.sigmas(settings.steps, timestep_schedule=settings.timestep_schedule)
     output.mkdir(parents=True, exist_ok=True)
@@ -219,15 +219,15 @@ def sample_pictures(
     shown: list[Image.Image] = []
     for row, made in _drawn(policy, records, settings, sigmas, rewards):
         number = len(rows) // len(settings.seeds)
-        name, picture = f"{number:04d}_{row['seed']}", to_pil(middle_frames(made[None])[0])
+        name, image = f"{number:04d}_{row['seed']}", to_pil(middle_frames(made[None])[0])
         files = {"image": f"{name}.png"}
-        picture.save(output / files["image"])
+        image.save(output / files["image"])
         if made.ndim == 4 and len(made) > 1:
             files[CLIP] = f"{name}.webp"
             _save_clip(made, output / files[CLIP], getattr(policy, "frame_rate", 8))
         rows.append(files | row)
         if number < LARGEST_GRID:
-            shown.append(picture)
+            shown.append(image)
     lines = (json.dumps(row, ensure_ascii=False) for row in rows)
     _as_grid(shown, len(settings.seeds)).save(output / GRID)
     units = {name: reward.unit for name, reward in rewards.items()}
@@ -244,7 +244,7 @@ def _drawn(
     sigmas: Tensor,
     rewards: Mapping[str, PointwiseReward],
 ) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """(row, picture [3, H, W] or video [F, 3, H, W]), seeds of a prompt side by side.
+    """(row, image [3, H, W] or video [F, 3, H, W]), seeds of a prompt side by side.
 
     Of a seed's draws the best so far alone is kept, so that memory does not grow with their number; of draws
     that meet on the way, the latents are.
@@ -287,7 +287,7 @@ class _Draw:
 
 @dataclass(frozen=True)
 class _Judge:
-    """What the rewards say of pictures or videos of these records' prompts."""
+    """What the rewards say of images or videos of these records' prompts."""
 
     rewards: Mapping[str, PointwiseReward]
     records: Sequence[Mapping[str, Any]]
@@ -332,7 +332,7 @@ def _keep_best(best: dict[int, _Draw], made: Tensor, judge: _Judge, rows: slice,
 
 
 def _decoded(policy: DiffusionPolicy, latents: Tensor, batch_size: int) -> Tensor:
-    """Pictures or videos of latents [N, ...], float32 on the CPU."""
+    """Images or videos of latents [N, ...], float32 on the CPU."""
     made = [decoded(policy, chunk, clips=True).float().cpu() for chunk in latents.split(batch_size)]
     return made[0] if len(made) == 1 else torch.cat(made)
 
@@ -397,7 +397,7 @@ def _denoised(
 
 
 def _facts(settings: SampleSettings) -> list[tuple[str, Any]]:
-    """How the pictures were made, for the page."""
+    """How the images were made, for the page."""
     told: dict[str, Any] = {"Model": settings.model, "LoRA": settings.lora, "Steps": settings.steps}
     if settings.solver != "euler":
         told["Solver"] = settings.solver
@@ -419,10 +419,10 @@ def _save_clip(frames: Tensor, path: Path, frame_rate: float) -> None:
     )
 
 
-def _as_grid(pictures: Sequence[Image.Image], columns: int) -> Image.Image:
+def _as_grid(images: Sequence[Image.Image], columns: int) -> Image.Image:
     """A row per prompt, a column per seed."""
-    width, height = pictures[0].size
-    sheet = Image.new("RGB", (columns * width, -(-len(pictures) // columns) * height), "white")
-    for i, picture in enumerate(pictures):
-        sheet.paste(picture, ((i % columns) * width, (i // columns) * height))
+    width, height = images[0].size
+    sheet = Image.new("RGB", (columns * width, -(-len(images) // columns) * height), "white")
+    for i, image in enumerate(images):
+        sheet.paste(image, ((i % columns) * width, (i // columns) * height))
     return sheet

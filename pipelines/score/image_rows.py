@@ -26,7 +26,7 @@ PROMPT_ENDING = ".txt"
 RECORD, SAMPLES = "metadata.jsonl", "samples"
 """GenEval's folders: a record, with its prompt, beside the folder of the samples."""
 SAMPLED, SAMPLED_CLIP = "images.jsonl", ".webp"
-"""The table that `visalign sample` writes beside its pictures; the ending of its videos."""
+"""The table that `visalign sample` writes beside its images; the ending of its videos."""
 
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)(\.[A-Za-z]+)")
@@ -44,7 +44,7 @@ class ImageRow:
     metadata: Mapping[str, Any] | None = None
     """The prompt's record for verifiers."""
     content: bytes | None = field(default=None, repr=False)
-    """The picture's file, where it travels with the row."""
+    """The image's file, where it travels with the row."""
     reason: str | None = None
     """Why there is nothing to judge, where that is known."""
 
@@ -102,7 +102,7 @@ def require_text_name(path: Path) -> None:
 
 
 def require_still(path: Path) -> None:
-    """Refuse an animation where pictures alone are judged, which would be its first frame.
+    """Refuse an animation where images alone are judged, which would be its first frame.
 
     Raises:
         UserError: It has more than one frame.
@@ -111,7 +111,7 @@ def require_still(path: Path) -> None:
 
     if (length := animation_length(path)) > 1:
         raise UserError(
-            f"'{path}' is a clip of {length} frames, and pictures are compared here. Score clips with "
+            f"'{path}' is a clip of {length} frames, and images are compared here. Score clips with "
             "visalign score -r frames, or give one of the frames."
         )
 
@@ -132,7 +132,7 @@ def image_rows(
             `roll` of frames, `roll.txt` beside it);
             tables (`visalign.data.sets.tables.READERS`) with the columns image, prompt and, if wanted,
             metadata (an object, or JSON text). Paths in a table start at its folder; a Parquet table may hold
-            the pictures.
+            the images.
         prompt: Of all images of files and folders, and of table rows that have none.
         needs_prompt: False where no reward looks at it; what has none then gets an empty one.
         names: Our name of a table's column -> the table's.
@@ -200,7 +200,7 @@ def _inside(folder: Path, clips: bool) -> Iterator[Path]:
 
 
 def with_prompt(path: Path, prompt: str | None, needed: bool) -> ImageRow:
-    """A picture's file with its prompt: the given one, GenEval's record, or the text beside it.
+    """An image's file with its prompt: the given one, GenEval's record, or the text beside it.
 
     Raises:
         UserError: There is none, and one is needed.

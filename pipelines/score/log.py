@@ -172,8 +172,8 @@ def number(value: Any) -> float | None:
 
 
 def _state(reference: str) -> tuple[Any, ...]:
-    """Size and time of change of the file that holds a picture, or of each frame of a clip's folder: another
-    picture has another score.
+    """Size and time of change of the file that holds an image, or of each frame of a clip's folder: another
+    image has another score.
     """
     if reference.startswith(PARQUET):
         reference = reference.removeprefix(PARQUET).rsplit("#", 2)[0]

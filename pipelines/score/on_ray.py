@@ -208,7 +208,7 @@ def score_on_ray(
     check_run_folder(output, resume=resume)
     if whole := [label for label, reward in rewards.items() if getattr(reward, "needs_batch", False)]:
         raise UserError(
-            f"{', '.join(whole)} judges all pictures of a call together, and --engine ray judges them in "
+            f"{', '.join(whole)} judges all images of a call together, and --engine ray judges them in "
             "batches of each file. Leave --engine ray out."
         )
     parts = parts_of(items, clips=asking.clips)

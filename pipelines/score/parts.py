@@ -27,7 +27,7 @@ TARS = (".tar", ".tar.gz", ".tgz")
 TOGETHER, BYTES = 8, 16 << 20
 """Batches that a worker is given at a time, and bytes of images from which they are fewer: handing them over
 costs as much as a small judge."""
-PICTURES = 1024
+IMAGES = 1024
 """Loose images whose scores stand in one file."""
 
 
@@ -86,12 +86,12 @@ def parts_of(items: Sequence[Path], *, clips: bool = False) -> list[Part]:
         if not inside and not _is_table(item, tuple(READERS)):
             loose.append(item)
     parts = [Part(source=path, output=name) for name, path in found.items()]
-    pictures = find_images(loose, clips=clips) if loose or not items else []
-    for start in range(0, len(pictures), PICTURES):
-        name = f"images-{start // PICTURES:05}.parquet"
+    images = find_images(loose, clips=clips) if loose or not items else []
+    for start in range(0, len(images), IMAGES):
+        name = f"images-{start // IMAGES:05}.parquet"
         if name in found:
             raise UserError(f"The scores of '{found[name]}' and of images would both be '{name}'. Rename it.")
-        parts.append(Part(source=tuple(pictures[start : start + PICTURES]), output=name))
+        parts.append(Part(source=tuple(images[start : start + IMAGES]), output=name))
     return parts
 
 
@@ -100,7 +100,7 @@ def _is_table(path: Path, endings: tuple[str, ...]) -> bool:
 
 
 def check_part(part: Part, asking: Asking) -> None:
-    """Refuse a part whose first row shows that it cannot be read; no picture is opened.
+    """Refuse a part whose first row shows that it cannot be read; no image is opened.
 
     Raises:
         UserError: It lacks a column, a prompt, or is damaged; the message says which.

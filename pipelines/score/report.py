@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of many images in short: their spread, the best and worst pictures, what failed; and the page."""
+"""Scores of many images in short: their spread, the best and worst images, what failed; and the page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .score import ScoreRow
 from .whose import foreign, whose
 
 SHOWN = 8
-"""Best and worst pictures of each reward that the page shows."""
+"""Best and worst images of each reward that the page shows."""
 SHOWN_SIDE = 320
 MOST_BINS = 40
 NAMED = 5
@@ -56,11 +56,11 @@ def score_summary(
 
 
 def write_score_page(path: Path, summary: Mapping[str, Any]) -> Path:
-    """Write the page with the pictures that are shown."""
+    """Write the page with the images that are shown."""
     names = {
         row["image"] for reward in summary["rewards"] for side in ("best", "worst") for row in reward[side]
     }
-    return write_atomic(path, score_page(summary, shown_pictures(sorted(names))))
+    return write_atomic(path, score_page(summary, shown_images(sorted(names))))
 
 
 def file_tables(rows: Sequence[ScoreRow], summary: Mapping[str, Any]) -> list[FileTable]:
@@ -89,8 +89,8 @@ def file_tables(rows: Sequence[ScoreRow], summary: Mapping[str, Any]) -> list[Fi
     ]
 
 
-def shown_pictures(names: Iterable[str]) -> dict[str, dict[str, Any] | None]:
-    """Image -> picture as `embedded` gives it; None where it cannot be read, as it may be gone since."""
+def shown_images(names: Iterable[str]) -> dict[str, dict[str, Any] | None]:
+    """Image -> image as `embedded` gives it; None where it cannot be read, as it may be gone since."""
     found: dict[str, dict[str, Any] | None] = {}
     for name in names:
         try:

@@ -50,7 +50,7 @@ class ScoreRow:
 
 
 def takes_clips(reward: object) -> bool:
-    """Whether a reward judges clips, as `Frames` does, and not pictures alone."""
+    """Whether a reward judges clips, as `Frames` does, and not images alone."""
     return bool(getattr(reward, "takes_clips", False))
 
 
@@ -112,7 +112,7 @@ def _batch_rows(label: str, reward: PointwiseReward, batch: Table, keeper: Keepe
             found[place] = known
             continue
         try:
-            images[place] = _picture(row, label, reward)
+            images[place] = _image(row, label, reward)
         except UserError as error:
             found[place] = _row(label, reward.unit, row, reason=str(error))
     for places in _held_at_once(images, pixels_of_clip if takes_clips(reward) else pixels_of):
@@ -124,11 +124,11 @@ def _batch_rows(label: str, reward: PointwiseReward, batch: Table, keeper: Keepe
     return [found[place] for place in range(len(batch))]
 
 
-def _picture(row: ImageRow, label: str, reward: PointwiseReward) -> Any:
-    """What the reward is given: a picture, or for one that takes clips also an animation or a list of frames.
+def _image(row: ImageRow, label: str, reward: PointwiseReward) -> Any:
+    """What the reward is given: an image, or for one that takes clips also an animation or a list of frames.
 
     Raises:
-        UserError: There is nothing to judge, or a clip for a judge of pictures.
+        UserError: There is nothing to judge, or a clip for a judge of images.
     """
     if row.reason is not None:
         raise UserError(row.reason)
@@ -145,14 +145,14 @@ def _picture(row: ImageRow, label: str, reward: PointwiseReward) -> Any:
     length = len(frames) or animation_length(found)
     if length > 1:
         raise UserError(
-            f"'{row.image}' is a clip of {length} frames, and {label} judges pictures. Let the reward "
+            f"'{row.image}' is a clip of {length} frames, and {label} judges images. Let the reward "
             f"'frames' ask it: -r frames --option reward={label}; --option frames=1 takes the middle frame."
         )
     return found
 
 
 def pixels_of_clip(item: Any) -> int:
-    """Pixels of all frames of a clip, told without decoding; what is more than a single picture may have
+    """Pixels of all frames of a clip, told without decoding; what is more than a single image may have
     counts as that, since it is judged by fewer frames or not at all.
     """
     pixels = sum(map(pixels_of, item)) if isinstance(item, list) else pixels_of(item) * animation_length(item)

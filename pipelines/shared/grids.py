@@ -36,12 +36,12 @@ class SampleGrids:
     """Those of the evaluations on the way."""
     seed: int
     most: int
-    """Pictures side by side."""
+    """Images side by side."""
     keys: list[tuple[str, ...]] = field(default_factory=list)
-    """Their keys from left to right; chosen by the first result among those whose pictures it kept."""
+    """Their keys from left to right; chosen by the first result among those whose images it kept."""
 
     def keep(self, iteration: int, result: HeldoutResult) -> None:
-        """Write the grid of an evaluation, once per iteration, and hand it to trackers that take pictures."""
+        """Write the grid of an evaluation, once per iteration, and hand it to trackers that take images."""
         if not self.accelerator.is_main_process or not self.most:
             return
         keys = result.keys

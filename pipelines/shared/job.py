@@ -196,7 +196,7 @@ class PolicyRun(Job):
     measure: Measure
     heldout: Records
     samples: str
-    """What is made of a prompt, in messages: pictures, completions."""
+    """What is made of a prompt, in messages: images, completions."""
     load_code: str
     """Python that loads the result."""
     counts: Callable[[Counters], Mapping[str, Any]]
@@ -204,7 +204,7 @@ class PolicyRun(Job):
     seen: int | None = None
     """Held-out prompts that are trained on as well; None where that is not known."""
     grids: SampleGrids | None = None
-    """What pictures are kept at each evaluation; None of texts."""
+    """What images are kept at each evaluation; None of texts."""
 
     def before(self) -> HeldoutResult | None:
         """The evaluation before training, kept in the run folder; None in all processes but the first."""

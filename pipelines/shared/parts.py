@@ -30,7 +30,7 @@ Records = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
 
 PATIENCE = timedelta(hours=12)
-"""How long the processes wait for each other; a judge may take hours over the pictures of one."""
+"""How long the processes wait for each other; a judge may take hours over the images of one."""
 
 
 def build_accelerator(config: Any, folder: Path) -> Accelerator:
@@ -172,7 +172,7 @@ def load_terms(
 def pointwise_only(
     judges: Mapping[str, PointwiseReward | PairwiseReward], *, needed: Iterable[str] = ()
 ) -> dict[str, PointwiseReward]:
-    """Those that judge one picture by itself; the `needed` labels must be among them.
+    """Those that judge one image by itself; the `needed` labels must be among them.
 
     Raises:
         UserError: a needed one only compares.
@@ -180,7 +180,7 @@ def pointwise_only(
     found = {label: judge for label, judge in judges.items() if isinstance(judge, PointwiseReward)}
     if missing := [label for label in needed if label not in found]:
         raise UserError(
-            f"{', '.join(missing)} only compare{'s' if len(missing) == 1 else ''} pictures and give"
+            f"{', '.join(missing)} only compare{'s' if len(missing) == 1 else ''} images and give"
             f"{'s' if len(missing) == 1 else ''} no score. Train on win rates with 'pipeline: pref_grpo', or "
             "choose a reward that scores."
         )
@@ -188,11 +188,11 @@ def pointwise_only(
 
 
 def weighted_sum(config: RewardsConfig, rewards: Mapping[str, Any], kind: Any) -> Any:
-    """The weighted sum of the loaded rewards, of the `kind` for pictures or for text.
+    """The weighted sum of the loaded rewards, of the `kind` for images or for text.
 
     Raises:
         ValueError: impossible weights, units or normalisation.
-        UserError: uncertainty=advantage of a reward for pictures.
+        UserError: uncertainty=advantage of a reward for images.
     """
     from visalign.rewards.combine.uncertainty import UncertaintyUsed
 

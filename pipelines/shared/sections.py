@@ -59,7 +59,7 @@ class RewardTerm:
     strength: float = 1.0
     """λ."""
     bound: float | None = None
-    """A constraint in place of a wish, in trainings of pictures: hold the reward's mean at least here, in its
+    """A constraint in place of a wish, in trainings of images: hold the reward's mean at least here, in its
     own unit (at most, where lower is better), and maximise the terms without a bound. What it takes is
     learnt, see `objective.multiplier_rate`; `weight` is then its unit alone. null: none."""
     reference: float = 0.0
@@ -182,7 +182,7 @@ class ConvexDAConfig:
             except (OSError, ValueError, AttributeError, TypeError) as error:
                 raise UserError(
                     f"data.convex_da.synonyms: '{self.synonyms}' cannot be read ({error}). Give a JSON file "
-                    'such as {"picture": ["image", "photo"]}.'
+                    'such as {"image": ["image", "photo"]}.'
                 ) from error
         for number, prompt in enumerate(prompts):
             if not isinstance(prompt, str):

@@ -98,8 +98,8 @@ class PromptsConfig:
     size: Count = 1900
     """Records of tasks:train."""
     question: str | None = None
-    """What is asked of pictures: with it the sets are shapes:quality or shapes:pairs, tables of rated
-    pictures or of pairs, or LAYOUT:FOLDER, of data.train at most data.size; {prompt} is theirs.
+    """What is asked of images: with it the sets are shapes:quality or shapes:pairs, tables of rated
+    images or of pairs, or LAYOUT:FOLDER, of data.train at most data.size; {prompt} is theirs.
     null: the sets are prompts."""
 
 
@@ -310,10 +310,10 @@ class TextConfig:
     def __post_init__(self) -> None:
         check_batch_algebra(self.rollout.prompts_per_iteration, self.rollout.group_size)
         self.evaluation.check_correctness(*self.rewards.terms)
-        self.rewards.check_monitor(self.monitor, self.evaluation, feature_drift=(False, "It is of pictures."))
+        self.rewards.check_monitor(self.monitor, self.evaluation, feature_drift=(False, "It is of images."))
         if self.self_imitation is not None and self.data.question is not None:
             raise UserError(
-                "self_imitation keeps tokens, and data.question asks about pictures. Set one of the two "
+                "self_imitation keeps tokens, and data.question asks about images. Set one of the two "
                 "to null."
             )
         objective = self.objective.build(length=self.rollout.max_new_tokens)

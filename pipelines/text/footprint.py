@@ -39,7 +39,7 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
     """Memory in GB, operations, hours and tokens a second on each device, in groups.
 
     Completions are counted at their full length and every prompt at the longest one, so all of it is an upper
-    bound but for what `not_counted` names. Empty where the model sees pictures.
+    bound but for what `not_counted` names. Empty where the model sees images.
     """
     from visalign.adapters.causal_lm.loading import VISION_LANGUAGE, from_pretrained
 

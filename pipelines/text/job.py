@@ -157,7 +157,7 @@ def text_run(
 
 
 def load_code(config: Any, output: Path, *, sees: bool = False) -> str:
-    """Python that loads the result into transformers, run from where the job was; a model that sees pictures
+    """Python that loads the result into transformers, run from where the job was; a model that sees images
     has a processor."""
     folder, base = (json.dumps(str(name)) for name in (result_folder(config, output), config.model.path))
     kind, reader = "AutoModelForCausalLM", "AutoTokenizer"

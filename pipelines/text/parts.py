@@ -108,7 +108,7 @@ def text_records(key: str, data: PromptsConfig, seed: int) -> Records:
     source, tasks = getattr(data, key), TASKS if data.tasks is None else tuple(data.tasks)
     if data.question is not None:
         size = data.size if key == "train" else data.heldout_size  # type: ignore[attr-defined]
-        return asked_pictures(key, source, data.question, size, seed)
+        return asked_images(key, source, data.question, size, seed)
     chosen: dict[str, Any] = {} if data.levels is None else {"levels": tuple(data.levels)}
     try:
         if source == TASKS_TRAIN:
@@ -125,25 +125,25 @@ def text_records(key: str, data: PromptsConfig, seed: int) -> Records:
     return build_records(source, f"data.{key}")
 
 
-def asked_pictures(key: str, source: str, question: str, size: int, seed: int) -> Records:
-    """Prompts that ask about the pictures of a set: rated ones with image, mos (higher is better), set,
-    task and caption (their prompt); or pairs with the label, the share of the votes for the first picture,
+def asked_images(key: str, source: str, question: str, size: int, seed: int) -> Records:
+    """Prompts that ask about the images of a set: rated ones with image, mos (higher is better), set,
+    task and caption (their prompt); or pairs with the label, the share of the votes for the first image,
     without ties.
 
     Args:
         key: of the source in `data`.
         source: as `visalign.data.sets.sources.load_source` takes it.
-        question: behind the pictures; {prompt} in it is theirs.
+        question: behind the images; {prompt} in it is theirs.
         size: records at most.
         seed: of generated ones for training.
     """
-    found = _pictures(key, source, size, seed)
+    found = _images(key, source, size, seed)
     if isinstance(found, PreferenceSet):
         return [_about_pair(pair, question) for pair in found.pairs if pair.label != 0.5]
-    return [_about_picture(found, one, question) for one in found.records]
+    return [_about_image(found, one, question) for one in found.records]
 
 
-def _pictures(key: str, source: str, size: int, seed: int) -> PreferenceSet | QualitySet:
+def _images(key: str, source: str, size: int, seed: int) -> PreferenceSet | QualitySet:
     """The set of a source, checked."""
     try:
         if source in GENERATED:
@@ -177,10 +177,10 @@ def decided_pairs(
     """
     assert data.question is not None
     source = getattr(data, key)
-    found, made = _pictures(key, source, data.size, seed), []
+    found, made = _images(key, source, data.size, seed), []
     if not isinstance(found, PreferenceSet):
         raise UserError(
-            f"data.decision decides between two pictures, and data.{key} is '{source}', a set of rated ones. "
+            f"data.decision decides between two images, and data.{key} is '{source}', a set of rated ones. "
             "Give pairs, or take data.decision out."
         )
     for number, pair in enumerate(found.pairs):
@@ -200,12 +200,12 @@ def decided_pairs(
     return made
 
 
-def _about_picture(pictures: QualitySet, one: QualityRecord, question: str) -> dict[str, Any]:
-    mos = one.mos if pictures.higher_is_better else -one.mos
+def _about_image(images: QualitySet, one: QualityRecord, question: str) -> dict[str, Any]:
+    mos = one.mos if images.higher_is_better else -one.mos
     tag = {} if one.category is None else {"task": one.category}
     tag |= {"caption": one.prompt} if one.prompt else {}
     asked = question.replace("{prompt}", one.prompt)
-    return {"prompt": _shown([one.image], asked), "image": one.image, "mos": mos, "set": pictures.name, **tag}
+    return {"prompt": _shown([one.image], asked), "image": one.image, "mos": mos, "set": images.name, **tag}
 
 
 def _about_pair(pair: PreferencePair, question: str) -> dict[str, Any]:
@@ -215,9 +215,9 @@ def _about_pair(pair: PreferencePair, question: str) -> dict[str, Any]:
 
 
 def _shown(images: Sequence[str], question: str) -> list[dict[str, Any]]:
-    """A conversation that shows pictures and asks."""
-    pictures = [{"type": "image", "image": image} for image in images]
-    return [{"role": "user", "content": [*pictures, {"type": "text", "text": question}]}]
+    """A conversation that shows parts and asks."""
+    parts = [{"type": "image", "image": image} for image in images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
 
 
 def text_demonstrations(
@@ -237,8 +237,8 @@ def text_demonstrations(
         return decided_pairs(key, data, decision, written, seed)
     if source.startswith("tasks:") and data.question is not None:
         raise UserError(
-            f"data.{key} is '{source}', whose records show no pictures, and data.question asks about some. "
-            "Give a .jsonl file of answers about pictures, such as the dataset.jsonl of text_sample."
+            f"data.{key} is '{source}', whose records show no images, and data.question asks about some. "
+            "Give a .jsonl file of answers about images, such as the dataset.jsonl of text_sample."
         )
     if source.startswith("tasks:"):
         records = text_records(key, data, seed)
@@ -269,7 +269,7 @@ def text_sum(config: RewardsConfig, rewards: Mapping[str, Any]) -> Any:
         if term.bound is not None:
             raise UserError(
                 f"rewards.terms.{label}.bound is {term.bound}, and constraints are held in trainings of "
-                "pictures alone. Set it to null and give the term a weight."
+                "images alone. Set it to null and give the term a weight."
             )
 
     return weighted_sum(config, rewards, WeightedTextSum)

@@ -36,7 +36,7 @@ class DemonstrationsDataConfig(HeldoutPromptsConfig):
     field: str | None = None
     """Where the completion stands in a record; null: completion, or solution where there is none."""
     decision: list[Any] | None = None
-    """Of pairs of pictures, with a question: the word for "the first is better" and the one for "the second
+    """Of pairs of images, with a question: the word for "the first is better" and the one for "the second
     is better". The completion is the word that the votes prefer, and behind it ", " and what the column
     `field` says, a teacher's reason (RewardDance, arXiv 2509.08826). null: data.train holds completions."""
     too_long: Literal["refuse", "drop"] = "refuse"
@@ -53,11 +53,11 @@ class DemonstrationsDataConfig(HeldoutPromptsConfig):
         if len(self.decision) != 2 or len(words) != 2:
             raise UserError(
                 f"data.decision is {self.decision}; give two different words, e.g. ['no', 'yes'] for the "
-                "question whether the second picture is better (without quotes YAML reads yes as true)."
+                "question whether the second image is better (without quotes YAML reads yes as true)."
             )
         if self.question is None:
             raise UserError(
-                "data.decision says how pairs of pictures are decided, and data.question, which asks about "
+                "data.decision says how pairs of images are decided, and data.question, which asks about "
                 "them, is null. Set data.question, or take data.decision out."
             )
 

@@ -76,7 +76,7 @@ class ChecklistJudge(SeeingJudge):
         self.weights.clamp_(min=0.0)
 
     def remember(self, examples: Examples) -> Examples:
-        """The examples with their answers in the pictures' stead, each asked at its first use and kept, where
+        """The examples with their answers in the images' stead, each asked at its first use and kept, where
         the model that answers is frozen."""
 
         @cache
@@ -87,7 +87,7 @@ class ChecklistJudge(SeeingJudge):
         return replace(examples, example=answered) if self.frozen else examples
 
     def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
-        """Pairs: all left pictures, then all right ones."""
+        """Pairs: all left images, then all right ones."""
         inputs: Any
         if self.frozen:
             known = [e.features for e in examples if e.features is not None]
@@ -118,7 +118,7 @@ class ChecklistJudge(SeeingJudge):
 
     def first_notes(self) -> list[str]:
         """Why the first iterations take longer."""
-        once = "Each picture is asked about once, when it is first read"
+        once = "Each image is asked about once, when it is first read"
         return [f"{once}: the first iterations take the longest."] if self.frozen else []
 
     def card_notes(self) -> list[str]:
@@ -152,13 +152,13 @@ class Questions:
 
     @torch.no_grad()
     def features(self, example: Example) -> Tensor:
-        """[pictures, F] what the rule multiplies with its weights, as `VisionReward` scores; equal pictures
+        """[images, F] what the rule multiplies with its weights, as `VisionReward` scores; equal images
         are asked once. A model on the meta device says 0.
 
-        Each picture is asked by itself, so that its last bits do not depend on what it was asked with.
+        Each image is asked by itself, so that its last bits do not depend on what it was asked with.
 
         Raises:
-            UserError: a picture that the judge does not score.
+            UserError: an image that the judge does not score.
         """
         found = []
         if self.judge.device.type == "meta":
@@ -180,7 +180,7 @@ class Questions:
         return rule.features(rule.counted((said + 1) / 2), aligned)[0].float()
 
     def rows(self, images: Sequence[Tensor], prompts: Sequence[str]) -> tuple[list[Any], int]:
-        """(rows of all questions picture by picture, then of the alignment; number of pictures).
+        """(rows of all questions image by image, then of the alignment; number of images).
 
         Raises:
             UserError: a request that the model cannot read.

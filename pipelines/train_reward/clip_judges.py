@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ICT and HP as the reward trainer sees them: contrastive towers, and a head on the picture's embedding."""
+"""ICT and HP as the reward trainer sees them: contrastive towers, and a head on the image's embedding."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .judges import TrainedJudge, base_name, freeze
 
 
 class IctJudge(TrainedJudge):
-    """Two towers that learn the truncated cosines of what they were before; from the score `theta` on a
-    picture counts as containing all of its prompt."""
+    """Two towers that learn the truncated cosines of what they were before; from the score `theta` on an
+    image counts as containing all of its prompt."""
 
     def __init__(self, model: IctModel, theta: float, device: torch.device) -> None:
         self.judge, self.theta = Ict.from_pretrained(model.path, device=device, cache_bytes=0), theta
@@ -53,14 +53,14 @@ class IctJudge(TrainedJudge):
     def _labels(self, pixels: Tensor, easy: Tensor, refined: Tensor) -> Any:
         count = len(easy)
         with self.precision():
-            pictures = self.teacher.image_features(pixels[: 2 * count])
+            images = self.teacher.image_features(pixels[: 2 * count])
             texts = self.teacher.text_features(easy)
             between = (
                 torch.ones(count)
                 if refined is easy
                 else cosine(texts, self.teacher.text_features(refined)).cpu()
             )
-        scores = cosine(pictures, texts.repeat(2, 1)).cpu()
+        scores = cosine(images, texts.repeat(2, 1)).cpu()
         return ict_labels(scores[:count], scores[count:], between, theta=self.theta)
 
     def __call__(self, inputs: Any) -> Outputs:
@@ -81,7 +81,7 @@ class IctJudge(TrainedJudge):
 
 
 class HpJudge(TrainedJudge):
-    """A tower and a new head that score the picture alone."""
+    """A tower and a new head that score the image alone."""
 
     def __init__(self, model: HpModel, seed: int, device: torch.device) -> None:
         widths = None if model.head is None else [*model.head, 1]
@@ -92,11 +92,11 @@ class HpJudge(TrainedJudge):
         self.module.requires_grad_(False)
         self.module.head.requires_grad_(True)
         if model.train == "full":
-            self._picture_tower().requires_grad_(True)
+            self._image_tower().requires_grad_(True)
             freeze(self.module.encoder.model, model.frozen)
 
-    def _picture_tower(self) -> nn.Module:
-        """The part of the encoder that pictures go through."""
+    def _image_tower(self) -> nn.Module:
+        """The part of the encoder that images go through."""
         model: Any = self.module.encoder.model
         if self.module.encoder.is_open_clip:
             return model.visual

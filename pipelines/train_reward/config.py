@@ -72,7 +72,7 @@ class TrainedModel:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class IctModel(TrainedModel):
-    """The cosine of picture and prompt, trained in float32."""
+    """The cosine of image and prompt, trained in float32."""
 
     kind: Literal["ict"] = "ict"
     """ict."""
@@ -84,12 +84,12 @@ class IctModel(TrainedModel):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class HpModel(TrainedModel):
-    """A new head on the picture alone, trained in float32."""
+    """A new head on the image alone, trained in float32."""
 
     kind: Literal["hp"] = "hp"
     """hp."""
     train: Literal["head", "full"] = "head"
-    """The new head alone, or the picture's tower with it."""
+    """The new head alone, or the image's tower with it."""
     path: str = "shapes-clip"
     """A CLIP model."""
     head: Annotated[list[Count], Field(min_length=4, max_length=4)] | None = None
@@ -149,8 +149,8 @@ class AnswerModel(SeeingModel):
     """A judge that is read where its answer begins."""
 
     kind: Literal["yes_no", "pair", "rating", "critique"] = "yes_no"
-    """yes_no (log-odds of yes), pair (is the second picture better), rating (expectation over score
-    tokens), critique (is what a judge wrote of a picture right: the meta judge of deepseek_grm)."""
+    """yes_no (log-odds of yes), pair (is the second image better), rating (expectation over score
+    tokens), critique (is what a judge wrote of an image right: the meta judge of deepseek_grm)."""
     train: Literal["lora", "full"] = "lora"
     """Adapters in the language part, or all."""
 
@@ -178,10 +178,10 @@ class ChecklistModel(SeeingModel):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OffPolicyConfig:
-    """OCRM, arXiv 2507.15507: a pair weighs as the policy of today makes its pictures.
+    """OCRM, arXiv 2507.15507: a pair weighs as the policy of today makes its images.
 
-    w = d(left)^m d(right)^m, over their mean, with d the relative density ratio π/(α π + (1 − α) π_made) of a
-    picture, from the file's columns log_ratio_left and log_ratio_right: ln of π/π_made.
+    w = d(left)^m d(right)^m, over their mean, with d the relative density ratio π/(α π + (1 − α) π_made) of
+    an image, from the file's columns log_ratio_left and log_ratio_right: ln of π/π_made.
     """
 
     alpha: Annotated[float, Field(gt=0, lt=1)] = 0.1
@@ -197,7 +197,7 @@ class RewardDataConfig:
     """The labelled examples."""
 
     train: str = "shapes:pairs"
-    """shapes:pairs, shapes:quality (generated), a file of pairs or of rated pictures, or LAYOUT:FOLDER; for a
+    """shapes:pairs, shapes:quality (generated), a file of pairs or of rated images, or LAYOUT:FOLDER; for a
     critique the dataset.jsonl of text_sample."""
     heldout: str | None = "shapes:pairs"
     """The same for what is measured; prompts that also stand in data.train are refused. null: nothing."""
@@ -215,12 +215,12 @@ class RewardDataConfig:
     heldout_size: Count | None = 1000
     """Examples of data.heldout."""
     kinds: Annotated[list[Kind], Field(min_length=1)] = field(default_factory=lambda: list(KINDS))
-    """shapes:pairs: what the pictures of a pair differ in."""
+    """shapes:pairs: what the images of a pair differ in."""
     heldout_kinds: Annotated[list[Kind], Field(min_length=1)] | None = None
     """The same for data.heldout; null: as kinds."""
     surroundings: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of generated training pictures on other grounds, with specks or on a canvas; a judge that met
-    none of them is wrong on them. Held-out ones have none, and pictures of files stay as they are."""
+    """Share of generated training images on other grounds, with specks or on a canvas; a judge that met
+    none of them is wrong on them. Held-out ones have none, and images of files stay as they are."""
     labels: Literal["votes", "truth", "probability"] = "votes"
     """shapes:pairs: votes of annotators, truth (who is better), or probability (that a vote says so). Files
     have what they have."""
@@ -229,13 +229,13 @@ class RewardDataConfig:
     off_policy: OffPolicyConfig | None = None
     """Weights of old pairs for a policy that has moved on; null: all alike."""
     convex_da: ConvexDAConfig | None = None
-    """More prompts of the same pictures; {} has the paper's numbers, null: none."""
+    """More prompts of the same images; {} has the paper's numbers, null: none."""
     batch: Count = 64
     """Examples per update."""
     micro_batch: Count = 64
     """Examples that go through the network together; memory only, but for ict's negatives."""
     theta: Annotated[float, Field(gt=0, le=1)] = 0.7
-    """ict: CLIP score from which a picture counts as containing all of its prompt."""
+    """ict: CLIP score from which an image counts as containing all of its prompt."""
     right: float = 1.0
     """critique: reward from which an answer counts as right."""
 
@@ -292,12 +292,12 @@ class TrainRewardConfig:
                 )
             if source == "shapes:quality" and learns != "rows":
                 raise UserError(
-                    f"{name} is shapes:quality, which holds single rated pictures, and {task} learns from "
+                    f"{name} is shapes:quality, which holds single rated images, and {task} learns from "
                     f"{learns}. Give shapes:pairs or a file of pairs."
                 )
             if source == "shapes:pairs" and learns == "rows":
                 raise UserError(
-                    f"{name} is shapes:pairs, and a judge of kind {kind} learns from rated pictures. Give "
+                    f"{name} is shapes:pairs, and a judge of kind {kind} learns from rated images. Give "
                     "shapes:quality or a file with image and mos."
                 )
 
@@ -340,7 +340,7 @@ USED: dict[str, tuple[Callable[[TrainRewardConfig], bool], str]] = {
             and c.model.kind != "pair"
             and TASKS[c.objective.task].labels == "pairs"
         ),
-        "where data.train is a file of pairs and the task compares what the judge says of either picture",
+        "where data.train is a file of pairs and the task compares what the judge says of either image",
     ),
     "convex_da": (
         lambda c: (
@@ -350,15 +350,15 @@ USED: dict[str, tuple[Callable[[TrainRewardConfig], bool], str]] = {
         ),
         "where data.train is a file of pairs and the judge reads the prompt",
     ),
-    "columns": (_reads_files, "where data.train or data.heldout is a file of pairs or of rated pictures"),
+    "columns": (_reads_files, "where data.train or data.heldout is a file of pairs or of rated images"),
     "coding": (_reads_files, "where data.train or data.heldout is a file of pairs"),
     "train_split": (
         lambda c: _reads_files(c) and c.data.train not in GENERATED,
-        "where data.train is a file or layout of pairs or of rated pictures",
+        "where data.train is a file or layout of pairs or of rated images",
     ),
     "heldout_split": (
         lambda c: _reads_files(c) and c.data.heldout not in (None, *GENERATED),
-        "where data.heldout is a file or layout of pairs or of rated pictures",
+        "where data.heldout is a file or layout of pairs or of rated images",
     ),
 }
 """Setting of `data` that the task or the source decides on -> (when it is read, the same in words)."""

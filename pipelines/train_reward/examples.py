@@ -20,13 +20,13 @@ from visalign.data.shapes.prompts import heldout_prompts, train_prompts
 from visalign.data.shapes.render import render
 from visalign.data.shapes.scenes import STYLES, Scene, sample_scene
 from visalign.errors import UserError
-from visalign.pipelines.shared.pictures import Row, read_images
+from visalign.pipelines.shared.images import Row, read_images
 from visalign.training.reward.batch import RewardBatch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One pair (two pictures), triple (three, ascending), rated picture (one) or answer about a picture."""
+    """One pair (two images), triple (three, ascending), rated image (one) or answer about an image."""
 
     prompt: str
     images: tuple[Tensor, ...]
@@ -40,15 +40,15 @@ class Example:
     votes: tuple[int, int, int] | None = None
     """Pairs: for the first, for the second, for neither."""
     target: float = math.nan
-    """Rated pictures: the mean opinion, 1 to 5 for the embedded models; answers: 1 or 0 for right."""
+    """Rated images: the mean opinion, 1 to 5 for the embedded models; answers: 1 or 0 for right."""
     critique: str = ""
     """Answers: what a judge wrote."""
     weight: float = 1.0
     """Pairs: how much it counts beside the others."""
     refined: str | None = None
-    """Triples: the prompt of the third picture; None: the same."""
+    """Triples: the prompt of the third image; None: the same."""
     features: Tensor | None = None
-    """[pictures, F] what a frozen model says of the pictures, in their stead."""
+    """[images, F] what a frozen model says of the images, in their stead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,8 @@ class Examples:
     example: Callable[[int], Example]
     """Number n of the set."""
     prompts: frozenset[str]
-    """All prompts of the set, or of where it is drawn from, as `plain` writes them; of rated pictures from
-    files, which need not have prompts, and of answers, the pictures or their references."""
+    """All prompts of the set, or of where it is drawn from, as `plain` writes them; of rated images from
+    files, which need not have prompts, and of answers, the images or their references."""
     rows: tuple[Row, ...] = ()
     """Of a set from files."""
     content: tuple[dict[str, object], ...] = ()
@@ -77,9 +77,9 @@ class Examples:
         return replace(self, count=count)
 
 
-def as_image(picture: np.ndarray) -> Tensor:
+def as_image(image: np.ndarray) -> Tensor:
     """float32 [3, H, W] in [0, 1] of uint8 [H, W, 3]."""
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1).float().div_(255)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float().div_(255)
 
 
 def plain(prompt: str) -> str:
@@ -116,7 +116,7 @@ def shapes_pairs(
         won, lost = pair.votes
         return Example(
             prompt=pair.prompt,
-            images=tuple(as_image(picture) for picture in pair.pictures()),
+            images=tuple(as_image(image) for image in pair.images()),
             label={"votes": won / (won + lost), "truth": truth, "probability": pair.prob}[labels],
             truth=truth,
             clear=pair.is_clear,
@@ -127,9 +127,9 @@ def shapes_pairs(
 
 
 def shapes_triples(seed: int, count: int, *, split: str = "train", surroundings: float = 0.0) -> Examples:
-    """Three pictures of one prompt, ascending: of another prompt or spoilt; right but poor; right and rich.
+    """Three images of one prompt, ascending: of another prompt or spoilt; right but poor; right and rich.
 
-    The world has no words for what makes a picture rich, so the refined prompt is the prompt.
+    The world has no words for what makes an image rich, so the refined prompt is the prompt.
     """
     world = ShapesPreferences(seed, split=split, surroundings=surroundings)
 
@@ -142,8 +142,8 @@ def shapes_triples(seed: int, count: int, *, split: str = "train", surroundings:
             worse: Scene = sample_scene(world.near(record, rng), rng, style=STYLES[poor])
         else:
             worse = degraded(sample_scene(record, rng, style=STYLES[poor]), rng)
-        pictures = tuple(as_image(render(scene)) for scene in world.surrounded([worse, *right], number))
-        return Example(prompt=record["prompt"], images=pictures)
+        images = tuple(as_image(render(scene)) for scene in world.surrounded([worse, *right], number))
+        return Example(prompt=record["prompt"], images=images)
 
     return _shapes(count, split, example)
 
@@ -151,7 +151,7 @@ def shapes_triples(seed: int, count: int, *, split: str = "train", surroundings:
 def shapes_ratings(
     seed: int, count: int, *, split: str = "train", annotators: int = 9, surroundings: float = 0.0
 ) -> Examples:
-    """`count` pictures of the shapes world, rated by annotators."""
+    """`count` images of the shapes world, rated by annotators."""
     world = ShapesPreferences(seed, split=split, annotators=annotators, surroundings=surroundings)
 
     def example(number: int) -> Example:
@@ -172,8 +172,8 @@ def file_pairs(
 
     Args:
         pairs: the set, checked.
-        triples: to make triples, the worse picture, the better one, the refined one: the folder where
-            relative paths of refined pictures begin.
+        triples: to make triples, the worse image, the better one, the refined one: the folder where
+            relative paths of refined images begin.
         weights: of the pairs; None: 1 each.
     """
     if triples is not None:
@@ -199,7 +199,7 @@ def file_pairs(
     def example(number: int) -> Example:
         pair, row = pairs.pairs[number], rows[number]
         if triples is not None:
-            left, right, best = row.pictures
+            left, right, best = row.images
             names = [right, left, best] if pair.label > 0.5 else [left, right, best]
             refined = pair.extra.get("prompt_refined")
             return Example(
@@ -209,7 +209,7 @@ def file_pairs(
             )
         return Example(
             prompt=pair.prompt,
-            images=read_images(row.pictures, row.where),
+            images=read_images(row.images, row.where),
             label=pair.label,
             truth=pair.label if pair.label == 0.5 else float(pair.label > 0.5),
             votes=pair.votes,
@@ -226,7 +226,7 @@ def file_pairs(
 
 
 def with_prompts(examples: Examples, variants: Sequence[Sequence[str]]) -> Examples:
-    """The same pictures and labels under other prompts.
+    """The same images and labels under other prompts.
 
     Args:
         examples: a set from files.
@@ -244,7 +244,7 @@ def with_prompts(examples: Examples, variants: Sequence[Sequence[str]]) -> Examp
 
 
 def file_ratings(records: QualitySet) -> Examples:
-    """Rated pictures of a quality set, in its unit."""
+    """Rated images of a quality set, in its unit."""
     sign = 1.0 if records.higher_is_better else -1.0
     rows = tuple(
         Row(f"row {records.row(number)} of '{records.name}'", None, (record.image,))
@@ -255,7 +255,7 @@ def file_ratings(records: QualitySet) -> Examples:
         record = records.records[number]
         return Example(
             prompt=record.prompt,
-            images=read_images(rows[number].pictures, rows[number].where),
+            images=read_images(rows[number].images, rows[number].where),
             target=sign * record.mos,
         )
 
@@ -269,7 +269,7 @@ def file_ratings(records: QualitySet) -> Examples:
 
 
 def file_answers(records: Sequence[Mapping[str, Any]], *, name: str, right: float) -> Examples:
-    """What a judge wrote of single pictures, and whether it was right.
+    """What a judge wrote of single images, and whether it was right.
 
     Args:
         records: of the dataset of text_sample, with image, caption, completion and reward.
@@ -288,7 +288,7 @@ def file_answers(records: Sequence[Mapping[str, Any]], *, name: str, right: floa
                 raise UserError(
                     f"row {number} of '{name}' has {given!r} under {field!r}; needed are image, "
                     "caption, completion and reward, as text_sample writes them with data.question about "
-                    "rated pictures that have prompts."
+                    "rated images that have prompts."
                 )
         rows.append(Row(f"row {number} of '{name}'", record["caption"], (record["image"],)))
     target = [float(record["reward"] >= right) for record in records]
@@ -304,7 +304,7 @@ def file_answers(records: Sequence[Mapping[str, Any]], *, name: str, right: floa
         record, row = records[number], rows[number]
         return Example(
             prompt=record["caption"],
-            images=read_images(row.pictures, row.where),
+            images=read_images(row.images, row.where),
             target=target[number],
             critique=record["completion"],
         )
@@ -391,5 +391,5 @@ def pair_batch(inputs: Any, examples: Sequence[Example], *, heldout: bool) -> Re
 
 
 def pair_images(examples: Sequence[Example]) -> list[Tensor]:
-    """All first pictures, then all second ones, ..."""
+    """All first images, then all second ones, ..."""
     return [example.images[side] for side in range(len(examples[0].images)) for example in examples]

@@ -84,7 +84,7 @@ def _weights(judge: Any, trained: list[Any], kept: Any) -> dict[str, float]:
 def _read(
     judge: TrainedJudge, config: TrainRewardConfig, examples: Examples, world: int
 ) -> tuple[float, float]:
-    """GB of (what the backward of the first micro-batch finds stored, features of pictures that stay)."""
+    """GB of (what the backward of the first micro-batch finds stored, features of images that stay)."""
     from visalign.adapters.hollow import traced_network
     from visalign.training.loop.sharding import AsForward
 

@@ -15,13 +15,13 @@ from visalign.core.preference.off_policy import off_policy_pair_weights
 from visalign.core.surrogates.off_policy import effective_sample_size
 from visalign.data.sets.checks import check_preferences, check_quality, summed_votes, without_duplicates
 from visalign.data.sets.columns import Columns
-from visalign.data.sets.leaks import refuse_shared_pictures
+from visalign.data.sets.leaks import refuse_shared_images
 from visalign.data.sets.prompt_files import load_demonstrations
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import GENERATED, load_source
 from visalign.data.sets.tables import listed
 from visalign.errors import UserError
-from visalign.pipelines.shared.pictures import check_pictures
+from visalign.pipelines.shared.images import check_images
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.training.reward.tasks import TASKS
 
@@ -57,7 +57,7 @@ def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
     """Read what the configuration names and check it: all that can be known without the judge.
 
     Raises:
-        UserError: missing files, contradictions, all ties, prompts or pictures of the held-out set that are
+        UserError: missing files, contradictions, all ties, prompts or images of the held-out set that are
             trained on.
     """
     data, notes = config.data, list[str]()
@@ -72,13 +72,13 @@ def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
         shared = sorted(train.prompts & heldout.prompts)
         if shared:
             raise UserError(
-                f"{len(shared)} prompts (of rated pictures: references) of data.heldout also stand in "
+                f"{len(shared)} prompts (of rated images: references) of data.heldout also stand in "
                 f"data.train: {listed([repr(prompt) for prompt in shared])}. What is learnt would be "
                 "measured. Put each prompt into one of the two."
             )
         both = {"data.heldout": heldout, "data.train": train}
-        sets = {name: [ref for row in one.rows for ref in row.pictures] for name, one in both.items()}
-        notes += refuse_shared_pictures(sets, what="of data.heldout also stand in data.train")
+        sets = {name: [ref for row in one.rows for ref in row.images] for name, one in both.items()}
+        notes += refuse_shared_images(sets, what="of data.heldout also stand in data.train")
     if data.convex_da is not None:
         variants = data.convex_da.variants([row.prompt for row in train.rows], config.seed)
         train = with_prompts(train, variants)
@@ -109,14 +109,14 @@ def _checklist_print(file: str) -> str:
 
 
 def _check_rows(config: TrainRewardConfig, examples: Examples, name: str) -> None:
-    """Refuse a picture that is none or a prompt without a visible character, naming the row."""
+    """Refuse an image that is none or a prompt without a visible character, naming the row."""
     for where, prompt, _ in examples.rows:
         if prompt is not None and not prompt.strip() and config.model.kind != "hp":
             raise UserError(
                 f"{name}: the prompt in {where} is {prompt!r}, and a judge of kind {config.model.kind} reads "
                 "it. Write one, or take the row out."
             )
-    check_pictures(examples.rows, name)
+    check_images(examples.rows, name)
 
 
 def _generated(config: TrainRewardConfig, *, heldout: bool = False) -> Examples:
@@ -159,7 +159,7 @@ def _read(config: TrainRewardConfig, which: str, notes: list[str]) -> Examples:
 def _ratings(config: TrainRewardConfig, records: QualitySet, name: str) -> Examples:
     if config.model.kind != "rating":
         raise UserError(
-            f"the set holds single rated pictures, and a judge of kind {config.model.kind} learns from "
+            f"the set holds single rated images, and a judge of kind {config.model.kind} learns from "
             "pairs. Give a set with image_left and image_right, or model.kind rating."
         )
     check_quality(records)
@@ -205,7 +205,7 @@ def _off_policy_weights(pairs: PreferenceSet, settings: OffPolicyConfig, notes: 
         if not all(map(math.isfinite, ratios[-1])):
             raise UserError(
                 f"row {pairs.row(number)} has log_ratio_left {given[0]!r} and log_ratio_right {given[1]!r}, "
-                "and data.off_policy weighs pairs by them: ln of the probability of a picture under the "
+                "and data.off_policy weighs pairs by them: ln of the probability of an image under the "
                 "policy of today over that under its maker. Add them, or leave data.off_policy out."
             )
     left, right = torch.tensor(ratios, dtype=torch.float64).T

@@ -104,7 +104,7 @@ def build_judge(config: TrainRewardConfig, device: torch.device) -> TrainedJudge
 
 @dataclass(frozen=True, kw_only=True)
 class RewardRun(JudgeRun):
-    """A judge of pictures."""
+    """A judge of images."""
 
     judge: TrainedJudge
     examples: int

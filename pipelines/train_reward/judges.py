@@ -65,7 +65,7 @@ class TrainedJudge(ABC):
         return ()
 
     def remember(self, examples: Examples) -> Examples:
-        """The examples as the judge keeps them: one whose model is frozen reads each picture once."""
+        """The examples as the judge keeps them: one whose model is frozen reads each image once."""
         return examples
 
     def first_notes(self) -> list[str]:
@@ -110,7 +110,7 @@ class SeeingJudge(TrainedJudge):
             self.engine.clear_features()
 
     def divide(self) -> Sequence[nn.Parameter]:
-        """Each batch becomes one pass; a frozen tower stays whole, as it sees new pictures alone."""
+        """Each batch becomes one pass; a frozen tower stays whole, as it sees new images alone."""
         self.engine.network.in_one_pass = True
         return () if self._tower_moves() else self.engine.network.tower
 

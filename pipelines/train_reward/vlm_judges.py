@@ -75,7 +75,7 @@ class Hpsv3Judge(SeeingJudge):
         return own if self.token is None else [*own, ("reward_token", self.token)]
 
     def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
-        """Pairs: all left pictures, then all right ones."""
+        """Pairs: all left images, then all right ones."""
         prompts = [example.prompt for example in examples]
         batch = self.judge.encode(pair_images(examples), [*prompts, *prompts])
         refuse(batch.reasons, [*prompts, *prompts])
@@ -102,7 +102,7 @@ class Hpsv3Judge(SeeingJudge):
 
 
 class AnswerJudge(SeeingJudge):
-    """A judge that is read where its answer begins: yes/no on a picture, on two, or on what was written of
+    """A judge that is read where its answer begins: yes/no on an image, on two, or on what was written of
     one; or a rating."""
 
     def __init__(self, model: AnswerModel, seed: int, device: torch.device) -> None:
@@ -134,7 +134,7 @@ class AnswerJudge(SeeingJudge):
             freeze(self.engine.model, model.frozen)
 
     def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
-        """Pictures of pairs one by one, pairs in both orders, rated pictures, or answers about pictures."""
+        """Images of pairs one by one, pairs in both orders, rated images, or answers about images."""
         count, prompts = len(examples), [example.prompt for example in examples]
         if self.kind == "rating":
             rows = self._rows([Query(images=[e.images[0]], prompt="-") for e in examples])

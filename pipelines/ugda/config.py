@@ -23,7 +23,7 @@ class LabelConfig:
 
     prompts: Count = 75
     """Training prompts that each round samples, drawn anew."""
-    pictures: Annotated[int, Field(ge=2)] = 4
+    images: Annotated[int, Field(ge=2)] = 4
     """Samples of each; the pairs among them are what may be labelled."""
     first: Count = 150
     """Pairs of the first round, drawn by lot, as there is no ensemble yet."""
@@ -86,7 +86,7 @@ class UGDAConfig:
 
     A round samples from the policy so far, labels pairs of these samples, fits the members of the ensemble on
     all labels so far, each from another seed, and trains the policy from its start on their mean. Differs
-    from the publication, which has no code: pictures for texts, pairs for answers, and the influence of
+    from the publication, which has no code: images for texts, pairs for answers, and the influence of
     `visalign.training.policy.influence`.
     """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds of UGDA: each step leaves a file or a folder, and what is there is not done again.
 
-round_00/samples       pictures of the policy so far, with images.jsonl
+round_00/samples       images of the policy so far, with images.jsonl
          queue.jsonl   the pairs to label, with the ensemble's deviation and the influence
          labels.jsonl  what was said of them
          pairs.jsonl   all labels so far
@@ -32,9 +32,9 @@ from visalign.errors import UserError
 from visalign.evaluation.pages.ugda_page import ugda_page
 from visalign.pipelines.collect.store import Plan, VoteStore
 from visalign.pipelines.collect.tasks import Form, Task, read_tasks
-from visalign.pipelines.collect.votes import exported, pictures_of, votes_of, write_rows
+from visalign.pipelines.collect.votes import exported, images_of, votes_of, write_rows
 from visalign.pipelines.jobs import Job, load_job
-from visalign.pipelines.sample.job import SampleSettings, sample_pictures
+from visalign.pipelines.sample.job import SampleSettings, sample_images
 from visalign.pipelines.shared.parts import build_records
 from visalign.pipelines.shared.run_folder import claimed, summary_json, write_beginning, write_once
 from visalign.rewards.catalogue import load_judge, load_reward
@@ -69,7 +69,7 @@ def plan(config: UGDAConfig) -> dict[str, Any]:
     jobs = [_judge_job(config, 1, Path()), _policy_job(config, [])]
     return {
         "rounds": config.rounds,
-        "pictures_per_round": labels.prompts * labels.pictures,
+        "images_per_round": labels.prompts * labels.images,
         "pairs_labelled": labels.first + (config.rounds - 1) * labels.more,
         "judges_trained": config.rounds * config.ensemble.members,
         "policies_trained": config.rounds,
@@ -87,7 +87,7 @@ def run(config: UGDAConfig, output: Path, resume: bool = False) -> dict[str, Any
     one_process("UGDA's rounds run")
     output, policy = Path(output), _policy_job(config, []).config
     if edits_of(resolve_model(policy.model.path), policy.model.adapter) == "needed":
-        raise UserError(f"{policy.model.path} edits pictures, and UGDA's rounds start from prompts alone.")
+        raise UserError(f"{policy.model.path} edits images, and UGDA's rounds start from prompts alone.")
     with claimed(config, output, resume=resume, free=()):
         prompts = build_records(policy.data.train, "policy data.train")
         write_beginning(output, config, config.pipeline, {})
@@ -135,13 +135,13 @@ def _round(
 def _sample(
     config: UGDAConfig, number: int, prompts: Sequence[Mapping[str, Any]], folder: Path, lora: Path | None
 ) -> None:
-    """Pictures of this round's prompts by the policy so far."""
+    """Images of this round's prompts by the policy so far."""
     if (folder / "samples" / "images.jsonl").is_file():
         return
-    shutil.rmtree(folder / "samples", ignore_errors=True)  # broken off: its pictures come out the same
+    shutil.rmtree(folder / "samples", ignore_errors=True)  # broken off: its images come out the same
     draw = torch.Generator().manual_seed(sample_seed(config.seed, "prompts", number) % 2**63)
     order = torch.randperm(len(prompts), generator=draw)[: config.labels.prompts].tolist()
-    sample_pictures([prompts[place] for place in order], _sampling(config, lora), folder / "samples")
+    sample_images([prompts[place] for place in order], _sampling(config, lora), folder / "samples")
 
 
 def _sampling(config: UGDAConfig, lora: Path | None) -> SampleSettings:
@@ -153,7 +153,7 @@ def _sampling(config: UGDAConfig, lora: Path | None) -> SampleSettings:
         model=policy.model.path,
         adapter=policy.model.adapter,
         lora=lora,
-        seeds=range(config.labels.pictures),
+        seeds=range(config.labels.images),
         steps=policy.rollout.steps,
         timestep_schedule=policy.rollout.timestep_schedule,
         batch_size=policy.rollout.batch_size,
@@ -209,7 +209,7 @@ def _labelled(config: UGDAConfig, folder: Path, queue: Sequence[Task]) -> list[d
 def _weigh(
     config: UGDAConfig, output: Path, earlier: Sequence[list[dict[str, Any]]], labels: list[dict[str, Any]]
 ) -> None:
-    """Give each pair the log ratios of its pictures under the policy of this round, whose own have 0."""
+    """Give each pair the log ratios of its images under the policy of this round, whose own have 0."""
     adapters = [None, *(output / f"round_{number:02d}" / "policy" / "lora" for number in range(len(earlier)))]
     for row in labels:
         row |= {"log_ratio_left": 0.0, "log_ratio_right": 0.0}
@@ -224,7 +224,7 @@ def _weigh(
 
 
 def _truth(store: VoteStore) -> list[str]:
-    """Vote as the verifier does, for the picture nearer to its prompt, by the share of what it shows rightly;
+    """Vote as the verifier does, for the image nearer to its prompt, by the share of what it shows rightly;
     why pairs have no vote."""
     verifier = load_reward("shapes_verifier", mode="mixed")
     answers, reasons = {}, []
@@ -364,12 +364,12 @@ def _report(output: Path, number: int) -> None:
         folder = output / f"round_{place:02d}"
         records.append(json.loads((folder / ROUND).read_text(encoding="utf-8")))
     queue = read_tasks([str(output / f"round_{number:02d}" / LABELS)], single=False)
-    shown = [{"prompt": task.prompt, "pictures": pictures_of(task)} for task in queue[:SHOWN]]
+    shown = [{"prompt": task.prompt, "images": images_of(task)} for task in queue[:SHOWN]]
     write_atomic(output / "report.html", ugda_page(records, shown))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file that this pipeline wrote, with pictures named from the root again."""
+    """Rows of a file that this pipeline wrote, with images named from the root again."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     for row in rows:
         for side in ("image_left", "image_right"):

@@ -32,11 +32,11 @@ class Candidate:
 
     task: Task
     margin: float | None = None
-    """What the ensemble says: mean of the left picture minus that of the right one."""
+    """What the ensemble says: mean of the left image minus that of the right one."""
     deviation: float | None = None
     """Standard deviation of that margin between the members."""
     influence: float | None = None
-    """Of both pictures on the policy, the sum of their sizes."""
+    """Of both images on the policy, the sum of their sizes."""
 
     def row(self) -> dict[str, Any]:
         """As the queue has it."""
@@ -55,10 +55,10 @@ def candidates(
 ) -> list[Candidate]:
     """Pairs with margin, deviation and influence; with none of them where there is no ensemble.
 
-    A pair with a picture that a member could not judge is left out.
+    A pair with an image that a member could not judge is left out.
 
     Args:
-        tasks: pairs of pictures that `sample_pictures` made, PROMPT_SEED.png.
+        tasks: pairs of images that `sample_images` made, PROMPT_SEED.png.
         ensemble: of the reward.
         sampling: how they were made, by the policy whose influence is asked for.
         seed: of the noise at which gradients are taken, and of the sketches.
@@ -71,7 +71,7 @@ def candidates(
     said = [prompts[image] for image in images]
     members = member_scores(ensemble, images, said)
     advantage = group_advantages(members.mean(0), said, ddof=0)
-    moved = picture_influence(sampling, images, said, advantage, seed=seed).abs()
+    moved = image_influence(sampling, images, said, advantage, seed=seed).abs()
     found = []
     for task in tasks:
         left, right = (row[image] for image in task.images)
@@ -99,7 +99,7 @@ def member_scores(ensemble: Ensemble, images: Sequence[str], prompts: Sequence[s
     return torch.stack([torch.cat(part) for part in parts])
 
 
-def picture_influence(
+def image_influence(
     sampling: SampleSettings,
     images: Sequence[str],
     prompts: Sequence[str],

@@ -192,15 +192,15 @@ class FunctionReward:
         records = [
             None if record is None else dict(record) for record in (request.metadata[row] for row in rows)
         ]
-        pictures = self._convert(images)
+        converted = self._convert(images)
         if self._positional:
             with Naming(self.name):
-                return self._function(pictures, prompts, records)
+                return self._function(converted, prompts, records)
         keys = dict.fromkeys(key for record in records if record for key in record)
         offered: dict[str, Any] = {
             key: [record.get(key) if record else None for record in records] for key in keys
         }
-        offered |= {"images": pictures, "completions": pictures, "prompts": prompts, "metadata": records}
+        offered |= {"images": converted, "completions": converted, "prompts": prompts, "metadata": records}
         arguments = pick_arguments(self.name, self._parameters, offered, _KNOWN)
         with Naming(self.name):
             return self._function(**arguments)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clip intake: what a judge of clips accepts in the place of a picture, and the frames that it asks for.
+"""Clip intake: what a judge of clips accepts in the place of an image, and the frames that it asks for.
 
-A clip is a sequence of pictures of one size, or an array [F, ...], in any form that `load_images` takes; an
-animated GIF, PNG or WebP (a path or a PIL image) is a clip of its frames, any other single picture one of one
+A clip is a sequence of images of one size, or an array [F, ...], in any form that `load_images` takes; an
+animated GIF, PNG or WebP (a path or a PIL image) is a clip of its frames, any other single image one of one
 frame.
 """
 
@@ -24,19 +24,19 @@ def listed_clips(name: str, images: Any) -> list[Any]:
     """Clips one by one, of a sequence, or an array [B, F, ...] or [B, ...]; `name` is the judge's.
 
     Raises:
-        TypeError: no sequence of clips or pictures.
+        TypeError: no sequence of clips or images.
         ValueError: an array of another number of axes.
     """
     if isinstance(images, Image.Image | str | bytes) or not isinstance(
         images, Sequence | Tensor | np.ndarray
     ):
         raise TypeError(
-            f"{name}: images is a {type(images).__name__}; give a list of clips, each a list of pictures or "
+            f"{name}: images is a {type(images).__name__}; give a list of clips, each a list of images or "
             "an array [F, H, W, 3]."
         )
     if isinstance(images, Tensor | np.ndarray) and images.ndim not in (4, 5):
         raise ValueError(
-            f"{name}: images has shape {tuple(images.shape)}; give clips [B, F, 3, H, W] or pictures "
+            f"{name}: images has shape {tuple(images.shape)}; give clips [B, F, 3, H, W] or images "
             "[B, 3, H, W]."
         )
     return list(images)
@@ -48,7 +48,7 @@ def read_clip(
     """The frames of a clip that are judged, [3, H, W] float32 in [0, 1] each; or none of them, and why.
 
     The frames of files that are judged, and all of an animation, may together have as many pixels as a single
-    picture.
+    image.
 
     Args:
         where: which clip it is, for messages.
@@ -98,5 +98,5 @@ def _frames_of(where: str, clip: Any) -> Any:
     else:
         frames = [clip]
     if len(frames) == 0:
-        raise ValueError(f"{where} is a clip of 0 frames; give at least one picture.")
+        raise ValueError(f"{where} is a clip of 0 frames; give at least one image.")
     return frames

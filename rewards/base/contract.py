@@ -2,8 +2,8 @@
 """The two ends of every reward: a checked request goes in; out come `Scores`, where failure is no number.
 
 One rule for prompts without a visible character: a reward that looks at the prompt masks the row with the
-reason of `prompt_problem`, because a picture cannot be compared with nothing; one that does not look at it
-scores the picture. A reward of records (GenEval's, the shapes verifier, OCR's "text") looks at these instead.
+reason of `prompt_problem`, because an image cannot be compared with nothing; one that does not look at it
+scores the image. A reward of records (GenEval's, the shapes verifier, OCR's "text") looks at these instead.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def read_metadata(
 
 
 def group_labels(name: str, request: Request, key: str = GROUP_KEY) -> list[Hashable]:
-    """The group of each row: that of its record, or where no record has one its prompt with the picture that
+    """The group of each row: that of its record, or where no record has one its prompt with the image that
     it edits.
 
     Raises:

@@ -154,7 +154,7 @@ def _read_item(item: Any, where: str) -> ImageBatch:
     if not isinstance(item, Image.Image | str | os.PathLike):
         clip = f" {_CLIP}" if isinstance(item, list | tuple) else ""
         raise TypeError(f"{where} is a {type(item).__name__}. {ACCEPTED}{clip}")
-    max_pixels()  # what is wrong with the limit is no fault of the picture
+    max_pixels()  # what is wrong with the limit is no fault of the image
     try:
         with warnings.catch_warnings():
             # Decoders warn about odd metadata, which does not concern the pixels; a bomb does.
@@ -178,15 +178,15 @@ def animation_length(item: Any) -> int:
 
 
 def load_animation(item: Image.Image | str | os.PathLike[str], places: Sequence[int]) -> ImageBatch:
-    """Frames of an animation, as `load_images` reads pictures: all of them, or none with one reason.
+    """Frames of an animation, as `load_images` reads images: all of them, or none with one reason.
 
-    All its frames together may have as many pixels as a single picture, since those between are decoded too.
+    All its frames together may have as many pixels as a single image, since those between are decoded too.
 
     Args:
         item: of which `animation_length` says that it is animated.
         places: numbers of frames from 0, best in rising order.
     """
-    max_pixels()  # what is wrong with the limit is no fault of the picture
+    max_pixels()  # what is wrong with the limit is no fault of the image
     length = animation_length(item)
     try:
         with _borrowed(item) as image:
@@ -204,7 +204,7 @@ def load_animation(item: Image.Image | str | os.PathLike[str], places: Sequence[
 
 @contextmanager
 def _borrowed(item: Image.Image | str | os.PathLike[str]) -> Iterator[Image.Image]:
-    """A picture or the one of a file, with the decoders' warnings off; it is left at the frame it was at."""
+    """An image or the one of a file, with the decoders' warnings off; it is left at the frame it was at."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if not isinstance(item, Image.Image):
@@ -254,7 +254,7 @@ def pixels_of(item: Any) -> int:
 
 
 def _opened(path: Path) -> Image.Image:
-    """A picture whose pixels are not decoded yet; what is no regular file could block or never end."""
+    """An image whose pixels are not decoded yet; what is no regular file could block or never end."""
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
         raise ValueError(f"it is a {_KINDS.get(stat.S_IFMT(mode), 'special file')}, not a regular file")

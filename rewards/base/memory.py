@@ -10,14 +10,14 @@ from pathlib import Path
 from visalign.errors import UserError
 
 BYTES_PER_PIXEL = 128
-"""Of peak memory that a judge of unknown appetite is thought to need: a picture as three float64 channels is
+"""Of peak memory that a judge of unknown appetite is thought to need: an image as three float64 channels is
 24 of them."""
 _MOST_PIXELS = 1 << 25
 _VARIABLE = "VISALIGN_MAX_PIXELS"
 
 
 def max_pixels() -> int:
-    """Pixels that a single picture may have to be decoded: a quarter of the machine's memory at
+    """Pixels that a single image may have to be decoded: a quarter of the machine's memory at
     `BYTES_PER_PIXEL`, at most 2^25; or what VISALIGN_MAX_PIXELS says.
 
     Raises:

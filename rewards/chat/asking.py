@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What judges behind a chat server share: the server, and the way from K answers to a picture's score."""
+"""What judges behind a chat server share: the server, and the way from K answers to an image's score."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ URL, MODEL, KEY = "VISALIGN_JUDGE_URL", "VISALIGN_JUDGE_MODEL", "VISALIGN_JUDGE_
 
 class ServedJudge:
     """A judge that asks a vision-language model: a served one, to which nothing is sent before the first
-    picture, or one that is loaded here.
+    image, or one that is loaded here.
 
     Args:
         base_url: address of an OpenAI-compatible server; VISALIGN_JUDGE_URL in the environment if None.
@@ -40,7 +40,7 @@ class ServedJudge:
         server: a `ChatServer` or `LocalModel` instead of the two, which several judges may share.
         device: where a model in this process runs; a server knows of none.
         template: instead of ours: a `Template`, or the text alone, with the names in braces that ours has,
-            before which the pictures are put without labels, as the published texts want them.
+            before which the images are put without labels, as the published texts want them.
         default: ours.
         needed: names that the template must hold.
         answers: K to each question.
@@ -93,7 +93,7 @@ class ServedJudge:
         fields: Mapping[str, str] | None = None,
         source: bool = False,
     ) -> Scores:
-        """Scores of B pictures, each the mean of its n readable answers.
+        """Scores of B images, each the mean of its n readable answers.
 
         Where more than one is drawn there are also their standard deviation s (ddof 1) as the part "spread",
         the standard error of the mean, s/√n, as `std`, and the part "readable", their share. `text` is the
@@ -105,7 +105,7 @@ class ServedJudge:
             unit: of the value.
             top_logprobs: alternatives of the first token to ask for.
             fields: further names that the template fills.
-            source: show the picture under "source" in a record first.
+            source: show the image under "source" in a record first.
         """
         reasons = list(request.images.reasons)
         rows, queries = requests(request, self.template, reasons, fields, source=source)
@@ -191,11 +191,11 @@ def as_template(
     name: str, given: Template | str | None, default: Template, *, needed: Sequence[str] = ("prompt",)
 ) -> Template:
     """The template that a judge was given, or its own; a text with names in braces comes behind as many
-    pictures, and nothing between them. It must hold the names that are `needed`.
+    images, and nothing between them. It must hold the names that are `needed`.
     """
     template = given if isinstance(given, Template) else default
     if isinstance(given, str):
-        template = question(default.name, given, pictures=[""] * default.images, words=default.words)
+        template = question(default.name, given, images=[""] * default.images, words=default.words)
     if missing := [field for field in needed if field not in template.fields]:
         raise RewardError(
             f"{name}: the template has no {{{missing[0]}}}; write it where the text is to stand. A template "
@@ -203,13 +203,13 @@ def as_template(
         )
     if template.images != default.images:
         raise RewardError(
-            f"{name}: the template has {template.images} slots for pictures, needed are {default.images}."
+            f"{name}: the template has {template.images} slots for images, needed are {default.images}."
         )
     return template
 
 
 def failed(answers: Sequence[Any]) -> str:
-    """Why too few of a picture's answers can be used."""
+    """Why too few of an image's answers can be used."""
     first = next(str(answer) for answer in answers if isinstance(answer, AnswerError))
     if len(answers) == 1:
         return first

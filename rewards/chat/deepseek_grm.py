@@ -3,7 +3,7 @@
 
 Source: Liu et al., "Inference-Time Scaling for Generalist Reward Modeling", arXiv 2504.02495, section 4:
 pointwise scores of 1 to 10, k samples whose scores are added, and a meta reward model that keeps the k_meta
-best samples. There answers of a language model are judged; here it is a picture, by a served vision-language
+best samples. There answers of a language model are judged; here it is an image, by a served vision-language
 model, and the meta judge is a model that is asked whether the critique is right, its log-odds of yes being
 the meta score: that is a scalar head, the difference of two rows of the vocabulary, and `visalign
 train-reward` with model.kind critique trains it by cross-entropy on which votes were right.
@@ -88,7 +88,7 @@ class DeepSeekGRM(ServedJudge):
         Args:
             base_url: see `ServedJudge`.
             model: see `ServedJudge`.
-            answers: K samples of each picture.
+            answers: K samples of each image.
             reads: how a sample states its score, a row of `rewards.reading.ratings.FORMS`: "boxed", 1 to 10,
                 or of judges that were taught another form "answer", 1 to 5, or "yes_no", 1 or 0.
             k_meta: samples that the meta judge keeps; None asks none.

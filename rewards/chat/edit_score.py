@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EditScore: a vision-language model scores an edited picture against its source and its instruction.
+"""EditScore: a vision-language model scores an edited image against its source and its instruction.
 
 Source: Luo et al., "EditScore", arXiv 2509.23909; code github.com/VectorSpaceLab/EditScore (Apache-2.0);
 checkpoints EditScore/EditScore-*, LoRAs on Qwen2.5-VL and Qwen3-VL. The rule is VIEScore's (Ku et al., arXiv
-2312.14867). Upstream draws a random score where an answer cannot be read; here its picture is masked.
+2312.14867). Upstream draws a random score where an answer cannot be read; here its image is masked.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def wording(kind: str) -> str:
 
 
 class EditScore(ServedJudge):
-    """√(following · quality) of an edit, from 0 to 10; the source picture is the record's "source".
+    """√(following · quality) of an edit, from 0 to 10; the source image is the record's "source".
 
     Two questions are asked, each answered by two numbers from 0 to 25, which are divided by 2.5: of source
     and edit how well the instruction is followed ("prompt_following") and how little else changed
@@ -68,17 +68,17 @@ class EditScore(ServedJudge):
         Args:
             base_url: see `ServedJudge`.
             model: see `ServedJudge`; a LoRA's base, with the LoRA as `adapter`, in this process.
-            labelled: write "<img1>: " before each picture, as checkpoints on Qwen2.5-VL were trained.
+            labelled: write "<img1>: " before each image, as checkpoints on Qwen2.5-VL were trained.
             quality_template: instead of the second question, as `template` of the first.
             device: see `ServedJudge`.
             **asking: of `ServedJudge`; an answer has 512 tokens, and upstream draws at temperature 0.7.
         """
         labels = ["<img1>: ", "<img2>: "] if labelled else ["", ""]
-        default = question("edit_score", wording("edit_following"), pictures=labels)
+        default = question("edit_score", wording("edit_following"), images=labels)
         super().__init__(
             base_url, model, **{"default": default, "max_new_tokens": 512, "device": device, **asking}
         )
-        alone = question("edit_score_quality", wording("edit_quality"), pictures=labels[:1])
+        alone = question("edit_score_quality", wording("edit_quality"), images=labels[:1])
         self.quality = as_template(self.name, quality_template, alone, needed=())
         self.identity = self.identified(quality=self.quality.text, **self.drawing)
 

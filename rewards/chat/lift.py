@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LiFT: a served critic calls a picture Good, Normal or Bad in each of several respects.
+"""LiFT: a served critic calls an image Good, Normal or Bad in each of several respects.
 
 Source: Wang et al., "LiFT", arXiv 2412.04814: LiFT-Critic rates videos in semantic consistency, motion
 smoothness and fidelity, and its code maps Good, Normal and Bad to 0.9, 0.2 and 0.05, anything else to Good.
-A picture has no motion, so two questions are asked here by default, in our own words; an answer without one
+An image has no motion, so two questions are asked here by default, in our own words; an answer without one
 clear label is masked.
 """
 
@@ -38,7 +38,7 @@ TEMPLATE = question(
 class Lift(ServedJudge):
     """Mean over the questions of 0.9 for Good, 0.2 for Normal, 0.05 for Bad; the parts hold each question.
 
-    A picture of which one question has no readable answer has no score. `std`, with more than one answer, is
+    An image of which one question has no readable answer has no score. `std`, with more than one answer, is
     the standard error of the mean.
     """
 

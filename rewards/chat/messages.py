@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes to a chat-completions server and what comes back.
 
-A judge's template and its pictures become messages, lossless, braces safe; a chat.completion becomes a text
+A judge's template and its images become messages, lossless, braces safe; a chat.completion becomes a text
 with its first token's alternatives, or the reason why there is none.
 """
 
@@ -33,8 +33,8 @@ _SPECIAL = re.compile(
 """Spellings of control tokens of the usual families, which a server reads as tokens wherever they stand."""
 
 
-class PictureUrls:
-    """PNG data URLs of pictures, each distinct picture encoded once while the object lives."""
+class ImageUrls:
+    """PNG data URLs of images, each distinct image encoded once while the object lives."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, str] = {}
@@ -62,29 +62,29 @@ def safe_text(text: str) -> str:
     return text
 
 
-def chat_messages(template: Template, query: Query, urls: PictureUrls) -> list[dict[str, Any]]:
-    """The conversation of one request as OpenAI messages: each {"type": "image"} takes the next picture, the
+def chat_messages(template: Template, query: Query, urls: ImageUrls) -> list[dict[str, Any]]:
+    """The conversation of one request as OpenAI messages: each {"type": "image"} takes the next image, the
     prompt and other fields are made safe, and what the assistant is made to have begun is the last
     message.
     """
     if len(query.images) != template.images:
         raise RewardError(
-            f"The template {template.name!r} has {template.images} slots for pictures and got "
-            f"{len(query.images)}; give one picture per slot."
+            f"The template {template.name!r} has {template.images} slots for images and got "
+            f"{len(query.images)}; give one image per slot."
         )
-    pictures = iter(query.images)
+    images = iter(query.images)
     fields = {"prompt": query.prompt, **query.fields}
     messages = template.filled({name: safe_text(text) for name, text in fields.items()})
     for message in messages:
         if not isinstance(message["content"], str):
-            message["content"] = [_part(part, pictures, urls) for part in message["content"]]
+            message["content"] = [_part(part, images, urls) for part in message["content"]]
     begun = template.answer_prefix + query.continuation
     return [*messages, {"role": "assistant", "content": begun}] if begun else messages
 
 
-def _part(part: dict[str, Any], pictures: Any, urls: PictureUrls) -> dict[str, Any]:
+def _part(part: dict[str, Any], images: Any, urls: ImageUrls) -> dict[str, Any]:
     if part["type"] == "image":
-        return {"type": "image_url", "image_url": {"url": urls(next(pictures))}}
+        return {"type": "image_url", "image_url": {"url": urls(next(images))}}
     return {"type": "text", "text": part["text"]}
 
 

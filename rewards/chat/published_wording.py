@@ -4,7 +4,7 @@
 
 Source: github.com/CodeGoat24/UnifiedReward, MIT licence, copyright (c) 2025 Yibin Wang: the scripts of
 `inference_qwen`, `UnifiedReward-Think`, `-Flex` and `-Edit`. `{prompt}` stands where they put the caption or
-the edit's instruction; the pictures come before the text, with nothing between them.
+the edit's instruction; the images come before the text, with nothing between them.
 """
 
 PUBLISHED = {

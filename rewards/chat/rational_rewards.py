@@ -4,7 +4,7 @@
 
 Source: Wang et al., "RationalRewards", arXiv 2604.11626; checkpoints TIGER-Lab/RationalRewards-8B-T2I and
 -Edit (Qwen3-VL, Apache-2.0), whose cards hold the questions below, letter by letter. Upstream scores a
-judgement without a number 0; here its picture is masked.
+judgement without a number 0; here its image is masked.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _WORDS = {
 
 
 def wording(mode: Mode) -> tuple[str, str]:
-    """(system message, what stands behind the pictures) of the published question."""
+    """(system message, what stands behind the images) of the published question."""
     own, aspects = _WORDS[mode], ASPECTS[mode].items()
     kind = {"generation": "generation", "edit": "editing"}[mode]
     system = (
@@ -140,7 +140,7 @@ class RationalRewards(ServedJudge):
     `text`.
 
     "generation": faithfulness to the text, physical and visual quality, rendering of text. "edit": also
-    faithfulness to the source picture, which is the record's "source". An aspect that does not apply ("N/A")
+    faithfulness to the source image, which is the record's "source". An aspect that does not apply ("N/A")
     is left out of the mean and NaN among the parts; a judgement without a word on one is a failure.
     """
 
@@ -175,7 +175,7 @@ class RationalRewards(ServedJudge):
         self.identity = self.identified(mode=mode, **self.drawing)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score per picture; of the metadata an edit's "source" is looked at."""
+        """Score per image; of the metadata an edit's "source" is looked at."""
         request = read_request(self.name, images, prompts, metadata)
         return self.rate(request, self._read, self.unit, source=self.mode == "edit")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rubric: a model writes what a picture of the prompt must show; then each point is asked of the picture.
+"""Rubric: a model writes what an image of the prompt must show; then each point is asked of the image.
 
 Sources: RubricRM, arXiv 2608.26956, and AutoRubric-T2I, arXiv 2605.17602, of which the idea is taken, a
 list of criteria for each input before anything is scored. Both questions are worded here, for any model;
@@ -32,7 +32,7 @@ WRITING = question(
     "text that the caption asks for, and one or two for the picture's quality. Each is answered by yes where "
     "the picture is right, and can be answered by looking at the picture alone. Write 3 to 10 of them as a "
     "numbered list, one line each, and nothing else.",
-    pictures=(),
+    images=(),
 )
 ASKING = question(
     "rubric",
@@ -46,9 +46,9 @@ class Rubric(ServedJudge):
     """Mean over a checklist of the probability of yes, from 0 to 1; the checklist is written for each prompt.
 
     The list is the record's "checklist", [question, ...], where it has one. Else it is written once from the
-    prompt, without a picture, by the likeliest words, and remembered, so that all pictures of a prompt are
+    prompt, without an image, by the likeliest words, and remembered, so that all images of a prompt are
     held against the same list. The parts hold "questions", their number, and "least", the smallest
-    probability; `text` has a line for each question. A picture of which one question has no answer has no
+    probability; `text` has a line for each question. An image of which one question has no answer has no
     score, nor have those whose prompt no list could be written for.
     """
 
@@ -76,7 +76,7 @@ class Rubric(ServedJudge):
             base_url: see `ServedJudge`.
             model: see `ServedJudge`.
             writer: writes the checklists, a language model does; the judge itself when None.
-            writing_template: instead of our question for a checklist; holds {prompt} and no picture.
+            writing_template: instead of our question for a checklist; holds {prompt} and no image.
             most: questions of a checklist; a longer one is a failure.
             top_logprobs: alternatives of the first token to ask for.
             min_mass: smallest probability of yes and no together that counts as an answer.

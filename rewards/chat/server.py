@@ -22,7 +22,7 @@ from visalign.rewards.vlm.generation import JudgeAnswers, check_drawing
 from visalign.rewards.vlm.requests import Query
 from visalign.rewards.vlm.template import Template
 
-from .messages import PictureUrls, Reply, chat_messages, explain, read_reply
+from .messages import ImageUrls, Reply, chat_messages, explain, read_reply
 
 T = TypeVar("T")
 
@@ -120,7 +120,7 @@ class ChatServer:
         answer may then end at the limit.
         """
         check_drawing(answers, temperature, max_new_tokens)
-        urls = PictureUrls()
+        urls = ImageUrls()
         bodies: dict[str, dict[str, Any]] = {}
         keys: list[list[str]] = []
         for one in queries:

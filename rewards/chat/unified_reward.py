@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""UnifiedReward: a vision-language model gives a picture, or an edit of one, points.
+"""UnifiedReward: a vision-language model gives an image, or an edit of one, points.
 
 Source: Wang et al., "Unified Reward Model for Multimodal Understanding and Generation", arXiv 2503.05236, its
 versions 2.0 and Edit; checkpoints CodeGoat24/UnifiedReward-*. The questions are those of their training
@@ -48,11 +48,11 @@ _READERS: dict[str, Callable[[Reply], dict[str, float]]] = {
 
 
 class UnifiedReward(ServedJudge):
-    """Points for a picture and its prompt, from 1 to 5; for edits from 0 to 25.
+    """Points for an image and its prompt, from 1 to 5; for edits from 0 to 25.
 
     "aspects": the mean of alignment, coherence and style, which are in the parts. "final": the number after
     "Final Score:". "edit_following": the mean of how well an edit does what the prompt, its instruction, asks
-    for ("success"), and of how little else it changes ("restraint"); the source picture is the record's
+    for ("success"), and of how little else it changes ("restraint"); the source image is the record's
     "source", a file, a PIL image or an array. "edit_quality": the mean of "naturalness" and "no_artifacts" of
     the edit alone. With more than one answer the score is their mean, with their standard deviation.
     """
@@ -86,7 +86,7 @@ class UnifiedReward(ServedJudge):
         if mode.startswith("edit"):
             self.unit, self.range = "points from 0 to 25", (0.0, 25.0)
         self._source = mode == "edit_following"
-        default = question(f"unified_reward_{mode}", PUBLISHED[mode], pictures=[""] * (1 + self._source))
+        default = question(f"unified_reward_{mode}", PUBLISHED[mode], images=[""] * (1 + self._source))
         needed = () if mode == "edit_quality" else ("prompt",)
         super().__init__(
             base_url, model, **{"default": default, "needed": needed, "device": device, **asking}

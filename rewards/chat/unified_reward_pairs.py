@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""UnifiedReward on pairs: which of two pictures is better, by rank, after thinking, by scores, or as JSON.
+"""UnifiedReward on pairs: which of two images is better, by rank, after thinking, by scores, or as JSON.
 
 Source: Wang et al., UnifiedReward, arXiv 2503.05236, and its version 2.0; UnifiedReward-Think, arXiv
 2505.03318; UnifiedReward-Flex, arXiv 2602.02380; UnifiedReward-Edit. Pref-GRPO (arXiv 2508.20751) asks in one
@@ -20,7 +20,7 @@ from visalign.rewards.base.contract import Request, RewardError, prompt_problem,
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import ASPECTS
 from visalign.rewards.reading.verdicts import aspect_pair_scores, flex_answer, pair_scores, verdict
-from visalign.rewards.vlm.requests import Query, source_pictures
+from visalign.rewards.vlm.requests import Query, source_images
 from visalign.rewards.vlm.template import Template
 
 from .asking import ServedJudge, failed
@@ -31,7 +31,7 @@ Mode = Literal["rank", "think", "think_qwen3", "score", "flex", "edit_rank"]
 
 
 class UnifiedRewardPairs(ServedJudge):
-    """Probability that the left of two pictures is better, asked in both orders.
+    """Probability that the left of two images is better, asked in both orders.
 
     Modes: "rank", "think" and "think_qwen3" (UnifiedReward-Think on Qwen2.5-VL and on Qwen3-VL), "score",
     "flex", and "edit_rank" for two edits of the record's "source" after the prompt, their instruction. An
@@ -39,7 +39,7 @@ class UnifiedRewardPairs(ServedJudge):
     aspects, which are parts; "flex": the blend of overall and category winners); the probability is the mean
     over the answers of both orders, so that a judge which only looks at the place gives 0.5. The parts
     hold "left_first" and "right_first", P(left better) in each order, and "position_bias", half their
-    difference: above 0 it favours the first picture.
+    difference: above 0 it favours the first image.
     """
 
     name = "unified_reward_pairs"
@@ -71,7 +71,7 @@ class UnifiedRewardPairs(ServedJudge):
             category_weights: of Flex's first categories; 1 for those beyond.
             flex_categories: those that count: "all", or "first_three", as in Pref-GRPO's code.
             device: see `ServedJudge`.
-            **asking: of `ServedJudge`, K answers in each order; the template holds {prompt} and two pictures
+            **asking: of `ServedJudge`, K answers in each order; the template holds {prompt} and two images
                 (with "edit_rank" the source before them), an answer 2048 tokens.
         """
         for what, given, allowed in (
@@ -82,7 +82,7 @@ class UnifiedRewardPairs(ServedJudge):
                 raise RewardError(f"{self.name}: {what} is {given!r}; allowed are {', '.join(allowed)}.")
         _check_weights(self.name, [overall_weight, dim_weight, *(category_weights or ())])
         self._source = mode == "edit_rank"
-        default = question(f"unified_reward_{mode}", PUBLISHED[mode], pictures=[""] * (2 + self._source))
+        default = question(f"unified_reward_{mode}", PUBLISHED[mode], images=[""] * (2 + self._source))
         asking = {"default": default, "max_new_tokens": 2048, "device": device, **asking}
         super().__init__(base_url, model, **asking)
         self.mode, self.both_orders = mode, both_orders
@@ -99,7 +99,7 @@ class UnifiedRewardPairs(ServedJudge):
         first = read_request(self.name, left, prompts, metadata)
         second = read_request(self.name, right, prompts, metadata)
         reasons = _unusable(first, second, self.template)
-        sources = source_pictures(first.metadata, reasons) if self._source else {}
+        sources = source_images(first.metadata, reasons) if self._source else {}
         rows = [row for row, reason in enumerate(reasons) if reason is None]
         left_images, right_images = dict(first.images.readable()), dict(second.images.readable())
         queries = []
@@ -113,7 +113,7 @@ class UnifiedRewardPairs(ServedJudge):
         return self._collect(len(first), rows, reasons, found)
 
     def _read(self, reply: Reply) -> tuple[dict[str, float], str]:
-        """P(first picture better), under "prob", with that of aspects, and the text of one answer."""
+        """P(first image better), under "prob", with that of aspects, and the text of one answer."""
         text = reply.text
         if self.mode == "score":
             aspects = {name: scores[0] for name, scores in aspect_pair_scores(text).items()}

@@ -20,7 +20,7 @@ from visalign.rewards.catalogue import check_options
 from visalign.rewards.weights.feature_cache import FeatureCache, encode_once, image_key, text_key
 from visalign.rewards.weights.fingerprints import WeightPrint, weight_state
 from visalign.rewards.weights.hub import revision_of
-from visalign.rewards.weights.resize import fitting_pictures, model_levels, model_pixels, normalised
+from visalign.rewards.weights.resize import fitting_images, model_levels, model_pixels, normalised
 
 from .encoder import ClipEncoder, ClipParts
 from .loading import load_clip
@@ -32,7 +32,7 @@ IMAGE_CACHE_BYTES = 64 << 20
 class ClipTowers:
     """A contrastive model as the judges use it; loaded when it is first needed.
 
-    Equal pictures and equal prompts are encoded once per call, and not again in later calls while their
+    Equal images and equal prompts are encoded once per call, and not again in later calls while their
     features are in the cache. The cache forgets all when a weight of the model changes.
     """
 
@@ -123,19 +123,19 @@ class ClipTowers:
 
     def image_features(self, request: Request, reasons: list[str | None]) -> tuple[list[int], Tensor]:
         """(rows, embeddings [n, D] float32 on the CPU, not normalised) of the images in rows without a
-        reason; notes a reason where a picture is refused.
+        reason; notes a reason where an image is refused.
         """
-        rows, pictures = fitting_pictures(request, reasons, self.preprocess)
+        rows, images = fitting_images(request, reasons, self.preprocess)
         if not rows:
             return rows, torch.zeros(0)
 
         def encode(positions: list[int]) -> Tensor:
             device = self.encoder.device
-            levels = [model_levels(pictures[i], self.preprocess).to(device) for i in positions]
+            levels = [model_levels(images[i], self.preprocess).to(device) for i in positions]
             return self.encoder.encode_image(normalised(torch.stack(levels) / 255, self.preprocess)).cpu()
 
         with self._judging():
-            keys = [image_key(picture) for picture in pictures]
+            keys = [image_key(image) for image in images]
             return rows, encode_once(keys, encode, cache=self.images, batch_size=self.batch_size)
 
     def text_features(self, prompts: Sequence[str]) -> Tensor:
@@ -163,11 +163,11 @@ class ClipTowers:
         """[B] float32 cosines of images [B, 3, H, W] and B prompts, differentiable in the pixels."""
         if len(images) != len(prompts):
             raise ValueError(f"{len(images)} images and {len(prompts)} prompts; give one prompt per image.")
-        picture = self.image_features_with_gradient(images)
-        return cosine(picture, self.text_features(prompts).to(picture.device))
+        image = self.image_features_with_gradient(images)
+        return cosine(image, self.text_features(prompts).to(image.device))
 
     def pixels(self, images: Sequence[Tensor]) -> Tensor:
-        """What the image tower takes, [N, 3, h, w] normalised float32, of N pictures [3, H, W] in [0, 1]."""
+        """What the image tower takes, [N, 3, h, w] normalised float32, of N images [3, H, W] in [0, 1]."""
         levels = torch.stack([model_levels(image, self.preprocess) for image in images])
         return normalised(levels / 255, self.preprocess)
 
@@ -275,10 +275,10 @@ class ClipJudge:
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         notes = self.towers.read_prompts(request.prompts, reasons)
-        rows, picture = self.towers.image_features(request, reasons)
-        found = picture
+        rows, image = self.towers.image_features(request, reasons)
+        found = image
         if rows:
-            found = cosine(picture, self.towers.text_features([request.prompts[row] for row in rows]))
+            found = cosine(image, self.towers.text_features([request.prompts[row] for row in rows]))
         parts = {"cut": torch.tensor([float(bool(note)) for note in notes])}
         value = self.scaled(found)
         if value is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A judge of pictures on video clips: the mean of its scores of evenly spaced frames."""
+"""A judge of images on video clips: the mean of its scores of evenly spaced frames."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from visalign.rewards.base.images import as_contract
 
 
 class Frames:
-    """A clip's score as the mean (1/n) Σ r(frame_k) of a judge of pictures, over n evenly spaced frames.
+    """A clip's score as the mean (1/n) Σ r(frame_k) of a judge of images, over n evenly spaced frames.
 
     A clip of F frames is judged at its n = min(frames, F) frames ⌊(k + ½) F / n⌋, k = 0 ... n − 1, the
-    middles of n equal stretches: a single one is the middle frame. A clip is a sequence of pictures of one
+    middles of n equal stretches: a single one is the middle frame. A clip is a sequence of images of one
     size (PIL images, paths, ...), or an array [F, ...], in any form that `load_images` takes; an animated
-    GIF, PNG or WebP (a path or a PIL image) is a clip of its frames, any other single picture one of one
+    GIF, PNG or WebP (a path or a PIL image) is a clip of its frames, any other single image one of one
     frame. No order of frames is seen: motion is not judged. The frames of files that are judged, and all of
-    an animation, may together have as many pixels as a single picture.
+    an animation, may together have as many pixels as a single image.
 
     The parts are "frames" (n), "lowest" and "highest" (of the n scores), and the judge's own parts, averaged.
 
     Args:
-        reward: of pictures, or its name for `load_reward`.
+        reward: of images, or its name for `load_reward`.
         frames: most frames of a clip that are judged.
         device: where a reward given by name runs, if it has a network; see `load_judge`.
         **options: of a reward given by name.
@@ -56,8 +56,8 @@ class Frames:
         self.reward = load_reward(reward, run_device=device, **options) if isinstance(reward, str) else reward
         if getattr(self.reward, "needs_group", False):
             raise RewardError(
-                f"{self.reward.name} compares the pictures of a group, so single frames have no score. "
-                "Give a judge of one picture."
+                f"{self.reward.name} compares the images of a group, so single frames have no score. "
+                "Give a judge of one image."
             )
         self.frames, self.name = frames, f"{self.reward.name}_frames"
         self.unit, self.range = self.reward.unit, self.reward.range
@@ -76,12 +76,12 @@ class Frames:
         """Score B clips against B prompts; one with a frame that cannot be judged has no score.
 
         Args:
-            images: B clips or pictures: a sequence, or an array [B, F, ...] or [B, ...].
+            images: B clips or images: a sequence, or an array [B, F, ...] or [B, ...].
             prompts: B texts.
             metadata: B records, or None.
 
         Raises:
-            TypeError: no sequence of clips or pictures.
+            TypeError: no sequence of clips or images.
             ValueError: a clip of no frames or of mixed sizes, or not one prompt per clip.
         """
         clips = listed_clips(self.name, images)

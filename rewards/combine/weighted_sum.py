@@ -76,10 +76,10 @@ class WeightedSum:
         _check_weights(rewards)
         name = name or ("weighted_sum" if self.noun == "image" else "weighted_text_sum")
         self.name, self.rewards = name, dict(rewards)
-        pictures = [label for label, (one, _) in rewards.items() if not getattr(one, "takes_clips", False)]
-        if self.takes_clips and pictures:
+        images = [label for label, (one, _) in rewards.items() if not getattr(one, "takes_clips", False)]
+        if self.takes_clips and images:
             raise ValueError(
-                f"{name} would add judges of clips and of pictures: {', '.join(pictures)} takes no clip. Let "
+                f"{name} would add judges of clips and of images: {', '.join(images)} takes no clip. Let "
                 "the reward 'frames' ask it, with frames=1 for the middle frame."
             )
         self._normalise = dict(normalise) if isinstance(normalise, Mapping) else normalise
@@ -135,11 +135,11 @@ class WeightedSum:
         """(label, reward, w_m d_m / std_m, mean_m) of the terms w_m d_m (r_m − mean_m) / std_m.
 
         Raises:
-            RewardError: the terms are z-scores of the batch, whose gradient couples its pictures.
+            RewardError: the terms are z-scores of the batch, whose gradient couples its images.
         """
         if self._normalise == "batch":
             raise RewardError(
-                f"{self.name} brings its terms to z-scores of the batch, which couples the pictures' "
+                f"{self.name} brings its terms to z-scores of the batch, which couples the images' "
                 "gradients. Set rewards.normalise to none or to fixed (each term's mean and std)."
             )
         for label, (reward, weight) in self.rewards.items():

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HEIE's heads: a mapper from a hidden state and a picture's features to a heatmap, and a scorer beside it;
-what they read of a frozen model, of a picture whole and in tiles; and the maps of both fused.
+"""HEIE's heads: a mapper from a hidden state and an image's features to a heatmap, and a scorer beside it;
+what they read of a frozen model, of an image whole and in tiles; and the maps of both fused.
 
 Source: Yang et al., "HEIE", CVPR 2025, arXiv 2411.17261: two cross-attentions, of the map token to the
 features and back, give the map; the score comes from a token's hidden state together with the map. The
@@ -39,7 +39,7 @@ class HeieSettings:
     hidden: int
     """Width of the language part's hidden states."""
     features: int
-    """Width of a picture's features."""
+    """Width of an image's features."""
     width: int = 96
     """Of the heads; divisible by 4 and by `attention_heads`."""
     attention_heads: int = 4
@@ -66,9 +66,9 @@ class MapHead(nn.Module):
         width, cells = settings.width, settings.cells
         self.cells, self.queries = cells, settings.queries
         self.token, self.context = (nn.Linear(settings.hidden, settings.queries * width) for _ in range(2))
-        self.picture = nn.Linear(settings.features, width)
-        self.norm_token, self.norm_picture, self.norm_out = (nn.LayerNorm(width) for _ in range(3))
-        self.to_picture = nn.MultiheadAttention(width, settings.attention_heads, batch_first=True)
+        self.image = nn.Linear(settings.features, width)
+        self.norm_token, self.norm_image, self.norm_out = (nn.LayerNorm(width) for _ in range(3))
+        self.to_image = nn.MultiheadAttention(width, settings.attention_heads, batch_first=True)
         self.to_token = nn.MultiheadAttention(width, settings.attention_heads, batch_first=True)
         self.mix = nn.Sequential(nn.Linear(2 * width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
         self.out = nn.Linear(width, 2 * cells * cells)
@@ -80,7 +80,7 @@ class MapHead(nn.Module):
 
         Args:
             hidden: [B, hidden] of the map's token.
-            context: [B, hidden] of the whole picture's, which a tile needs: what it lacks may be beside it.
+            context: [B, hidden] of the whole image's, which a tile needs: what it lacks may be beside it.
             features: [B, rows · columns, features].
             grid: (rows, columns).
         """
@@ -88,8 +88,8 @@ class MapHead(nn.Module):
         place = _places(*grid, self.norm_token.normalized_shape[0]).to(features)
         both = torch.cat([self.token(hidden), self.context(context)], 1)
         tokens = self.norm_token(both.view(batch, 2 * self.queries, -1))
-        seen = self.norm_picture(self.picture(features) + place)
-        tokens = tokens + self.to_picture(tokens, seen, seen, need_weights=False)[0]
+        seen = self.norm_image(self.image(features) + place)
+        tokens = tokens + self.to_image(tokens, seen, seen, need_weights=False)[0]
         told = self.to_token(seen, tokens, tokens, need_weights=False)[0]
         mixed = self.norm_out(seen + told + self.mix(torch.cat([seen, told * seen], -1)))
         maps = pixel_shuffle(self.out(mixed).mT.unflatten(2, grid), self.cells)
@@ -177,7 +177,7 @@ class HeieHeads(nn.Module):
 
 
 def _places(rows: int, columns: int, width: int) -> Tensor:
-    """[rows · columns, width]: sines and cosines of row and column, as shares of the picture."""
+    """[rows · columns, width]: sines and cosines of row and column, as shares of the image."""
     step = torch.exp(torch.arange(width // 4) * (-math.log(50.0) / max(width // 4 - 1, 1))) * math.pi * 25
     down, across = (((torch.arange(n) + 0.5) / n)[:, None] * step for n in (rows, columns))
     y = torch.cat([down.sin(), down.cos()], 1)[:, None].expand(-1, columns, -1)
@@ -187,7 +187,7 @@ def _places(rows: int, columns: int, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class View:
-    """A picture as the heads see it: whole first, then its tiles row by row."""
+    """An image as the heads see it: whole first, then its tiles row by row."""
 
     hidden: Tensor
     """[1 + n², hidden] float32."""
@@ -199,7 +199,7 @@ class View:
 
 @dataclass(frozen=True)
 class Maps:
-    """Maps of B pictures of one grid."""
+    """Maps of B images of one grid."""
 
     whole: tuple[Tensor, Tensor]
     """(heat logits, log-deviations) [B, h, w] each."""
@@ -218,13 +218,13 @@ def views(
     engine: Any, template: Template, queries: Sequence[Any], tiles: int
 ) -> tuple[list[View | None], list[str | None]]:
     """(views or None, reasons or None) of B requests of one image each: hidden states and features of the
-    picture and its n × n tiles (n = 1: of the whole alone), each tile enlarged to the size of the picture
+    image and its n × n tiles (n = 1: of the whole alone), each tile enlarged to the size of the image
     and asked about with the same prompt. The template's last position is the map's token; a model whose
     features have no grid is refused.
     """
     if not queries:
         return [], []
-    if not engine.network.pictures.merge:
+    if not engine.network.images.merge:
         raise RewardError(
             "heie needs features on a grid, as the Qwen-VL families have them; this model cuts tiles."
         )
@@ -241,9 +241,9 @@ def views(
         if reason is not None:
             found.append(None)
             continue
-        shown = [engine.network.pictures.measure(to_levels(part)) for part in cut]
+        shown = [engine.network.images.measure(to_levels(part)) for part in cut]
         features = engine.network.features(shown)
-        merge = engine.network.pictures.merge
+        merge = engine.network.images.merge
         grid = shown[0].grid[1] // merge, shown[0].grid[2] // merge
         stacked = torch.stack([features[one].embeds.float().cpu() for one in shown])
         found.append(View(said.states[here].float().cpu(), stacked, grid))
@@ -251,7 +251,7 @@ def views(
 
 
 def cut_tiles(image: Tensor, tiles: int) -> list[Tensor]:
-    """n × n tiles of a picture [3, H, W] in [0, 1], each enlarged to its size; none for n = 1."""
+    """n × n tiles of an image [3, H, W] in [0, 1], each enlarged to its size; none for n = 1."""
     if tiles == 1:
         return []
     height, width = image.shape[1:]
@@ -267,7 +267,7 @@ def cut_tiles(image: Tensor, tiles: int) -> list[Tensor]:
 
 
 def draw_maps(heads: HeieHeads, seen: Sequence[View]) -> Maps:
-    """Maps and scores of pictures of one grid; differentiable in the heads.
+    """Maps and scores of images of one grid; differentiable in the heads.
 
     The views have the same grid and number of tiles.
     """
@@ -287,7 +287,7 @@ def draw_maps(heads: HeieHeads, seen: Sequence[View]) -> Maps:
     wide = [enlarged(part, (tiled[0].shape[1], tiled[0].shape[2])) for part in whole]
     std = torch.stack([wide[1].exp(), tiled[1].exp()])
     heat, weight = fuse_heatmaps(torch.stack([wide[0].sigmoid(), tiled[0].sigmoid()]), std)
-    # Maps of one picture share their errors, so the mean deviation is what an average of them has at most.
+    # Maps of one image share their errors, so the mean deviation is what an average of them has at most.
     return Maps(whole, tiled, heat, (weight * std).sum(0), heads.scorer(hidden[:, 0], heat))
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HEIE-type judge: how plausible a picture is, where it is not, and why.
+"""HEIE-type judge: how plausible an image is, where it is not, and why.
 
 Source: Yang et al., "HEIE: MLLM-Based Hierarchical Explainable AIGC Image Implausibility Evaluator", CVPR
 2025, arXiv 2411.17261. Its weights and code are not released, so this is its form on a model of one's own: a
 frozen vision-language model, small heads trained on its hidden states and features (`training`), maps of
-the whole picture and of its tiles fused by their Laplace deviations, a score from a hidden state and the map,
+the whole image and of its tiles fused by their Laplace deviations, a score from a hidden state and the map,
 and reasons that the model writes. Differences: one hidden state, read where the answer begins, stands for the
 added [MAP] and [SCORE] tokens, and tiles are asked about one by one, their maps made with the state of the
-whole picture beside their own, instead of inside one conversation.
+whole image beside their own, instead of inside one conversation.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class HeatmapExplanation:
 
 
 class Heie:
-    """Plausibility in [0, 1] of a picture for a prompt; `explain` adds the heatmap and the reasons.
+    """Plausibility in [0, 1] of an image for a prompt; `explain` adds the heatmap and the reasons.
 
-    The maps have `size` × `size` cells whatever the picture's shape: a cell is a share of its height and
+    The maps have `size` × `size` cells whatever the image's shape: a cell is a share of its height and
     width.
     """
 
@@ -94,7 +94,7 @@ class Heie:
             model: folder, hub id or packaged name of a Qwen-VL model, or of heads whose `judge.json` names it
                 as "base"; or a loaded `rewards.vlm.VisionLanguageEngine`.
             heads: trained heads or their file; `heie_heads.safetensors` in the model's folder when None.
-            tiles: n of n × n tiles beside the whole picture, 1 for none; as the heads were trained when None.
+            tiles: n of n × n tiles beside the whole image, 1 for none; as the heads were trained when None.
             size: cells of a returned map on each side.
             template: the question at whose answer the state is read, and that is answered with reasons;
                 instead of the folder's "explain", or ours.
@@ -106,7 +106,7 @@ class Heie:
 
         Raises:
             ValueError: options that are not allowed, heads of other sizes than the model's, or a loaded
-                engine that reads a part of a picture (`window`).
+                engine that reads a part of an image (`window`).
             FileNotFoundError: there are no heads.
             RewardError: model or heads cannot be used.
         """
@@ -115,12 +115,12 @@ class Heie:
                 f"{self.name}: tiles is {tiles} and size {size}; allowed are whole numbers from 1."
             )
         if isinstance(model, str | Path):
-            loading = {"window": 0, **loading}  # a map is of the whole picture
+            loading = {"window": 0, **loading}  # a map is of the whole image
         self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
         _check_whole(self.engine, self.name)
         self.heads = heads if isinstance(heads, HeieHeads) else HeieHeads.load(_find(heads, model))
         sizes, width = self.heads.settings, self.engine.model.config.get_text_config().hidden_size
-        if (sizes.hidden, sizes.features) != (width, width):  # a picture's features are its tokens
+        if (sizes.hidden, sizes.features) != (width, width):  # an image's features are its tokens
             raise ValueError(
                 f"{self.name}: the heads read hidden states of {sizes.hidden} numbers and features of "
                 f"{sizes.features}, this model has {width} of both; give heads that were trained on it."
@@ -196,8 +196,8 @@ def _find(heads: str | Path | None, model: Any) -> Path:
 
 
 def _check_whole(engine: Any, name: str) -> None:
-    """Refuse a model that reads a part of a picture: a map is of all that was given."""
-    if window := engine.network.pictures.settings().get("window", 0):
+    """Refuse a model that reads a part of an image: a map is of all that was given."""
+    if window := engine.network.images.settings().get("window", 0):
         raise ValueError(
             f"{name}: the model reads {window} pixels of a picture with a plain border, and a map is of the "
             "whole picture. Load it by VisionLanguageEngine.from_pretrained(..., window=0)."

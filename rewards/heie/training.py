@@ -22,12 +22,12 @@ from .heads import HeieHeads, View, draw_maps, views
 
 @dataclass(frozen=True, kw_only=True)
 class HeieData:
-    """N pictures with their truth."""
+    """N images with their truth."""
 
     seen: Sequence[View]
     """What the heads read; one grid for all."""
     heat: Tensor
-    """[N, h, w] in [0, 1], 1 where the picture is wrong."""
+    """[N, h, w] in [0, 1], 1 where the image is wrong."""
     score: Tensor
     """[N] in [0, 1], 1 plausible."""
 
@@ -45,7 +45,7 @@ class HeieData:
 def heie_data(
     engine: Any, template: Template, queries: Sequence[Any], heat: Tensor, score: Tensor, *, tiles: int = 2
 ) -> HeieData:
-    """Views of pictures with their truth; pictures that the model cannot take are left out.
+    """Views of images with their truth; images that the model cannot take are left out.
 
     Args:
         engine: `rewards.vlm.VisionLanguageEngine`.
@@ -56,7 +56,7 @@ def heie_data(
         tiles: n of n × n.
 
     Raises:
-        ValueError: shapes that do not fit, or pictures of different sizes.
+        ValueError: shapes that do not fit, or images of different sizes.
     """
     seen, _ = views(engine, template, queries, tiles)
     kept = [place for place, view in enumerate(seen) if view is not None]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E501, W291
-"""EditReward: how much people prefer an edit of a picture for its instruction, by two heads of HPSv3's kind.
+"""EditReward: how much people prefer an edit of an image for its instruction, by two heads of HPSv3's kind.
 
 Source: Wu et al., "EditReward", arXiv 2509.26346; the questions, letter by letter, and the forward are those of
 github.com/TIGER-AI-Lab/EditReward, MIT licence, copyright (c) 2025 TIGER Lab (configs with "ranknet_multi_head"
@@ -96,10 +96,10 @@ END
 
 
 QUESTIONS = (
-    question("edit_reward_following", _FOLLOWING + _TAIL, pictures=("", "")),
-    question("edit_reward_quality", _QUALITY + _TAIL, pictures=("", "")),
+    question("edit_reward_following", _FOLLOWING + _TAIL, images=("", "")),
+    question("edit_reward_quality", _QUALITY + _TAIL, images=("", "")),
 )
-"""Of each head; the source picture comes first."""
+"""Of each head; the source image comes first."""
 
 
 class EditReward:

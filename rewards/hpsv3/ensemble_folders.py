@@ -3,7 +3,7 @@
 
 A member is a folder as `visalign train-reward` writes it for `model.kind=hpsv3 model.train=lora`. Of the
 ensemble's own, `members.safetensors` holds every tensor as [M, ...], `judge.json` the template, positions,
-name of the base, the adapters' scaling, bounds of the log-deviation, and sizes of pictures.
+name of the base, the adapters' scaling, bounds of the log-deviation, and sizes of images.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ def write_ensemble(
     exact = all(torch.equal(value.half().float(), value.float()) for value in tensors.values())
     dtype = dtype or (torch.float16 if exact else torch.float32)
     kept = {key: value.detach().to("cpu", dtype).contiguous() for key, value in tensors.items()}
-    cutter, clamp = engine.network.pictures.settings(), model.clamp
+    cutter, clamp = engine.network.images.settings(), model.clamp
     rest = {
         "head": {"type": HEAD, "clamp": None if clamp is None else list(clamp)},
         "pixels": {name: cutter[name] for name in ("min_pixels", "max_pixels", "window") if name in cutter},

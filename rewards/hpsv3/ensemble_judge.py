@@ -14,7 +14,7 @@ With own files as data the seed changes the order and the new weights alone; spl
 Pairs do not tell a reward's level: a constant added to all scores changes no comparison. They hardly tell
 its scale: leads c times as large with a deviation to match say the same of every pair. So each member has a
 level and a scale of its own, and the distance between these is no uncertainty. `align` takes it out, on
-pictures that the members know; do so before `save` if "epistemic", "min" or "lower_bound" are to be used.
+images that the members know; do so before `save` if "epistemic", "min" or "lower_bound" are to be used.
 
 Sources: Zhai et al., UP-RLHF, arXiv 2401.00243 (LoRA ensembles of reward models); Coste et al., arXiv
 2310.02743 (mean, worst case, lower bound); Lakshminarayanan et al., arXiv 1612.01474 (total variance of
@@ -157,18 +157,18 @@ class LoraEnsembleReward:
 
     @torch.no_grad()
     def align(self, images: Any, prompts: Sequence[str]) -> None:
-        """Give all members one level and one scale on these pictures: a constant and a factor for each.
+        """Give all members one level and one scale on these images: a constant and a factor for each.
 
         The scale is that of the member whose scores are spread the most, since a deviation can be added but
         not taken away (`ensemble_model.stretched`); the level is the members' mean. A member's order of
-        pictures stays as it is, and so, but for an approximation, do its probabilities of pairs.
+        images stays as it is, and so, but for an approximation, do its probabilities of pairs.
 
         Args:
-            images: pictures like those that the members learnt from; a hundred or more.
+            images: images like those that the members learnt from; a hundred or more.
             prompts: theirs.
 
         Raises:
-            RewardError: fewer than two pictures were judged by all members, or one gives all the same score.
+            RewardError: fewer than two images were judged by all members, or one gives all the same score.
         """
         scores, model = self.score(images, prompts), self.model
         said = torch.stack([scores.parts[f"member_{m}"] for m in range(model.members)]).double()

@@ -207,7 +207,7 @@ def stretched(mean: Tensor, log_std: Tensor, factor: Tensor) -> tuple[Tensor, Te
     """The same judgement of every pair on a scale c times as wide: c·μ and √(c²σ² + (c² − 1)·4/π).
 
     With E[σ(z)] ≈ σ(Δ / √(1 + π s²/8)) for z ~ N(Δ, s²), the lead c·Δ and c²(1 + π s²/8) = 1 + π s'²/8 give
-    the probability that Δ and s give, and s'² is shared by the two pictures of a pair.
+    the probability that Δ and s give, and s'² is shared by the two images of a pair.
 
     Args:
         mean: μ, [M, N].

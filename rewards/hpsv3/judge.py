@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HPSv3: how much people prefer a picture for its prompt, with a mean and a standard deviation.
+"""HPSv3: how much people prefer an image for its prompt, with a mean and a standard deviation.
 
 Source: Ma et al., "HPSv3: Towards Wide-Spectrum Human Preference Score", arXiv 2508.03789. `loading` says
 which files and folders are read; published weights are asked in the words of their training (`published`).

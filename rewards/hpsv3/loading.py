@@ -34,7 +34,7 @@ from .model import CLAMP, HEAD_FILE, REWARD_TOKEN, HPSv3Model, add_reward_tokens
 from .published import PUBLISHED_TEMPLATE
 
 PIXELS = 448 * 448
-"""Of each resized picture in the published model: least and most alike."""
+"""Of each resized image in the published model: least and most alike."""
 _FILES = ("*.safetensors", "*.pt", "*.pth", "*.bin")
 BASE = "Qwen/Qwen2-VL-7B-Instruct"
 """Whose config and processor the published weights need."""
@@ -287,7 +287,7 @@ def find_weights(place: str | Path) -> Path:
 def smart_resize(
     height: int, width: int, *, factor: int = 28, min_pixels: int = MIN_PIXELS, max_pixels: int = MAX_PIXELS
 ) -> tuple[int, int]:
-    """Height and width of a picture as qwen-vl-utils and the published HPSv3 resize it: `factor` is 28 for
+    """Height and width of an image as qwen-vl-utils and the published HPSv3 resize it: `factor` is 28 for
     Qwen2-VL and Qwen2.5-VL, 32 for Qwen3-VL; HPSv3 sets both bounds to 200704.
     """
     return _smart_resize(height, width, factor, min_pixels, max_pixels, whole_tokens=True)

@@ -33,7 +33,7 @@ TEMPLATE = question("hpsv3", "Quality, and match with the caption: {prompt} " + 
 
 @dataclass(frozen=True)
 class HPSv3Batch:
-    """Pictures with their prompts, tokenised; nothing was run."""
+    """Images with their prompts, tokenised; nothing was run."""
 
     rows: list[TokenRow]
     """N rows, of those that can be judged."""
@@ -47,10 +47,10 @@ class HPSv3Batch:
 
 
 class HPSv3Model(nn.Module):
-    """(mean, log-deviation) of pictures and prompts, float32, with gradients where parameters ask for them.
+    """(mean, log-deviation) of images and prompts, float32, with gradients where parameters ask for them.
 
     What is trained is the caller's choice: `backbone` whole, a LoRA in it (`backbone.add_adapter(config)`),
-    or `head` alone. A tower without trainable parameters is run once per picture and remembered.
+    or `head` alone. A tower without trainable parameters is run once per image and remembered.
 
     Args:
         engine: the vision-language model; its tokenizer needs `REWARD_TOKEN` before rows are encoded.
@@ -122,7 +122,7 @@ class HPSv3Model(nn.Module):
         model.get_input_embeddings().weight.requires_grad_(trained)
 
     def encode(self, images: Sequence[Tensor], prompts: Sequence[str]) -> HPSv3Batch:
-        """B pictures [3, H, W], float in [0, 1] or uint8, and prompts as rows; may be done once for a whole
+        """B images [3, H, W], float in [0, 1] or uint8, and prompts as rows; may be done once for a whole
         training set.
         """
         queries = [
@@ -179,7 +179,7 @@ class HPSv3Model(nn.Module):
         place = self.engine.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
         tensors["reward_token"] = model.get_input_embeddings().weight[place].detach().cpu().clone()
         save_file(tensors, folder / HEAD_FILE)
-        cutter = self.engine.network.pictures.settings()
+        cutter = self.engine.network.images.settings()
         settings = self.engine.settings
         rest = {
             **settings.rest,

@@ -290,7 +290,7 @@ class VideoAlign:
         if reason is not None:
             return None, reason
         levels = torch.stack(frames).mul(255).round().double()
-        cutter = engine.network.pictures.settings()
+        cutter = engine.network.images.settings()
         bounds = {"min_pixels": self._pixels[0], "max_pixels": self._most(config)}
         try:
             size = smart_resize(*levels.shape[-2:], factor=cutter["patch"] * cutter["merge"], **bounds)

@@ -59,7 +59,7 @@ class ChecklistRule:
         )
 
     def score(self, yes: Tensor, alignment: Tensor | None = None) -> Tensor:
-        """The score of B pictures; differentiable in both arguments.
+        """The score of B images; differentiable in both arguments.
 
         Args:
             yes: [B, N] in [0, 1], 1 for yes, 0 for no, or the probability of yes; NaN makes its row NaN.
@@ -327,12 +327,12 @@ def fit_checklist(
     """The rule whose weights explain pairs of answered checklists best.
 
     Args:
-        left: [N, Q] answers for the left pictures: 1 yes, 0 no, or the probability of yes; NaN where a
+        left: [N, Q] answers for the left images: 1 yes, 0 no, or the probability of yes; NaN where a
             question was not answered, which leaves the pair out.
         right: [N, Q].
-        label: [N] probability that the left picture is better.
+        label: [N] probability that the left image is better.
         masked: question -> the questions that count 0 unless its answer is yes, as in `ChecklistRule`.
-        left_alignment: [N] text-image alignment of the left pictures, if the rule shall have it.
+        left_alignment: [N] text-image alignment of the left images, if the rule shall have it.
         right_alignment: [N], given with left_alignment.
         weight: [N] ≥ 0, e.g. votes.
         penalty: as in `fit_weights`.

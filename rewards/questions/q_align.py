@@ -7,7 +7,7 @@ question and read the same five words, excellent, good, fair, poor, bad, as 5 to
 The published checkpoints (q-future/one-align, zhiyuanyou/DeQA-Score-Mix3) are mPLUG-Owl2, whose code comes
 with them, is never run here, and does not import under transformers 5. They are refused by name; what is
 judged here is any model of `rewards.vlm` that was trained on the levels, or is asked for them unseen, in the
-pictures' own shape, where upstream pads them to squares.
+images' own shape, where upstream pads them to squares.
 """
 
 from __future__ import annotations

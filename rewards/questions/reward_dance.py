@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RewardDance: a vision-language model's log-odds of "yes" to one question about a picture, or about two.
+"""RewardDance: a vision-language model's log-odds of "yes" to one question about an image, or about two.
 
 Source: Wu et al., "RewardDance: Reward Scaling in Visual Generation", arXiv 2509.08826; no code is out.
 The reward is P("yes") where the answer begins, after one prefill; a reason, where one is wanted, is written
@@ -52,8 +52,8 @@ _TWO = (
 _WORD, _REASON = "Answer yes or no.", "Answer yes or no first, then give your reasons in a few sentences."
 YES_NO = question("yes_no", _ONE + _WORD)
 EXPLAIN = question("explain", _ONE + _REASON)
-PAIR = question("pair", _TWO + _WORD, pictures=("", ""))
-PAIR_EXPLAIN = question("pair_explain", _TWO + _REASON, pictures=("", ""))
+PAIR = question("pair", _TWO + _WORD, images=("", ""))
+PAIR_EXPLAIN = question("pair_explain", _TWO + _REASON, images=("", ""))
 
 
 class _YesNoJudge:
@@ -141,7 +141,7 @@ class _YesNoJudge:
 
 
 class RewardDance(_YesNoJudge):
-    """Log-odds (or probability) that the answer to a yes/no question about one picture is yes.
+    """Log-odds (or probability) that the answer to a yes/no question about one image is yes.
 
     Parts of the scores: "log_odds", "prob" (σ of it), "mass" (what yes and no have of the whole vocabulary's
     probability) and "prob_vocabulary" (what yes alone has of it).
@@ -193,9 +193,9 @@ class RewardDance(_YesNoJudge):
 
 
 class RewardDancePairs(_YesNoJudge):
-    """Whether one of two pictures is better: the question with a reference, in both orders.
+    """Whether one of two images is better: the question with a reference, in both orders.
 
-    With ℓ(a, b) the log-odds of yes to "is b better than the reference a", the left picture's log-odds are
+    With ℓ(a, b) the log-odds of yes to "is b better than the reference a", the left image's log-odds are
     ½ (ℓ(right, left) − ℓ(left, right)): a liking for one place cancels. Parts: "left_second", ℓ(right, left),
     "left_first", −ℓ(left, right), "second_bias", half of their difference, and "mass", the smaller one of
     both orders.
@@ -216,7 +216,7 @@ class RewardDancePairs(_YesNoJudge):
 
         Args:
             model: as for `RewardDance`.
-            both_orders: ask in both orders; otherwise once, with the right picture as the reference, as the
+            both_orders: ask in both orders; otherwise once, with the right image as the reference, as the
                 paper does.
             device: where the model runs.
             **asking: as for `RewardDance`; `min_mass` counts in each order, and reasons are written for the

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pairwise judge with reference images: a score against them, and the choice of good ones among N.
 
-RewardDance (arXiv 2509.08826) scores a picture by P(yes) that it beats a reference of the same prompt, and
+RewardDance (arXiv 2509.08826) scores an image by P(yes) that it beats a reference of the same prompt, and
 takes as references the best of 16 samples of the model before training, ranked by how many others they beat.
 """
 
@@ -26,10 +26,10 @@ from .reward_dance import UNITS
 
 
 class ReferenceReward:
-    """Mean log-odds (or its σ) that a picture beats the reference images of its prompt.
+    """Mean log-odds (or its σ) that an image beats the reference images of its prompt.
 
     References stand in `metadata[i]["references"]`, else in the mapping given at the start, under the prompt.
-    A comparison that failed is left out; a picture without references, or without a valid comparison, is
+    A comparison that failed is left out; an image without references, or without a valid comparison, is
     invalid. Parts: "log_odds", "references" (how many valid comparisons) and "spread" (the standard deviation
     of their log-odds, NaN below two).
 

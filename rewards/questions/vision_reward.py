@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VisionReward: many yes/no questions about one picture, each with a weight.
+"""VisionReward: many yes/no questions about one image, each with a weight.
 
-Source: Xu et al., "VisionReward", arXiv 2412.21059. Its released code asks with 30 generations per picture
-and takes everything that is not the exact string "yes" for no, refusals included. Here all questions of a
-picture are one batch that shares the picture and the beginning of the prompt, an answer is read as log-odds,
+Source: Xu et al., "VisionReward", arXiv 2412.21059. Its released code asks with 30 generations per image
+and takes everything that is not the exact string "yes" for no, refusals included. Here all questions of an
+image are one batch that shares the image and the beginning of the prompt, an answer is read as log-odds,
 and a question that the model does not answer is left out and named. The default checklist is one for the
 shapes world; VisionReward's own is read from its two files by `Checklist.from_visionreward`.
 """
@@ -75,7 +75,7 @@ class VisionReward:
             yes: spellings of yes instead of the template's, each one token of the model.
             no: spellings of no.
             min_mass: smallest probability of yes and no together that counts as an answer.
-            max_unanswered: the share of unanswered questions above which a picture is not scored.
+            max_unanswered: the share of unanswered questions above which an image is not scored.
             device: where the model runs.
             precision: of its weights, as in `engine_of`.
             **loading: of `engine_of`: attention, device_map, quantization, max_tokens_per_batch, ...

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VisualQuality-R1: a vision-language model rates the quality of a picture from 1 to 5.
+"""VisualQuality-R1: a vision-language model rates the quality of an image from 1 to 5.
 
 Source: Wu et al., "VisualQuality-R1", NeurIPS 2025, arXiv 2505.14460; checkpoint TianheWu/VisualQuality-R1-7B
-(Qwen2.5-VL). Upstream samples one text per picture, so that a score differs from call to call, and returns a
+(Qwen2.5-VL). Upstream samples one text per image, so that a score differs from call to call, and returns a
 random number where the text cannot be read. Here `mode="direct"` is the expectation over the digits that the
 model would write, the same each time, and `mode="sampled"` the mean of K seeded answers, without those that
 cannot be read. The wording of the questions is ours: to ask a checkpoint in the words that it was trained
@@ -54,7 +54,7 @@ RATING_THINKING = question(
 
 
 class VisualQuality:
-    """Rating of a picture's quality from 1 to 5 with its standard deviation; the prompt is not looked at.
+    """Rating of an image's quality from 1 to 5 with its standard deviation; the prompt is not looked at.
 
     `std` is the spread of one answer, not the error of their mean, as Thurstone's model takes it.
     Direct: value Σ p·s and std √Σ p·(s − value)² over the ratings s that the model may write next; the parts
@@ -94,8 +94,8 @@ class VisualQuality:
             model: folder, hub id or packaged name; or a loaded `rewards.vlm.VisionLanguageEngine`.
             mode: "direct" or "sampled".
             thinking: let it think before it rates (template "rating_thinking"); needs "sampled".
-            answers: K of each picture in "sampled"; 1 gives no standard deviation.
-            seed: of the answers; an answer depends on it, on the picture and on its number alone.
+            answers: K of each image in "sampled"; 1 gives no standard deviation.
+            seed: of the answers; an answer depends on it, on the image and on its number alone.
             temperature: of the answers.
             max_new_tokens: of an answer; 2048 with thinking and 16 without when None.
             template: instead of the folder's, or ours. In "direct" its words "scores" are the whole ratings,
@@ -226,14 +226,14 @@ def _check(mode: str, thinking: bool, answers: int, min_mass: float, variance_fl
 
 @dataclass(frozen=True)
 class Ratings:
-    """Ratings of B pictures; NaN where there is a reason."""
+    """Ratings of B images; NaN where there is a reason."""
 
     columns: dict[str, Tensor]
     """[B] float32 each: "value", "std" where there is one, and what a score reports beside them."""
     texts: list[str]
     """What was written, or ""."""
     reasons: list[str | None]
-    """Why a picture has no rating."""
+    """Why an image has no rating."""
 
 
 class RatingDigits:
@@ -241,7 +241,7 @@ class RatingDigits:
 
     Where ratings have two decimal places, the whole number is read first, then the tenths behind each whole
     number, then the hundredths behind each tenth: P(s.dt) = P(s) P(d | "s.") P(t | "s.d"), each over its own
-    set of tokens. The largest rating has no decimals beside ".00". All continuations share the picture and
+    set of tokens. The largest rating has no decimals beside ".00". All continuations share the image and
     the question, so that one costs two or three tokens.
 
     Args:
@@ -278,7 +278,7 @@ class RatingDigits:
         self._digit_ids = _ids(engine, digits) if digits else []
 
     def __call__(self, queries: Sequence[Any], min_mass: float) -> Ratings:
-        """Rate B pictures. `min_mass` is the smallest probability of all scores together that counts as a
+        """Rate B images. `min_mass` is the smallest probability of all scores together that counts as a
         rating; of what begins as one also the smallest share that goes on with digits.
         """
         if not queries:

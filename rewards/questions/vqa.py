@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Alignment by asking: VQAScore's one question about the prompt, and GenEval 2's questions about its parts.
 
-Sources: VQAScore, Lin et al., arXiv 2404.01291: P("Yes" | picture, question) over the whole vocabulary.
+Sources: VQAScore, Lin et al., arXiv 2404.01291: P("Yes" | image, question) over the whole vocabulary.
 GenEval 2, Kamath et al., arXiv 2512.16853: Soft-TIFA, the mean of the probabilities that the right answers
 have, over the questions of a prompt: geometric for the benchmark's score, arithmetic as the milder one.
 github.com/facebookresearch/GenEval2, evaluation.py: which spellings it counts, and its own question for
@@ -70,7 +70,7 @@ class _Asked:
 
 
 class VqaScore(_Asked):
-    """P("Yes") over the whole vocabulary to the question whether the picture shows the prompt."""
+    """P("Yes") over the whole vocabulary to the question whether the image shows the prompt."""
 
     name = "vqa_score"
 

@@ -28,7 +28,7 @@ RATIONAL_ASPECTS = {
 """RationalRewards' aspects: key -> heading in the judgement."""
 _FAITHFUL, *_OTHERS = RATIONAL_ASPECTS.items()
 RATIONAL_EDIT_ASPECTS = dict((_FAITHFUL, ("image_faithfulness", "Image Faithfulness"), *_OTHERS))
-"""Those of an edited picture."""
+"""Those of an edited image."""
 
 _END = r"(?!\w|\.\d|,\d)"
 _FINAL = re.compile(rf"Final Score:[\s*_]*(?P<number>{NUMBER}){_END}(?:\s*/\s*(?P<whole>\d+))?")
@@ -46,7 +46,7 @@ _SAYS = (
 )
 _NEGATED = re.compile(
     rf"(?:{_NOT}|\brather\s+than|\binstead\s+of|\bfar\s+from)(?:\s+[\w'’]+){{0,2}}\s*[\"'*]*$"
-    # "I would not say that this picture is Good" denies as "it is not Good" does
+    # "I would not say that this image is Good" denies as "it is not Good" does
     rf"|(?:{_NOT}\s+(?:[\w'’]+\s+)?{_SAYS}|\b(?:doubt|deny|disagree))\b(?:\s+[\w'’]+){{0,7}}\s*[\"'*]*$",
     re.IGNORECASE,
 )

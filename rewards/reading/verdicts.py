@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of two pictures a judge's text prefers: UnifiedReward's pair answers, thinking or not, and Flex.
+"""Which of two images a judge's text prefers: UnifiedReward's pair answers, thinking or not, and Flex.
 
 Source: UnifiedReward, Wang et al., arXiv 2503.05236, and its Think and Flex successors. Pref-GRPO looks for
 the first option as a substring, so that "I do not agree that Image 1 is better" counts for image 1, and takes
@@ -131,7 +131,7 @@ def pair_scores(text: str, *, total: float | None = 1.0) -> tuple[float, float]:
 
 def aspect_pair_scores(text: str) -> dict[str, tuple[float, float]]:
     """UnifiedReward 2.0's scores of a pair: name of an aspect in small letters ("alignment", "coherence",
-    "style") -> the scores of both pictures, which add up to 1. {} where the text has no such headings.
+    "style") -> the scores of both images, which add up to 1. {} where the text has no such headings.
 
     >>> aspect_pair_scores("Style Score:\\n Image 1: 0.4\\n Image 2: 0.6")
     {'style': (0.4, 0.6)}
@@ -188,7 +188,7 @@ class FlexAnswer:
 
 
 def flex_winner(said: Any) -> int:
-    """1 or 2 for the picture that a "winner" field names, 0 for a tie."""
+    """1 or 2 for the image that a "winner" field names, 0 for a tie."""
     if isinstance(said, str):
         if _TIE_WORD.fullmatch(said):
             return 0
@@ -215,7 +215,7 @@ def flex_answer(text: str) -> FlexAnswer:
 
 
 def _subject(option: str, side: int) -> str:
-    """A pattern of the picture's name in "NAME is better", or of "the first NOUN"."""
+    """A pattern of the image's name in "NAME is better", or of "the first NOUN"."""
     name = re.split(r"\s+is\s+", option, maxsplit=1)[0]
     written = r"\s*".join(map(re.escape, name.split()))
     noun = re.escape(name.split()[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HP, "high preference": how much an image is preferred for itself, from the picture alone.
+"""HP, "high preference": how much an image is preferred for itself, from the image alone.
 
 Source: Ba et al., arXiv 2507.19002 (ICCV 2025); checkpoint 8y/HP: a fine-tuned CLIP ViT-H/14 in
     `hp_backbone/pytorch_model.bin` and the head in `hp_scorer/mlp_pytorch_model.bin`. The head takes the

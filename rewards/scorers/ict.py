@@ -37,7 +37,7 @@ class IctModel(nn.Module):
         return F.normalize(self.encoder.encode_text(tokens), dim=-1)
 
     def forward(self, pixels: Tensor, tokens: Tensor) -> Tensor:
-        """[N] float32 cosines of N pictures and N texts."""
+        """[N] float32 cosines of N images and N texts."""
         return cosine(self.encoder.encode_image(pixels), self.encoder.encode_text(tokens))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ImageReward: BLIP reads the prompt while it looks at the picture; a head on [CLS] gives the score.
+"""ImageReward: BLIP reads the prompt while it looks at the image; a head on [CLS] gives the score.
 
 The network is built from transformers' BLIP classes, and its published keys are mapped to theirs.
 
@@ -28,7 +28,7 @@ from visalign.rewards.weights.affine_head import AffineHead, standardise
 from visalign.rewards.weights.checkpoint_files import dtype_of, load_strict, read_tensors
 from visalign.rewards.weights.feature_cache import FeatureCache, encode_once, image_key, text_key
 from visalign.rewards.weights.hub import local_folder
-from visalign.rewards.weights.resize import fitting_pictures, model_levels, model_pixels, normalised
+from visalign.rewards.weights.resize import fitting_images, model_levels, model_pixels, normalised
 
 from .units import INFINITE
 
@@ -85,7 +85,7 @@ HEAD_WIDTH = 64
 class ImageReward:
     """(r − 0.16717) / 1.03334 with the head's raw output r, float32; roughly −2 to 2.
 
-    The image tower runs once per picture, whatever the number of its prompts. A prompt that is cut gets a
+    The image tower runs once per image, whatever the number of its prompts. A prompt that is cut gets a
     note in `text` and 1 in the part "cut"; special tokens spelled out in a prompt are read as plain text.
     """
 
@@ -188,8 +188,8 @@ class ImageReward:
         reasons = [
             reason or prompt_problem(prompt) for reason, prompt in zip(reasons, request.prompts, strict=True)
         ]
-        rows, pictures = fitting_pictures(request, reasons, self.preprocess)
-        raw = self._raw(pictures, [request.prompts[row] for row in rows], tokens[rows], mask[rows])
+        rows, readable_images = fitting_images(request, reasons, self.preprocess)
+        raw = self._raw(readable_images, [request.prompts[row] for row in rows], tokens[rows], mask[rows])
         values = {"value": standardise(raw), "raw": raw}
         full = {key: scatter(value, rows, len(request)) for key, value in values.items()}
         parts = {"raw": full["raw"], "cut": torch.tensor([float(bool(note)) for note in notes])}
@@ -204,14 +204,14 @@ class ImageReward:
         return standardise(self.model(patches, tokens.to(self.device), mask.to(self.device)))
 
     @torch.no_grad()
-    def _raw(self, pictures: list[Tensor], prompts: list[str], tokens: Tensor, mask: Tensor) -> Tensor:
-        """Raw scores of n pairs, equal pictures and equal pairs computed once."""
-        if not pictures:
+    def _raw(self, images: list[Tensor], prompts: list[str], tokens: Tensor, mask: Tensor) -> Tensor:
+        """Raw scores of n pairs, equal images and equal pairs computed once."""
+        if not images:
             return torch.zeros(0)
-        seen = [image_key(picture) for picture in pictures]
+        seen = [image_key(image) for image in images]
 
         def look(positions: list[int]) -> Tensor:
-            levels = [model_levels(pictures[i], self.preprocess).to(self.device) for i in positions]
+            levels = [model_levels(images[i], self.preprocess).to(self.device) for i in positions]
             return self.model.encode_image(self._normalised(torch.stack(levels) / 255)).cpu()
 
         def judge(positions: list[int]) -> Tensor:
@@ -225,7 +225,7 @@ class ImageReward:
             return self.model(patches.to(self.device), *text).cpu()
 
         pairs = [key + text_key(prompt) for key, prompt in zip(seen, prompts, strict=True)]
-        # Pairs of one picture stand together, so that a small cache still serves them.
+        # Pairs of one image stand together, so that a small cache still serves them.
         order = sorted(range(len(pairs)), key=lambda i: pairs[i])
         raw = torch.empty(len(pairs))
         raw[order] = encode_once(
@@ -268,7 +268,7 @@ class ImageReward:
 
 
 class ImageRewardModel(nn.Module):
-    """BLIP's image tower, its text tower that looks at the picture, and the head on [CLS]."""
+    """BLIP's image tower, its text tower that looks at the image, and the head on [CLS]."""
 
     def __init__(self, vision: Mapping[str, Any], text: Mapping[str, Any], widths: list[int]) -> None:
         from transformers import BlipTextConfig, BlipVisionConfig, BlipVisionModel

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of pyiqa by name: MUSIQ, NIMA, CLIP-IQA and others of the picture alone, SSIM or LPIPS to a source.
+"""Metrics of pyiqa by name: MUSIQ, NIMA, CLIP-IQA and others of the image alone, SSIM or LPIPS to a source.
 
 It needs the extra `iqa` (github.com/chaofengc/IQA-PyTorch, whose licence is not commercial; read it). Weights
 are fetched by pyiqa itself when a metric is made.
@@ -21,13 +21,13 @@ from visalign.errors import did_you_mean, nearest
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError, make_scores, read_request
 from visalign.rewards.base.identity import Identity
-from visalign.rewards.vlm.requests import source_pictures
+from visalign.rewards.vlm.requests import source_images
 
 
 class Iqa:
     """One metric of pyiqa, in its own unit; where it says that lower is better, `higher_is_better` is False.
 
-    A metric with a reference compares with the record's "source". A picture that the metric refuses, or gives
+    A metric with a reference compares with the record's "source". An image that the metric refuses, or gives
     no finite number, has no score.
     """
 
@@ -45,7 +45,7 @@ class Iqa:
             **options: of pyiqa's `create_metric`, such as pretrained_model_path for weights of one's own.
 
         Raises:
-            RewardError: pyiqa is not installed, or knows no such metric of single pictures.
+            RewardError: pyiqa is not installed, or knows no such metric of single images.
         """
         try:
             # an extra, so it may be missing
@@ -59,7 +59,7 @@ class Iqa:
         if metric not in known:
             hint = did_you_mean(nearest(metric, known, limit=3))
             raise RewardError(
-                f"{self.name}: pyiqa has no metric {metric!r} of single pictures. {hint}".rstrip()
+                f"{self.name}: pyiqa has no metric {metric!r} of single images. {hint}".rstrip()
             )
         self.metric, self._device, self._options = metric, torch.device(device), options
         self.unit = f"{metric} of pyiqa"
@@ -94,7 +94,7 @@ class Iqa:
         """Score per image, each by itself at its own size; prompts are not looked at."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
-        sources = source_pictures(request.metadata, reasons) if self.has_reference else {}
+        sources = source_images(request.metadata, reasons) if self.has_reference else {}
         value, model = torch.full((len(request),), torch.nan), self.model
         for row, image in request.images.readable():
             if reasons[row] is not None:
@@ -103,7 +103,7 @@ class Iqa:
             try:
                 said = model(*shown)
             except (RuntimeError, ValueError, AssertionError, IndexError) as error:
-                reasons[row] = f"pyiqa's {self.metric} refuses the picture: {str(error).splitlines()[0]:.120}"
+                reasons[row] = f"pyiqa's {self.metric} refuses the image: {str(error).splitlines()[0]:.120}"
                 continue
             found = float((said[0] if isinstance(said, tuple) else said).reshape(-1)[0])
             value[row] = found

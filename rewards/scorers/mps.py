@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MPS: a CLIP ViT-H/14 whose picture attends to those words of the prompt that a condition speaks of.
+"""MPS: a CLIP ViT-H/14 whose image attends to those words of the prompt that a condition speaks of.
 
 Source: Zhang et al., "Learning Multi-dimensional Human Preference for Text-to-Image Generation", CVPR 2024;
-code github.com/Kwai-Kolors/MPS (MIT). Four layers of cross attention from the picture's tokens to the
+code github.com/Kwai-Kolors/MPS (MIT). Four layers of cross attention from the image's tokens to the
 prompt's, each followed by a parallel block of attention and feedforward with rotary positions; keys and
 values have one head.
 
@@ -30,7 +30,7 @@ from visalign.rewards.clip.encoder import ClipParts
 from visalign.rewards.clip.published_layouts import CLIP_VIT_H_14, load_transformers_clip
 from visalign.rewards.clip.towers import ClipTowers, cosine
 from visalign.rewards.weights.checkpoint_files import drop_known, load_strict, read_module
-from visalign.rewards.weights.resize import fitting_pictures
+from visalign.rewards.weights.resize import fitting_images
 
 OVERALL = (
     "light, color, clarity, tone, style, ambiance, artistry, shape, face, hair, hands, limbs, structure, "
@@ -101,7 +101,7 @@ def _rotated(x: Tensor) -> Tensor:
 
 
 class Mps:
-    """exp(logit_scale) · cos(prompt, picture that saw the prompt's words under the condition), float32.
+    """exp(logit_scale) · cos(prompt, image that saw the prompt's words under the condition), float32.
 
     A word of the prompt is seen where its largest product with a word of the condition is above `threshold`
     of the prompt's largest. The difference of two scores is the log-odds of the preference.
@@ -151,10 +151,12 @@ class Mps:
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         notes = self.towers.read_prompts(request.prompts, reasons)
-        rows, pictures = fitting_pictures(request, reasons, self.towers.preprocess)
+        rows, readable_images = fitting_images(request, reasons, self.towers.preprocess)
         size = self.towers.batch_size
         found = [
-            self._scores(pictures[at : at + size], [request.prompts[row] for row in rows[at : at + size]])
+            self._scores(
+                readable_images[at : at + size], [request.prompts[row] for row in rows[at : at + size]]
+            )
             for at in range(0, len(rows), size)
         ]
         value = scatter(torch.cat(found) if found else torch.zeros(0), rows, len(request))
@@ -164,11 +166,11 @@ class Mps:
         parts = {"cut": torch.tensor([float(bool(note)) for note in notes])}
         return make_scores(value, reasons, self.unit, parts=parts, text=notes)
 
-    def _scores(self, pictures: Sequence[Tensor], prompts: Sequence[str]) -> Tensor:
-        """[n] of pictures and prompts."""
+    def _scores(self, images: Sequence[Tensor], prompts: Sequence[str]) -> Tensor:
+        """[n] of images and prompts."""
         encoder = self.towers.encoder
         model: Any = encoder.model
-        pixels = self.towers.pixels(pictures).to(encoder.device, encoder.dtype)
+        pixels = self.towers.pixels(images).to(encoder.device, encoder.dtype)
         seen = model.visual_projection(model.vision_model(pixel_values=pixels).last_hidden_state)
         ids = self.towers.tokens([*prompts, self.condition]).to(encoder.device)
         told = model.text_model(input_ids=ids)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards of a whole set of pictures, handed to the pictures: variety, and nearness to pictures one has.
+"""Rewards of a whole set of images, handed to the images: variety, and nearness to images one has.
 
-R of the set less R without the picture, in the embeddings of a contrastive model's image tower (raw for the
+R of the set less R without the image, in the embeddings of a contrastive model's image tower (raw for the
 Fréchet distance). The sets are those that trainers name in the metadata, so only a training can use them.
 """
 
@@ -32,15 +32,15 @@ Over = Literal["group", "batch"]
 
 
 class VendiGain:
-    """What a picture adds to the variety of its set: the Vendi score less that without it.
+    """What an image adds to the variety of its set: the Vendi score less that without it.
 
-    The part "set" is the score of the whole set. A picture that cannot be read is in no set; one without
-    another beside it is invalid. Of two pictures both gain the same, so that
+    The part "set" is the score of the whole set. An image that cannot be read is in no set; one without
+    another beside it is invalid. Of two images both gain the same, so that
     groups of two learn nothing from it.
 
     Args:
         model: whose image tower embeds: what `clip_score` takes.
-        over: a set is the pictures of one "group" (of one prompt), or all of a "batch" (the pictures that one
+        over: a set is the images of one "group" (of one prompt), or all of a "batch" (the images that one
             process judges at once, so that it must be the only one).
         device: where the tower runs.
         **towers: precision, batch_size, ... of `ClipTowers`.
@@ -73,7 +73,7 @@ class VendiGain:
         self.needs_batch = over == "batch"
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Gains of B pictures; each record has the key "group_id".
+        """Gains of B images; each record has the key "group_id".
 
         Raises:
             RewardError: a record has none.
@@ -81,7 +81,7 @@ class VendiGain:
         request = read_request(self.name, images, prompts, metadata)
         if not all(record is not None and GROUP_KEY in record for record in request.metadata):
             raise RewardError(
-                f"{self.name} judges sets, not single pictures, and the metadata name none "
+                f"{self.name} judges sets, not single images, and the metadata name none "
                 f"({GROUP_KEY!r}). Train on it (rewards.terms); vendi_score and frechet_distance of "
                 "visalign.core measure sets."
             )
@@ -95,7 +95,7 @@ class VendiGain:
                 gains[own], whole[own] = self.gains(found[own].double())
         for row, gain in zip(rows, gains.isnan().tolist(), strict=True):
             if gain:
-                reasons[row] = "its set has no other picture"
+                reasons[row] = "its set has no other image"
         parts = {"set": scatter(whole, rows, len(request))}
         return make_scores(scatter(gains, rows, len(request)), reasons, self.unit, parts=parts)
 
@@ -105,20 +105,20 @@ class VendiGain:
 
 
 class FrechetGain(VendiGain):
-    """How much nearer a picture brings its set to a folder of pictures: the squared Fréchet distance without
+    """How much nearer an image brings its set to a folder of images: the squared Fréchet distance without
     it, less that with it.
 
     The part "set" is the distance of the whole set. Sets want to be large: `over="batch"`.
 
     Args:
-        reference: folder with at least two pictures, those in folders below it too.
+        reference: folder with at least two images, those in folders below it too.
         model: as of `vendi_gain`.
         over: as of `vendi_gain`.
         device: where the tower runs.
         **towers: precision, batch_size, ... of `ClipTowers`.
 
     Raises:
-        RewardError: no folder, or fewer than two picture files in it; one that cannot be read
+        RewardError: no folder, or fewer than two image files in it; one that cannot be read
             raises at the first score.
 
     DRAGON, arXiv 2504.15217; FID, arXiv 1706.08500, by the embeddings of `model` instead of Inception's.
@@ -141,7 +141,7 @@ class FrechetGain(VendiGain):
         self._files = [path for path in sorted(Path(reference).rglob("*")) if path.suffix.lower() in endings]
         if len(self._files) < 2:
             raise RewardError(
-                f"{self.name}: reference={str(reference)!r} holds {len(self._files)} pictures; give a folder "
+                f"{self.name}: reference={str(reference)!r} holds {len(self._files)} images; give a folder "
                 "with at least two."
             )
         self._reference: Tensor | None = None

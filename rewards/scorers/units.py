@@ -74,8 +74,8 @@ SCALES: dict[str, Scale] = {
     "torchmetrics": Scale("cosine", "max(100 cos, 0)", refusal="max(100 cos, 0) loses all negative cosines"),
     "softmax": Scale(
         "cosine",
-        "share among the pictures of one prompt: PickScore's demo, ICT-HP in training",
-        refusal="a softmax over a group depends on the other pictures",
+        "share among the images of one prompt: PickScore's demo, ICT-HP in training",
+        refusal="a softmax over a group depends on the other images",
     ),
     "image_reward": Scale("image_reward", "(r − 0.16717) / 1.03334: ImageReward.score"),
     "image_reward raw": Scale("image_reward", "r, the head's output", IMAGEREWARD_STD, IMAGEREWARD_MEAN),
@@ -104,11 +104,11 @@ class Deviation:
 
 DEVIATION_KINDS = {
     "none": "std is None: the judge says nothing of its uncertainty, and a comparison of scores is sure.",
-    "spread": "How far one judgement of this picture scatters, however many answers there were. With it "
-    "`as_pairwise` gives the probability that one judgement prefers the left picture (Thurstone), and μ − λσ "
+    "spread": "How far one judgement of this image scatters, however many answers there were. With it "
+    "`as_pairwise` gives the probability that one judgement prefers the left image (Thurstone), and μ − λσ "
     "is a low quantile of single judgements.",
     "standard error": "How far the value scatters if the judge is asked anew: s/√n of n answers, or the same "
-    "of their sum. With it `as_pairwise` gives the probability that the left picture's mean is higher, and "
+    "of their sum. With it `as_pairwise` gives the probability that the left image's mean is higher, and "
     "μ − λσ is a confidence bound of the mean.",
     "total": "√(aleatoric² + epistemic²) over members: the mean of the members' own variances, of whatever "
     "kind, and the variance between the members. Both stand among the parts.",

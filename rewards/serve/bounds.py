@@ -171,7 +171,7 @@ def limits_within(
 
 def peak_bytes_per_pixel(worker: JudgeWorker, timeout: float = 60.0) -> float:
     """Bytes by which the judge's process grows at its peak for each pixel judged: the difference between
-    two pictures of 256² and two of 1024², over that of their pixels.
+    two images of 256² and two of 1024², over that of their pixels.
 
     `BYTES_PER_PIXEL` where the system does not tell the peak, or the judge cannot judge noise in time.
     """
@@ -180,7 +180,7 @@ def peak_bytes_per_pixel(worker: JudgeWorker, timeout: float = 60.0) -> float:
         noise = torch.randint(0, 256, (1, 3, side, side), dtype=torch.uint8)
         one = JudgeRequest(
             images=noise,
-            prompts=["a picture"],
+            prompts=["an image"],
             metadata=[None],
             right=None if worker.card["scores"] else noise,
         )

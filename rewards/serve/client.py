@@ -157,7 +157,7 @@ class RemoteReward:
     def _judged(
         self, path: str, images: Sequence[Any], prompts: Sequence[str], metadata: Metadata | None
     ) -> Any:
-        sides, texts, records, reasons = read_pictures(self.name, images, prompts, metadata)
+        sides, texts, records, reasons = read_images(self.name, images, prompts, metadata)
         rows = [row for row, reason in enumerate(reasons) if reason is None]
 
         def ask(part: slice) -> Scores | Preferences:
@@ -423,7 +423,7 @@ def spread(
     return answer_of({"main": empty, **columns}, valid, unit, text, said["reason"])
 
 
-def read_pictures(
+def read_images(
     name: str, sides: Sequence[Any], prompts: Sequence[str], metadata: Metadata | None
 ) -> tuple[list[Pixels], list[str], list[Mapping[str, Any] | None], list[str | None]]:
     """What is sent: the pixels of each side at 8 bits, prompts and records of the rows in which all images

@@ -2,5 +2,5 @@
 """Rewards of texts: verifiable answers, format, length, reward models, process rewards, and their
 catalogue.
 
-It needs `base` and `combine`; no picture comes in.
+It needs `base` and `combine`; no image comes in.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards for what is said of pictures: ratings by order or by nearness, verdicts on pairs.
+"""Rewards for what is said of images: ratings by order or by nearness, verdicts on pairs.
 
 Deviations from VisualQuality-R1's released code: an answer that cannot be read is no random number, one
-picture alone is no error, and pictures are compared over all answers that are judged together.
+image alone is no error, and images are compared over all answers that are judged together.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ RULES = ("fidelity", "binary", "regression")
 
 
 class RatingReward:
-    """How good a written rating of a picture is, from its record's `image`, `mos` and, where given, `set`.
+    """How good a written rating of an image is, from its record's `image`, `mos` and, where given, `set`.
 
-    - "fidelity": mean over the other pictures of the set of √(p q) + √((1 − p)(1 − q)), q = Φ(this rating's
-      lead over the other picture's mean in deviations), p by the labels 1, ½ or 0; in [0, 1];
-    - "binary": mean over the other pictures of 1 where the lead has the labels' sign, ½ for equal ratings;
+    - "fidelity": mean over the other images of the set of √(p q) + √((1 − p)(1 − q)), q = Φ(this rating's
+      lead over the other image's mean in deviations), p by the labels 1, ½ or 0; in [0, 1];
+    - "binary": mean over the other images of 1 where the lead has the labels' sign, ½ for equal ratings;
     - "regression": 1 − |rating − mos| / (largest − smallest rating).
 
-    The K answers of a picture are those of its prompt that are judged together. An answer that cannot be read
-    takes no part in its picture's mean; it gets 0 where there is a bonus for the form, and is masked without.
+    The K answers of an image are those of its prompt that are judged together. An answer that cannot be read
+    takes no part in its image's mean; it gets 0 where there is a bonus for the form, and is masked without.
 
     Wu et al., VisualQuality-R1, arXiv 2505.14460, section 3; its ablations.
     """
@@ -140,7 +140,7 @@ class RatingReward:
 
 class VerdictReward(TextRule):
     """1 where the answer about a pair prefers what its record's `label` does, the share of the votes for the
-    first picture, and else −1: another answer, a tie, or one that cannot be read.
+    first image, and else −1: another answer, a tie, or one that cannot be read.
 
     Rule-based reward of SPCT, DeepSeek-GRM, arXiv 2504.02495.
     """
@@ -154,7 +154,7 @@ class VerdictReward(TextRule):
         """Choose how answers are read.
 
         Args:
-            words: two words, of which the answer begins with one: the first for the first picture; None: a
+            words: two words, of which the answer begins with one: the first for the first image; None: a
                 sentence in which one of `options` is asserted.
             options: the two sentences that are asked for, "NAME is better".
             name: for messages and logs.
@@ -166,7 +166,7 @@ class VerdictReward(TextRule):
             texts = {one for one in two or () if isinstance(one, str)}
             if two is not None and (isinstance(two, str) or len(two) != 2 or len(texts) != 2):
                 raise ValueError(
-                    f"{name}: {what} is {two!r}; give two texts that differ, of the first picture first (in "
+                    f"{name}: {what} is {two!r}; give two texts that differ, of the first image first (in "
                     "YAML 'yes' needs its quotes)."
                 )
         self.name, self.words, self.options = name, words, tuple(options)
@@ -175,7 +175,7 @@ class VerdictReward(TextRule):
         """Compare the answer with the record."""
         label = _number(record.get("label"))
         if not 0 <= label <= 1 or label == 0.5:
-            return TextVerdict(reason="its record has no label from 0 to 1 that prefers one of the pictures")
+            return TextVerdict(reason="its record has no label from 0 to 1 that prefers one of the images")
         try:
             side = verdict(completion, options=self.options) if self.words is None else self._word(completion)
         except AnswerError as error:
@@ -197,7 +197,7 @@ def _number(value: Any) -> float:
 
 
 def _in_order(answers: torch.Tensor, target: torch.Tensor, sets: Sequence[str]) -> torch.Tensor:
-    """[B, K] share of the other pictures of the set whose mean lies on the labels' side of the answer."""
+    """[B, K] share of the other images of the set whose mean lies on the labels' side of the answer."""
     mean = answer_statistics(answers).mean
     same = torch.tensor([[one == two for two in sets] for one in sets]) & ~torch.eye(
         len(sets), dtype=torch.bool

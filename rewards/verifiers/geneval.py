@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GenEval: is in the picture what was asked for? A transformers detector, CLIP colours, its rules.
+"""GenEval: is in the image what was asked for? A transformers detector, CLIP colours, its rules.
 
 Ghosh et al., GenEval, arXiv 2310.11513. Deviations: the detector is one of transformers, not mmdet's; images
 are turned by their EXIF orientation before detection, not only for the colours. The rules stand in
@@ -131,16 +131,16 @@ class GenEval:
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         rows: list[int] = []
-        pictures: list[Tensor] = []
+        readable_images: list[Tensor] = []
         records: list[Mapping[str, Any]] = []
         for row, image in request.images.readable():
             record = request.metadata[row]
             reasons[row] = record_problem(record) or self._unknown(record or {})
             if reasons[row] is None:
                 rows.append(row)
-                pictures.append(image)
+                readable_images.append(image)
                 records.append(record or {})
-        verdicts = self._judge(pictures, records) if rows else []
+        verdicts = self._judge(readable_images, records) if rows else []
         for row, verdict in zip(rows, verdicts, strict=True):
             reasons[row] = verdict if isinstance(verdict, str) else None
         return self._scores(rows, verdicts, reasons)

@@ -212,7 +212,7 @@ def _of_masks(item: dict[str, Any], size: tuple[int, int]) -> tuple[Tensor, Tens
         empty = torch.zeros(0)
         return torch.zeros(0, 4), empty, empty.long(), torch.zeros(0, *size, dtype=torch.bool)
     masks = item["segmentation"].cpu().bool()
-    # A mask of a few cells may vanish when it is drawn at the picture's size.
+    # A mask of a few cells may vanish when it is drawn at the image's size.
     seen = masks.flatten(1).any(1)
     masks, info = masks[seen], [entry for entry, here in zip(info, seen.tolist(), strict=True) if here]
     boxes = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is the wanted text in the picture? An OCR engine reads it, an edit distance compares."""
+"""Is the wanted text in the image? An OCR engine reads it, an edit distance compares."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from visalign.rewards.base.images import to_uint8
 from visalign.rewards.pairs.asking import distinct_images
 
 Engine = Callable[[np.ndarray], str]
-"""From a picture, uint8 [H, W, 3] RGB, to all text that is read in it, in reading order."""
+"""From an image, uint8 [H, W, 3] RGB, to all text that is read in it, in reading order."""
 INSTALL = 'python -m pip install "visalign[ocr]" (or: python -m pip install rapidocr onnxruntime)'
 
 RULES = ("window", "plain", "flow_grpo", "verl_omni")
@@ -35,7 +35,7 @@ _QUOTED = re.compile(
 
 
 class OcrReward:
-    """Edit-distance score of the text read in a picture against the wanted text, in [0, 1].
+    """Edit-distance score of the text read in an image against the wanted text, in [0, 1].
 
     The wanted text is the record's "text" (a string or several) or what stands in quotation marks in the
     prompt. Without either, or without a character in it, the row is invalid. `text` holds what was read; the
@@ -55,7 +55,7 @@ class OcrReward:
         """Choose engine and rule.
 
         Args:
-            engine: reads a picture; RapidOCR (PP-OCR models inside the package, on onnxruntime) when None,
+            engine: reads an image; RapidOCR (PP-OCR models inside the package, on onnxruntime) when None,
                 loaded at the first score.
             rule: of `text_score`: "window", "plain", "flow_grpo" or "verl_omni".
             min_confidence: lines that RapidOCR is less sure of are left out; not used with your own engine.
@@ -70,7 +70,7 @@ class OcrReward:
             raise ValueError(f"ocr: min_confidence is {min_confidence}; allowed are numbers in [0, 1].")
         if engine is not None and not callable(engine):
             raise TypeError(
-                f"ocr: engine is a {type(engine).__name__}; give a function from a uint8 picture [H, W, 3] "
+                f"ocr: engine is a {type(engine).__name__}; give a function from a uint8 image [H, W, 3] "
                 "to the text in it, or None for RapidOCR."
             )
         self.rule, self.min_confidence = rule, min_confidence
@@ -78,7 +78,7 @@ class OcrReward:
 
     @cached_property
     def engine(self) -> Engine:
-        """What reads a picture."""
+        """What reads an image."""
         return self._given or load_rapidocr(self.min_confidence)
 
     @cached_property
@@ -91,20 +91,20 @@ class OcrReward:
         return Identity(judge=self.name, model=model, options=options)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Judge B pictures; each distinct one is read once."""
+        """Judge B readable_images; each distinct one is read once."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
-        rows, pictures, targets = [], [], []
+        rows, readable_images, targets = [], [], []
         for row, image in request.images.readable():
             found = wanted_texts(request.prompts[row], request.metadata[row])
             if isinstance(found, str):
                 reasons[row] = found
                 continue
             rows.append(row)
-            pictures.append(image)
+            readable_images.append(image)
             targets.append(found)
-        first, index = distinct_images(pictures, [0] * len(pictures))
-        seen = [self._read(to_uint8(pictures[i])) for i in first]
+        first, index = distinct_images(readable_images, [0] * len(readable_images))
+        seen = [self._read(to_uint8(readable_images[i])) for i in first]
         size = len(request)
         values, extra, text = [], [], [""] * size
         for row, number, target in zip(rows, index, targets, strict=True):
@@ -118,12 +118,12 @@ class OcrReward:
         parts = {"extra": scatter(extra, rows, size)}
         return make_scores(scatter(values, rows, size), reasons, self.unit, parts=parts, text=text)
 
-    def _read(self, picture: np.ndarray) -> str:
+    def _read(self, image: np.ndarray) -> str:
         with Naming(self.name):
-            text = self.engine(picture)
+            text = self.engine(image)
         if not isinstance(text, str):
             raise RewardError(
-                f"ocr: the engine returned a {type(text).__name__}; it must return the text in the picture "
+                f"ocr: the engine returned a {type(text).__name__}; it must return the text in the image "
                 'as a string, "" for none.'
             )
         return text
@@ -151,18 +151,18 @@ def wanted_texts(prompt: str, record: Mapping[str, Any] | None) -> list[str] | s
 def load_rapidocr(min_confidence: float = 0.5) -> Engine:
     """RapidOCR as an engine; its models come with the package, lines below `min_confidence` are left out."""
     try:
-        import onnxruntime  # noqa: F401  # rapidocr finds out only at the first picture
+        import onnxruntime  # noqa: F401  # rapidocr finds out only at the first image
         from PIL import Image
         from rapidocr import RapidOCR
     except ModuleNotFoundError as error:
         raise RewardError(
             f"ocr: the OCR engine is not installed ({error.name} is missing). Run: {INSTALL}; or give your "
-            "own engine, a function from a uint8 picture [H, W, 3] to the text in it."
+            "own engine, a function from a uint8 image [H, W, 3] to the text in it."
         ) from error
     reader = RapidOCR(params={"Global.text_score": min_confidence, "Global.log_level": "critical"})
 
-    def read(picture: np.ndarray) -> str:
-        return " ".join(reader(Image.fromarray(picture)).txts or ())  # type: ignore[union-attr]  # all stages are on
+    def read(image: np.ndarray) -> str:
+        return " ".join(reader(Image.fromarray(image)).txts or ())  # type: ignore[union-attr]  # all stages are on
 
     return read
 
@@ -219,21 +219,21 @@ def normal_text(text: str) -> str:
 
 
 def text_score(target: str | Sequence[str], recognised: str, *, rule: str = "window") -> float | None:
-    """How well a picture's text is the wanted one, in [0, 1].
+    """How well an image's text is the wanted one, in [0, 1].
 
     - "window": (|t| − d) / max(|t|, |s|) on `normal_text`, d the least distance of t to a stretch of s. Text
       beyond the wanted length lowers the score, wherever it stands and whatever it is, and characters that
       are not in t never raise it: a perfect sign with as much other text again has ½. For several wanted
       texts t is they joined in the order that fits best (up to `MAX_ORDERED`), because the order in which an
-      engine reads a picture is not the prompt's.
+      engine reads an image is not the prompt's.
     - "plain": 1 − min(lev, |t|) / |t|, as "verl_omni" but without its substring rule.
-    - "flow_grpo": lower case without blanks; 1 if t is a substring of s, else "plain". Flooding the picture
+    - "flow_grpo": lower case without blanks; 1 if t is a substring of s, else "plain". Flooding the image
       with text satisfies it.
     - "verl_omni": the same without any white space.
 
     Args:
         target: wanted text, or several (which the last three rules join).
-        recognised: all that was read in the picture.
+        recognised: all that was read in the image.
         rule: see above.
 
     Returns:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shapes world's exact verifier as a reward: is everything in the picture that the prompt asks for?"""
+"""The shapes world's exact verifier as a reward: is everything in the image that the prompt asks for?"""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from visalign.rewards.base.contract import make_scores, read_request, scatter
 from visalign.rewards.base.identity import Identity
 
 SIDE = 64
-"""Height and width of the shapes world's pictures."""
+"""Height and width of the shapes world's images."""
 
 
 class ShapesVerifier:
-    """1 for a correct picture and 0 otherwise, or the share of the prompt's checks that hold.
+    """1 for a correct image and 0 otherwise, or the share of the prompt's checks that hold.
 
     The metadata record of a prompt (GenEval's layout) says what to check; without one the prompt itself is
     parsed.
@@ -50,24 +50,26 @@ class ShapesVerifier:
         }[mode]
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Verify 64×64 pictures; other sizes, and prompts from outside the shapes world, are invalid."""
+        """Verify 64×64 images; other sizes, and prompts from outside the shapes world, are invalid."""
         from visalign.data.shapes.verifier import verify
 
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
-        rows, pictures, records = [], [], []
+        rows, readable_images, records = [], [], []
         for row, image in request.images.readable():
             record, problem = _record(request.prompts[row], request.metadata[row])
             height, width = image.shape[1:]
             if (height, width) != (SIDE, SIDE):
-                problem = f"the shapes verifier reads {SIDE}×{SIDE} pictures, this one has {width}×{height}"
+                problem = (
+                    f"the shapes verifier reads {SIDE}×{SIDE} readable_images, this one has {width}×{height}"
+                )
             if problem is not None:
                 reasons[row] = problem
                 continue
             rows.append(row)
-            pictures.append(image)
+            readable_images.append(image)
             records.append(record)
-        verdicts = verify(torch.stack(pictures), records) if rows else []
+        verdicts = verify(torch.stack(readable_images), records) if rows else []
         parts = {
             "correct": scatter([float(verdict.correct) for verdict in verdicts], rows, len(request)),
             "partial": scatter([verdict.score for verdict in verdicts], rows, len(request)),
@@ -92,7 +94,7 @@ def _record(prompt: str, given: Mapping[str, Any] | None) -> tuple[Mapping[str, 
 
 
 def _problem(record: Mapping[str, Any]) -> str | None:
-    """Why a record cannot be verified, found by judging an empty picture with it."""
+    """Why a record cannot be verified, found by judging an empty image with it."""
     from visalign.data.shapes.verifier import judge
 
     form = "needed is GenEval's layout, include: [{class: circle, count: 1}, ...]"

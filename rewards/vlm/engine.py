@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine of judges that are vision-language models: one prefill for a request, nothing read twice.
 
-A request is a template with pictures and a prompt. Pictures go through the vision tower once, whatever
-number of prompts and calls they meet; requests with the same pictures and a common beginning share it; only
+A request is a template with images and a prompt. Images go through the vision tower once, whatever
+number of prompts and calls they meet; requests with the same images and a common beginning share it; only
 the asked-for rows of the language head are multiplied; batches are filled by tokens, padded on the right.
 
 Positions: "mrope" are the three axes of Qwen2-VL (arXiv 2409.12191, section 2.1); "1d" counts tokens as in a
@@ -27,8 +27,8 @@ from visalign.rewards.weights.fingerprints import WeightPrint
 
 from .generation import JudgeAnswers, generate_answers
 from .loading import load_seeing_model
-from .network import SeeingNetwork, picture_encoder
-from .requests import Query, RowEncoder, SeenPicture, TokenRow
+from .network import SeeingNetwork, image_encoder
+from .requests import Query, RowEncoder, SeenImage, TokenRow
 from .template import JudgeSettings, Template, check_positions
 
 __all__ = ["AnswerLogits", "HiddenStates", "JudgeAnswers", "Query", "TokenRow", "VisionLanguageEngine"]
@@ -57,7 +57,7 @@ class HiddenStates:
 
 
 class VisionLanguageEngine:
-    """A vision-language model that is asked about pictures.
+    """A vision-language model that is asked about images.
 
     Families: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, and InternVL as transformers has it.
 
@@ -69,9 +69,9 @@ class VisionLanguageEngine:
         settings: templates and more of the model's folder.
         max_tokens_per_batch: tokens of one forward pass, with padding.
         max_tokens: of one request; what the model's config says when None.
-        feature_bytes: of pictures' features that are kept between calls.
+        feature_bytes: of images' features that are kept between calls.
         weights: fingerprint of the weight files, for the identity; that of the weights in memory when "".
-        **pixels: min_pixels and max_pixels of a resized picture, and `window` of `PatchCutter`; as the
+        **pixels: min_pixels and max_pixels of a resized image, and `window` of `PatchCutter`; as the
             settings' "pixels" have them, else the processor, where they are not given.
 
     Raises:
@@ -100,20 +100,20 @@ class VisionLanguageEngine:
         self.model, self.processor, self.name, self.revision = model, processor, name, ""
         self.settle(weights)
         self.settings = settings or JudgeSettings()
-        pictures = picture_encoder(model, processor, **{**self.settings.rest.get("pixels", {}), **pixels})
+        images = image_encoder(model, processor, **{**self.settings.rest.get("pixels", {}), **pixels})
         wanted = positions or self.settings.positions or "mrope"
-        self.positions = check_positions(wanted) if pictures.merge else "1d"
+        self.positions = check_positions(wanted) if images.merge else "1d"
         tokenizer = processor.tokenizer
         self.network = SeeingNetwork(
             model,
-            pictures,
+            images,
             positions=self.positions,
             pad=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
             max_tokens=max_tokens_per_batch,
             feature_bytes=feature_bytes,
         )
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self.rows = RowEncoder(processor, model.config.image_token_id, pictures, max_tokens or limit)
+        self.rows = RowEncoder(processor, model.config.image_token_id, images, max_tokens or limit)
 
     @classmethod
     def from_pretrained(
@@ -175,7 +175,7 @@ class VisionLanguageEngine:
             "weights": self.weights,
             "revision": self.revision,
             "template": template.text,
-            "preprocessing": self.network.pictures.settings(),
+            "preprocessing": self.network.images.settings(),
             "dtype": str(self.network.trunk.get_input_embeddings().weight.dtype).removeprefix("torch."),
             "options": {"positions": self.positions, **_quantised(self.model), **options},
         }
@@ -188,7 +188,7 @@ class VisionLanguageEngine:
         """
         rows: list[TokenRow | None] = []
         reasons: list[str | None] = []
-        measured: dict[int, SeenPicture] = {}  # the queries keep their tensors alive, so that ids stay apart
+        measured: dict[int, SeenImage] = {}  # the queries keep their tensors alive, so that ids stay apart
         for query in queries:
             try:
                 row, reason = self.rows(template, query, at, measured), None
@@ -262,7 +262,7 @@ class VisionLanguageEngine:
         )
 
     def clear_features(self) -> None:
-        """Forget pictures' features, after the tower's weights changed."""
+        """Forget images' features, after the tower's weights changed."""
         self.network.cache.clear()
 
     def refresh(self) -> None:

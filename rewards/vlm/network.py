@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model of a vision-language judge: pictures and tokens in, hidden states at the marked places out."""
+"""The model of a vision-language judge: images and tokens in, hidden states at the marked places out."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch.nn.functional import linear
 
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.weights.feature_cache import FeatureCache
-from visalign.vision.pictures import PictureFeatures, insert_features
+from visalign.vision.images import ImageFeatures, insert_features
 
 from .packing import Batch, attention_mask, batch_packs, collate, pack_rows
-from .requests import PatchEncoder, PictureEncoder, SeenPicture, TileEncoder, TokenRow, by_patches
+from .requests import ImageEncoder, PatchEncoder, SeenImage, TileEncoder, TokenRow, by_patches
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 TILES = ("internvl",)
-"""Model types by how they take pictures in."""
+"""Model types by how they take images in."""
 STRIP = 16384
 """Rows of the head that are multiplied at a time where all are needed."""
 
 
-def picture_encoder(model: Any, processor: Any, **changes: Any) -> PictureEncoder:
-    """How a model of transformers takes pictures in; `changes` are of the settings of its patches (Qwen-VL
+def image_encoder(model: Any, processor: Any, **changes: Any) -> ImageEncoder:
+    """How a model of transformers takes images in; `changes` are of the settings of its patches (Qwen-VL
     alone).
     """
     kind = getattr(model.config, "model_type", "")
@@ -47,28 +47,28 @@ class SeeingNetwork:
 
     Args:
         model: transformers model with language head, on its device.
-        pictures: how it takes pictures in.
+        images: how it takes images in.
         positions: "mrope" or "1d".
         pad: id that fills batches.
         max_tokens: of one pass, with padding.
-        feature_bytes: of pictures' features that are kept.
+        feature_bytes: of images' features that are kept.
     """
 
     def __init__(
         self,
         model: Any,
-        pictures: PictureEncoder,
+        images: ImageEncoder,
         *,
         positions: str,
         pad: int,
         max_tokens: int,
         feature_bytes: int,
     ) -> None:
-        self.model, self.pictures, self.pad, self.max_tokens = model, pictures, pad, max_tokens
+        self.model, self.images, self.pad, self.max_tokens = model, images, pad, max_tokens
         self.trunk: Any = model.base_model
-        self.merge = pictures.merge if positions == "mrope" else 0
+        self.merge = images.merge if positions == "mrope" else 0
         self.image_token: int = model.config.image_token_id
-        self.cache: FeatureCache[PictureFeatures] = FeatureCache(feature_bytes)
+        self.cache: FeatureCache[ImageFeatures] = FeatureCache(feature_bytes)
         self.in_one_pass = False
         """Whether rows with gradient go through together, `max_tokens` or not: processes that share the
         weights have to make equally many passes."""
@@ -87,7 +87,7 @@ class SeeingNetwork:
         """Hidden states [N, H] float32 at the marks of N rows, one at least; with gradient where it is
         enabled.
 
-        Equal rows are computed once; rows with the same pictures and a common beginning share it. `run` goes
+        Equal rows are computed once; rows with the same images and a common beginning share it. `run` goes
         from a batch to what stands at each of its places, [b, S, *]; the language part when None.
         """
         run = run or self.hidden
@@ -143,11 +143,11 @@ class SeeingNetwork:
 
     @property
     def tower(self) -> list[nn.Parameter]:
-        """What pictures go through before they meet tokens."""
+        """What images go through before they meet tokens."""
         return [one for name, one in self.trunk.named_parameters() if "language_model." not in name]
 
-    def features(self, shown: Sequence[SeenPicture]) -> dict[SeenPicture, PictureFeatures]:
-        """Features of pictures: kept ones, or live with gradient where the tower is trained.
+    def features(self, shown: Sequence[SeenImage]) -> dict[SeenImage, ImageFeatures]:
+        """Features of images: kept ones, or live with gradient where the tower is trained.
 
         What is kept is found by the pixels, across prompts and calls, and forgotten when a weight of the
         tower was changed.
@@ -155,19 +155,19 @@ class SeeingNetwork:
         different = list(dict.fromkeys(shown))
         tower = self.tower
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in tower):
-            live = self.pictures.features(self.trunk, different) if different else []
+            live = self.images.features(self.trunk, different) if different else []
             return dict(zip(different, live, strict=True))
         state = hash(tuple((one.data_ptr(), 0 if one.is_inference() else one._version) for one in tower))
         if state != self._seen_with:
             self.cache.clear()
             self._seen_with = state
-        kept = {picture: self.cache.get(picture.digest) for picture in different}
-        found = {picture: features for picture, features in kept.items() if features is not None}
+        kept = {image: self.cache.get(image.digest) for image in different}
+        found = {image: features for image, features in kept.items() if features is not None}
         with torch.no_grad():
-            for part in by_patches([picture for picture in different if picture not in found]):
-                for picture, features in zip(part, self.pictures.features(self.trunk, part), strict=True):
-                    self.cache.put(picture.digest, features)
-                    found[picture] = features
+            for part in by_patches([image for image in different if image not in found]):
+                for image, features in zip(part, self.images.features(self.trunk, part), strict=True):
+                    self.cache.put(image.digest, features)
+                    found[image] = features
         return found
 
     def inputs(self, batch: Batch) -> dict[str, Any]:

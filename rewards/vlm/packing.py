@@ -15,7 +15,7 @@ from torch import Tensor
 
 from visalign.vision.positions import rotary_positions
 
-from .requests import SeenPicture, TokenRow
+from .requests import SeenImage, TokenRow
 
 PACK = 1024
 """Tokens of a pack at most, where it holds more than one row: attention costs their square."""
@@ -27,7 +27,7 @@ MASK = 1 << 25
 
 @dataclass(frozen=True)
 class Pack:
-    """Rows with the same pictures and a common beginning."""
+    """Rows with the same images and a common beginning."""
 
     rows: tuple[TokenRow, ...]
     numbers: tuple[int, ...]
@@ -49,13 +49,13 @@ class Batch:
     mask: Tensor
     """[b, S], 0 for padding."""
     places: Tensor
-    """bool [b, S], True for tokens that stand for pictures."""
+    """bool [b, S], True for tokens that stand for images."""
     positions: Tensor | None
     """[3, b, S] or [b, S] int64; None where they count tokens and no pack holds several rows."""
     segments: Tensor | None
     """[b, S]: 0 in the common beginning, n in the n-th ending, -1 in padding; None without packs."""
-    shown: list[SeenPicture]
-    """Pictures, pack by pack."""
+    shown: list[SeenImage]
+    """Images, pack by pack."""
     marks: Tensor
     """[n, 2] where the rows are read: pack and position."""
     numbers: list[int]
@@ -79,7 +79,7 @@ def pack_rows(rows: Sequence[TokenRow], image_token: int, *, share: bool = True)
 
 
 def _split(rows: Sequence[TokenRow], members: Sequence[int], image_token: int) -> Iterable[Pack]:
-    """Rows with the same pictures as packs of at most `PACK` tokens."""
+    """Rows with the same images as packs of at most `PACK` tokens."""
     open_rows: list[int] = []
     shared = 0
     for number in members:
@@ -89,7 +89,7 @@ def _split(rows: Sequence[TokenRow], members: Sequence[int], image_token: int) -
         common = min(common, shared, len(ids) - 1) if open_rows else len(ids) - 1
         size = common + sum(len(rows[one].ids) - common for one in [*open_rows, number])
         if open_rows and (
-            common < max(SHORTEST, _pictures_end(ids, image_token)) or size > max(PACK, 2 * len(ids))
+            common < max(SHORTEST, _images_end(ids, image_token)) or size > max(PACK, 2 * len(ids))
         ):
             yield _close(rows, open_rows, shared)
             open_rows, common = [], len(ids) - 1
@@ -112,8 +112,8 @@ def _close(rows: Sequence[TokenRow], numbers: Sequence[int], shared: int) -> Pac
     return Pack(tuple(rows[number] for number in numbers), tuple(numbers), shared)
 
 
-def _pictures_end(ids: Sequence[int], image_token: int) -> int:
-    """Tokens up to the last one of a picture."""
+def _images_end(ids: Sequence[int], image_token: int) -> int:
+    """Tokens up to the last one of an image."""
     return next((len(ids) - place for place, one in enumerate(reversed(ids)) if one == image_token), 0)
 
 
@@ -167,7 +167,7 @@ def collate(packs: Sequence[Pack], image_token: int, pad: int, merge: int) -> Ba
 
 
 def _positions(pack: Pack, image_token: int, merge: int) -> Tensor:
-    """[3, length of the longest row]; shorter rows have the beginning of it: their pictures are the same."""
+    """[3, length of the longest row]; shorter rows have the beginning of it: their images are the same."""
     longest = max(pack.rows, key=lambda row: len(row.ids))
     if not merge:
         return torch.arange(len(longest.ids)).expand(3, -1)

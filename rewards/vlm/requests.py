@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to a vision-language model: pictures measured in tokens as its family takes them in, prompts
+"""Requests to a vision-language model: images measured in tokens as its family takes them in, prompts
 turned into token ids.
 
-A clip [F, 3, H, W] may stand in a picture's slot: its features take the places of the tokens, so that the
+A clip [F, 3, H, W] may stand in an image's slot: its features take the places of the tokens, so that the
 model reads what it reads behind its own video token.
 
 No user can write a special token: a prompt that spells one out is taken apart or refused.
@@ -21,8 +21,8 @@ from torch import Tensor
 from visalign.data.sets.prompt_files import listed_sources
 from visalign.rewards.base.contract import Request, RewardError, prompt_problem
 from visalign.rewards.base.images import load_images
+from visalign.vision.images import ImageFeatures, PatchedImage, pixel_digest, tower_features
 from visalign.vision.patches import PatchCutter
-from visalign.vision.pictures import Picture, PictureFeatures, pixel_digest, tower_features
 from visalign.vision.pixels import to_levels
 
 from .template import Template, escape
@@ -32,8 +32,8 @@ PATCHES = 1 << 16
 
 
 @dataclass(frozen=True)
-class SeenPicture:
-    """A picture that was not cut yet; two are equal if their pixels are."""
+class SeenImage:
+    """An image that was not cut yet; two are equal if their pixels are."""
 
     digest: str
     grid: tuple[int, int, int] = field(compare=False)
@@ -44,18 +44,18 @@ class SeenPicture:
     """uint8 [3, H, W], or [F, 3, H, W] of a clip."""
 
 
-class PictureEncoder(Protocol):
-    """How a family of models takes pictures in."""
+class ImageEncoder(Protocol):
+    """How a family of models takes images in."""
 
     merge: int
     """Patches that become one token, on each side; 0 where positions know no grid."""
 
-    def measure(self, pixels: Tensor) -> SeenPicture:
-        """A picture's or clip's size in tokens; ValueError with the reason where the model cannot take it."""
+    def measure(self, pixels: Tensor) -> SeenImage:
+        """An image's or clip's size in tokens; ValueError with the reason where the model cannot take it."""
         ...
 
-    def features(self, trunk: Any, shown: Sequence[SeenPicture]) -> list[PictureFeatures]:
-        """Pictures through the tower, in one pass."""
+    def features(self, trunk: Any, shown: Sequence[SeenImage]) -> list[ImageFeatures]:
+        """Images through the tower, in one pass."""
         ...
 
     def settings(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class PictureEncoder(Protocol):
 
 
 class PatchEncoder:
-    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: patches of a resized picture; `changes` are fields of `PatchCutter`
+    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: patches of a resized image; `changes` are fields of `PatchCutter`
     that are to differ, e.g. min_pixels and max_pixels.
     """
 
@@ -72,13 +72,13 @@ class PatchEncoder:
         self.cutter = PatchCutter.of(image_processor, **changes)
         self.merge = self.cutter.merge
 
-    def measure(self, pixels: Tensor) -> SeenPicture:
+    def measure(self, pixels: Tensor) -> SeenImage:
         pixels = self.cutter.seen(pixels)
         grid = self.cutter.grid(*pixels.shape[-2:], frames=len(pixels) if pixels.ndim == 4 else 1)
-        return SeenPicture(pixel_digest(pixels), grid, self.cutter.tokens(grid), pixels)
+        return SeenImage(pixel_digest(pixels), grid, self.cutter.tokens(grid), pixels)
 
-    def features(self, trunk: Any, shown: Sequence[SeenPicture]) -> list[PictureFeatures]:
-        cut = [Picture(s.digest, s.grid, s.tokens, self.cutter.cut(s.pixels)) for s in shown]
+    def features(self, trunk: Any, shown: Sequence[SeenImage]) -> list[ImageFeatures]:
+        cut = [PatchedImage(s.digest, s.grid, s.tokens, self.cutter.cut(s.pixels)) for s in shown]
         return tower_features(trunk, cut)
 
     def settings(self) -> dict[str, Any]:
@@ -86,20 +86,20 @@ class PatchEncoder:
 
 
 class TileEncoder:
-    """InternVL: tiles of one size, cut by the library's processor; each picture by itself."""
+    """InternVL: tiles of one size, cut by the library's processor; each image by itself."""
 
     merge = 0
 
     def __init__(self, processor: Any) -> None:
         self._images, self._length = processor.image_processor, int(processor.image_seq_length)
 
-    def measure(self, pixels: Tensor) -> SeenPicture:
+    def measure(self, pixels: Tensor) -> SeenImage:
         if pixels.ndim != 3:
-            raise RewardError("A model that cuts pictures into tiles takes no clip; give a Qwen2-VL.")
+            raise RewardError("A model that cuts images into tiles takes no clip; give a Qwen2-VL.")
         tiles = self._images.get_number_of_image_patches(*pixels.shape[1:], {"crop_to_patches": True})
-        return SeenPicture(pixel_digest(pixels), (int(tiles), 1, 1), int(tiles) * self._length, pixels)
+        return SeenImage(pixel_digest(pixels), (int(tiles), 1, 1), int(tiles) * self._length, pixels)
 
-    def features(self, trunk: Any, shown: Sequence[SeenPicture]) -> list[PictureFeatures]:
+    def features(self, trunk: Any, shown: Sequence[SeenImage]) -> list[ImageFeatures]:
         cut = [
             self._images(
                 images=[s.pixels],
@@ -112,23 +112,23 @@ class TileEncoder:
         device = trunk.get_input_embeddings().weight.device
         found = trunk.get_image_features(torch.cat(cut).to(device), return_dict=True).pooler_output
         parts = found.split([len(tiles) for tiles in cut])
-        return [PictureFeatures(part.flatten(0, 1)) for part in parts]
+        return [ImageFeatures(part.flatten(0, 1)) for part in parts]
 
     def settings(self) -> dict[str, Any]:
         names = ("size", "image_mean", "image_std", "resample", "min_patches", "max_patches")
         return {name: str(getattr(self._images, name, None)) for name in names}
 
 
-def by_patches(shown: Sequence[SeenPicture]) -> list[list[SeenPicture]]:
-    """Parts of at most `PATCHES` patches, one picture at least."""
-    parts: list[list[SeenPicture]] = []
+def by_patches(shown: Sequence[SeenImage]) -> list[list[SeenImage]]:
+    """Parts of at most `PATCHES` patches, one image at least."""
+    parts: list[list[SeenImage]] = []
     room = 0
-    for picture in shown:
-        size = picture.grid[0] * picture.grid[1] * picture.grid[2]
+    for image in shown:
+        size = image.grid[0] * image.grid[1] * image.grid[2]
         if not parts or size > room:
             parts.append([])
             room = PATCHES
-        parts[-1].append(picture)
+        parts[-1].append(image)
         room -= size
     return parts
 
@@ -139,7 +139,7 @@ TEXTS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """One request: pictures for the slots of a template, and what fills its names."""
+    """One request: images for the slots of a template, and what fills its names."""
 
     images: Sequence[Tensor]
     """Each [3, H, W] float in [0, 1], or uint8; [F, 3, H, W] of a clip."""
@@ -156,9 +156,9 @@ class TokenRow:
     """What the network reads for one request, up to the token whose hidden state is asked for."""
 
     ids: tuple[int, ...]
-    """Tokens, with as many image tokens as the pictures take."""
-    shown: tuple[SeenPicture, ...]
-    """Pictures in the order of their tokens."""
+    """Tokens, with as many image tokens as the images take."""
+    shown: tuple[SeenImage, ...]
+    """Images in the order of their tokens."""
 
 
 class RowEncoder:
@@ -166,11 +166,9 @@ class RowEncoder:
     image tokens.
     """
 
-    def __init__(
-        self, processor: Any, image_token: int, pictures: PictureEncoder, longest: int | None
-    ) -> None:
+    def __init__(self, processor: Any, image_token: int, images: ImageEncoder, longest: int | None) -> None:
         self.processor, self.tokenizer = processor, processor.tokenizer
-        self.image_token, self._pictures, self.longest = image_token, pictures, longest
+        self.image_token, self._images, self.longest = image_token, images, longest
         self._around = _marks_around(processor)
         self._texts: OrderedDict[Any, tuple[int, ...]] = OrderedDict()
         self._plain: dict[Any, int] = {}
@@ -185,10 +183,10 @@ class RowEncoder:
         self._plain.clear()
 
     def __call__(
-        self, template: Template, query: Query, at: str | None, measured: dict[int, SeenPicture] | None = None
+        self, template: Template, query: Query, at: str | None, measured: dict[int, SeenImage] | None = None
     ) -> TokenRow:
         """One request; ValueError with the reason why it cannot be judged, RewardError where the template
-        does not fit. `at` is the token at which the row ends, None the last one; `measured` holds pictures
+        does not fit. `at` is the token at which the row ends, None the last one; `measured` holds images
         that were met before, by the id of their tensor, and is filled here.
         """
         if len(query.images) != template.images:
@@ -200,7 +198,7 @@ class RowEncoder:
         measured = {} if measured is None else measured
         for image in query.images:
             if id(image) not in measured:
-                measured[id(image)] = self._pictures.measure(to_levels(image))
+                measured[id(image)] = self._images.measure(to_levels(image))
         shown = tuple(measured[id(image)] for image in query.images)
         left, ids = iter(shown), []
         before, after = self._around
@@ -208,8 +206,8 @@ class RowEncoder:
             ids += [*before, *[token] * next(left).tokens, *after] if token == self.image_token else [token]
         if self.longest is not None and len(ids) > self.longest:
             raise ValueError(
-                f"prompt and pictures take {len(ids)} tokens; the model reads at most {self.longest}: "
-                "shorten the prompt or shrink the pictures"
+                f"prompt and images take {len(ids)} tokens; the model reads at most {self.longest}: "
+                "shorten the prompt or shrink the images"
             )
         end = len(ids) - 1 if at is None else self._place(ids, at, template)
         return TokenRow(tuple(ids[: end + 1]), shown)
@@ -234,7 +232,7 @@ class RowEncoder:
         return list(found)
 
     def _text_ids(self, template: Template, query: Query) -> tuple[int, ...]:
-        """Tokens with one image token per picture; remembered."""
+        """Tokens with one image token per image; remembered."""
         key = (template.digest, query.prompt, tuple(sorted(query.fields.items())), query.continuation)
         if key in self._texts:
             self._texts.move_to_end(key)
@@ -298,14 +296,14 @@ class RowEncoder:
             )
         if self.image_token in ids[places[0] :]:
             raise RewardError(
-                f"The template {template.name!r} shows a picture behind {token}, where it is not seen any "
-                "more. Write the pictures first."
+                f"The template {template.name!r} shows an image behind {token}, where it is not seen any "
+                "more. Write the images first."
             )
         return places[0]
 
 
 def _marks_around(processor: Any) -> tuple[list[int], list[int]]:
-    """Tokens that the processor, not the chat template, writes around a picture."""
+    """Tokens that the processor, not the chat template, writes around an image."""
     names = ("start_image_token_id", "end_image_token_id")
     ids = [getattr(processor, name, None) for name in names]
     before, after = ([] if one is None else [int(one)] for one in ids)
@@ -326,10 +324,10 @@ def requests(
 ) -> tuple[list[int], list[Any]]:
     """(rows, queries) of the images that can be judged; the others get a reason in place, also a prompt
     without a visible character where the template asks for it. `fields` are further names that the
-    template fills; with `source` the picture that was edited comes before its edit.
+    template fills; with `source` the image that was edited comes before its edit.
     """
     rows, queries = [], []
-    before = source_pictures(request.metadata, reasons) if source else {}
+    before = source_images(request.metadata, reasons) if source else {}
     for row, image in request.images.readable():
         if reasons[row] is not None:
             continue
@@ -343,21 +341,21 @@ def requests(
     return rows, queries
 
 
-def source_pictures(
+def source_images(
     metadata: Sequence[Mapping[str, Any] | None], reasons: list[str | None]
 ) -> dict[int, Tensor]:
-    """row -> the picture under "source" in its record, that was edited, of several the first; a row without
+    """row -> the image under "source" in its record, that was edited, of several the first; a row without
     one gets its reason."""
     told = ((row, listed_sources((record or {}).get("source"))) for row, record in enumerate(metadata))
-    given = {row: pictures[0] for row, pictures in told if pictures}
+    given = {row: images[0] for row, images in told if images}
     read = load_images(list(given.values()))
     found = {}
     for row in range(len(metadata)):
         if row not in given:
-            reasons[row] = reasons[row] or 'its record has no "source", the picture that was edited'
+            reasons[row] = reasons[row] or 'its record has no "source", the image that was edited'
     for row, image, reason in zip(given, read.images, read.reasons, strict=True):
         if image is None:
-            reasons[row] = reasons[row] or f"the source picture: {reason}"
+            reasons[row] = reasons[row] or f"the source image: {reason}"
         else:
             found[row] = image
     return found

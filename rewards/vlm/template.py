@@ -9,7 +9,7 @@ A folder may hold `judge.json`:
 A TEMPLATE is an object with
 
 - "messages": the conversation as chat templates take it, [{"role": "user", "content": [{"type": "image"},
-  {"type": "text", "text": "Does it show {prompt}?"}]}]; each {"type": "image"} is a slot for one picture, in
+  {"type": "text", "text": "Does it show {prompt}?"}]}]; each {"type": "image"} is a slot for one image, in
   their order; a content may also be one string;
 - "answer_prefix" (""): what the assistant is made to have written already;
 - "chat" ({}): further arguments of the tokenizer's chat template;
@@ -43,7 +43,7 @@ class Template:
     """One question to a model that sees."""
 
     messages: Sequence[Mapping[str, Any]]
-    """The conversation, with slots for pictures."""
+    """The conversation, with slots for images."""
     name: str = "template"
     """For messages of errors."""
     answer_prefix: str = ""
@@ -90,7 +90,7 @@ class Template:
 
     @property
     def images(self) -> int:
-        """Slots for pictures."""
+        """Slots for images."""
         parts = [part for message in self.messages for part in _parts(message)]
         return sum(part.get("type") == "image" for part in parts)
 
@@ -199,12 +199,12 @@ def _check_message(where: str, message: Any) -> None:
             )
 
 
-def question(name: str, text: str, *, pictures: Sequence[str] = ("",), **fields: Any) -> Template:
-    """A template of one user message: pictures, each behind its label ("" for none), then the text, with
+def question(name: str, text: str, *, images: Sequence[str] = ("",), **fields: Any) -> Template:
+    """A template of one user message: images, each behind its label ("" for none), then the text, with
     `{prompt}` and other names in braces; `fields` are others of the template, words that the judge looks for.
     """
     content: list[dict[str, str]] = []
-    for label in pictures:
+    for label in images:
         content += [{"type": "text", "text": label}] * bool(label)
         content.append({"type": "image"})
     messages = [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features computed once: a picture or prompt goes through its tower a single time, also across calls."""
+"""Features computed once: an image or prompt goes through its tower a single time, also across calls."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def encode_once(
 
 
 def image_key(image: Tensor) -> bytes:
-    """Content key of a picture [3, H, W] in [0, 1]: its 8-bit levels and its shape."""
+    """Content key of an image [3, H, W] in [0, 1]: its 8-bit levels and its shape."""
     levels = image.mul(255).round().to(torch.uint8).cpu().contiguous()
     digest = hashlib.blake2b(str(tuple(image.shape)).encode(), digest_size=20)
     digest.update(levels.numpy().data)

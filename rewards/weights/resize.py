@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures as CLIP-type models take them: resized by open_clip's rules, cropped, padded where too small."""
+"""Images as CLIP-type models take them: resized by open_clip's rules, cropped, padded where too small."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from visalign.vision.resize import resize_like_pil, resize_weights
 from visalign.vision.window import seen_window
 
 MAX_GROWTH = 64
-"""A picture may be resized to at most this many times the pixels that the model sees."""
+"""An image may be resized to at most this many times the pixels that the model sees."""
 
 
 def resized_shape(height: int, width: int, config: Mapping[str, Any]) -> tuple[int, int]:
@@ -58,7 +58,7 @@ def model_levels(image: Tensor, config: Mapping[str, Any]) -> Tensor:
         [3, height, width] float32, from 0 to 255; whole numbers with "pil".
 
     Raises:
-        ValueError: the picture is so elongated that the resized one would not fit into memory; or unknown
+        ValueError: the image is so elongated that the resized one would not fit into memory; or unknown
             resampling.
     """
     if side := config.get("window"):
@@ -100,11 +100,11 @@ def model_pixels(images: Tensor, config: Mapping[str, Any]) -> Tensor:
     return smooth + (exact - smooth).detach()
 
 
-def fitting_pictures(
+def fitting_images(
     request: Request, reasons: list[str | None], config: Mapping[str, Any]
 ) -> tuple[list[int], list[Tensor]]:
-    """(rows, pictures [3, H, W]) that have no reason and can be resized; a refused one gets its reason."""
-    rows, pictures = [], []
+    """(rows, images [3, H, W]) that have no reason and can be resized; a refused one gets its reason."""
+    rows, images = [], []
     for row, image in request.images.readable():
         if reasons[row] is not None:
             continue
@@ -116,8 +116,8 @@ def fitting_pictures(
             reasons[row] = str(error)
             continue
         rows.append(row)
-        pictures.append(image)
-    return rows, pictures
+        images.append(image)
+    return rows, images
 
 
 def normalised(pixels: Tensor, config: Mapping[str, Any]) -> Tensor:
@@ -145,7 +145,7 @@ def checked_shape(height: int, width: int, config: Mapping[str, Any]) -> tuple[i
     target = target_shape(config)
     if shape[0] * shape[1] > MAX_GROWTH * target[0] * target[1]:
         raise ValueError(
-            f"a picture of {width}×{height} is too elongated to be resized for this model "
+            f"an image of {width}×{height} is too elongated to be resized for this model "
             f"({shape[1]}×{shape[0]} before the crop); crop it first"
         )
     return shape

@@ -21,7 +21,7 @@ from visalign.dotted_path import named_object
 from visalign.errors import UserError
 
 OWN = """
-from tests.support.training.pictures import ToyPolicy
+from tests.support.training.images import ToyPolicy
 
 class Own(ToyPolicy):
     @classmethod

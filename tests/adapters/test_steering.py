@@ -38,7 +38,7 @@ SCHEDULERS = {
 
 
 class Sampler:
-    """A pipeline's loop around the exact network of data N(0.5, 0.3²); a picture is its latent."""
+    """A pipeline's loop around the exact network of data N(0.5, 0.3²); an image is its latent."""
 
     def __init__(self, kind):
         self.kind, self.scheduler, self.seen = kind, SCHEDULERS[kind](), []
@@ -83,7 +83,7 @@ def blind(images):
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_the_predicted_picture_is_the_networks_own(kind):
+def test_the_predicted_image_is_the_networks_own(kind):
     sampler, judged = Sampler(kind), []
 
     def reward(images):
@@ -99,7 +99,7 @@ def test_the_predicted_picture_is_the_networks_own(kind):
 @pytest.mark.parametrize("schedule", ["flow", "dance"])
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_the_noise_leaves_the_marginal_as_it_is_and_sets_children_apart(kind, schedule):
-    """A reward that says nothing: the pictures are still N(0.5, 0.3²), though all stood in noise 12 times."""
+    """A reward that says nothing: the images are still N(0.5, 0.3²), though all stood in noise 12 times."""
     count, after = 4096, range(2, 38, 3)
     sampler = Sampler(kind)
     callback = SteeringCallback(
@@ -160,7 +160,7 @@ FAMILIES = ("sd3", "sd15", "sdxl", "flux", "qwen_image", "wan")  # plain, of noi
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_it_decodes_as_the_family_does_and_leaves_the_pipeline_alone(name):
-    """The pictures that the reward sees are those of the policy, whose velocity is asked in the other way."""
+    """The images that the reward sees are those of the policy, whose velocity is asked in the other way."""
     pipe, options = tiny_pipeline(name)
     if name == "wan":  # its own solver takes several steps into account
         pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
@@ -285,7 +285,7 @@ def test_calls_that_do_not_fit_are_refused():
     with pytest.raises(UserError, match=r"The call has 40 steps\. .*among 1 to 38"):
         sampler(8, late)
     callback = SteeringCallback(sampler, level, resample_after=[3], decode=own)
-    with pytest.raises(UserError, match=r"makes 6 pictures.*num_images_per_prompt=4"):
+    with pytest.raises(UserError, match=r"makes 6 images.*num_images_per_prompt=4"):
         sampler(6, callback)
     with pytest.raises(UserError, match="needs 'latents' in callback_on_step_end_tensor_inputs"):
         callback(sampler, 0, 1, {})
@@ -293,7 +293,7 @@ def test_calls_that_do_not_fit_are_refused():
         fresh = SteeringCallback(sampler, level, resample_after=[3], decode=own)
         fresh(sampler, 5, 1, {"latents": torch.zeros(4, 1)})
     wrong = SteeringCallback(sampler, lambda images: images.sum(), resample_after=[3], decode=own)
-    with pytest.raises(ValueError, match=r"The reward gave \[\] values for 8 pictures"):
+    with pytest.raises(ValueError, match=r"The reward gave \[\] values for 8 images"):
         sampler(8, wrong)
     with pytest.raises(UserError, match="of no family that is known"):
         SteeringCallback(sampler, level, resample_after=[3])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search over start noise and over paths, on a flow to a Gaussian whose best picture is known."""
+"""Search over start noise and over paths, on a flow to a Gaussian whose best image is known."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIGMAS, BEST = timestep_sigmas(10), 0.9
 
 
 class Toy(GaussianPolicy):
-    """Data N(0.5 + condition, 0.3²); a picture is its latent."""
+    """Data N(0.5 + condition, 0.3²); an image is its latent."""
 
     def decode(self, latents):
         return latents
@@ -41,7 +41,7 @@ def plain(count=8):
     return rollout(Toy(), Shift(torch.zeros(count)), sigmas=SIGMAS, seeds=range(count)).latents
 
 
-def test_more_rounds_of_zero_order_search_are_never_worse_and_reach_the_best_picture():
+def test_more_rounds_of_zero_order_search_are_never_worse_and_reach_the_best_image():
     values = [near_best(plain())]
     for rounds in (1, 2, 4, 8, 32):
         made, _ = searched(ZeroOrderSearch(rounds=rounds, candidates=2, radius=0.3))
@@ -50,7 +50,7 @@ def test_more_rounds_of_zero_order_search_are_never_worse_and_reach_the_best_pic
     assert values[0].mean() < -0.1 and values[-1].mean() > -0.005
 
 
-def test_more_branches_of_paths_are_better_and_reach_the_best_picture():
+def test_more_branches_of_paths_are_better_and_reach_the_best_image():
     means = [float(near_best(plain(256)).mean())]
     for branches in (2, 4, 8, 32):
         made, _ = searched(PathSearch(branches=branches, start=2, back=2, forward=4), 256)
@@ -67,7 +67,7 @@ def test_of_paths_the_best_goes_on_and_stands_first():
     assert values[:, 0].mean() > near_best(alone).mean(), "groups choose among 12 where paths alone have 3"
 
 
-def test_what_is_judged_of_paths_is_the_picture_that_the_last_step_predicted():
+def test_what_is_judged_of_paths_is_the_image_that_the_last_step_predicted():
     class Recording(Toy):
         def velocity(self, x, sigma, condition, time=None):
             v = super().velocity(x, sigma, condition, time)

@@ -15,7 +15,7 @@ PARTICLES, DEVIATION = 2048, 0.5
 
 
 class Gaussian:
-    """The exact velocity of data N(0, s²) in one dimension; a picture is the latent itself."""
+    """The exact velocity of data N(0, s²) in one dimension; an image is the latent itself."""
 
     latent_shape, storage_dtype, prediction = (1, 1, 1), torch.float64, "velocity"
     device = torch.device("cpu")

@@ -26,7 +26,7 @@ SOURCES = {
     "flow_factory": ("https://github.com/X-GenGroup/Flow-Factory", "a0b2bc5a2b4f", "src"),
     "unirl": ("https://github.com/Tencent-Hunyuan/UniRL", "1a7b501e8fe8", ""),
 }
-"""Host that is no package -> (repository, commit, folder that is imported from); its judges see pictures."""
+"""Host that is no package -> (repository, commit, folder that is imported from); its judges see images."""
 
 
 def environment(host: str, folder: Path) -> Path:

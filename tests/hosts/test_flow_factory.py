@@ -25,10 +25,10 @@ def loaded(**options: object) -> object:
 
 
 def test_its_loader_and_its_call() -> None:
-    pictures = [Image.new("RGB", (32, 32), (40 * i, 0, 90)) for i in range(3)]
+    images = [Image.new("RGB", (32, 32), (40 * i, 0, 90)) for i in range(3)]
     model = loaded(judge="jpeg_size", quality=80)
-    output = model(prompt=["a"] * 3, image=pictures)  # type: ignore[operator]
-    wanted = image_scores(load_reward("jpeg_size", quality=80), pictures, ["a"] * 3)
+    output = model(prompt=["a"] * 3, image=images)  # type: ignore[operator]
+    wanted = image_scores(load_reward("jpeg_size", quality=80), images, ["a"] * 3)
     assert output.rewards.tolist() == torch.tensor(wanted).tolist()
 
 

@@ -295,16 +295,14 @@ def test_a_failed_judge_is_no_score() -> None:
     assert np.isnan(judged("4", judge=own, on_failure="nan"))
 
 
-def test_a_picture_of_verl_omni_is_scored() -> None:
+def test_an_image_of_verl_omni_is_scored() -> None:
     from visalign.integrations.verl import compute_score
     from visalign.rewards.catalogue import load_reward
 
-    picture = torch.randint(
-        0, 256, (3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
+    image = torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     got = compute_score(
-        data_source="x", solution_image=picture, ground_truth="a cat", extra_info={}, judge="jpeg_size"
+        data_source="x", solution_image=image, ground_truth="a cat", extra_info={}, judge="jpeg_size"
     )
     judge = load_reward("jpeg_size")
-    wanted = float(judge.score(picture[None].numpy(), ["a cat"]).value[0])
+    wanted = float(judge.score(image[None].numpy(), ["a cat"]).value[0])
     assert got == (wanted if judge.higher_is_better else -wanted)

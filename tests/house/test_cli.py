@@ -306,7 +306,7 @@ def test_a_message_is_framed_in_a_terminal_only(
 
 
 class Brightness:
-    """Mean of the picture; refuses what cannot be read, as rewards do."""
+    """Mean of the image; refuses what cannot be read, as rewards do."""
 
     name, unit, range, higher_is_better = "brightness", "grey", (0.0, 1.0), True
 
@@ -322,9 +322,9 @@ class Brightness:
 
 
 @pytest.fixture
-def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a black and a white picture, a broken one, and something that is none."""
-    folder = tmp_path / "pictures"
+def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a black and a white image, a broken one, and something that is none."""
+    folder = tmp_path / "images"
     folder.mkdir()
     for name, level in (("b_white", 255), ("a_black", 0)):
         Image.fromarray(np.full((8, 8, 3), level, dtype=np.uint8)).save(folder / f"{name}.png")
@@ -341,10 +341,10 @@ def _load(name: str) -> Brightness:
     return Brightness()
 
 
-SCORE = ("score", "pictures", "--prompt", "a picture", "--reward", "brightness")
+SCORE = ("score", "images", "--prompt", "an image", "--reward", "brightness")
 
 
-def test_score_as_json_keeps_the_failures_as_rows(pictures: Path) -> None:
+def test_score_as_json_keeps_the_failures_as_rows(images: Path) -> None:
     result = visalign(*SCORE, "--format", "json")
     assert result.exit_code == 1
     assert "1 of 3 scores failed" in result.stderr
@@ -356,8 +356,8 @@ def test_score_as_json_keeps_the_failures_as_rows(pictures: Path) -> None:
     assert rows[2]["parts"] == {"red": None}
 
 
-def test_score_as_csv_and_as_a_table(pictures: Path) -> None:
-    (pictures / "c_broken.JPG").unlink()
+def test_score_as_csv_and_as_a_table(images: Path) -> None:
+    (images / "c_broken.JPG").unlink()
     result = visalign(*SCORE, "-f", "csv")
     assert result.exit_code == 0
     rows = list(csv.DictReader(io.StringIO(result.stdout)))
@@ -369,7 +369,7 @@ def test_score_as_csv_and_as_a_table(pictures: Path) -> None:
     assert table.exit_code == 0 and "brightness (grey)" in table.stdout and "1.000" in table.stdout
 
 
-def test_score_writes_a_new_file_only(pictures: Path) -> None:
+def test_score_writes_a_new_file_only(images: Path) -> None:
     result = visalign(*SCORE, "-f", "json", "-o", "scores.json")
     assert result.stdout == "" and len(json.loads(Path("scores.json").read_text())) == 3
     again = visalign(*SCORE, "-f", "csv", "-o", "scores.json")
@@ -386,12 +386,12 @@ def test_score_writes_a_new_file_only(pictures: Path) -> None:
             ["score", "empty", "-p", "x", "-r", "brightness"],
             "The folder 'empty' holds no image. Allowed endings: .png",
         ),
-        (["score", "pictures", "-r", "brightness"], "Missing option '--prompt'"),
-        (["score", "pictures", "-p", "x"], "Missing option '--reward'"),
+        (["score", "images", "-r", "brightness"], "Missing option '--prompt'"),
+        (["score", "images", "-p", "x"], "Missing option '--reward'"),
         ([*SCORE, "--format", "xml"], "'xml' is not one of 'table', 'json', 'csv'"),
     ],
 )
-def test_score_refuses(pictures: Path, arguments: list[str], message: str) -> None:
+def test_score_refuses(images: Path, arguments: list[str], message: str) -> None:
     Path("empty").mkdir()
     result = visalign(*arguments)
     assert result.exit_code == 2
@@ -410,13 +410,13 @@ def _table(files: list[Path]) -> list[ImageRow]:
     return [ImageRow(image=str(file), prompt="x") for file in files]
 
 
-def test_a_valid_score_that_is_no_number_is_a_row_with_its_reason(pictures: Path) -> None:
+def test_a_valid_score_that_is_no_number_is_a_row_with_its_reason(samples: Path) -> None:
     class Wild(Brightness):
         def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
             value = torch.tensor([float("nan"), float("inf"), 0.5])
             return Scores(value=value, valid=torch.ones(3, dtype=torch.bool), unit="grey")
 
-    files = find_images([pictures])
+    files = find_images([samples])
     rows = score.score_rows(_table(files), {"wild": Wild()})
     assert [row.value for row in rows] == [None, None, 0.5]
     assert [row.reason for row in rows] == [
@@ -426,16 +426,16 @@ def test_a_valid_score_that_is_no_number_is_a_row_with_its_reason(pictures: Path
     ]
 
 
-def test_a_missing_file_is_a_row_with_its_reason(pictures: Path) -> None:
+def test_a_missing_file_is_a_row_with_its_reason(images: Path) -> None:
     result = visalign("score", "gone.png", "-p", "x", "-r", "brightness", "-f", "json")
     assert result.exit_code == 1
     [row] = json.loads(result.stdout)
     assert row["value"] is None and "gone.png" in row["reason"]
 
 
-def test_batches_do_not_change_the_rows(pictures: Path) -> None:
+def test_batches_do_not_change_the_rows(images: Path) -> None:
     with pytest.warns(UserWarning, match=r"1 image was named twice, which counts once: .*b_white\.png"):
-        files = find_images([pictures, pictures / "b_white.png"])
+        files = find_images([images, images / "b_white.png"])
     assert [file.name for file in files] == ["a_black.png", "b_white.png", "c_broken.JPG"]
     rewards = {"one": Brightness(), "two": Brightness()}
     seen: list[int] = []

@@ -61,8 +61,8 @@ COMMANDS = {
 }
 ELSEWHERE = [words for block in STARTS for words in runnable(block) if "--output" not in words]
 """What test_quick_starts.py runs, and leaves nothing that a later command of a page reads."""
-OF_PICTURES = ("data.size=40", "data.heldout_size=4")
-"""Budget of a language model that is asked about pictures, in place of tasks."""
+OF_IMAGES = ("data.size=40", "data.heldout_size=4")
+"""Budget of a language model that is asked about images, in place of tasks."""
 
 
 def is_left(words: list[str]) -> bool:
@@ -99,7 +99,7 @@ def cut(words: list[str]) -> list[str]:
     budget = BUDGETS[str(config["pipeline"])]
     if "data.question=" in " ".join(words) or "question" in config.get("data", {}):
         budget = tuple(key for key in budget if not key.startswith(("data.tasks", "data.size", "data.held")))
-        budget += OF_PICTURES[: 1 if config["pipeline"] == "text_sample" else 2]
+        budget += OF_IMAGES[: 1 if config["pipeline"] == "text_sample" else 2]
     elif "data.heldout=null" in words:
         budget = tuple(key for key in budget if not key.startswith("data.held"))
     own = {word.partition("=")[0] for word in words} - LENGTHS
@@ -107,13 +107,13 @@ def cut(words: list[str]) -> list[str]:
 
 
 def lay_out(commands: list[list[str]]) -> None:
-    """What the commands read and a reader has: pictures of the shapes world, and tables of them."""
+    """What the commands read and a reader has: images of the shapes world, and tables of them."""
     rng = np.random.default_rng(0)
     records = heldout_prompts()
     write_lines("few.jsonl", records[::60])
-    for folder in ("pictures", "clips/one"):
+    for folder in ("images", "clips/one"):
         Path(folder).mkdir(parents=True)
-    names = [f"{stem}.png" for stem in ("picture", "a", "b", "c", *(f"pictures/{k}" for k in range(4)))]
+    names = [f"{stem}.png" for stem in ("image", "a", "b", "c", *(f"images/{k}" for k in range(4)))]
     names += [f"clips/one/{k}.png" for k in range(4)]
     for name, record in zip(names, records, strict=False):
         Image.fromarray(render(sample_scene(record, rng))).save(name)

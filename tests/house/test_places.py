@@ -20,13 +20,13 @@ from visalign.errors import UserError
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.score.log import ScoreLog
 
-PICTURE = ("score", "picture.png", "-r", "sharpness", "-p", "x")
+IMAGE = ("score", "image.png", "-r", "sharpness", "-p", "x")
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    Image.new("RGB", (8, 8), "red").save("picture.png")
+    Image.new("RGB", (8, 8), "red").save("image.png")
     Path("file").write_text("a file")
     return tmp_path
 
@@ -40,11 +40,11 @@ def visalign(*arguments: str) -> Result:
 PLACES = pytest.mark.parametrize(
     "arguments",
     [
-        (*PICTURE, "-o", "file/x.json"),
-        (*PICTURE, "--page", "file/x.html"),
-        (*PICTURE, "--cache", "file/x"),
-        ("compare", "picture.png", "picture.png", "-r", "sharpness", "-p", "x", "-o", "file/x.html"),
-        ("rank", "picture.png", "picture.png", "-r", "sharpness", "-p", "x", "-o", "file/x.html"),
+        (*IMAGE, "-o", "file/x.json"),
+        (*IMAGE, "--page", "file/x.html"),
+        (*IMAGE, "--cache", "file/x"),
+        ("compare", "image.png", "image.png", "-r", "sharpness", "-p", "x", "-o", "file/x.html"),
+        ("rank", "image.png", "image.png", "-r", "sharpness", "-p", "x", "-o", "file/x.html"),
         ("agree", ".", "-r", "sharpness", "-r", "jpeg_size", "-p", "x", "-o", "file/x"),
         ("evaluate", "shapes:pairs", "-r", "sharpness", "-o", "file/x"),
         ("probe-reward", "sharpness", "-o", "file/x"),
@@ -92,7 +92,7 @@ def test_a_folder_is_not_named_like_a_file(command: tuple[str, ...], here: Path)
 
 
 def test_a_cache_that_is_a_file_is_refused() -> None:
-    result = visalign(*PICTURE, "--cache", "file")
+    result = visalign(*IMAGE, "--cache", "file")
     assert (
         result.exit_code == 2 and "The cache 'file' is a file. Give a folder with --cache." in result.stderr
     )
@@ -101,7 +101,7 @@ def test_a_cache_that_is_a_file_is_refused() -> None:
 @pytest.mark.skipif(sys.platform == "win32" or os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_may_not_be_written_is_refused(here: Path) -> None:
     (here / "closed").mkdir(mode=0o500)
-    result = visalign(*PICTURE, "-o", "closed/x.json")
+    result = visalign(*IMAGE, "-o", "closed/x.json")
     assert result.exit_code == 2 and "cannot be written (Permission" in result.stderr
 
 
@@ -125,19 +125,19 @@ def test_a_full_disk_in_score_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch)
 
     with monkeypatch.context() as patch:
         patch.setattr(ScoreLog, "add", full)
-        patch.setattr(sys, "argv", ["visalign", *PICTURE, "-o", "x.json"])
-        result = visalign(*PICTURE, "-o", "x.json")
+        patch.setattr(sys, "argv", ["visalign", *IMAGE, "-o", "x.json"])
+        result = visalign(*IMAGE, "-o", "x.json")
     assert result.exit_code == 2
     assert "No space left on device. Make room, then continue with:" in result.stderr
-    assert "visalign score picture.png -r sharpness -p x -o x.json --resume" in result.stderr
-    assert visalign(*PICTURE, "-o", "x.json", "-f", "json", "--resume").exit_code == 0
+    assert "visalign score image.png -r sharpness -p x -o x.json --resume" in result.stderr
+    assert visalign(*IMAGE, "-o", "x.json", "-f", "json", "--resume").exit_code == 0
     assert len(json.loads(Path("x.json").read_text())) == 1
 
 
 @pytest.mark.parametrize("form", ["json", "jsonl", "csv", "table"])
 def test_prompts_that_are_no_text_are_written_so_that_json_reads_them(form: str) -> None:
     odd = "caf\udce9"  # Latin-1 bytes of a command line, as Python reads them
-    given = ("score", "picture.png", "-r", "sharpness", "-p", odd)
+    given = ("score", "image.png", "-r", "sharpness", "-p", odd)
     assert visalign(*given, "-f", form, "-o", "out").exit_code == 0
     raw = Path("out").read_bytes().decode("utf-8")  # valid UTF-8
     if form.startswith("json"):
@@ -162,11 +162,11 @@ def test_names_with_control_characters_move_no_cursor(monkeypatch: pytest.Monkey
     """A name that clears the screen, and one that turns the line round."""
     for name in ("a\x1b[2Jb.png", "c\u202egnp.png"):
         Image.new("RGB", (8, 8), "red").save(name)
-    Path("d\x1b]0;x\x07.png").write_text("no picture")
+    Path("d\x1b]0;x\x07.png").write_text("no image")
     result = visalign("score", ".", "-r", "sharpness", "-p", "x")
     assert result.exit_code == 1
     assert "a\\x1b[2Jb.png" in result.stdout and "c\\u202egnp.png" in result.stdout
-    result_of_error = visalign("score", "picture.png", "-r", "no\x1b[2Jreward", "-p", "x")
+    result_of_error = visalign("score", "image.png", "-r", "no\x1b[2Jreward", "-p", "x")
     assert "no\\x1b[2Jreward" in result_of_error.stderr or "'no\\x1b[2Jreward'" in result_of_error.stderr
     for said in (result.stdout, result.stderr, result_of_error.stderr):
         assert not set(said) & {"\x1b", "\x07", "\u202e"}
@@ -183,7 +183,7 @@ def test_a_parquet_table_with_a_damaged_page_is_a_message() -> None:
     import pyarrow
     import pyarrow.parquet
 
-    rows = [{"image": "picture.png", "prompt": f"number {i}"} for i in range(50)]
+    rows = [{"image": "image.png", "prompt": f"number {i}"} for i in range(50)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "t.parquet", compression="none")
     whole = Path("t.parquet").read_bytes()
     Path("t.parquet").write_bytes(whole[:4] + b"\xff" * 40 + whole[44:])

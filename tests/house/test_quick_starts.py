@@ -14,7 +14,7 @@ from visalign.config import read_config
 from visalign.data.shapes.prompts import heldout_prompts
 from visalign.pipelines.cli.app import app
 
-PICTURES = (
+IMAGES = (
     "run.iterations=1",
     "rollout.prompts_per_iteration=2",
     "rollout.group_size=3",
@@ -32,8 +32,8 @@ COMPLETIONS = (
     "rollout.max_new_tokens=8",
 )
 BUDGETS = {
-    "flow_grpo": PICTURES,
-    "pref_grpo": PICTURES,
+    "flow_grpo": IMAGES,
+    "pref_grpo": IMAGES,
     "text_grpo": (*TEXT, *COMPLETIONS),
     "text_ppo": (*TEXT, *COMPLETIONS),
     "text_dpo": (*TEXT, "data.batch=4"),
@@ -48,7 +48,7 @@ BUDGETS = {
     ),
     "ugda": (
         "rounds=1",
-        "labels={prompts: 2, pictures: 2, first: 2}",
+        "labels={prompts: 2, images: 2, first: 2}",
         "ensemble.members=2",
         "ensemble.changes={run.iterations: 1, optimizer.updates_per_iteration: 1, data.batch: 2}",
         "policy.changes={run.iterations: 1, rollout.prompts_per_iteration: 2, rollout.group_size: 3, "

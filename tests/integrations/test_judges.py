@@ -14,19 +14,19 @@ from visalign.integrations.judges import flow_grpo, text_scores
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.catalogue import CATALOGUE, TEXT_CATALOGUE, load_reward, load_text_reward
 
-PICTURES = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+IMAGES = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
 def dark(images: torch.Tensor, prompts: list[str], metadata: list) -> list[float | None]:
-    """Brightness, none of the second picture."""
+    """Brightness, none of the second image."""
     return [None if i == 1 else float(image.mean()) for i, image in enumerate(images)]
 
 
 def test_flow_grpo_gets_numbers_and_an_info() -> None:
     judge = load_reward("jpeg_size")
-    scores, info = flow_grpo("jpeg_size")(PICTURES, ("a", "b", "c"), {})
+    scores, info = flow_grpo("jpeg_size")(IMAGES, ("a", "b", "c"), {})
     sign = 1 if judge.higher_is_better else -1
-    assert info == {} and [sign * x for x in scores] == judge.score(PICTURES, ["a", "b", "c"]).value.tolist()
+    assert info == {} and [sign * x for x in scores] == judge.score(IMAGES, ["a", "b", "c"]).value.tolist()
 
 
 def told(images: torch.Tensor, prompts: list[str], metadata: list) -> list[float]:
@@ -36,14 +36,14 @@ def told(images: torch.Tensor, prompts: list[str], metadata: list) -> list[float
 
 def test_flow_grpo_hands_over_metadata_of_each_and_of_all() -> None:
     judge = flow_grpo(f"{__file__}:told")
-    assert judge(PICTURES, ["a"] * 3, [{"level": i} for i in range(3)])[0] == [0, 1, 2]
-    assert judge(PICTURES, ["a"] * 3, {"level": 4})[0] == [4, 4, 4]
+    assert judge(IMAGES, ["a"] * 3, [{"level": i} for i in range(3)])[0] == [0, 1, 2]
+    assert judge(IMAGES, ["a"] * 3, {"level": 4})[0] == [4, 4, 4]
 
 
 def test_a_lower_is_better_judge_turns_round() -> None:
     judge = f"{__file__}:dark"
-    up = flow_grpo(judge, on_failure="nan")(PICTURES, ["a"] * 3, None)[0]
-    down = flow_grpo(judge, on_failure="nan", higher_is_better=False)(PICTURES, ["a"] * 3, None)[0]
+    up = flow_grpo(judge, on_failure="nan")(IMAGES, ["a"] * 3, None)[0]
+    down = flow_grpo(judge, on_failure="nan", higher_is_better=False)(IMAGES, ["a"] * 3, None)[0]
     assert up[0] == -down[0] != 0 and math.isnan(up[1])
 
 
@@ -51,7 +51,7 @@ def test_a_failure_is_said() -> None:
     with pytest.raises(
         RewardError, match=r"'dark' could not judge 1 of 3 samples; the first is sample 1: dark ret"
     ):
-        flow_grpo(f"{__file__}:dark")(PICTURES, ["a"] * 3, [{}] * 3)
+        flow_grpo(f"{__file__}:dark")(IMAGES, ["a"] * 3, [{}] * 3)
 
 
 def test_texts_are_read_from_conversations() -> None:

@@ -133,7 +133,7 @@ class Browser:
                 "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text
             )
 
-    def picture(self, path: Path) -> None:
+    def image(self, path: Path) -> None:
         """A screenshot of the whole page as PNG."""
         found = self.call("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(found["data"]))

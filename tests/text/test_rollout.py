@@ -56,8 +56,8 @@ def test_joined_rollouts_are_padded_on_the_right_side() -> None:
     assert joined.kept is not None and joined.kept.ids.tolist() == [5, 5, 6, 7, 6, 7]
     assert joined.kept.count[:, 0].tolist() == [1, 1, 2, 2]
     assert joined.text == ["answer 0", "answer 1"] * 2 and joined.images is None
-    seeing = join_rollouts([rollout(1), rollout(1, images=[["picture"]])])
-    assert seeing.images == [(), ["picture"]]
+    seeing = join_rollouts([rollout(1), rollout(1, images=[["image"]])])
+    assert seeing.images == [(), ["image"]]
     with pytest.raises(ValueError, match="at least one rollout"):
         join_rollouts([])
     with pytest.raises(ValueError, match=r"sampled in one way; got .*top_k=0.* and .*top_k=2"):

@@ -14,7 +14,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize 
 from visalign.vision.patches import PatchCutter, smart_resize
 
 
-def picture(height: int, width: int, seed: int) -> torch.Tensor:
+def make_image(height: int, width: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.rand(3, 1 + height // 6, 1 + width // 6, generator=generator)
     smooth = torch.nn.functional.interpolate(coarse[None], (height, width), mode="nearest")[0]
@@ -35,12 +35,12 @@ def test_sizes_are_those_of_the_library() -> None:
         assert sizes == own_smart_resize(height, width, factor, least, max(least, most))
 
 
-def test_halves_round_to_even_and_little_pictures_grow() -> None:
+def test_halves_round_to_even_and_little_images_grow() -> None:
     assert smart_resize(42, 70, 28, 1, 10**6) == (56, 56)  # 1.5 -> 2 and 2.5 -> 2
     # 0 · 588 is too little, and 600 · √(3136 / 1800) = 792 grows to 29 · 28
     assert smart_resize(3, 600, 28, 3136, 10**6) == (28, 812)
     assert smart_resize(448, 448, 28, 200704, 200704) == (448, 448)
-    # 258.66 and 775.97 grow to whole tokens where the picture was less, and shrink where it was more
+    # 258.66 and 775.97 grow to whole tokens where the image was less, and shrink where it was more
     assert smart_resize(100, 300, 28, 200704, 200704) == (280, 784)
     assert smart_resize(1000, 3000, 28, 200704, 200704) == (252, 756)
 
@@ -65,7 +65,7 @@ def test_pixels_are_within_one_level_of_pil_and_the_processor_on_500_sizes() -> 
     chance, worst, differing, count = random.Random(1), 0.0, 0, 0
     for number in range(500):
         height, width = chance.randint(3, 120), chance.randint(3, 120)
-        pixels = picture(height, width, number)
+        pixels = make_image(height, width, number)
         levels = cutter.levels(pixels)
         image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
         # the width first, as Pillow up to 12 has it
@@ -84,9 +84,9 @@ def test_pixels_are_within_one_level_of_pil_and_the_processor_on_500_sizes() -> 
     assert worst <= 1 and differing / count < 1e-3, (worst, differing / count)
 
 
-def test_patches_of_a_picture_that_fits_equal_the_processors() -> None:
+def test_patches_of_an_image_that_fits_equal_the_processors() -> None:
     processor = Qwen2VLImageProcessor(patch_size=4, size={"shortest_edge": 64, "longest_edge": 4096})
-    pixels = picture(40, 24, 3)
+    pixels = make_image(40, 24, 3)
     own = processor(images=[pixels], return_tensors="pt", input_data_format="channels_first")["pixel_values"]
     torch.testing.assert_close(PatchCutter.of(processor).cut(pixels), own, rtol=0, atol=1e-6)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a picture that is read where the rest is a plain border."""
+"""The part of an image that is read where the rest is a plain border."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from visalign.vision.window import TOLERANCE, seen_window
 
 
 def on_border(small: torch.Tensor, top: int, left: int, height: int = 128, width: int = 128) -> torch.Tensor:
-    """The picture [3, h, w] uint8 on a teal border that is off by up to 4 levels, as JPEG's would be."""
+    """The image [3, h, w] uint8 on a teal border that is off by up to 4 levels, as JPEG's would be."""
     noise = torch.from_numpy(np.random.default_rng(0).integers(0, 5, (3, height, width)))
     whole = (torch.tensor([0, 128, 128])[:, None, None] + noise).to(torch.uint8)
     whole[:, top : top + small.shape[1], left : left + small.shape[2]] = small
@@ -25,14 +25,14 @@ def noise(height: int, width: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("top", "left"), [(0, 0), (64, 64), (0, 64), (17, 40), (64, 3)])
-def test_a_picture_on_a_border_is_read_at_its_own_size(top: int, left: int) -> None:
+def test_an_image_on_a_border_is_read_at_its_own_size(top: int, left: int) -> None:
     small = noise(64, 64)
     assert torch.equal(seen_window(on_border(small, top, left), 64), small)
     as_float = seen_window(on_border(small, top, left).float() / 255, 64)
     assert torch.equal(as_float, small.float() / 255)
 
 
-def test_what_is_smaller_stays_in_the_middle_and_in_the_picture() -> None:
+def test_what_is_smaller_stays_in_the_middle_and_in_the_image() -> None:
     found = seen_window(on_border(noise(10, 20), 50, 60), 64)
     assert (
         found.shape == (3, 64, 64) and (found[0, 27:37, 22:42] >= 140).all() and (found[0] < 9).sum() > 3000
@@ -55,7 +55,7 @@ def test_what_is_smaller_stays_in_the_middle_and_in_the_picture() -> None:
     ],
     ids=["no larger", "no border", "no larger, border", "does not fit", "two corners", "nothing but border"],
 )
-def test_otherwise_the_picture_is_read_whole(whole: torch.Tensor) -> None:
+def test_otherwise_the_image_is_read_whole(whole: torch.Tensor) -> None:
     assert seen_window(whole, 64) is whole
 
 

@@ -138,7 +138,7 @@ def family_of(folder_or_id: str | Path, adapter: str | None) -> Family | None:
 
 
 def edits_of(folder_or_id: str | Path, adapter: str | None) -> Edits:
-    """Whether a model edits a picture: the `source` of its family; of one's own adapter by `takes_source`."""
+    """Whether a model edits an image: the `source` of its family; of one's own adapter by `takes_source`."""
     family = family_of(folder_or_id, adapter)
     if family is not None:
         return family.source
@@ -150,7 +150,7 @@ def edits_of(folder_or_id: str | Path, adapter: str | None) -> Edits:
 
 
 def joins_sources(folder_or_id: str | Path, adapter: str | None) -> bool:
-    """Whether an edit may start from several pictures; one's own adapter refuses them itself."""
+    """Whether an edit may start from several images; one's own adapter refuses them itself."""
     family = family_of(folder_or_id, adapter)
     return family is None or family.several
 

@@ -223,11 +223,11 @@ def _check_encode_images(probe: Probe) -> str | None:
     wanted = (2, *policy.latent_shape)
     if together.shape != wanted or together.dtype != policy.storage_dtype:
         return (
-            f"encode_images of 2 pictures is {together.dtype} {tuple(together.shape)}. Return "
+            f"encode_images of 2 images is {together.dtype} {tuple(together.shape)}. Return "
             f"{policy.storage_dtype} {wanted}, as velocity takes latents."
         )
     if probe.differ(alone, together[1:]):
-        return "the latents of a picture depend on its neighbours. Take the posterior's mode, not a sample."
+        return "the latents of an image depend on its neighbours. Take the posterior's mode, not a sample."
     return None
 
 

@@ -27,7 +27,7 @@ Level = tuple[float, float]
 
 
 class SteeringCallback:
-    """Resamples groups within the batch of a pipeline's call by the rewards of their predicted pictures.
+    """Resamples groups within the batch of a pipeline's call by the rewards of their predicted images.
 
         steering = SteeringCallback(pipe, reward, particles=4, resample_after=[3, 5, 7])
         pipe(prompts, num_images_per_prompt=4, callback_on_step_end=steering)
@@ -41,7 +41,7 @@ class SteeringCallback:
     marginals (`sde_step`; with "flow" and "dance" x' = x + [v + s²/(2σ)·(x + (1 − σ) v)] (σ' − σ) +
     s √(σ − σ')·ε), for every particle. All other steps are the pipeline's own; DDIM's `eta` stays 0.
 
-    It costs no pass of the network; pictures are decoded by the call of a copy of the pipeline, which shares
+    It costs no pass of the network; images are decoded by the call of a copy of the pipeline, which shares
     its weights.
 
     Singhal et al., Feynman-Kac steering, arXiv 2501.06848.
@@ -67,20 +67,20 @@ class SteeringCallback:
 
         Args:
             pipe: a diffusers pipeline of a family in `FAMILIES`; nothing of it is changed.
-            reward: images [B, 3, H, W] -> [B] in the order of the call's pictures, higher is better, NaN
-                where not known; such a picture has no child, unless nothing in its group is known.
-            particles: pictures of a group, side by side (`num_images_per_prompt`), at least 2.
+            reward: images [B, 3, H, W] -> [B] in the order of the call's images, higher is better, NaN
+                where not known; such an image has no child, unless nothing in its group is known.
+            particles: images of a group, side by side (`num_images_per_prompt`), at least 2.
             resample_after: steps of the call, rising, 1 to T − 2: the latents before step 0 are not shown to
                 a callback, and after the last step there is no noise.
             strength: λ, per unit of the reward.
             schedule: of the noise: "flow", "dance", "cps" or "ddim".
             noise_level: of the schedule.
-            seed: of the draws and the noise; the same number gives the same pictures.
+            seed: of the draws and the noise; the same number gives the same images.
             decode: latents [B, ...] as the pipeline has them, clean -> images [B, 3, H, W] in [0, 1]; None
                 decodes as the pipeline does (of a video the middle frame).
             image_size: of the call, a square's side or (height, width), where it is not the pipeline's own.
             num_frames: of the call's videos, where they are not the pipeline's own number.
-            decode_batch: pictures decoded at once.
+            decode_batch: images decoded at once.
 
         Raises:
             UserError: a pipeline of no known family or whose call takes no callback, a scheduler whose steps
@@ -104,7 +104,7 @@ class SteeringCallback:
         self._decode = decode
         if decode is None:
             call = PipelineCall(copy.copy(pipe), image_size=image_size, num_frames=num_frames)
-            self._shape, self._decode = call.latent_shape, lambda latents: call.pictures(latents, self._batch)
+            self._shape, self._decode = call.latent_shape, lambda latents: call.images(latents, self._batch)
         self._step = -1
 
     @torch.no_grad()
@@ -134,7 +134,7 @@ class SteeringCallback:
         return {"latents": latents}
 
     def _begin(self, pipe: Any, latents: Tensor) -> None:
-        """Check what can be checked before a picture is paid for."""
+        """Check what can be checked before an image is paid for."""
         steps, count = getattr(pipe, "num_timesteps", len(pipe.scheduler.timesteps)), len(latents)
         try:
             check_steering(self._particles, self._after, 1, steps - 2, self._strength)
@@ -142,7 +142,7 @@ class SteeringCallback:
             raise UserError(f"The call has {steps} steps. {error}") from error
         if count % self._particles:
             raise UserError(
-                f"The call makes {count} pictures, which are no groups of {self._particles}: set "
+                f"The call makes {count} images, which are no groups of {self._particles}: set "
                 f"num_images_per_prompt={self._particles}, or repeat each prompt as often."
             )
         if self._shape is not None and tuple(latents.shape[1:]) != self._shape:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise per sample: each has a seed of its own, so neither its batch nor its device changes its picture."""
+"""Noise per sample: each has a seed of its own, so neither its batch nor its device changes its image."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def initial_noise(seeds: Sequence[int] | Tensor, shape: Sequence[int]) -> Tensor
         shape: Shape of one latent, e.g. (C, H, W).
 
     Returns:
-        [B, *shape] float32 on the CPU, whatever the device of the model: the same picture everywhere.
+        [B, *shape] float32 on the CPU, whatever the device of the model: the same image everywhere.
 
     Raises:
         ValueError: For a seed that is negative or not an integer.

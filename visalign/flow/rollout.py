@@ -196,7 +196,7 @@ def asked_of(policy: DiffusionPolicy, records: Sequence[Mapping[str, Any]]) -> S
     """What `policy.encode` is given for records: their prompts, or themselves if it takes a source.
 
     Args:
-        policy: with `takes_source` True where it edits pictures.
+        policy: with `takes_source` True where it edits images.
         records: with "prompt", and "source" where it does.
     """
     if getattr(policy, "takes_source", False):
@@ -205,7 +205,7 @@ def asked_of(policy: DiffusionPolicy, records: Sequence[Mapping[str, Any]]) -> S
 
 
 def decoded(policy: DiffusionPolicy, latents: Tensor, *, clips: bool) -> Tensor:
-    """Pictures [B, 3, H, W] of latents, or all frames [B, F, 3, H, W] of a model of videos.
+    """Images [B, 3, H, W] of latents, or all frames [B, F, 3, H, W] of a model of videos.
 
     Args:
         policy: with `decode_frames` where it makes videos.
@@ -217,7 +217,7 @@ def decoded(policy: DiffusionPolicy, latents: Tensor, *, clips: bool) -> Tensor:
 
 
 def middle_frames(made: Tensor) -> Tensor:
-    """Pictures [B, 3, H, W] as they are, and of videos [B, F, 3, H, W] their frames ⌊F / 2⌋."""
+    """Images [B, 3, H, W] as they are, and of videos [B, F, 3, H, W] their frames ⌊F / 2⌋."""
     return made if made.ndim == 4 else made[:, made.shape[1] // 2].contiguous()
 
 

@@ -19,15 +19,15 @@ from .transitions import velocity_between
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroOrderSearch:
-    """Climb from a start noise to neighbours whose pictures the reward likes better.
+    """Climb from a start noise to neighbours whose images the reward likes better.
 
     Around the pivot n stand N neighbours  n' = √(1 − ρ²)·n + ρ·ε,  ε ~ N(0, I), start noise like any other.
     Each is denoised along the ODE, decoded and judged; the best of them and n is the next pivot, K times. A
-    sample costs T (1 + K N) velocities, T steps each, and 1 + K N judged pictures.
+    sample costs T (1 + K N) velocities, T steps each, and 1 + K N judged images.
 
     Differs from the paper, which says of neighbours only that they lie at a distance: ours keep the variance;
     the pivot stays where no neighbour is better, so that more rounds are never worse (the paper may move on);
-    candidates take as many steps as the picture that is kept, which is one of them.
+    candidates take as many steps as the image that is kept, which is one of them.
 
     Ma et al., Inference-time scaling beyond denoising steps, arXiv 2501.09732, section 3.2.
     """
@@ -115,7 +115,7 @@ class PathSearch:
         x' = a·x + √(σ'² − (a σ)²)·ε,  a = (1 − σ') / (1 − σ),
 
     which leaves the flow's marginal as it is, and denoised by `forward` steps; the N best of the N M by the
-    reward of their predicted pictures x̂0 = x − σ v go on, until the schedule ends. v is that of the last
+    reward of their predicted images x̂0 = x − σ v go on, until the schedule ends. v is that of the last
     step, so x̂0 costs no pass of the network. A path costs  start + Σ M·(steps of the round)  velocities.
 
     Differs from the paper: Δf and Δb are counted in steps; x̂0 comes from the last step in place

@@ -33,7 +33,7 @@ def steered_rollout(
 ) -> Tensor:
     """Denoise groups of `particles` samples by the SDE and resample each group after some steps.
 
-    After such a step k the picture is predicted, x̂0 = x_k − σ_k v, without another pass of the network,
+    After such a step k the image is predicted, x̂0 = x_k − σ_k v, without another pass of the network,
     decoded and judged: r_k. A particle is drawn again in proportion to exp(λ (r_k − r_prev)); the product
     along a path is exp(λ r), so the group goes to p(x0) exp(λ r(x0)).
     Draws are systematic: a particle of weight w among n has ⌊n w⌋ or ⌈n w⌉ children. What the reward cannot
@@ -97,7 +97,7 @@ def resampled(
     """Draw the particles of each group again in proportion to exp(λ (r − r_prev)).
 
     Args:
-        value: [M] rewards r of the predicted pictures, not finite where not known.
+        value: [M] rewards r of the predicted images, not finite where not known.
         said: [M] float64, r_prev: what the last resampling knew of each particle; 0 before the first.
         strength: λ.
         particles: of a group, side by side.
@@ -112,7 +112,7 @@ def resampled(
     """
     value = value.double().cpu()
     if value.shape != said.shape:
-        raise ValueError(f"The reward gave {list(value.shape)} values for {len(said)} pictures; give [B].")
+        raise ValueError(f"The reward gave {list(value.shape)} values for {len(said)} images; give [B].")
     parents = _parents(strength * (value - said), particles, [sample_seed("steer", s, step) for s in seeds])
     return parents, torch.where(value.isfinite(), value, said)[parents]
 

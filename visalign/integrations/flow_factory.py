@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A judge of pictures as a reward model of Flow-Factory, named by its path in a `rewards` section:
+"""A judge of images as a reward model of Flow-Factory, named by its path in a `rewards` section:
 
     rewards:
       - {name: hps, reward_model: visalign.integrations.flow_factory.JudgeReward, judge: hps_v2}
@@ -41,6 +41,6 @@ class JudgeReward(rewards.PointwiseRewardModel):
     def __call__(self, prompt: Sequence[str], image: Any = None, **_: Any) -> Any:
         """Scores [B], larger is better."""
         if image is None:
-            raise ValueError(f"{self.judge.name!r} judges pictures, and Flow-Factory handed none (a video?).")
+            raise ValueError(f"{self.judge.name!r} judges images, and Flow-Factory handed none (a video?).")
         found = torch.tensor(image_scores(self.judge, image, prompt), device=self.device)
         return rewards.RewardModelOutput(rewards=found)

@@ -69,11 +69,11 @@ def image_scores(
     metadata: Metadata | None = None,
     on_failure: OnFailure = "raise",
 ) -> list[float]:
-    """One number per picture, larger is better.
+    """One number per image, larger is better.
 
     Args:
-        judge: any judge of pictures.
-        images: B pictures in any form that a judge takes.
+        judge: any judge of images.
+        images: B images in any form that a judge takes.
         prompts: B texts.
         metadata: B records.
         on_failure: "raise" or "nan".
@@ -89,7 +89,7 @@ def image_scores(
 def flow_grpo(
     name: str, *, on_failure: OnFailure = "raise", **options: Any
 ) -> Callable[..., tuple[list[float], dict[str, Any]]]:
-    """A judge of pictures as flow_grpo's score function.
+    """A judge of images as flow_grpo's score function.
 
     Args:
         name: as in `visalign.rewards.load_reward`; `remote` with its url is a judge of `serve-reward`.

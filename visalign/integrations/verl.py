@@ -253,14 +253,14 @@ _JUDGES: dict[str, Any] = {}
 _LOADING = threading.Lock()
 
 
-def _judge(name: str, options: dict[str, Any], *, pictures: bool) -> Any:
+def _judge(name: str, options: dict[str, Any], *, images: bool) -> Any:
     """Loaded once, though verl scores samples in many threads."""
     from visalign.rewards.catalogue import load_reward, load_text_reward
 
-    key = repr((name, pictures, sorted(options.items())))
+    key = repr((name, images, sorted(options.items())))
     with _LOADING:
         if key not in _JUDGES:
-            _JUDGES[key] = (load_reward if pictures else load_text_reward)(name, **options)
+            _JUDGES[key] = (load_reward if images else load_text_reward)(name, **options)
         return _JUDGES[key]
 
 
@@ -275,16 +275,16 @@ def compute_score(
     on_failure: OnFailure = "raise",
     **options: Any,
 ) -> float:
-    """verl's `custom_reward_function`, and verl-omni's `reward_functions` for pictures: a judge, a sample.
+    """verl's `custom_reward_function`, and verl-omni's `reward_functions` for images: a judge, a sample.
 
     Args:
         data_source: verl's; not read.
         solution_str: the response, for a judge of text.
-        ground_truth: the judge's `answer`; for a picture its prompt, as verl-omni has it.
+        ground_truth: the judge's `answer`; for an image its prompt, as verl-omni has it.
         extra_info: further metadata; its `prompt` is the prompt (`JudgeManager` puts it there).
-        judge: as in `visalign.rewards.load_text_reward`, or `load_reward` for pictures; `remote` with `url`
+        judge: as in `visalign.rewards.load_text_reward`, or `load_reward` for images; `remote` with `url`
             is a judge of `visalign serve-reward`.
-        solution_image: verl-omni's picture, uint8 or float [C, H, W].
+        solution_image: verl-omni's image, uint8 or float [C, H, W].
         on_failure: "raise" stops the training with the reason; "nan" is for estimators of ours, which leave
             such a sample out of its group.
         **options: of the judge.
@@ -297,7 +297,7 @@ def compute_score(
     """
     of_verl = ("reward_router_address", "reward_model_tokenizer", "model_name")
     held = {key: value for key, value in options.items() if key not in of_verl}
-    made = _judge(judge, held, pictures=solution_image is not None)
+    made = _judge(judge, held, images=solution_image is not None)
     record = dict(extra_info or {})
     if ground_truth is not None:  # data sets of verl keep a worked solution as extra_info["answer"]
         record["answer"] = ground_truth

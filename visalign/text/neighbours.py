@@ -22,7 +22,7 @@ _SHORTEST = 4
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """The words of a prompt; of a conversation those of all its turns, pictures left out."""
+    """The words of a prompt; of a conversation those of all its turns, images left out."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(_content_text(message["content"]) for message in prompt)

@@ -67,7 +67,7 @@ class TextPolicy(Protocol):
             sampling: how tokens are drawn; by default from the model itself.
             stopping: what ends a completion.
             group: P labels of the prompts; by default 0 to P-1.
-            images: P lists of pictures in the prompts, for policies that see.
+            images: P lists of images in the prompts, for policies that see.
         """
         ...
 

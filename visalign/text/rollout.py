@@ -75,7 +75,7 @@ class TextRollout:
     kept: TokenSets | None = None
     """The tokens that could be drawn at each decision; None without top-k and top-p."""
     images: Sequence[Sequence[Any]] | None = None
-    """B lists of the pictures in the prompt, for vision-language models."""
+    """B lists of the images in the prompt, for vision-language models."""
     tools: Sequence[ToolTrace] | None = None
     """B accounts of what each had to do with a tool; None without one."""
     shared: Tensor | None = None

@@ -60,7 +60,7 @@ class StepEncoder:
             steps: at least one, without their separators.
 
         Raises:
-            UserError: a conversation that shows pictures, or one and the tokenizer has no chat template.
+            UserError: a conversation that shows images, or one and the tokenizer has no chat template.
         """
         ids, ends = self._prompt(prompt), []
         for step in steps:
@@ -75,7 +75,7 @@ class StepEncoder:
         said = [message["content"] for message in prompt if not isinstance(message["content"], str)]
         if any(part.get("type") != "text" for parts in said for part in parts):
             raise UserError(
-                "A prompt shows pictures, and a process reward model reads text alone. Leave such records "
+                "A prompt shows images, and a process reward model reads text alone. Leave such records "
                 "out, or judge whole completions by a reward that sees."
             )
         if not getattr(self.tokenizer, "chat_template", None):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training: one `Trainer`, and what differs between pictures, texts, demonstrations and labels.
+"""Training: one `Trainer`, and what differs between images, texts, demonstrations and labels.
 
 It needs a policy and a reward handed in; no model family and no judge comes in.
 """

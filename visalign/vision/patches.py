@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of a picture cut from its tensor, as the Qwen-VL family takes them."""
+"""Patches of an image cut from its tensor, as the Qwen-VL family takes them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ LONGEST = 200
 
 @dataclass(frozen=True, kw_only=True)
 class PatchCutter:
-    """Resizes as PIL does (bicubic, antialiased), normalises and cuts; each picture by itself."""
+    """Resizes as PIL does (bicubic, antialiased), normalises and cuts; each image by itself."""
 
     patch: int
     """Pixels of a patch, on each side."""
     merge: int
     """Patches that become one token, on each side."""
     frames: int
-    """Moments of a patch; a still picture is repeated so often."""
+    """Moments of a patch; a still image is repeated so often."""
     min_pixels: int
-    """Of the resized picture."""
+    """Of the resized image."""
     max_pixels: int
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
@@ -43,7 +43,7 @@ class PatchCutter:
     @classmethod
     def of(cls, processor: Any, **changes: Any) -> PatchCutter:
         """The settings of an image processor of the Qwen-VL family, but for `changes`; one that does
-        something to pictures that is not done here is refused.
+        something to images that is not done here is refused.
         """
         size = {**processor.size} if isinstance(processor.size, Mapping) else vars(processor.size)
         settings = {
@@ -58,7 +58,7 @@ class PatchCutter:
         }
         for name in ("do_resize", "do_rescale", "do_normalize"):
             if not getattr(processor, name):
-                raise ValueError(f"The image processor has {name}=False; pictures are judged with it on.")
+                raise ValueError(f"The image processor has {name}=False; images are judged with it on.")
         scale = processor.rescale_factor
         if not math.isclose(scale, 1 / 255, rel_tol=1e-6) or settings["resample"] not in (
             "bilinear",
@@ -75,20 +75,20 @@ class PatchCutter:
         return {name: value for name, value in asdict(self).items() if name != "window" or value}
 
     def grid(self, height: int, width: int, *, frames: int = 1) -> tuple[int, int, int]:
-        """(moments, rows, columns) of patches of a picture, or of a clip."""
+        """(moments, rows, columns) of patches of an image, or of a clip."""
         tall, wide = smart_resize(height, width, self.patch * self.merge, self.min_pixels, self.max_pixels)
         return math.ceil(frames / self.frames), tall // self.patch, wide // self.patch
 
     def tokens(self, grid: tuple[int, int, int]) -> int:
-        """Places that a picture takes in the prompt."""
+        """Places that an image takes in the prompt."""
         return grid[0] * grid[1] * grid[2] // self.merge**2
 
     def seen(self, pixels: Tensor) -> Tensor:
-        """What is cut of a picture uint8 [3, H, W]; a clip is taken whole."""
+        """What is cut of an image uint8 [3, H, W]; a clip is taken whole."""
         return seen_window(pixels, self.window) if self.window and pixels.ndim == 3 else pixels
 
     def levels(self, pixels: Tensor) -> Tensor:
-        """Pictures uint8 [*, 3, H, W] resized: float32 [*, 3, h, w] of whole numbers from 0 to 255."""
+        """Images uint8 [*, 3, H, W] resized: float32 [*, 3, h, w] of whole numbers from 0 to 255."""
         _, rows, columns = self.grid(*pixels.shape[-2:])
         size = (rows * self.patch, columns * self.patch)
         if tuple(pixels.shape[-2:]) == size:
@@ -99,7 +99,7 @@ class PatchCutter:
         )
 
     def cut(self, pixels: Tensor) -> Tensor:
-        """Patches [moments · rows · columns, 3 · frames · patch²] float32 of a picture uint8 [3, H, W] or a
+        """Patches [moments · rows · columns, 3 · frames · patch²] float32 of an image uint8 [3, H, W] or a
         clip [F, 3, H, W], whose last frame is repeated where a moment lacks one; those of one token stand
         together.
         """
@@ -132,28 +132,28 @@ def smart_resize(
     *,
     whole_tokens: bool = False,
 ) -> tuple[int, int]:
-    """Height and width that are multiples of `factor`, with about the picture's aspect, within the pixels.
+    """Height and width that are multiples of `factor`, with about the image's aspect, within the pixels.
 
     Halves round to even, as the published processors have it; one multiple at least remains of each side.
 
     Args:
-        height: of the picture, in pixels.
-        width: of the picture, in pixels.
+        height: of the image, in pixels.
+        width: of the image, in pixels.
         factor: pixels of a token, on each side.
         min_pixels: of the result; it may end above `max_pixels` where the two leave no room between.
         max_pixels: of the result.
         whole_tokens: a side below half a token (14 pixels of 28) counts as one token when the limits are
             looked at, as in qwen-vl-utils and the published HPSv3; in transformers' processors it counts as
-            nothing, so that the picture is enlarged.
+            nothing, so that the image is enlarged.
 
     Raises:
-        ValueError: one side is more than 200 times the other, or the picture has no pixels.
+        ValueError: one side is more than 200 times the other, or the image has no pixels.
 
     Source: Qwen2-VL, arXiv 2409.12191, section 2.1 (dynamic resolution).
     """
     if min(height, width) < 1 or max(height, width) > LONGEST * min(height, width):
         raise ValueError(
-            f"a picture of {width}×{height} pixels: one side may be at most {LONGEST} times the other; crop "
+            f"an image of {width}×{height} pixels: one side may be at most {LONGEST} times the other; crop "
             "it first"
         )
     least = factor if whole_tokens else 0

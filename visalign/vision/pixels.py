@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures as users have them, read into pixels.
+"""Images as users have them, read into pixels.
 
 EXIF orientation is applied, transparency is laid over white, of an animation the first frame is taken.
 """
@@ -63,8 +63,8 @@ def read_pixels(image: Any, where: str) -> Tensor:
 def _from_tensor(image: Tensor, where: str) -> Tensor:
     if image.ndim != 3 or image.shape[0] != 3:
         hint = " Use image.permute(2, 0, 1)." if image.ndim == 3 and image.shape[-1] == 3 else ""
-        hint = " Give the pictures of a batch as a list." if image.ndim == 4 else hint
-        raise UserError(f"{where} has shape {tuple(image.shape)}; a picture is [3, H, W].{hint}")
+        hint = " Give the images of a batch as a list." if image.ndim == 4 else hint
+        raise UserError(f"{where} has shape {tuple(image.shape)}; an image is [3, H, W].{hint}")
     pixels = image.detach().cpu()
     if pixels.dtype == torch.uint8 or pixels.numel() == 0:
         return pixels.to(torch.uint8)
@@ -79,7 +79,7 @@ def _from_tensor(image: Tensor, where: str) -> Tensor:
 
 
 def to_levels(image: Tensor) -> Tensor:
-    """A picture in [0, 1] of any layout as uint8 on the CPU, rounded to the nearest level; uint8 as it is."""
+    """An image in [0, 1] of any layout as uint8 on the CPU, rounded to the nearest level; uint8 as it is."""
     if image.dtype == torch.uint8:
         return image.cpu()
     return image.detach().cpu().float().mul(255).round().clamp(0, 255).to(torch.uint8)

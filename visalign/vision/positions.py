@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions of tokens among which pictures stand, for models of the Qwen-VL family.
+"""Positions of tokens among which images stand, for models of the Qwen-VL family.
 
 Source: M-RoPE, Qwen2-VL, arXiv 2409.12191, section 2.1.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class OnGrid(Protocol):
-    """A picture, as far as positions go."""
+    """An image, as far as positions go."""
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -28,18 +28,18 @@ class OnGrid(Protocol):
 
 
 def rotary_positions(
-    places: Tensor, mask: Tensor, pictures: Sequence[Sequence[OnGrid]], merge: int
+    places: Tensor, mask: Tensor, images: Sequence[Sequence[OnGrid]], merge: int
 ) -> tuple[Tensor, Tensor]:
     """Positions of tokens on three axes.
 
-    Text moves on by one on all axes at once. A clip of t × r × c tokens (a picture has t = 1) that begins at
+    Text moves on by one on all axes at once. A clip of t × r × c tokens (an image has t = 1) that begins at
     position s has the axes (s + its moment, s + its row, s + its column), and the text behind it goes on at
     s + max(t, r, c), as Qwen2-VL counts; its successors space moments by seconds.
 
     Args:
-        places: bool [b, S], True for the tokens that stand for pictures.
+        places: bool [b, S], True for the tokens that stand for images.
         mask: [b, S], 0 for padding, whose positions are 0.
-        pictures: b lists, in the order of their tokens.
+        images: b lists, in the order of their tokens.
         merge: patches that become one token, on each side.
 
     Returns:
@@ -49,18 +49,18 @@ def rotary_positions(
     """
     positions = torch.zeros(3, *mask.shape, dtype=torch.int64)
     offset = torch.zeros(len(mask), 1, dtype=torch.int64)
-    for row, shown in enumerate(pictures):
+    for row, shown in enumerate(images):
         real = mask[row].nonzero()[:, 0]
         marks = places[row, real].nonzero()[:, 0]
         parts, start, done, used = [], 0, 0, 0
-        for picture in shown:
+        for image in shown:
             text = int(marks[used]) - done
-            frames, rows, columns = picture.grid[0], picture.grid[1] // merge, picture.grid[2] // merge
+            frames, rows, columns = image.grid[0], image.grid[1] // merge, image.grid[2] // merge
             grid = torch.cartesian_prod(*(torch.arange(n) for n in (frames, rows, columns)))
             parts += [_steps(text, start), grid.T + start + text]
             start += text + max(frames, rows, columns)
-            done += text + picture.tokens
-            used += picture.tokens
+            done += text + image.tokens
+            used += image.tokens
         parts.append(_steps(len(real) - done, start))
         positions[:, row, real] = torch.cat(parts, 1)
         offset[row] = start - done

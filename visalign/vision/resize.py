@@ -3,9 +3,9 @@
 
 PIL resizes 8-bit images in two passes with fixed-point weights and rounds after each. Here the width always
 comes first, as in Pillow up to 12, with which the published models were trained; Pillow 13 begins with the
-height where it shrinks much (pull request 9549), which moves hard edges of tall pictures by a few levels. The
+height where it shrinks much (pull request 9549), which moves hard edges of tall images by a few levels. The
 passes are matrix products, because `torch.nn.functional.interpolate(antialias=True)` on the CPU gives wrong
-pixels for some layouts (torch 2.15: pictures of width 1, by up to 166 levels).
+pixels for some layouts (torch 2.15: images of width 1, by up to 166 levels).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a picture that holds all there is to see, where the rest is a plain border."""
+"""The part of an image that holds all there is to see, where the rest is a plain border."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ def check_window(side: Any) -> None:
     """
     if isinstance(side, bool) or not isinstance(side, int) or side < 0:
         raise ValueError(
-            f"window is {side!r}; it is a whole number of pixels, or 0 to read every picture whole."
+            f"window is {side!r}; it is a whole number of pixels, or 0 to read every image whole."
         )
 
 
-def seen_window(picture: Tensor, side: int) -> Tensor:
-    """The `side` × `side` pixels of a picture [3, H, W] in which all lies that is not its plain border.
+def seen_window(image: Tensor, side: int) -> Tensor:
+    """The `side` × `side` pixels of an image [3, H, W] in which all lies that is not its plain border.
 
     A model that sees `side` pixels then reads at its own size what would be shrunk together with the border.
-    The picture itself comes back where it is no larger, where no color is that of three of its corners, where
+    The image itself comes back where it is no larger, where no color is that of three of its corners, where
     nothing differs from that color, and where what differs does not fit.
 
     Args:
-        picture: uint8, or float in [0, 1].
+        image: uint8, or float in [0, 1].
         side: pixels of the window.
     """
-    height, width = picture.shape[1:]
+    height, width = image.shape[1:]
     if max(height, width) <= side:
-        return picture
-    levels = picture.detach()
+        return image
+    levels = image.detach()
     levels = levels.short() if levels.dtype == torch.uint8 else levels * 255
     corners = levels[:, [0, 0, -1, -1], [0, -1, 0, -1]]
     alike = (corners[:, :, None] - corners[:, None]).abs().amax(0) <= TOLERANCE
     shared = alike.sum(1) >= 3
     if not shared.any():
-        return picture
+        return image
     border = corners[:, int(shared.int().argmax())]
     content = (levels - border[:, None, None]).abs().amax(0) > TOLERANCE
     rows, columns = (torch.nonzero(content.any(axis)).flatten() for axis in (1, 0))
     if not len(rows):
-        return picture
+        return image
     ends = [(int(places[0]), int(places[-1]) + 1) for places in (rows, columns)]
     if max(last - first for first, last in ends) > side:
-        return picture
+        return image
     (top, high), (left, wide) = (
         _span(*end, side, size) for end, size in zip(ends, (height, width), strict=True)
     )
-    return picture[:, top : top + high, left : left + wide]
+    return image[:, top : top + high, left : left + wide]
 
 
 def _span(first: int, last: int, side: int, size: int) -> tuple[int, int]:

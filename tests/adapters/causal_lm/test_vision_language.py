@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies that see: log-probs against the model's own, positions, neighbours, what pictures change."""
+"""Policies that see: log-probs against the model's own, positions, neighbours, what images change."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,9 +15,9 @@ from tests.support.models.vision_language import (
     PROMPTS,
     SLOT,
     drawn,
+    make_image,
     own_inputs,
     own_logits,
-    picture,
     policy,
     sampled,
     tiny_seeing_model,
@@ -25,7 +25,7 @@ from tests.support.models.vision_language import (
 )
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.text import Sampling, StoppingCriteria, draw_seeds, join_rollouts
-from visalign.vision.pictures import Picture
+from visalign.vision.images import PatchedImage
 from visalign.vision.positions import rotary_positions
 
 SAMPLINGS = [Sampling(), NUCLEUS, Sampling(temperature=1.4, top_k=9)]
@@ -48,7 +48,7 @@ def test_log_probs_equal_a_recomputation_and_the_models_own(shared, sampling) ->
     compared = 0
     for row in range(len(rollout)):
         completion = drawn(rollout, row)
-        if IMAGE in completion:  # the library takes it for one more picture and fails
+        if IMAGE in completion:  # the library takes it for one more image and fails
             continue
         log_p = (own_logits(shared, row // 3, completion) / sampling.temperature).log_softmax(-1)
         own = log_p.gather(-1, completion[:, None])[:, 0]
@@ -104,13 +104,13 @@ def test_a_sample_does_not_depend_on_its_batch(shared, size) -> None:
 @torch.no_grad()
 def test_what_is_shown_and_in_which_order_matters(shared) -> None:
     rollout = sampled(shared)
-    other = [[picture(24, 16, 7), IMAGES[0][1]], [picture(24, 16, 1), picture(8, 40, 8)]]
+    other = [[make_image(24, 16, 7), IMAGES[0][1]], [make_image(24, 16, 1), make_image(8, 40, 8)]]
     for shown in other:
         changed = replace(rollout, images=[shown] * 3 + [IMAGES[row // 3] for row in range(3, 12)])
         moved = (shared.log_probs(changed).log_prob - rollout.log_prob).abs()
         assert moved[:3].max() > 0.01 and moved[3:].max() < 1e-4
     prompt = user(SLOT, SLOT)
-    two = [picture(16, 16, 1), picture(16, 16, 2)]
+    two = [make_image(16, 16, 1), make_image(16, 16, 2)]
     pair = sampled(shared, prompts=[prompt, prompt], images=[two, two[::-1]], seeds=[1, 1], num_generations=1)
     assert not torch.equal(pair.log_prob[0], pair.log_prob[1])
 
@@ -127,13 +127,13 @@ def test_image_tokens_that_a_completion_draws_are_text(shared) -> None:
 def test_positions_by_hand() -> None:
     given = policy()
     sight: Any = given._network._sight
-    # a, picture of 2 rows and 3 columns, b, c; padded on the left, below it text alone
+    # a, image of 2 rows and 3 columns, b, c; padded on the left, below it text alone
     ids = torch.tensor([[0, 7, *[IMAGE] * 6, 8, IMAGE], [7, 8, 9, 7, 8, 9, 7, 8, 9, 7]])
     mask = torch.ones_like(ids)
     mask[0, 0] = 0
     encoder: Any = given._encoder
-    pictures = [encoder.encode([user(SLOT)], [[picture(24, 16)]]).pictures[0], []]
-    seen = sight.see(ids, mask, pictures)
+    encoded_images = [encoder.encode([user(SLOT)], [[make_image(24, 16)]]).encoded_images[0], []]
+    seen = sight.see(ids, mask, encoded_images)
     positions = seen.inputs["position_ids"]
     assert positions[:, 0, 1:].tolist() == [
         [0, 1, 1, 1, 1, 1, 1, 4, 5],
@@ -143,11 +143,11 @@ def test_positions_by_hand() -> None:
     assert positions[:, 1].tolist() == [list(range(10))] * 3
     assert seen.offset.tolist() == [[5 + 1 - 9], [0]]
     assert (positions[:, 0, 0] == 0).all()
-    with pytest.raises(ValueError, match=r"Row 1 holds 0 image tokens, and its pictures take 6"):
-        sight.see(ids, mask, pictures[::-1])
+    with pytest.raises(ValueError, match=r"Row 1 holds 0 image tokens, and its images take 6"):
+        sight.see(ids, mask, encoded_images[::-1])
 
 
-def test_each_picture_is_read_once(shared, monkeypatch) -> None:
+def test_each_image_is_read_once(shared, monkeypatch) -> None:
     trunk, seen = shared.model.base_model, []
     read = trunk.get_image_features
     monkeypatch.setattr(
@@ -168,7 +168,9 @@ def test_each_picture_is_read_once(shared, monkeypatch) -> None:
 def test_positions_are_those_of_the_library(kind) -> None:
     trunk: Any = tiny_seeing_model(kind).base_model
     sizes = [[(2, 3), (5, 1)], [], [(4, 4)], [(1, 1), (3, 2), (2, 2)]]
-    shown = [[Picture(f"{h}x{w}", (1, 2 * h, 2 * w), h * w, torch.zeros(0)) for h, w in row] for row in sizes]
+    shown = [
+        [PatchedImage(f"{h}x{w}", (1, 2 * h, 2 * w), h * w, torch.zeros(0)) for h, w in row] for row in sizes
+    ]
     rows = [[7, 8, *(token for p in row for token in (*[IMAGE] * p.tokens, 9, 9))] for row in shown]
     width = max(map(len, rows)) + 2
     places, mask = torch.zeros(2, len(rows), width, dtype=torch.int64)
@@ -187,7 +189,7 @@ def test_positions_are_those_of_the_library(kind) -> None:
 
 
 @torch.no_grad()
-def test_rollouts_with_and_without_pictures_are_joined() -> None:
+def test_rollouts_with_and_without_images_are_joined() -> None:
     given = policy()
     seen = sampled(given, prompts=PROMPTS[2:3], images=IMAGES[2:3])
     text = sampled(given, prompts=["hello there"], images=None, group=["text"])

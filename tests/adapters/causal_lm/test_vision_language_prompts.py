@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures in prompts: tokens and patches as the library makes them, forms of pictures, and messages."""
+"""Images in prompts: tokens and patches as the library makes them, forms of images, and messages."""
 
 import io
 from dataclasses import replace
@@ -18,8 +18,8 @@ from tests.support.models.vision_language import (
     PROMPTS,
     SLOT,
     STOP,
+    make_image,
     own_inputs,
-    picture,
     policy,
     sampled,
     save_tiny_seeing_model,
@@ -29,7 +29,7 @@ from tests.support.models.vision_language import (
     user,
 )
 from visalign.adapters.causal_lm.chat import PromptEncoder
-from visalign.adapters.causal_lm.pictures import PictureProcessor
+from visalign.adapters.causal_lm.images import ImageProcessor
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.adapters.causal_lm.value_head import ValueModel
 from visalign.errors import UserError
@@ -47,19 +47,21 @@ def answer(given: CausalLMPolicy, prompt: Any, images: Any = None) -> Any:
 
 def test_tokens_and_patches_are_those_of_the_processor(shared) -> None:
     found = shared._encoder.encode(PROMPTS, IMAGES)
-    assert found.pictures is not None and found.images == IMAGES
+    assert found.encoded_images is not None and found.images == IMAGES
     for place in range(len(PROMPTS)):
         own = own_inputs(shared, place)
         assert list(found.ids[place]) == own["input_ids"][0].tolist()
         if IMAGES[place]:
-            patches = torch.cat([shown.patches for shown in found.pictures[place]])
+            patches = torch.cat([shown.patches for shown in found.encoded_images[place]])
             assert torch.equal(patches, own["pixel_values"])
-            assert [list(shown.grid) for shown in found.pictures[place]] == own["image_grid_thw"].tolist()
-    assert [sum(p.tokens for p in row) for row in found.pictures] == [6 + 5, 0, 25, 0]
+            assert [list(shown.grid) for shown in found.encoded_images[place]] == own[
+                "image_grid_thw"
+            ].tolist()
+    assert [sum(p.tokens for p in row) for row in found.encoded_images] == [6 + 5, 0, 25, 0]
 
 
-def test_pictures_stand_in_their_parts_or_in_the_list(shared) -> None:
-    first, second = picture(24, 16, 1), picture(8, 40, 2)
+def test_images_stand_in_their_parts_or_in_the_list(shared) -> None:
+    first, second = make_image(24, 16, 1), make_image(8, 40, 2)
     listed = answer(shared, user(SLOT, "x", SLOT), [first, second])
     within = {"type": "image", "image": first}
     mixed = answer(shared, user(within, "x", SLOT), [second])
@@ -74,8 +76,8 @@ def test_pictures_stand_in_their_parts_or_in_the_list(shared) -> None:
         assert torch.equal(other.log_prob, listed.log_prob)
 
 
-def test_a_picture_is_the_same_as_a_file_and_as_a_tensor(shared) -> None:
-    image = picture(24, 16, 1)
+def test_an_image_is_the_same_as_a_file_and_as_a_tensor(shared) -> None:
+    image = make_image(24, 16, 1)
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
     turned = Image.fromarray(np.rot90(np.array(image)).copy())
     exif = turned.getexif()
@@ -87,7 +89,7 @@ def test_a_picture_is_the_same_as_a_file_and_as_a_tensor(shared) -> None:
     white = image.copy()
     white.putpixel((0, 0), (255, 255, 255))
     frames = io.BytesIO()
-    image.save(frames, "PNG", save_all=True, append_images=[picture(24, 16, 5)])
+    image.save(frames, "PNG", save_all=True, append_images=[make_image(24, 16, 5)])
     animated = Image.open(frames)
     animated.seek(1)
     for form in (image, pixels, pixels.float() / 255, pixels.double() / 255, Image.open(stored), animated):
@@ -102,7 +104,7 @@ def test_a_picture_is_the_same_as_a_file_and_as_a_tensor(shared) -> None:
 
 
 def test_patches_are_remembered_by_content_within_a_limit(monkeypatch) -> None:
-    cut = PictureProcessor(tiny_processor().image_processor)  # type: ignore[attr-defined]
+    cut = ImageProcessor(tiny_processor().image_processor)  # type: ignore[attr-defined]
     image = torch.zeros(3, 8, 8, dtype=torch.uint8)
     first = cut(image, "it")
     assert cut(image.clone(), "it") is first and cut(image.float(), "it") is first
@@ -110,7 +112,7 @@ def test_patches_are_remembered_by_content_within_a_limit(monkeypatch) -> None:
     second = cut(image, "it")
     assert second is not first and second != first and second.patches[0, 0] != first.patches[0, 0]
     assert cut(torch.zeros(3, 8, 4, dtype=torch.uint8).repeat(1, 1, 2), "it") is first
-    monkeypatch.setattr("visalign.adapters.causal_lm.pictures.MEMORY", 2 * first.patches.nbytes)
+    monkeypatch.setattr("visalign.adapters.causal_lm.images.MEMORY", 2 * first.patches.nbytes)
     cut(torch.ones(3, 8, 8), "it")
     assert len(cut._known) == 2 and cut(torch.zeros(3, 8, 8), "it") is first
     assert cut(image, "it") is not second
@@ -121,25 +123,25 @@ def test_patches_are_remembered_by_content_within_a_limit(monkeypatch) -> None:
     [
         (
             user(SLOT, SLOT),
-            [picture(8, 8)],
-            r"Prompt 0 has 2 image parts without a picture, and images\[0\] hol",
+            [make_image(8, 8)],
+            r"Prompt 0 has 2 image parts without an image, and images\[0\] hol",
         ),
-        (user("x"), [picture(8, 8)], r"Prompt 0 has 0 image parts .*holds 1\. Give one part"),
+        (user("x"), [make_image(8, 8)], r"Prompt 0 has 0 image parts .*holds 1\. Give one part"),
         (user(SLOT), None, r"Prompt 0 has 1 image parts .*holds 0"),
         (
-            user({"type": "image", "image": picture(8, 8)}),
-            [picture(8, 8)],
-            r"0 image parts without a picture \(and 1 with one\), and images\[0\] holds 1",
+            user({"type": "image", "image": make_image(8, 8)}),
+            [make_image(8, 8)],
+            r"0 image parts without an image \(and 1 with one\), and images\[0\] holds 1",
         ),
         (
             user(SLOT, "<|image_pad|>"),
-            [picture(8, 8)],
-            r"marks 2 pictures by <\|image_pad\|>, and 1 are given",
+            [make_image(8, 8)],
+            r"marks 2 images by <\|image_pad\|>, and 1 are given",
         ),
-        ("text", [picture(8, 8)], r"Prompt 0 marks 0 pictures by <\|image_pad\|>, and 1 are given"),
-        ("a <|image_pad|>", None, r"Prompt 0 marks 1 pictures by .* and 0 are given"),
-        ("<|image_pad|>" * 2, [picture(8, 8)] * 2, r"Prompt 0 shows two pictures with nothing between them"),
-        (user(SLOT), picture(8, 8), r"images\[0\] is a Image; give a list of pictures per prompt"),
+        ("text", [make_image(8, 8)], r"Prompt 0 marks 0 images by <\|image_pad\|>, and 1 are given"),
+        ("a <|image_pad|>", None, r"Prompt 0 marks 1 images by .* and 0 are given"),
+        ("<|image_pad|>" * 2, [make_image(8, 8)] * 2, r"Prompt 0 shows two images with nothing between them"),
+        (user(SLOT), make_image(8, 8), r"images\[0\] is a Image; give a list of images per prompt"),
         (
             user(SLOT),
             ["a.png"],
@@ -148,9 +150,9 @@ def test_patches_are_remembered_by_content_within_a_limit(monkeypatch) -> None:
         (
             user(SLOT),
             [torch.zeros(8, 8, 3)],
-            r"shape \(8, 8, 3\); a picture is \[3, H, W\]. Use image.permute",
+            r"shape \(8, 8, 3\); an image is \[3, H, W\]. Use image.permute",
         ),
-        (user(SLOT), [torch.zeros(1, 3, 8, 8)], r"\(1, 3, 8, 8\); .*Give the pictures of a batch as a list"),
+        (user(SLOT), [torch.zeros(1, 3, 8, 8)], r"\(1, 3, 8, 8\); .*Give the images of a batch as a list"),
         (user(SLOT), [torch.zeros(3, 0, 8)], r"image 0 of prompt 0 has no pixels: shape \(3, 0, 8\)"),
         (
             user(SLOT),
@@ -164,19 +166,19 @@ def test_patches_are_remembered_by_content_within_a_limit(monkeypatch) -> None:
         (user(SLOT), [Image.new("I;16", (8, 8))], r"of PIL mode I;16, deeper than 8 bits"),
     ],
 )
-def test_wrong_pictures_are_named(shared, prompt, images, message) -> None:
+def test_wrong_images_are_named(shared, prompt, images, message) -> None:
     with pytest.raises(UserError, match=message):
         answer(shared, prompt, images)
 
 
-def test_an_unreadable_picture_is_named(shared) -> None:
+def test_an_unreadable_image_is_named(shared) -> None:
     stored = io.BytesIO()
-    picture(40, 40).save(stored, "PNG")
+    make_image(40, 40).save(stored, "PNG")
     broken = Image.open(io.BytesIO(stored.getvalue()[:900]))
     with pytest.raises(
         UserError, match=r"image 1 of prompt 0 cannot be decoded \(.*Give a PNG, JPEG or WebP"
     ):
-        answer(shared, user(SLOT, SLOT), [picture(8, 8), broken])
+        answer(shared, user(SLOT, SLOT), [make_image(8, 8), broken])
 
 
 def test_the_number_of_lists_is_checked(shared) -> None:
@@ -185,12 +187,12 @@ def test_the_number_of_lists_is_checked(shared) -> None:
 
 
 @torch.no_grad()
-def test_prompts_that_pictures_make_too_long(shared) -> None:
-    big = [[picture(64, 64)], [], [picture(8, 8)], []]
+def test_prompts_that_images_make_too_long(shared) -> None:
+    big = [[make_image(64, 64)], [], [make_image(8, 8)], []]
     given = policy(max_prompt_tokens=70)
     prompts = [user(SLOT), *PROMPTS[1:]]
     with pytest.raises(
-        UserError, match=r"Prompt 0 has 85 tokens \(64 of them for its 1 pictures\).*show smaller pictures"
+        UserError, match=r"Prompt 0 has 85 tokens \(64 of them for its 1 images\).*show smaller images"
     ):
         sampled(given, prompts=prompts, images=big)
     given.long_prompts = "mask"
@@ -200,10 +202,10 @@ def test_prompts_that_pictures_make_too_long(shared) -> None:
     torch.testing.assert_close(given.log_probs(rollout).log_prob, rollout.log_prob, rtol=0, atol=1e-4)
 
 
-def test_pictures_of_another_rollout_are_refused(shared) -> None:
+def test_images_of_another_rollout_are_refused(shared) -> None:
     rollout = sampled(shared)
-    swapped = replace(rollout, images=[[picture(8, 8)]] * len(rollout))
-    with pytest.raises(UserError, match=r"sample 7 holds 25 image tokens, and its 1 pictures take 1\. Score"):
+    swapped = replace(rollout, images=[[make_image(8, 8)]] * len(rollout))
+    with pytest.raises(UserError, match=r"sample 7 holds 25 image tokens, and its 1 images take 1\. Score"):
         shared.log_probs(swapped, torch.tensor([7]))
 
 
@@ -214,16 +216,16 @@ def test_a_model_without_its_processor_reads_text_alone(tmp_path) -> None:
     )
     message = r"Qwen2VLForConditionalGeneration is used as a text policy .* with the model's processor"
     with pytest.raises(UserError, match=message):
-        answer(blind, "hello", [picture(8, 8)])
+        answer(blind, "hello", [make_image(8, 8)])
     with pytest.raises(UserError, match=message):
-        answer(blind, user({"type": "image", "image": picture(8, 8)}))
+        answer(blind, user({"type": "image", "image": make_image(8, 8)}))
     with pytest.raises(UserError, match=message):
         blind.log_probs(sampled(policy()))
     text = CausalLMPolicy(tiny_model(), tiny_tokenizer())
     with pytest.raises(
         UserError, match=r"Qwen3ForCausalLM is used as a text policy .*\. Leave images out\.$"
     ):
-        answer(text, "hello", [picture(8, 8)])
+        answer(text, "hello", [make_image(8, 8)])
     tiny_seeing_model().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"is a qwen2_vl without its processor: preprocessor_config.json"):
         CausalLMPolicy.from_pretrained(tmp_path)
@@ -245,16 +247,14 @@ def test_processors_must_fit_the_model() -> None:
     with pytest.raises(
         UserError, match=r"Prompt 0 is a conversation, and this tokenizer has no chat template"
     ):
-        answer(bare, user(SLOT), [picture(8, 8)])
+        answer(bare, user(SLOT), [make_image(8, 8)])
 
 
-def test_a_template_that_leaves_pictures_out_is_found() -> None:
+def test_a_template_that_leaves_images_out_is_found() -> None:
     template = "{% for message in messages %}{{ message.role }}{% endfor %}"
     given = CausalLMPolicy(tiny_seeing_model(), tiny_processor(template=template))
-    with pytest.raises(
-        UserError, match=r"marks 0 pictures by <\|image_pad\|>, and 1 are given.*template must"
-    ):
-        answer(given, user(SLOT), [picture(8, 8)])
+    with pytest.raises(UserError, match=r"marks 0 images by <\|image_pad\|>, and 1 are given.*template must"):
+        answer(given, user(SLOT), [make_image(8, 8)])
 
 
 def test_encoders_take_the_processor(shared) -> None:
@@ -264,16 +264,16 @@ def test_encoders_take_the_processor(shared) -> None:
     asked = {"role": "system", "content": "look"}
     plain, same = answer(given, "hello"), answer(shared, [asked, {"role": "user", "content": "hello"}])
     assert torch.equal(plain.prompt_ids, same.prompt_ids) and plain.text == same.text
-    seen = answer(given, user(SLOT), [picture(8, 8)])
-    assert torch.equal(seen.prompt_ids, answer(shared, [asked, *user(SLOT)], [picture(8, 8)]).prompt_ids)
+    seen = answer(given, user(SLOT), [make_image(8, 8)])
+    assert torch.equal(seen.prompt_ids, answer(shared, [asked, *user(SLOT)], [make_image(8, 8)]).prompt_ids)
     processor.tokenizer.chat_template = "{{ messages }}"  # type: ignore[attr-defined]
     processor.chat_template = None
     assert PromptEncoder(processor).render("x").startswith("[{")
 
 
-def test_a_separate_value_model_refuses_pictures(tmp_path) -> None:
+def test_a_separate_value_model_refuses_images(tmp_path) -> None:
     values = ValueModel.from_pretrained(save_tiny_seeing_model(tmp_path))
-    with pytest.raises(UserError, match=r"ValueModel reads text alone, and this rollout has pictures"):
+    with pytest.raises(UserError, match=r"ValueModel reads text alone, and this rollout has images"):
         values.values(sampled(policy()))
 
 
@@ -282,4 +282,7 @@ def test_a_saved_processor_is_the_same(tmp_path, shared) -> None:
     processor: Any = AutoProcessor.from_pretrained(tmp_path)
     again = CausalLMPolicy(shared.model, processor)._encoder.encode(PROMPTS, IMAGES)
     assert [list(ids) for ids in again.ids] == [list(i) for i in shared._encoder.encode(PROMPTS, IMAGES).ids]
-    assert again.pictures is not None and list(again.ids[2]).count(IMAGE) == again.pictures[2][0].tokens
+    assert (
+        again.encoded_images is not None
+        and list(again.ids[2]).count(IMAGE) == again.encoded_images[2][0].tokens
+    )

@@ -13,9 +13,9 @@ from tests.support.models.vision_language import (
     IMAGES,
     KINDS,
     drawn,
+    make_image,
     own_logits,
     perturb,
-    picture,
     policy,
     sampled,
     save_tiny_seeing_model,
@@ -30,7 +30,7 @@ from visalign.errors import UserError
 from visalign.text import Sampling
 
 LORA = text_lora(rank=3, alpha=7, seed=5)
-ONE, OTHER = picture(24, 16, 1), picture(24, 16, 2)
+ONE, OTHER = make_image(24, 16, 1), make_image(24, 16, 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -38,7 +38,7 @@ ONE, OTHER = picture(24, 16, 1), picture(24, 16, 2)
 def test_gradients_are_those_of_the_models_logits(kind, checkpointing) -> None:
     given = policy(kind, gradient_checkpointing=checkpointing)
     rollout = sampled(given, Sampling(temperature=1.5), num_generations=8)
-    # a sample of each of three prompts, without the image tokens that the library would take for pictures
+    # a sample of each of three prompts, without the image tokens that the library would take for images
     rows = [next(r for r in range(8 * p, 8 * p + 8) if IMAGE not in drawn(rollout, r)) for p in range(3)]
     place = torch.arange(1, rollout.loss_mask.shape[1] + 1)
     names = [name for name, _ in given.trainable_parameters()]
@@ -115,29 +115,29 @@ def test_saved_policies_are_read_by_us_and_by_the_library(tmp_path, lora) -> Non
         torch.testing.assert_close(merged.log_probs(rollout).log_prob, trained, rtol=0, atol=1e-4)
 
 
-def test_values_come_out_of_the_same_pass_and_read_the_pictures() -> None:
+def test_values_come_out_of_the_same_pass_and_read_the_images() -> None:
     given = policy(value_head=ValueHead(32))
     rollout = sampled(given)
     perturb(given, 0.05)
     value = given.log_probs(rollout).value
     assert value is not None and value.requires_grad and (value != 0).equal(rollout.loss_mask != 0)
     changed = given.log_probs(
-        replace(rollout, images=[[picture(24, 16, 9), IMAGES[0][1]]] * 12), slice(3)
+        replace(rollout, images=[[make_image(24, 16, 9), IMAGES[0][1]]] * 12), slice(3)
     ).value
     assert changed is not None and (changed - value[:3]).abs().max() > 1e-3
 
 
 @torch.no_grad()
-def test_demonstrations_may_show_pictures() -> None:
-    """What a picture's completion is worth is what the policy gave it, and another's with another picture."""
+def test_demonstrations_may_show_images() -> None:
+    """What an image's completion is worth is what the policy gave it, and another's with another image."""
     given = policy()
     asked = [[{"role": "user", "content": [{"type": "image", "image": image}]}] for image in (ONE, OTHER)]
     rollout = demonstration_rollout(given, asked, ["a b", "a b"])
     assert rollout.images is not None and [len(row) for row in rollout.images] == [1, 1]
     first, second = given.log_probs(rollout).log_prob
     assert not torch.allclose(first, second)
-    prompts, pictures = [[{"role": "user", "content": [{"type": "image"}]}]] * 2, [[ONE], [OTHER]]
-    drawn_now = given.generate(prompts, seeds=0, images=pictures)
+    prompts, encoded_images = [[{"role": "user", "content": [{"type": "image"}]}]] * 2, [[ONE], [OTHER]]
+    drawn_now = given.generate(prompts, seeds=0, images=encoded_images)
     same = replace(
         drawn_now,
         completion_ids=rollout.completion_ids,

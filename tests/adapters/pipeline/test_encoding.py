@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latents of pictures: of every family the inverse of what its pipeline does before its autoencoder."""
+"""Latents of images: of every family the inverse of what its pipeline does before its autoencoder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.support.models.pipelines import tiny_pipeline
 from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.adapters import LoraSettings, SD3Policy, load_policy
-from visalign.adapters.pipeline.encoding import PictureEncoder, fitted
+from visalign.adapters.pipeline.encoding import ImageEncoder, fitted
 from visalign.adapters.pipeline.families import FAMILIES
 from visalign.adapters.pipeline.policy import PipelinePolicy
 from visalign.data.assets import resolve_model
@@ -98,11 +98,11 @@ def test_in_16_bits_the_latents_of_sd3_are_those_of_float32():
 
 
 @pytest.mark.parametrize("model", ["shapes-sd3", "shapes-sd15"])
-def test_packaged_models_give_pictures_back(model: str):
+def test_packaged_models_give_images_back(model: str):
     policy: Any = load_policy(resolve_model(model), lora=LORA)
     names = [shapes_reference("heldout", 0, "pair", n, "left") for n in range(8)]
-    pictures = [torch.from_numpy(np.array(resolve_image(name))) for name in names]
-    images = [one.permute(2, 0, 1).float() / 255 for one in pictures]
+    samples = [torch.from_numpy(np.array(resolve_image(name))) for name in names]
+    images = [one.permute(2, 0, 1).float() / 255 for one in samples]
     latents = policy.encode_images(images)
     assert latents.shape == (8, *policy.latent_shape)
     assert abs(float(latents.std()) - 1) < 0.25 and abs(float(latents.mean())) < 0.15
@@ -113,7 +113,7 @@ def test_packaged_models_give_pictures_back(model: str):
     torch.testing.assert_close(back, (own / 2 + 0.5).clamp(0, 1), atol=1e-4, rtol=0)
 
 
-def test_pictures_of_any_size_are_scaled_and_cut_in_the_middle():
+def test_images_of_any_size_are_scaled_and_cut_in_the_middle():
     wide = torch.zeros(3, 20, 60)
     wide[:, :, 20:40] = 1.0
     assert torch.equal(fitted(wide, (20, 20)), torch.ones(3, 20, 20))
@@ -123,17 +123,17 @@ def test_pictures_of_any_size_are_scaled_and_cut_in_the_middle():
 
 def test_videos_and_what_has_no_inverse_are_refused():
     clips = _policy("wan", num_frames=5)
-    with pytest.raises(UserError, match=r"WanPipeline: .* is given \[1, 16, 2, .*no single picture.*own"):
+    with pytest.raises(UserError, match=r"WanPipeline: .* is given \[1, 16, 2, .*no single image.*own"):
         clips.encode_images([torch.zeros(3, 16, 16)])
     policy: Any = SD3Policy(tiny_sd3_pipeline(), lora=LORA)
     own = policy.decode
     policy.decode = lambda latents: own(latents.square())
     with pytest.raises(UserError, match=r"StableDiffusion3Pipeline: .*more than to scale, shift and reorder"):
-        PictureEncoder(policy)
+        ImageEncoder(policy)
     policy.decode = lambda latents: own(latents[:, [0] * 8])
     with pytest.raises(UserError, match=r"more than to scale.*encode_images"):
-        PictureEncoder(policy)
+        ImageEncoder(policy)
     del policy.pipe.vae.encoder
     policy.pipe.vae = torch.nn.Identity()
     with pytest.raises(UserError, match=r"no autoencoder with an encoder"):
-        PictureEncoder(policy)
+        ImageEncoder(policy)

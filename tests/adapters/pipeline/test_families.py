@@ -58,7 +58,7 @@ def policy_of(name: str, **changes: Any) -> PipelinePolicy:
     return PipelinePolicy(pipe, **{"lora": LoraSettings(rank=2, alpha=4), **options, **changes})
 
 
-def own_pictures(
+def own_images(
     name: str,
     policy: PipelinePolicy,
     latents: torch.Tensor,
@@ -69,10 +69,8 @@ def own_pictures(
 ) -> Any:
     """What a pipeline, by default a new one, makes of the latents by itself, with a scheduler of its own."""
     family = FAMILIES[name]
-    if (family.source == "needed" or family.alone != "never") and len(latents) > 1:  # one picture a call
-        parts = [
-            own_pictures(name, policy, latents[i : i + 1], output_type, at=i, pipe=pipe) for i in range(3)
-        ]
+    if (family.source == "needed" or family.alone != "never") and len(latents) > 1:  # one image a call
+        parts = [own_images(name, policy, latents[i : i + 1], output_type, at=i, pipe=pipe) for i in range(3)]
         return torch.cat(parts)
     pipe = tiny_pipeline(name)[0] if pipe is None else pipe
     if family.modular:
@@ -109,26 +107,26 @@ def test_without_guidance_the_network_is_asked_once(name):
     condition = policy.encode(tiny_prompts(name, PROMPTS))
     made = rollout(policy, condition, sigmas=policy.sigmas(STEPS), noise=noise).latents
     assert policy.forward_count.forward - before == 3 * STEPS
-    expected = own_pictures(name, policy, noise, "pt")
+    expected = own_images(name, policy, noise, "pt")
     assert float((policy.decode_frames(made) - expected).abs().max()) <= 5e-5
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_pictures_are_the_pipelines_own(name):
+def test_images_are_the_pipelines_own(name):
     policy = policy_of(name)
     policy._halves.apart = False  # one batch of both halves, as the pipeline has it: to the last bit
     noise = torch.randn(3, *policy.latent_shape, generator=torch.Generator().manual_seed(5))
     sigmas = policy.sigmas(STEPS)
     made = rollout(policy, policy.encode(tiny_prompts(name, PROMPTS)), sigmas=sigmas, noise=noise).latents
-    own = own_pictures(name, policy, noise, "latent")
+    own = own_images(name, policy, noise, "latent")
     exact = ROUNDED.get(name, EXACT)
     assert own.isfinite().all() and own.abs().max() > 0.1
     if not name.startswith("flux2"):  # whose latents come back unpacked
         assert float((made - own).abs().max()) <= exact * float(own.abs().max())
-    pictures = policy.decode_frames(made)
-    expected = own_pictures(name, policy, noise, "pt")
-    assert pictures.shape == expected.shape
-    assert float((pictures - expected).abs().max()) <= 1e-5 + 10 * exact
+    images = policy.decode_frames(made)
+    expected = own_images(name, policy, noise, "pt")
+    assert images.shape == expected.shape
+    assert float((images - expected).abs().max()) <= 1e-5 + 10 * exact
     policy._halves.apart = True
     apart = rollout(policy, policy.encode(tiny_prompts(name, PROMPTS)), sigmas=sigmas, noise=noise).latents
     assert float((made - apart).abs().max()) <= 1e-4 * float(own.abs().max())
@@ -136,12 +134,12 @@ def test_pictures_are_the_pipelines_own(name):
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.several])
-def test_an_edit_of_several_pictures_is_the_pipelines_own(name):
-    """Samples of one source stand in one call, and each picture is encoded once."""
+def test_an_edit_of_several_images_is_the_pipelines_own(name):
+    """Samples of one source stand in one call, and each image is encoded once."""
     policy, sides = policy_of(name), ((64, 64), (96, 64), (64, 128))
     cup, table, wall = (read_pixels(random_rows(3, *side, text=str(side)).sigmoid(), "it") for side in sides)
-    pictures = [Image.fromarray(each.permute(1, 2, 0).numpy()) for each in (cup, table, wall)]
-    lists = [pictures[:2], pictures[::-1], pictures[:2]]
+    images = [Image.fromarray(each.permute(1, 2, 0).numpy()) for each in (cup, table, wall)]
+    lists = [images[:2], images[::-1], images[:2]]
     records = [{"prompt": text, "source": each} for text, each in zip(PROMPTS, lists, strict=True)]
     records[2] = records[0]
     noise = torch.randn(3, *policy.latent_shape, generator=torch.Generator().manual_seed(5))
@@ -163,16 +161,16 @@ def test_an_edit_of_several_pictures_is_the_pipelines_own(name):
     assert float((policy.decode_frames(made.latents) - torch.cat(own)).abs().max()) <= 3e-5
     alone = policy.encode([{**each, "source": each["source"][0]} for each in records])
     other = rollout(policy, alone, sigmas=policy.sigmas(STEPS), noise=noise)
-    assert float((other.latents - made.latents).abs().max()) > 1e-3, "the second picture counts"
-    with pytest.raises(UserError, match=r"has 0 pictures, and .* edits one or several\. Give one\."):
+    assert float((other.latents - made.latents).abs().max()) > 1e-3, "the second image counts"
+    with pytest.raises(UserError, match=r"has 0 images, and .* edits one or several\. Give one\."):
         policy.encode([{"prompt": "a", "source": []}])
 
 
-def test_several_pictures_for_a_pipeline_that_edits_one_are_refused():
-    picture = torch.zeros(3, 16, 8)
-    match = r"has 2 pictures, and FluxKontextPipeline edits one\. Give one, or take .*Flux2KleinPipeline"
+def test_several_images_for_a_pipeline_that_edits_one_are_refused():
+    image = torch.zeros(3, 16, 8)
+    match = r"has 2 images, and FluxKontextPipeline edits one\. Give one, or take .*Flux2KleinPipeline"
     with pytest.raises(UserError, match=match):
-        policy_of("flux_kontext").encode([{"prompt": "a", "source": [picture, picture]}])
+        policy_of("flux_kontext").encode([{"prompt": "a", "source": [image, image]}])
 
 
 @pytest.mark.parametrize("name", ["qwen_image", "hunyuan_image"])
@@ -280,7 +278,7 @@ def test_the_contract(name, tmp_path):
         found = trained_weights(getattr(loaded, part))
         assert found.keys() == trained_weights(network).keys()
         assert all(torch.equal(found[layer], own) for layer, own in trained_weights(network).items())
-    assert float((made - own_pictures(name, policy, noise, "pt", pipe=loaded)).abs().max()) <= 5e-5
+    assert float((made - own_images(name, policy, noise, "pt", pipe=loaded)).abs().max()) <= 5e-5
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.own_size])

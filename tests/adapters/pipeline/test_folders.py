@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders with text encoders: the policy's pictures are the pipeline's; what cannot be used is refused."""
+"""Folders with text encoders: the policy's images are the pipeline's; what cannot be used is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from PIL import Image
 from tests.support.models.pipelines import tiny_folder, tiny_pipeline
 from visalign.adapters import LoraSettings, PipelinePolicy, load_policy
 from visalign.adapters.catalogue import has_two_halves
-from visalign.adapters.pipeline.condition import picture_of
+from visalign.adapters.pipeline.condition import image_of
 from visalign.adapters.pipeline.families import FAMILIES
 from visalign.errors import UserError
 from visalign.flow.rollout import asked_of, rollout
@@ -36,7 +36,7 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_prompts_make_the_pipelines_pictures(folders, name):
+def test_prompts_make_the_pipelines_images(folders, name):
     guidance = None if name == "flux" else 3.0
     size = SIZES[name]
     policy = load_policy(folders[name], guidance=guidance, image_size=size)
@@ -175,7 +175,7 @@ def test_what_guidance_costs(folders):
         ("flux2_klein", {"guidance": 4.0}, r"Flux2KleinPipeline is distilled: it takes no guidance"),
         ("sd3", {"image_size": 13}, r"image_size is 13; this model makes multiples of 2 pixels"),
         ("sana", {"image_size": (32, 16)}, r"SanaPipeline refuses its call: `height` and `width` have to be"),
-        ("sd3", {"num_frames": 5}, r"num_frames is 5, and StableDiffusion3Pipeline makes pictures"),
+        ("sd3", {"num_frames": 5}, r"num_frames is 5, and StableDiffusion3Pipeline makes images"),
         ("sd3", {"guidance": "high"}, r"guidance is 'high'; it must be at least 1"),
         ("sd3", {"image_size": "big"}, r"image_size is big; this model makes multiples"),
         ("hidream", {"image_size": 32}, r"brings every size to an area of its own\. Leave image_size out"),
@@ -269,12 +269,12 @@ def test_adapters_of_a_model_of_another_width_are_refused(tmp_path):
         PipelinePolicy(wider, lora_path=tmp_path, **options)
 
 
-def test_pictures_to_edit(tmp_path):
-    """A file, an image or a tensor; each picture goes in a call of its own."""
+def test_images_to_edit(tmp_path):
+    """A file, an image or a tensor; each image goes in a call of its own."""
     pipe, options = tiny_pipeline("flux_kontext")
     policy = PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
     pixels = torch.rand(3, 16, 8, generator=torch.Generator().manual_seed(1)).mul(255).round() / 255
-    image = picture_of(pixels)
+    image = image_of(pixels)
     image.save(tmp_path / "a.png")
     given = [str(tmp_path / "a.png"), image, pixels, torch.zeros(3, 16, 8)]
     condition = policy.encode([{"prompt": "a red circle", "source": source} for source in given])
@@ -283,21 +283,21 @@ def test_pictures_to_edit(tmp_path):
         v = policy.velocity(x, torch.full((4,), 0.5), condition)
     assert torch.equal(v[0], v[1]) and torch.equal(v[0], v[2]) and not torch.allclose(v[0], v[3], atol=1e-4)
     turned = Image.Exif()
-    turned[0x0112] = 6  # as a phone writes a picture that is to be turned by a quarter
+    turned[0x0112] = 6  # as a phone writes an image that is to be turned by a quarter
     image.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "turned.png", exif=turned)
-    assert np.array_equal(np.asarray(picture_of(str(tmp_path / "turned.png"))), np.asarray(image))
+    assert np.array_equal(np.asarray(image_of(str(tmp_path / "turned.png"))), np.asarray(image))
     records = [{"prompt": "a red circle"}]
     assert asked_of(policy, records) is records
-    with pytest.raises(UserError, match=r"FluxKontextPipeline edits a picture, and a record has no 'source'"):
+    with pytest.raises(UserError, match=r"FluxKontextPipeline edits an image, and a record has no 'source'"):
         policy.encode(records)
-    with pytest.raises(UserError, match=r"The source 'nowhere.png' is no picture that can be read"):
+    with pytest.raises(UserError, match=r"The source 'nowhere.png' is no image that can be read"):
         policy.encode([{"prompt": "a", "source": "nowhere.png"}])
     plain, options = tiny_pipeline("sd3")
     assert asked_of(PipelinePolicy(plain, lora=LoraSettings(rank=2), **options), records) == ["a red circle"]
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.source != "none"])
-def test_a_picture_to_edit_is_encoded_once(name, monkeypatch):
+def test_an_image_to_edit_is_encoded_once(name, monkeypatch):
     pipe, options = tiny_pipeline(name)
     policy = PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
     own, seen = pipe.vae.encode, []

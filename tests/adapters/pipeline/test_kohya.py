@@ -30,7 +30,7 @@ def saved(name: str, folder: Path) -> PipelinePolicy:
 
 
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])
-def test_the_exported_file_makes_the_same_pictures(name, tmp_path):
+def test_the_exported_file_makes_the_same_images(name, tmp_path):
     policy = saved(name, tmp_path)
     file = tmp_path / "kohya.safetensors"
     done = CliRunner().invoke(app, ["export-lora", str(tmp_path), "-o", str(file)])

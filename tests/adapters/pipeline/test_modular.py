@@ -61,7 +61,7 @@ def scale(name: str) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_folder_makes_the_pipelines_pictures_with_its_adapters_too(folders, name, tmp_path):
+def test_a_folder_makes_the_pipelines_images_with_its_adapters_too(folders, name, tmp_path):
     """To the last bit, over steps of which the pipeline keeps the text's keys and values."""
     policy = policy_of(folders[name], guidance=scale(name))
     assert policy.guided == (scale(name) > 1)
@@ -77,20 +77,20 @@ def test_a_folder_makes_the_pipelines_pictures_with_its_adapters_too(folders, na
         pipe = whole_pipeline(folders[name])
         if moved:
             pipe.load_lora_weights(str(tmp_path))
-        latents, pictures = own_modular_run(pipe, [PROMPT], noise, scale(name), num_inference_steps=3, **SIZE)
+        latents, images = own_modular_run(pipe, [PROMPT], noise, scale(name), num_inference_steps=3, **SIZE)
         assert float((made - latents).abs().max()) <= 3e-7 * float(latents.abs().max())
-        assert float((policy.decode(made) - pictures).abs().max()) <= 1e-6 and float(pictures.std()) > 0.02
+        assert float((policy.decode(made) - images).abs().max()) <= 1e-6 and float(images.std()) > 0.02
         found.append(made)
     assert not torch.allclose(*found, atol=1e-4)
 
 
-def test_pictures_with_an_alpha_channel_stand_over_white():
+def test_images_with_an_alpha_channel_stand_over_white():
     policy = PipelinePolicy(tiny_qwen_image_21(), lora=LORA, image_size=(16, 8))
     channels = torch.tensor([0.2, 0.4, 0.6, 0.25]).view(1, 4, 1, 1, 1)
     policy.pipe.vae.decode = lambda z, **_: ((channels * 2 - 1).expand(len(z), 4, 1, 16, 8),)
-    picture = policy.decode(torch.randn(2, *policy.latent_shape))
+    image = policy.decode(torch.randn(2, *policy.latent_shape))
     expected = torch.tensor([0.25 * c + 0.75 for c in (0.2, 0.4, 0.6)])
-    torch.testing.assert_close(picture, expected.view(1, 3, 1, 1).expand(2, 3, 16, 8))
+    torch.testing.assert_close(image, expected.view(1, 3, 1, 1).expand(2, 3, 16, 8))
 
 
 def test_the_classic_folder_of_qwen_image_21_goes_the_same_way(tmp_path):
@@ -325,6 +325,6 @@ def test_train_and_sample_by_the_folders_index(folders, tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     assert "ModularPipeline.from_pretrained" in (tmp_path / "run" / "report.html").read_text()
     given = ["sample", PROMPT, "--model", str(folders["flux3"]), "--lora", "run/lora", "--seeds", "0"]
-    done = CliRunner().invoke(app, [*given, "--option", "image_size=16", "--steps", "2", "-o", "pictures"])
+    done = CliRunner().invoke(app, [*given, "--option", "image_size=16", "--steps", "2", "-o", "images"])
     assert done.exit_code == 0, done.output
-    assert len(list((tmp_path / "pictures").glob("0000_*.png"))) == 1
+    assert len(list((tmp_path / "images").glob("0000_*.png"))) == 1

@@ -29,16 +29,16 @@ def test_decoding_follows_bfloat16_autocast_and_no_other() -> None:
 
 
 @pytest.mark.slow
-def test_pictures_decoded_in_bfloat16_are_judged_as_those_in_float32() -> None:
+def test_images_decoded_in_bfloat16_are_judged_as_those_in_float32() -> None:
     policy = SD3Policy.from_pretrained(resolve_model("shapes-sd3"))
     rng, records = np.random.default_rng(3), prompts.heldout_prompts()[::3]
     chosen = [
         scenes.sample_scene(record, rng, style=scenes.STYLES[i % 4]) for i, record in enumerate(records)
     ]
-    pictures = torch.from_numpy(render.render_many(chosen)).permute(0, 3, 1, 2).float() / 127.5 - 1
+    images = torch.from_numpy(render.render_many(chosen)).permute(0, 3, 1, 2).float() / 127.5 - 1
     vae = policy.pipe.vae
     with torch.no_grad():
-        latents = vae.encode(pictures).latent_dist.mean
+        latents = vae.encode(images).latent_dist.mean
         latents = (latents - vae.config.shift_factor) * vae.config.scaling_factor
         exact = policy.decode(latents)
         policy.autocast = torch.bfloat16

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The SD3 policy against the pipeline itself: same pictures, same grid, same encodings, exact reference."""
+"""The SD3 policy against the pipeline itself: same images, same grid, same encodings, exact reference."""
 
 import os
 from dataclasses import replace
@@ -60,7 +60,7 @@ def sample(policy: SD3Policy, prompts=PROMPTS, steps: int = 4) -> torch.Tensor:
 
 
 def sample_pipe(pipe, guidance: float, prompts=PROMPTS, steps: int = 4, **options) -> torch.Tensor:
-    """The same pictures as a user makes them."""
+    """The same images as a user makes them."""
     return pipe(
         prompts,
         num_inference_steps=steps,
@@ -78,7 +78,7 @@ def inputs(policy: SD3Policy):
 @pytest.mark.parametrize("guidance", [1.0, 3.5])
 @pytest.mark.parametrize("collapse", [True, False])
 @pytest.mark.parametrize("kind", ["plain", "sd35", "t5"])
-def test_pictures_equal_the_pipeline(folders, kind, collapse, guidance):
+def test_images_equal_the_pipeline(folders, kind, collapse, guidance):
     policy = SD3Policy.from_pretrained(
         folders[kind], guidance=guidance, lora=LORA, collapse_null_tokens=collapse, max_sequence_length=32
     )
@@ -95,7 +95,7 @@ def test_pictures_equal_the_pipeline(folders, kind, collapse, guidance):
 
 @pytest.mark.parametrize("guidance", [1.0, 3.5])
 @pytest.mark.parametrize("kind", ["plain", "sd35"])
-def test_saved_lora_gives_the_same_pictures_in_a_fresh_pipe(folders, tmp_path, kind, guidance):
+def test_saved_lora_gives_the_same_images_in_a_fresh_pipe(folders, tmp_path, kind, guidance):
     policy = SD3Policy.from_pretrained(folders[kind], guidance=guidance, lora=LORA)
     before = sample(policy)
     perturb(policy)

@@ -4,7 +4,7 @@
     python tests/benchmarks/evaluation/interval_coverage.py [--sets 400] [--worlds NAME ...] [--json FILE]
 
 Every entry of a report with an estimate and two ends is an interval that is printed; the truth is the mean
-of its estimates on eight very large sets of the same world. In a clustered world four pairs or pictures
+of its estimates on eight very large sets of the same world. In a clustered world four pairs or images
 share a prompt and part of everything that is random: how hard they are, what the judge and what people get
 wrong. A table of the share of sets whose interval holds the truth is printed, per world; with 200 sets a
 true .95 gives .93 to .97 in 95 % of the cases. Of judges that are stacked, and of a gain that a fit to the
@@ -51,7 +51,7 @@ RESAMPLES = 1_000
 TRUTHS = 8
 """Large sets that have the truth: of one, the difference of two SRCC is off by a third of its deviation."""
 LARGE = 8_000
-"""Pairs or pictures of each of them; of held-out pictures 20,000."""
+"""Pairs or images of each of them; of held-out images 20,000."""
 OF_THEIR_SIZE = ("std/nll_gain", "fused")
 """Beginnings of intervals whose truth is the mean over the sets."""
 TOGETHER = "together"
@@ -209,7 +209,7 @@ def agree(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *,
 def heldout(
     rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int
 ) -> dict[str, Any]:
-    """Right and wrong pictures of a model before and after training, the same seeds of each prompt."""
+    """Right and wrong images of a model before and after training, the same seeds of each prompt."""
     draw = Shared(rng, prompts, each)
     before, after = draw() > 0.3, draw() > -0.5
     change = paired_bootstrap(before, after, draw.index, **settings.drawing())
@@ -275,14 +275,14 @@ MAKES: dict[str, Callable[..., dict[str, Any]]] = {
     **{"judges_pairs": judges_pairs, "judges_quality": judges_quality},
 }
 SIZES = {"independent": (1, 240), "clustered": (4, 60), "independent30": (1, 30), "clustered30": (4, 30)}
-"""Pairs or pictures of a prompt, prompts."""
+"""Pairs or images of a prompt, prompts."""
 WORLDS: dict[str, tuple[str, int, int]] = {
     f"{name}-{kind}": (name, each, 100 if (name, kind) == ("heldout", "clustered") else prompts)
     for name in MAKES
     for kind, (each, prompts) in SIZES.items()
     if name in ("fits", "quality") or not kind.endswith("30")
 }
-"""Name -> what is simulated, pairs or pictures of a prompt, prompts."""
+"""Name -> what is simulated, pairs or images of a prompt, prompts."""
 
 
 def intervals(entry: Any, path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:

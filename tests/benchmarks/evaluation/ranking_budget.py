@@ -5,7 +5,7 @@
     python tests/benchmarks/evaluation/ranking_budget.py --judge reward_dance_pairs --groups 20
     python tests/benchmarks/evaluation/ranking_budget.py --peers    # needs `pip install choix trueskill`
 
-With --judge the packaged judge of that name ranks groups of pictures of one held-out prompt each (`rank`),
+With --judge the packaged judge of that name ranks groups of images of one held-out prompt each (`rank`),
 the true scores are their utilities, and `cover` is left out, as utilities have another unit. Otherwise the
 judge is simulated.
 
@@ -121,7 +121,7 @@ def simulate(judge: Judge, size: int, budget: float, method: Method, seed: int) 
 
 
 def ask(name: str, size: int, budget: float, method: Method, seed: int) -> dict[str, float]:
-    """One group of pictures and a real judge: the numbers of one row."""
+    """One group of images and a real judge: the numbers of one row."""
     judge: Any = load_judge(name)
     world = ShapesPreferences(seed, split="heldout")
     rng = np.random.default_rng(seed)

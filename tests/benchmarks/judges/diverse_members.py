@@ -7,7 +7,7 @@ Members are judges of HPSv3's kind, adapters on `shapes-vlm`, that learn the sam
 ensembles of three share the first; the other two have other seeds alone, or the same seeds and
 `model.diversity` (UP-RLHF, arXiv 2401.00243) against the members before them. Leads are divided by each
 member's spread on training pairs. On held-out pairs whose truth is clear, on the world's own grounds and on
-pink, which no training picture comes near: accuracy of the mean lead, deviation of the members' leads, and
+pink, which no training image comes near: accuracy of the mean lead, deviation of the members' leads, and
 its AUROC for errors of the mean; 95 % intervals by bootstrap over the pairs of all seeds, paired.
 
 Before it was run: "diversity makes σ tell errors" is refuted on a ground where the interval of what the AUROC
@@ -50,12 +50,12 @@ def written(folder: Path, pairs: list[ShapesPair]) -> Path:
     table, rows = folder / "pairs.jsonl", []
     if table.is_file():
         return table
-    (folder / "pictures").mkdir(parents=True, exist_ok=True)
+    (folder / "images").mkdir(parents=True, exist_ok=True)
     for number, pair in enumerate(pairs):
         row = {"prompt": pair.prompt, **dict(zip(("votes_left", "votes_right"), pair.votes, strict=True))}
-        for side, picture in zip(("left", "right"), pair.pictures(), strict=True):
-            row[f"image_{side}"] = f"pictures/{number}_{side}.png"
-            Image.fromarray(picture).save(folder / row[f"image_{side}"])
+        for side, image in zip(("left", "right"), pair.images(), strict=True):
+            row[f"image_{side}"] = f"images/{number}_{side}.png"
+            Image.fromarray(image).save(folder / row[f"image_{side}"])
         rows.append(row)
     table.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return table

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generative judges against a head: one picture or two, with and without a teacher's reasons.
+"""Generative judges against a head: one image or two, with and without a teacher's reasons.
 
     python tests/benchmarks/judges/generative_judges.py --output runs/judges --seeds 0 1 2
 
 Five judges from the packaged vision-language model, each by adapters of the same size on the same labelled
-pairs, seen once: a new head by Bradley-Terry; P(yes) of one picture by Bradley-Terry; P(yes) to "is the
-second picture better" by cross-entropy, of the vote as `train-reward` has it, of the written decision alone,
+pairs, seen once: a new head by Bradley-Terry; P(yes) of one image by Bradley-Terry; P(yes) to "is the
+second image better" by cross-entropy, of the vote as `train-reward` has it, of the written decision alone,
 and of the decision with a teacher's reason behind it. Measured is the accuracy on held-out pairs whose truth
-is clear, drawn as in training, and on other grounds, which none of them has seen. The judges of one picture
+is clear, drawn as in training, and on other grounds, which none of them has seen. The judges of one image
 then reward a policy: what is left of the spread within groups, and the verified accuracy.
 
 RewardDance's claims (arXiv 2509.08826) are refuted where the interval of a lead over the seeds holds 0 (means
@@ -37,20 +37,20 @@ from visalign.data.shapes.preferences import KINDS, ShapesPair, ShapesPreference
 from visalign.rewards import load_judge
 from visalign.training.loop.metrics import read_metrics
 
-WHY = "Is picture 2 better than picture 1 for {prompt}? Answer, then say why."
-BETTER = "Is picture 2 better than picture 1 for {prompt}?"
+WHY = "Is image 2 better than image 1 for {prompt}? Answer, then say why."
+BETTER = "Is image 2 better than image 1 for {prompt}?"
 JUDGES: dict[str, tuple[str, dict[str, Any]]] = {
     "head, Bradley-Terry": ("hpsv3", {}),
-    "P(yes), one picture": ("reward_dance", {}),
+    "P(yes), one image": ("reward_dance", {}),
     "P(yes), pair": ("reward_dance_pairs", {}),
     "P(yes), pair, decisions written": ("reward_dance_pairs", {}),
     "P(yes), pair, decisions and reasons": ("reward_dance_pairs", {"decision_first": True}),
 }
 """Name -> (reward, its options)."""
 LEADS = (
-    ("P(yes), one picture", "head, Bradley-Terry"),
+    ("P(yes), one image", "head, Bradley-Terry"),
     ("P(yes), pair", "head, Bradley-Terry"),
-    ("P(yes), pair", "P(yes), one picture"),
+    ("P(yes), pair", "P(yes), one image"),
     ("P(yes), pair, decisions and reasons", "P(yes), pair, decisions written"),
 )
 BATCH = 64
@@ -82,7 +82,7 @@ def trained(folder: Path, name: str, pairs: int, seed: int) -> Path:
             f"run.iterations={updates}", f"optimizer.decay_updates={updates}", *common,
         )  # fmt: skip
         return made
-    config = {"head": "shapes_hpsv3", "P(yes), one picture": "shapes_reward_dance"}.get(name.split(", B")[0])
+    config = {"head": "shapes_hpsv3", "P(yes), one image": "shapes_reward_dance"}.get(name.split(", B")[0])
     given = ["objective.task=bradley_terry"] if config == "shapes_hpsv3" else []
     command(
         "train-reward", config or "shapes_reward_dance_pairs", *given, "data.surroundings=0",
@@ -93,13 +93,13 @@ def trained(folder: Path, name: str, pairs: int, seed: int) -> Path:
 
 
 def accuracy(name: str, judge: Path, pairs: list[ShapesPair]) -> float:
-    """Share of pairs whose better picture the judge prefers."""
+    """Share of pairs whose better image the judge prefers."""
     kind, options = JUDGES[name]
     reward: Any = load_judge(kind, model=str(judge), **options)
     right: list[float] = []
     for start in range(0, len(pairs), 100):
         part = pairs[start : start + 100]
-        left, right_side = zip(*(pair.pictures() for pair in part), strict=True)
+        left, right_side = zip(*(pair.images() for pair in part), strict=True)
         prompts = [pair.prompt for pair in part]
         if kind == "reward_dance_pairs":
             lead = reward.compare(list(left), list(right_side), prompts).log_odds

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ICT paradox: does a richer picture of the same scene score lower, and what does a policy learn by that?
+"""The ICT paradox: does a richer image of the same scene score lower, and what does a policy learn by that?
 
     python tests/benchmarks/judges/ict_paradox.py --scenes 500
     python tests/benchmarks/judges/ict_paradox.py --clutter --output runs/ict
@@ -7,19 +7,19 @@
 Each held-out scene satisfies its prompt and is drawn in all four styles, poorest to richest: what is shown is
 the same, richness alone differs. A CLIP score that takes detail which no prompt asks for as mismatch falls
 along the axis (Ba et al., arXiv 2507.19002). Beside it: the score truncated at θ, the towers that
-were trained on truncated labels (ICT), the head on the picture alone (HP), and their product. The last column
-asks whether a judge still tells a right picture from one of a prompt that differs in a word.
+were trained on truncated labels (ICT), the head on the image alone (HP), and their product. The last column
+asks whether a judge still tells a right image from one of a prompt that differs in a word.
 
 With --clutter the case that the paper describes: prompts do not say that nothing else may be there, and the
-axis is 0 to 4 small extra objects of shapes that the prompt does not name, so that a right picture stays
+axis is 0 to 4 small extra objects of shapes that the prompt does not name, so that a right image stays
 right. The packaged CLIP has seen none (specks, which are smaller than any object, alone). ICT learns from
-triples of which the third picture has clutter, with its labels truncated at θ, the median of the CLIP's
-cosines with right pictures; HP from the pairs of the same triples. Then a policy learns from each as its
+triples of which the third image has clutter, with its labels truncated at θ, the median of the CLIP's
+cosines with right images; HP from the pairs of the same triples. Then a policy learns from each as its
 reward, and the verified accuracy and the objects beyond those asked for are counted on held-out prompts.
 
 Before it was run: the paradox is refuted where the interval of the CLIP's slope over clutter reaches 0; the
 cure where ICT's slope is not above the CLIP's, or where it tells right from wrong less often; its use as a
-reward where the verified accuracy that it comes to is not above the CLIP's, or its pictures have no more
+reward where the verified accuracy that it comes to is not above the CLIP's, or its images have no more
 objects beyond those asked for (95 % intervals by bootstrap over scenes, or over prompts, paired).
 """
 
@@ -64,15 +64,15 @@ LEARNT = ("CLIP score", "ICT (trained)", "ICT · σ(HP)")
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """S scenes at A places of an axis, and wrong pictures that right ones are compared with."""
+    """S scenes at A places of an axis, and wrong images that right ones are compared with."""
 
     prompts: list[str]
     places: list[str]
     """Names of the axis's places, poorest first."""
-    pictures: np.ndarray
+    images: np.ndarray
     """uint8 [S, A, 64, 64, 3]."""
     wrong: dict[str, tuple[np.ndarray, np.ndarray]]
-    """What is asked -> ([S] place of the right picture, uint8 [S, 64, 64, 3] the wrong one)."""
+    """What is asked -> ([S] place of the right image, uint8 [S, 64, 64, 3] the wrong one)."""
 
 
 def scene_pairs(scenes: int, seed: int, style: str | None = None) -> list[tuple[Record, Scene, Scene, Any]]:
@@ -91,13 +91,13 @@ def scene_pairs(scenes: int, seed: int, style: str | None = None) -> list[tuple[
 
 
 def draw(scenes: int, seed: int) -> World:
-    """Scenes of held-out prompts, undistorted, in each style; a wrong picture in a random one."""
+    """Scenes of held-out prompts, undistorted, in each style; a wrong image in a random one."""
     pairs = scene_pairs(scenes, seed)
     styles = np.array([STYLES.index(miss.style) for _, _, miss, _ in pairs])
     return World(
         prompts=[record["prompt"] for record, _, _, _ in pairs],
         places=list(STYLES),
-        pictures=np.array(
+        images=np.array(
             [[render(replace(scene, style=name)) for name in STYLES] for _, scene, _, _ in pairs]
         ),
         wrong={"right wins": (styles, np.array([render(miss) for _, _, miss, _ in pairs]))},
@@ -106,7 +106,7 @@ def draw(scenes: int, seed: int) -> World:
 
 def draw_clutter(scenes: int, seed: int) -> World:
     """Scenes with 0 to 4 extra objects, and wrong ones with none or four."""
-    prompts, pictures, wrong = [], [], []
+    prompts, images, wrong = [], [], []
     for record, scene, miss, rng in scene_pairs(2 * scenes, seed, style=STYLES[0]):
         right, other = (cluttered(one, record, MOST, rng) for one in (scene, miss))
         if right is None or other is None or len(prompts) == scenes:
@@ -116,14 +116,14 @@ def draw_clutter(scenes: int, seed: int) -> World:
         assert all(verify_scene(one, free(record)).correct for one in right)
         assert not verify_scene(other[-1], free(record)).correct
         prompts.append(record["prompt"])
-        pictures.append([render(one) for one in right])
+        images.append([render(one) for one in right])
         wrong.append([render(other[count]) for count in (0, MOST)])
     none, all_of_it = np.zeros(len(prompts), dtype=int), np.full(len(prompts), MOST)
     plain, full = np.array(wrong).swapaxes(0, 1)
     return World(
         prompts=prompts,
         places=[str(count) for count in range(MOST + 1)],
-        pictures=np.array(pictures),
+        images=np.array(images),
         wrong={
             "right wins, no clutter": (none, plain),
             "both cluttered": (all_of_it, full),
@@ -155,9 +155,9 @@ def cluttered(scene: Scene, record: Record, count: int, rng: np.random.Generator
     return None
 
 
-def scores(judge: Any, pictures: np.ndarray, prompts: Sequence[str]) -> np.ndarray:
+def scores(judge: Any, images: np.ndarray, prompts: Sequence[str]) -> np.ndarray:
     """[N] of a judge."""
-    found = judge.score(pictures, list(prompts))
+    found = judge.score(images, list(prompts))
     assert bool(found.valid.all())
     return found.value.double().numpy()
 
@@ -180,7 +180,7 @@ def line(name: str, judge: Any, world: World) -> str:
     count, places = len(world.prompts), len(world.places)
     each = scores(
         judge,
-        world.pictures.reshape(-1, *world.pictures.shape[2:]),
+        world.images.reshape(-1, *world.images.shape[2:]),
         [prompt for prompt in world.prompts for _ in world.places],
     ).reshape(count, places)
     richness = np.linspace(0.0, 1.0, places)
@@ -189,8 +189,8 @@ def line(name: str, judge: Any, world: World) -> str:
     upper = np.triu_indices(places, 1)
     sign = np.sign(each[:, upper[1]] - each[:, upper[0]])
     shown = [slope, (sign.mean(1) + 1) / 2]
-    for place, pictures in world.wrong.values():
-        miss = scores(judge, pictures, world.prompts)
+    for place, images in world.wrong.values():
+        miss = scores(judge, images, world.prompts)
         shown.append((np.sign(each[np.arange(count), place] - miss) + 1) / 2)
     means = " | ".join(f"{value:.3f}" for value in each.mean(0))
     return f"| {name} | {means} | {' | '.join(interval(values, mean) for values in shown)} |"
@@ -201,7 +201,7 @@ def table(judges: dict[str, Any], world: World) -> None:
     print(
         f"{len(world.prompts)} held-out scenes, each at {len(world.places)} places; 95 % by bootstrap "
         "over scenes. Slope: of the score over the whole axis, in standard deviations of the judge's scores; "
-        "richer wins: of two places of a scene the richer one scores higher; right wins: over a picture of a "
+        "richer wins: of two places of a scene the richer one scores higher; right wins: over an image of a "
         "near prompt.\n"
     )
     print(f"| judge | {' | '.join([*world.places, 'slope', 'richer wins', *world.wrong])} |")
@@ -211,12 +211,12 @@ def table(judges: dict[str, Any], world: World) -> None:
 
 
 def triples(folder: Path, seed: int, count: int) -> dict[str, Path]:
-    """Tables of triples and of their pairs: a wrong picture, a right one, a right one with clutter."""
+    """Tables of triples and of their pairs: a wrong image, a right one, a right one with clutter."""
     files = {name: folder / f"{name}.jsonl" for name in ("triples", "pairs")}
     if all(file.is_file() for file in files.values()):
         return files
     world, rows = ShapesPreferences(seed), {name: list[dict[str, Any]]() for name in files}
-    (folder / "pictures").mkdir(parents=True, exist_ok=True)
+    (folder / "images").mkdir(parents=True, exist_ok=True)
     number = 0
     while len(rows["triples"]) < count:
         rng, number = np.random.default_rng([seed, 62, number]), number + 1
@@ -228,7 +228,7 @@ def triples(folder: Path, seed: int, count: int) -> dict[str, Path]:
         rich = cluttered(more, record, int(rng.integers(1, MOST + 1)), rng)
         if rich is None or verify_scene(wrong, free(record)).correct:
             continue
-        names = [f"pictures/{number}_{place}.png" for place in range(3)]
+        names = [f"images/{number}_{place}.png" for place in range(3)]
         for name, scene in zip(names, (wrong, right, rich[-1]), strict=True):
             Image.fromarray(render(scene)).save(folder / name)
         pair = {"prompt": record["prompt"], "image_left": names[0], "image_right": names[1], "label": 0.0}
@@ -267,11 +267,11 @@ def trained(folder: Path, given: argparse.Namespace) -> dict[str, tuple[str, dic
 
 
 def right_cosine(clip: str, seed: int, count: int = 500) -> float:
-    """Median cosine of a CLIP for right pictures of training prompts: θ."""
+    """Median cosine of a CLIP for right images of training prompts: θ."""
     world, rng = ShapesPreferences(seed), np.random.default_rng([seed, 63])
     scenes = [sample_scene(world.record(rng), rng) for _ in range(count)]
-    pictures = np.array([render(scene) for scene in scenes])
-    return float(np.median(scores(Ict(clip), pictures, [scene.record["prompt"] for scene in scenes])))
+    images = np.array([render(scene) for scene in scenes])
+    return float(np.median(scores(Ict(clip), images, [scene.record["prompt"] for scene in scenes])))
 
 
 def policies(folder: Path, judges: dict[str, tuple[str, dict[str, Any]]], given: argparse.Namespace) -> None:
@@ -310,7 +310,7 @@ def policies(folder: Path, judges: dict[str, tuple[str, dict[str, Any]]], given:
 
 
 def counted(folder: Path, prompts: Path, lora: list[str]) -> np.ndarray:
-    """[P, 2] of held-out prompts: share of right pictures, mean number of extra objects."""
+    """[P, 2] of held-out prompts: share of right images, mean number of extra objects."""
     if not (folder / "images.jsonl").is_file():
         shutil.rmtree(folder, ignore_errors=True)  # what was broken off
         command("sample", str(prompts), "--seeds", "0-1", *lora, "-o", str(folder))
@@ -318,8 +318,8 @@ def counted(folder: Path, prompts: Path, lora: list[str]) -> np.ndarray:
     by_prompt: dict[str, list[tuple[float, float]]] = {record["prompt"]: [] for record in records}
     wanted = {record["prompt"]: record for record in records}
     rows = [json.loads(row) for row in (folder / "images.jsonl").read_text(encoding="utf-8").splitlines()]
-    pictures = np.array([np.array(Image.open(folder / row["image"]).convert("RGB")) for row in rows])
-    for row, objects in zip(rows, detect(pictures), strict=True):
+    images = np.array([np.array(Image.open(folder / row["image"]).convert("RGB")) for row in rows])
+    for row, objects in zip(rows, detect(images), strict=True):
         record = wanted[row["prompt"]]
         asked = sum(entry["count"] for entry in record["include"])
         right = float(verdict(objects, record).correct)

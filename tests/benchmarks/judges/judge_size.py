@@ -5,17 +5,17 @@
 
 RewardDance's claims (arXiv 2509.08826, tables 2, 7 and 8). Three sizes of one judge: `shapes-vlm` with the
 first 1, 2 or all 4 of its language layers; the vision part, the embeddings and the last norm stay. All are
-fine-tuned whole, alike, on the same pairs that differ in what was asked for: P(yes) of one picture, by
+fine-tuned whole, alike, on the same pairs that differ in what was asked for: P(yes) of one image, by
 Bradley-Terry. The layers that are left were trained to feed those that are gone, so that a small judge is
 worse by more than its size; what is tested is the way from a judge's size to a policy, not a law of
 pre-training.
 
 Each judge is the only reward of the quickstart's trainer, for the same iterations on the same prompts,
 without the guided reference, which would draw the policy up whatever the judge says. The largest size,
-trained on the same pairs as a judge of two pictures, rewards by the log-odds that a picture beats two
+trained on the same pairs as a judge of two images, rewards by the log-odds that an image beats two
 references of its prompt, asked in the paper's one order: the best two of 8 samples of the policy before
 training, ranked by that judge (`select_references`), or, as in table 8, the worst two. No reference is P(yes)
-of one picture. Beside it, added when the first policies had hardly moved in 12 iterations, the paper's
+of one image. Beside it, added when the first policies had hardly moved in 12 iterations, the paper's
 scaling at test time: of 8 samples of a held-out prompt the one that the judge rates highest; references are
 other samples of that prompt.
 
@@ -58,7 +58,7 @@ MOST = 4
 """Language layers of `shapes-vlm`."""
 SAMPLES, REFERENCES, EACH, UPDATES = 8, 2, 16, 4
 """Of a prompt; those that are kept; training prompts of a category at most; updates of an iteration."""
-ALONE, PAIR = "P(yes), one picture", "P(yes), pair"
+ALONE, PAIR = "P(yes), one image", "P(yes), pair"
 ARMS: dict[str, tuple[int, str | None]] = {
     "4 of 4 layers": (4, None),
     "1 of 4 layers": (1, None),
@@ -77,7 +77,7 @@ LEADS = (
 
 
 class AgainstReferences(ReferenceReward):
-    """Log-odds that a picture beats the references of its prompt, which stand in the record."""
+    """Log-odds that an image beats the references of its prompt, which stand in the record."""
 
     def __init__(self, model: str) -> None:
         super().__init__(RewardDancePairs(model, both_orders=False))
@@ -194,7 +194,7 @@ def run(folder: Path, arm: str, given: argparse.Namespace, seed: int) -> None:
 
 
 def picked(output: Path, folder: Path, arm: str) -> tuple[np.ndarray, np.ndarray]:
-    """[P] share of right pictures among 8 samples of a held-out prompt; [P] whether the judge's is one."""
+    """[P] share of right images among 8 samples of a held-out prompt; [P] whether the judge's is one."""
     choice, judge = ARMS[arm][1], judge_of(folder, arm) / "judge"
     asked = write_rows(output / "heldout.jsonl", heldout_prompts())
     images = sampled(output / "candidates", asked, first=SAMPLES)

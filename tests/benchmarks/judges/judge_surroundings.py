@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How judges of the shapes world do off its own ground: accuracy on clear held-out pairs, a Markdown table.
 
-Both pictures of a pair get one ground, specks, or a canvas of 128 pixels on which the 64-pixel picture lies
+Both images of a pair get one ground, specks, or a canvas of 128 pixels on which the 64-pixel image lies
 somewhere, or are drawn at twice their size; pairs whose objects would not stand out from the ground are left
-out. Pink and brown are grounds that no training picture comes near.
+out. Pink and brown are grounds that no training image comes near.
 
     python tests/benchmarks/judges/judge_surroundings.py --judges clip_score ict hp --pairs 300
     python tests/benchmarks/judges/judge_surroundings.py --judges hpsv3 --surfaces own "white canvas"
@@ -31,11 +31,11 @@ SEED, SIDE = 2026, 128
 KINDS = {"hp": ("quality", "richness")}
 """Judge -> what its pairs differ in; alignment where it is not named. An HP head reads no prompt."""
 
-Picture = Callable[[Scene, np.random.Generator], np.ndarray]
+PatchedImage = Callable[[Scene, np.random.Generator], np.ndarray]
 
 
-def on_canvas(color: tuple[int, int, int] | None) -> Picture:
-    """A picture on a canvas of this color, or of its own ground where it is None."""
+def on_canvas(color: tuple[int, int, int] | None) -> PatchedImage:
+    """An image on a canvas of this color, or of its own ground where it is None."""
 
     def draw(scene: Scene, rng: np.random.Generator) -> np.ndarray:
         whole = np.empty((SIDE, SIDE, 3), dtype=np.uint8)
@@ -48,13 +48,13 @@ def on_canvas(color: tuple[int, int, int] | None) -> Picture:
 
 
 def enlarged(scene: Scene, _: np.random.Generator) -> np.ndarray:
-    """A picture at twice its size, which must not be taken for one on a canvas."""
+    """An image at twice its size, which must not be taken for one on a canvas."""
     whole = Image.fromarray(render(scene)).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
     return np.asarray(whole)
 
 
-def on_ground(color: tuple[int, int, int], specks: bool = False) -> Picture:
-    """A picture on a ground of this color."""
+def on_ground(color: tuple[int, int, int], specks: bool = False) -> PatchedImage:
+    """An image on a ground of this color."""
 
     def draw(scene: Scene, rng: np.random.Generator) -> np.ndarray:
         scene = replace(scene, background=color)
@@ -63,7 +63,7 @@ def on_ground(color: tuple[int, int, int], specks: bool = False) -> Picture:
     return draw
 
 
-SURFACES: dict[str, tuple[tuple[int, int, int] | None, Picture]] = {
+SURFACES: dict[str, tuple[tuple[int, int, int] | None, PatchedImage]] = {
     "own": (None, lambda scene, _: render(scene)),
     **{name: (color, on_ground(color)) for name, color in GROUNDS.items()},
     "own, specks": (None, lambda scene, rng: render(with_specks(scene, rng))),
@@ -73,7 +73,7 @@ SURFACES: dict[str, tuple[tuple[int, int, int] | None, Picture]] = {
     "canvas of its ground": (None, on_canvas(None)),
     "twice the size": (None, enlarged),
 }
-"""Column -> (ground that the objects must stand out from, how a picture is drawn)."""
+"""Column -> (ground that the objects must stand out from, how an image is drawn)."""
 
 
 def clear_pairs(kinds: tuple[Any, ...], ground: tuple[int, int, int] | None) -> Iterator[ShapesPair]:
@@ -84,7 +84,7 @@ def clear_pairs(kinds: tuple[Any, ...], ground: tuple[int, int, int] | None) -> 
 
 
 def accuracy(judge: Any, surface: str, kinds: tuple[Any, ...], count: int) -> float:
-    """Share of `count` pairs whose better picture the judge prefers."""
+    """Share of `count` pairs whose better image the judge prefers."""
     ground, draw = SURFACES[surface]
     pairs = list(itertools.islice(clear_pairs(kinds, ground), count))
     rng = np.random.default_rng([SEED, 5])

@@ -33,7 +33,7 @@ from visalign.rewards.vlm.engine import Query, VisionLanguageEngine
 from visalign.rewards.vlm.template import Template
 
 Way = Callable[[list[Tensor], list[Image.Image], list[str]], Tensor]
-"""N pairs, their pictures [3, H, W] and as PIL's, their prompts -> [N]."""
+"""N pairs, their images [3, H, W] and as PIL's, their prompts -> [N]."""
 YES_NO = Template(
     name="yes_no",
     messages=[
@@ -41,7 +41,7 @@ YES_NO = Template(
             "role": "user",
             "content": [
                 {"type": "image"},
-                {"type": "text", "text": "Does this picture show {prompt}? Answer yes or no."},
+                {"type": "text", "text": "Does this image show {prompt}? Answer yes or no."},
             ],
         }
     ],
@@ -49,11 +49,11 @@ YES_NO = Template(
 
 
 def inputs(images: int, prompts: int, side: int) -> tuple[list[Tensor], list[str]]:
-    """Noise of whole levels, and prompts of the shapes world; each picture with each prompt."""
+    """Noise of whole levels, and prompts of the shapes world; each image with each prompt."""
     generator = torch.Generator().manual_seed(0)
-    pictures = torch.randint(0, 256, (images, 3, side, side), generator=generator) / 255
+    samples = torch.randint(0, 256, (images, 3, side, side), generator=generator) / 255
     texts = sorted({str(prompt["prompt"]) for prompt in train_prompts()})[:prompts]
-    return [picture for picture in pictures for _ in texts], texts * images
+    return [image for image in samples for _ in texts], texts * images
 
 
 def clip() -> tuple[Way, Way]:
@@ -64,15 +64,15 @@ def clip() -> tuple[Way, Way]:
     tokenizer, prepare = open_clip.get_tokenizer(folder), transform
     model.eval()
 
-    def ours(levels: list[Tensor], pictures: list[Image.Image], prompts: list[str]) -> Tensor:
+    def ours(levels: list[Tensor], images: list[Image.Image], prompts: list[str]) -> Tensor:
         reward.towers.clear_cache()
-        return reward.score(pictures, prompts).value
+        return reward.score(images, prompts).value
 
     @torch.no_grad()
-    def theirs(levels: list[Tensor], pictures: list[Image.Image], prompts: list[str]) -> Tensor:
+    def theirs(levels: list[Tensor], images: list[Image.Image], prompts: list[str]) -> Tensor:
         values = []
-        for picture, prompt in zip(pictures, prompts, strict=True):
-            image = model.encode_image(prepare(picture)[None])  # type: ignore[operator,index]
+        for sample, prompt in zip(images, prompts, strict=True):
+            image = model.encode_image(prepare(sample)[None])  # type: ignore[operator,index]
             values.append(F.cosine_similarity(image, model.encode_text(tokenizer([prompt]))))
         return torch.cat(values)
 
@@ -85,7 +85,7 @@ def vlm() -> tuple[Way, Way]:
     template, processor = judge.template("yes_no", YES_NO), judge.processor
     ids = judge.token_ids(["yes", "no"])
 
-    def ours(levels: list[Tensor], pictures: list[Image.Image], prompts: list[str]) -> Tensor:
+    def ours(levels: list[Tensor], images: list[Image.Image], prompts: list[str]) -> Tensor:
         judge.clear_features()
         judge.rows.refresh()
         asks = [Query(images=[level], prompt=text) for level, text in zip(levels, prompts, strict=True)]
@@ -93,13 +93,13 @@ def vlm() -> tuple[Way, Way]:
         return logits[:, 0] - logits[:, 1]
 
     @torch.no_grad()
-    def theirs(levels: list[Tensor], pictures: list[Image.Image], prompts: list[str]) -> Tensor:
+    def theirs(levels: list[Tensor], images: list[Image.Image], prompts: list[str]) -> Tensor:
         found = []
-        for picture, prompt in zip(pictures, prompts, strict=True):
+        for image, prompt in zip(images, prompts, strict=True):
             text = processor.apply_chat_template(
                 template.filled({"prompt": prompt}), tokenize=False, add_generation_prompt=True
             )
-            given = processor(text=[text + template.answer_prefix], images=[picture], return_tensors="pt")
+            given = processor(text=[text + template.answer_prefix], images=[image], return_tensors="pt")
             logits = judge.model(**given).logits[0, -1, ids]
             found.append(logits[0] - logits[1])
         return torch.stack(found)
@@ -113,20 +113,20 @@ def main() -> None:
     parser.add_argument("judge", choices=("clip", "vlm"))
     parser.add_argument("--images", type=int, default=24)
     parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--side", type=int, default=64, help="pixels of the pictures")
+    parser.add_argument("--side", type=int, default=64, help="pixels of the images")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     levels, prompts = inputs(options.images, options.prompts, options.side)
-    pictures = [to_pil(level) for level in levels]
+    images = [to_pil(level) for level in levels]
     ways = dict(
         zip(("one call", "one pair at a time"), {"clip": clip, "vlm": vlm}[options.judge](), strict=True)
     )
     times: dict[str, list[float]] = {name: [] for name in ways}
-    values = {name: way(levels[:2], pictures[:2], prompts[:2]) for name, way in ways.items()}
+    values = {name: way(levels[:2], images[:2], prompts[:2]) for name, way in ways.items()}
     for _ in range(options.repeats):
         for name, way in ways.items():
             start = time.perf_counter()
-            values[name] = way(levels, pictures, prompts)
+            values[name] = way(levels, images, prompts)
             times[name].append(time.perf_counter() - start)
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     for name, seconds in medians.items():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How good a LoRA ensemble is, and what its deviations tell: two Markdown tables, as in its model card.
 
-Trained judges are joined, their levels and scales aligned on pictures of training prompts, and the folder
+Trained judges are joined, their levels and scales aligned on images of training prompts, and the folder
 saved; what is measured is that folder, read again:
 
     visalign train-reward shapes_hpsv3 seed=1 --output members/1
@@ -14,7 +14,7 @@ Without members, a packaged ensemble is measured: `--judge shapes-hpsv3-ensemble
 First table: held-out pairs of the shapes world, the members alone, what can be made of them together, and a
 single judge beside. AUROC of a deviation: for pairs on the wrong side; at equal lead: for pairs against the
 majority of votes among pairs of alike lead; both with 95 % bootstrap intervals over pairs. Second table:
-pictures unlike those of the training, and whether the deviations tell them from held-out ones.
+images unlike those of the training, and whether the deviations tell them from held-out ones.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from visalign.training.reward.heldout import HeldoutPairs, auroc, pair_measures
 
 BATCH, DRAWS, TILE = 100, 1_000, 16
 ALIGNED, ALIGN_SEED = 100, 77
-"""Training pairs whose pictures the members are aligned on, and the seed of their draw."""
+"""Training pairs whose images the members are aligned on, and the seed of their draw."""
 COLUMNS = ("accuracy", "accuracy_all", "ece", "nll", "std_auroc", "std_auroc_lead")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """What M members say of N pictures, [M, N] each, float64."""
+    """What M members say of N images, [M, N] each, float64."""
 
     mean: Tensor
     std: Tensor
@@ -71,7 +71,7 @@ class Said:
 
 
 def join(members: Sequence[str], output: Path) -> None:
-    """Join trained judges, align levels and scales on pictures of training prompts, save as float16."""
+    """Join trained judges, align levels and scales on images of training prompts, save as float16."""
     judge = LoraEnsembleReward.from_members(members)
     pairs = shapes_pairs(ALIGN_SEED, ALIGNED, split="train")
     known = [(image, one.prompt) for one in map(pairs.__getitem__, range(ALIGNED)) for image in one.images]
@@ -102,7 +102,7 @@ def ask_single(judge: HPSv3, images: Sequence[Tensor], prompts: Sequence[str]) -
 
 
 def batches(images: Sequence[Tensor], prompts: Sequence[str]) -> Iterator[tuple[list[Tensor], list[str]]]:
-    """Pictures with their prompts, a batch at a time."""
+    """Images with their prompts, a batch at a time."""
     for start in range(0, len(prompts), BATCH):
         yield list(images[start : start + BATCH]), list(prompts[start : start + BATCH])
 
@@ -150,8 +150,8 @@ def readings(pairs: HeldoutPairs, left: Said, right: Said) -> dict[str, HeldoutP
         "ensemble, total deviation of the difference": judged(pairs, lead, torch.hypot(between, aleatoric)),
         "ensemble, epistemic of the difference": judged(pairs, lead, between, likely=False),
         "ensemble, aleatoric alone": judged(pairs, lead, aleatoric),
-        "ensemble, `Scores.std` of both pictures": judged(pairs, lead, scored),
-        'ensemble, "epistemic" of both pictures': judged(pairs, lead, both, likely=False),
+        "ensemble, `Scores.std` of both images": judged(pairs, lead, scored),
+        'ensemble, "epistemic" of both images': judged(pairs, lead, both, likely=False),
         "mean of the members' probabilities": replace(pairs, difference=mixed - 0.5, prob=mixed),
     }
 
@@ -195,7 +195,7 @@ def compare(pairs: HeldoutPairs, other: HeldoutPairs) -> str:
 
 
 def unusual(held: Tensor) -> dict[str, Tensor]:
-    """Pictures [N, 3, 64, 64] that no member has met, by their name, after the held-out ones themselves."""
+    """Images [N, 3, 64, 64] that no member has met, by their name, after the held-out ones themselves."""
     generator = torch.Generator().manual_seed(1)
     count, places = len(held), (held.shape[-1] // TILE) ** 2
     tiles = F.unfold(held, TILE, stride=TILE)
@@ -250,18 +250,16 @@ def scales(left: Said, right: Said) -> str:
     return ", ".join(f"member {m} {lead:.2f} and {std:.2f}" for m, (lead, std) in enumerate(both))
 
 
-def picture_table(judge: LoraEnsembleReward, held: Sequence[Example]) -> None:
+def image_table(judge: LoraEnsembleReward, held: Sequence[Example]) -> None:
     """Print the second table."""
     prompts = [one.prompt for one in held]
-    print(f"\n{len(held)} pictures of each kind\n")
+    print(f"\n{len(held)} images of each kind\n")
     print(
-        "| pictures | epistemic | aleatoric, median | AUROC epistemic | AUROC aleatoric |\n"
-        + "|---" * 5
-        + "|"
+        "| images | epistemic | aleatoric, median | AUROC epistemic | AUROC aleatoric |\n" + "|---" * 5 + "|"
     )
     usual: Said | None = None
-    for name, pictures in unusual(torch.stack([one.images[0] for one in held])).items():
-        said = ask(judge, list(pictures), prompts)
+    for name, images in unusual(torch.stack([one.images[0] for one in held])).items():
+        said = ask(judge, list(images), prompts)
         usual = usual or said
         print(unusual_line(name, said, usual), flush=True)
 
@@ -276,7 +274,7 @@ def main() -> None:
     parser.add_argument("--judge", default="shapes-hpsv3-ensemble", help="what is measured without --members")
     parser.add_argument("--beside", default="shapes-hpsv3", help="a single judge")
     parser.add_argument("--pairs", type=int, default=2_000)
-    parser.add_argument("--pictures", type=int, default=500, help="of each unusual kind")
+    parser.add_argument("--images", type=int, default=500, help="of each unusual kind")
     parser.add_argument("--seed", type=int, default=5_000_011, help="of the held-out pairs")
     given = parser.parse_args()
     if (given.members is None) != (given.output is None):
@@ -287,7 +285,7 @@ def main() -> None:
     pairs = shapes_pairs(given.seed, given.pairs, split="heldout")
     held = [pairs[number] for number in range(given.pairs)]
     pair_table(judge, given.beside, held)
-    picture_table(judge, held[: given.pictures])
+    image_table(judge, held[: given.images])
 
 
 if __name__ == "__main__":

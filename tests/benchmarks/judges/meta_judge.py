@@ -3,14 +3,14 @@
 
     python tests/benchmarks/judges/meta_judge.py --output runs/meta --seeds 0 1 2
 
-The packaged vision-language model is asked whether a picture shows its prompt, answers at temperature 1 with
-yes or no and the reason, and does so several times for pictures of training prompts. A vote is right where
+The packaged vision-language model is asked whether an image shows its prompt, answers at temperature 1 with
+yes or no and the reason, and does so several times for images of training prompts. A vote is right where
 the verifier says the same; the meta judge, the packaged model again, learns which are by cross-entropy (SPCT,
-arXiv 2504.02495). Of held-out pairs, of which one picture shows the prompt and the other does not, each
-picture gets K votes; the sum of all is set against the sum of the half of them that the meta judge rates
+arXiv 2504.02495). Of held-out pairs, of which one image shows the prompt and the other does not, each
+image gets K votes; the sum of all is set against the sum of the half of them that the meta judge rates
 highest, as `deepseek_grm` does it with k_meta. Beside it: the meta judge before its training, half of the
 votes by lot, the half that is right where there is one, which no meta judge can beat, and P(yes) of the
-judge itself, which needs no votes. Pictures have the packaged model's distortions and surroundings.
+judge itself, which needs no votes. Images have the packaged model's distortions and surroundings.
 
 That a meta judge is worth having is refuted where the interval of what the half that it keeps leads by over
 all K votes holds 0: 95 %, by bootstrap over the pairs of all seeds, paired.
@@ -40,10 +40,10 @@ from visalign.rewards.chat.deepseek_grm import DeepSeekGRM
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.vlm.requests import Query
 
-MODEL, QUESTION = "shapes-vlm", "Does the picture show {prompt}? Answer, then say why."
+MODEL, QUESTION = "shapes-vlm", "Does the image show {prompt}? Answer, then say why."
 WORLD: dict[str, Any] = {"kinds": ("alignment", "mixed"), "surroundings": 0.7}
 SAMPLES, TOKENS = 4, 40
-"""Votes of each picture that the meta judge learns from; tokens of one at most."""
+"""Votes of each image that the meta judge learns from; tokens of one at most."""
 
 
 def done(name: str, folder: Path, *changes: str) -> dict[str, Any]:
@@ -55,16 +55,16 @@ def done(name: str, folder: Path, *changes: str) -> dict[str, Any]:
 
 
 def voted(folder: Path, name: str, split: str, seed: int, count: int) -> Path:
-    """A file of judged votes on pictures, each the first or second of a pair by lot."""
+    """A file of judged votes on images, each the first or second of a pair by lot."""
     made = folder / name
     if not (made / "summary.json").is_file():
         world, rng, rows = ShapesPreferences(seed, split=split, **WORLD), np.random.default_rng(seed), []
-        pictures = folder / f"{name}_pictures"
-        pictures.mkdir(parents=True, exist_ok=True)
+        images = folder / f"{name}_images"
+        images.mkdir(parents=True, exist_ok=True)
         for number in range(count):
             pair, side = world.pair(number), int(rng.integers(2))
-            place = pictures / f"{number}.png"
-            Image.fromarray(pair.pictures()[side]).save(place)
+            place = images / f"{number}.png"
+            Image.fromarray(pair.images()[side]).save(place)
             rows.append({"image": str(place), "prompt": pair.prompt, "mos": float(shown(pair)[side])})
         table = folder / f"{name}.jsonl"
         table.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -78,7 +78,7 @@ def voted(folder: Path, name: str, split: str, seed: int, count: int) -> Path:
 
 
 def shown(pair: ShapesPair) -> tuple[bool, bool]:
-    """Whether each picture shows the prompt."""
+    """Whether each image shows the prompt."""
     left, right = (verify_scene(scene, pair.record).correct for scene in (pair.left, pair.right))
     return left, right
 
@@ -92,9 +92,9 @@ def meta_judge(folder: Path, seed: int, votes: Path, heldout: Path) -> Path:
 
 
 def asked(metas: dict[str, str], pairs: list[ShapesPair], votes: int) -> dict[str, np.ndarray]:
-    """ "votes", the meta judges' names and "P(yes)" -> [2 N, K], left pictures first; NaN: cannot be read."""
+    """ "votes", the meta judges' names and "P(yes)" -> [2 N, K], left images first; NaN: cannot be read."""
     prompts = [pair.prompt for pair in pairs] * 2
-    both = [pair.pictures() for pair in pairs]
+    both = [pair.images() for pair in pairs]
     images = [
         i for i in load_images([two[side] for side in range(2) for two in both]).images if i is not None
     ]
@@ -131,7 +131,7 @@ def summed(votes: np.ndarray, order: np.ndarray, kept: int) -> np.ndarray:
 
 
 def hits(value: np.ndarray, better: np.ndarray) -> np.ndarray:
-    """Whether each pair is the right way round; a tie, or a picture without votes, is half right."""
+    """Whether each pair is the right way round; a tie, or an image without votes, is half right."""
     left, right = np.split(value, 2)
     return (1 + np.nan_to_num(np.sign(left - right)) * better) / 2
 
@@ -139,10 +139,10 @@ def hits(value: np.ndarray, better: np.ndarray) -> np.ndarray:
 def one_seed(output: Path, seed: int, given: argparse.Namespace) -> dict[str, np.ndarray]:
     """Way of summing -> whether each pair is right."""
     folder = output if seed == 0 else output / f"seed{seed}"
-    saved = folder / f"right_{given.pictures}_{given.heldout}_{given.votes}.json"
+    saved = folder / f"right_{given.images}_{given.heldout}_{given.votes}.json"
     if saved.is_file():
         return {name: np.array(row) for name, row in json.loads(saved.read_text(encoding="utf-8")).items()}
-    votes = voted(folder, "votes", "train", seed, given.pictures)
+    votes = voted(folder, "votes", "train", seed, given.images)
     heldout = voted(folder, "heldout", "heldout", seed, 100)
     meta = meta_judge(folder, seed, votes, heldout)
     pairs = told_apart(seed, given.heldout)
@@ -169,7 +169,7 @@ def one_seed(output: Path, seed: int, given: argparse.Namespace) -> dict[str, np
 
 
 def told_apart(seed: int, count: int) -> list[ShapesPair]:
-    """Held-out pairs of which one picture shows the prompt."""
+    """Held-out pairs of which one image shows the prompt."""
     world, found, number = ShapesPreferences(seed + 100, split="heldout", **WORLD), [], 0
     while len(found) < count:
         pair = world.pair(number)
@@ -183,7 +183,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="runs that are there are not repeated")
-    parser.add_argument("--pictures", type=int, default=1500, help="with votes to learn from")
+    parser.add_argument("--images", type=int, default=1500, help="with votes to learn from")
     parser.add_argument("--heldout", type=int, default=500, help="pairs")
     parser.add_argument("--votes", type=int, default=8, help="K")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])

@@ -3,14 +3,14 @@
 
     python tests/benchmarks/judges/quality_by_reinforcement.py --output runs/quality --seeds 0 1 2
 
-The packaged vision-language model writes ratings of rated pictures, six for each, and learns by GRPO from
-how well each rating orders its picture among the others (VisualQuality-R1, arXiv 2505.14460), from whether
+The packaged vision-language model writes ratings of rated images, six for each, and learns by GRPO from
+how well each rating orders its image among the others (VisualQuality-R1, arXiv 2505.14460), from whether
 the order is right, or from its distance to the mean opinion; beside them the same number of updates on the
-squared error of the expected rating. Training pictures are undistorted, blurred or compressed ones of
+squared error of the expected rating. Training images are undistorted, blurred or compressed ones of
 training prompts; measured is SRCC of the expected rating with the opinions on held-out prompts, of these
 distortions and of noise and contrast, which are not trained on here (the model has met them before). The
 claim that fidelity is the best of the three is refuted where the interval of its lead over another one on
-the new distortions holds 0 or lies below; 95 %, by bootstrap over pictures, paired, of the mean over seeds.
+the new distortions holds 0 or lies below; 95 %, by bootstrap over images, paired, of the mean over seeds.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def supervised(output: Path, seed: int, updates: int, rows: Path) -> Path:
     return folder / "judge"
 
 
-def ratings(model: Path | str, pictures: list[QualityRecord]) -> np.ndarray:
+def ratings(model: Path | str, samples: list[QualityRecord]) -> np.ndarray:
     judge = VisualQuality(str(model))
-    images = [resolve_image(picture.image) for picture in pictures]
+    images = [resolve_image(image.image) for image in samples]
     parts = [
         judge.score(images[i : i + 100], [""] * len(images[i : i + 100])) for i in range(0, len(images), 100)
     ]
@@ -90,20 +90,20 @@ def main() -> None:
     rows = output / "train.jsonl"
     if not rows.is_file():
         write_rows(rows, [r for r in shapes_quality(10000, split="train").records if r.category in KNOWN])
-    pictures = list(shapes_quality(1500).records)
-    said: dict[str, list[np.ndarray]] = {"before": [ratings("shapes-vlm", pictures)] * len(given.seeds)}
+    images = list(shapes_quality(1500).records)
+    said: dict[str, list[np.ndarray]] = {"before": [ratings("shapes-vlm", images)] * len(given.seeds)}
     for seed in given.seeds:
         for arm in ARMS:
             said.setdefault(arm, []).append(
-                ratings(trained(output, arm, seed, given.iterations, rows), pictures)
+                ratings(trained(output, arm, seed, given.iterations, rows), images)
             )
         said.setdefault("supervised", []).append(
-            ratings(supervised(output, seed, given.iterations, rows), pictures)
+            ratings(supervised(output, seed, given.iterations, rows), images)
         )
-    mos = np.array([one.mos for one in pictures])
+    mos = np.array([one.mos for one in images])
     draws = np.random.default_rng(0)
     for kinds in (KNOWN, NEW):
-        places = np.array([n for n, one in enumerate(pictures) if one.category in kinds])
+        places = np.array([n for n, one in enumerate(images) if one.category in kinds])
         samples = [draws.choice(places, len(places)) for _ in range(1000)]
         found = {
             arm: np.array([np.mean([srcc(each[p], mos[p]) for each in several]) for p in (places, *samples)])

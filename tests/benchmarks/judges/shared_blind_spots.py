@@ -8,7 +8,7 @@ ensemble has three: other seeds; thirds of the pairs; thirds of which one is on 
 on white and one on teal ones; or three models (`shapes-vlm`, `shapes-clip`, and `shapes-ict`, which was made
 from the latter). Beside them the packaged LoRA ensemble, three adapters and heads from other seeds. Leads of
 members are divided by their spread on the training pairs. On held-out pairs whose truth is clear, on the
-world's own grounds and on pink, which no training picture of any packaged model comes near: accuracy of the
+world's own grounds and on pink, which no training image of any packaged model comes near: accuracy of the
 mean lead, and whether the members' deviation of it is larger where it is wrong.
 
 That other data, grounds or towers cure what a shared tower does not see is refuted where the interval of
@@ -66,7 +66,7 @@ def drawn(split: str, seed: int, ground: str | None, count: int, *, clear: bool)
 
 
 def seeing() -> Tower:
-    """States of `shapes-vlm` where it is about to say whether a picture shows its prompt."""
+    """States of `shapes-vlm` where it is about to say whether an image shows its prompt."""
     engine = VisionLanguageEngine.from_pretrained("shapes-vlm", feature_bytes=1 << 20)
     template = engine.template("yes_no", YES_NO)
 
@@ -78,7 +78,7 @@ def seeing() -> Tower:
 
 
 def contrastive(judge: ClipScore | Ict) -> Tower:
-    """Picture, prompt and their product, of unit length each."""
+    """Image, prompt and their product, of unit length each."""
 
     def states(images: list[Tensor], prompts: list[str]) -> Tensor:
         request = read_request("clip", images, prompts, None)
@@ -93,11 +93,11 @@ def contrastive(judge: ClipScore | Ict) -> Tower:
 
 @torch.no_grad()
 def features(tower: Tower, pairs: Sequence[ShapesPair]) -> FeaturePairs:
-    """States of all left pictures, then of all right ones, with the votes."""
+    """States of all left images, then of all right ones, with the votes."""
     sides: tuple[list[Tensor], list[Tensor]] = ([], [])
     for start in range(0, len(pairs), 50):
         part = pairs[start : start + 50]
-        both = [[as_image(picture) for picture in pair.pictures()] for pair in part]
+        both = [[as_image(image) for image in pair.images()] for pair in part]
         for side, kept in enumerate(sides):
             kept.append(tower([two[side] for two in both], [pair.prompt for pair in part]))
     votes = torch.tensor([[*pair.votes, 0] for pair in pairs]).float()
@@ -137,7 +137,7 @@ def lora_members(judge: LoraEnsembleReward, pairs: Sequence[Sequence[ShapesPair]
     """[M, N] leads of the ensemble's members on each set."""
     found = []
     for own in pairs:
-        both = [[as_image(picture) for picture in pair.pictures()] for pair in own]
+        both = [[as_image(image) for image in pair.images()] for pair in own]
         prompts = [pair.prompt for pair in own]
         left, right = (ask(judge, [two[side] for two in both], prompts).mean for side in range(2))
         found.append(left - right)

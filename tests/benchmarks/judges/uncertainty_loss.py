@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Three losses for a judge that says how sure it is, side by side on the same noisy votes.
 
-The packaged vision-language model is frozen; its hidden states at three questions (what the picture shows,
+The packaged vision-language model is frozen; its hidden states at three questions (what the image shows,
 its quality, its style) are computed once, and one head of HPSv3's kind is trained on them per loss: the
 likelihood by quadrature, Bradley-Terry, and the Monte-Carlo form of HPSv3's released code. Votes of an
-annotator are noisier where a picture is degraded, so a standard deviation can be right or wrong.
+annotator are noisier where an image is degraded, so a standard deviation can be right or wrong.
 
     python tests/benchmarks/judges/uncertainty_loss.py --pairs 20000
     python tests/benchmarks/judges/uncertainty_loss.py --pairs 6000 --labels
@@ -14,7 +14,7 @@ With --labels Bradley-Terry alone, on pairs of one, three or nine votes, which a
 That soft labels and counts of votes beat a filter by agreement is refuted where the interval of what it loses
 against them holds 0.
 
-With --clutter the noise can be known from the pictures and goes with nothing else (`ClutteredPairs`). That a
+With --clutter the noise can be known from the images and goes with nothing else (`ClutteredPairs`). That a
 likelihood with a deviation is worth having is refuted where σ does not rank the noise, or where it tells
 errors no better than chance among pairs of equal lead, or costs accuracy or likelihood.
 """
@@ -73,12 +73,12 @@ LABELS = {
 """How votes become labels -> `pair_weight`."""
 BATCH, DRAWS = 64, 500
 SPECK_NOISE, ANNOTATORS = 0.15, 9
-"""Standard deviation that each speck adds to how an annotator sees a picture's utility; voters per pair."""
+"""Standard deviation that each speck adds to how an annotator sees an image's utility; voters per pair."""
 
 
 @torch.no_grad()
 def features_of(engine: VisionLanguageEngine, pairs: Examples, chunk: int = 50) -> tuple[Tensor, RewardBatch]:
-    """[2 N, D] hidden states (left pictures, then right ones), and the labels of the N pairs.
+    """[2 N, D] hidden states (left images, then right ones), and the labels of the N pairs.
 
     Args:
         engine: frozen.
@@ -133,11 +133,11 @@ def kept_features(engine: VisionLanguageEngine, pairs: Examples, file: Path | No
 
 
 class ClutteredPairs:
-    """Pairs of which half of the pictures have 1 to 10 specks, and whose votes are noisier for them.
+    """Pairs of which half of the images have 1 to 10 specks, and whose votes are noisier for them.
 
     Each annotator sees u + s ε with s = `annotator_noise` + `SPECK_NOISE` times the number of specks, which
     change nothing of the truth; the last annotator tosses a coin. All but the coin can be seen in the
-    pictures, and specks go with neither picture's utility.
+    images, and specks go with neither image's utility.
     """
 
     def __init__(self, seed: int, split: str) -> None:
@@ -299,7 +299,7 @@ def row_of(task: str, found: HeldoutPairs) -> str:
     if task == "bradley_terry":
         return f"| {LOSSES.get(task, task)} | {' | '.join(cells)} | – | – | – |"
     assert found.std is not None
-    voted = (found.share != 0.5) & (found.difference != 0)  # the same picture twice is nobody's error
+    voted = (found.share != 0.5) & (found.difference != 0)  # the same image twice is nobody's error
     difference, std = found.difference[voted], found.std[voted]
     wrong = torch.sign(difference) != torch.sign(found.share[voted] - 0.5)
     cells.append(f"{measures['std_mean']:.3f}")

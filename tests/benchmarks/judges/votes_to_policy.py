@@ -3,8 +3,8 @@
 
     python tests/benchmarks/judges/votes_to_policy.py --output runs/votes --votes 300 --seeds 0 1 2
 
-Pictures of training prompts by the packaged generator, four to a prompt; pairs of them go to three voters
-through the file of votes. A voter prefers the picture that the verifier finds nearer to its prompt with
+Images of training prompts by the packaged generator, four to a prompt; pairs of them go to three voters
+through the file of votes. A voter prefers the image that the verifier finds nearer to its prompt with
 probability σ(γ (u_left − u_right)), u in [0, 1]; γ is 12, 6 and 0, so the third clicks without looking. The
 export trains a judge from the packaged vision-language model, which no vote has touched before: one that says
 yes or no, of which the model knows something already, or HPSv3's head, which begins with nothing. The
@@ -34,7 +34,7 @@ from visalign.pipelines.collect.votes import exported, votes_of, write_rows
 from visalign.rewards.catalogue import load_reward
 
 VOTERS = {"careful": 12.0, "quick": 6.0, "careless": 0.0}
-PICTURES = 4
+IMAGES = 4
 """Of each prompt."""
 
 
@@ -46,19 +46,19 @@ def command(*arguments: str) -> None:
         raise SystemExit(f"visalign {' '.join(arguments)}: {done.stderr[-2000:]}")
 
 
-def pictures(folder: Path, known: list[Record], prompts: int, seed: int) -> None:
+def images(folder: Path, known: list[Record], prompts: int, seed: int) -> None:
     """Samples of the packaged generator, with their records."""
     order = torch.randperm(len(known), generator=torch.Generator().manual_seed(seed)).tolist()
     records = folder.with_suffix(".jsonl")
     lines = [json.dumps(known[place]) for place in order[:prompts]]
     records.parent.mkdir(parents=True, exist_ok=True)
     records.write_text("".join(f"{line}\n" for line in lines))
-    command("sample", str(records), "-o", str(folder), "--seeds", f"0-{PICTURES - 1}", "--batch-size", "96")
+    command("sample", str(records), "-o", str(folder), "--seeds", f"0-{IMAGES - 1}", "--batch-size", "96")
 
 
 def collect(folder: Path, path: Path, votes: int, seed: int) -> None:
     """Simulated voters answer what the file of votes hands them."""
-    tasks = read_tasks([str(folder)], single=False, per_prompt=PICTURES, seed=seed)[:votes]
+    tasks = read_tasks([str(folder)], single=False, per_prompt=IMAGES, seed=seed)[:votes]
     store = VoteStore.make(path, tasks, Form(), Plan(votes=1, repeat_every=0, seed=seed))
     images = sorted({image for task in tasks for image in task.images})
     said = {image: task for task in tasks for image in task.images}
@@ -86,12 +86,12 @@ def collect(folder: Path, path: Path, votes: int, seed: int) -> None:
 def run(output: Path, votes: int, seed: int, iterations: int, kind: str) -> None:
     folder = output / f"seed{seed}"
     if not (folder / "votes.jsonl").is_file():
-        pictures(folder / "pictures", train_prompts(), votes // PICTURES, seed)
-        collect(folder / "pictures", folder / "votes.sqlite", votes, seed)
+        images(folder / "images", train_prompts(), votes // IMAGES, seed)
+        collect(folder / "images", folder / "votes.sqlite", votes, seed)
     heldout = f"data.heldout={folder / 'test.jsonl'}"
     if not (folder / "test.jsonl").is_file():  # of the same voters, on held-out prompts
-        pictures(folder / "test_pictures", heldout_prompts(), 60, seed)
-        collect(folder / "test_pictures", folder / "test.sqlite", 240, seed)
+        images(folder / "test_images", heldout_prompts(), 60, seed)
+        collect(folder / "test_images", folder / "test.sqlite", 240, seed)
     if not (folder / "judge" / "summary.json").is_file():
         data = [f"data.train={folder / 'votes.jsonl'}", heldout, f"seed={seed}"]
         command("train-reward", f"shapes_{kind}", *data, f"run.iterations={iterations}", "run.threads=2",

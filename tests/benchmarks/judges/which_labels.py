@@ -3,10 +3,10 @@
 
     python tests/benchmarks/judges/which_labels.py --output runs/labels --seeds 0 1 2
 
-A policy learns from an ensemble that was fitted on few labels of the packaged generator's pictures, without
+A policy learns from an ensemble that was fitted on few labels of the packaged generator's images, without
 the guided reference that would draw it up whatever the judge says. Pairs of its samples are labelled by the
 verifier, as many for each way to choose them, and the ensemble is fitted anew on old and new labels. Measured
-is how often the ensemble's mean prefers the better picture of pairs of the same policy on held-out prompts
+is how often the ensemble's mean prefers the better image of pairs of the same policy on held-out prompts
 that the verifier tells apart. UGDA's choice (Sun et al., ICLR 2025) is refuted where the interval of its lead
 over lots holds 0 or lies below, OCRM's weights (arXiv 2507.15507) where that of their lead over equal weights
 does; intervals by bootstrap over the prompts of all seeds, paired.
@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from visalign.data.shapes.prompts import Record, heldout_prompts, parse_prompt, train_prompts
 from visalign.pipelines.collect.tasks import Task, read_tasks
-from visalign.pipelines.sample.job import SampleSettings, sample_pictures
+from visalign.pipelines.sample.job import SampleSettings, sample_images
 from visalign.pipelines.ugda.selection import (
     Candidate,
     by_lot,
@@ -44,7 +44,7 @@ from visalign.rewards.combine.ensemble import Ensemble
 
 ARMS = ("none", "random", "uncertainty", "ugda", "ugda, OCRM")
 MEMBERS = 3
-PICTURES = 4
+IMAGES = 4
 """Of each prompt."""
 
 
@@ -69,19 +69,19 @@ def first_round(folder: Path, seed: int, labels: int) -> None:
 
 
 def sampled(folder: Path, records: list[Record], lora: Path, seed: int, prompts: int) -> list[Task]:
-    """All pairs of the policy's pictures of some prompts."""
+    """All pairs of the policy's images of some prompts."""
     order = torch.randperm(len(records), generator=torch.Generator().manual_seed(seed)).tolist()
     if not (folder / "images.jsonl").is_file():
-        sample_pictures([records[place] for place in order[:prompts]], sampling(lora), folder)
+        sample_images([records[place] for place in order[:prompts]], sampling(lora), folder)
     return list(read_tasks([str(folder)], single=False, per_prompt=10**6))
 
 
 def sampling(lora: Path | None) -> SampleSettings:
-    return SampleSettings(model="shapes-sd3", lora=lora, seeds=range(PICTURES), steps=10, batch_size=96)
+    return SampleSettings(model="shapes-sd3", lora=lora, seeds=range(IMAGES), steps=10, batch_size=96)
 
 
 def truth(tasks: list[Task]) -> np.ndarray:
-    """1 where the verifier finds the left picture nearer to its prompt, 0 the right one, 1/2 neither."""
+    """1 where the verifier finds the left image nearer to its prompt, 0 the right one, 1/2 neither."""
     verifier, found = load_reward("shapes_verifier", mode="mixed"), []
     for task in tasks:
         left, right = verifier.score(
@@ -122,7 +122,7 @@ def ensemble_of(members: list[Path]) -> Ensemble:
 
 
 def right(ensemble: Ensemble, tasks: list[Task], said: np.ndarray) -> np.ndarray:
-    """Whether the mean prefers the better picture of each pair; a tie is half right."""
+    """Whether the mean prefers the better image of each pair; a tie is half right."""
     images = list(dict.fromkeys(image for task in tasks for image in task.images))
     prompts = {image: task.prompt for task in tasks for image in task.images}
     scores = member_scores(ensemble, images, [prompts[image] for image in images]).mean(0)

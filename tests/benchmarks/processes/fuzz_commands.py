@@ -127,8 +127,8 @@ class Case:
     fault: str | None = None
 
 
-def pictures(r: random.Random) -> list[str]:
-    """Files that are pictures, nearly pictures, or none."""
+def images(r: random.Random) -> list[str]:
+    """Files that are images, nearly images, or none."""
     for name, mode in (
         ("rgb.png", "RGB"),
         ("l.png", "L"),
@@ -145,7 +145,7 @@ def pictures(r: random.Random) -> list[str]:
         flipped[r.randrange(len(flipped))] ^= 1 << r.randrange(8)
     Path("flipped.png").write_bytes(flipped)
     Path("empty.png").touch()
-    Path("words.png").write_text("no picture")
+    Path("words.png").write_text("no image")
     Path("=cmd.png").write_bytes(whole)
     Path("folder.png").mkdir()
     Path("deep/er").mkdir(parents=True)
@@ -163,14 +163,14 @@ def value(r: random.Random) -> Any:
 
 
 def row(r: random.Random, kind: str) -> dict[str, Any]:
-    """A record of a table of pairs, pictures with scores, or pictures with prompts; some keys odd or gone."""
-    picture = ("noise.png", "rgb.png", "l.png", "cut.png", "missing.png", "deep/er/one.png")
+    """A record of a table of pairs, images with scores, or images with prompts; some keys odd or gone."""
+    image = ("noise.png", "rgb.png", "l.png", "cut.png", "missing.png", "deep/er/one.png")
     made: dict[str, Any] = {"prompt": r.choice(("a red circle", "two blue squares", "a cat"))}
     if kind == "pairs":
-        made |= {"image_left": r.choice(picture), "image_right": r.choice(picture)}
+        made |= {"image_left": r.choice(image), "image_right": r.choice(image)}
         made |= {"label": r.choice((0, 1, 0.5, "left", "right", "tie")), "annotator": r.choice("abc")}
     else:
-        made |= {"image": r.choice(picture), "score": r.random(), "hp": r.random()}
+        made |= {"image": r.choice(image), "score": r.random(), "hp": r.random()}
     for _ in range(r.choice((*[0] * 30, 1, 2))):
         made[r.choice([*made, "extra"])] = value(r)
     if r.random() < 0.003:
@@ -220,7 +220,7 @@ def some(r: random.Random, *options: tuple[str, Callable[[], str]]) -> list[str]
 
 def arguments(r: random.Random) -> list[str]:
     """A command line; the files that it names are made in the current folder."""
-    found = pictures(r)
+    found = images(r)
     Path("own.py").write_text(OWN)
     Path("broken.py").write_text(
         r.choice(("def f(:", "import sys\nsys.exit(3)", "import nothing_here", "1/0", "\x00"))

@@ -4,7 +4,7 @@
     python tests/benchmarks/processes/killed_process.py --moments 20
     python tests/benchmarks/processes/killed_process.py --moments 20 --jobs flow_grpo+sharded
 
-Two tiny trainings, of text and of pictures, run one after the other in two processes (gloo, CPU), with a
+Two tiny trainings, of text and of images, run one after the other in two processes (gloo, CPU), with a
 reward that pauses; or those of `tests.support.training.processes` that are named. At each moment, drawn over
 the time that they take, kill -9 ends a process drawn by lot; timed is how long the other lives on, and noted
 is whether it says why. Two processes then resume, and one: the former must leave the weights and metrics of a
@@ -28,7 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.support.training.pictures import outcome
+from tests.support.training.images import outcome
 from tests.support.training.processes import PAUSE, forked
 from visalign.training.loop import checkpoint
 

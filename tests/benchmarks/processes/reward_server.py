@@ -5,11 +5,11 @@
 
 First throughput at full batches: the same judge called directly and through the server, in turns, the order
 changed each round, on the same number of threads: those of the direct call are those of the judge's process.
-A call has `--requests` full batches of fresh pictures (the client keeps two requests under way, as it always
+A call has `--requests` full batches of fresh images (the client keeps two requests under way, as it always
 does). Two ratios are printed. "wall" is of the medians of seconds: client and server run in this process
 and share the machine's cores with the judge's process, so with as many threads as cores they take time from
 it, and other work on the machine counts against both. "cpu" is of the processor seconds of all processes
-together, which is what a picture costs, whatever else runs. With --profile it prints what each step of a
+together, which is what an image costs, whatever else runs. With --profile it prints what each step of a
 request costs.
 
 Then the load: clients send requests of random size, each image carrying its own expected answer; some clients
@@ -55,7 +55,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.support.servers.rewards import serving
 from visalign.rewards import load_judge
-from visalign.rewards.serve.client import RemoteReward, read_pictures
+from visalign.rewards.serve.client import RemoteReward, read_images
 from visalign.rewards.serve.server import judge_server
 from visalign.rewards.serve.wire import JudgeRequest, pack_answer, pack_request, unpack_answer, unpack_request
 from visalign.rewards.serve.worker import JudgeWorker
@@ -74,7 +74,7 @@ import time; time.sleep(60)
 
 
 def brightness_client(url: str, number: int, stop: float, out: dict[str, list[float]]) -> None:
-    """Send pictures whose brightness is known, and check each answer."""
+    """Send images whose brightness is known, and check each answer."""
     rng = random.Random(number)
     remote = RemoteReward(url, attempts=8)
     while time.monotonic() < stop:
@@ -309,7 +309,7 @@ def profile(given: argparse.Namespace) -> dict[str, float]:
     turn = iter(range(10_000))
     answer = judge.score(images, prompts)  # type: ignore[union-attr]
     steps: dict[str, Callable[[], Any]] = {
-        "client: read": lambda: read_pictures("judge", [images], prompts, None),
+        "client: read": lambda: read_images("judge", [images], prompts, None),
         "client: pack": lambda: pack_request(request),
         "server and worker: unpack, twice": lambda: (unpack_request(raw), unpack_request(raw)),
         "worker, server and client: answer": lambda: [

@@ -24,14 +24,14 @@ from visalign.rewards.cache.store import ScoreCache
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--judge", default="hpsv3")
-    parser.add_argument("--pictures", type=int, default=2000)
+    parser.add_argument("--images", type=int, default=2000)
     given = parser.parse_args()
     world, paths, prompts = ShapesPreferences(5, split="heldout"), [], []
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(given.pictures):
+        for number in range(given.images):
             pair = world.pair(number)
             paths.append(Path(folder) / f"{number}.png")
-            Image.fromarray(pair.pictures()[0]).save(paths[-1])
+            Image.fromarray(pair.images()[0]).save(paths[-1])
             prompts.append(pair.prompt)
         seconds, values = [], []
         for _ in range(2):
@@ -42,7 +42,7 @@ def main() -> None:
             seconds.append(time.perf_counter() - begun)
     equal = torch.equal(values[0].nan_to_num(-1e9), values[1].nan_to_num(-1e9))
     print(
-        f"{given.judge}, {given.pictures} pictures: first {seconds[0]:.2f} s, second {seconds[1]:.3f} s, "
+        f"{given.judge}, {given.images} images: first {seconds[0]:.2f} s, second {seconds[1]:.3f} s, "
         f"{seconds[0] / seconds[1]:.1f} times; equal numbers: {equal}"
     )
 

@@ -44,7 +44,7 @@ WORKER = b"ray::MapWorker(MapBatches(Judge))"
 
 
 def make(folder: Path, count: int, size: int) -> list[Path]:
-    """Parquet files of pictures with their prompts: so many in all, and so many in each."""
+    """Parquet files of images with their prompts: so many in all, and so many in each."""
     source = ShapesPreferences(0, split="train")
     folder.mkdir()
     paths = [folder / f"{start:06}.parquet" for start in range(0, count, size)]

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from tests.support.training.pictures import ToyPolicy, toy_trainer
+from tests.support.training.images import ToyPolicy, toy_trainer
 from visalign.training import end_processes
 
 WIDTH, BLOCKS = 1024, 12

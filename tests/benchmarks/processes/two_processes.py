@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of an iteration in one process and in two, of text and of pictures.
+"""Seconds of an iteration in one process and in two, of text and of images.
 
     python tests/benchmarks/processes/two_processes.py --cores 0,1
 

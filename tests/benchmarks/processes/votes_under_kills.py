@@ -3,7 +3,7 @@
 
     python tests/benchmarks/processes/votes_under_kills.py --voters 8 --seconds 120 --kills 10
 
-Each voter does as the page does: asks for the next task, gets its pictures, sends its vote under one name
+Each voter does as the page does: asks for the next task, gets its images, sends its vote under one name
 until it is kept. Refuted by a vote that was kept and is not in the file, that is there twice, or by a
 task with more votes than were wanted.
 """

@@ -61,8 +61,8 @@ def test_more_inputs_reach_the_model_and_a_plain_tensor_is_enough() -> None:
         seen.update(inputs)
         return torch.zeros(2, 5, 7)
 
-    found = token_log_probs(model, IDS, pictures="two")
-    assert seen["pictures"] == "two" and seen["attention_mask"].tolist() == [[1] * 5] * 2
+    found = token_log_probs(model, IDS, images="two")
+    assert seen["images"] == "two" and seen["attention_mask"].tolist() == [[1] * 5] * 2
     assert "position_ids" not in seen
     torch.testing.assert_close(found.log_prob[:, 1:], torch.full((2, 4), 1 / 7).log())
 

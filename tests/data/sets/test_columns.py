@@ -116,26 +116,26 @@ def test_other_separators_are_seen(tmp_path: Path, sign: str) -> None:
     assert [row for _, row in read_rows(tmp_path / "a.csv")] == [{"image": "a, b.png", "mos": "1"}]
 
 
-@pytest.mark.parametrize("has_pictures", [True, False])
-def test_another_separator_is_said_to_be_none(tmp_path: Path, has_pictures: bool) -> None:
+@pytest.mark.parametrize("has_images", [True, False])
+def test_another_separator_is_said_to_be_none(tmp_path: Path, has_images: bool) -> None:
     (tmp_path / "a.csv").write_text("prompt^image_left^image_right^label\na^1^2^left\n")
     with pytest.raises(UserError, match=r"There is one column; those of a CSV are parted by , ; \| or tabs"):
-        load_preferences(tmp_path / "a.csv", columns=Columns(has_pictures=has_pictures))
+        load_preferences(tmp_path / "a.csv", columns=Columns(has_images=has_images))
 
 
-def test_a_set_without_pictures_is_read_where_none_is_opened(tmp_path: Path) -> None:
+def test_a_set_without_images_is_read_where_none_is_opened(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("label,m_left,m_right\nleft,1,0\nright,1,2\n")
     with pytest.raises(UserError, match="lacks the columns 'prompt', 'image_left', 'image_right'"):
         load_source(str(tmp_path / "a.csv"))
-    found = load_source(str(tmp_path / "a.csv"), columns=Columns(has_pictures=False))
+    found = load_source(str(tmp_path / "a.csv"), columns=Columns(has_images=False))
     assert isinstance(found, PreferenceSet) and len({pair.group for pair in found.pairs}) == 2
     assert found.pairs[0].extra == {"m_left": "1", "m_right": "0"}
     (tmp_path / "q.csv").write_text("mos,m\n1,2\n3,4\n")
-    rated = load_source(str(tmp_path / "q.csv"), columns=Columns(has_pictures=False))
+    rated = load_source(str(tmp_path / "q.csv"), columns=Columns(has_images=False))
     assert isinstance(rated, QualitySet) and len({record.image for record in rated.records}) == 2
 
 
-def test_scores_are_joined_by_picture(tmp_path: Path) -> None:
+def test_scores_are_joined_by_image(tmp_path: Path) -> None:
     rows = [
         {"prompt": "p", "image_left": f"im/{k}.png", "image_right": "im/9.png", "label": 1} for k in range(3)
     ]
@@ -164,5 +164,5 @@ def test_scores_are_joined_by_picture(tmp_path: Path) -> None:
         "a_std_right": "0.1",
     }
     (tmp_path / "none.csv").write_text("image,good\nother.png,1\n")
-    with pytest.raises(UserError, match="None of the pictures of 'set' stands in"):
+    with pytest.raises(UserError, match="None of the images of 'set' stands in"):
         joined(found, tmp_path / "none.csv")

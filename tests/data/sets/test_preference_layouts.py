@@ -95,7 +95,7 @@ def test_hpdv3_mixes_the_sides_of_its_winners(tmp_path: Path) -> None:
     assert len(load_layout("hpdv3", tmp_path, limit=7)) == 7
 
 
-def test_pick_a_pic_reads_pictures_inside_its_files(tmp_path: Path) -> None:
+def test_pick_a_pic_reads_images_inside_its_files(tmp_path: Path) -> None:
     rows = [
         {
             "caption": f"prompt {k}",
@@ -117,7 +117,7 @@ def test_pick_a_pic_reads_pictures_inside_its_files(tmp_path: Path) -> None:
     assert [pair.prompt for pair in found.pairs] == [f"prompt {k}" for k in (0, 1, 2, 3, 5)]
     assert [pair.label for pair in found.pairs] == [1.0, 0.0, 0.5, 1.0, 0.5]
     assert np.asarray(resolve_image(found.pairs[-1].image_right))[0, 0, 0] == 105
-    assert check_preferences(found)[0].kind == "ties"  # the file is there, so no picture is missing
+    assert check_preferences(found)[0].kind == "ties"  # the file is there, so no image is missing
 
 
 def test_image_reward_in_both_forms(tmp_path: Path) -> None:

@@ -262,16 +262,16 @@ def test_quality_sets(tmp_path: Path) -> None:
         load_quality(write(tmp_path / "q.jsonl", [{"image": "a", "mos": "good"}]))
 
 
-def test_pictures_inside_parquet_files(tmp_path: Path) -> None:
+def test_images_inside_parquet_files(tmp_path: Path) -> None:
     import io
 
-    pictures = []
+    images = []
     for level in range(5):
         buffer = io.BytesIO()
         Image.new("RGB", (2, 2), (level, 0, 0)).save(buffer, "PNG")
-        pictures.append({"jpg": buffer.getvalue()})
+        images.append({"jpg": buffer.getvalue()})
     path = tmp_path / "x.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(pictures), path, row_group_size=2)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(images), path, row_group_size=2)
     assert [np.asarray(resolve_image(parquet_reference(path, "jpg", k)))[0, 0, 0] for k in range(5)] == list(
         range(5)
     )

@@ -89,7 +89,7 @@ def test_not_text(tmp_path):
         load_prompts(path)
 
 
-def test_a_source_may_be_a_list_of_pictures(tmp_path):
+def test_a_source_may_be_a_list_of_images(tmp_path):
     names = [str(tmp_path / f"{name}.png") for name in ("cup", "table")]
     for name in names:
         Image.new("RGB", (8, 8)).save(name)
@@ -105,13 +105,13 @@ def test_a_source_may_be_a_list_of_pictures(tmp_path):
     black = torch.zeros(3, 2, 2)
     memory = [record_key({"prompt": "a", "source": [black, torch.ones(3, 2, n)]}) for n in (2, 3, 2)]
     assert memory[0] == memory[2] != memory[1]
-    one = r"line 1: the source is \[.*, and the model edits one picture.*FLUX\.2"
+    one = r"line 1: the source is \[.*, and the model edits one image.*FLUX\.2"
     with pytest.raises(UserError, match=one):
         load_prompts(file, edits="needed", several=False)
     file.write_text(json.dumps({"prompt": "a", "source": names[:1]}))
     assert len(load_prompts(file, edits="needed", several=False)) == 1
     absent = [names[0], "absent.png"]
-    for source, reason in ((absent, "'absent.png' is no picture"), ([], "give the path"), ([1], "give")):
+    for source, reason in ((absent, "'absent.png' is no image"), ([], "give the path"), ([1], "give")):
         file.write_text(json.dumps({"prompt": "a", "source": source}))
         with pytest.raises(UserError, match=f"line 1.*{reason}"):
             load_prompts(file, edits="needed")

@@ -36,14 +36,14 @@ def test_utility_by_hand():
     assert annotator_noise(scene.distorted("noise", 0.5)) == pytest.approx(0.75)
 
 
-def test_a_reason_names_the_faults_of_each_picture():
+def test_a_reason_names_the_faults_of_each_image():
     record, draws = parse_prompt("two red circles"), np.random.default_rng(0)
     right = sample_scene(record, draws, style="textured")
     wrong = sample_scene(parse_prompt("a blue cross"), draws, style="flat").distorted("blur", 0.4)
     pair = replace(PAIRS[0], record=record, left=right, right=wrong)
-    assert pair.reason == "picture 1: textured; picture 2: expected 2 circle, found 0, blurred, flat"
+    assert pair.reason == "image 1: textured; image 2: expected 2 circle, found 0, blurred, flat"
     faint = replace(pair, right=right.distorted("jpeg", 0.2))
-    assert faint.reason == "picture 1: textured; picture 2: textured"
+    assert faint.reason == "image 1: textured; image 2: textured"
 
 
 def test_a_pair_is_a_function_of_its_number():
@@ -76,7 +76,7 @@ def test_votes_have_the_stated_probability():
     wrong = [
         [(p.votes[0] > p.votes[1]) != (p.utility[0] > p.utility[1]) for p in g] for g in (clear, degraded)
     ]
-    assert np.mean(wrong[1]) > 2 * np.mean(wrong[0]) > 0, "annotators err more on degraded pictures"
+    assert np.mean(wrong[1]) > 2 * np.mean(wrong[0]) > 0, "annotators err more on degraded images"
 
 
 def test_ratings_follow_quality():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grounds, specks and canvases: what a prompt says of a picture stays true, held-out grounds stay unseen."""
+"""Grounds, specks and canvases: what a prompt says of an image stays true, held-out grounds stay unseen."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ def test_no_drawn_ground_comes_near_a_held_out_one() -> None:
     assert len(kinds) == 4, "specks and canvases come together and alone"
 
 
-def test_a_picture_lies_on_its_canvas() -> None:
+def test_an_image_lies_on_its_canvas() -> None:
     (scene,) = scenes(1)
     laid = replace(scene, canvas=Canvas(share=0.5, x=1.0, y=0.0, color=(1, 2, 3)))
-    picture = render(laid)
-    assert picture.shape == (SIZE, SIZE, 3)
-    assert (picture[:, :32] == (1, 2, 3)).all() and (picture[32:] == (1, 2, 3)).all()
+    image = render(laid)
+    assert image.shape == (SIZE, SIZE, 3)
+    assert (image[:, :32] == (1, 2, 3)).all() and (image[32:] == (1, 2, 3)).all()
     mean = render(scene).mean((0, 1))
-    assert picture[:32, 32:].mean((0, 1)) == pytest.approx(mean, abs=1.0)
+    assert image[:32, 32:].mean((0, 1)) == pytest.approx(mean, abs=1.0)
 
 
-def test_pictures_without_surroundings_stay_and_votes_always_do() -> None:
+def test_images_without_surroundings_stay_and_votes_always_do() -> None:
     plain, wide = ShapesPreferences(7), ShapesPreferences(7, surroundings=1.0)
     pairs = [(plain.pair(n), wide.pair(n)) for n in range(20)]
     for one, other in pairs:
         assert (one.votes, one.utility, one.record) == (other.votes, other.utility, other.record)
         assert one.left.objects == other.left.objects and one.left.canvas is None and not one.left.specks
-    assert sum((a.pictures()[0] != b.pictures()[0]).any() for a, b in pairs) >= 15
+    assert sum((a.images()[0] != b.images()[0]).any() for a, b in pairs) >= 15
     assert any(b.left.background == b.right.background for _, b in pairs)

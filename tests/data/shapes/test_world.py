@@ -36,7 +36,7 @@ def share_correct(chosen: list[scenes.Scene]) -> float:
 
 
 def wrongly_accepted(chosen: list[scenes.Scene], records: list[prompts.Record]) -> tuple[int, int]:
-    """(pictures called correct that are not, pictures that truly are not)."""
+    """(images called correct that are not, images that truly are not)."""
     truth = [
         verifier.verify_scene(scene, record).correct for scene, record in zip(chosen, records, strict=True)
     ]
@@ -98,7 +98,7 @@ def test_every_scene_satisfies_its_prompt_and_keeps_its_objects_apart(seed: int,
             assert max(abs(a.x - b.x), abs(a.y - b.y)) >= a.radius + b.radius
 
 
-def test_the_same_seed_gives_the_same_picture() -> None:
+def test_the_same_seed_gives_the_same_image() -> None:
     first, second = (render.render_many(draw(24, 5)) for _ in range(2))
     assert (first == second).all()
     assert (first != render.render_many(draw(24, 6))).any()
@@ -110,7 +110,7 @@ def test_style_adds_detail_and_distortion_takes_quality_away() -> None:
         style: render.render(scenes.sample_scene(base.record, np.random.default_rng(1), style=style))
         for style in scenes.STYLES
     }
-    counts = {style: len(np.unique(picture.reshape(-1, 3), axis=0)) for style, picture in seen.items()}
+    counts = {style: len(np.unique(image.reshape(-1, 3), axis=0)) for style, image in seen.items()}
     assert counts["flat"] < counts["outlined"] < counts["shaded"] < counts["textured"]
     for kind in scenes.DISTORTIONS[1:]:
         change = [
@@ -134,7 +134,7 @@ def test_the_verifier_agrees_with_the_truth(kind: str, floor: float) -> None:
 
 
 @pytest.mark.parametrize("near", [False, True])
-def test_a_picture_of_another_prompt_is_wrong(near: bool) -> None:
+def test_an_image_of_another_prompt_is_wrong(near: bool) -> None:
     chosen, rng = draw(900, 13), np.random.default_rng(14)
     if near:
         others = [
@@ -227,18 +227,18 @@ def test_the_detector_measures_place_and_size() -> None:
     assert np.max(errors) < 1.5 and np.mean(errors) < 0.4
 
 
-def test_pictures_in_both_formats_are_judged_alike_and_others_refused() -> None:
+def test_images_in_both_formats_are_judged_alike_and_others_refused() -> None:
     chosen = draw(12, 18)
-    pictures = render.render_many(chosen)
+    images = render.render_many(chosen)
     records = [scene.record for scene in chosen]
-    floats = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 255.0
-    assert verifier.verify(pictures, records) == verifier.verify(floats, records)
+    floats = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255.0
+    assert verifier.verify(images, records) == verifier.verify(floats, records)
     with pytest.raises(
         ValueError, match=r"takes float \[B, 3, 64, 64\].*got torch.float32 \(12, 3, 32, 32\)"
     ):
         verifier.verify(floats[..., ::2, ::2], records)
-    with pytest.raises(ValueError, match="12 pictures but 11 prompt records"):
-        verifier.verify(pictures, records[:-1])
+    with pytest.raises(ValueError, match="12 images but 11 prompt records"):
+        verifier.verify(images, records[:-1])
 
 
 def test_rendering_is_fast() -> None:
@@ -256,12 +256,12 @@ def _seconds(chosen: list[scenes.Scene]) -> float:
 
 def test_detecting_is_fast() -> None:
     chosen = draw(300, 20)
-    pictures, records = render.render_many(chosen), [scene.record for scene in chosen]
-    verifier.verify(pictures[:2], records[:2])
+    images, records = render.render_many(chosen), [scene.record for scene in chosen]
+    verifier.verify(images[:2], records[:2])
 
     def seconds() -> float:
         started = time.thread_time()  # of this thread alone: a library's idle threads spin
-        verifier.verify(pictures, records)
+        verifier.verify(images, records)
         return time.thread_time() - started
 
     assert len(chosen) / min(seconds() for _ in range(9)) >= 800
@@ -278,15 +278,15 @@ def test_components_are_those_of_scipy() -> None:
     labels = speckled(40, 17, 21)
     found = find_components(labels, 3)
     expected = []
-    for picture, one in enumerate(labels):
+    for image, one in enumerate(labels):
         for label in (1, 2, 3):
             marked, count = cast("tuple[np.ndarray, int]", ndimage.label(one == label))
             for number in range(1, count + 1):
                 rows, columns = np.nonzero(marked == number)
                 if len(rows) >= 3:
                     box = rows.min(), rows.max() + 1, columns.min(), columns.max() + 1
-                    expected.append((picture, label, len(rows), *box))
-    fields = (found.picture, found.label, found.area, found.top, found.bottom, found.left, found.right)
+                    expected.append((image, label, len(rows), *box))
+    fields = (found.image, found.label, found.area, found.top, found.bottom, found.left, found.right)
     assert len(found) == len(expected) > 500
     assert list(zip(*(field.tolist() for field in fields), strict=True)) == expected
     sizes = np.bincount(found.owner[found.owner >= 0])
@@ -313,12 +313,12 @@ def test_edge_pixels_take_the_color_of_the_most_around_them() -> None:
     assert (majority(labels.copy()) == expected).all()
 
 
-def test_a_picture_is_judged_alike_alone_and_among_others() -> None:
+def test_an_image_is_judged_alike_alone_and_among_others() -> None:
     rng = np.random.default_rng(23)
-    pictures = np.concatenate(
+    images = np.concatenate(
         [render.render_many(draw(60, 24)), rng.integers(0, 256, (10, 64, 64, 3), np.uint8)]
     )
-    pictures = pictures[rng.permutation(len(pictures))]
-    assert detect(pictures) == [found for picture in pictures for found in detect(picture[None])]
-    assert detect(pictures[:0]) == []
+    images = images[rng.permutation(len(images))]
+    assert detect(images) == [found for image in images for found in detect(image[None])]
+    assert detect(images[:0]) == []
     assert detect(np.full((1, 64, 64, 3), 60, np.uint8)) == [[]]

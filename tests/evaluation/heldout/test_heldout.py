@@ -43,7 +43,7 @@ class ToyCondition:
 
 @dataclass
 class ToyPolicy:
-    """Pulls the latent towards the number of letters of the prompt; a picture is the latent, squashed."""
+    """Pulls the latent towards the number of letters of the prompt; an image is the latent, squashed."""
 
     shift: float = 0.0
     side: int = 8
@@ -87,7 +87,7 @@ class ToyPolicy:
 
 
 class Verdicts:
-    """Correct where a picture is bright; unreadable where its first number is below `blind`."""
+    """Correct where an image is bright; unreadable where its first number is below `blind`."""
 
     name, unit, range, higher_is_better = "shapes_verifier", "partial credit", (0.0, 1.0), True
 
@@ -173,16 +173,16 @@ def test_numbers_by_hand() -> None:
     chosen = [sample_seed("heldout", p, int(s)) for p, s in zip(found.prompts, found.seeds, strict=True)]
     noise = initial_noise(chosen, (3, 4, 4))
     level = torch.tensor([len(prompt) / 20 for prompt in found.prompts])[:, None, None, None]
-    pictures = torch.sigmoid(noise / 4 + 0.75 * level)
-    correct = pictures.mean((1, 2, 3)) > 0.56
+    images = torch.sigmoid(noise / 4 + 0.75 * level)
+    correct = images.mean((1, 2, 3)) > 0.56
     assert 0 < correct.sum() < 8
     assert found.correct.tolist() == correct.tolist()
     assert found.accuracy == correct.double().mean().item()
     assert found.by_category["counting"] == correct[2:6].double().mean().item()
     assert found.counts["counting"] == (int(correct[2:6].sum()), 4)
-    np.testing.assert_allclose(found.scores["brightness"], pictures[:, 0].mean((1, 2)), rtol=1e-5)
-    assert found.mean("brightness") == pytest.approx(pictures[:, 0].mean().item(), rel=1e-5)
-    expected = (pictures * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
+    np.testing.assert_allclose(found.scores["brightness"], images[:, 0].mean((1, 2)), rtol=1e-5)
+    assert found.mean("brightness") == pytest.approx(images[:, 0].mean().item(), rel=1e-5)
+    expected = (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
     np.testing.assert_array_equal(found.images[:, ::2, ::2][:, :2, :2], expected[:, ::2, ::2])
 
 
@@ -191,7 +191,7 @@ def test_batch_size_changes_nothing(batch_size: int) -> None:
     assert same(run(batch_size=batch_size), run(batch_size=3))
 
 
-def test_the_pictures_are_those_of_the_solver() -> None:
+def test_the_images_are_those_of_the_solver() -> None:
     """Also where a configuration asks for it."""
     sigmas = torch.linspace(1, 0, 6)
     found = {name: run(sigmas=sigmas, solver=name) for name in SOLVERS}
@@ -361,7 +361,7 @@ def test_without_a_judge_of_correctness() -> None:
     assert math.isnan(found.accuracy) and not found.judged.any() and found.reasons == ("",) * 8
 
 
-def test_pictures_are_bounded_in_number_and_size() -> None:
+def test_images_are_bounded_in_number_and_size() -> None:
     found = run(ToyPolicy(side=16), max_images=3, image_side=8)
     assert found.image_index.tolist() == [0, 2, 5]
     assert found.images.shape == (3, 8, 8, 3)
@@ -428,7 +428,7 @@ class Short(Brightness):
         ({"seeds": []}, r"one or more different seeds; got \[\]"),
         ({"seeds": [1, 1]}, r"one or more different seeds; got \[1, 1\]"),
         ({"batch_size": 0}, "at least 1; got 0"),
-        ({"max_images": 0}, "at least 1 picture .*; got max_images 0 and image_side 256"),
+        ({"max_images": 0}, "at least 1 image .*; got max_images 0 and image_side 256"),
         ({"correctness": "shape_verifier"}, "'shape_verifier' is not among.*Did you mean 'shapes_verifier'"),
         (
             {"correctness": "brightness"},
@@ -498,7 +498,7 @@ def test_records_of_one_prompt_are_paired_each_with_itself():
     assert before.changes(before, range(4), ["accuracy", "clip_score"]) == {"accuracy": 0, "clip_score": 0}
 
 
-def test_a_sample_is_titled_by_all_the_pictures_that_it_edits() -> None:
+def test_a_sample_is_titled_by_all_the_images_that_it_edits() -> None:
     result = make_result(0.5, prompts=3, seeds=1, sources=("", "in/cup.png", "in/cup.png\nin/table.png"))
     titles = [result.title(row) for row in range(3)]
     assert titles == ["prompt 0", "prompt 1 (cup.png)", "prompt 2 (cup.png, table.png)"]

@@ -53,14 +53,14 @@ OVERFLOW = """(() => { const wide = document.documentElement.clientWidth;
     .filter(e => !e.closest('.scroll, pre, nav, .skip, thead'))
     .filter(e => e.getBoundingClientRect().right > wide + 1)
     .slice(0, 5).map(e => e.tagName + '.' + e.className); })()"""
-PICTURES = """(async () => { const bad = [];
-  for (const picture of document.images) {
-    picture.loading = 'eager';
-    await picture.decode().catch(() => bad.push(picture.alt));
-    if (!picture.alt || !picture.naturalWidth) bad.push(picture.src.slice(0, 40));
+IMAGES = """(async () => { const bad = [];
+  for (const image of document.images) {
+    image.loading = 'eager';
+    await image.decode().catch(() => bad.push(image.alt));
+    if (!image.alt || !image.naturalWidth) bad.push(image.src.slice(0, 40));
   }
   return bad; })()"""
-"""Pictures that cannot be decoded, or have no text in their place; those that wait are made to load."""
+"""Images that cannot be decoded, or have no text in their place; those that wait are made to load."""
 COLOURS = """(() => { const style = getComputedStyle(document.body);
   const rgb = name => style[name].match(/[\\d.]+/g).slice(0, 3).map(Number);
   return [rgb('color'), rgb('backgroundColor')]; })()"""
@@ -151,12 +151,12 @@ def _quality(folder: Path) -> Path:
 
 
 def _levels(folder: Path) -> list[str]:
-    """Files of even pictures and one that is broken, with long names."""
+    """Files of even images and one that is broken, with long names."""
     folder.mkdir()
     names = [folder / f"a_rather_long_name_without_any_spaces_in_it_{level}.png" for level in range(9)]
     for level, name in enumerate(names[:-1]):
         Image.new("RGB", (96, 64) if level % 2 else (300, 200), (30 * level,) * 3).save(name)
-    names[-1].write_bytes(b"no picture")
+    names[-1].write_bytes(b"no image")
     return [str(name) for name in names]
 
 
@@ -267,7 +267,7 @@ def test_a_page_is_whole_quiet_and_fits(
     )
     assert inner <= client <= width, browser.value(OVERFLOW)
     assert browser.value(OVERFLOW) == []
-    assert browser.value(PICTURES) == []
+    assert browser.value(IMAGES) == []
     ink, paper = (_luminance(colour) for colour in browser.value(COLOURS))
     assert (paper < 0.1) is dark, "the page follows the colour scheme"
     assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) > 7, "WCAG 2.2, 1.4.6"
@@ -315,7 +315,7 @@ def _luminance(colour: list[float]) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_tables_are_sorted_filtered_and_copied_and_pictures_enlarged(
+def test_tables_are_sorted_filtered_and_copied_and_images_enlarged(
     browser: Browser, page_of: Callable[[str], Path]
 ) -> None:
     browser.open(page_of("evaluate"), width=1280, height=900, dark=False)

@@ -90,7 +90,7 @@ def test_numbers_equal_the_inputs(tmp_path: Path) -> None:
     assert "25.0 % → 75.0 %" in page.text and "+50.0 points" in page.text
     low, high = found.overall.change.low, found.overall.change.high
     assert f"95 % interval +{100 * low:.1f} to +{100 * high:.1f}" in page.text
-    assert "6 of 24 pictures were correct before training, 18 of 24 after it" in page.text
+    assert "6 of 24 images were correct before training, 18 of 24 after it" in page.text
     assert "12 prompts the model was not trained on, each drawn twice" in page.text
     assert "The whole interval lies above zero" in page.text
     for tag in TAGS:
@@ -221,7 +221,7 @@ def test_everything_from_outside_is_escaped(tmp_path: Path) -> None:
     assert all(set(image) == {"src", "width", "height", "loading", "alt"} for image in page.all("img"))
 
 
-def test_pictures_are_the_ones_evaluated(tmp_path: Path) -> None:
+def test_images_are_the_ones_evaluated(tmp_path: Path) -> None:
     before, after = make_result(0.25), make_result(0.75, seed=0)
     page = report(tmp_path, before, after)
     known = {image.tobytes() for image in (*before.images, *after.images)}
@@ -230,7 +230,7 @@ def test_pictures_are_the_ones_evaluated(tmp_path: Path) -> None:
         assert np.asarray(Image.open(io.BytesIO(data))).tobytes() in known
 
 
-def test_verdicts_and_reasons_stand_beside_the_pictures() -> None:
+def test_verdicts_and_reasons_stand_beside_the_images() -> None:
     before, after = make_result(0.25), make_result(0.75)
     fixed, improved, worse = galleries(before, after, compare(before, after))
     assert len(fixed["pairs"]) == 12 and worse["pairs"] == []
@@ -257,7 +257,7 @@ def test_a_text_run_has_the_same_page_with_completions(tmp_path: Path) -> None:
     page = report(tmp_path, before, after)
     assert "6 of 24 completions were correct before training, 18 of 24 after it" in page.text
     assert "each completed twice with the same seeds" in page.text and "+50.0 points" in page.text
-    assert "picture" not in page.text.lower() and "noise" not in page.text and page.all("img") == []
+    assert "image" not in page.text.lower() and "noise" not in page.text and page.all("img") == []
     assert page.source.count("<script") == 1 and "<think>" not in page.source, "completions are escaped"
     improved = galleries(before, after, compare(before, after))[1]["pairs"]
     assert len(improved) == 10, "each prompt once"
@@ -280,7 +280,7 @@ def test_long_texts_are_folded_and_whole(tmp_path: Path) -> None:
     assert re.sub(r"\s+", " ", whole) in page.text
 
 
-def test_worse_pictures_are_shown_too(tmp_path: Path) -> None:
+def test_worse_images_are_shown_too(tmp_path: Path) -> None:
     before, after = make_result(0.75), make_result(0.25)
     page = report(tmp_path, before, after)
     assert (
@@ -301,7 +301,7 @@ def test_selection_rule_by_hand() -> None:
     assert take_in_turn([], result, 3) == []
 
 
-def test_only_samples_with_a_picture_on_both_sides_are_shown() -> None:
+def test_only_samples_with_an_image_on_both_sides_are_shown() -> None:
     before = make_result(0.25)
     few = make_result(0.75, images=before.images[[2, 5]], image_index=np.array([2, 5]))
     fixed = galleries(before, few, compare(before, few))[0]
@@ -318,7 +318,7 @@ def test_before_equals_after(tmp_path: Path) -> None:
 
 def test_a_fallen_reward_is_named(tmp_path: Path) -> None:
     page = report(tmp_path, make_result(0.25), make_result(0.75))
-    assert "sharpness moved in the wrong direction, beyond the interval. Look at the pictures." in page.text
+    assert "sharpness moved in the wrong direction, beyond the interval. Look at the images." in page.text
     turned = {"shapes_verifier": True, "clip_score": True, "sharpness": False}
     page = report(
         tmp_path,
@@ -355,7 +355,7 @@ def test_all_invalid(tmp_path: Path) -> None:
     assert "Accuracy by category" not in page.text and "judged wrong after training" not in page.text
 
 
-def test_a_run_with_a_reward_of_ones_own_shows_it_under_the_best_and_worst_pictures(tmp_path: Path) -> None:
+def test_a_run_with_a_reward_of_ones_own_shows_it_under_the_best_and_worst_images(tmp_path: Path) -> None:
     before, after = blind_result(0.25), blind_result(0.75)
     before = replace(before, reasons=("",) * len(before), scores={"glow": before.scores["clip_score"]})
     rose = after.scores["clip_score"] + np.where(np.arange(len(after)) == 5, 9, 0).astype(np.float32)
@@ -394,7 +394,7 @@ def test_a_category_without_verdicts(tmp_path: Path) -> None:
     page = report(tmp_path, before, after)
     row = re.search(r"position.{0,90}", page.text[page.text.index("Accuracy by category") :])
     assert row is not None and "–" in row.group() and "0/0" in row.group()
-    assert "0 pictures before and 8 after could not be judged; they are left out" in page.text
+    assert "0 images before and 8 after could not be judged; they are left out" in page.text
     assert after.accuracy == whole.correct[judged].mean()
 
 
@@ -406,7 +406,7 @@ def test_unpaired_samples_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_large_pictures_are_smoothed_jpegs(tmp_path: Path) -> None:
+def test_large_images_are_smoothed_jpegs(tmp_path: Path) -> None:
     big = {"side": 160, "prompts": 3, "seeds": 1}
     page = report(tmp_path, make_result(0.3, **big), make_result(0.7, **big))
     assert all((image["src"] or "").startswith("data:image/jpeg") for image in page.all("img"))

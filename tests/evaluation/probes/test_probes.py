@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probes: what the changes do to pictures and prompts, responses by hand, verdicts around a limit."""
+"""Probes: what the changes do to images and prompts, responses by hand, verdicts around a limit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from visalign.evaluation.probes.response import (
 )
 
 
-def picture(height: int = 20, width: int = 30, seed: int = 0) -> Tensor:
+def make_image(height: int = 20, width: int = 30, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (3, height, width), generator=generator).float() / 255
 
@@ -65,7 +65,7 @@ def test_changes_by_hand() -> None:
 
 
 def test_neutral_strengths_change_nothing() -> None:
-    image = picture()
+    image = make_image()
     for made in (
         change.saturated(image, 1.0),
         change.contrasted(image, 1.0),
@@ -78,7 +78,7 @@ def test_neutral_strengths_change_nothing() -> None:
 
 
 def test_borders_and_crops_touch_what_they_say() -> None:
-    image = picture()
+    image = make_image()
     framed = change.bordered(image, 0.1, "black")
     assert framed[:, :2].abs().max() == 0 and framed[:, -2:].abs().max() == 0
     assert framed[:, :, :2].abs().max() == 0 and framed[:, :, -2:].abs().max() == 0
@@ -102,7 +102,7 @@ def test_the_ground_changes_and_what_stands_on_it_stays() -> None:
     assert made is not None and torch.equal(made[:, 20:40, 30:50], image[:, 20:40, 30:50])
     assert torch.allclose(made[:, 0, 0], torch.tensor([0.0, 0.5, 0.5]), atol=0.51 / 255)
     assert int((made != image).any(0).sum()) == 64 * 64 - 20 * 20
-    assert change.with_ground(picture(64, 64), "teal") is None, "it has no plain ground"
+    assert change.with_ground(make_image(64, 64), "teal") is None, "it has no plain ground"
     inside = on_even_ground()
     inside[:, 28:32, 38:42] = 51 / 255
     again = change.with_ground(inside, "white")
@@ -118,7 +118,7 @@ def test_specks_lie_on_the_ground_alone() -> None:
     assert torch.equal(change.with_specks(image, 0, generator()), image)
 
 
-def test_a_canvas_holds_the_whole_picture() -> None:
+def test_a_canvas_holds_the_whole_image() -> None:
     image = on_even_ground()
     made = change.on_canvas(image, 0.5, "white")
     assert torch.equal(made[:, :16], torch.ones(3, 16, 64)) and made.shape == image.shape
@@ -127,7 +127,7 @@ def test_a_canvas_holds_the_whole_picture() -> None:
 
 
 def test_text_stands_on_the_lower_edge_alone() -> None:
-    image = picture(64, 64)
+    image = make_image(64, 64)
     written = change.with_text(image, "BEST 10/10")
     assert torch.equal(written[:, :53], image[:, :53])
     strip = written[:, 54:]
@@ -135,8 +135,8 @@ def test_text_stands_on_the_lower_edge_alone() -> None:
     assert not torch.equal(written, change.with_text(image, "other words"))
 
 
-def test_destroyed_pictures_keep_what_they_should() -> None:
-    image = picture()
+def test_destroyed_images_keep_what_they_should() -> None:
+    image = make_image()
     scattered = change.shuffled(image, generator())
     assert not torch.equal(scattered, image)
     rows, found = image.flatten(1).T.tolist(), scattered.flatten(1).T.tolist()
@@ -147,8 +147,8 @@ def test_destroyed_pictures_keep_what_they_should() -> None:
 
 
 @pytest.mark.parametrize("probe", PAIR_PROBES, ids=lambda probe: probe.name)
-def test_every_change_is_a_picture_of_a_file_and_leaves_its_input(probe: Any) -> None:
-    sample = Sample(picture(32, 40), "a red circle left of a square")
+def test_every_change_is_an_image_of_a_file_and_leaves_its_input(probe: Any) -> None:
+    sample = Sample(make_image(32, 40), "a red circle left of a square")
     before = sample.image.clone()
     assert probe.wanted in WANTED_OF_PAIRS and probe.levels
     if probe.change is None:
@@ -197,7 +197,7 @@ def test_spellings_that_do_not_apply() -> None:
 
 def test_the_prompt_itself_is_pasted() -> None:
     [probe] = chosen(["pasted_text"])
-    sample = Sample(picture(64, 64), "a circle")
+    sample = Sample(make_image(64, 64), "a circle")
     assert probe.change is not None
     made = probe.change(sample, probe.levels[list(BOASTS).index("the prompt")], generator())
     assert made is not None and torch.equal(made.image, change.with_text(sample.image, "a circle"))
@@ -213,7 +213,7 @@ def test_the_interval_is_students() -> None:
 
 
 def test_equal_answers_are_no_certainty() -> None:
-    # Three pictures miss with probability 0.025 what 1 − 0.025^(1/3) = 0.70760 of all pictures do.
+    # Three images miss with probability 0.025 what 1 − 0.025^(1/3) = 0.70760 of all images do.
     assert mean_interval(np.zeros(3)) == pytest.approx((0.0, -0.70760, 0.70760), abs=1e-5)
     mean, low, high = mean_interval(np.full(64, -2.0))
     assert mean_interval(np.array([-2.0, -2.0 + 1e-7]))[1] == pytest.approx(-2.0 - 0.84189, abs=1e-5)
@@ -290,7 +290,7 @@ def test_verdicts_on_both_sides_of_each_limit() -> None:
     assert verdict("same", *[0.0] * 50, 0.03) == "fails"
     assert verdict("same", 0.0, 0.0, math.nan) == verdict("same", math.nan) == "fails", "no answer differs"
     assert verdict("shown", 1.0, 2.0, 3.0) == "shown"
-    assert verdict("no gain", 0.0, 0.0) == "not judged", "two pictures decide nothing"
+    assert verdict("no gain", 0.0, 0.0) == "not judged", "two images decide nothing"
     assert verdict("no gain") == "not judged"
 
 
@@ -345,11 +345,11 @@ def test_the_answer_in_words_names_what_the_verdict_goes_by() -> None:
 
 def test_the_headline_counts_what_could_not_be_told() -> None:
     found = ["holds", "unclear", "not judged", "shown"]
-    probes = [{"title": "Blank Pictures", "verdict": verdict} for verdict in found]
+    probes = [{"title": "Blank Images", "verdict": verdict} for verdict in found]
     assert headline({"probes": probes}) == (
-        "None of 3 probes moves it beyond its limit. Not decided by so few pictures: 1. "
+        "None of 3 probes moves it beyond its limit. Not decided by so few images: 1. "
         "Too few answers to say anything: 1."
     )
     assert headline({"probes": [probes[0], {**probes[0], "verdict": "fails"}]}) == (
-        "1 of 2 probes move it: blank pictures."
+        "1 of 2 probes move it: blank images."
     )

@@ -55,7 +55,7 @@ def test_predicted_ties_are_no_hits() -> None:
 
 
 def noisy(count: int = 2_000, voters: int = 7) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Margin, votes for the left, std: where pictures are noisy, judge and voters err more."""
+    """Margin, votes for the left, std: where images are noisy, judge and voters err more."""
     rng = np.random.default_rng(1)
     true, std = rng.normal(size=count), np.exp(rng.normal(0, 0.9, count))
     margin = true + std * rng.normal(size=count)

@@ -45,17 +45,17 @@ def records(mos: np.ndarray, prompts: np.ndarray | None) -> QualitySet:
 
 
 def test_prompts_are_drawn_whole() -> None:
-    """The interval of the difference of equals holds 0 where the pictures of a prompt go together."""
-    sets, held = 120, {"prompts": 0, "pictures": 0}
+    """The interval of the difference of equals holds 0 where the images of a prompt go together."""
+    sets, held = 120, {"prompts": 0, "images": 0}
     for seed in range(sets):
         mos, x, other, index = ratings(seed, 30, 6)
         judges = from_values("a", "x", x), from_values("b", "x", other)
         settings = IntervalSettings(seed=seed, resamples=150)
-        for kind, prompts in (("prompts", index), ("pictures", None)):
+        for kind, prompts in (("prompts", index), ("images", None)):
             number = compare_on_quality(records(mos, prompts), *judges, settings)["difference"]
             held[kind] += number["low"] <= 0 <= number["high"]
     assert held["prompts"] >= sets * (0.95 - 3 * math.sqrt(0.95 * 0.05 / sets)), held
-    assert held["pictures"] < 0.75 * sets, "the sets would not show that pictures are drawn one by one"
+    assert held["images"] < 0.75 * sets, "the sets would not show that images are drawn one by one"
 
 
 def test_a_rank_correlation_of_few_takes_the_jackknife() -> None:
@@ -68,7 +68,7 @@ def test_a_rank_correlation_of_few_takes_the_jackknife() -> None:
         stats.t.ppf(0.975, 11) * math.sqrt(11 / 12 * ((left_out - left_out.mean()) ** 2).sum()) / (1 - r**2)
     )
     report = evaluate_quality(records(mos, index), from_values("a", "x", x), IntervalSettings(resamples=100))
-    assert any("fewer than 15 prompts or pictures" in note for note in report["notes"])
+    assert any("fewer than 15 prompts or images" in note for note in report["notes"])
     found = report["correlations"]["srcc"]
     assert [found["low"], found["high"]] == pytest.approx(
         [math.tanh(math.atanh(r) + end) for end in (-half, half)]
@@ -90,7 +90,7 @@ def test_a_perfect_fit_says_nothing_of_its_error() -> None:
 
 
 @pytest.mark.slow
-def test_a_fit_of_30_pictures_is_fitted_in_each_resample() -> None:
+def test_a_fit_of_30_images_is_fitted_in_each_resample() -> None:
     mos, x, _, _ = ratings(10**6, 4_000, 1)
     truth = {number: fit_logistic(x, mos, number).plcc for number in (4, 5)}
     sets, held = 24, {4: 0, 5: 0}

@@ -19,7 +19,7 @@ FAST = IntervalSettings(resamples=200)
 
 
 def table(count: int, voters: int, right: float, *, named: bool = True) -> PreferenceSet:
-    """A row per annotator, who names the better picture with this probability; sides are mixed row by row."""
+    """A row per annotator, who names the better image with this probability; sides are mixed row by row."""
     rng = np.random.default_rng(0)
     rows = []
     for pair, voter in np.ndindex(count, voters):
@@ -36,7 +36,7 @@ def table(count: int, voters: int, right: float, *, named: bool = True) -> Prefe
 
 
 def report(rows: PreferenceSet) -> dict[str, Any]:
-    """Of a judge that always knows the better picture, on what an evaluation makes of the rows."""
+    """Of a judge that always knows the better image, on what an evaluation makes of the rows."""
     pairs, _ = summed_votes(without_duplicates(rows))
     left = [float("good" in pair.image_left) for pair in pairs.pairs]
     return evaluate_preferences(pairs, from_scores("perfect", "x", left, [1 - s for s in left]), FAST)

@@ -100,7 +100,7 @@ def test_a_map_that_turns_is_said() -> None:
     assert any("not monotone" in note for note in found["notes"])
 
 
-def test_a_fusion_and_a_leaderboard_keep_the_pictures_of_a_prompt_together() -> None:
+def test_a_fusion_and_a_leaderboard_keep_the_images_of_a_prompt_together() -> None:
     x, mos, prompt = clustered(3, 40, 4)
     other = mos + np.random.default_rng(4).normal(size=160)
     judges = [from_values("a", "x", x), from_values("b", "x", other)]
@@ -120,7 +120,7 @@ def test_a_fusion_and_a_leaderboard_keep_the_pictures_of_a_prompt_together() -> 
 
 
 def test_judges_that_share_nothing_or_say_one_value_are_no_crash() -> None:
-    """After all pictures were judged: a comparison that cannot be is left out, with what is wrong."""
+    """After all images were judged: a comparison that cannot be is left out, with what is wrong."""
     x, mos, prompt = clustered(3, 40, 4)
     records, half = quality(mos, prompt), np.arange(160) < 80
     first = from_values("a", "x", np.where(half, x, np.nan))

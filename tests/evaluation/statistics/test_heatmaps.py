@@ -23,7 +23,7 @@ def test_two_maps_by_hand() -> None:
     assert found.correlation == pytest.approx(np.corrcoef(heat[:2].ravel(), truth[:2].ravel())[0, 1])
 
 
-def test_a_perfect_map_and_pictures_of_one_kind_alone() -> None:
+def test_a_perfect_map_and_images_of_one_kind_alone() -> None:
     truth = np.zeros((2, 3, 3))
     nothing = heatmap_quality(truth, truth)
     assert math.isnan(nothing.correlation) and math.isnan(nothing.auc) and math.isnan(nothing.iou)
@@ -34,7 +34,7 @@ def test_a_perfect_map_and_pictures_of_one_kind_alone() -> None:
     assert perfect.correlation == pytest.approx(1.0) and math.isnan(perfect.alarms)
 
 
-def test_maps_without_contrast_and_pictures_that_are_all_wrong_have_no_such_numbers() -> None:
+def test_maps_without_contrast_and_images_that_are_all_wrong_have_no_such_numbers() -> None:
     truth = np.zeros((2, 2, 2))
     truth[0] = truth[1, 0, 0] = 1.0
     heat = np.array([[[0.1, 0.2], [0.3, 0.4]], [[0.6, 0.0], [0.0, 0.7]]])

@@ -32,7 +32,7 @@ def made(tmp_path: Path, form: Form | None = None, *, single: bool = False, coun
     for number in range(count):
         right = "r1.bmp" if number == 1 else f"r{number}.png"
         places = (str(tmp_path / f"l{number}.png"), str(tmp_path / right))
-        tasks.append(Task(prompt=f"picture <i>{number}</i>", images=places[: 1 if single else 2]))
+        tasks.append(Task(prompt=f"image <i>{number}</i>", images=places[: 1 if single else 2]))
     return VoteStore.make(tmp_path / "v.sqlite", tasks, form or Form(), Plan(repeat_every=0))
 
 
@@ -137,17 +137,17 @@ def test_a_vote_from_the_first_question_to_the_file(store, url):
         (
             {"answer": {"choice": "left", "boxes": [["left", 0, 0, 2, 1]]}},
             422,
-            "in shares of the picture, 0 to 1",
+            "in shares of the image, 0 to 1",
         ),
         (
             {"answer": {"choice": "left", "boxes": [["top", 0, 0, 1, 1]]}},
             422,
-            "in shares of the picture, 0 to 1",
+            "in shares of the image, 0 to 1",
         ),
         (
             {"answer": {"choice": "left", "boxes": [["left", 1, 0, 0, 1]]}},
             422,
-            "in shares of the picture, 0 to 1",
+            "in shares of the image, 0 to 1",
         ),
         ({"answer": {"choice": "left", "boxes": [["left", 0, 0, 1, 1]] * 33}}, 422, "a list of at most 32"),
         ({"answer": {"choice": "left", "boxes": "x"}}, 422, "boxes are 'x'; needed is a list"),
@@ -197,14 +197,14 @@ def test_who_is_not_invited_and_who_asks_under_another_name(store):
         assert httpx.get(url, headers={"Host": "evil.example"}).status_code == 400
 
 
-def test_a_picture_that_has_gone_is_said(store, url):
+def test_an_image_that_has_gone_is_said(store, url):
     ada = joined(url, "Ada")
     shown = ada.post("/next", json={}).json()
     for path in (*store.path.parent.glob("*.png"), *store.path.parent.glob("*.bmp")):
         path.unlink()
     found = ada.get(shown["images"]["left"])
     assert (
-        found.status_code == 404 and found.json()["error"] == "The picture cannot be read: FileNotFoundError."
+        found.status_code == 404 and found.json()["error"] == "The image cannot be read: FileNotFoundError."
     )
 
 
@@ -242,12 +242,12 @@ def test_pairs_by_keyboard_alone(tmp_path, width, height):
             open_page(browser, url, width, height)
             type_name(browser, "Ada")
             assert browser.value("document.documentElement.scrollWidth") <= width
-            assert browser.value("document.querySelector('#prompt').textContent").startswith("picture <i>")
+            assert browser.value("document.querySelector('#prompt').textContent").startswith("image <i>")
             browser.until("ready && [...document.images].every((image) => image.style.width)")
             link = browser.value("document.querySelector('#link').href")
             assert link.startswith(f"{url}/?me=") and store.who(link.partition("=")[2]) == "Ada"
             browser.press("Enter", 13)
-            browser.until("document.querySelector('#said').textContent.startsWith('Choose a picture')")
+            browser.until("document.querySelector('#said').textContent.startsWith('Choose an image')")
             browser.press("ArrowLeft", 37)
             assert browser.value("document.querySelector('[aria-pressed=true]').dataset.choice") == "left"
             browser.value("document.querySelectorAll('.add')[1].focus()")
@@ -279,7 +279,7 @@ def test_pairs_by_keyboard_alone(tmp_path, width, height):
 
 @pytest.mark.slow
 @in_browser
-def test_one_picture_with_a_slider_and_a_box_drawn_by_pointer(tmp_path):
+def test_one_image_with_a_slider_and_a_box_drawn_by_pointer(tmp_path):
     store = made(tmp_path, Form(slider=QUALITY_WORDS, boxes=True, text=True), single=True, count=2)
     browser = Browser(str(BROWSER))
     try:
@@ -313,7 +313,7 @@ def test_one_picture_with_a_slider_and_a_box_drawn_by_pointer(tmp_path):
 @pytest.mark.slow
 @in_browser
 def test_nobody_votes_on_what_is_not_shown(tmp_path):
-    """Keys wait for the pictures; a picture that cannot be read is passed over, and is no vote."""
+    """Keys wait for the images; an image that cannot be read is passed over, and is no vote."""
     store = made(tmp_path, Form(), count=3)
     browser = Browser(str(BROWSER))
     slow = "HTMLImageElement.prototype.decode = () => new Promise((...e) => (window.ends ||= []).push(e))"
@@ -324,9 +324,7 @@ def test_nobody_votes_on_what_is_not_shown(tmp_path):
             browser.until("ready")
             browser.value(f"{slow}, show(now), 0")
             browser.press("ArrowLeft", 37)
-            browser.until(
-                "document.querySelector('#said').textContent", "The pictures are still on their way."
-            )
+            browser.until("document.querySelector('#said').textContent", "The images are still on their way.")
             assert browser.value("document.querySelector('#task').getAttribute('aria-busy')") == "true"
             assert not store.votes()
             browser.value("ends.splice(0).forEach(([seen]) => seen()), 0")
@@ -347,8 +345,8 @@ def test_nobody_votes_on_what_is_not_shown(tmp_path):
         store.close()
 
 
-def test_single_pictures_come_twice_and_are_never_kept_by_the_browser(tmp_path):
-    """A second file of votes at the same address has the same numbers for other pictures."""
+def test_single_images_come_twice_and_are_never_kept_by_the_browser(tmp_path):
+    """A second file of votes at the same address has the same numbers for other images."""
     tasks = [Task(prompt="", images=(str(tmp_path / f"l{n}.png"),)) for n in range(9)]
     made(tmp_path, count=9, single=True).close()
     store = VoteStore.make(tmp_path / "w.sqlite", tasks, Form(boxes=True), Plan(repeat_every=3, votes=0))

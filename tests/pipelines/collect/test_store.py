@@ -136,14 +136,14 @@ def test_files_that_are_none(tmp_path):
     path.write_text("hello, this is no database at all")
     with pytest.raises(UserError, match="is no file of votes: file is not a database"):
         VoteStore(path)
-    with pytest.raises(UserError, match=r"exists\. Leave the pictures out"):
+    with pytest.raises(UserError, match=r"exists\. Leave the images out"):
         made(path)
     other = tmp_path / "o.sqlite"
     sqlite3.connect(other).execute("CREATE TABLE about (name, value)")
     with pytest.raises(UserError, match="is None; this version reads 'visalign votes 1'"):
         VoteStore(other)
     mixed = [Task(prompt="p", images=("/a",)), Task(prompt="p", images=("/a", "/b"))]
-    with pytest.raises(UserError, match="pairs or about single pictures, not about both"):
+    with pytest.raises(UserError, match="pairs or about single images, not about both"):
         VoteStore.make(tmp_path / "m.sqlite", mixed, Form(), Plan())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["o.sqlite", "v.sqlite"]
 
@@ -211,7 +211,7 @@ def test_gold_comes_in_its_turn_where_a_repeat_is_due_too(tmp_path):
     assert sum(vote.again for vote in store.votes()) >= 2
 
 
-def test_a_picture_that_was_not_seen_is_no_vote_and_leaves_the_pair_to_others(tmp_path):
+def test_an_image_that_was_not_seen_is_no_vote_and_leaves_the_pair_to_others(tmp_path):
     store = made(tmp_path / "v.sqlite", count=8, votes=1, repeat_every=2)
     for name in "ab":
         store.join(name)

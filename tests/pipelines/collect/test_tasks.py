@@ -15,7 +15,7 @@ from visalign.pipelines.collect.tasks import Form, gold_tasks, read_tasks
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> list[Path]:
+def images(tmp_path: Path) -> list[Path]:
     found = [tmp_path / f"{name}.png" for name in "abcde"]
     for number, path in enumerate(found):
         Image.new("RGB", (8, 8), (number * 40, 0, 0)).save(path)
@@ -28,7 +28,7 @@ def table(tmp_path: Path, *rows: dict) -> str:
     return str(path)
 
 
-def test_a_folder_makes_pairs_that_show_each_picture_as_often(pictures, tmp_path):
+def test_a_folder_makes_pairs_that_show_each_image_as_often(images, tmp_path):
     tasks = read_tasks([str(tmp_path)], single=False, prompt="a cat", per_prompt=5)
     assert len(tasks) == 5 and {task.prompt for task in tasks} == {"a cat"}
     assert set(Counter(image for task in tasks for image in task.images).values()) == {2}
@@ -39,16 +39,16 @@ def test_a_folder_makes_pairs_that_show_each_picture_as_often(pictures, tmp_path
     ]
     assert len({frozenset(task.key for task in other) for other in others}) > 2
     single = read_tasks([str(tmp_path)], single=True, prompt="a cat")
-    assert [Path(task.images[0]).name for task in single] == [path.name for path in pictures]
+    assert [Path(task.images[0]).name for task in single] == [path.name for path in images]
 
 
-def test_a_table_keeps_its_other_columns_and_forgets_what_was_said(pictures, tmp_path):
+def test_a_table_keeps_its_other_columns_and_forgets_what_was_said(images, tmp_path):
     row = {"prompt": "x", "image_left": "a.png", "image_right": "b.png", "label": 1, "generator_left": "m"}
     mirrored = {"prompt": "x", "image_left": "b.png", "image_right": "a.png"}
     (task,) = read_tasks([table(tmp_path, row, mirrored)], single=False)
-    assert task.images == (str(pictures[1]), str(pictures[0])) or task.images == (
-        str(pictures[0]),
-        str(pictures[1]),
+    assert task.images == (str(images[1]), str(images[0])) or task.images == (
+        str(images[0]),
+        str(images[1]),
     )
     assert "label" not in task.more
     (task,) = read_tasks([table(tmp_path, row)], single=False)
@@ -62,11 +62,11 @@ def test_a_table_keeps_its_other_columns_and_forgets_what_was_said(pictures, tmp
     [
         (
             [{"prompt": "x", "image_left": "a.png", "image_right": "a.png"}],
-            "1 pairs show a picture beside itself",
+            "1 pairs show an image beside itself",
         ),
         (
             [{"prompt": "x", "image_left": "a.png", "image_right": "z.png"}],
-            "1 pictures do not exist: .*z.png",
+            "1 images do not exist: .*z.png",
         ),
         (
             [{"prompt": "x", "image_left": "a.png"}],
@@ -74,19 +74,19 @@ def test_a_table_keeps_its_other_columns_and_forgets_what_was_said(pictures, tmp
         ),
         (
             [{"prompt": "x", "image": "a.png"}, {"prompt": "y", "image": "b.png"}],
-            "no two pictures share a prompt",
+            "no two images share a prompt",
         ),
         ([], "holds no row"),
     ],
 )
-def test_what_is_refused(pictures, tmp_path, rows, why):
+def test_what_is_refused(images, tmp_path, rows, why):
     with pytest.raises(UserError, match=why):
         read_tasks([table(tmp_path, *rows)], single=False)
 
 
-def test_single_of_pairs_split_gold_and_forms_are_refused(pictures, tmp_path):
+def test_single_of_pairs_split_gold_and_forms_are_refused(images, tmp_path):
     pair = {"prompt": "x", "image_left": "a.png", "image_right": "b.png", "votes": [2, 1, 0]}
-    with pytest.raises(UserError, match="--single shows one picture, and the set holds pairs"):
+    with pytest.raises(UserError, match="--single shows one image, and the set holds pairs"):
         read_tasks([table(tmp_path, pair)], single=True)
     with pytest.raises(UserError, match=r"Rows 1 of .* are split votes"):
         gold_tasks(table(tmp_path, pair))
@@ -100,13 +100,13 @@ def test_single_of_pairs_split_gold_and_forms_are_refused(pictures, tmp_path):
     assert Form.from_json(form.to_json()) == form
 
 
-def test_gold_pairs_are_held_to_what_others_are(pictures, tmp_path):
+def test_gold_pairs_are_held_to_what_others_are(images, tmp_path):
     row = {"prompt": "x", "image_left": "a.png", "image_right": "b.png", "label": 1}
     assert len(gold_tasks(table(tmp_path, row, row))) == 1
     for rows, why in (
         ([row, {**row, "label": 0}], r"has two answers to the pair .*a\.png"),
-        ([{**row, "image_right": "z.png"}], "1 pictures do not exist: .*z.png"),
-        ([{**row, "image_right": "a.png"}], "1 pairs show a picture beside itself"),
+        ([{**row, "image_right": "z.png"}], "1 images do not exist: .*z.png"),
+        ([{**row, "image_right": "a.png"}], "1 pairs show an image beside itself"),
     ):
         with pytest.raises(UserError, match=why):
             gold_tasks(table(tmp_path, *rows))

@@ -25,13 +25,13 @@ from visalign.pipelines.cli.app import app
 from visalign.pipelines.collect.judge_votes import judge_votes
 from visalign.pipelines.collect.store import Plan, VoteStore
 from visalign.pipelines.collect.tasks import QUALITY_WORDS, Form, Task
-from visalign.pipelines.collect.votes import exported, report, votes_of, with_pictures, write_rows
+from visalign.pipelines.collect.votes import exported, report, votes_of, with_images, write_rows
 
 SETTINGS = IntervalSettings(resamples=200)
 
 
 def made(tmp_path: Path, count: int = 8, *, single: bool = False, gold: int = 0, **form) -> VoteStore:
-    """Pairs of a dark left and a bright right picture."""
+    """Pairs of a dark left and a bright right image."""
     tasks = []
     for number in range(count):
         places = [tmp_path / f"{side}{number}.png" for side in "lr"]
@@ -82,7 +82,7 @@ def test_three_voters_by_hand(tmp_path):
     assert a["repeats"]["estimate"] == 1.0 and a["seconds"] == 2.0 and a["gold"]["estimate"] is None
     assert a["reliability"] > c["reliability"]
     assert found["split"] == 4 and {d["task"] % 2 for d in found["disputed"]} == {0}
-    page = votes_page(found, with_pictures(store, found))
+    page = votes_page(found, with_images(store, found))
     assert page.count("data:image/png") == 8 and "Most disputed" in page
     (table,) = file_tables(found)
     assert [row[0] for row in table.rows] == ["a", "b", "c"]
@@ -95,7 +95,7 @@ def test_gold_is_asked_for_the_voter_alone(tmp_path):
     assert found["annotators"][0]["gold"]["estimate"] == 0.0 and found["voted"] == 6
     assert len(exported(store, votes_of(store))) == 6
     assert "No pair has two votes" in " ".join(found["notes"])
-    assert "All votes are for the left picture of the table" in " ".join(found["notes"])
+    assert "All votes are for the left image of the table" in " ".join(found["notes"])
 
 
 def test_ties_alone_teach_nothing_and_it_is_said(tmp_path):
@@ -135,7 +135,7 @@ def test_the_export_is_a_preference_set_with_all_that_was_said(tmp_path):
         votes_of(store, ["c"])
 
 
-def test_grades_of_single_pictures_become_a_quality_set(tmp_path):
+def test_grades_of_single_images_become_a_quality_set(tmp_path):
     store = made(tmp_path, single=True, slider=QUALITY_WORDS)
     for name, shift in (("a", 0.0), ("b", 0.5), ("c", 1.0)):
         vote_all(store, name, lambda task, shift=shift: {"slider": 1 + number_of(task) / 4 + shift})
@@ -147,7 +147,7 @@ def test_grades_of_single_pictures_become_a_quality_set(tmp_path):
     write_rows(path, exported(store, votes_of(store)))
     records = load_quality(path).records
     assert records[2].mos == pytest.approx(2.0) and records[2].std == pytest.approx(0.5)
-    assert "apart" in votes_page(found, with_pictures(store, found))
+    assert "apart" in votes_page(found, with_images(store, found))
     with pytest.raises(UserError, match="The annotator model is of pairs"):
         exported(store, votes_of(store), model=True)
     with pytest.raises(UserError, match="A judge votes on pairs"):
@@ -204,7 +204,7 @@ def test_the_command(tmp_path):
     )
     assert found.exit_code == 0 and "4 records" in found.output and (tmp_path / "r.html").is_file()
     for arguments, why in (
-        ([file, str(table)], "exists. Leave the pictures out"),
+        ([file, str(table)], "exists. Leave the images out"),
         ([file, "--single", "--export", "x.jsonl"], "What is asked, and of whom, stands in the file"),
         ([file, "--model"], "--model says how --export writes labels"),
         ([file, "--export", "x.txt"], ".jsonl"),

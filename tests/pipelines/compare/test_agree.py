@@ -184,7 +184,7 @@ def test_scores_of_several_rewards_as_score_writes_them(tmp_path: Path, monkeypa
     assert read.exit_code == 0, read.output
     wanted, found = (json.loads(result.stdout)["pairs"][0] for result in (asked, read))
     assert found["images"] == 6 and found["overall"] == wanted["overall"]
-    with pytest.warns(UserWarning, match="6 of 12 rows name a picture again, which counts once"):
+    with pytest.warns(UserWarning, match="6 of 12 rows name an image again, which counts once"):
         again = CliRunner().invoke(app, ["agree", "long.csv", *names, "--json"])
     assert json.loads(again.stdout)["set"]["images"] == 6
     wrong = CliRunner().invoke(app, ["agree", "long.csv", "-s", "contrast"])

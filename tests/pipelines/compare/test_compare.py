@@ -79,7 +79,7 @@ def test_a_probability_is_sure_unsure_or_a_tie(odds: float, winner: str, sure: b
     assert "sure from 75%" in told["rule"]
 
 
-def test_equal_pictures_are_a_tie() -> None:
+def test_equal_images_are_a_tie() -> None:
     assert one(Brightness(), list(grey([0.5, 0.5])))["winner"] == "tie"
     assert one(BrightnessPairs(), list(grey([0.5, 0.5])))["winner"] == "tie"
 
@@ -138,7 +138,7 @@ def test_votes_are_counted_and_the_page_shows_why() -> None:
     assert result["summary"] == "B is better for 2 of 3 judges, A for 1."
     json.dumps(result, allow_nan=False)
     page = compare_page(result, TWO, ["first.png", "second.png"])
-    assert page.count('src="data:image/png') == 2 and "Picture A: first.png" in page
+    assert page.count('src="data:image/png') == 2 and "Image A: first.png" in page
     assert (
         "light part" in page
         and "&lt;script&gt;bad" in page
@@ -178,7 +178,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """a.png is grey, b.png is red; c.png is broken."""
     Image.new("RGB", (12, 8), (90, 90, 90)).save(tmp_path / "a.png")
     Image.new("RGB", (8, 8), (220, 30, 30)).save(tmp_path / "b.png")
@@ -191,13 +191,13 @@ def visalign(*arguments: str) -> Any:
     return CliRunner().invoke(app, list(arguments))
 
 
-def test_the_command_compares_and_writes(pictures: Path) -> None:
+def test_the_command_compares_and_writes(images: Path) -> None:
     base = ("compare", "a.png", "b.png", "-p", "a red square", "-r", "saturation", "-r", "jpeg_size")
     done = visalign(*base, "--option", "jpeg_size.quality=50", "-o", "page.html")
     assert done.exit_code == 0, done.output
     assert "saturation" in done.output and "B is better" in " ".join(done.output.split())
-    page = (pictures / "page.html").read_text()
-    assert "Picture A: a.png" in page and "12×8" in page
+    page = (images / "page.html").read_text()
+    assert "Image A: a.png" in page and "12×8" in page
     again = visalign(*base, "-o", "page.html")
     assert again.exit_code == 2 and "'page.html' exists, and nothing is overwritten." in again.output
     kept = [visalign(*base, "--cache", "kept", "--json") for _ in range(2)]
@@ -223,12 +223,12 @@ def test_the_command_compares_and_writes(pictures: Path) -> None:
         (["a.png", "b.png", "-r", "jpeg_size", "--option", "qualty=5"], "qualty"),
     ],
 )
-def test_the_command_refuses(pictures: Path, arguments: list[str], message: str) -> None:
+def test_the_command_refuses(images: Path, arguments: list[str], message: str) -> None:
     done = visalign("compare", "-p", "x", *arguments)
     assert done.exit_code == 2 and message in " ".join(done.output.split())
 
 
-def test_rank_puts_the_best_first_and_keeps_what_failed(pictures: Path) -> None:
+def test_rank_puts_the_best_first_and_keeps_what_failed(images: Path) -> None:
     done = visalign("rank", ".", "-p", "x", "-r", "saturation", "--json")
     assert done.exit_code == 1
     result = json.loads(done.stdout)
@@ -242,7 +242,7 @@ def test_rank_puts_the_best_first_and_keeps_what_failed(pictures: Path) -> None:
     assert wrong.exit_code == 2 and "budget is 3.0; allowed are shares" in wrong.output
 
 
-def test_an_option_of_one_value_given_twice_is_refused(pictures: Path) -> None:
+def test_an_option_of_one_value_given_twice_is_refused(images: Path) -> None:
     """`rank -r a -r b` ranked by b without a word about a."""
     twice = visalign("rank", "a.png", "b.png", "-p", "x", "-r", "jpeg_size", "-r", "saturation")
     said = " ".join(twice.output.replace("│", " ").split())
@@ -253,12 +253,12 @@ def test_an_option_of_one_value_given_twice_is_refused(pictures: Path) -> None:
     assert both.exit_code == 0 and len(json.loads(both.stdout)["judges"]) == 2
 
 
-def test_rank_asks_a_pairwise_judge_on_a_budget(pictures: Path) -> None:
-    (pictures / "judge.py").write_text(
+def test_rank_asks_a_pairwise_judge_on_a_budget(images: Path) -> None:
+    (images / "judge.py").write_text(
         "from tests.support.judges.brightness import BrightnessPairs\njudge = BrightnessPairs(bias=0.7)\n"
     )
     for level in range(6):
-        Image.new("RGB", (8, 8), (40 * level,) * 3).save(pictures / f"g{level}.png")
+        Image.new("RGB", (8, 8), (40 * level,) * 3).save(images / f"g{level}.png")
     files = [f"g{level}.png" for level in range(6)]
     done = visalign("rank", *files, "-p", "x", "-r", "judge.py:judge", "--budget", "1", "--json")
     assert done.exit_code == 0, done.output
@@ -268,16 +268,14 @@ def test_rank_asks_a_pairwise_judge_on_a_budget(pictures: Path) -> None:
     assert all(row["low"] < row["score"] < row["high"] for row in result["images"])
 
 
-def test_tables_of_compare_rank_and_score_are_csv_and_latex(pictures: Path) -> None:
+def test_tables_of_compare_rank_and_score_are_csv_and_latex(images: Path) -> None:
     base = ("-p", "x", "-r", "saturation", "--tables")
     assert visalign("compare", "a.png", "b.png", *base, "two").exit_code == 0
     assert visalign("rank", ".", *base, "places").exit_code == 1
     assert visalign("score", "a.png", "c.png", *base, "scores").exit_code == 1
-    read = {
-        path.stem: list(csv.DictReader(path.read_text().splitlines())) for path in pictures.rglob("*.csv")
-    }
+    read = {path.stem: list(csv.DictReader(path.read_text().splitlines())) for path in images.rglob("*.csv")}
     assert sorted(read) == ["comparison", "ranking", "scores", "values"]
-    assert sorted(path.stem for path in pictures.rglob("*.tex")) == sorted(read)
+    assert sorted(path.stem for path in images.rglob("*.tex")) == sorted(read)
     [judge] = read["comparison"]
     assert (judge["winner"], judge["sure"], judge["prob_A"]) == ("B", "yes", "")
     assert float(judge["difference"]) == float(judge["A"]) - float(judge["B"]) < 0

@@ -25,11 +25,11 @@ from visalign.rewards.pairs.ranking import rank
 
 @pytest.fixture
 def names(tmp_path: Path) -> list[str]:
-    """Four even pictures from dark to bright and a broken one."""
+    """Four even images from dark to bright and a broken one."""
     files = [tmp_path / f"{level}.png" for level in range(5)]
     for level, file in enumerate(files[:-1]):
         Image.new("RGB", (8, 8), (51 * (level + 1),) * 3).save(file)
-    files[-1].write_bytes(b"no picture")
+    files[-1].write_bytes(b"no image")
     return [str(file) for file in files]
 
 
@@ -99,7 +99,7 @@ def test_an_answer_against_the_order_is_listed_without_the_bias() -> None:
     assert rows[2]["cells"][0] == ("won", "90") and rows[1]["cells"][2] == ("lost", "10")
 
 
-def test_pictures_that_cannot_be_read_are_not_called_scored(names: list[str]) -> None:
+def test_images_that_cannot_be_read_are_not_called_scored(names: list[str]) -> None:
     result = record(names[4:], BrightnessPairs())
     assert result["asked"] == [] and result["images"][0]["calls"] == 0 and result["position_bias"] is None
     assert sentences(result) == ["brightness_pairs: 0 calls."]
@@ -115,7 +115,7 @@ def test_whether_the_first_place_is_open(names: list[str]) -> None:
     assert "lower is better" in sentences(lower)[0] and lower["asked"] is None
 
 
-def test_the_page_shows_pictures_and_reasons(names: list[str]) -> None:
+def test_the_page_shows_images_and_reasons(names: list[str]) -> None:
     page = ranking_page(record(names, BrightnessPairs(scale=4.0, bias=1.0), budget=2))
     assert page.count('src="data:image/png') == 4 and "4 out" not in page
     assert "4.png cannot be decoded" in page and "Every call, left image by right image" in page

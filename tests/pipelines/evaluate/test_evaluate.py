@@ -38,7 +38,7 @@ FAST = IntervalSettings(resamples=100)
 
 
 class Brightness:
-    """The mean level of a picture; counts how often it was asked, and can be stopped."""
+    """The mean level of an image; counts how often it was asked, and can be stopped."""
 
     name, unit, range, higher_is_better = "brightness", "level", (0.0, 255.0), True
 
@@ -61,7 +61,7 @@ class Brightness:
 
 
 class Told(Brightness):
-    """Keeps what it is told of the pictures."""
+    """Keeps what it is told of the images."""
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Any = None) -> Scores:
         self.told = metadata
@@ -84,7 +84,7 @@ def test_judges_of_edits_are_told_the_source():
 
 
 class Sided:
-    """Prefers the brighter picture, and the left side by log-odds of 2."""
+    """Prefers the brighter image, and the left side by log-odds of 2."""
 
     name = "sided"
 

@@ -75,7 +75,7 @@ def test_one_instruction_for_two_sources_is_trained(folder, tmp_path, algorithm)
     adapters = load_file(output / "lora" / "pytorch_lora_weights.safetensors")
     assert all(weight.any() for name, weight in adapters.items() if "lora_B" in name)
     assert summary["before"]["prompts"] == 2 and summary["heldout_prompts_trained_on"] == 2
-    assert all(row["heldout/feature_drift"] >= 0 for row in rows), "two pictures are told apart"
+    assert all(row["heldout/feature_drift"] >= 0 for row in rows), "two images are told apart"
     before = load_heldout(output / "before.npz")
     assert before.keys == [("make it blue", f"{folder}/{name}.png") for name in ("dark", "light")]
     assert not np.array_equal(*before.images)
@@ -97,10 +97,8 @@ def test_edits_of_several_sizes_go_on_where_they_were(folder, tmp_path):
         ends.append(load_file(output / "lora" / "pytorch_lora_weights.safetensors"))
         assert load_heldout(output / "after.npz").images.shape[1:3] == (16, 8)
     assert all(np.array_equal(ends[0][name], ends[1][name]) for name in ends[0])
-    (folder / "dark.png").write_bytes((folder / "dark.png").read_bytes() + b"0")  # as another picture has
-    with pytest.raises(
-        CheckpointError, match=r"keys: pictures of data\.heldout: .*; pictures of data\.train: "
-    ):
+    (folder / "dark.png").write_bytes((folder / "dark.png").read_bytes() + b"0")  # as another image has
+    with pytest.raises(CheckpointError, match=r"keys: images of data\.heldout: .*; images of data\.train: "):
         run(config, output, resume=True)
     one = tmp_path / "one"
     run(_config(folder, "optimizer.decay_updates=3", "run.iterations=3"), one)
@@ -121,16 +119,16 @@ def test_a_source_that_cannot_be_read_is_refused_before_the_model_is_loaded(fold
         (str(cut), "truncated"),
         (str(jpeg), "truncated"),
         (f"{folder}/edits.jsonl", "cannot identify"),
-        (None, "has no 'source', the picture that the model edits"),
-        (["a.png", "b.png"], r"the source is \['a.png', 'b.png'\], and the model edits one picture"),
-        (5, r"the source is 5; give the path of a picture"),
+        (None, "has no 'source', the image that the model edits"),
+        (["a.png", "b.png"], r"the source is \['a.png', 'b.png'\], and the model edits one image"),
+        (5, r"the source is 5; give the path of an image"),
     ):
         first = {"prompt": "make it blue", "source": f"{folder}/dark.png"}
         second = {"prompt": "make it red"} | ({} if source is None else {"source": source})
         file.write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n")
         with pytest.raises(UserError, match=rf"data\.heldout: prompt file {file} line 2.*{reason}"):
             prepare(_config(folder, f"data.heldout={file}"), 1)
-    with pytest.raises(UserError, match=r"data\.train: shapes:train has no pictures.*a \.jsonl file of"):
+    with pytest.raises(UserError, match=r"data\.train: shapes:train has no images.*a \.jsonl file of"):
         prepare(_config(folder, "data.train=shapes:train"), 1)
 
 

@@ -122,7 +122,7 @@ def test_the_monitor_is_in_log_report_and_summary(finished):
     (said,) = summary["warnings"]
     limit = "monitor.warn.feature_drift (0)"
     assert said == f"Iteration 1: feature_drift is {drift:.3g}, above {limit}." and limit in page
-    for title in ("Agreement with sharpness", "Diversity within groups", "Drift of held-out pictures"):
+    for title in ("Agreement with sharpness", "Diversity within groups", "Drift of held-out images"):
         assert f"<h4>{title}</h4>" in page, title
 
 
@@ -180,10 +180,10 @@ def test_the_closing_panel_shows_what_the_run_wrote(finished):
         (["dataset.jsonl"], "visalign train text_sft model.path=my/sd3 data.train={0}/dataset.jsonl"),
         (["model/config.json", "judge/x"], "visalign train text_sample model.path={0}/model"),
         (["lora/adapter_config.json"], "Open {0}/report.html"),
-        (["lora/x"], 'visalign sample "a red circle" --model my/sd3 --lora {0}/lora --output {0}/pictures'),
+        (["lora/x"], 'visalign sample "a red circle" --model my/sd3 --lora {0}/lora --output {0}/images'),
         (
             ["model/model_index.json"],
-            'visalign sample "a red circle" --model {0}/model --output {0}/pictures',
+            'visalign sample "a red circle" --model {0}/model --output {0}/images',
         ),
         (["judge/judge.json"], "visalign evaluate --help"),
     ],
@@ -204,14 +204,14 @@ def test_a_run_on_edits_is_drawn_from_with_its_sources(tmp_path):
     as_trained = "--option 'image_size=[16, 8]' --option 'call={\"a\": false}'"
     for source, asked in (("cup.png", f"'{prompts}' --seeds 0"), ("coco", '"a red circle"')):
         prompts.write_text("\n" + json.dumps({"prompt": "make it blue", "source": source}) + "\n")
-        drawn = f"--model m --lora {tmp_path}/lora {as_trained} --output {tmp_path}/pictures"
+        drawn = f"--model m --lora {tmp_path}/lora {as_trained} --output {tmp_path}/images"
         assert next_command(tmp_path) == f"visalign sample {asked} {drawn}"
     for changed in ("", "{", "[1]", '{"text": 1}'):
         prompts.write_text(changed)
         assert next_command(tmp_path).startswith('visalign sample "a red circle" --model m')
 
 
-def test_answers_about_pictures_are_learnt_by_what_gave_them(tmp_path):
+def test_answers_about_images_are_learnt_by_what_gave_them(tmp_path):
     (tmp_path / "dataset.jsonl").touch()
     terms = "terms: {rating: {name: null, options: {rule: regression}, weight: 1.0}}"
     for source, heldout in (("shapes:quality", "shapes:quality"), ("rated.jsonl", "HELDOUT")):
@@ -275,7 +275,7 @@ def test_plan_measures_and_counts(inputs):
         12,
     )
     assert batch["micro_batches_per_update"] == 2 and batch["updates"] == 4
-    assert planned["evaluation"]["pictures"] == 2 * 2 * 2 + 2 * 2
+    assert planned["evaluation"]["images"] == 2 * 2 * 2 + 2 * 2
     time = planned["time"]
     assert all(value > 0 for name, value in time.items() if name.startswith("seconds"))
     assert "passes of" in time["basis"] and "rewards are not timed" in time["basis"]
@@ -391,7 +391,7 @@ def test_a_cycle_needs_balance():
         load_config(FlowGRPOConfig, None, ["data.cycle=[colors]"])
 
 
-def test_the_plan_refuses_more_processes_than_pictures(inputs, monkeypatch):
+def test_the_plan_refuses_more_processes_than_images(inputs, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "800")
     with pytest.raises(UserError, match=r"800 processes were started for \d+ samples"):
         plan(_config(inputs), measure=False)

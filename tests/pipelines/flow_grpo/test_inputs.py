@@ -123,7 +123,7 @@ def test_rewards_of_sets_want_whole_sets_and_stay_out_of_the_evaluation() -> Non
         prepare(given, 2)
     given = config("rewards.terms={variety: {name: vendi_gain, options: {over: batch}}}")
     with pytest.raises(
-        UserError, match=r"terms\.variety judges all pictures of an iteration as one set, and 3"
+        UserError, match=r"terms\.variety judges all images of an iteration as one set, and 3"
     ):
         prepare(given, 3)
     with pytest.raises(UserError, match=r"evaluation\.rewards names vendi_gain, which judges sets"):
@@ -140,7 +140,7 @@ def test_prompts_that_are_trained_on_are_counted(tmp_path: Path) -> None:
 
 
 def test_words_of_a_record_that_mean_something_elsewhere_are_metadata(tmp_path: Path) -> None:
-    """No pictures are looked for among them where the model edits none and nothing is stored."""
+    """No images are looked for among them where the model edits none and nothing is stored."""
     odd = [
         {"candidates": None},
         {"candidates": ["a", "b"]},
@@ -157,7 +157,7 @@ def test_words_of_a_record_that_mean_something_elsewhere_are_metadata(tmp_path: 
         "rewards.terms={jpeg_size: {}}",
     )
     found = prepare(config(*files, *own, "monitor.features=null"), 1).fingerprints
-    assert [name for name in found if name.startswith("pictures")] == []
+    assert [name for name in found if name.startswith("images")] == []
 
 
 def test_changed_prompts_and_rewards_are_noticed(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_the_curve_starts_with_the_samples_of_its_later_points(tmp_path: Path) -
             trainer=cast(Any, SimpleNamespace(result=nullcontext, measuring=nullcontext)),
             measure=lambda *_: make_result(0.75, prompts=12, seeds=2),
             heldout=heldout,
-            samples="pictures",
+            samples="images",
             load_code="pass",
             counts=lambda _: {"images": 0},
         )

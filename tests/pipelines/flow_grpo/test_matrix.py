@@ -17,7 +17,7 @@ from accelerate import Accelerator
 
 from tests.support.models.pipelines import tiny_pipeline
 from tests.support.models.sd3 import tiny_sd3_pipeline
-from tests.support.training.pictures import Brightness
+from tests.support.training.images import Brightness
 from visalign.adapters import SD3Policy
 from visalign.adapters.lora import LoraSettings
 from visalign.adapters.pipeline.policy import PipelinePolicy
@@ -139,7 +139,7 @@ def _begun(family: str) -> Any:
 
 
 def _reward(config: FlowGRPOConfig) -> Any:
-    """Of pictures, without ties."""
+    """Of images, without ties."""
     if config.objective.algorithm == "pref_grpo":
         return GroupWinRate(as_pairwise(Brightness()))
     if config.objective.algorithm != "gdpo":

@@ -12,7 +12,7 @@ from visalign.pipelines.cli.app import app
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, run
 
 OWN = """
-from tests.support.training.pictures import ToyPolicy
+from tests.support.training.images import ToyPolicy
 
 class Own(ToyPolicy):
     @classmethod

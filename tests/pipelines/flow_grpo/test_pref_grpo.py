@@ -167,7 +167,7 @@ def test_scores_beside_win_rates(files):
         (["rewards.terms={sharpness: {}, vendi_gain: {}}"], r"Name it in comparison.scores: \[vendi_gain\]"),
         (
             [f"evaluation.rewards={{judge: {{name: '{HERE}'}}, shapes_verifier: {{}}}}"],
-            "judge only compares pictures and gives no score",
+            "judge only compares images and gives no score",
         ),
     ],
 )

@@ -14,7 +14,7 @@ from visalign.core import ASCENTS, NAMED, REGRESSIONS
 from visalign.errors import ConfigError, UserError
 from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
 from visalign.training import DiffusionObjectiveSettings
-from visalign.training.diffusion.published import PUBLISHED, picture_rows
+from visalign.training.diffusion.published import PUBLISHED, image_rows
 
 MIX = {"algorithm": "flow_grpo", "sde_window": 4, "sde_window_order": "progressive"}
 FIELDS: dict[str, dict[str, Any]] = {
@@ -88,11 +88,11 @@ def test_no_published_name_hides_a_row() -> None:
     assert not PUBLISHED.keys() & {*NAMED, *REGRESSIONS, *ASCENTS}
 
 
-def test_the_list_of_rows_is_of_those_that_pictures_take() -> None:
+def test_the_list_of_rows_is_of_those_that_images_take() -> None:
     with pytest.raises(UserError, match=r"'diffusion-nft'\. Did you mean 'diffusion_nft'") as caught:
         DiffusionObjectiveSettings(algorithm="diffusion-nft")
     listed = str(caught.value).partition("Choose one of: ")[2].removesuffix(".").split(", ")
-    assert listed == picture_rows()
+    assert listed == image_rows()
     for name in listed:
         DiffusionObjectiveSettings(algorithm=name, metric="sharpness" if name == "canon" else None)
     for name in NAMED.keys() - {*listed}:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.support.models.pipelines import tiny_pipeline, tiny_prompts
-from tests.support.training.pictures import Brightness
+from tests.support.training.images import Brightness
 from visalign.adapters import LoraSettings, PipelinePolicy
 from visalign.adapters.pipeline.families import FAMILIES
 from visalign.evaluation.heldout.images import evaluate
@@ -65,7 +65,7 @@ def _said(name: str) -> dict[str, str]:
 
 
 def _stated_cost(said: str) -> float:
-    """Forward-equivalents a picture."""
+    """Forward-equivalents an image."""
     return sum(map(float, said.partition(" forward-equivalents")[0].split("+")))
 
 
@@ -118,9 +118,9 @@ def test_a_recipe_says_what_an_algorithm_costs(name, tmp_path):
     said, family = _said(name), ALGORITHMS[name]
     config = _on_a_model(load_job(name, []).config, family, tmp_path)
     assert _stated_cost(said["Duration"]) == pytest.approx(planned_cost(config), abs=0.05)
-    pictures = re.search(r"([\d,]+) pictures an iteration", said["Duration"])
+    images = re.search(r"([\d,]+) images an iteration", said["Duration"])
     count = config.rollout.prompts_per_iteration * config.rollout.group_size
-    assert pictures is not None and int(pictures[1].replace(",", "")) == count
+    assert images is not None and int(images[1].replace(",", "")) == count
     for word in said.keys() - {"Duration"}:
         if word.startswith("Duration of "):
             changed = load_job(name, shlex.split(said[word.removeprefix("Duration of ")])).config

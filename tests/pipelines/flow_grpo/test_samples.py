@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run shows on the way: grids of the same prompts, in its folder, its report and its trackers; and
-evaluations whose pictures several processes share."""
+evaluations whose images several processes share."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ CHANGES = (
 
 
 class Shown(GeneralTracker):
-    """A tracker that takes pictures."""
+    """A tracker that takes images."""
 
     name, requires_logging_directory = "shown", False
 
     def __init__(self) -> None:
-        self.pictures: list[tuple[int, dict[str, Any]]] = []
+        self.images: list[tuple[int, dict[str, Any]]] = []
         super().__init__()
 
     @property
@@ -59,7 +59,7 @@ class Shown(GeneralTracker):
         del values, step, kwargs
 
     def log_images(self, values: dict[str, Any], step: int) -> None:
-        self.pictures.append((step, values))
+        self.images.append((step, values))
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_each_evaluation_leaves_a_grid_of_the_same_prompts(finished):
     assert "The same prompts over time" in page and page.count('class="over-time"') == 3
 
 
-def test_trackers_that_take_pictures_get_them(finished, tmp_path):
+def test_trackers_that_take_images_get_them(finished, tmp_path):
     shown, other = Shown(), Shown()
     other.log_images = None  # type: ignore[assignment,method-assign]
     accelerator = Accelerator(cpu=True, log_with=[shown, other])
@@ -102,9 +102,9 @@ def test_trackers_that_take_pictures_get_them(finished, tmp_path):
     result = load_heldout(finished / "before.npz")
     for iteration in (0, 5, 5):
         grids.keep(iteration, result)
-    assert [step for step, _ in shown.pictures] == [0, 5]
+    assert [step for step, _ in shown.images] == [0, 5]
     height, width = result.images.shape[1:3]
-    assert shown.pictures[0][1][FOLDER].shape == (1, height, 2 * width, 3)
+    assert shown.images[0][1][FOLDER].shape == (1, height, 2 * width, 3)
     assert [number for number, _ in grids.files()] == [0, 5]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on a file of compared pictures: by the configuration, from votes, and what is refused before."""
+"""Training on a file of compared images: by the configuration, from votes, and what is refused before."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_run_by_the_configuration_and_its_resume(tmp_path, capsys):
     whole, parts = (load_file(tmp_path / each / name) for each in ("whole", "parts"))
     assert whole.keys() == parts.keys() and all(torch.equal(whole[key], parts[key]) for key in whole)
     Image.new("RGB", (64, 80), "red").save(tmp_path / "set" / "a.png")
-    with pytest.raises(CheckpointError, match=r"keys: pictures of data\.pairs: '\w+' there, '\w+' now\. Set"):
+    with pytest.raises(CheckpointError, match=r"keys: images of data\.pairs: '\w+' there, '\w+' now\. Set"):
         run(_config(*given, "run.iterations=3"), tmp_path / "parts", resume=True)
     _file(tmp_path / "set", label="left")
     with pytest.raises((UserError, CheckpointError), match=r"data\.pairs"):
@@ -106,7 +106,7 @@ def test_votes_are_summed_ties_left_out_and_sides_told_apart(tmp_path):
     assert trained.isdisjoint(others) and 10 < len(trained) <= 50
 
 
-def test_pictures_come_in_the_policys_size_and_layout(tmp_path):
+def test_images_come_in_the_policys_size_and_layout(tmp_path):
     policy = load_policy(_tiny(tmp_path), lora=LoraSettings(rank=2))
     records = read_stored(DataConfig(pairs=str(_file(tmp_path / "set"))), "none").records
     latents = stored_latents(policy, records[0])
@@ -129,11 +129,11 @@ def test_an_adapter_without_an_encoder_is_refused():
     [
         (
             {"image_left": "absent.png"},
-            r"data\.pairs: The picture '.*absent\.png' in row 2 of 'pairs' cannot",
+            r"data\.pairs: The image '.*absent\.png' in row 2 of 'pairs' cannot",
         ),
         (
             {"image_left": "pairs.jsonl"},
-            r"data\.pairs: The picture '.*pairs\.jsonl' in row 2 of 'pairs' cann",
+            r"data\.pairs: The image '.*pairs\.jsonl' in row 2 of 'pairs' cann",
         ),
         ({"label": 7.5}, r"data\.pairs: Row 2 of '.*pairs\.jsonl': .*7\.5"),
         ({"prompt": None}, r"data\.pairs: Row 2"),
@@ -154,7 +154,7 @@ def test_a_bad_row_is_named_before_a_model_is_loaded(tmp_path, changes: Any, mes
         (["rollout.group_size=4"], "rollout.group_size is 4, and a group of data.pairs is a pair"),
         (["comparison={}"], "data.pairs are compared already"),
         (["monitor.stop.agreement=0.1"], "Stored pairs are not judged"),
-        (["data.pairs=shapes:quality"], "data.pairs: the set holds single rated pictures"),
+        (["data.pairs=shapes:quality"], "data.pairs: the set holds single rated images"),
         (["data.pairs=absent.jsonl"], "data.pairs: There is no set 'absent.jsonl'"),
         (["evaluation.correctness=shapes_verifier"], "is no label of evaluation.rewards"),
     ],
@@ -171,7 +171,7 @@ def test_several_processes_want_whole_pairs():
 
 
 def _edited(folder: Path, **changes: Any) -> Path:
-    """Two pairs of edits of one instruction: of a red picture by the column, of a green one by metadata."""
+    """Two pairs of edits of one instruction: of a red image by the column, of a green one by metadata."""
     _file(folder)
     row = {"prompt": "make it blue", "image_left": "a.png", "image_right": "b.png", "label": "right"}
     rows = [
@@ -220,14 +220,14 @@ def test_pairs_of_edits_are_learnt_from_with_what_they_edit(tmp_path, monkeypatc
     [
         (
             {"metadata": None},
-            r"row 2 of 'edits' has no 'source', the picture .*Give each pair one in a column",
+            r"row 2 of 'edits' has no 'source', the image .*Give each pair one in a column",
         ),
         (
             {"metadata": {"source": "absent.png"}},
             r"row 2 of 'edits': the source 'absent\.png' .*no such file",
         ),
         ({"metadata": "shot on film"}, r"row 2 of 'edits' has no 'source', .* or leave data\.pairs out"),
-        ({"source": ["a.png", "b.png"]}, r"row 2 of 'edits': .* and the model edits one picture"),
+        ({"source": ["a.png", "b.png"]}, r"row 2 of 'edits': .* and the model edits one image"),
     ],
 )
 def test_a_pair_without_a_source_that_can_be_read_is_named(tmp_path, changes, message):
@@ -244,11 +244,11 @@ def test_a_model_that_may_edit_takes_pairs_with_and_without(tmp_path):
         assert first["source"] == f"{tmp_path}/a.png" and "source" not in second
 
 
-def test_rows_of_a_pair_are_edits_of_one_picture(tmp_path):
+def test_rows_of_a_pair_are_edits_of_one_image(tmp_path):
     again = {"image_left": "b.png", "image_right": "a.png", "label": "left", "metadata": None}
     [record] = read_stored(DataConfig(pairs=str(_edited(tmp_path, **again))), "needed").records
     assert record["source"] == f"{tmp_path}/a.png", "the row that names it speaks for both"
     other = DataConfig(pairs=str(_edited(tmp_path, **again, source=f"{tmp_path}/b.png")))
-    with pytest.raises(UserError, match=r"rows 1 and 2 of 'edits' have the same two pictures, as edits of"):
+    with pytest.raises(UserError, match=r"rows 1 and 2 of 'edits' have the same two images, as edits of"):
         read_stored(other, "needed")
     assert len(read_stored(other, "none").records) == 1  # whatever the column means to others

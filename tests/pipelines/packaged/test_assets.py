@@ -77,9 +77,9 @@ def test_the_autoencoder_keeps_scenes_verifiably_the_same() -> None:
     model: Any = AutoencoderKL.from_pretrained(Path(resolve_model("shapes-sd3")) / "vae", dtype=torch.float32)
     rng = np.random.default_rng(1)
     records = heldout_prompts()[::2]
-    pictures = render_many([sample_scene(record, rng, style="flat") for record in records])
+    images = render_many([sample_scene(record, rng, style="flat") for record in records])
     with torch.no_grad():
-        inputs = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
+        inputs = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
         outputs = model.decode(model.encode(inputs).latent_dist.mean).sample
     verdicts = verify((outputs.clamp(-1, 1) + 1) / 2, records)
     assert np.mean([verdict.correct for verdict in verdicts]) >= 0.95
@@ -117,11 +117,11 @@ def test_the_generator_is_as_good_as_its_card_says(name: str, low: float, high: 
     }
     assert set(stated) >= {"all", *CATEGORIES} and low <= stated["all"] <= high
     every, seeds = 5, SEEDS[:1]
-    measured, pictures = (
+    measured, images = (
         pipeline_accuracy(pipe, 1.0, seeds=seeds, every=every),
         len(heldout_prompts()[::every]),
     )
-    spread = (stated["all"] * (1 - stated["all"]) / pictures) ** 0.5
+    spread = (stated["all"] * (1 - stated["all"]) / images) ** 0.5
     assert abs(measured["all"] - stated["all"]) < 3 * spread
 
 
@@ -175,7 +175,7 @@ def test_the_vision_language_model_is_as_good_as_its_card_says() -> None:
 
     text = card("shapes-vlm")
     engine = VisionLanguageEngine.from_pretrained("shapes-vlm")
-    found = answer_accuracy(engine, pictures=200, pairs=200, seed=3)
+    found = answer_accuracy(engine, images=200, pairs=200, seed=3)
     assert abs(found["yes/no"] - stated(text, r"right answers, ([\d.]+) in all")) < 0.03
     assert abs(found["pair"] - stated(text, r"log-odds averaged:\n([\d.]+) right")) < 0.08
     assert abs(found["rating error"] - stated(text, r"mean absolute error\s+([\d.]+\d)")) < 0.1
@@ -194,9 +194,9 @@ def test_the_trained_judges_order_clear_pairs_as_their_cards_say() -> None:
     ):
         world = ShapesPreferences(11, split="heldout", kinds=kinds)
         pairs = [pair for pair in (world.pair(n) for n in range(300)) if pair.is_clear]
-        pictures = np.stack([picture for pair in pairs for picture in pair.pictures()])
+        images = np.stack([image for pair in pairs for image in pair.images()])
         prompts = [pair.prompt for pair in pairs for _ in range(2)]
-        values = load_reward(name).score(pictures, prompts).value.view(-1, 2)
+        values = load_reward(name).score(images, prompts).value.view(-1, 2)
         better = torch.tensor([pair.utility[0] > pair.utility[1] for pair in pairs])
         right = ((values[:, 0] > values[:, 1]) == better).float().mean().item()
         assert right >= least, f"{name}: {right:.3f}"
@@ -231,7 +231,7 @@ def test_the_judge_of_pairs_names_the_better_one_as_its_card_says() -> None:
 
     world = ShapesPreferences(11, split="heldout")
     pairs = [pair for pair in (world.pair(n) for n in range(400)) if pair.is_clear]
-    left, right = (np.stack([pair.pictures()[side] for pair in pairs]) for side in (0, 1))
+    left, right = (np.stack([pair.images()[side] for pair in pairs]) for side in (0, 1))
     found = RewardDancePairs().compare(left, right, [pair.prompt for pair in pairs])
     better = torch.tensor([pair.utility[0] > pair.utility[1] for pair in pairs])
     share = ((found.prob > 0.5) == better).float().mean().item()
@@ -318,7 +318,7 @@ def test_a_small_build_runs_from_end_to_end_and_its_models_load(
         judge_ground_steps=2,
         judge_batch=4,
         judge_check=4,
-        heie_pictures=8,
+        heie_images=8,
         heie_steps=2,
         heie_check=12,
     )

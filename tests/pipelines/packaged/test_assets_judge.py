@@ -67,7 +67,7 @@ def model() -> Any:
     model = new_judge(TOKENIZER).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(3.0)  # so that positions and pictures show in the logits
+            parameter.mul_(3.0)  # so that positions and images show in the logits
     return model
 
 
@@ -89,11 +89,11 @@ def test_the_tokenizer_has_one_token_a_word_and_takes_any_text() -> None:
 
 
 def test_patches_are_those_of_the_models_image_processor() -> None:
-    pictures = np.random.default_rng(0).integers(0, 256, (3, 64, 64, 3), dtype=np.uint8)
+    images = np.random.default_rng(0).integers(0, 256, (3, 64, 64, 3), dtype=np.uint8)
     made: Any = judge_processor().image_processor  # type: ignore[attr-defined]
-    cut = made(images=[Image.fromarray(picture) for picture in pictures], return_tensors="pt")
+    cut = made(images=[Image.fromarray(image) for image in images], return_tensors="pt")
     assert cut["image_grid_thw"].tolist() == [[1, 8, 8]] * 3
-    torch.testing.assert_close(patches_of(pictures), cut["pixel_values"], atol=1e-6, rtol=0)
+    torch.testing.assert_close(patches_of(images), cut["pixel_values"], atol=1e-6, rtol=0)
 
 
 def test_cells_say_where_the_centres_are() -> None:
@@ -125,22 +125,22 @@ def test_a_packed_question_is_what_it_is_alone(model: Any) -> None:
     assert torch.stack(alone).std(0).max() > 1e-2
 
 
-@pytest.mark.parametrize("pictures", [1, 2])
-def test_packing_gives_what_the_library_computes_from_processor_inputs(model: Any, pictures: int) -> None:
-    scenes = [WORLD.scene(n) for n in range(pictures)]
+@pytest.mark.parametrize("images", [1, 2])
+def test_packing_gives_what_the_library_computes_from_processor_inputs(model: Any, samples: int) -> None:
+    scenes = [WORLD.scene(n) for n in range(samples)]
     shown, question = (
         render_many(scenes),
         Question(text=BETTER.replace("{prompt}", "a red cross"), answer="yes"),
     )
-    content = [{"type": "image"}] * pictures + [{"type": "text", "text": question.text}]
+    content = [{"type": "image"}] * samples + [{"type": "text", "text": question.text}]
     processor: Any = judge_processor()
     text = processor.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
     )
-    images = [Image.fromarray(picture) for picture in shown]
+    images = [Image.fromarray(image) for image in shown]
     with torch.no_grad():
         theirs = model(**processor(text=[text], images=images, return_tensors="pt")).logits[0, -1]
-        features = see(model, shown).reshape(1, pictures * TOKENS, -1)
+        features = see(model, shown).reshape(1, samples * TOKENS, -1)
         ours = answer_logits(model, [[question]], features)[0]
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
 
@@ -260,5 +260,5 @@ def test_the_whole_loss_falls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_check_can_tell_a_blind_model(model: Any) -> None:
-    found = answer_accuracy(judge_engine(model), pictures=40, pairs=20)
+    found = answer_accuracy(judge_engine(model), images=40, pairs=20)
     assert 0.3 < found["yes/no"] < 0.7 and 0.2 < found["pair"] < 0.8 and found["rating error"] > 0.6

@@ -45,7 +45,7 @@ AMONG_REAL = ["empty_among_real", "changed_among_real"]
 
 @cache
 def world() -> Reference:
-    """40 pictures of the shapes world with two others each."""
+    """40 images of the shapes world with two others each."""
     return shapes_reference_set(40)
 
 
@@ -73,7 +73,7 @@ def test_an_honest_judge_is_not_accused() -> None:
     surely = [*OF_THE_JUDGE, "empty_among_real", "blank", "mirror", "white_border", "neighbours", "form"]
     assert {found[name] for name in surely} == {"holds"}
     [same] = levels(result, "identical").values()
-    assert (same["judged"], same["failed"], same["largest"]) == (40, 0, 0.0), "between equal pictures: 0.5"
+    assert (same["judged"], same["failed"], same["largest"]) == (40, 0, 0.0), "between equal images: 0.5"
     [circles] = levels(result, "transitivity").values()
     assert circles["share"] == 0.0 and 0.1 < circles["chance"] <= 0.3
     [shuffled] = levels(result, "other_prompt").values()
@@ -89,7 +89,7 @@ def test_love_of_the_left_is_found() -> None:
     [same], [place] = levels(result, "identical").values(), levels(result, "position").values()
     spread = result["reference"]["spread"]
     assert same["mean"] == pytest.approx(1.5 / spread) and place["mean"] == pytest.approx(1.5 / spread)
-    assert levels(result, "swap")["two real pictures"]["share"] < 0.5
+    assert levels(result, "swap")["two real images"]["share"] < 0.5
 
 
 def test_love_of_saturation_is_found() -> None:
@@ -109,7 +109,7 @@ def test_love_of_frames_and_captions_is_found() -> None:
     paid = {name for name, verdict in found.items() if verdict == "fails"}
     assert paid == {"white_border", "pasted_text", *AMONG_REAL}
     white = levels(result, "empty_among_real")["white"]
-    assert white["verdict"] == "fails" and white["win"] > 0.6, "a white picture beats real ones"
+    assert white["verdict"] == "fails" and white["win"] > 0.6, "a white image beats real ones"
     assert levels(result, "empty_among_real")["black"]["verdict"] == "holds"
     assert levels(result, "changed_among_real")["white border"]["win"] > 0.8
 
@@ -145,7 +145,7 @@ def test_a_judge_that_averages_both_orders_itself_is_asked_once_and_its_own_bias
 
 
 def by_hand(*brightness: float, rivals: tuple[float, ...] = ()) -> Reference:
-    """Even grey pictures of one prompt, each with its rival, or with the next two, as others."""
+    """Even grey images of one prompt, each with its rival, or with the next two, as others."""
     images = list(grey(list(brightness)).mul(255).round() / 255)
     samples = tuple(Sample(image, "grey") for image in images)
     others = tuple(
@@ -186,7 +186,7 @@ def mean_probability(log_odds: Sequence[float]) -> float:
 def test_hard_answers_have_a_unit_too() -> None:
     result = tried(BrightnessPairs(hard=True, bias=0.01), ["identical", "brightness"], by_hand(0.2, 0.4, 0.8))
     assert result["reference"]["spread"] == pytest.approx(12 / math.sqrt(2)), "certain answers count as σ(12)"
-    assert verdicts(result)["identical"] == "fails", "it decides between equal pictures"
+    assert verdicts(result)["identical"] == "fails", "it decides between equal images"
     assert levels(result, "brightness")["× 1.15"]["win"] == pytest.approx(1.0, abs=1e-4)
 
 
@@ -248,11 +248,11 @@ def test_a_judge_that_needs_records_gets_them() -> None:
 
 
 def test_what_cannot_be_probed_is_said() -> None:
-    with pytest.raises(UserError, match="brightness_pairs calls all 3 pairs of reference pictures a tie, so"):
+    with pytest.raises(UserError, match="brightness_pairs calls all 3 pairs of reference images a tie, so"):
         probe_reward(BrightnessPairs(scale=0.0), by_hand(0.2, 0.4, 0.6))
     silent = BrightnessPairs(fails=lambda left, right: True)
     with pytest.raises(
-        UserError, match=r"judged 0 of 3 pairs of reference pictures, and 2 are needed: no answer\. Give"
+        UserError, match=r"judged 0 of 3 pairs of reference images, and 2 are needed: no answer\. Give"
     ):
         probe_reward(silent, by_hand(0.2, 0.4, 0.6))
     with pytest.raises(UserError, match="batch_size is 0; it must be at least 1"):
@@ -270,7 +270,7 @@ def test_what_cannot_be_probed_is_said() -> None:
         probes_for(ShapesVerifier(), ["blank", "swap"])
 
 
-def test_the_others_of_ones_own_pictures(tmp_path: Path) -> None:
+def test_the_others_of_ones_own_images(tmp_path: Path) -> None:
     prompts = ["three", "two", "three", "one", "three", "two"]
     rows = []
     for number, prompt in enumerate(prompts):
@@ -290,7 +290,7 @@ def test_the_others_of_ones_own_pictures(tmp_path: Path) -> None:
         [],
     ]
     assert found.strangers == 1
-    with pytest.raises(UserError, match="judged 0 of 0 pairs of reference pictures, and 2 are needed"):
+    with pytest.raises(UserError, match="judged 0 of 0 pairs of reference images, and 2 are needed"):
         probe_reward(BrightnessPairs(), read_reference("here", rows[:1]))
 
 
@@ -315,8 +315,8 @@ def test_the_command_takes_ones_own_judge(tmp_path: Path, monkeypatch: Any) -> N
     done = CliRunner().invoke(app, [*arguments, *(part for name in names for part in ("--only", name))])
     said = " ".join(done.output.split())
     assert done.exit_code == 1, done.output
-    assert "of 6 probes move it: a picture against itself, left and right exchanged" in said
-    assert "12 of 12 pairs of reference pictures (shapes world)" in said
+    assert "of 6 probes move it: an image against itself, left and right exchanged" in said
+    assert "12 of 12 pairs of reference images (shapes world)" in said
     assert "50.0 %" in said and "by chance" in said
     result = json.loads(Path("out/probe.json").read_text())
     assert result["judge"]["kind"] == "comparisons" and list(verdicts(result)) == names
@@ -341,6 +341,6 @@ def test_the_page_says_how_the_judge_was_asked(tmp_path: Path) -> None:
     assert "It averages both orders itself" in page and "position_bias is +1.50 (+1.4" in page
     result["reference"]["strangers"] = 7
     assert (
-        "7 of 40 reference pictures are the only one of their prompt"
+        "7 of 40 reference images are the only one of their prompt"
         in write_probe(tmp_path, result, world()).read_text()
     )

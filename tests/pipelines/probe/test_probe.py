@@ -31,7 +31,7 @@ SOME = ["saturation", "white_border", "black_border", "pasted_text", "spelling",
 
 @cache
 def world() -> Reference:
-    """64 pictures of the shapes world, drawn once."""
+    """64 images of the shapes world, drawn once."""
     return shapes_reference_set(64)
 
 
@@ -51,7 +51,7 @@ def test_the_honest_verifier_passes() -> None:
     assert {name for name, verdict in found.items() if verdict == "fails"} == beyond, found
     assert {found[name] for name in ("blank", "destroyed", "mirror", "neighbours", "form")} == {"holds"}
     few = level(result, "spelling", "to the left of")
-    assert (few["mean"], few["judged"], few["verdict"]) == (0.0, 5, "unclear"), "five pictures decide nothing"
+    assert (few["mean"], few["judged"], few["verdict"]) == (0.0, 5, "unclear"), "five images decide nothing"
     assert level(result, "other_prompt", "another prompt")["mean"] < -0.5, "it looks at the prompt"
     assert result["reference"]["judged"] == 64 and 0.3 < result["reference"]["spread"] < 0.6
     assert result["summary"]["fails"] == 2
@@ -75,7 +75,7 @@ def test_love_of_frames_and_captions_is_found() -> None:
 def test_a_look_at_the_neighbours_is_found() -> None:
     result = probe_reward(LooksAtNeighbours(), world(), probes=chosen(SOME))
     assert verdicts(result)["neighbours"] == "fails" and verdicts(result)["form"] == "holds"
-    assert level(result, "neighbours", "among white pictures")["mean"] < -0.2
+    assert level(result, "neighbours", "among white images")["mean"] < -0.2
 
 
 def test_lower_is_better_turns_the_responses() -> None:
@@ -108,7 +108,7 @@ def test_what_a_reward_raises_is_a_failure_of_that_probe_alone() -> None:
 
 
 class RefusesWhite:
-    """Fails on pictures with a white corner, and counts its calls."""
+    """Fails on images with a white corner, and counts its calls."""
 
     name, unit, range, higher_is_better = "refuses_white", "level", (0.0, 1.0), True
 
@@ -160,13 +160,11 @@ def test_what_cannot_be_probed_is_said() -> None:
                 value=value, valid=valid, unit="x", reason=[None if self.valid else "no"] * len(prompts)
             )
 
-    with pytest.raises(UserError, match=r"constant gives all 64 reference pictures the score 0.5, so its"):
+    with pytest.raises(UserError, match=r"constant gives all 64 reference images the score 0.5, so its"):
         probe_reward(Constant(), world())
     silent = Constant()
     silent.valid = False
-    with pytest.raises(
-        UserError, match="constant judged 0 of the 64 reference pictures, and 2 are needed: no"
-    ):
+    with pytest.raises(UserError, match="constant judged 0 of the 64 reference images, and 2 are needed: no"):
         probe_reward(silent, world())
     with pytest.raises(UserError, match="batch_size is 0; it must be at least 1"):
         probe_reward(ShapesVerifier(), world(), batch_size=0)
@@ -175,7 +173,7 @@ def test_what_cannot_be_probed_is_said() -> None:
         def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
             return Scores(value=torch.ones(1), valid=torch.ones(1, dtype=torch.bool), unit="x")
 
-    with pytest.raises(RewardError, match="gave 1 scores for 32 pictures"):
+    with pytest.raises(RewardError, match="gave 1 scores for 32 images"):
         probe_reward(Short(), world())
 
     class Bare(Constant):
@@ -186,13 +184,13 @@ def test_what_cannot_be_probed_is_said() -> None:
         probe_reward(Bare(), world())
 
 
-def test_unreadable_reference_pictures_are_left_out(tmp_path: Path) -> None:
+def test_unreadable_reference_images_are_left_out(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8), "red").save(tmp_path / "a.png")
     (tmp_path / "b.png").write_bytes(b"no image")
     rows = [ImageRow(image=str(tmp_path / name), prompt="x") for name in ("a.png", "b.png")]
     found = read_reference("here", rows)
     assert len(found.samples) == 1 and found.unreadable == 1
-    with pytest.raises(UserError, match=r"None of the 1 reference pictures of here can be read: .*b\.png"):
+    with pytest.raises(UserError, match=r"None of the 1 reference images of here can be read: .*b\.png"):
         read_reference("here", rows[1:])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`visalign sample`: the same picture for a prompt and seed, the best of several, adapters, refusals."""
+"""`visalign sample`: the same image for a prompt and seed, the best of several, adapters, refusals."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tests.support.models.pipelines import tiny_folder, tiny_pipeline
 from tests.support.models.sd3 import build_tiny_sd3
-from tests.support.training.pictures import Brightness, ToyPolicy
+from tests.support.training.images import Brightness, ToyPolicy
 from visalign.adapters import LoraSettings, load_policy
 from visalign.adapters.pipeline.policy import PipelinePolicy
 from visalign.evaluation.pages.base import plain
@@ -46,10 +46,10 @@ def pixels(path):
     return np.asarray(Image.open(path))
 
 
-def test_a_picture_depends_on_its_prompt_and_seed_alone(folder, tmp_path):
+def test_an_image_depends_on_its_prompt_and_seed_alone(folder, tmp_path):
     (tmp_path / "p.txt").write_text("a red circle\ntwo blue squares\n")
     result = run(tmp_path / "p.txt", "-m", folder, "--steps", 2, "--seeds", "0-2", "-o", tmp_path / "all")
-    assert result.exit_code == 0 and "6 pictures in" in result.output
+    assert result.exit_code == 0 and "6 images in" in result.output
     assert [(r["prompt"], r["seed"]) for r in rows(tmp_path / "all")][2:4] == [
         ("a red circle", 2),
         ("two blue squares", 0),
@@ -83,7 +83,7 @@ def test_the_solver_is_that_which_was_asked_for(folder, tmp_path):
     assert "dpmpp_2m" in (tmp_path / "dpmpp_2m" / "index.html").read_text()
 
 
-def test_the_page_shows_each_picture_beside_its_prompt_under_its_seed(folder, tmp_path):
+def test_the_page_shows_each_image_beside_its_prompt_under_its_seed(folder, tmp_path):
     prompts = ("a <b>red</b> circle", "two & squares")
     more = ("-r", "sharpness", "--best-of", 2, "--option", "guidance=3")
     result = run(*prompts, "-m", folder, "--steps", 2, "--seeds", "0,3", *more, "-o", tmp_path / "out")
@@ -143,7 +143,7 @@ def test_of_many_draws_one_batch_and_the_best_are_in_memory(search, compares, tm
     monkeypatch.setattr(job, "load_sampler", lambda settings: policy)
     settings = job.SampleSettings(seeds=(0, 5), steps=2, best_of=11, batch_size=3, search=search)
     records = [{"prompt": "bright"}, {"prompt": "dark"}]
-    table = job.sample_pictures(records, settings, tmp_path / "out", rewards={"brightness": Judge()})
+    table = job.sample_images(records, settings, tmp_path / "out", rewards={"brightness": Judge()})
     assert max(asked) == (11 if compares else 3) and alive == [0]
     assert compares or most[0] <= (3 if search is None else 6)
     for row in table:
@@ -208,7 +208,7 @@ def test_a_search_on_the_packaged_model_tells_its_cost(tmp_path):
 
 
 @pytest.mark.parametrize("search", [ZERO_ORDER, PATHS], ids=["zero_order", "paths"])
-def test_a_searched_picture_depends_on_its_prompt_and_seed_alone(folder, tmp_path, search):
+def test_a_searched_image_depends_on_its_prompt_and_seed_alone(folder, tmp_path, search):
     common = ("-m", folder, "--steps", 4, "-r", "saturation", *search)
     prompts = ("a red circle", "two blue squares")
     assert run(*prompts, *common, "--seeds", "0,1", "-o", tmp_path / "all").exit_code == 0
@@ -247,7 +247,7 @@ def test_a_video_is_written_whole_beside_its_middle_frame(tmp_path, monkeypatch)
     settings = job.SampleSettings(seeds=(0, 1), steps=2)
     frames = load_reward("frames", reward="saturation", frames=9)
     judges = {"saturation": load_reward("saturation"), "all": frames}
-    table = job.sample_pictures([{"prompt": "a ball rolls"}], settings, tmp_path / "out", rewards=judges)
+    table = job.sample_images([{"prompt": "a ball rolls"}], settings, tmp_path / "out", rewards=judges)
     assert [(row["image"], row["clip"]) for row in table] == [
         ("0000_0.png", "0000_0.webp"),
         ("0000_1.png", "0000_1.webp"),
@@ -303,7 +303,7 @@ def test_a_video_is_written_whole_beside_its_middle_frame(tmp_path, monkeypatch)
         (("--search", "paths", "--search-option", "start=x"), "--search paths: start is 'x'; give a whole"),
         ((*PATHS, "--search-option", "start=10", "-r", "sharpness"), "start is 10; with 10 steps"),
         (("--search", "paths", "--search-option", "branches=1", "-r", "sharpness"), "nothing to choose"),
-        ((*PATHS, "--steer", 1, "-r", "sharpness"), "--search and --steer are two ways to one picture"),
+        ((*PATHS, "--steer", 1, "-r", "sharpness"), "--search and --steer are two ways to one image"),
         (("--device", "foo"), "The device 'foo' cannot be used"),
         (("b\udcffc",), "The prompt 'b\\udcffc' is no text in Unicode"),
         (("--device", "meta"), "The device 'meta' cannot be used"),
@@ -318,7 +318,7 @@ def test_refusals(folder, tmp_path, arguments, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_no_picture_is_lost(folder, tmp_path):
+def test_no_image_is_lost(folder, tmp_path):
     (tmp_path / "kept.png").write_bytes(b"")
     result = run("a red circle", "-m", folder, "-o", tmp_path)
     assert result.exit_code != 0 and "is no empty folder" in " ".join(result.output.split())

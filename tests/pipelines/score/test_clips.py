@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clips on the command line: animations and folders of numbered frames, beside pictures."""
+"""Clips on the command line: animations and folders of numbered frames, beside images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from visalign.pipelines.cli.app import app
 from visalign.pipelines.score.image_rows import find_images, image_rows, numbered_frames
 from visalign.pipelines.score.log import score_key
 from visalign.pipelines.score.parts import Asking, parts_of, rows_of
-from visalign.pipelines.score.report import shown_pictures
+from visalign.pipelines.score.report import shown_images
 from visalign.pipelines.score.score import score_rows
 from visalign.rewards import load_reward
 
@@ -66,17 +66,17 @@ def test_an_animation_and_a_folder_of_frames_are_one_clip_each(clips: Path) -> N
     assert (alone.image, alone.prompt) == ("clips/roll", "a circle rolls")
 
 
-def test_a_judge_of_pictures_names_what_judges_clips(clips: Path) -> None:
+def test_a_judge_of_images_names_what_judges_clips(clips: Path) -> None:
     code, rows = scored("clips/move.gif", "clips/still.png", "-r", "sharpness")
     assert code == 1 and [row["value"] is None for row in rows] == [True, False]
-    wanted = "'clips/move.gif' is a clip of 11 frames, and sharpness judges pictures. Let the reward 'frames'"
+    wanted = "'clips/move.gif' is a clip of 11 frames, and sharpness judges images. Let the reward 'frames'"
     assert rows[0]["reason"].startswith(wanted)
     code, rows = scored("clips/roll", "-r", "sharpness")
-    assert code == 0 and len(rows) == len(LEVELS), "pictures of one folder, where nothing judges clips"
+    assert code == 0 and len(rows) == len(LEVELS), "images of one folder, where nothing judges clips"
     both = ["-r", "frames", "-r", "saturation", "--option", "frames.reward=saturation"]
     code, rows = scored("clips/roll", *both)
     assert code == 1 and [row["value"] for row in rows] == [0.0, None]
-    assert "'clips/roll' is a clip of 11 frames, and saturation judges pictures" in rows[1]["reason"]
+    assert "'clips/roll' is a clip of 11 frames, and saturation judges images" in rows[1]["reason"]
 
 
 @pytest.mark.parametrize("command", ["rank", "compare"])
@@ -84,7 +84,7 @@ def test_a_judge_of_pictures_names_what_judges_clips(clips: Path) -> None:
 def test_first_frames_are_not_compared_in_silence(clips: Path, command: str, reward: list[str]) -> None:
     asked = [command, "clips/still.png", "clips/move.webp", "-p", "x", "-r", *reward]
     ran = CliRunner().invoke(app, asked)
-    assert ran.exit_code == 2 and "'clips/move.webp' is a clip of 11 frames, and pictures" in ran.stderr
+    assert ran.exit_code == 2 and "'clips/move.webp' is a clip of 11 frames, and images" in ran.stderr
 
 
 def test_a_folder_is_a_clip_where_it_holds_numbered_frames_alone(clips: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_folder_is_a_clip_where_it_holds_numbered_frames_alone(clips: Path) ->
         grey(9).save(samples / f"{number:04}.png")
     assert numbered_frames(samples)
     (clips / "00000/metadata.jsonl").write_text('{"prompt": "a bench"}\n')
-    assert not numbered_frames(samples), "GenEval's samples are pictures of one prompt"
+    assert not numbered_frames(samples), "GenEval's samples are images of one prompt"
     assert not numbered_frames("a\0b") and not numbered_frames(clips / "move.gif")
 
 
@@ -145,7 +145,7 @@ def test_another_frame_is_another_score(clips: Path) -> None:
     before = score_key(["clips/roll"], "p", None)
     grey(77, (9, 9)).save(clips / "roll/f_4.png")
     assert score_key(["clips/roll"], "p", None) != before
-    shown = shown_pictures(["clips/roll", "clips/still.png"])
+    shown = shown_images(["clips/roll", "clips/still.png"])
     assert shown["clips/roll"] is not None and shown["clips/roll"] == shown["clips/still.png"]
 
 

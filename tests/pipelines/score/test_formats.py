@@ -26,7 +26,7 @@ from visalign.rewards import load_reward
 
 
 @pytest.fixture
-def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, level in (("a", 90), ("b", 180), ("c", 240)):
         Image.new("RGB", (8, 8), (level, 30, 30)).save(tmp_path / f"{name}.png")
     (tmp_path / "loud.py").write_text(
@@ -42,7 +42,7 @@ def visalign(*arguments: str) -> Any:
     return CliRunner().invoke(app, list(arguments))
 
 
-def test_the_ending_of_a_file_says_its_format(pictures: Path) -> None:
+def test_the_ending_of_a_file_says_its_format(images: Path) -> None:
     for name in ("x.json", "x.jsonl", "x.csv", "x.txt"):
         assert visalign("score", "a.png", "-r", "saturation", "-o", name).exit_code == 0
     assert json.loads(Path("x.json").read_text())[0]["reward"] == "saturation"
@@ -52,7 +52,7 @@ def test_the_ending_of_a_file_says_its_format(pictures: Path) -> None:
     assert Path("y.json").read_text().startswith("image,")
 
 
-def test_what_should_not_be_opened_in_a_folder_is_a_row_with_its_reason(pictures: Path) -> None:
+def test_what_should_not_be_opened_in_a_folder_is_a_row_with_its_reason(images: Path) -> None:
     Image.new("1", (9400, 9400)).save("bomb.png")  # 11 KB on the disk, 88 million pixels
     os.mkfifo("fifo.png")
     Path("device.png").symlink_to("/dev/zero")
@@ -72,7 +72,7 @@ def test_what_should_not_be_opened_in_a_folder_is_a_row_with_its_reason(pictures
     assert all(rows[name]["value"] is not None for name in "abc") and Path("x.html").is_file()
 
 
-def test_large_pictures_are_held_one_after_the_other(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_images_are_held_one_after_the_other(samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Sizes:
         name, unit, range, higher_is_better = "sizes", "", (0.0, 1.0), True
         batches: ClassVar[list[int]] = []
@@ -81,8 +81,8 @@ def test_large_pictures_are_held_one_after_the_other(pictures: Path, monkeypatch
             self.batches.append(len(images))
             return load_reward("saturation").score(images, prompts, metadata)
 
-    monkeypatch.setenv("VISALIGN_MAX_PIXELS", "150")  # of which two pictures of 64 are left
-    table = image_rows([pictures], needs_prompt=False)
+    monkeypatch.setenv("VISALIGN_MAX_PIXELS", "150")  # of which two images of 64 are left
+    table = image_rows([samples], needs_prompt=False)
     rows = score_rows(table, {"sizes": Sizes()})
     assert Sizes.batches == [2, 1] and [Path(row.image).stem for row in rows] == ["a", "b", "c"]
     alone = score_rows(table, {"saturation": load_reward("saturation")}, batch_size=1)
@@ -98,14 +98,14 @@ def test_large_pictures_are_held_one_after_the_other(pictures: Path, monkeypatch
         ("agree", ".", "-p", "x", "-r", "loud.py:loud", "-r", "saturation", "--json"),
     ],
 )
-def test_a_reward_that_prints_leaves_the_json_whole(pictures: Path, command: tuple[str, ...]) -> None:
+def test_a_reward_that_prints_leaves_the_json_whole(images: Path, command: tuple[str, ...]) -> None:
     done = visalign(*command)
     assert done.exit_code == 0, done.output
     json.loads(done.stdout)
     assert "judging" in done.stderr
 
 
-def test_a_reward_that_looks_at_no_prompt_needs_none(pictures: Path) -> None:
+def test_a_reward_that_looks_at_no_prompt_needs_none(images: Path) -> None:
     for command in (("score", "a.png"), ("compare", "a.png", "b.png"), ("rank", "a.png", "b.png")):
         assert visalign(*command, "-r", "sharpness").exit_code == 0
         refused = visalign(*command, "-r", "loud.py:loud")
@@ -118,7 +118,7 @@ def test_names_are_listed() -> None:
     assert "destroyed" in visalign("probes").stdout
 
 
-def test_agree_reads_scores_from_columns(pictures: Path) -> None:
+def test_agree_reads_scores_from_columns(images: Path) -> None:
     rows = "".join(f"{k},{k % 5},{(k * 7) % 5},p{k // 4}\n" for k in range(20))
     Path("s.csv").write_text("id,up,other,prompt\n" + rows)
     done = visalign("agree", "s.csv", "-s", "up", "-s", "other", "--json")
@@ -136,7 +136,7 @@ def test_agree_reads_scores_from_columns(pictures: Path) -> None:
     assert json.loads(mixed.stdout)["pairs"][0]["overall"]["estimate"] == pytest.approx(1.0)
 
 
-def test_evaluate_joins_what_score_wrote(pictures: Path) -> None:
+def test_evaluate_joins_what_score_wrote(images: Path) -> None:
     rows = [f"p,{one}.png,{two}.png,{side}" for one, two, side in ("abB", "bcB", "caA")]
     Path("set.csv").write_text("text,one,two,choice\n" + "\n".join(rows) + "\n")
     assert visalign("score", "a.png", "b.png", "c.png", "-r", "saturation", "-o", "s.csv").exit_code == 0

@@ -42,7 +42,7 @@ from visalign.versions import missing_extra
 ASKING = Asking(rewards=["saturation"], batch_size=3)
 
 
-def picture(level: int) -> bytes:
+def image(level: int) -> bytes:
     file = io.BytesIO()
     Image.new("RGB", (8, 8), (level, 30, 90)).save(file, "PNG")
     return file.getvalue()
@@ -50,28 +50,28 @@ def picture(level: int) -> bytes:
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """`tables`: Parquet (row 3 damaged, row 4 without a prompt) and a tar file; and seven `pictures`."""
+    """`tables`: Parquet (row 3 damaged, row 4 without a prompt) and a tar file; and seven `images`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tables/deep").mkdir(parents=True)
-    (tmp_path / "pictures").mkdir()
-    rows = [{"image": {"bytes": picture(20 * n), "path": None}, "prompt": f"wall {n}"} for n in range(8)]
-    rows[2]["image"] = {"bytes": b"no picture", "path": None}
+    (tmp_path / "images").mkdir()
+    rows = [{"image": {"bytes": image(20 * n), "path": None}, "prompt": f"wall {n}"} for n in range(8)]
+    rows[2]["image"] = {"bytes": b"no image", "path": None}
     rows[3]["prompt"] = None
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "tables/a.parquet")
     with tarfile.open("tables/deep/b.tar", "w") as tar:
-        members = {"x/1.png": picture(9), "x/1.txt": b" a wall\n", "x/2.jpg": picture(5), "x/2.json": b"[1"}
-        members |= {"3.json": b'{"prompt": "two", "tag": "counting"}', "3.webp": picture(8), "4.txt": b"none"}
+        members = {"x/1.png": image(9), "x/1.txt": b" a wall\n", "x/2.jpg": image(5), "x/2.json": b"[1"}
+        members |= {"3.json": b'{"prompt": "two", "tag": "counting"}', "3.webp": image(8), "4.txt": b"none"}
         for name, content in members.items():
             entry = tarfile.TarInfo(name)
             entry.size = len(content)
             tar.addfile(entry, io.BytesIO(content))
     for level in range(7):
-        Path(f"pictures/{level}.png").write_bytes(picture(30 * level))
+        Path(f"images/{level}.png").write_bytes(image(30 * level))
     return tmp_path
 
 
-def test_each_file_has_its_scores_and_loose_pictures_theirs(data: Path) -> None:
-    parts = parts_of([Path("tables"), Path("pictures")])
+def test_each_file_has_its_scores_and_loose_images_theirs(data: Path) -> None:
+    parts = parts_of([Path("tables"), Path("images")])
     assert [part.output for part in parts] == ["a.parquet", "deep/b.tar.parquet", "images-00000.parquet"]
     assert parts[0].source == data / "tables/a.parquet" and len(parts[2].source) == 7  # type: ignore[arg-type]
     (data / "tables/deep/a.parquet").write_bytes(b"")
@@ -80,7 +80,7 @@ def test_each_file_has_its_scores_and_loose_pictures_theirs(data: Path) -> None:
 
 
 def test_rows_are_those_of_the_local_engine_with_reasons_for_the_rest(data: Path) -> None:
-    table, tar, loose = parts_of([Path("tables"), Path("pictures")])
+    table, tar, loose = parts_of([Path("tables"), Path("images")])
     rows = list(rows_of(table, ASKING))
     broken = rows.pop(3)
     assert broken.reason == "'prompt' is missing, needed is a text." and broken.image.endswith("a.parquet#4")
@@ -92,17 +92,17 @@ def test_rows_are_those_of_the_local_engine_with_reasons_for_the_rest(data: Path
     assert [(row.image, row.prompt) for row in rows] == [(row.image, row.prompt) for row in local]
     reward = {"saturation": load_reward("saturation")}
     assert score_rows(rows, reward) == score_rows(local, reward)
-    assert score_rows(rows, reward)[2].reason == f"'{rows[2].image}' holds no picture that can be read."
+    assert score_rows(rows, reward)[2].reason == f"'{rows[2].image}' holds no image that can be read."
 
     one, two, three, four = rows_of(tar, ASKING)
-    assert one.image == f"{tar.source}/x/1" and one.prompt == "a wall" and one.content == picture(9)
+    assert one.image == f"{tar.source}/x/1" and one.prompt == "a wall" and one.content == image(9)
     assert two.reason == "'prompt' is missing, needed is a text."
     assert three.prompt == "two" and three.metadata == {"prompt": "two", "tag": "counting"}
     assert four.reason == "'image' is missing, needed is a path."
     mapped = Asking(rewards=[], names={"prompt": "tag"})
     assert [row.prompt for row in rows_of(tar, mapped)][2] == "counting"
     beside = Asking(rewards=[], needs_prompt=False)
-    assert list(rows_of(loose, beside)) == image_rows([data / "pictures"], needs_prompt=False)
+    assert list(rows_of(loose, beside)) == image_rows([data / "images"], needs_prompt=False)
 
 
 def test_batches_are_the_same_however_they_are_spread_and_say_which_is_the_last(
@@ -137,8 +137,8 @@ class Raises:
 
 
 def test_a_worker_gives_scores_or_words_and_gives_up_what_kills_it(data: Path) -> None:
-    [part] = parts_of([Path("pictures")])
-    rows = image_rows([data / "pictures"], "a wall")
+    [part] = parts_of([Path("images")])
+    rows = image_rows([data / "images"], "a wall")
     tries = Tries()
     item = {"place": 0, "start": 0, "is_last": True, "unread": "", "rows": pickle.dumps(rows)}
     batch = pyarrow.Table.from_pylist([item])
@@ -159,8 +159,8 @@ def test_a_worker_gives_scores_or_words_and_gives_up_what_kills_it(data: Path) -
 
 
 def test_finished_files_stay_and_changed_ones_are_scored_again(data: Path) -> None:
-    parts, output = parts_of([Path("tables"), Path("pictures")]), data / "out"
-    rows = score_rows(image_rows([data / "pictures"], "a wall"), {"saturation": load_reward("saturation")})
+    parts, output = parts_of([Path("tables"), Path("images")]), data / "out"
+    rows = score_rows(image_rows([data / "images"], "a wall"), {"saturation": load_reward("saturation")})
     rows.append(ScoreRow(image="x", reward="r", value=None, unit="", reason="why", parts={"half": 0.5}))
     kept = {"judges": {"saturation": "1"}}
     assert finished(output, parts, ASKING, kept["judges"]) == set()
@@ -172,7 +172,7 @@ def test_finished_files_stay_and_changed_ones_are_scored_again(data: Path) -> No
     assert last["value"] is None and last["reason"] == "why" and last["parts"] == [("half", 0.5)]
     assert finished(output, parts, ASKING, kept["judges"]) == {0, 1}
     with tarfile.open("tables/deep/b.tar", "a") as tar:
-        tar.add("pictures/1.png")
+        tar.add("images/1.png")
     assert finished(output, parts, ASKING, kept["judges"]) == {0}
     with pytest.raises(UserError, match=r"holds scores of saturation, which are other judges or other vers"):
         finished(output, parts, ASKING, {"saturation": "2"})
@@ -182,7 +182,7 @@ def test_finished_files_stay_and_changed_ones_are_scored_again(data: Path) -> No
 
 
 def test_what_cannot_be_scored_is_refused_before_anything_is(data: Path) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"picture": ["1.png"], "prompt": ["a"]}), "bad.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"image": ["1.png"], "prompt": ["a"]}), "bad.parquet")
     rewards = {"saturation": load_reward("saturation")}
 
     def refused(*items: str, output: str = "out", **more: Any) -> str:
@@ -192,7 +192,7 @@ def test_what_cannot_be_scored_is_refused_before_anything_is(data: Path) -> None
 
     assert "bad.parquet' lacks the column 'image'" in refused("tables", "bad.parquet")
     assert "has no column 'img'" in _head("bad.parquet", names={"image": "img"})
-    assert "has no prompt" in refused("pictures")
+    assert "has no prompt" in refused("images")
     assert "is to be scored. Give another" in refused("tables", output="tables/scores")
     Path("full").mkdir()
     Path("full/x").write_text("")
@@ -230,7 +230,7 @@ def test_the_command_line_names_the_extra_and_keeps_engines_apart(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def said(*more: str) -> Any:
-        return CliRunner().invoke(app, ["score", "pictures", "-r", "saturation", *more])
+        return CliRunner().invoke(app, ["score", "images", "-r", "saturation", *more])
 
     for more in (["--workers", "2"], ["--address", "head:6379"]):
         assert f"{more[0]} needs --engine ray" in said(*more).output
@@ -268,7 +268,7 @@ def test_a_killed_worker_loses_nothing_and_a_stopped_scoring_goes_on(
     Path("mine.py").write_text(MINE)
     names = [f"{n}.parquet" for n in range(3)]
     for name in names:
-        rows = [{"image": picture(20 * n), "prompt": f"wall {n}"} for n in range(8)]
+        rows = [{"image": image(20 * n), "prompt": f"wall {n}"} for n in range(8)]
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), name)
     asked = ["-r", "mine.py:mine", "--engine", "ray", "--workers", "2", "--batch-size", "3", "-o", "out"]
     command = [sys.executable, "-m", "visalign", "score", *names, *asked]
@@ -299,4 +299,4 @@ def test_rows_that_have_their_reason_are_never_asked() -> None:
         ImageRow(image="y", prompt="", content=b"1"),
     ]
     found = score_rows(rows, {"saturation": load_reward("saturation")})
-    assert [row.reason for row in found] == ["too old", "'y' holds no picture that can be read."]
+    assert [row.reason for row in found] == ["too old", "'y' holds no image that can be read."]

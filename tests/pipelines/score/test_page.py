@@ -30,13 +30,13 @@ from visalign.pipelines.score.score import score_rows
 
 @pytest.fixture
 def table(tmp_path: Path) -> list[ImageRow]:
-    """Six pictures from black to white, two that are broken, one that is missing."""
-    folder = tmp_path / "pictures"
+    """Six images from black to white, two that are broken, one that is missing."""
+    folder = tmp_path / "images"
     folder.mkdir()
     for level in range(6):
         Image.new("RGB", (8, 8), (51 * level,) * 3).save(folder / f"{level}.png")
     for name in ("bad1.png", "bad2.png"):
-        (folder / name).write_bytes(b"no picture")
+        (folder / name).write_bytes(b"no image")
     names = [f"{level}.png" for level in range(6)] + ["bad1.png", "bad2.png", "gone.png"]
     return [ImageRow(image=str(folder / name), prompt="x") for name in names]
 

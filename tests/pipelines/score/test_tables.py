@@ -52,9 +52,9 @@ class Light:
 
 @pytest.fixture
 def light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Light:
-    """Six pictures in two levels of folders, with `light` as the only reward."""
+    """Six images in two levels of folders, with `light` as the only reward."""
     for level in range(6):
-        folder = tmp_path / "pictures" / ("deep/er" if level % 2 else "")
+        folder = tmp_path / "images" / ("deep/er" if level % 2 else "")
         folder.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8), (51 * level,) * 3).save(folder / f"{level}.png")
     judge = Light()
@@ -100,8 +100,8 @@ def write(name: str, *rows: dict[str, Any]) -> str:
 def test_tables_bring_their_prompts(light: Light, name: str) -> None:
     table = write(
         name,
-        {"image": "pictures/2.png", "prompt": "two"},
-        {"image": "pictures/deep/er/5.png", "prompt": "five"},
+        {"image": "images/2.png", "prompt": "two"},
+        {"image": "images/deep/er/5.png", "prompt": "five"},
     )
     done = visalign(table, "-r", "light", "-f", "json")
     assert done.exit_code == 0, done.output
@@ -111,8 +111,8 @@ def test_tables_bring_their_prompts(light: Light, name: str) -> None:
     assert rows[0]["parts"] == {"half": pytest.approx(0.2)}
 
 
-def test_pictures_inside_a_parquet_table(light: Light) -> None:
-    content = Path("pictures/2.png").read_bytes()
+def test_images_inside_a_parquet_table(light: Light) -> None:
+    content = Path("images/2.png").read_bytes()
     write("t.parquet", {"image": {"bytes": content, "path": "x.png"}, "prompt": "two"})
     rows = json.loads(visalign("t.parquet", "-r", "light", "-f", "json").stdout)
     assert rows[0]["value"] == pytest.approx(0.4) and rows[0]["image"] == "parquet://t.parquet#image#0"
@@ -122,8 +122,8 @@ def test_records_reach_the_reward(light: Light) -> None:
     record = {"include": [{"class": "circle", "count": 1}]}
     write(
         "t.jsonl",
-        {"image": "pictures/0.png", "prompt": "a", "metadata": record},
-        {"image": "pictures/2.png", "prompt": "b"},
+        {"image": "images/0.png", "prompt": "a", "metadata": record},
+        {"image": "images/2.png", "prompt": "b"},
     )
     assert visalign("t.jsonl", "-r", "light").exit_code == 0
     assert light.records == [record, None]
@@ -143,15 +143,15 @@ def test_folders_and_results_of_geneval_bring_prompts_and_records(light: Light) 
     folder.mkdir(parents=True)
     (folder.parent / "metadata.jsonl").write_text(json.dumps(record))
     for place in ("samples/00000.png", "samples/00001.png", "grid.png"):
-        shutil.copy("pictures/2.png", folder.parent / place)
+        shutil.copy("images/2.png", folder.parent / place)
     rows = image_rows([Path("out")])
     assert [(row.image, row.prompt, row.metadata) for row in rows] == [
         (f"out/00000/samples/0000{k}.png", "a red cup", record) for k in (0, 1)
     ], "and not the grid"
     assert {row.prompt for row in image_rows([Path("out")], "mine")} == {"mine"}
-    shutil.copy("pictures/2.png", "pictures/deep/grid.png")
-    write("pictures/deep/images.jsonl", {"image": "0.png"})
-    assert not any(path.name == "grid.png" for path in find_images([Path("pictures")])), "as sample writes it"
+    shutil.copy("images/2.png", "images/deep/grid.png")
+    write("images/deep/images.jsonl", {"image": "0.png"})
+    assert not any(path.name == "grid.png" for path in find_images([Path("images")])), "as sample writes it"
     line = {
         "filename": "out/00000/samples/00000.png",
         "tag": "colors",
@@ -164,34 +164,34 @@ def test_folders_and_results_of_geneval_bring_prompts_and_records(light: Light) 
 
 
 def test_folders_are_read_to_the_bottom_and_prompts_may_lie_beside(light: Light) -> None:
-    Path("pictures/.hidden").mkdir()
-    Image.new("RGB", (4, 4)).save("pictures/.hidden/x.png")
-    Path("pictures/notes.md").write_text("not an image")
-    found = [path.as_posix() for path in find_images([Path("pictures")])]
+    Path("images/.hidden").mkdir()
+    Image.new("RGB", (4, 4)).save("images/.hidden/x.png")
+    Path("images/notes.md").write_text("not an image")
+    found = [path.as_posix() for path in find_images([Path("images")])]
     assert found == [
-        *(f"pictures/{k}.png" for k in (0, 2, 4)),
-        *(f"pictures/deep/er/{k}.png" for k in (1, 3, 5)),
+        *(f"images/{k}.png" for k in (0, 2, 4)),
+        *(f"images/deep/er/{k}.png" for k in (1, 3, 5)),
     ]
     for path in found:
         Path(path).with_suffix(".txt").write_text(f"prompt of {Path(path).stem}\n")
-    assert [row.prompt for row in image_rows([Path("pictures")])][:2] == ["prompt of 0", "prompt of 2"]
-    assert {row.prompt for row in image_rows([Path("pictures")], "mine")} == {"mine"}
+    assert [row.prompt for row in image_rows([Path("images")])][:2] == ["prompt of 0", "prompt of 2"]
+    assert {row.prompt for row in image_rows([Path("images")], "mine")} == {"mine"}
 
 
 def test_a_name_that_is_no_text_is_refused_before_anything_is_judged(light: Light) -> None:
-    place = os.fsdecode(b"pictures/caf\xe9.png")
+    place = os.fsdecode(b"images/caf\xe9.png")
     try:
-        shutil.copy("pictures/0.png", place)
+        shutil.copy("images/0.png", place)
     except OSError:
         pytest.skip("this file system takes UTF-8 names alone")
     for command in (
-        ("score", "pictures", "-p", "x", "-r", "light", "-o", "out.jsonl"),
-        ("rank", "pictures", "-p", "x", "-r", "light", "-o", "out.html"),
-        ("compare", place, "pictures/0.png", "-p", "x", "-r", "light", "-o", "out.html"),
+        ("score", "images", "-p", "x", "-r", "light", "-o", "out.jsonl"),
+        ("rank", "images", "-p", "x", "-r", "light", "-o", "out.html"),
+        ("compare", place, "images/0.png", "-p", "x", "-r", "light", "-o", "out.html"),
     ):
         told = CliRunner().invoke(app, list(command))
         assert told.exit_code == 2, told.output
-        assert r"b'pictures/caf\xe9.png' is not UTF-8, and tables and pages are. Rename it." in " ".join(
+        assert r"b'images/caf\xe9.png' is not UTF-8, and tables and pages are. Rename it." in " ".join(
             told.output.split()
         )
     assert not light.asked
@@ -199,7 +199,7 @@ def test_a_name_that_is_no_text_is_refused_before_anything_is_judged(light: Ligh
 
 def test_ctrl_c_loses_nothing_and_resume_asks_for_the_rest_alone(light: Light) -> None:
     light.stop_after = 4
-    base = ("pictures", "-p", "x", "-r", "light", "-o", "out.jsonl", "-f", "jsonl", "--batch-size", "2")
+    base = ("images", "-p", "x", "-r", "light", "-o", "out.jsonl", "-f", "jsonl", "--batch-size", "2")
     stopped = visalign(*base)
     assert stopped.exit_code == 130 and "--resume" in stopped.output
     assert not Path("out.jsonl").exists() and len(rows_of("out.jsonl.part")) == 1 + 4
@@ -215,7 +215,7 @@ def test_ctrl_c_loses_nothing_and_resume_asks_for_the_rest_alone(light: Light) -
     assert done.exit_code == 0, done.output
     assert len(light.asked) == 2 and not Path("out.jsonl.part").exists()
     assert [row["value"] for row in rows_of("out.jsonl")] == pytest.approx([0.0, 0.4, 0.8, 0.2, 0.6, 1.0])
-    whole = visalign("pictures", "-p", "x", "-r", "light", "-f", "jsonl")
+    whole = visalign("images", "-p", "x", "-r", "light", "-f", "jsonl")
     assert whole.stdout.splitlines() == Path("out.jsonl").read_text().splitlines(), (
         "equal to a run without a stop"
     )
@@ -223,7 +223,7 @@ def test_ctrl_c_loses_nothing_and_resume_asks_for_the_rest_alone(light: Light) -
 
 def test_scores_of_another_version_are_not_continued(light: Light) -> None:
     light.stop_after = 2
-    base = ("pictures", "-p", "x", "-r", "light", "-o", "out.csv", "-f", "csv", "--batch-size", "2")
+    base = ("images", "-p", "x", "-r", "light", "-o", "out.csv", "-f", "csv", "--batch-size", "2")
     assert visalign(*base).exit_code == 130
     light.stop_after = None
     done = visalign(*base, "--resume", "--option", "light.version=2")
@@ -247,7 +247,7 @@ def test_a_working_file_that_is_none_of_ours(light: Light, tmp_path: Path) -> No
 
 
 def test_failed_rows_are_tried_again(light: Light, tmp_path: Path) -> None:
-    table = [ImageRow(image="pictures/0.png", prompt="a"), ImageRow(image="gone.png", prompt="b")]
+    table = [ImageRow(image="images/0.png", prompt="a"), ImageRow(image="gone.png", prompt="b")]
     with RowLog(tmp_path / "x.part", {"light": light}, resume=False) as log:
         first = score_rows(table, {"light": light}, keeper=log)
         assert len(rows_of(str(tmp_path / "x.part"))) == 1 + 2, "on disk before it is closed"
@@ -260,7 +260,7 @@ def test_failed_rows_are_tried_again(light: Light, tmp_path: Path) -> None:
 
 
 def test_the_cache_serves_the_second_command(light: Light) -> None:
-    base = ("pictures", "-p", "x", "-r", "light", "-f", "json", "--cache", "kept")
+    base = ("images", "-p", "x", "-r", "light", "-f", "json", "--cache", "kept")
     first = visalign(*base)
     assert first.exit_code == 0 and len(light.asked) == 6
     light.asked = []
@@ -280,10 +280,10 @@ def test_all_failed_is_said(light: Light) -> None:
     [
         (
             "t.csv",
-            "picture,prompt\na.png,x\n",
+            "image,prompt\na.png,x\n",
             "'t.csv' lacks the column 'image', needed for a table of images.",
         ),
-        ("t.csv", "picture,prompt\na.png,x\n", "Found: picture, prompt."),
+        ("t.csv", "image,prompt\na.png,x\n", "Found: image, prompt."),
         ("t.csv", "image,text\na.png,x\n", "lacks the column 'prompt'"),
         ("t.csv", "image,prompt\n", "'t.csv' holds no row."),
         ("t.jsonl", '{"image": [3], "prompt": "x"}', "Row 1 of 't.jsonl': 'image' is [3], needed is a path."),
@@ -315,7 +315,7 @@ def test_bad_options_are_refused_by_message(light: Light) -> None:
     assert reward_options(["quality=9"], ["jpeg_size"]) == {"jpeg_size": {"quality": 9}}
     found = reward_options(["a.py:X.y=[1, 2]"], ["a.py:X", "a"])
     assert found == {"a.py:X": {"y": [1, 2]}, "a": {}}
-    done = visalign("pictures", "-p", "x", "-r", "light", "--resume")
+    done = visalign("images", "-p", "x", "-r", "light", "--resume")
     assert done.exit_code == 2 and "Add --output FILE." in done.output
-    done = visalign("pictures", "-r", "light")
+    done = visalign("images", "-r", "light")
     assert done.exit_code == 2 and "put a prompt into '0.txt' beside it" in " ".join(done.output.split())

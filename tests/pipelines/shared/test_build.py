@@ -76,7 +76,7 @@ def test_trackers_are_closed_after_an_interruption(tmp_path: Path, monkeypatch: 
 
 
 class _Doubtful:
-    """Says 2 with σ = 0.5 of the first picture, 4 with σ = 2 of the second."""
+    """Says 2 with σ = 0.5 of the first image, 4 with σ = 2 of the second."""
 
     name, unit, range, higher_is_better = "doubtful", "level", (0.0, 5.0), True
 
@@ -105,7 +105,7 @@ def test_a_term_uses_its_judges_standard_deviation(term: dict[str, Any], expecte
     assert found.value.tolist() == pytest.approx(expected)
 
 
-def test_advantages_of_pictures_are_not_weighed():
+def test_advantages_of_images_are_not_weighed():
     config = RewardsConfig(terms={"a": RewardTerm(uncertainty="advantage")})
     with pytest.raises(UserError, match=r"rewards.terms.a.uncertainty is advantage, .* texts alone"):
         weighted_sum(config, {"a": _Doubtful()}, WeightedSum)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A judge of quality that learns by reinforcement: rated pictures as prompts, a folder that judges again."""
+"""A judge of quality that learns by reinforcement: rated images as prompts, a folder that judges again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def config(*more: str) -> TextGRPOConfig:
 
 
 def rated(folder: Path) -> Path:
-    """A table of five rated pictures."""
+    """A table of five rated images."""
     lines = []
     for n in range(5):
         Image.new("RGB", (64, 64), (50 * n,) * 3).save(folder / f"{n}.png")
@@ -68,7 +68,7 @@ def test_a_resumed_run_is_the_run_and_its_folder_is_a_judge(tmp_path):
     assert bool(after.valid.all()) and float(after.value) != float(before.value)
 
 
-def test_files_of_rated_pictures_are_asked_about(tmp_path):
+def test_files_of_rated_images_are_asked_about(tmp_path):
     files = [f"data.train={rated(tmp_path)}", f"data.heldout={tmp_path / 'rated.jsonl'}"]
     inputs = prepare(config(*files, "data.size=4"))
     assert [record["mos"] for record in inputs.records] == [1.0, 1.5, 2.0, 2.5] and len(inputs.heldout) == 5
@@ -87,7 +87,7 @@ def test_files_of_rated_pictures_are_asked_about(tmp_path):
         ("data.heldout=nowhere.jsonl", "data.heldout: There is no set 'nowhere.jsonl'"),
     ],
 )
-def test_what_is_no_set_of_rated_pictures_is_refused(change, message):
+def test_what_is_no_set_of_rated_images_is_refused(change, message):
     with pytest.raises(UserError, match=message):
         prepare(config(change))
 
@@ -120,7 +120,7 @@ def decided(*overrides: str) -> TextSFTConfig:
                 "data.heldout=shapes:pairs",
                 "data.size=12",
             ),
-            *("data.heldout_size=4", "data.question=Is picture 2 better for {prompt}?", "run.device=cpu"),
+            *("data.heldout_size=4", "data.question=Is image 2 better for {prompt}?", "run.device=cpu"),
             *("evaluation={rewards: {verdict: {options: {words: ['no', 'yes']}}}, correctness: null}",),
             *("data.decision=['no', 'yes']", *overrides),
         ],
@@ -135,7 +135,7 @@ def test_a_teachers_reason_stands_behind_the_decision():
         for record, pair in zip(made, pairs, strict=True):
             said = "no" if pair.label > 0.5 else "yes"  # whether the second, the right one, is better
             assert record["completion"] == (f"{said}, {pair.extra['reason']}" if field else said)
-            assert record["prompt"][0]["content"][2]["text"] == f"Is picture 2 better for {pair.prompt}?"
+            assert record["prompt"][0]["content"][2]["text"] == f"Is image 2 better for {pair.prompt}?"
     assert {record["completion"] for record in made} == {"no", "yes"}
 
 
@@ -165,7 +165,7 @@ def test_the_plan_says_what_will_be_asked():
 @pytest.mark.slow
 def test_what_a_judge_wrote_rightly_teaches_it(tmp_path):
     """Rejective fine-tuning: ratings near the opinion, sampled with and without a hint, then learnt."""
-    asked = ["data.question=Rate the quality of the picture from 1 to 5.", "run.device=cpu"]
+    asked = ["data.question=Rate the quality of the image from 1 to 5.", "run.device=cpu"]
     rating = "{rating: {options: {rule: regression, form: 0.1}}}"
     sampled = sample.run(
         load_config(

@@ -191,10 +191,10 @@ def test_other_inputs_are_refused(finished, inputs, tmp_path):
         with pytest.raises(UserError, match=message):
             run(_config(inputs, override), output)
         assert not output.exists()
-    pictures = ("data.question=How is it?", "data.heldout=shapes:quality", "data.heldout_size=2")
-    pictures += ("evaluation={rewards: {rating: {}}, correctness: null}",)
-    with pytest.raises(UserError, match=r"'tasks:train', whose records show no pictures, and data\.question"):
-        run(_config(inputs, *pictures, "data.train=tasks:train"), output)
+    images = ("data.question=How is it?", "data.heldout=shapes:quality", "data.heldout_size=2")
+    images += ("evaluation={rewards: {rating: {}}, correctness: null}",)
+    with pytest.raises(UserError, match=r"'tasks:train', whose records show no images, and data\.question"):
+        run(_config(inputs, *images, "data.train=tasks:train"), output)
     with pytest.raises(UserError, match="is not empty, and nothing is overwritten"):
         run(_config(inputs), finished[0])
 

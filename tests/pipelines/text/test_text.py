@@ -80,11 +80,11 @@ def test_a_run_leaves_numbers_and_a_model_that_transformers_loads(finished):
     assert len(records) == 2 and all("heldout/accuracy" in record for record in records)
 
 
-def test_a_run_leaves_the_page_of_a_picture_run(finished):
+def test_a_run_leaves_the_page_of_an_image_run(finished):
     output, summary = finished
     page = html.unescape((output / "report.html").read_text(encoding="utf-8"))
     said = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)  # the same on every page
-    assert "GRPO on tasks-qwen3" in page and "Held-out accuracy" in page and "picture" not in said
+    assert "GRPO on tasks-qwen3" in page and "Held-out accuracy" in page and "image" not in said
     after = load_heldout(output / "after.npz")
     assert len(after.completions) == len(after) == 12 and after.completions[0] in page
     assert after.prompts[0] in page and page.count("<svg") >= 6
@@ -292,7 +292,7 @@ def test_packaged_configurations_are_whole(name, tmp_path):
         ("evaluation.correctness=boxed", "evaluation.correctness is 'boxed'"),
         ("evaluation.seeds=[1, 1]", "give different numbers"),
         ("rewards.terms={task_anwser: {}}", "task_answer"),
-        ("rewards.terms={task_answer: {bound: 0.5}}", "constraints are held in trainings of pictures alone"),
+        ("rewards.terms={task_answer: {bound: 0.5}}", "constraints are held in trainings of images alone"),
         ("server={base_url: 'http://x/v1', model: m}", "nothing could be handed over between two"),
         (
             f"server={{base_url: 'http://x/v1', model: m, model_folder: '{assets_folder()}/tasks-qwen3'}}",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checklist in `visalign train-reward`: the closed-form fit, each picture asked once, signs, resume."""
+"""The checklist in `visalign train-reward`: the closed-form fit, each image asked once, signs, resume."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_resumed_checklist_is_the_checklist(model, tmp_path, train):
         go("cut", 4, resume=True)
 
 
-def test_a_picture_is_asked_once_and_by_itself(model, tmp_path, monkeypatch):
+def test_an_image_is_asked_once_and_by_itself(model, tmp_path, monkeypatch):
     judge = build_judge(_config(model, tmp_path), torch.device("cpu"))
     asked = []
     ask = Questions._ask

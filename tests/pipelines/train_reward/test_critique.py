@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A meta judge: trained on judged answers about pictures, saved, and asked by `deepseek_grm`."""
+"""A meta judge: trained on judged answers about images, saved, and asked by `deepseek_grm`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from visalign.rewards.chat.deepseek_grm import META, DeepSeekGRM
 from visalign.rewards.vlm.requests import Query
 
 SAID = ("good \\boxed{9}", "bad \\boxed{2}")
-"""What is right of every picture here, and what is wrong."""
+"""What is right of every image here, and what is wrong."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def _answers(folder: Path, split: str, count: int = 8, **change: Any) -> Path:
             "completion": SAID[number % 2],
             "reward": 1.0 - number % 2,
             "image": shapes_reference(split, 0, "quality", number // 2),
-            "caption": f"picture {number // 2}",
+            "caption": f"image {number // 2}",
             **change,
         }
         for number in range(count)
@@ -135,11 +135,11 @@ def test_other_sources_and_settings_are_refused(model, tmp_path):
     train = _answers(tmp_path, "train")
     with pytest.raises(UserError, match=r"data.train is shapes:pairs.*learns from what another one wrote"):
         _config(model, "shapes:pairs", None)
-    with pytest.raises(UserError, match=r"8 prompts|4 prompts \(of rated pictures: references\)"):
+    with pytest.raises(UserError, match=r"8 prompts|4 prompts \(of rated images: references\)"):
         prepare_reward(_config(model, train, train))
     with pytest.raises(UserError, match=r"data.coding is '1=left'.*a file of pairs"):
         _config(model, train, None, "data.coding='1=left'")
-    with pytest.raises(UserError, match=r"data.train_split is 'test'.*of pairs or of rated pictures"):
+    with pytest.raises(UserError, match=r"data.train_split is 'test'.*of pairs or of rated images"):
         _config(model, train, None, "data.train_split=test")
     with pytest.raises(UserError, match=r"data.right is 0.5.*by the task critique alone"):
         load_config(TrainRewardConfig, None, ["data.right=0.5"])
@@ -172,10 +172,10 @@ def test_a_trained_meta_judge_has_its_own_question_and_a_number_to_keep(model, o
 def test_the_command_line_takes_a_trained_meta_judge(model, tmp_path, monkeypatch):
     """Its folder is `--option meta`, and of eight votes the one counts that it rates highest."""
     pair = ShapesPreferences(0).pair(0)
-    Image.fromarray(pair.pictures()[0]).save(tmp_path / "0.png")
+    Image.fromarray(pair.images()[0]).save(tmp_path / "0.png")
     given: dict[str, Any] = {
         "model": "shapes-vlm", "reads": "yes_no", "answers": 8, "max_new_tokens": 40, "meta": model,
-        "template": "Does the picture show {prompt}? Answer, then say why.", "min_mass": 0,
+        "template": "Does the image show {prompt}? Answer, then say why.", "min_mass": 0,
     }  # fmt: skip
     options = [part for name, value in given.items() for part in ("--option", f"{name}={value}")]
     arguments = ["score", str(tmp_path / "0.png"), "-p", pair.prompt, "-r", "deepseek_grm", *options]

@@ -82,8 +82,8 @@ def test_autocast_is_planned_as_a_gpu_has_it(models, judge):
     assert 0.95 <= found["auto"] * GB / held <= 1.05
 
 
-def test_features_that_are_kept_are_those_of_all_pictures(models):
-    """Two pictures each of 12 pairs; a tower that is trained keeps none."""
+def test_features_that_are_kept_are_those_of_all_images(models):
+    """Two images each of 12 pairs; a tower that is trained keeps none."""
     config = _config(models, "yes_no", run={"iterations": 4})
     judge: Any = build_judge(config, torch.device("cpu"))
     train = prepare_reward(config).train

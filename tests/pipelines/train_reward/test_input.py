@@ -36,7 +36,7 @@ from visalign.training.reward.trainer import RewardModeling
 
 @pytest.fixture
 def rows(tmp_path: Path) -> list[dict[str, Any]]:
-    """Four pairs of pictures in a folder."""
+    """Four pairs of images in a folder."""
     found = []
     for n in range(4):
         names = [f"{n}{side}.png" for side in "ab"]
@@ -54,7 +54,7 @@ def _config(folder: Path, rows: list[dict[str, Any]], *more: str) -> TrainReward
     return load_config(TrainRewardConfig, None, [*given, *more])
 
 
-def test_rated_pictures_of_a_file_are_parted_by_their_references(tmp_path, rows):
+def test_rated_images_of_a_file_are_parted_by_their_references(tmp_path, rows):
     rated = [
         {"image": "0a.png", "mos": 2.5, "std": 0.5},
         {"image": "1a.png", "mos": 4.0, "reference": "1b.png"},
@@ -67,10 +67,10 @@ def test_rated_pictures_of_a_file_are_parted_by_their_references(tmp_path, rows)
     assert {Path(origin).name for origin in examples.prompts} == {"0a.png", "1b.png"}
 
 
-def test_a_picture_that_is_none_is_refused_with_its_row_before_anything_is_written(tmp_path, rows):
-    (tmp_path / "2b.png").write_bytes(b"no picture")
+def test_an_image_that_is_none_is_refused_with_its_row_before_anything_is_written(tmp_path, rows):
+    (tmp_path / "2b.png").write_bytes(b"no image")
     with pytest.raises(
-        UserError, match=r"data\.train: The picture '.*2b\.png' in row 3 of 'set' cannot be read"
+        UserError, match=r"data\.train: The image '.*2b\.png' in row 3 of 'set' cannot be read"
     ):
         run(_config(tmp_path, rows), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -125,7 +125,7 @@ def test_prompts_with_changed_words_stand_for_the_given_ones(tmp_path, rows):
     assert not {example.prompt for example in made} & {plain[n].prompt for n in range(4)}
     for example, row in zip(made, inputs.train.rows, strict=True):
         assert row.prompt == example.prompt
-        (origin,) = [plain[n] for n in range(4) if plain.rows[n].pictures == row.pictures]
+        (origin,) = [plain[n] for n in range(4) if plain.rows[n].images == row.images]
         assert example.label == origin.label and torch.equal(example.images[0], origin.images[0])
     (tmp_path / "words.json").write_text("[1]")
     with pytest.raises(UserError, match=r"convex_da\.synonyms: .*words\.json' cannot be read"):
@@ -200,7 +200,7 @@ def test_a_run_whose_gradients_are_not_finite_stops(tmp_path):
 
 @pytest.fixture(scope="module")
 def residual(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny contrastive model whose picture tower normalises batches, as shapes-clip's does."""
+    """A tiny contrastive model whose image tower normalises batches, as shapes-clip's does."""
     import open_clip
 
     folder = tmp_path_factory.mktemp("residual")

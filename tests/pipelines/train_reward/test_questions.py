@@ -81,10 +81,10 @@ def test_our_own_questions_are_asked_alike_in_training_and_by_the_saved_judge(tm
     judge.save(tmp_path / "judge")
     read: Any = load_judge(NAMES[kind], model=str(tmp_path / "judge"), min_mass=0.0)
     prompts = [row.prompt for row in rows]
-    pictures = [[row.images[side] for row in rows] for side in range(len(rows[0].images))]
+    images = [[row.images[side] for row in rows] for side in range(len(rows[0].images))]
     if kind == "pair":
-        found, said = read.compare(*pictures, prompts).log_odds, said[:4] - said[4:]
+        found, said = read.compare(*images, prompts).log_odds, said[:4] - said[4:]
     else:
-        found = torch.cat([read.score(side, prompts).value for side in pictures])
+        found = torch.cat([read.score(side, prompts).value for side in images])
     assert said.std() > 1e-3
     torch.testing.assert_close(found, said, rtol=1e-4, atol=1e-5)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges of pictures that two processes divide by `run.sharding` are those of two processes that do not."""
+"""Judges of images that two processes divide by `run.sharding` are those of two processes that do not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.training.pictures import outcome
+from tests.support.training.images import outcome
 from tests.support.training.processes import ROOT, in_forks
 from visalign.errors import UserError
 from visalign.pipelines.train_reward import judges
@@ -97,7 +97,7 @@ def _numbers(record: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("judge", DIVIDED, ids="-".join)
 def test_a_divided_judge_is_the_judge(judge, runs):
-    """Measurements in which the processes have unequal parts, a picture that was seen before, dropout."""
+    """Measurements in which the processes have unequal parts, an image that was seen before, dropout."""
     ddp, fsdp = (runs / name / "-".join(judge) for name in ("ddp", "fsdp"))
     assert (fsdp / "checkpoints" / "step_000002" / "sharded").is_dir()
     records = [[_numbers(r) for r in read_metrics(one / "metrics.jsonl")] for one in (ddp, fsdp)]

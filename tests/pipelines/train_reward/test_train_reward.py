@@ -75,8 +75,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tiny_clip(folder / "clip")
     save_tiny_seeing_model(folder / "vlm")
 
-    def template(pictures: int, **words: Any) -> dict[str, Any]:
-        content = [*({"type": "image"} for _ in range(pictures)), TEXT]
+    def template(images: int, **words: Any) -> dict[str, Any]:
+        content = [*({"type": "image"} for _ in range(images)), TEXT]
         return {"messages": [{"role": "user", "content": content}], **words}
 
     answers = {"yes": list("ynabcdefghijkl"), "no": list("mopqrstuvwxz ")}  # most of what can be said
@@ -242,7 +242,7 @@ def test_the_generated_sets_are_what_they_say():
         left, right = pair.utility
         assert example.truth == (0.5 if left == right else float(left > right)) and example.votes is None
         assert torch.equal(
-            (example.images[0] * 255).round().byte().permute(1, 2, 0), torch.tensor(pair.pictures()[0])
+            (example.images[0] * 255).round().byte().permute(1, 2, 0), torch.tensor(pair.images()[0])
         )
     triple = shapes_triples(0, 5)[3]
     assert len(triple.images) == 3 and triple.prompt.casefold() in shapes_triples(0, 5).prompts
@@ -256,7 +256,7 @@ def triple_prompts() -> frozenset[str]:
 
 
 def _set(folder: Path, name: str, rows: list[dict[str, Any]]) -> str:
-    """A file of rows and the pictures that they name."""
+    """A file of rows and the images that they name."""
     folder.mkdir(exist_ok=True)
     for row in rows:
         for key, value in row.items():
@@ -294,7 +294,7 @@ def test_files_of_pairs_train_a_judge(models, tmp_path):
         run(config, tmp_path / "run", resume=True)
 
 
-def test_triples_come_from_pairs_with_a_refined_picture(models, tmp_path):
+def test_triples_come_from_pairs_with_a_refined_image(models, tmp_path):
     rows = _pairs("t", image_refined="r.png", prompt_refined="a red circle")
     tied = {"train": _set(tmp_path, "tied.jsonl", rows), "heldout": None, "size": None}
     with pytest.raises(UserError, match=r"2 rows of 'tied' are ties \(the first is row 4\).*Take them out"):
@@ -360,7 +360,7 @@ def test_ratings_have_the_judges_unit(models, tmp_path):
         UserError, match=r"data.train: mos of the set goes from 10 to 40; this judge answers from 1 to 5"
     ):
         prepare_reward(_config(models, "rating", data=data))
-    with pytest.raises(UserError, match=r"data.train: the set holds single rated pictures"):
+    with pytest.raises(UserError, match=r"data.train: the set holds single rated images"):
         prepare_reward(_config(models, "hpsv3", data=data))
 
 
@@ -393,7 +393,7 @@ def test_ratings_have_the_judges_unit(models, tmp_path):
             "model.autocast is 'bfloat16', and the answers of a frozen model are read without it",
         ),
         (["objective.task=hp"], "objective.task is 'hp'; a judge of kind hpsv3 learns by uncertainty"),
-        (["data.train=shapes:quality"], "data.train is shapes:quality, which holds single rated pictures"),
+        (["data.train=shapes:quality"], "data.train is shapes:quality, which holds single rated images"),
         (
             ["data.labels=majority"],
             "Key 'data.labels' in .* got 'majority' .*'votes', 'truth', 'probability'",

@@ -22,7 +22,7 @@ from visalign.errors import UserError
 from visalign.evaluation.pages.ugda_page import ugda_page
 from visalign.pipelines.collect.store import Plan, VoteStore
 from visalign.pipelines.collect.tasks import Form, Task
-from visalign.pipelines.sample.job import SampleSettings, load_sampler, sample_pictures
+from visalign.pipelines.sample.job import SampleSettings, load_sampler, sample_images
 from visalign.pipelines.train_reward.config import OffPolicyConfig
 from visalign.pipelines.ugda.config import EnsembleConfig, LabelConfig, PartConfig, UGDAConfig
 from visalign.pipelines.ugda.job import WaitingForVotes, _judge_job, _sampling, plan, run
@@ -73,7 +73,7 @@ def test_members_are_asked_apart_and_failures_are_nan(tmp_path):
 def tiny(tmp_path: Path, **labels: Any) -> UGDAConfig:
     heldout = tmp_path / "heldout.jsonl"
     heldout.write_text(json.dumps(parse_prompt("a purple triangle")) + "\n")
-    small: dict[str, Any] = {"prompts": 3, "pictures": 3, "first": 4, "more": 2}
+    small: dict[str, Any] = {"prompts": 3, "images": 3, "first": 4, "more": 2}
     return UGDAConfig(
         rounds=2,
         labels=LabelConfig(**small | labels),
@@ -168,7 +168,7 @@ def test_samples_are_drawn_again_as_they_were_made(tmp_path):
     made = SampleSettings(
         model=str(build_tiny_sd3(tmp_path / "sd3")), seeds=[1, 4], steps=4, solver="dpmpp_2m"
     )
-    rows = sample_pictures([{"prompt": "a red circle"}], made, tmp_path / "drawn")
+    rows = sample_images([{"prompt": "a red circle"}], made, tmp_path / "drawn")
     policy = load_sampler(made)
     images, prompts = [row["image"] for row in rows], [row["prompt"] for row in rows]
     again = policy.decode(_redrawn(policy, made, images, prompts)).clamp(0, 1).mul(255).permute(0, 2, 3, 1)
@@ -199,7 +199,7 @@ def test_labellers_that_fail_are_counted_and_stop_the_run(tmp_path):
 
     good, bad = tmp_path / "good.png", tmp_path / "bad.png"
     Image.new("RGB", (64, 64)).save(good)
-    bad.write_bytes(b"no picture")
+    bad.write_bytes(b"no image")
     tasks = [Task(prompt="a red circle", images=(str(good), str(bad)))]
     store = VoteStore.make(tmp_path / "v.sqlite", tasks, Form(), Plan())
     reasons = _truth(store)

@@ -179,7 +179,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path):
     assert [pixels_of(tmp_path / "fifo.png"), pixels_of(torch.zeros(3, 4, 5))] == [0, 20]
 
 
-def test_a_picture_is_as_large_as_the_machine_bears(tmp_path: Path, monkeypatch):
+def test_an_image_is_as_large_as_the_machine_bears(tmp_path: Path, monkeypatch):
     Image.new("1", (300, 200)).save(tmp_path / "wide.png")
     monkeypatch.setattr(memory, "machine_memory", lambda: 59_999 * 4 * memory.BYTES_PER_PIXEL)
     assert "has more than 59999 pixels" in reason(tmp_path / "wide.png")
@@ -279,7 +279,7 @@ def test_resize_equals_pils_passes(source, target, interpolation, seed):
 
 @settings(max_examples=60, deadline=None, phases=[Phase.generate])
 @given(st.tuples(st.integers(1, 90), st.integers(0, 90)), st.integers(4, 60), st.integers(0, 999))
-def test_resize_of_square_and_wide_pictures_equals_pil_in_one_call(sides, size, seed):
+def test_resize_of_square_and_wide_images_equals_pil_in_one_call(sides, size, seed):
     source = (sides[0], sides[0] + sides[1])
     target = resized_shape(*source, {"size": size})
     array = hard_edges(source, seed)

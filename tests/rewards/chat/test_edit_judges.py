@@ -11,7 +11,7 @@ from PIL import Image
 
 from tests.rewards.chat.test_unified_reward import PIXELS, QUICK, bright, light
 from tests.support.judges.vision_language import noise, tiny_judge
-from tests.support.servers.chat import chat, pictures, serving, words
+from tests.support.servers.chat import chat, sent_images, serving, words
 from visalign.rewards import check_reward, load_reward
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.chat.edit_score import EditScore, wording
@@ -60,7 +60,7 @@ def test_an_edit_is_its_worse_numbers_together():
 
 def test_passes_are_averaged_and_a_lost_one_is_no_score():
     def answer(body):
-        if len(pictures(body)) == 1:
+        if len(sent_images(body)) == 1:
             return points(25, 25)
         return points(*((25, 25), (0, 0), (16, 20))[body["seed"]]) if body["seed"] < 3 else chat("no")
 
@@ -94,7 +94,7 @@ def test_rational_rewards_asks_in_the_published_words():
 
 def test_rational_rewards_means_the_aspects_that_apply():
     def answer(body):
-        if len(pictures(body)) == 2:
+        if len(sent_images(body)) == 2:
             return chat(JUDGEMENT.format("**2**", "Image Faithfulness:\n## Score: 4\n3. ", 4))
         return chat(JUDGEMENT.format("5.0", "", 3) if light(body)[0] > 0.5 else "It is nice.")
 
@@ -112,7 +112,7 @@ def test_rational_rewards_means_the_aspects_that_apply():
 
 def _rubric(body):
     text = words(body)
-    if not pictures(body):
+    if not sent_images(body):
         caption = text.split("caption: ")[1].splitlines()[0]
         return chat(
             "None." if "hard" in caption else f"1. Is it {caption}?\n2) Is it sharp?\n2) Is it sharp?"
@@ -131,7 +131,7 @@ def test_a_rubric_is_written_once_for_a_prompt_and_then_answered():
     assert found.parts["questions"][0] == 2 and found.parts["least"][0] == pytest.approx(0.6)
     assert found.text is not None and found.text[0] == "0.900 Is it a cat?\n0.600 Is it sharp?"
     assert not found.valid[2] and "its checklist: the model wrote 0 questions" in str(found.reason)
-    assert sum(not pictures(body) for body in stub.asked) == 2, "one list for each prompt"
+    assert sum(not sent_images(body) for body in stub.asked) == 2, "one list for each prompt"
     assert again.value[0] == pytest.approx(0.5) and "needed is a list of questions" in str(again.reason)
 
 

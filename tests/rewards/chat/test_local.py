@@ -22,13 +22,13 @@ from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.vlm.engine import Query
 from visalign.rewards.vlm.generation import JudgeAnswers
 
-PICTURES = [noise(16, 24, 1), noise(40, 8, 2), noise(16, 24, 3)]
+IMAGES = [noise(16, 24, 1), noise(40, 8, 2), noise(16, 24, 3)]
 PROMPTS = ["a cat", "a red dog", "a cat"]
 
 
 def test_texts_are_those_of_the_engine_and_what_is_cut_off_is_a_failure():
     engine = tiny_judge()
-    queries = [Query(images=[image], prompt=prompt) for image, prompt in zip(PICTURES, PROMPTS, strict=True)]
+    queries = [Query(images=[image], prompt=prompt) for image, prompt in zip(IMAGES, PROMPTS, strict=True)]
     drawing = {"answers": 2, "seed": 3, "temperature": 1.0, "max_new_tokens": 4}
     wanted = engine.generate(ONE, queries, **drawing)
     found = LocalModel(engine, max_failure_rate=1.0).ask(ONE, queries, read=lambda said: said.text, **drawing)
@@ -47,7 +47,7 @@ def test_yes_and_no_are_those_of_the_reader():
     template = replace(ONE, words={"yes": ("y",), "no": ("n",)})
     mine = YesNoServer(server=LocalModel(engine), template=template, top_logprobs=1000, min_mass=0.0)
     theirs = RewardDance(engine, template=template, min_mass=0.0)
-    found, wanted = mine.score(PICTURES, PROMPTS), theirs.score(PICTURES, PROMPTS)
+    found, wanted = mine.score(IMAGES, PROMPTS), theirs.score(IMAGES, PROMPTS)
     assert found.valid.all()
     torch.testing.assert_close(found.value, wanted.value, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found.parts["mass"], wanted.parts["mass"], rtol=1e-4, atol=1e-5)
@@ -58,12 +58,12 @@ def test_a_folder_is_loaded_here(tmp_path, monkeypatch):
     folder = save_tiny_seeing_model(tmp_path / "judge")
     options = {"max_new_tokens": 2, "max_failure_rate": 1.0, "max_tokens": 10**6, "min_pixels": 64}
     judge = UnifiedReward(model=str(folder), max_pixels=4096, **options)
-    found = judge.score(PICTURES, PROMPTS)
+    found = judge.score(IMAGES, PROMPTS)
     assert not found.valid.any() and found.reason is not None
     assert all("cut off" in str(reason) or "gives no score" in str(reason) for reason in found.reason)
     assert judge.identity.model == "judge" and judge.identity.weights.strip("+")
     pairs: Any = load_judge("unified_reward_pairs", model=str(folder), run_device="cpu", **options)
-    assert pairs.compare(PICTURES, PICTURES[::-1], PROMPTS).valid.tolist() == [False] * 3
+    assert pairs.compare(IMAGES, IMAGES[::-1], PROMPTS).valid.tolist() == [False] * 3
     with pytest.raises(RewardError, match="Did you mean 'attention'"):
         UnifiedReward(model=str(folder), atention="eager")
 
@@ -78,5 +78,5 @@ def test_its_answers_become_scores(monkeypatch):
 
     monkeypatch.setattr(engine, "generate", generate)
     judge = UnifiedRewardPairs(server=LocalModel(engine), mode="think", both_orders=False)
-    assert judge.compare(PICTURES, PICTURES[::-1], PROMPTS).prob.tolist() == [1, 1, 1]
+    assert judge.compare(IMAGES, IMAGES[::-1], PROMPTS).prob.tolist() == [1, 1, 1]
     assert asked == [(1, {"seed": 0, "temperature": 0.0, "max_new_tokens": 2048}, [2, 2, 2])]

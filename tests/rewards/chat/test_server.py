@@ -9,12 +9,12 @@ import time
 import pytest
 import torch
 
-from tests.support.servers.chat import chat, pictures, serving, words
+from tests.support.servers.chat import chat, sent_images, serving, words
 from visalign.errors import UserError
 from visalign.remote import ServerConnection, ServerError
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure import FailureAlarm
-from visalign.rewards.chat.messages import PictureUrls, Reply, chat_messages, question, read_reply, safe_text
+from visalign.rewards.chat.messages import ImageUrls, Reply, chat_messages, question, read_reply, safe_text
 from visalign.rewards.chat.server import ChatServer
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.vlm.requests import Query
@@ -55,18 +55,18 @@ def test_answers_come_in_the_order_of_the_questions():
     assert stub.paths == ["/v1/chat/completions"] * 4
 
 
-def test_pictures_are_sent_without_loss_and_equal_requests_once():
+def test_images_are_sent_without_loss_and_equal_requests_once():
     with serving(lambda body: chat("yes")) as stub:
         server = client(stub.url)
-        picture = images(1)[0]
-        repeated = [Query(images=[picture], prompt="a"), Query(images=[picture.clone()], prompt="a")]
+        image = images(1)[0]
+        repeated = [Query(images=[image], prompt="a"), Query(images=[image.clone()], prompt="a")]
         found = server.ask(
-            SHOW, [*repeated, Query(images=[1 - picture], prompt="a")], read=lambda reply: reply.text
+            SHOW, [*repeated, Query(images=[1 - image], prompt="a")], read=lambda reply: reply.text
         )
     assert found == [["yes"]] * 3
     assert len(stub.asked) == 2
-    sent = sorted((pictures(body)[0] for body in stub.asked), key=lambda levels: int(levels[0, 0, 0]))
-    levels = (picture * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+    sent = sorted((sent_images(body)[0] for body in stub.asked), key=lambda levels: int(levels[0, 0, 0]))
+    levels = (image * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
     assert any((one == levels).all() for one in sent) and any((one == 255 - levels).all() for one in sent)
 
 
@@ -336,6 +336,6 @@ def test_drawing_refused(options, message):
         texts(client("http://127.0.0.1:9"), "a", **options)
 
 
-def test_another_number_of_pictures_is_refused():
+def test_another_number_of_images_is_refused():
     with pytest.raises(RewardError, match="1 slots for pictures and got 2"):
-        chat_messages(SHOW, Query(images=list(images(2)), prompt="a"), PictureUrls())
+        chat_messages(SHOW, Query(images=list(images(2)), prompt="a"), ImageUrls())

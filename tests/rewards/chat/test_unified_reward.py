@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.support.servers.chat import chat, pictures, serving, words
+from tests.support.servers.chat import chat, sent_images, serving, words
 from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.rewards import check_reward, load_reward
 from visalign.rewards.base.contract import RewardError
@@ -34,12 +34,12 @@ QUICK = {"retries": 0, "timeout": 5.0, "max_failure_rate": 1.0}
 
 
 def bright(*levels: float) -> torch.Tensor:
-    """Plain grey pictures [N, 3, 4, 4]."""
+    """Plain grey images [N, 3, 4, 4]."""
     return torch.tensor(levels).view(-1, 1, 1, 1).expand(-1, 3, 4, 4).mul(255).round() / 255
 
 
 def light(body) -> list[float]:
-    return [float(picture.mean()) / 255 for picture in pictures(body)]
+    return [float(image.mean()) / 255 for image in sent_images(body)]
 
 
 def caption(body) -> str:
@@ -96,11 +96,11 @@ def test_bad_rows_are_not_asked(tmp_path):
 
 
 PIXELS = torch.randint(0, 256, (3, 3, 8, 8), generator=torch.Generator().manual_seed(1)).float() / 255
-"""Three noisy pictures of different mean."""
+"""Three noisy images of different mean."""
 
 
 def _hash(body) -> int:
-    return int(sum(int(picture.astype("int64").sum()) for picture in pictures(body)))
+    return int(sum(int(image.astype("int64").sum()) for image in sent_images(body)))
 
 
 JUDGES = {
@@ -311,10 +311,10 @@ def test_a_pair_needs_both_orders_and_both_images():
     def answer(body):
         return chat(prefer_brighter(body)) if light(body)[0] > light(body)[1] else "!close"
 
-    pictures_left = [Image.new("RGB", (4, 4), "white"), "nowhere.png", Image.new("RGB", (4, 4), "white")]
+    images_left = [Image.new("RGB", (4, 4), "white"), "nowhere.png", Image.new("RGB", (4, 4), "white")]
     with serving(answer) as stub:
         judge = UnifiedRewardPairs(stub.url, "tiny", **QUICK)
-        found = judge.compare(pictures_left, [Image.new("RGB", (4, 4), "black")] * 3, ["a", "a", ""])
+        found = judge.compare(images_left, [Image.new("RGB", (4, 4), "black")] * 3, ["a", "a", ""])
         with pytest.raises(ValueError, match="1 images and 2 prompts"):
             judge.compare(bright(0.1), bright(0.1), ["a", "b"])
     assert not found.valid.any() and found.prob.isnan().all()
@@ -331,7 +331,7 @@ def test_pairs_with_several_answers():
     with serving(lambda body: chat(f"Image {1 + (body['seed'] == 3)} is better")) as stub:
         judge = UnifiedRewardPairs(stub.url, "tiny", answers=4, temperature=1.0, **QUICK)
         found = judge.compare(bright(0.6), bright(0.2), ["a"])
-    # 3 of 4 for the first picture in each order
+    # 3 of 4 for the first image in each order
     assert found.prob.tolist() == [0.5] and found.parts["left_first"].tolist() == [0.75]
     assert found.std is not None and found.std.tolist() == pytest.approx([math.sqrt(2 * 0.25 / 4) / 2])
 
@@ -432,9 +432,9 @@ def test_yes_no_of_a_server():
     with serving(
         lambda body: chat("", finish="length", logprobs=said[words(body).split("Text: ")[1].split("\n")[0]])
     ) as stub:
-        pictures = bright(0.5).repeat(5, 1, 1, 1)
-        strict = YesNoServer(stub.url, "tiny", **QUICK).score(pictures, list(said))
-        found = YesNoServer(stub.url, "tiny", one_sided="bound", **QUICK).score(pictures, list(said))
+        sent_images = bright(0.5).repeat(5, 1, 1, 1)
+        strict = YesNoServer(stub.url, "tiny", **QUICK).score(sent_images, list(said))
+        found = YesNoServer(stub.url, "tiny", one_sided="bound", **QUICK).score(sent_images, list(said))
     assert strict.valid.tolist() == [True, False, False, False, False] and strict.reason is not None
     assert "no is not among the 2 likeliest first tokens, so the log-odds are undefined" in str(
         strict.reason[1]

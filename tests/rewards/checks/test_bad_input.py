@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every judge that works out of the box, on bad pictures and texts: a row is masked, no other one moves."""
+"""Every judge that works out of the box, on bad images and texts: a row is masked, no other one moves."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def judges() -> dict[str, Any]:
     }
 
 
-def pictures(count: int) -> list[torch.Tensor]:
+def images(count: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     return list(torch.randint(0, 256, (count, 3, 32, 32), generator=generator).float() / 255)
 
@@ -93,7 +93,7 @@ LONG = {"long": "a red circle " * 3000, "one long word": "x" * 20000}
 
 @pytest.mark.parametrize("name", [*READ, *BLIND])
 def test_texts_cost_their_own_row_at_most(judges, name) -> None:
-    judge, image = judges[name], pictures(1)[0]
+    judge, image = judges[name], images(1)[0]
     texts = [*TEXTS.values(), *BROKEN.values(), *LONG.values()]
     said = judged(judge, [image] * (len(texts) + 1), [*texts, "a red circle"])
     alone = judged(judge, [image], ["a red circle"])
@@ -112,10 +112,10 @@ def test_texts_cost_their_own_row_at_most(judges, name) -> None:
 
 
 def broken_files(folder: Path) -> list[Any]:
-    """Pictures that cannot be judged."""
+    """Images that cannot be judged."""
     whole = BytesIO()
-    to_pil(pictures(1)[0]).save(whole, "PNG")
-    (folder / "text.png").write_text("no picture")
+    to_pil(images(1)[0]).save(whole, "PNG")
+    (folder / "text.png").write_text("no image")
     (folder / "nothing.png").write_bytes(b"")
     (folder / "cut.png").write_bytes(whole.getvalue()[:200])
     header = whole.getvalue()[:16] + (50_000).to_bytes(4, "big") * 2 + whole.getvalue()[24:29]
@@ -125,8 +125,8 @@ def broken_files(folder: Path) -> list[Any]:
 
 
 def odd_files(folder: Path) -> list[Any]:
-    """Pictures of every mode that can."""
-    colour = to_pil(pictures(1)[0]).resize((40, 56))
+    """Images of every mode that can."""
+    colour = to_pil(images(1)[0]).resize((40, 56))
     clear = colour.convert("RGBA")
     clear.putalpha(colour.convert("L"))
     turned = colour.getexif()
@@ -140,12 +140,12 @@ def odd_files(folder: Path) -> list[Any]:
     files = [folder / name for name in ("turned.jpg", "animated.gif", "cmyk.jpg", "clear.png")]
     plain = [colour.convert(mode) for mode in ("L", "LA", "P", "1", "HSV", "YCbCr", "F")]
     plain[-1] = Image.fromarray(np.asarray(colour.convert("L"), dtype=np.float32) / 255)
-    return [*files, *plain, clear, deep, (pictures(1)[0] * 255).to(torch.uint8), Image.new("RGB", (900, 700))]
+    return [*files, *plain, clear, deep, (images(1)[0] * 255).to(torch.uint8), Image.new("RGB", (900, 700))]
 
 
 @pytest.mark.parametrize("name", [*READ, *BLIND])
-def test_pictures_that_cannot_be_read_cost_their_own_row(judges, name, tmp_path) -> None:
-    judge, image = judges[name], pictures(1)[0]
+def test_images_that_cannot_be_read_cost_their_own_row(judges, name, tmp_path) -> None:
+    judge, image = judges[name], images(1)[0]
     bad = broken_files(tmp_path)
     said = judged(judge, [image, *bad, image], ["a red circle"] * (len(bad) + 2))
     alone = numbers(judged(judge, [image], ["a red circle"]))[0]
@@ -156,7 +156,7 @@ def test_pictures_that_cannot_be_read_cost_their_own_row(judges, name, tmp_path)
 
 
 @pytest.mark.parametrize("name", [*READ, *BLIND])
-def test_pictures_of_every_mode_are_judged(judges, name, tmp_path) -> None:
+def test_images_of_every_mode_are_judged(judges, name, tmp_path) -> None:
     odd = odd_files(tmp_path)
     said = judged(judges[name], odd, ["a red circle"] * len(odd))
     assert torch.isfinite(numbers(said)).tolist() == said.valid.tolist()
@@ -168,7 +168,7 @@ def test_pictures_of_every_mode_are_judged(judges, name, tmp_path) -> None:
 @pytest.mark.parametrize("name", [*READ, *BLIND])
 def test_one_rule_for_prompts_without_a_visible_character(judges, name) -> None:
     prompts = ["a red circle", "", " \n\t", "\u200b\u00a0\ufeff", "a blue square"]
-    said = judged(judges[name], pictures(5), prompts)
+    said = judged(judges[name], images(5), prompts)
     empty = [False, True, True, True, False]
     if name in READ:
         assert said.valid.tolist() == [not one for one in empty]

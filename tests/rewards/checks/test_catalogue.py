@@ -234,8 +234,8 @@ def test_every_judge_with_a_network_takes_a_device():
     }
     answers = {"exact_answer", "numeric_answer", "boxed_answer", "list_answer", "task_answer", "code_tests"}
     forms = {"text_format", "json_format", "length", "repetition", "random", "shapes_verifier", "ocr"}
-    about_pictures = {"rating", "verdict"}
-    assert without == statistics | {"remote"} | answers | forms | about_pictures
+    about_images = {"rating", "verdict"}
+    assert without == statistics | {"remote"} | answers | forms | about_images
 
 
 def test_a_file_may_hold_a_dataclass(tmp_path):
@@ -399,9 +399,9 @@ def test_value_outside_the_declared_range():
 
 def test_unmatched_parameters():
     with pytest.raises(
-        ValueError, match=r"has the parameters \(pictures, texts\).*cannot be told which are the images"
+        ValueError, match=r"has the parameters \(images, texts\).*cannot be told which are the images"
     ):
-        FunctionReward(lambda pictures, texts: [])
+        FunctionReward(lambda samples, texts: [])
     with pytest.raises(RewardError, match=r"asks for colour, which is neither.*\(keys: answer, other\)"):
         value(lambda images, colour: [])
     with pytest.raises(ValueError, match="images_as is 'jpg'; allowed are tensor, pil, uint8"):

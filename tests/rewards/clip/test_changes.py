@@ -15,7 +15,7 @@ from visalign.rewards.base.contract import RewardError
 from visalign.rewards.clip.loading import BASE, CHANGES, load_fine_tuned_clip
 from visalign.rewards.scorers.hp import Hp
 
-PICTURES = [torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+IMAGES = [torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(n)) for n in range(3)]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def moved(place, seed: int, names: str = "visual.transformer") -> Hp:
 
 
 def scores(judge: Hp) -> torch.Tensor:
-    return judge.score(PICTURES, ["a"] * len(PICTURES)).value
+    return judge.score(IMAGES, ["a"] * len(IMAGES)).value
 
 
 def test_what_is_read_again_is_what_was_saved(base, tmp_path):

@@ -58,14 +58,14 @@ def test_score_equals_transformers_own_pipeline(folder, images):
 
     model: Any = CLIPModel.from_pretrained(folder).eval()
     edges: dict[str, Any] = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
-    pictures: Any = [to_pil(image) for image in images]
-    pixels = CLIPImageProcessorPil(**edges)(pictures, return_tensors="pt")["pixel_values"]
+    samples: Any = [to_pil(image) for image in images]
+    pixels = CLIPImageProcessorPil(**edges)(samples, return_tensors="pt")["pixel_values"]
     tokens = AutoTokenizer.from_pretrained(folder)(PROMPTS, padding=True, return_tensors="pt")["input_ids"]
     with torch.no_grad():
-        picture = model.get_image_features(pixel_values=pixels).pooler_output
+        sample = model.get_image_features(pixel_values=pixels).pooler_output
         text = model.get_text_features(input_ids=tokens).pooler_output
     scores = ClipScore(folder).score(images, PROMPTS)
-    torch.testing.assert_close(scores.value, F.cosine_similarity(picture, text), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(scores.value, F.cosine_similarity(sample, text), rtol=1e-5, atol=1e-6)
 
 
 def test_both_libraries_agree_on_the_same_weights(tmp_path, images):
@@ -141,7 +141,7 @@ def test_neighbours_order_and_batch_size_change_nothing(folder, images):
         torch.testing.assert_close(together, back, rtol=1e-6, atol=0)
 
 
-def test_each_picture_and_prompt_is_encoded_once_and_kept(folder, images, monkeypatch):
+def test_each_image_and_prompt_is_encoded_once_and_kept(folder, images, monkeypatch):
     reward = ClipScore(folder)
     seen = count_encoded(reward.towers, monkeypatch)
     pairs = [(i, p) for i in range(3) for p in PROMPTS[:2]]
@@ -156,7 +156,7 @@ def test_each_picture_and_prompt_is_encoded_once_and_kept(folder, images, monkey
     assert seen == {"image": 6, "text": 3}
 
 
-def test_transposed_pictures_are_not_taken_for_each_other(folder):
+def test_transposed_images_are_not_taken_for_each_other(folder):
     tall = torch.linspace(0, 1, 3 * 40 * 20).view(3, 40, 20)
     values = ClipScore(folder).score([tall, tall.reshape(3, 20, 40)], ["a", "a"]).value
     assert values[0] != values[1]
@@ -189,11 +189,11 @@ def test_a_changed_weight_empties_the_cache(folder, images):
 
 def test_gradient_path_has_the_values_of_the_score(folder, images):
     reward = ClipScore(folder)
-    pictures = images.clone().requires_grad_()
-    value = reward.score_with_gradient(pictures, PROMPTS)
+    samples = images.clone().requires_grad_()
+    value = reward.score_with_gradient(samples, PROMPTS)
     torch.testing.assert_close(value.detach(), reward.score(images, PROMPTS).value, rtol=1e-6, atol=1e-7)
     value.sum().backward()
-    assert pictures.grad is not None and (pictures.grad.flatten(1).abs().sum(1) > 0).all()
+    assert samples.grad is not None and (samples.grad.flatten(1).abs().sum(1) > 0).all()
     with pytest.raises(ValueError, match=r"for a gradient give a float tensor \[B, 3, H, W\]"):
         reward.score_with_gradient(images.mul(255).to(torch.uint8), PROMPTS)
     with pytest.raises(ValueError, match="4 images and 1 prompts"):
@@ -202,10 +202,10 @@ def test_gradient_path_has_the_values_of_the_score(folder, images):
 
 def test_a_step_along_the_gradient_raises_the_score(folder, images):
     reward = ClipScore(folder)
-    pictures = (images * 0.5 + 0.25).requires_grad_()
-    first = reward.score_with_gradient(pictures, PROMPTS)
-    (gradient,) = torch.autograd.grad(first.sum(), pictures)
-    moved = (pictures + 0.05 * gradient / gradient.abs().amax((1, 2, 3), keepdim=True)).detach()
+    samples = (images * 0.5 + 0.25).requires_grad_()
+    first = reward.score_with_gradient(samples, PROMPTS)
+    (gradient,) = torch.autograd.grad(first.sum(), samples)
+    moved = (samples + 0.05 * gradient / gradient.abs().amax((1, 2, 3), keepdim=True)).detach()
     assert (reward.score(moved, PROMPTS).value > first.detach()).all()
 
 
@@ -247,12 +247,12 @@ def test_half_precision_towers(folder, images):
 
 
 def test_pil_and_tensor_give_the_same_score(folder):
-    pictures = [Image.effect_noise((61, 47), 90).convert("RGB"), Image.new("RGB", (33, 90), "red")]
+    samples = [Image.effect_noise((61, 47), 90).convert("RGB"), Image.new("RGB", (33, 90), "red")]
     tensors = [
-        torch.tensor(list(p.tobytes())).view(p.height, p.width, 3).permute(2, 0, 1) / 255 for p in pictures
+        torch.tensor(list(p.tobytes())).view(p.height, p.width, 3).permute(2, 0, 1) / 255 for p in samples
     ]
     reward = ClipScore(folder, cache_bytes=0)
-    left, right = reward.score(pictures, PROMPTS[:2]), reward.score(tensors, PROMPTS[:2])
+    left, right = reward.score(samples, PROMPTS[:2]), reward.score(tensors, PROMPTS[:2])
     assert torch.equal(left.value, right.value)
 
 

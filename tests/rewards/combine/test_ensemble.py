@@ -20,7 +20,7 @@ NAN = float("nan")
 
 
 class Fixed:
-    """Brightness times a factor; cannot judge pictures darker than a limit."""
+    """Brightness times a factor; cannot judge images darker than a limit."""
 
     range = (0.0, 3.0)
 

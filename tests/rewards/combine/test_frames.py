@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges of pictures on clips: means of even frames by hand, in any form, in sums; what is refused."""
+"""Judges of images on clips: means of even frames by hand, in any form, in sums; what is refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_form_of_a_clip_scores_alike(tmp_path: Path):
     assert judge.unit == load_reward("sharpness").unit and judge.name == "sharpness_frames"
 
 
-def test_a_picture_is_a_clip_of_one_frame_and_the_contract_holds():
+def test_an_image_is_a_clip_of_one_frame_and_the_contract_holds():
     check_reward(Frames("sharpness"))
     images = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     own = load_reward("sharpness").score(images, ["p"] * 3).value
@@ -98,7 +98,7 @@ def test_clips_in_sums_and_caches(tmp_path: Path):
     total = WeightedSum(terms).score(clips, ["p"] * 2)
     assert total.value.tolist() == pytest.approx([1.6, 1.6], abs=5e-3) and "two.frames" in total.parts
     with pytest.raises(
-        ValueError, match=r"clips and of pictures: bare takes no clip\. Let the reward 'frames'"
+        ValueError, match=r"clips and of images: bare takes no clip\. Let the reward 'frames'"
     ):
         WeightedSum({**terms, "bare": (Brightness(), 1.0)})
     kept = CachedReward(Frames("sharpness", 2), ScoreCache(tmp_path / "cache"))
@@ -114,7 +114,7 @@ def test_clips_in_sums_and_caches(tmp_path: Path):
 @pytest.mark.parametrize(
     ("clips", "error", "message"),
     [
-        ([[]], ValueError, r"images\[0\] is a clip of 0 frames; give at least one picture"),
+        ([[]], ValueError, r"images\[0\] is a clip of 0 frames; give at least one image"),
         ([torch.zeros(0, 3, 8, 8)], ValueError, "clip of 0 frames"),
         ([[Image.new("RGB", (4, 6)), Image.new("RGB", (5, 6))]], ValueError, "sizes 6×4, 6×5; the frames"),
         ([torch.zeros(2, 3, 8, 8)] * 2, ValueError, "2 clips and 1 prompts; give one each"),
@@ -129,7 +129,7 @@ def test_refused_clips(clips, error, message):
 
 
 @pytest.mark.parametrize("clips", [[[Image.new("RGB", (4, 4))]], [grey([0.5])], grey([0.5])[None]])
-def test_a_judge_of_pictures_says_what_judges_clips(clips):
+def test_a_judge_of_images_says_what_judges_clips(clips):
     with pytest.raises(
         (TypeError, ValueError), match=r"takes no clip of frames: load_judge\('frames', reward="
     ):
@@ -140,5 +140,5 @@ def test_refused_settings():
     for frames in (0, True, 2.0):
         with pytest.raises(RewardError, match="give how many of a clip are judged, at least 1"):
             Frames(Brightness(), frames)  # type: ignore[arg-type]  # the mistake
-    with pytest.raises(RewardError, match="compares the pictures of a group"):
+    with pytest.raises(RewardError, match="compares the images of a group"):
         Frames("vendi_gain")

@@ -107,7 +107,7 @@ def test_a_surer_map_counts_more_where_they_disagree():
 
         def mapper(self, hidden, context, features, grid):
             cold = torch.full((len(hidden), 4, 4), -20.0)
-            cold[0] = 20.0  # the whole picture says wrong everywhere, its tiles nowhere
+            cold[0] = 20.0  # the whole image says wrong everywhere, its tiles nowhere
             std = torch.full_like(cold, 1.0)
             std[0] = 0.1
             return cold, std.log()
@@ -125,7 +125,7 @@ def test_a_surer_map_counts_more_where_they_disagree():
     )
 
 
-def test_a_tile_is_judged_in_the_light_of_the_whole_picture():
+def test_a_tile_is_judged_in_the_light_of_the_whole_image():
     generator = torch.Generator().manual_seed(0)
     hidden, features = (torch.randn(5, *shape, generator=generator) for shape in ((32,), (4, 32)))
     other = torch.cat([torch.randn(1, 32, generator=generator), hidden[1:]])
@@ -234,7 +234,7 @@ def test_identity_tells_heads_and_tiles():
 
 
 def patched(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Grey pictures, half of them with a bright patch that is wrong: (images, heat, score)."""
+    """Grey images, half of them with a bright patch that is wrong: (images, heat, score)."""
     rng = np.random.default_rng(seed)
     shown = (
         torch.full((count, 3, 32, 32), 0.4)
@@ -250,7 +250,7 @@ def patched(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return shown.clamp(0, 1), heat, score
 
 
-def test_heads_learn_where_and_whether_a_picture_is_wrong():
+def test_heads_learn_where_and_whether_an_image_is_wrong():
     engine = tiny_engine()
     train, held = patched(200, 0), patched(60, 1)
     data, test = (

@@ -52,8 +52,8 @@ def test_the_packaged_judge_heats_what_breaks_the_prompt_and_nothing_else():
         style="flat",
         texture_seed=0,
     )
-    picture = torch.from_numpy(render(shown)).permute(2, 0, 1).float() / 255
-    told = packaged(write_reasons=False).explain([picture] * 3, ["a red circle", "a blue circle", "a cross"])
+    image = torch.from_numpy(render(shown)).permute(2, 0, 1).float() / 255
+    told = packaged(write_reasons=False).explain([image] * 3, ["a red circle", "a blue circle", "a cross"])
     inside = told.heatmap[:, 18:30, 26:38].mean((1, 2))
     assert inside[0] < 0.1 and (inside[1:] > 0.7).all()
     assert (told.heatmap[:, 40:].mean((1, 2)) < 0.02).all() and (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.judges.official import PIXELS, SOURCE, edit_reward, pictures
+from tests.support.judges.official import PIXELS, SOURCE, edit_reward, images
 from visalign.rewards import RewardError, check_reward, load_reward
 from visalign.rewards.hpsv3.edit_reward import QUESTIONS
 
@@ -21,12 +21,12 @@ def test_the_published_words() -> None:
 
 def test_an_edit_needs_its_source_and_heads_are_two(tmp_path) -> None:
     judge, _ = edit_reward(tmp_path)
-    found = judge.score(pictures(), ["a", "a", "a", " "], [{}, {"source": "none.png"}, *RECORDS[2:]])
+    found = judge.score(images(), ["a", "a", "a", " "], [{}, {"source": "none.png"}, *RECORDS[2:]])
     assert found.valid.tolist() == [False, False, True, False] and found.reason is not None
     assert 'no "source"' in str(found.reason[0]) and "no such image file" in str(found.reason[1])
     both = (found.parts["following"][2] + found.parts["quality"][2]) / 2
     assert found.value[2] == pytest.approx(float(both)) and found.std is not None and found.std[2] > 0
-    other = judge.score(pictures()[2:3], ["a"], [{"source": pictures()[0]}])
+    other = judge.score(images()[2:3], ["a"], [{"source": images()[0]}])
     assert other.value[0] != found.value[2], "the source is seen"
     check_reward(
         judge, images=torch.rand(3, 3, 16, 16), prompts=["a", "b", "c"], metadata=RECORDS[:3], tolerance=1e-4
@@ -36,7 +36,7 @@ def test_an_edit_needs_its_source_and_heads_are_two(tmp_path) -> None:
     save_file({k: v for k, v in state.items() if "head_1" not in k}, tmp_path / "one" / "model.safetensors")
     with pytest.raises(RewardError, match=r"hold no rm_heads\.head_1\.0\.weight"):
         load_reward("edit_reward", model=str(tmp_path / "one"), base=tmp_path / "base", **PIXELS).score(
-            pictures()[:1], ["a"], RECORDS[:1]
+            images()[:1], ["a"], RECORDS[:1]
         )
     with pytest.raises(RewardError, match=r"holds no config\.json; give as base the model"):
-        load_reward("edit_reward", model=str(tmp_path / "one")).score(pictures()[:1], ["a"], RECORDS[:1])
+        load_reward("edit_reward", model=str(tmp_path / "one")).score(images()[:1], ["a"], RECORDS[:1])

@@ -19,7 +19,7 @@ from visalign.rewards.hpsv3.judge import REWARD_TOKEN, TEMPLATE, HPSv3, HPSv3Mod
 from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.template import JudgeSettings, Template
 
-PICTURES = [noise(16, 24, 1), noise(40, 8, 2), noise(16, 24, 3)]
+IMAGES = [noise(16, 24, 1), noise(40, 8, 2), noise(16, 24, 3)]
 PROMPTS = ["a cat", "a red dog", "a cat"]
 
 
@@ -37,15 +37,15 @@ def shared() -> HPSv3Model:
 
 
 def test_the_score_is_the_head_at_the_reward_token(shared) -> None:
-    scores = HPSv3(shared).score(PICTURES, PROMPTS)
-    for row, (picture, prompt) in enumerate(zip(PICTURES, PROMPTS, strict=True)):
+    scores = HPSv3(shared).score(IMAGES, PROMPTS)
+    for row, (image, prompt) in enumerate(zip(IMAGES, PROMPTS, strict=True)):
         model: Any = shared.backbone
-        encoded = shared.encode([picture], [prompt]).rows[0]
+        encoded = shared.encode([image], [prompt]).rows[0]
         token = shared.engine.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
         ids = torch.tensor([encoded.ids])
         assert encoded.ids.count(token) == 1 and encoded.ids[-1] == token
         embeds = model.get_input_embeddings()(ids).clone()
-        patches = shared.engine.network.pictures.cutter.cut(encoded.shown[0].pixels)  # type: ignore[attr-defined]
+        patches = shared.engine.network.images.cutter.cut(encoded.shown[0].pixels)  # type: ignore[attr-defined]
         seen = model.model.visual(patches, torch.tensor([encoded.shown[0].grid])).pooler_output
         embeds[ids == shared.engine.network.image_token] = seen
         hidden = model.model.language_model(inputs_embeds=embeds).last_hidden_state
@@ -58,7 +58,7 @@ def test_the_score_is_the_head_at_the_reward_token(shared) -> None:
 def test_positions_move_the_score_and_are_part_of_the_identity(shared) -> None:
     axes = HPSv3(tiny_hpsv3(positions="mrope"))
     plain = HPSv3(shared)
-    assert not torch.allclose(axes.score(PICTURES, PROMPTS).value, plain.score(PICTURES, PROMPTS).value)
+    assert not torch.allclose(axes.score(IMAGES, PROMPTS).value, plain.score(IMAGES, PROMPTS).value)
     assert plain.identity.options["positions"] == "1d" and axes.identity.differences(plain.identity) == [
         "options"
     ]
@@ -72,11 +72,11 @@ def test_positions_move_the_score_and_are_part_of_the_identity(shared) -> None:
 
 def test_a_typed_reward_token_is_escaped(shared) -> None:
     typed = f"a cat {REWARD_TOKEN} 10 {REWARD_TOKEN}"
-    batch = shared.encode([PICTURES[0]], [typed])
+    batch = shared.encode([IMAGES[0]], [typed])
     token = shared.engine.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
     assert batch.reasons == [None] and batch.rows[0].ids.count(token) == 1
     assert batch.rows[0].ids[-1] == token and len(batch.rows[0].ids) > 20
-    assert HPSv3(shared).score([PICTURES[0]], [typed]).valid.all()
+    assert HPSv3(shared).score([IMAGES[0]], [typed]).valid.all()
 
 
 def test_the_contract_of_rewards(shared) -> None:
@@ -84,16 +84,16 @@ def test_the_contract_of_rewards(shared) -> None:
 
 
 def test_scores_do_not_depend_on_neighbours(shared) -> None:
-    pictures = [noise(8 * (1 + n % 5), 8 * (1 + n % 3), n) for n in range(12)]
+    images = [noise(8 * (1 + n % 5), 8 * (1 + n % 3), n) for n in range(12)]
     prompts = ["x" * (3 * n + 1) for n in range(12)]
-    together = HPSv3(shared).score(pictures, prompts)
+    together = HPSv3(shared).score(images, prompts)
     for row in range(12):
-        alone = HPSv3(tiny_hpsv3()).score([pictures[row]], [prompts[row]])
+        alone = HPSv3(tiny_hpsv3()).score([images[row]], [prompts[row]])
         torch.testing.assert_close(together.value[row], alone.value[0], rtol=1e-6, atol=1e-6)
 
 
 def test_rows_that_cannot_be_judged_carry_their_reason(shared) -> None:
-    scores = HPSv3(shared).score([PICTURES[0], noise(2, 500), PICTURES[1], "none.png"], ["a", "b", " ", "c"])
+    scores = HPSv3(shared).score([IMAGES[0], noise(2, 500), IMAGES[1], "none.png"], ["a", "b", " ", "c"])
     assert scores.valid.tolist() == [True, False, False, False] and scores.reason is not None
     assert scores.std is not None and scores.std[1:].isnan().all() and scores.value[1:].isnan().all()
     for reason, part in zip(
@@ -117,7 +117,7 @@ def test_the_whole_model_survives_a_round_trip(tmp_path, shared) -> None:
     settings = JudgeSettings.read(tmp_path)
     assert settings.positions == "1d" and settings.rest["head"] == {"type": "ranknet", "clamp": [-7.0, 3.0]}
     again = HPSv3.from_pretrained(tmp_path)
-    assert torch.equal(again.score(PICTURES, PROMPTS).value, HPSv3(shared).score(PICTURES, PROMPTS).value)
+    assert torch.equal(again.score(IMAGES, PROMPTS).value, HPSv3(shared).score(IMAGES, PROMPTS).value)
     assert not any(parameter.requires_grad for parameter in again.model.parameters())
     assert again.identity.weights and again.identity.options["positions"] == "1d"
     head = load_file(tmp_path / "reward_head.safetensors")
@@ -138,7 +138,7 @@ def test_a_lora_and_a_head_beside_their_base(tmp_path) -> None:
     target = r".*language_model.*\.(q_proj|v_proj)"
     model.backbone.add_adapter(LoraConfig(r=2, target_modules=target, init_lora_weights=False))  # type: ignore[operator]
     model.eval()
-    batch = model.encode(PICTURES, PROMPTS)
+    batch = model.encode(IMAGES, PROMPTS)
     mean, log_std = model(batch)
     (mean.sum() + log_std.sum()).backward()
     trained = [
@@ -150,7 +150,7 @@ def test_a_lora_and_a_head_beside_their_base(tmp_path) -> None:
         model.save_pretrained(tmp_path / "lora")
     model.save_pretrained(tmp_path / "lora", base="../base")
     assert not (tmp_path / "lora" / "model.safetensors").exists()
-    again = HPSv3(tmp_path / "lora").score(PICTURES, PROMPTS)
+    again = HPSv3(tmp_path / "lora").score(IMAGES, PROMPTS)
     torch.testing.assert_close(again.value, mean.detach(), rtol=1e-4, atol=1e-5)
 
 
@@ -158,7 +158,7 @@ def test_the_model_is_loaded_at_the_first_score() -> None:
     judge = HPSv3("nowhere")
     assert judge.unit == "logit"
     with pytest.raises(RewardError, match="There is no folder 'nowhere'"):
-        judge.score(PICTURES, PROMPTS)
+        judge.score(IMAGES, PROMPTS)
     with pytest.raises(ValueError, match="precision is 'int8'; allowed are fp32, bf16, fp16"):
         HPSv3("nowhere", precision="int8")
 
@@ -181,7 +181,7 @@ def test_broken_numbers_are_no_score(shared) -> None:
     with torch.no_grad():
         last: Any = model.head.rm_head[5]
         last.bias[0] = math.nan
-    scores = HPSv3(model).score(PICTURES[:1], PROMPTS[:1])
+    scores = HPSv3(model).score(IMAGES[:1], PROMPTS[:1])
     assert (
         not scores.valid.any() and scores.reason is not None and "gave mean nan" in (scores.reason[0] or "")
     )

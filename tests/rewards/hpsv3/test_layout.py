@@ -23,7 +23,7 @@ from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.template import JudgeSettings
 from visalign.rewards.weights.checkpoint_files import dtype_of
 
-PICTURES = [noise(16, 24, 1), noise(40, 8, 2), noise(16, 24, 3)]
+IMAGES = [noise(16, 24, 1), noise(40, 8, 2), noise(16, 24, 3)]
 PROMPTS = ["a cat", "a red dog", "a cat"]
 
 
@@ -58,17 +58,17 @@ def test_the_published_layout(tmp_path) -> None:
     JudgeSettings(templates={"hpsv3": TEMPLATE}).write(tmp_path)
     judge = HPSv3(tmp_path, **options)
     assert judge.model.clamp is None and judge.model.engine.positions == "1d"
-    scores, wanted = judge.score(PICTURES, PROMPTS), HPSv3(own).score(PICTURES, PROMPTS)
+    scores, wanted = judge.score(IMAGES, PROMPTS), HPSv3(own).score(IMAGES, PROMPTS)
     torch.testing.assert_close(scores.value, wanted.value, rtol=1e-5, atol=1e-5)
     own.clamp = None
     assert scores.std is not None
-    torch.testing.assert_close(scores.std, HPSv3(own).score(PICTURES, PROMPTS).std, rtol=1e-5, atol=1e-5)
-    standard = load_hpsv3(tmp_path, base=tmp_path / "base").engine.network.pictures.settings()
+    torch.testing.assert_close(scores.std, HPSv3(own).score(IMAGES, PROMPTS).std, rtol=1e-5, atol=1e-5)
+    standard = load_hpsv3(tmp_path, base=tmp_path / "base").engine.network.images.settings()
     assert standard["min_pixels"] == standard["max_pixels"] == 200704
     for state in (load_file(file), {"model": load_file(file)}):  # as training writes it, too
         torch.save(state, tmp_path / "HPSv3.pt")
         again = HPSv3(tmp_path / "HPSv3.pt", **options)
-        torch.testing.assert_close(again.score(PICTURES, PROMPTS).value, scores.value)
+        torch.testing.assert_close(again.score(IMAGES, PROMPTS).value, scores.value)
 
 
 def test_a_published_file_takes_no_adapter(tmp_path) -> None:
@@ -81,8 +81,8 @@ def test_config_and_processor_come_from_the_base_of_the_published_model(tmp_path
     file, _ = published(tmp_path)
     log = hub(monkeypatch, {"Qwen/Qwen2-VL-7B-Instruct": tmp_path / "base"})
     options: dict[str, Any] = {"min_pixels": 64, "max_pixels": 4096, "template": TEMPLATE}
-    found = HPSv3(file, **options).score(PICTURES, PROMPTS)
-    own = HPSv3(file, base=tmp_path / "base", **options).score(PICTURES, PROMPTS)
+    found = HPSv3(file, **options).score(IMAGES, PROMPTS)
+    own = HPSv3(file, base=tmp_path / "base", **options).score(IMAGES, PROMPTS)
     assert torch.equal(found.value, own.value)
     assert "weights" not in " ".join(log) and "safetensors" not in " ".join(log), "small files alone"
 
@@ -91,14 +91,14 @@ def test_options_of_the_weights(tmp_path) -> None:
     file, _ = published(tmp_path)
     base: dict[str, Any] = {"base": tmp_path / "base", "template": TEMPLATE}
     base |= {"min_pixels": 64, "max_pixels": 4096}
-    plain = HPSv3(file, **base).score(PICTURES, PROMPTS).value
+    plain = HPSv3(file, **base).score(IMAGES, PROMPTS).value
     several: list[dict[str, Any]] = [
         {"device_map": {"": "cpu"}},
         {"attention": "eager"},
         {"max_tokens_per_batch": 40},
     ]
     for options in several:
-        found = HPSv3(file, **base, **options).score(PICTURES, PROMPTS).value
+        found = HPSv3(file, **base, **options).score(IMAGES, PROMPTS).value
         torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
     with pytest.raises(RewardError, match="Did you mean 'device_map'"):
         HPSv3(file, **base, devicemap="auto")

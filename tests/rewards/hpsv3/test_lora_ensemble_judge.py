@@ -27,7 +27,7 @@ from visalign.rewards.hpsv3.judge import HPSv3, HPSv3Model
 from visalign.rewards.pairs.as_pairwise import as_pairwise
 from visalign.rewards.vlm.template import JudgeSettings
 
-PICTURES = [noise(16, 24, 1), noise(40, 8, 2), noise(16, 24, 1), noise(24, 24, 3)]
+IMAGES = [noise(16, 24, 1), noise(40, 8, 2), noise(16, 24, 1), noise(24, 24, 3)]
 PROMPTS = ["a cat", "a red dog", "two owls", "a cat"]
 
 
@@ -52,8 +52,8 @@ def test_the_diversity_of_the_members_can_be_added_to_a_loss(judge: LoraEnsemble
 
 
 def test_the_members_say_what_they_say_one_by_one(place: Path, judge: LoraEnsembleReward) -> None:
-    scores = judge.score(PICTURES, PROMPTS)
-    alone = [HPSv3(place / f"m{m}").score(PICTURES, PROMPTS) for m in range(MEMBERS)]
+    scores = judge.score(IMAGES, PROMPTS)
+    alone = [HPSv3(place / f"m{m}").score(IMAGES, PROMPTS) for m in range(MEMBERS)]
     means = torch.stack([given(one.value) for one in alone]).double()
     deviations = torch.stack([given(one.std) for one in alone]).double()
     for m in range(MEMBERS):
@@ -86,7 +86,7 @@ def test_other_families_are_repeated_whole(kind: str) -> None:
         tensors[f"{name}.lora_A"] = torch.randn(2, 2, narrow, generator=generator)
         tensors[f"{name}.lora_B"] = torch.randn(2, wide, 2, generator=generator)
     whole = LoraEnsembleModel(tiny_judge(kind), tensors, template=None, scaling=0.5, clamp=None)
-    found = LoraEnsembleReward(whole).score(PICTURES, PROMPTS)
+    found = LoraEnsembleReward(whole).score(IMAGES, PROMPTS)
     for m in range(2):
         one = HPSv3Model.new(tiny_judge(kind), clamp=None)
         one.head.load_state_dict(single.head.state_dict())
@@ -94,16 +94,16 @@ def test_other_families_are_repeated_whole(kind: str) -> None:
         for name in layers:
             change = 0.5 * tensors[f"{name}.lora_B"][m] @ tensors[f"{name}.lora_A"][m]
             one.backbone.get_submodule(name).weight.data += change  # type: ignore[operator]
-        expected = HPSv3(one.eval()).score(PICTURES, PROMPTS).value
+        expected = HPSv3(one.eval()).score(IMAGES, PROMPTS).value
         torch.testing.assert_close(found.parts[f"member_{m}"], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_one_pass_and_one_look_at_each_picture(place: Path) -> None:
+def test_one_pass_and_one_look_at_each_image(place: Path) -> None:
     judge = joined(place)
     network, calls = judge.model.engine.network, []
     network.trunk.language_model.register_forward_hook(lambda *_: calls.append("language"))
     network.trunk.visual.register_forward_hook(lambda *_: calls.append("tower"))
-    judge.score(PICTURES, PROMPTS)
+    judge.score(IMAGES, PROMPTS)
     assert calls == ["tower", "language"] and network.cache.misses == 3
 
 
@@ -112,43 +112,43 @@ def test_the_judge_keeps_the_contract_of_rewards(judge: LoraEnsembleReward) -> N
     check_reward(LoraEnsembleReward(judge.model, value="lower_bound", beta=0.5))
 
 
-def test_the_score_of_a_picture_does_not_depend_on_its_neighbours(place, judge) -> None:
-    pictures = [noise(8 * (1 + n % 5), 8 * (1 + n % 3), n) for n in range(9)]
+def test_the_score_of_an_image_does_not_depend_on_its_neighbours(place, judge) -> None:
+    images = [noise(8 * (1 + n % 5), 8 * (1 + n % 3), n) for n in range(9)]
     prompts = ["x" * (3 * n + 1) for n in range(9)]
-    together = judge.score(pictures, prompts)
+    together = judge.score(images, prompts)
     narrow = joined(place, MEMBERS, max_tokens_per_batch=1)
     for row in range(9):
-        alone = narrow.score([pictures[row]], [prompts[row]])
+        alone = narrow.score([images[row]], [prompts[row]])
         for name in ("member_0", "member_2", "epistemic"):
             torch.testing.assert_close(together.parts[name][row], alone.parts[name][0], rtol=2e-6, atol=2e-6)
 
 
 def test_what_is_scored_can_be_the_careful_member_or_the_bound(judge) -> None:
-    mean = judge.score(PICTURES, PROMPTS)
-    careful = LoraEnsembleReward(judge.model, value="min").score(PICTURES, PROMPTS)
-    bound = LoraEnsembleReward(judge.model, value="lower_bound", beta=0.5).score(PICTURES, PROMPTS)
+    mean = judge.score(IMAGES, PROMPTS)
+    careful = LoraEnsembleReward(judge.model, value="min").score(IMAGES, PROMPTS)
+    bound = LoraEnsembleReward(judge.model, value="lower_bound", beta=0.5).score(IMAGES, PROMPTS)
     assert torch.equal(careful.value, mean.parts["min"]) and torch.equal(careful.parts["mean"], mean.value)
     torch.testing.assert_close(bound.value, mean.value - 0.5 * mean.parts["epistemic"])
     assert torch.equal(given(bound.std), given(mean.std))
 
 
 def test_uncertainty_is_used_as_by_ctrl_u_and_purm(judge) -> None:
-    plain = judge.score(PICTURES, PROMPTS)
-    weighted = UncertaintyUsed(judge, how="weight", strength=0.3).score(PICTURES, PROMPTS)
+    plain = judge.score(IMAGES, PROMPTS)
+    weighted = UncertaintyUsed(judge, how="weight", strength=0.3).score(IMAGES, PROMPTS)
     torch.testing.assert_close(weighted.value, plain.value * (-0.3 * given(plain.std)).exp())
     pool = torch.tensor([0.0, 1.0]), torch.tensor([0.5, 2.0])
-    told = UncertaintyUsed(judge, how="bhattacharyya", strength=2.0, pool=pool).score(PICTURES, PROMPTS)
+    told = UncertaintyUsed(judge, how="bhattacharyya", strength=2.0, pool=pool).score(IMAGES, PROMPTS)
     mean, std = plain.value.double(), given(plain.std).double()
     overlap = bhattacharyya_overlap(mean, std, pool_mean=pool[0].double(), pool_std=pool[1].double())
     torch.testing.assert_close(told.value, (mean - 2 * overlap).float())
-    pair = as_pairwise(judge).compare(PICTURES[:1], PICTURES[1:2], PROMPTS[:1])
+    pair = as_pairwise(judge).compare(IMAGES[:1], IMAGES[1:2], PROMPTS[:1])
     assert 0 < float(pair.prob[0]) < 1
 
 
 def test_one_folder_gives_the_same_scores(place: Path, judge: LoraEnsembleReward, tmp_path: Path) -> None:
     judge.save(tmp_path / "joined")
     again = LoraEnsembleReward.from_pretrained(tmp_path / "joined")
-    found, expected = again.score(PICTURES, PROMPTS), judge.score(PICTURES, PROMPTS)
+    found, expected = again.score(IMAGES, PROMPTS), judge.score(IMAGES, PROMPTS)
     assert torch.equal(found.value, expected.value) and torch.equal(given(found.std), given(expected.std))
     assert again.identity.differences(judge.identity) == ["model"]
     settings = JudgeSettings.read(tmp_path / "joined")
@@ -186,28 +186,28 @@ def test_the_identity_follows_the_weights_and_the_options(place: Path) -> None:
 
 def test_a_member_that_gives_no_number_is_left_out_and_named(place: Path) -> None:
     judge = joined(place, MEMBERS)
-    before = judge.score(PICTURES, PROMPTS)
+    before = judge.score(IMAGES, PROMPTS)
     _spoil(judge, 1)
-    scores = judge.score(PICTURES, PROMPTS)
+    scores = judge.score(IMAGES, PROMPTS)
     assert scores.valid.all() and scores.parts["members"].tolist() == [2] * 4
     assert scores.parts["member_1"].isnan().all()
     torch.testing.assert_close(scores.value, (before.parts["member_0"] + before.parts["member_2"]) / 2)
     assert given(scores.text)[0].startswith("Left out: member_1 gave mean nan")
-    strict = LoraEnsembleReward(judge.model, min_members=3).score(PICTURES, PROMPTS)
+    strict = LoraEnsembleReward(judge.model, min_members=3).score(IMAGES, PROMPTS)
     assert not strict.valid.any() and strict.value.isnan().all() and given(strict.std).isnan().all()
     assert "2 of 3 members judged it: member_1 gave mean nan" in why(strict, 0)
     _spoil(judge, 0)
-    assert not judge.score(PICTURES, PROMPTS).valid.any()
-    single = LoraEnsembleReward(judge.model, min_members=1).score(PICTURES, PROMPTS)
+    assert not judge.score(IMAGES, PROMPTS).valid.any()
+    single = LoraEnsembleReward(judge.model, min_members=1).score(IMAGES, PROMPTS)
     assert single.valid.all() and given(single.std).isnan().all()
     assert torch.equal(single.value, before.parts["member_2"])
 
 
 def test_levels_and_scales_of_the_members_are_aligned(place: Path) -> None:
     judge = joined(place, MEMBERS)
-    before, weights = judge.score(PICTURES, PROMPTS), judge.identity.weights
-    judge.align(PICTURES, PROMPTS)
-    after = judge.score(PICTURES, PROMPTS)
+    before, weights = judge.score(IMAGES, PROMPTS), judge.identity.weights
+    judge.align(IMAGES, PROMPTS)
+    after = judge.score(IMAGES, PROMPTS)
     said = torch.stack([after.parts[f"member_{m}"] for m in range(MEMBERS)])
     old = torch.stack([before.parts[f"member_{m}"] for m in range(MEMBERS)])
     widest = old.std(1).max()
@@ -219,16 +219,16 @@ def test_levels_and_scales_of_the_members_are_aligned(place: Path) -> None:
         )
     assert bool((judge.model.stretch >= 1).all()) and float(judge.model.stretch.min()) == 1
     assert judge.identity.weights != weights
-    judge.align(PICTURES, PROMPTS)
-    again = judge.score(PICTURES, PROMPTS)
+    judge.align(IMAGES, PROMPTS)
+    again = judge.score(IMAGES, PROMPTS)
     torch.testing.assert_close(again.value, after.value, rtol=1e-4, atol=1e-5)
     judge.save(place / "aligned")
-    read = LoraEnsembleReward.from_pretrained(place / "aligned").score(PICTURES, PROMPTS)
+    read = LoraEnsembleReward.from_pretrained(place / "aligned").score(IMAGES, PROMPTS)
     torch.testing.assert_close(read.value, again.value, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(given(read.std), given(again.std), rtol=1e-5, atol=1e-6)
-    for pictures, prompts in ((PICTURES[:1], PROMPTS[:1]), (PICTURES[:1], [" "])):
+    for images, prompts in ((IMAGES[:1], PROMPTS[:1]), (IMAGES[:1], [" "])):
         with pytest.raises(RewardError, match=r"[01] pictures were judged by all members, with spreads of 0"):
-            judge.align(pictures, prompts)
+            judge.align(images, prompts)
 
 
 def test_a_stretched_member_says_the_same_of_every_pair() -> None:
@@ -251,7 +251,7 @@ def test_a_stretched_member_says_the_same_of_every_pair() -> None:
 
 
 def test_rows_that_cannot_be_judged_carry_their_reason(judge: LoraEnsembleReward) -> None:
-    scores = judge.score([PICTURES[0], noise(2, 500), PICTURES[1], "none.png"], ["a", "b", " ", "c"])
+    scores = judge.score([IMAGES[0], noise(2, 500), IMAGES[1], "none.png"], ["a", "b", " ", "c"])
     assert scores.valid.tolist() == [True, False, False, False]
     assert given(scores.std)[1:].isnan().all() and scores.parts["epistemic"][1:].isnan().all()
     for row, part in ((1, "200 times"), (2, "prompt is empty"), (3, "no such image")):
@@ -262,8 +262,8 @@ def test_rows_that_cannot_be_judged_carry_their_reason(judge: LoraEnsembleReward
 def test_the_packaged_ensemble_is_as_good_as_its_card_says() -> None:
     world = ShapesPreferences(11, split="heldout")
     pairs = [pair for pair in (world.pair(n) for n in range(400)) if pair.is_clear]
-    pictures = np.stack([picture for pair in pairs for picture in pair.pictures()])
-    scores = load_reward("lora_ensemble").score(pictures, [pair.prompt for pair in pairs for _ in range(2)])
+    images = np.stack([image for pair in pairs for image in pair.images()])
+    scores = load_reward("lora_ensemble").score(images, [pair.prompt for pair in pairs for _ in range(2)])
     better = torch.tensor([pair.utility[0] > pair.utility[1] for pair in pairs])
     left, right = scores.value.view(-1, 2).unbind(1)
     folder = Path(resolve_model("shapes-hpsv3-ensemble"))

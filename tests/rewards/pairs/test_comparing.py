@@ -118,7 +118,7 @@ def test_hard_answers_in_one_order_are_the_published_win_rates() -> None:
     judge = BrightnessPairs(hard=True)
     scores = as_pointwise(judge, both_orders=False).score(grey([0.2, 0.5, 0.6, 0.5]), ["p"] * 4)
     assert scores.value.tolist() == pytest.approx([0, 0.5, 1, 0.5])
-    assert len(judge.asked) == 3  # the two equal pictures are one
+    assert len(judge.asked) == 3  # the two equal images are one
     sides = BrightnessPairs(hard=True)
     as_pointwise(sides, both_orders=False).score(grey([k / 10 for k in range(9)]), ["p"] * 9)
     assert len(sides.asked) == 36

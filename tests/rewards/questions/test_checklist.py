@@ -82,7 +82,7 @@ def test_an_unanswered_mask_hides_what_depends_on_it():
     assert scores.value[0] == pytest.approx(0.25 - 0.3 + 0.5, abs=1e-5)
 
 
-def test_too_many_unanswered_questions_mask_the_picture():
+def test_too_many_unanswered_questions_mask_the_image():
     none = {"face": None, "eyes good": None, "sharp": None}
     scores = score(none)
     assert not scores.valid[0] and "3 of 4 questions have no answer" in why(scores, 0)
@@ -200,7 +200,7 @@ def test_the_contract_holds_on_a_model():
     check_reward(judge, images=images(4), prompts=PROMPTS)
 
 
-def test_the_pictures_are_seen_once_for_all_questions():
+def test_the_images_are_seen_once_for_all_questions():
     model = tiny_engine()
     judge = VisionReward(model, checklist={**FACE, **RULE}, template=QUESTION, **LETTERS)
     judge.score(images(3), PROMPTS[:3])

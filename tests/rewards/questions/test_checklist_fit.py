@@ -36,7 +36,7 @@ def test_exact_labels_give_the_weights_back() -> None:
 
 
 def test_no_weight_is_negative_and_the_rest_is_optimal() -> None:
-    """A question that speaks against a picture gets 0, and no allowed step lowers the loss."""
+    """A question that speaks against an image gets 0, and no allowed step lowers the loss."""
     left, right = (2 * part - 1 for part in answers(400, 4, seed=1))
     label = torch.sigmoid((left - right) @ f64(1.0, -0.7, 0.5, 0.2))
     fit = fit_weights(left, right, label, penalty=1e-3)

@@ -65,12 +65,12 @@ def test_verifier_judges_a_rendered_scene():
     from visalign.data.shapes.render import render
     from visalign.data.shapes.scenes import sample_scene
 
-    picture = render(sample_scene(parse_prompt("a red circle"), np.random.default_rng(0), style="flat"))
-    scores = ShapesVerifier().score([picture, picture], ["a red circle", "a blue square"])
+    image = render(sample_scene(parse_prompt("a red circle"), np.random.default_rng(0), style="flat"))
+    scores = ShapesVerifier().score([image, image], ["a red circle", "a blue square"])
     assert scores.value.tolist() == [1, 0] and scores.parts["partial"][1] < 1
 
 
-def test_verifier_says_what_is_missing_in_a_blank_picture():
+def test_verifier_says_what_is_missing_in_a_blank_image():
     scores = ShapesVerifier().score(torch.full((1, 3, 64, 64), 0.5), ["a red circle"])
     assert scores.value.tolist() == [0] and scores.text is not None and "circle" in scores.text[0]
 
@@ -114,7 +114,7 @@ def test_jpeg_size_is_the_file_size():
     assert JpegSize(quality=20).score([NOISE], ["p"]).value < scores.value
 
 
-def test_a_picture_that_jpeg_cannot_hold_is_invalid_alone():
+def test_an_image_that_jpeg_cannot_hold_is_invalid_alone():
     scores = JpegSize().score([torch.zeros(3, 1, 70_000), torch.zeros(3, 8, 8)], ["p"] * 2)
     assert scores.valid.tolist() == [False, True] and scores.value[1] > 0
     assert "JPEG cannot hold it, 70000×1 pixels" in str(failure_reasons(scores)[0])

@@ -13,15 +13,15 @@ from visalign.rewards import RewardError, check_reward, load_reward
 from visalign.rewards.questions.q_align import LEVELS, QAlign
 from visalign.rewards.vlm.engine import Query
 
-PICTURES = [noise(16, 24, 1), noise(40, 8, 2)]
+IMAGES = [noise(16, 24, 1), noise(40, 8, 2)]
 
 
 def test_the_score_is_the_expectation_over_the_first_tokens_of_the_levels():
     engine = tiny_engine()
     judge = QAlign(engine, min_mass=0.0)
-    found = judge.score(PICTURES, ["", "what it shows is not looked at"])
+    found = judge.score(IMAGES, ["", "what it shows is not looked at"])
     ids = engine.token_ids(list("egfpb"))
-    queries = [Query(images=[picture], prompt="-") for picture in PICTURES]
+    queries = [Query(images=[image], prompt="-") for image in IMAGES]
     everything = engine.answer_logits(judge.template, queries, range(72)).logits.double()
     prob = everything[:, ids].softmax(-1)
     mean = prob @ torch.tensor([5.0, 4, 3, 2, 1], dtype=torch.float64)
@@ -42,7 +42,7 @@ def test_the_published_words():
 
 
 def test_a_model_that_names_no_level_gives_no_score():
-    strict = QAlign(tiny_engine(), min_mass=0.999).score(PICTURES, ["a", "b"])
+    strict = QAlign(tiny_engine(), min_mass=0.999).score(IMAGES, ["a", "b"])
     assert not strict.valid.any() and strict.reason is not None
     assert "the model names no level: the five words have" in str(strict.reason[0])
     lost = QAlign(tiny_engine()).score(["no-such.png"], ["a"])

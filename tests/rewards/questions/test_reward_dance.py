@@ -29,7 +29,7 @@ from visalign.rewards.vlm.yes_no import SUREST
 LETTERS = {"yes": ["y", "s"], "no": ["n"], "min_mass": 0.0}
 """Spellings for a model whose tokens are letters."""
 ASK = ask_text("ok {prompt}?")
-TWO = ask_text("better {prompt}?", pictures=2)
+TWO = ask_text("better {prompt}?", images=2)
 
 
 def scripted(probability, **options):
@@ -37,7 +37,7 @@ def scripted(probability, **options):
 
 
 def brightness(*words):
-    """An engine that says yes with the brightness of the last picture, of all that yes and no have."""
+    """An engine that says yes with the brightness of the last image, of all that yes and no have."""
 
     def probability(template, ask):
         level = float(ask.images[-1].mean())
@@ -163,7 +163,7 @@ def test_reasons_are_written_behind_the_decision_and_change_no_score():
 
 def test_pairs_are_asked_in_both_orders_and_a_bias_cancels():
     def probability(template, ask):
-        level = float(ask.images[1].mean() - ask.images[0].mean()) + 0.7  # likes the second picture
+        level = float(ask.images[1].mean() - ask.images[0].mean()) + 0.7  # likes the second image
         return {
             "yes": 0.8 * torch.tensor(level).sigmoid().item(),
             "no": 0.8 * torch.tensor(-level).sigmoid().item(),
@@ -199,7 +199,7 @@ def test_a_pair_needs_a_prompt_only_where_the_question_asks_for_it():
     engine = ScriptedEngine(lambda template, ask: {"yes": 0.6, "no": 0.3})
     asked = RewardDancePairs(engine).compare(images(1), images(1, seed=1), [" "])
     assert not asked.valid[0] and "prompt is empty" in why(asked, 0)
-    quality = RewardDancePairs(engine, template=ask_text("the second sharper?", pictures=2))
+    quality = RewardDancePairs(engine, template=ask_text("the second sharper?", images=2))
     assert quality.compare(images(1), images(1, seed=1), [""]).valid[0]
     numbered = quality.compare_pairs(images(2), torch.tensor([[0, 1]]), ["", "other"])
     assert numbered.valid[0]

@@ -20,11 +20,11 @@ ASK = Template(name="ask", messages=[{"role": "user", "content": CONTENT}])
 
 def test_vqa_score_is_the_probability_of_yes_among_all_words():
     engine = tiny_judge()
-    pictures = [noise(16, 24, 1), noise(40, 8, 2)]
-    found = VqaScore(engine, template=ONE, answer="y").score(pictures, ["a cat", "a dog"])
+    samples = [noise(16, 24, 1), noise(40, 8, 2)]
+    found = VqaScore(engine, template=ONE, answer="y").score(samples, ["a cat", "a dog"])
     everything = engine.answer_logits(
         ONE,
-        [Query(images=[p], prompt=t) for p, t in zip(pictures, ["a cat", "a dog"], strict=True)],
+        [Query(images=[p], prompt=t) for p, t in zip(samples, ["a cat", "a dog"], strict=True)],
         range(len(engine.model.get_output_embeddings().weight)),
     ).logits.double()
     yes = engine.token_ids(["y"])[0]
@@ -74,17 +74,16 @@ def test_soft_tifa_by_hand():
 def test_soft_tifa_of_a_model_counts_each_answer_among_all_words():
     engine = tiny_judge()
     judge = SoftTifa(engine, template=ASK)
-    picture = noise(16, 24, 1)
-    found = judge.score([picture], ["-"], [{"vqa_list": [["a b?", "y"], ["c?", "n"]]}])
+    image = noise(16, 24, 1)
+    found = judge.score([image], ["-"], [{"vqa_list": [["a b?", "y"], ["c?", "n"]]}])
     alone = [
-        judge.score([picture], ["-"], [{"vqa_list": [pair]}]).value[0]
-        for pair in (["a b?", "y"], ["c?", "n"])
+        judge.score([image], ["-"], [{"vqa_list": [pair]}]).value[0] for pair in (["a b?", "y"], ["c?", "n"])
     ]
     torch.testing.assert_close(found.value[0], (alone[0] * alone[1]).sqrt(), rtol=1e-5, atol=1e-7)
 
 
 def test_the_contract():
     judge = load_reward("vqa_score")
-    pictures = torch.rand(3, 3, 64, 64, generator=torch.Generator().manual_seed(1)).mul(255).round() / 255
-    check_reward(judge, images=pictures, prompts=["a red circle", "two blue squares", "a circle"])
+    samples = torch.rand(3, 3, 64, 64, generator=torch.Generator().manual_seed(1)).mul(255).round() / 255
+    check_reward(judge, images=samples, prompts=["a red circle", "two blue squares", "a circle"])
     assert judge.identity.model == "shapes-vlm"  # type: ignore[attr-defined]

@@ -53,8 +53,8 @@ def test_value_equals_open_clip_by_hand(folder, reward, images):
     tokens = open_clip.get_tokenizer(f"local-dir:{folder}")(PROMPTS)
     pixels = torch.stack([transform(to_pil(image)) for image in images])  # type: ignore[operator,arg-type]
     with torch.no_grad():
-        picture, text = model.encode_image(pixels), model.encode_text(tokens)  # type: ignore[operator,union-attr]
-    expected = F.cosine_similarity(picture, text)
+        sample, text = model.encode_image(pixels), model.encode_text(tokens)  # type: ignore[operator,union-attr]
+    expected = F.cosine_similarity(sample, text)
     scores = reward.score(images, PROMPTS)
     assert scores.unit == "cosine" and scores.valid.all()
     torch.testing.assert_close(scores.value, expected, rtol=1e-5, atol=1e-6)

@@ -66,11 +66,11 @@ def test_score_equals_upstreams_pipeline(folder, images):
     model.load_state_dict(state)
     pixels = torch.stack([upstream_pixels(to_pil(image)) for image in images])
     with torch.no_grad():
-        picture = model.encode_image(pixels)
+        sample = model.encode_image(pixels)
         text = model.encode_text(open_clip.SimpleTokenizer(context_length=16)(PROMPTS))
     scores = tiny(folder).score(images, PROMPTS)
     assert scores.unit == "cosine" and scores.valid.all()
-    torch.testing.assert_close(scores.value, F.cosine_similarity(picture, text), rtol=1e-4, atol=2e-6)
+    torch.testing.assert_close(scores.value, F.cosine_similarity(sample, text), rtol=1e-4, atol=2e-6)
 
 
 def test_versions_are_different_files(folder, images):

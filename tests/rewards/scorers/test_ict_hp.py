@@ -101,8 +101,8 @@ def test_a_negative_hp_does_not_turn_the_order_round_by_default(ict_folder, hp_f
 
 
 def test_a_bad_row_is_invalid_in_the_product(ict_folder, hp_folder, images):
-    pictures = [images[0], "missing.png", images[2]]
-    scores = IctHp(ict_folder, hp_folder).score(pictures, [*PROMPTS[:2], "a <end> red"])
+    samples = [images[0], "missing.png", images[2]]
+    scores = IctHp(ict_folder, hp_folder).score(samples, [*PROMPTS[:2], "a <end> red"])
     assert scores.valid.tolist() == [True, False, False] and scores.reason is not None
     assert "no such image file" in str(scores.reason[1]) and "end token" in str(scores.reason[2])
     assert scores.parts["hp"][1:].isnan().all()
@@ -111,10 +111,10 @@ def test_a_bad_row_is_invalid_in_the_product(ict_folder, hp_folder, images):
 def test_contracts_and_gradients(ict_folder, hp_folder, images):
     for reward in (Ict(ict_folder), Hp(hp_folder), IctHp(ict_folder, hp_folder, mode="upstream")):
         assert len(check_reward(reward)) == 11
-        pictures = images.clone().requires_grad_()
-        value = reward.score_with_gradient(pictures, PROMPTS)
+        samples = images.clone().requires_grad_()
+        value = reward.score_with_gradient(samples, PROMPTS)
         torch.testing.assert_close(value.detach(), reward.score(images, PROMPTS).value, rtol=1e-5, atol=1e-6)
-        assert torch.autograd.grad(value.sum(), pictures)[0].abs().sum() > 0
+        assert torch.autograd.grad(value.sum(), samples)[0].abs().sum() > 0
 
 
 def test_without_a_cache_neighbours_matter_as_little(ict_folder, hp_folder):

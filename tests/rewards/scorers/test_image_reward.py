@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ImageReward: published keys against a plain-torch BLIP, standardising, cut prompts, one look a picture."""
+"""ImageReward: published keys against a plain-torch BLIP, standardising, cut prompts, one look an image."""
 
 from __future__ import annotations
 
@@ -143,14 +143,14 @@ def plain_blip(state: dict[str, Tensor], pixels: Tensor, tokens: Tensor, mask: T
     return score[:, 0]
 
 
-def upstream_pixels(pictures: Tensor) -> Tensor:
+def upstream_pixels(samples: Tensor) -> Tensor:
     from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Normalize, Resize, ToTensor
 
     from visalign.rewards.clip.published_layouts import OPENAI_MEAN, OPENAI_STD
 
     steps = [Resize(32, InterpolationMode.BICUBIC), CenterCrop(32), ToTensor()]
     transform = Compose([*steps, Normalize(OPENAI_MEAN, OPENAI_STD)])
-    return torch.stack([transform(to_pil(picture)) for picture in pictures])  # type: ignore[arg-type]
+    return torch.stack([transform(to_pil(image)) for image in samples])  # type: ignore[arg-type]
 
 
 def test_score_equals_a_plain_blip_on_the_published_keys(folder, images):
@@ -161,7 +161,7 @@ def test_score_equals_a_plain_blip_on_the_published_keys(folder, images):
     torch.testing.assert_close(scores.parts["raw"], raw, rtol=1e-4, atol=1e-5)
     expected = (raw - 0.16717362830052426) / 1.0333394966054072
     torch.testing.assert_close(scores.value, expected, rtol=1e-4, atol=1e-5)
-    assert scores.value.std() > 1e-3, "random weights must tell the pictures apart"
+    assert scores.value.std() > 1e-3, "random weights must tell the images apart"
     assert scores.unit == "standard deviations"
 
 
@@ -174,7 +174,7 @@ def test_padding_neighbours_and_batch_size_change_nothing(folder, images):
     torch.testing.assert_close(together, longer, rtol=1e-5, atol=1e-6)
 
 
-def test_each_picture_is_looked_at_once(folder, images, monkeypatch):
+def test_each_image_is_looked_at_once(folder, images, monkeypatch):
     reward = tiny(folder, batch_size=2)
     looked, judged = [], []
     look, read = reward.model.encode_image, reward.model.forward
@@ -208,10 +208,10 @@ def test_special_tokens_in_a_prompt_are_plain_text(folder, images):
 
 def test_gradient_path(folder, images):
     reward = tiny(folder)
-    pictures = images.clone().requires_grad_()
-    value = reward.score_with_gradient(pictures, PROMPTS)
+    samples = images.clone().requires_grad_()
+    value = reward.score_with_gradient(samples, PROMPTS)
     torch.testing.assert_close(value.detach(), reward.score(images, PROMPTS).value, rtol=1e-5, atol=1e-6)
-    assert torch.autograd.grad(value.sum(), pictures)[0].abs().sum() > 0
+    assert torch.autograd.grad(value.sum(), samples)[0].abs().sum() > 0
 
 
 def test_contract_bad_rows_and_identity(folder, images):

@@ -24,7 +24,7 @@ CONFIGS = {
 
 
 class Made(torch.nn.Module):
-    """Mean brightness, or the mean distance to the reference; tiny pictures are refused, black gives NaN."""
+    """Mean brightness, or the mean distance to the reference; tiny images are refused, black gives NaN."""
 
     def __init__(self, name, device, **options) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def test_direction_references_and_refusals(stub) -> None:
     )
     assert found.valid.tolist() == [True, False, False] and found.value[0] == pytest.approx(0.5, abs=2e-3)
     assert found.unit == "musiq of pyiqa" and found.reason is not None
-    assert found.reason[1] == "pyiqa's musiq refuses the picture: too small"
+    assert found.reason[1] == "pyiqa's musiq refuses the image: too small"
     assert found.reason[2] == "pyiqa's musiq gives nan"
     full = Iqa("psnr").score(torch.ones(2, 3, 8, 8), ["a", "a"], [{"source": torch.zeros(3, 8, 8)}, {}])
     listed = [{"source": [torch.zeros(3, 8, 8), torch.ones(3, 8, 8)]}, {"source": []}]
@@ -84,8 +84,8 @@ def test_without_pyiqa_it_says_how_to_install_it(monkeypatch) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_the_library_itself() -> None:
     """Measured ones with no weights, and networks of random weights."""
-    picture = torch.rand(3, 96, 96, generator=torch.Generator().manual_seed(0)).mul(255).round() / 255
-    records = [{"source": picture.flip(-1)}]
+    image = torch.rand(3, 96, 96, generator=torch.Generator().manual_seed(0)).mul(255).round() / 255
+    records = [{"source": image.flip(-1)}]
     for metric, options in (
         ("psnr", {}),
         ("ssim", {}),
@@ -94,10 +94,10 @@ def test_the_library_itself() -> None:
     ):
         torch.manual_seed(0)
         judge = Iqa(metric, device="cpu", **options)  # type: ignore[arg-type]  # options of many kinds
-        found = judge.score(picture[None], ["a"], records)
+        found = judge.score(image[None], ["a"], records)
         of_others = (modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaModel.forward)
         assert {one.__module__ for one in of_others} == {modeling_llama.__name__}, metric
         assert found.valid.all(), (metric, found.reason)
-        given = [picture, records[0]["source"]]
+        given = [image, records[0]["source"]]
         wanted = judge.model(*(one[None] for one in given[: 1 + judge.has_reference]))
         assert found.value[0] == pytest.approx(float(wanted.reshape(-1)[0]), rel=1e-4), metric

@@ -97,10 +97,10 @@ def test_published_layout_at_its_size(tmp_path, relu):
 def test_gradient_path(folder, images):
     for kind in ("linear", "relu"):
         reward = LaionAesthetic(folder, head=folder / f"{kind}.pth")
-        pictures = images.clone().requires_grad_()
-        value = reward.score_with_gradient(pictures)
+        samples = images.clone().requires_grad_()
+        value = reward.score_with_gradient(samples)
         torch.testing.assert_close(value.detach(), reward.score(images, PROMPTS).value, rtol=1e-5, atol=1e-6)
-        assert torch.autograd.grad(value.sum(), pictures)[0].abs().sum() > 0
+        assert torch.autograd.grad(value.sum(), samples)[0].abs().sum() > 0
 
 
 def test_contract_and_identity(folder):

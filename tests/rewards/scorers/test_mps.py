@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from tests.support.judges.official import PROMPTS, mps, pictures
+from tests.support.judges.official import PROMPTS, images, mps
 from visalign.rewards import RewardError
 from visalign.rewards.scorers.mps import Mps
 from visalign.rewards.weights.checkpoint_files import read_module, read_tensors
@@ -41,13 +41,13 @@ def test_a_pickled_module_is_read_and_none_of_its_code_runs(tmp_path) -> None:
 
 def test_the_condition_counts_and_other_files_are_refused(tmp_path) -> None:
     judge, _ = mps(tmp_path)
-    found = judge.score([*pictures()[:2], "none.png"], [PROMPTS[0], " ", PROMPTS[0]])
+    found = judge.score([*images()[:2], "none.png"], [PROMPTS[0], " ", PROMPTS[0]])
     assert found.valid.tolist() == [True, False, False]
-    other = Mps(judge.file, condition="colour", threshold=0.9).score(pictures()[:1], PROMPTS[:1])
+    other = Mps(judge.file, condition="colour", threshold=0.9).score(images()[:1], PROMPTS[:1])
     assert other.valid.all() and other.value[0] != found.value[0]
-    alone = judge.score(pictures()[:1], PROMPTS[:1])
+    alone = judge.score(images()[:1], PROMPTS[:1])
     assert alone.value[0] == pytest.approx(float(found.value[0]), rel=1e-5), "neighbours do not matter"
     clip = {k: v for k, v in read_module(judge.file).items() if k.startswith("model.")}
     torch.save(clip, tmp_path / "clip.pth")
     with pytest.raises(RewardError, match=r"clip\.pth holds no cross_model"):
-        Mps(tmp_path / "clip.pth").score(pictures()[:1], PROMPTS[:1])
+        Mps(tmp_path / "clip.pth").score(images()[:1], PROMPTS[:1])

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from tests.support.judges.official import FROZEN, JUDGES, QUESTIONS, SOURCE, clips, pictures, prompts_of
+from tests.support.judges.official import FROZEN, JUDGES, QUESTIONS, SOURCE, clips, images, prompts_of
 
 TOLERANCE = 1e-5
 
@@ -17,7 +17,7 @@ TOLERANCE = 1e-5
 def test_scores_are_the_official_ones(name, tmp_path):
     judge, official = JUDGES[name](tmp_path)
     frozen = torch.tensor(json.loads(FROZEN.read_text())[name], dtype=torch.float64)
-    shown = clips() if getattr(judge, "takes_clips", False) else pictures()
+    shown = clips() if getattr(judge, "takes_clips", False) else images()
     found = judge.score(shown, prompts_of(name), [{"source": SOURCE, "vqa_list": QUESTIONS}] * 4)
     assert found.valid.all(), found.reason
     with torch.no_grad():
@@ -25,4 +25,4 @@ def test_scores_are_the_official_ones(name, tmp_path):
     scale = frozen.abs().clamp(min=1.0)
     assert ((now - frozen).abs() / scale).max() <= TOLERANCE, "the recipe itself gives what was frozen"
     assert ((found.value.double() - frozen).abs() / scale).max() <= TOLERANCE
-    assert frozen.std() > 1e-3, "the pictures are told apart"
+    assert frozen.std() > 1e-3, "the images are told apart"

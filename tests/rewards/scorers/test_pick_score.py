@@ -72,10 +72,10 @@ def test_the_difference_is_the_log_odds(folder, images):
 
 def test_gradient_path(folder, images):
     reward = PickScore(folder)
-    pictures = images.clone().requires_grad_()
-    value = reward.score_with_gradient(pictures, PROMPTS)
+    samples = images.clone().requires_grad_()
+    value = reward.score_with_gradient(samples, PROMPTS)
     torch.testing.assert_close(value.detach(), reward.score(images, PROMPTS).value, rtol=1e-5, atol=1e-5)
-    assert torch.autograd.grad(value.sum(), pictures)[0].abs().sum() > 0
+    assert torch.autograd.grad(value.sum(), samples)[0].abs().sum() > 0
 
 
 def test_contract_and_identity(folder):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pictures add to their sets: brute force on the tower's own embeddings, groups, broken pictures."""
+"""What images add to their sets: brute force on the tower's own embeddings, groups, broken images."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory) -> Path:
     return save_tiny_clip(tmp_path_factory.mktemp("models") / "tiny clip")
 
 
-def pictures(count: int, seed: int = 1) -> Tensor:
+def make_images(count: int, seed: int = 1) -> Tensor:
     levels = torch.randint(0, 256, (count, 3, 32, 32), generator=torch.Generator().manual_seed(seed))
     return levels.float() / 255
 
@@ -35,25 +35,25 @@ def pictures(count: int, seed: int = 1) -> Tensor:
 def reference(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("reference")
     (place / "below").mkdir()
-    for number, picture in enumerate(pictures(4, seed=2)):
-        save_image(picture, place / ("below" if number else ".") / f"{number}.png")
-    (place / "notes.txt").write_text("no picture")
+    for number, image in enumerate(make_images(4, seed=2)):
+        save_image(image, place / ("below" if number else ".") / f"{number}.png")
+    (place / "notes.txt").write_text("no image")
     return place
 
 
 @pytest.mark.parametrize("over", ["group", "batch"])
 @pytest.mark.parametrize("name", ["vendi_gain", "frechet_gain"])
-def test_gains_are_the_set_with_and_without_each_picture(
+def test_gains_are_the_set_with_and_without_each_image(
     folder: Path, reference: Path, name: str, over: str
 ) -> None:
     options: dict[str, Any] = {"reference": reference} if name == "frechet_gain" else {}
     reward = load_reward(name, model=folder, over=over, **options)
-    images = pictures(6)
+    images = make_images(6)
     scores = reward.score(images, PROMPTS, RECORDS)
     tower = ClipScore(folder).towers
     with torch.no_grad():
         embedding = tower.image_features_with_gradient(images)
-        other = tower.image_features_with_gradient(pictures(4, seed=2))
+        other = tower.image_features_with_gradient(make_images(4, seed=2))
     labels = GROUPS if over == "group" else [0] * 6
     for row in range(6):
         own = [i for i in range(6) if labels[i] == labels[row]]
@@ -68,12 +68,12 @@ def test_gains_are_the_set_with_and_without_each_picture(
         torch.testing.assert_close(scores.parts["set"][row].double(), whole, rtol=1e-4, atol=1e-5)
 
 
-def test_a_picture_without_another_is_invalid_and_in_no_set(folder: Path) -> None:
+def test_an_image_without_another_is_invalid_and_in_no_set(folder: Path) -> None:
     reward = load_reward("vendi_gain", model=folder)
-    images = list(pictures(6))
+    images = list(make_images(6))
     alone = reward.score(images[:3], PROMPTS[:3], RECORDS[:3])
     assert alone.valid.tolist() == [True, False, True]
-    assert alone.reason is not None and alone.reason[1] == "its set has no other picture"
+    assert alone.reason is not None and alone.reason[1] == "its set has no other image"
     broken: list[Any] = [*images[:4], "absent.png", images[5]]
     scores = reward.score(broken, PROMPTS, RECORDS)
     assert scores.valid.tolist() == [True, True, True, True, False, True]
@@ -87,7 +87,7 @@ def test_a_sum_hands_the_groups_on(folder: Path) -> None:
     terms = {"variety": (reward, 2.0), "size": (load_reward("jpeg_size"), 0.0)}
     both = WeightedSum(terms)
     assert both.needs_group
-    images = pictures(6)
+    images = make_images(6)
     expected = reward.score(images, PROMPTS, RECORDS)
     scores = both.score(images, PROMPTS, RECORDS)
     torch.testing.assert_close(scores.value, 2 * expected.value)
@@ -95,14 +95,14 @@ def test_a_sum_hands_the_groups_on(folder: Path) -> None:
 
 
 def test_refused(folder: Path, reference: Path, tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match=r"judges sets, not single pictures.*'group_id'"):
-        load_reward("vendi_gain", model=folder).score(pictures(2), ["a", "a"])
+    with pytest.raises(RewardError, match=r"judges sets, not single images.*'group_id'"):
+        load_reward("vendi_gain", model=folder).score(make_images(2), ["a", "a"])
     with pytest.raises(ValueError, match=r"over is 'prompt'; allowed are 'group' and 'batch'"):
         load_reward("vendi_gain", over="prompt")
-    with pytest.raises(RewardError, match=r"reference='.*' holds 0 pictures"):
+    with pytest.raises(RewardError, match=r"reference='.*' holds 0 images"):
         load_reward("frechet_gain", reference=tmp_path)
     for number in range(2):
-        (tmp_path / f"{number}.png").write_bytes(b"no picture")
+        (tmp_path / f"{number}.png").write_bytes(b"no image")
     broken = load_reward("frechet_gain", reference=tmp_path, model=folder)
     with pytest.raises(RewardError, match=r"0\.png: .*Take it out of the reference"):
-        broken.score(pictures(2), ["a", "a"], [{"group_id": 0}] * 2)
+        broken.score(make_images(2), ["a", "a"], [{"group_id": 0}] * 2)

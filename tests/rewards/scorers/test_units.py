@@ -48,7 +48,7 @@ def test_round_trips():
         (
             "cosine",
             "softmax",
-            "'softmax' is not affine: a softmax over a group depends on the other pictures",
+            "'softmax' is not affine: a softmax over a group depends on the other images",
         ),
         ("sigmoid(hp)", "hp", r"'sigmoid\(hp\)' is not affine: .*use IctHp\(mode='upstream'\)"),
         ("torchmetrics", "cosine", "loses all negative cosines"),

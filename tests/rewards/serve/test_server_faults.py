@@ -267,7 +267,7 @@ def test_what_is_too_large_for_the_server_is_invalid_and_its_neighbours_are_judg
     assert torch.equal(scores.value[[0, 3]], own.value)
 
 
-def test_narrow_pictures_are_read_as_at_home():
+def test_narrow_images_are_read_as_at_home():
     narrow = torch.randint(0, 256, (2, 3, 9, 3), dtype=torch.uint8)
     with serving(app_of(Habits())) as url:
         there = RemoteReward(url).score(narrow.float() / 255, ["1", "2"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image statistics: values by hand on plain pictures, ranges, the contract."""
+"""Image statistics: values by hand on plain images, ranges, the contract."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def test_brightness_and_contrast_by_hand():
 
 
 def test_saturation_equals_the_standard_librarys_hsv():
-    picture = torch.rand(3, 6, 5, generator=torch.Generator().manual_seed(0))
-    picture[:, 0, 0] = 0
-    expected = [colorsys.rgb_to_hsv(*picture[:, y, x].tolist())[1] for y in range(6) for x in range(5)]
-    assert saturation(picture).item() == pytest.approx(sum(expected) / 30, rel=1e-6)
+    image = torch.rand(3, 6, 5, generator=torch.Generator().manual_seed(0))
+    image[:, 0, 0] = 0
+    expected = [colorsys.rgb_to_hsv(*image[:, y, x].tolist())[1] for y in range(6) for x in range(5)]
+    assert saturation(image).item() == pytest.approx(sum(expected) / 30, rel=1e-6)
     assert saturation(flat(0, 0, 0)).item() == 0
 
 

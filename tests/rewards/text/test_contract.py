@@ -321,7 +321,7 @@ def test_a_good_reward_passes():
         check_text_reward(Base(), completions=["a"])
 
 
-def test_a_range_that_is_no_number_is_refused_as_for_pictures() -> None:
+def test_a_range_that_is_no_number_is_refused_as_for_images() -> None:
     class NoRange(Base):
         range = (0.0, float("nan"))
 

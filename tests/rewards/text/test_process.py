@@ -169,9 +169,7 @@ def test_a_prompt_its_steps_and_a_marker_after_each() -> None:
     shown = [
         {"role": "user", "content": [{"type": "image", "image": "x.png"}, {"type": "text", "text": "q"}]}
     ]
-    with pytest.raises(
-        UserError, match="A prompt shows pictures, and a process reward model reads text alone"
-    ):
+    with pytest.raises(UserError, match="A prompt shows images, and a process reward model reads text alone"):
         StepEncoder(TOKENIZER, StepReading()).encode(shown, ["c"])
     with pytest.raises(
         UserError, match="makes the unknown token of '§', so the ends of steps cannot be told"

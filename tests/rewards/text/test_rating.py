@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ratings in words: the order of pictures as VisualQuality-R1 pays it, its ablations, what is no rating."""
+"""Ratings in words: the order of images as VisualQuality-R1 pays it, its ablations, what is no rating."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWERS = {"a": (["5", "4", "5"], 4.5), "b": (["2", "3", "oh"], 2.0), "c": (["3"
 def given(
     answers: dict[str, Any] = ANSWERS, **more: Any
 ) -> tuple[list[str], list[str], list[dict[str, Any]]]:
-    """Completions of pictures in turn, not side by side, prompts, records."""
+    """Completions of images in turn, not side by side, prompts, records."""
     count = max(len(said) for said, _ in answers.values())
     rows = [
         (f"<answer>{said[k]}</answer>", {"image": image, "mos": mos, "set": "s", **more})
@@ -30,7 +30,7 @@ def given(
     return [text for text, _ in rows], ["?"] * len(rows), [record for _, record in rows]
 
 
-def test_fidelity_is_the_cores_over_all_pictures_that_are_judged_together():
+def test_fidelity_is_the_cores_over_all_images_that_are_judged_together():
     scores = RatingReward().score(*given())
     answers = torch.tensor([[5.0, 4, 5], [2, 3, math.nan], [3, 1, 2]], dtype=torch.float64)
     wanted = fidelity_rewards(answers, torch.tensor([4.5, 2.0, 2.0]).double())
@@ -51,7 +51,7 @@ def test_other_rules_by_hand():
     assert float(regression.score(*given()).value.view(3, 3)[1, 0]) == 0.875
 
 
-def test_pictures_of_another_set_are_not_compared():
+def test_images_of_another_set_are_not_compared():
     completions, prompts, records = given()
     for record in records:
         record["set"] = "other" if record["image"] == "c" else "s"
@@ -62,7 +62,7 @@ def test_pictures_of_another_set_are_not_compared():
 
 
 @pytest.mark.parametrize("rule", ["fidelity", "binary", "regression"])
-def test_one_picture_alone_is_harmless(rule):
+def test_one_image_alone_is_harmless(rule):
     scores = RatingReward(rule).score(*given({"a": ANSWERS["a"]}))
     assert bool(scores.valid.all()) and bool(scores.value.isfinite().all())
     if rule != "regression":
@@ -114,7 +114,7 @@ def test_regression_asks_for_opinions_on_the_scale_of_the_answers():
     assert not RatingReward().score(texts, prompts, odd).valid[0]
     two = [{"image": "a", "mos": mos, "set": "s"} for mos in (1.0, 5.0, 3.0)]
     found = RatingReward("binary").score(["<answer>1</answer>", *texts[1:]], prompts, two)
-    assert found.value.tolist()[0] == 1.0, "a picture with another opinion is another picture"
+    assert found.value.tolist()[0] == 1.0, "an image with another opinion is another image"
 
 
 def test_boxed_scores_go_from_1_to_10():

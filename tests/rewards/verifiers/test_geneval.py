@@ -124,7 +124,7 @@ def test_records_that_cannot_be_read_are_named(record: Any, problem: str) -> Non
 
 
 class Planted:
-    """A detector that finds what a picture's first pixel says."""
+    """A detector that finds what an image's first pixel says."""
 
     source = "planted"
 

@@ -120,7 +120,7 @@ def test_quoted_parts(prompt: str, texts: list[str]) -> None:
     ],
 )
 def test_no_wanted_text_is_a_failure_with_its_reason(prompt: str, record: Any, reason: str) -> None:
-    scores = OcrReward(lambda picture: "x").score(BLANK, [prompt], [record])
+    scores = OcrReward(lambda image: "x").score(BLANK, [prompt], [record])
     assert not scores.valid[0] and bool(scores.value.isnan()[0])
     assert scores.reason is not None and reason in str(scores.reason[0])
 
@@ -130,13 +130,13 @@ def test_wanted_texts_of_a_record_come_first() -> None:
     assert wanted_texts("a", {"text": ["c", "d"]}) == ["c", "d"]
 
 
-def test_scores_parts_and_one_reading_per_picture() -> None:
+def test_scores_parts_and_one_reading_per_image() -> None:
     read = []
 
-    def engine(picture: np.ndarray) -> str:
-        assert picture.dtype == np.uint8 and picture.shape == (8, 8, 3)
-        read.append(picture)
-        return "Hello World" if picture.mean() > 128 else "HELL"
+    def engine(image: np.ndarray) -> str:
+        assert image.dtype == np.uint8 and image.shape == (8, 8, 3)
+        read.append(image)
+        return "Hello World" if image.mean() > 128 else "HELL"
 
     images = torch.cat([BLANK, torch.zeros(1, 3, 8, 8), BLANK])
     scores = OcrReward(engine).score(images, ['"hello"', '"hello"', '"hello world"'])
@@ -148,8 +148,8 @@ def test_scores_parts_and_one_reading_per_picture() -> None:
 
 
 def test_the_contract() -> None:
-    def engine(picture: np.ndarray) -> str:
-        return "".join(chr(97 + int(value) // 16) for value in picture[0, :5, 0])
+    def engine(image: np.ndarray) -> str:
+        return "".join(chr(97 + int(value) // 16) for value in image[0, :5, 0])
 
     assert check_reward(OcrReward(engine), prompts=['"abc"', '"jkl"', '"abcdefgh"', '"zz"'])
     assert OcrReward(engine).identity.digest != OcrReward(engine, rule="plain").identity.digest
@@ -163,9 +163,9 @@ def test_wrong_engines_and_options_are_refused() -> None:
     with pytest.raises(TypeError, match="engine is a str; give a function"):
         OcrReward("tesseract")  # type: ignore[arg-type]  # that is the point
     with pytest.raises(RewardError, match="the engine returned a list; it must return the text"):
-        OcrReward(lambda picture: ["a"]).score(BLANK, ['"a"'])  # type: ignore[arg-type, return-value]
+        OcrReward(lambda image: ["a"]).score(BLANK, ['"a"'])  # type: ignore[arg-type, return-value]
     with pytest.raises(RewardError, match="Reward 'ocr' raised ZeroDivisionError"):
-        OcrReward(lambda picture: str(1 / 0)).score(BLANK, ['"a"'])
+        OcrReward(lambda image: str(1 / 0)).score(BLANK, ['"a"'])
 
 
 def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,18 +187,18 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
 @pytest.mark.skipif(importlib.util.find_spec("rapidocr") is None, reason="the extra `ocr` is not installed")
 @pytest.mark.filterwarnings("ignore")  # of the engine's own making
 def test_a_real_engine_reads_a_rendered_sign() -> None:
-    picture = Image.new("RGB", (320, 96), "white")
-    ImageDraw.Draw(picture).text((16, 20), "OPEN 24 hours", "black", ImageFont.load_default(44))
+    image = Image.new("RGB", (320, 96), "white")
+    ImageDraw.Draw(image).text((16, 20), "OPEN 24 hours", "black", ImageFont.load_default(44))
     flooded = Image.new("RGB", (320, 192), "white")
-    flooded.paste(picture)
+    flooded.paste(image)
     ImageDraw.Draw(flooded).text((16, 120), "SALE buy now", "black", ImageFont.load_default(44))
     reward = OcrReward(load_rapidocr())
-    scores = reward.score([picture, flooded, Image.new("RGB", (320, 96), "white")], ['"OPEN 24 hours"'] * 3)
+    scores = reward.score([image, flooded, Image.new("RGB", (320, 96), "white")], ['"OPEN 24 hours"'] * 3)
     assert scores.value[0] == 1 and 0.4 < float(scores.value[1]) < 0.7 and scores.value[2] == 0
 
 
 def test_a_row_that_the_rule_cannot_score_is_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("visalign.rewards.verifiers.ocr.text_score", lambda target, text, rule: None)
-    scores = OcrReward(lambda picture: "x").score(BLANK, ['a sign "x"'])
+    scores = OcrReward(lambda image: "x").score(BLANK, ['a sign "x"'])
     assert not scores.valid[0] and bool(scores.value.isnan()[0]) and scores.reason is not None
     assert "holds no character that the rule 'window' compares" in str(scores.reason[0])

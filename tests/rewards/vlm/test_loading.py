@@ -19,7 +19,7 @@ from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.vlm import loading
 from visalign.rewards.vlm.engine import Query, VisionLanguageEngine
-from visalign.rewards.vlm.network import picture_encoder
+from visalign.rewards.vlm.network import image_encoder
 from visalign.rewards.vlm.template import JudgeSettings, Template, escape
 from visalign.rewards.weights.checkpoint_files import quiet_loading
 
@@ -122,9 +122,9 @@ def test_a_model_that_does_not_see_is_refused() -> None:
     with pytest.raises(
         RewardError, match=r"is not known as a judge that sees; known are qwen2_vl, .*internvl"
     ):
-        picture_encoder(tiny_model(), processor)
+        image_encoder(tiny_model(), processor)
     with pytest.raises(RewardError, match=r"model type 'qwen2_vl'\) with a \w+ is not known"):
-        picture_encoder(tiny_seeing_model(), processor)
+        image_encoder(tiny_seeing_model(), processor)
 
 
 @pytest.mark.parametrize(

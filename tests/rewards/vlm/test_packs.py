@@ -4,25 +4,25 @@
 import torch
 
 from visalign.rewards.vlm.packing import attention_mask, batch_packs, collate, pack_rows
-from visalign.rewards.vlm.requests import SeenPicture, TokenRow
+from visalign.rewards.vlm.requests import SeenImage, TokenRow
 from visalign.vision.positions import rotary_positions
 
 IMAGE, MERGE = 5, 2
 
 
-def shown(digest: str, grid: tuple[int, int, int] = (1, 4, 6)) -> SeenPicture:
-    return SeenPicture(digest, grid, grid[1] * grid[2] // MERGE**2, torch.zeros(3, 1, 1))
+def shown(digest: str, grid: tuple[int, int, int] = (1, 4, 6)) -> SeenImage:
+    return SeenImage(digest, grid, grid[1] * grid[2] // MERGE**2, torch.zeros(3, 1, 1))
 
 
 def row(digest: str, tail: list[int]) -> TokenRow:
-    picture = shown(digest)
-    return TokenRow((1, 2, *[IMAGE] * picture.tokens, 3, 3, *tail), (picture,))
+    image = shown(digest)
+    return TokenRow((1, 2, *[IMAGE] * image.tokens, 3, 3, *tail), (image,))
 
 
 ROWS = [row("a", [7, 8, 9]), row("b", [7]), row("a", [7, 8, 10, 11]), row("a", [6]), row("a", [7, 8, 9, 9])]
 
 
-def test_rows_of_a_picture_share_their_beginning() -> None:
+def test_rows_of_an_image_share_their_beginning() -> None:
     packs = pack_rows(ROWS, IMAGE)
     assert [sorted(pack.numbers) for pack in packs] == [[0, 2, 3, 4], [1]]
     assert packs[0].shared == 10 and packs[1].shared == len(ROWS[1].ids)
@@ -40,12 +40,12 @@ def test_a_row_that_is_the_beginning_of_another_keeps_its_last_token() -> None:
         assert int(batch.ids[place, at]) == (one, two)[number].ids[-1]
 
 
-def test_pictures_stand_in_the_beginning_alone() -> None:
+def test_images_stand_in_the_beginning_alone() -> None:
     early = TokenRow((9, *ROWS[0].ids), ROWS[0].shown)
     assert len(pack_rows([ROWS[0], early], IMAGE)) == 2
 
 
-def test_rows_that_differ_between_their_pictures_do_not_share() -> None:
+def test_rows_that_differ_between_their_images_do_not_share() -> None:
     two = (shown("a"), shown("b"))
     rows = [TokenRow((*[1] * 9, *[IMAGE] * 6, word, *[IMAGE] * 6, 3, 4), two) for word in (7, 8)]
     assert len(pack_rows(rows, IMAGE)) == 2

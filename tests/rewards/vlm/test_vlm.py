@@ -17,8 +17,8 @@ PROMPTS = ("a cat", "a dog with a hat", "x", "two red {circles} in {0}")
 
 
 def asks_of_one() -> list[Query]:
-    pictures = [noise(16, 24, 1), noise(40, 8, 2), noise(64, 64, 3)]
-    return [Query(images=[picture], prompt=prompt) for picture in pictures for prompt in PROMPTS]
+    images = [noise(16, 24, 1), noise(40, 8, 2), noise(64, 64, 3)]
+    return [Query(images=[image], prompt=prompt) for image in images for prompt in PROMPTS]
 
 
 def asks_of_two() -> list[Query]:
@@ -88,7 +88,7 @@ def test_the_sum_over_the_vocabulary_is_taken_in_parts(monkeypatch) -> None:
         torch.testing.assert_close(whole, judge.model.lm_head(states).logsumexp(-1))
 
 
-def test_plain_positions_are_those_without_pictures() -> None:
+def test_plain_positions_are_those_without_images() -> None:
     judge, ask = tiny_judge(positions="1d"), asks_of_one()[0]
     row = judge.encode(ONE, [ask])[0][0]
     assert row is not None
@@ -104,7 +104,7 @@ def test_plain_positions_are_those_without_pictures() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pictures_go_through_the_tower_once_across_prompts_and_calls(kind) -> None:
+def test_images_go_through_the_tower_once_across_prompts_and_calls(kind) -> None:
     judge, asks = tiny_judge(kind), asks_of_one()
     first = judge.hidden(ONE, asks).states
     assert judge.network.cache.misses == 3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packaged judges read a picture that lies on a larger canvas at its own size."""
+"""Packaged judges read an image that lies on a larger canvas at its own size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.weights.resize import model_levels, model_pixels
 
 
-def pictures(canvas: bool) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+def make_images(canvas: bool) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     """Both sides of two pairs [2, 3, h, w] uint8, as they are or on a white canvas, and their prompts."""
     pairs = [ShapesPreferences(3, split="heldout", kinds=("alignment",)).pair(k) for k in range(2)]
     sides = []
@@ -46,7 +46,7 @@ def test_a_canvas_costs_a_packaged_judge_nothing(name: str) -> None:
     judge: Any = load_judge(name)
 
     def said(canvas: bool) -> torch.Tensor:
-        left, right, prompts = pictures(canvas)
+        left, right, prompts = make_images(canvas)
         if isinstance(judge, PointwiseReward):
             return judge.score(left, prompts).value
         return judge.compare(left, right, prompts).log_odds
@@ -54,11 +54,11 @@ def test_a_canvas_costs_a_packaged_judge_nothing(name: str) -> None:
     torch.testing.assert_close(said(True), said(False), atol=1e-5, rtol=1e-5)
 
 
-def test_a_map_of_what_is_wrong_is_of_the_whole_picture() -> None:
-    """Cells are shares of the picture that was given, so HEIE's model sees all of it."""
+def test_a_map_of_what_is_wrong_is_of_the_whole_image() -> None:
+    """Cells are shares of the image that was given, so HEIE's model sees all of it."""
     heads = HeieHeads.load(Path(resolve_model("shapes-heie")) / "heie_heads.safetensors")
     for judge in (Heie(), Heie("shapes-vlm", heads=heads)):
-        assert "window" not in judge.engine.network.pictures.settings()
+        assert "window" not in judge.engine.network.images.settings()
     with pytest.raises(
         ValueError, match=r"heie: the model reads 64 pixels .*from_pretrained\(\.\.\., window=0\)"
     ):
@@ -77,13 +77,13 @@ def test_a_saved_judge_keeps_its_window(tmp_path: Path) -> None:
     judge = HPSv3()
     judge.model.save_pretrained(tmp_path / "hpsv3")
     again = HPSv3(tmp_path / "hpsv3")
-    assert again.model.engine.network.pictures.settings()["window"] == 64
+    assert again.model.engine.network.images.settings()["window"] == 64
 
 
 def test_pixels_with_a_gradient_are_those_without() -> None:
-    """Two pictures of one batch, of which one has a border, each with the gradient of what is seen of it."""
+    """Two images of one batch, of which one has a border, each with the gradient of what is seen of it."""
     config = {"size": 64, "interpolation": "bicubic", "resize_mode": "shortest", "window": 64}
-    left, _, _ = pictures(canvas=True)
+    left, _, _ = make_images(canvas=True)
     generator = torch.Generator().manual_seed(0)
     images = torch.stack([left[0].float() / 255, torch.rand(3, 128, 128, generator=generator)])
     images.requires_grad_(True)

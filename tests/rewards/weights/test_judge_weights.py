@@ -86,7 +86,7 @@ def test_a_model_that_is_loaded_in_inference_mode_scores_alike(kind, clip_folder
 def test_the_identity_of_a_judge_that_sees_follows_its_weights(kind) -> None:
     engine = tiny_engine("qwen2_vl")
     judge = kind(
-        engine, template=ask_text("{prompt}", pictures=2 if kind is RewardDancePairs else 1), **LETTERS
+        engine, template=ask_text("{prompt}", images=2 if kind is RewardDancePairs else 1), **LETTERS
     )
     before = judge.identity
     assert judge.identity == before

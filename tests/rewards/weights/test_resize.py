@@ -17,7 +17,7 @@ BICUBIC = Image.Resampling.BICUBIC
 CONFIG = {"size": 64, "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic"}
 
 
-def picture(number: int) -> Image.Image:
+def make_image(number: int) -> Image.Image:
     """Smooth shapes, hard edges and noise of a random size, by turns."""
     random = np.random.default_rng(number)
     height, width = random.integers(20, 300, 2)
@@ -44,7 +44,7 @@ def by_pil(image: Image.Image, config: dict) -> np.ndarray:
 def test_500_random_sizes_equal_pil():
     worst = 0
     for number in range(500):
-        image = picture(number)
+        image = make_image(number)
         (tensor,) = load_images([image]).images
         assert tensor is not None
         ours = model_levels(tensor, CONFIG).permute(1, 2, 0).numpy()
@@ -55,7 +55,7 @@ def test_500_random_sizes_equal_pil():
 def test_the_scores_move_by_less_than_a_thousandth_of_their_spread(tmp_path):
     reward = ClipScore(save_tiny_transformers_clip(tmp_path / "clip"))
     size = reward.towers.preprocess["size"]
-    images = [picture(number) for number in range(24)]
+    images = [make_image(number) for number in range(24)]
     ours = reward.score(images, ["a red circle"] * 24).value
     done = [Image.fromarray(by_crop(image, size)) for image in images]
     theirs = reward.score(done, ["a red circle"] * 24).value

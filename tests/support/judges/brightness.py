@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairwise and pointwise judges for the tests: they read a picture's brightness, and count what they see."""
+"""Pairwise and pointwise judges for the tests: they read an image's brightness, and count what they see."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from visalign.rewards import load_images, read_request
 
 
 def grey(values: list[float], size: int = 8) -> Tensor:
-    """[B, 3, size, size] even pictures, of the given brightness each."""
+    """[B, 3, size, size] even images, of the given brightness each."""
     return torch.tensor(values)[:, None, None, None].expand(-1, 3, size, size).clone()
 
 

@@ -30,8 +30,8 @@ class _Hackable:
     def score(self, images: Any, prompts: Sequence[str], metadata: Any = None) -> Scores:
         request = read_request(self.name, images, prompts, metadata)
         honest = self._honest.score(images, prompts, metadata)
-        pictures = [torch.zeros(3, 64, 64) if image is None else image for image in request.images.images]
-        value = honest.value + self.bonus(torch.stack(pictures), prompts)
+        samples = [torch.zeros(3, 64, 64) if image is None else image for image in request.images.images]
+        value = honest.value + self.bonus(torch.stack(samples), prompts)
         return make_scores(value, list(honest.reason or []), self.unit)
 
 
@@ -57,7 +57,7 @@ class LovesFrames(_Hackable):
 
 
 class LooksAtNeighbours(_Hackable):
-    """Judges a picture against the mean of its batch."""
+    """Judges an image against the mean of its batch."""
 
     def __init__(self) -> None:
         super().__init__("looks_at_neighbours")
@@ -68,7 +68,7 @@ class LooksAtNeighbours(_Hackable):
 
 
 class Remembered:
-    """A reward that scores each picture of a prompt once, however often it is asked."""
+    """A reward that scores each image of a prompt once, however often it is asked."""
 
     def __init__(self, reward: PointwiseReward) -> None:
         self.reward, self.name, self.unit = reward, reward.name, reward.unit
@@ -76,8 +76,8 @@ class Remembered:
         self._known: dict[tuple[bytes, str], tuple[float, str | None]] = {}
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Any = None) -> Scores:
-        pictures = load_images(images).images
-        found = [picture for picture in pictures if picture is not None]
+        samples = load_images(images).images
+        found = [sample for sample in samples if sample is not None]
         keys = [(image.numpy().tobytes(), prompt) for image, prompt in zip(found, prompts, strict=True)]
         new = {key: row for row, key in enumerate(keys) if key not in self._known}
         if new:
@@ -128,7 +128,7 @@ class AveragesBothOrders(PrefersTheLeft):
 
 
 class GoesInCircles:
-    """Each picture has an hour on a clock and beats those of the next six: one triple in four turns."""
+    """Each image has an hour on a clock and beats those of the next six: one triple in four turns."""
 
     name = "goes_in_circles"
 

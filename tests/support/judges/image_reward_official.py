@@ -42,11 +42,11 @@ def official_model(code: Path, folder: Path) -> Any:
 
 
 def main(code: str, folder: str) -> None:
-    """Print the scores of the folder's pictures under its prompts."""
+    """Print the scores of the folder's images under its prompts."""
     model, place = official_model(Path(code), Path(folder)), Path(folder)
     with torch.no_grad():
         prompts = json.loads((place / "prompts.json").read_text())
-        files = sorted((place / "pictures").iterdir())
+        files = sorted((place / "images").iterdir())
         scores = [model.score(p, Image.open(file)) for p, file in zip(prompts, files, strict=True)]
     print(json.dumps(scores))
 

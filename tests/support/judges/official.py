@@ -43,7 +43,7 @@ FROZEN = Path(__file__).parents[2] / "golden" / "official" / "judges.json"
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 PROMPTS = ["a red circle", "Tom &amp; Jerry, don't stop 42", "two  blue squares " * 12, "é 日本 🙂"]
 SHAPES = ((41, 44), (32, 35), (35, 32), (60, 47))
-"""Height and width of the pictures; three columns or rows are left over in two of them."""
+"""Height and width of the images; three columns or rows are left over in two of them."""
 VOCABULARY, SIDE = 49408, 32
 LARGE = {**SIZES, "vocabulary": VOCABULARY}
 OPEN_CLIP = {
@@ -54,7 +54,7 @@ OPEN_CLIP = {
 PIXELS: dict[str, Any] = {"min_pixels": 64, "max_pixels": 4096}
 
 
-def pictures() -> list[Image.Image]:
+def images() -> list[Image.Image]:
     """Noise of other sizes each; numpy's generator is the same everywhere."""
     random = np.random.default_rng(7)
     return [Image.fromarray(random.integers(0, 256, (*shape, 3), dtype=np.uint8)) for shape in SHAPES]
@@ -117,7 +117,7 @@ def _clip_tokens() -> Any:
 
 
 def _processed(images: Sequence[Image.Image]) -> Tensor:
-    """transformers' CLIPImageProcessor on PIL's pictures."""
+    """transformers' CLIPImageProcessor on PIL's images."""
     from transformers import CLIPImageProcessorPil
 
     size: dict[str, Any] = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
@@ -125,7 +125,7 @@ def _processed(images: Sequence[Image.Image]) -> Tensor:
 
 
 def _torchvision(images: Sequence[Image.Image], *, tensors: bool) -> Tensor:
-    """OpenAI's and open_clip's transform, or HPSv2's, which turns pictures into tensors before the resize."""
+    """OpenAI's and open_clip's transform, or HPSv2's, which turns images into tensors before the resize."""
     from torchvision import transforms as tv
 
     resize = tv.Resize(SIDE, tv.InterpolationMode.BICUBIC, antialias=True)
@@ -136,9 +136,9 @@ def _torchvision(images: Sequence[Image.Image], *, tensors: bool) -> Tensor:
 
 
 def _cosine(model: Any, pixels: Tensor, tokens: Any) -> Tensor:
-    picture = F.normalize(model.get_image_features(pixel_values=pixels).pooler_output, dim=-1)
+    image = F.normalize(model.get_image_features(pixel_values=pixels).pooler_output, dim=-1)
     text = F.normalize(model.get_text_features(**tokens).pooler_output, dim=-1)
-    return (picture * text).sum(-1)
+    return (image * text).sum(-1)
 
 
 def _layers(widths: Sequence[int], places: Sequence[int], state: dict[str, Tensor]) -> nn.Module:
@@ -163,7 +163,7 @@ def pick_score(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
         tokens = _clip_tokens()(
             PROMPTS, padding=True, truncation=True, max_length=CONTEXT, return_tensors="pt"
         )
-        return model.logit_scale.exp() * _cosine(model, _processed(pictures()), tokens)
+        return model.logit_scale.exp() * _cosine(model, _processed(images()), tokens)
 
     return PickScore(place), official
 
@@ -178,7 +178,7 @@ def ict(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
         from open_clip import SimpleTokenizer
 
         ids = SimpleTokenizer(context_length=CONTEXT)(PROMPTS)
-        return _cosine(_clip_model(place), _processed(pictures()), {"input_ids": ids})
+        return _cosine(_clip_model(place), _processed(images()), {"input_ids": ids})
 
     return Ict(place), official
 
@@ -194,7 +194,7 @@ def hp(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
 
     def official() -> Tensor:
         layers = _layers(WIDTHS, PLACES, torch.load(file, weights_only=True))
-        return layers(_clip_model(place).get_image_features(_processed(pictures())).pooler_output)[:, 0]
+        return layers(_clip_model(place).get_image_features(_processed(images())).pooler_output)[:, 0]
 
     return Hp(folder / "hp"), official
 
@@ -208,7 +208,7 @@ def laion_aesthetic(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
 
     def official() -> Tensor:
         layers = _layers(WIDTHS, PLACES, torch.load(place / "head.pth", weights_only=True))
-        found = _clip_model(place).get_image_features(_torchvision(pictures(), tensors=False)).pooler_output
+        found = _clip_model(place).get_image_features(_torchvision(images(), tensors=False)).pooler_output
         return layers(F.normalize(found, dim=-1))[:, 0]
 
     return LaionAesthetic(place, head=place / "head.pth"), official
@@ -230,8 +230,8 @@ def hps_v2(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
         model.load_state_dict(torch.load(file, weights_only=True)["state_dict"])
         model.eval()
         ids = open_clip.SimpleTokenizer(context_length=16)(PROMPTS)
-        picture = model.encode_image(_torchvision(pictures(), tensors=True), normalize=True)
-        return (picture * model.encode_text(ids, normalize=True)).sum(-1)
+        image = model.encode_image(_torchvision(images(), tensors=True), normalize=True)
+        return (image * model.encode_text(ids, normalize=True)).sum(-1)
 
     return HpsV2(file, architecture=OPEN_CLIP), official
 
@@ -257,7 +257,7 @@ def _seeing(folder: Path, seed: int, **changes: Any) -> tuple[Any, Any]:
 
 
 def _asked(processor: Any, text: str, *images: Image.Image) -> Any:
-    """The processor's inputs; a picture is resized before, by PIL, as qwen-vl-utils does it, and in the
+    """The processor's inputs; an image is resized before, by PIL, as qwen-vl-utils does it, and in the
     order of Pillow up to 12, the width first: 13 takes the height first where that is cheaper.
     """
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
@@ -273,7 +273,7 @@ def _asked(processor: Any, text: str, *images: Image.Image) -> Any:
 
 
 def vqa_score(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
-    """The softmax over the whole vocabulary at the next word, one picture at a time; here the word is "y"."""
+    """The softmax over the whole vocabulary at the next word, one image at a time; here the word is "y"."""
     from visalign.rewards.questions.vqa import SHOWS, VqaScore
 
     model, processor = _seeing(folder / "vlm", 8)
@@ -281,7 +281,7 @@ def vqa_score(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
 
     def official() -> Tensor:
         yes, found = processor.tokenizer.convert_tokens_to_ids("y"), []
-        for image, prompt in zip(pictures(), _SPELLED, strict=True):
+        for image, prompt in zip(images(), _SPELLED, strict=True):
             inputs = _asked(processor, text.replace("{prompt}", prompt), image)
             found.append(model(**inputs).logits[0, -1].double().softmax(-1)[yes])
         return torch.stack(found)
@@ -303,7 +303,7 @@ def soft_tifa(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
 
     def official() -> Tensor:
         found = []
-        for image in pictures():
+        for image in images():
             log = torch.zeros((), dtype=torch.float64)
             for question, answer in QUESTIONS:
                 inputs = _asked(processor, f"{question} Answer in one word.", image)
@@ -318,7 +318,7 @@ def soft_tifa(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
 
 
 def hpsv3(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
-    """The released forward: embeddings with the picture's in their places, plain positions, the head on the
+    """The released forward: embeddings with the image's in their places, plain positions, the head on the
     state at the reward token; its mean.
     """
     from safetensors.torch import save_file
@@ -351,7 +351,7 @@ def hpsv3(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
 
     def official() -> Tensor:
         trunk, found = model.eval().model, []
-        for image, prompt in zip(pictures(), _SPELLED, strict=True):
+        for image, prompt in zip(images(), _SPELLED, strict=True):
             inputs = _asked(processor, text.replace("{prompt}", prompt), image)
             ids = inputs["input_ids"]
             embedded = trunk.get_input_embeddings()(ids)
@@ -492,7 +492,7 @@ def edit_reward(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
 
     def official() -> Tensor:
         trunk, found = model.eval().model, []
-        for image, prompt in zip(pictures(), _SPELLED, strict=True):
+        for image, prompt in zip(images(), _SPELLED, strict=True):
             said = []
             for question, own in zip(QUESTIONS, heads, strict=True):
                 text = question.messages[0]["content"][2]["text"].replace("{prompt}", prompt)
@@ -527,7 +527,7 @@ def _ranknet_head(width: int, seed: int) -> dict[str, Tensor]:
 
 
 SOURCE = Image.fromarray(np.random.default_rng(8).integers(0, 256, (36, 30, 3), dtype=np.uint8))
-"""What the pictures are edits of, for judges of edits."""
+"""What the images are edits of, for judges of edits."""
 
 
 def mps(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
@@ -563,7 +563,7 @@ def mps(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
             told = clip.text_model(input_ids=ids["input_ids"])
             return clip.text_projection(told.last_hidden_state), clip.text_projection(told.pooler_output)
 
-        for image, prompt in zip(pictures(), PROMPTS, strict=True):
+        for image, prompt in zip(images(), PROMPTS, strict=True):
             text, end = words(prompt)
             seen = clip.vision_model(pixel_values=_processed([image])).last_hidden_state
             seen = clip.visual_projection(seen)
@@ -600,9 +600,9 @@ def image_reward(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     sizes = {"img_size": SIDE, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "width": width}
     (folder / "sizes.json").write_text(json.dumps(sizes))
     (folder / "prompts.json").write_text(json.dumps(PROMPTS))
-    (folder / "pictures").mkdir()
-    for number, picture in enumerate(pictures()):
-        picture.save(folder / f"pictures/{number}.png")
+    (folder / "images").mkdir()
+    for number, image in enumerate(images()):
+        image.save(folder / f"pictures/{number}.png")
 
     def official() -> Tensor:
         if "IMAGE_REWARD_PYTHON" not in os.environ:
@@ -653,7 +653,7 @@ def unified_reward(folder: Path, *, mode: Mode) -> tuple[Any, Callable[[], Tenso
 
     def official() -> Tensor:
         found = []
-        for image, prompt in zip(pictures(), _SPELLED, strict=True):
+        for image, prompt in zip(images(), _SPELLED, strict=True):
             inputs = _asked(processor, PUBLISHED[mode].replace("{prompt}", prompt), image)
             ids = model.eval().generate(**inputs, max_new_tokens=512)[:, inputs["input_ids"].shape[1] :]
             text = processor.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

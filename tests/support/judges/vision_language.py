@@ -54,7 +54,7 @@ KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
 
 
 def tiny_judge(kind: str = "qwen2_vl", seed: int = 0, **options: Any) -> VisionLanguageEngine:
-    """A judge with random weights; pictures of 8 × 8 pixels are one token (InternVL: tiles of 4 tokens)."""
+    """A judge with random weights; images of 8 × 8 pixels are one token (InternVL: tiles of 4 tokens)."""
     if kind == "internvl":
         return VisionLanguageEngine(tiny_tile_model(seed), tile_processor(), **options)
     model = tiny_seeing_model(kind, seed, max_position_embeddings=512)
@@ -95,7 +95,7 @@ def tiny_tile_model(seed: int = 0) -> PreTrainedModel:
 
 
 def tile_processor() -> InternVLProcessor:
-    """Pictures are cut into at most four tiles and a small copy."""
+    """Images are cut into at most four tiles and a small copy."""
     tokenizer: Any = tiny_seeing_tokenizer()
     names = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
     kinds = ("start_image_token", "end_image_token", "context_image_token", "video_token")
@@ -114,7 +114,7 @@ def tile_processor() -> InternVLProcessor:
 
 
 def noise(height: int, width: int, seed: int = 0) -> Tensor:
-    """A picture [3, H, W] of whole levels in [0, 1]."""
+    """An image [3, H, W] of whole levels in [0, 1]."""
     generator = torch.Generator().manual_seed(seed)
     levels = torch.randint(0, 256, (3, height, width), generator=generator, dtype=torch.uint8)
     return levels.float() / 255
@@ -155,9 +155,9 @@ def tiny_engine(kind: str = "qwen2_vl", **options: Any) -> VisionLanguageEngine:
     return VisionLanguageEngine(tiny_seeing_model(kind, **longer), tiny_processor(), name="tiny", **options)
 
 
-def ask_text(*texts: str, pictures: int = 1, **more: Any) -> Template:
-    """A template of some pictures and a text."""
-    content = [*({"type": "image"} for _ in range(pictures)), {"type": "text", "text": "".join(texts)}]
+def ask_text(*texts: str, images: int = 1, **more: Any) -> Template:
+    """A template of some images and a text."""
+    content = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": "".join(texts)}]
     return Template(name="test", messages=[{"role": "user", "content": content}], **more)
 
 

@@ -64,7 +64,7 @@ def tiny_flux3(*, upsampler: bool = False, **changes: Any) -> Any:
 
 
 def tiny_qwen_image_21(*, turbo: bool = False) -> Any:
-    """Qwen-Image 2.1, whose pictures have an alpha channel.
+    """Qwen-Image 2.1, whose images have an alpha channel.
 
     Args:
         turbo: the distilled one, with a grid of its own.
@@ -121,7 +121,7 @@ def save_modular(pipe: Any, folder: Path) -> Path:
 def own_modular_run(
     pipe: Any, prompts: list[str], latents: torch.Tensor, guidance: float, **call: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(packed latents, pictures) of a pipeline's own run, prompt by prompt; alpha stands over white.
+    """(packed latents, images) of a pipeline's own run, prompt by prompt; alpha stands over white.
 
     Args:
         pipe: as diffusers made it.
@@ -134,7 +134,7 @@ def own_modular_run(
         pipe._blocks.sub_blocks.pop("prompt_upsampler", None)
     if "guider" in pipe.components:
         pipe.update_components(guider=diffusers.ClassifierFreeGuidance(guidance_scale=guidance))
-    whole, pictures = [], []
+    whole, images = [], []
     for prompt, start in zip(prompts, latents, strict=True):
         if type(pipe).__name__ == "Flux3ModularPipeline":  # its `latents` stand unpacked
             start = start.T.reshape(-1, call["height"] // 2, call["width"] // 2)
@@ -144,8 +144,8 @@ def own_modular_run(
         whole.append(made["latents"].flatten(2).mT)
         image = made["images"]
         alpha = image[:, 3:] if image.shape[1] == 4 else torch.ones_like(image[:, :1])
-        pictures.append(image[:, :3] * alpha + 1 - alpha)
-    return torch.cat(whole).float(), torch.cat(pictures).float()
+        images.append(image[:, :3] * alpha + 1 - alpha)
+    return torch.cat(whole).float(), torch.cat(images).float()
 
 
 def _pipeline(blocks: str, **parts: Any) -> Any:

@@ -92,7 +92,7 @@ def tiny_folder(name: str, folder: Path) -> Path:
 
 
 def tiny_prompts(name: str, prompts: list[str]) -> list[Any]:
-    """Prompts, or records with a picture where the family edits one.
+    """Prompts, or records with an image where the family edits one.
 
     Args:
         name: of the family.
@@ -100,8 +100,8 @@ def tiny_prompts(name: str, prompts: list[str]) -> list[Any]:
     """
     if FAMILIES[name].source != "needed":
         return list(prompts)
-    pictures = {prompt: random_rows(3, 16, 8, text=prompt).sigmoid() for prompt in prompts}
-    return [{"prompt": prompt, "source": pictures[prompt]} for prompt in prompts]
+    images = {prompt: random_rows(3, 16, 8, text=prompt).sigmoid() for prompt in prompts}
+    return [{"prompt": prompt, "source": images[prompt]} for prompt in prompts]
 
 
 def trained_weights(network: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -304,7 +304,7 @@ def _qwen_image() -> Made:
 
 def _qwen_image_edit() -> Made:
     module: Any = importlib.import_module("diffusers.pipelines.qwenimage.pipeline_qwenimage_edit")
-    if not hasattr(module, "full_size"):  # the picture to edit is enlarged to a million pixels: here to 1024
+    if not hasattr(module, "full_size"):  # the image to edit is enlarged to a million pixels: here to 1024
         module.full_size = module.calculate_dimensions
         module.calculate_dimensions = lambda area, ratio: module.full_size(area / 1024, ratio)
     pipe, shapes, options = _qwen_image()

@@ -82,7 +82,7 @@ def tiny_seeing_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_processor(template: str | None = TEMPLATE, **sizes: Any) -> Qwen2VLProcessor:
-    """Pictures of 8 × 8 pixels are one token; none has more than 64 of them."""
+    """Images of 8 × 8 pixels are one token; none has more than 64 of them."""
     size = {"shortest_edge": 64, "longest_edge": 4096, **sizes}
     return Qwen2VLProcessor(
         image_processor=Qwen2VLImageProcessor(patch_size=4, size=size),
@@ -131,7 +131,7 @@ def save_tiny_seeing_model(folder: Path, kind: str = "qwen2_vl") -> Path:
     return folder
 
 
-def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+def make_image(width: int, height: int, seed: int = 0) -> Image.Image:
     """Noise."""
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8)
@@ -149,9 +149,9 @@ PROMPTS = [
     user(SLOT, "what?", SLOT, "and now"),
     "hello",
     user("a", SLOT),
-    [{"role": "user", "content": "no picture, but more of text"}],
+    [{"role": "user", "content": "no image, but more of text"}],
 ]
-IMAGES = [[picture(24, 16, 1), picture(8, 40, 2)], [], [picture(40, 40, 3)], []]
+IMAGES = [[make_image(24, 16, 1), make_image(8, 40, 2)], [], [make_image(40, 40, 3)], []]
 STOP = StoppingCriteria(max_new_tokens=12)
 NUCLEUS = Sampling(temperature=0.7, top_p=0.9)
 

@@ -40,8 +40,8 @@ def chat(
     return {"object": "chat.completion", "model": "tiny", "choices": [choice]}
 
 
-def pictures(body: Body) -> list[np.ndarray]:
-    """The pictures of a request as uint8 [H, W, 3], in order."""
+def sent_images(body: Body) -> list[np.ndarray]:
+    """The images of a request as uint8 [H, W, 3], in order."""
     parts = [
         part
         for message in body["messages"]

@@ -24,7 +24,7 @@ from accelerate.state import AcceleratorState
 from torch.distributed.tensor import DTensor
 
 from tests.support.models.language import tiny_config, tiny_tokenizer
-from tests.support.training.pictures import Brightness, Loud, toy_trainer
+from tests.support.training.images import Brightness, Loud, toy_trainer
 from tests.support.training.rewards import ToyJudge, ToyPairs
 from tests.support.training.text import DEMONSTRATIONS, Letters, toy_policy, toy_text_trainer
 from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, with_mismatched
@@ -178,7 +178,7 @@ def process_reward(folder: Path, accelerator: Accelerator, sharding: bool = Fals
 BRANCHES = {"prompts_per_iteration": 4, "group_size": 4, "branch": BranchSettings(at=[0, 1])}
 
 
-def pictures(
+def images(
     folder: Path,
     accelerator: Accelerator,
     row: str,
@@ -187,7 +187,7 @@ def pictures(
     sharding: bool = False,
     **objective: Any,
 ) -> Trainer[Any]:
-    """A trainer of pictures; where a row lets it be, on samples that no number of processes divides."""
+    """A trainer of images; where a row lets it be, on samples that no number of processes divides."""
     several = "balance_every" in objective
     terms = {"light": (Brightness(), 1.0), "red": (Loud(), 0.5), "blue": (Loud(2), 1.0)}
     changes: dict[str, Any] = {"kl": 0.01}
@@ -259,13 +259,13 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "power": lambda f, a: dpo(f, a, "power", rate=0.3),
     "judge": judge,
     "process_reward": process_reward,
-    "flow_grpo": lambda f, a: pictures(f, a, "flow_grpo"),
-    "flow_grpo+overlap": lambda f, a: pictures(f, a, "flow_grpo", rollout={**UNEVEN, "overlap": 2}),
-    "flow_gspo": lambda f, a: pictures(f, a, "flow_gspo"),
-    "flow_grpo+branches": lambda f, a: pictures(f, a, "flow_grpo", rollout=BRANCHES, credit="branches"),
-    "flow_grpo+sharded": lambda f, a: pictures(f, a, "flow_grpo", sharding=True),
-    "diffusion_nft+sharded": lambda f, a: pictures(f, a, "diffusion_nft", sharding=True),
-    "draft+sharded": lambda f, a: pictures(f, a, "draft", sharding=True),
+    "flow_grpo": lambda f, a: images(f, a, "flow_grpo"),
+    "flow_grpo+overlap": lambda f, a: images(f, a, "flow_grpo", rollout={**UNEVEN, "overlap": 2}),
+    "flow_gspo": lambda f, a: images(f, a, "flow_gspo"),
+    "flow_grpo+branches": lambda f, a: images(f, a, "flow_grpo", rollout=BRANCHES, credit="branches"),
+    "flow_grpo+sharded": lambda f, a: images(f, a, "flow_grpo", sharding=True),
+    "diffusion_nft+sharded": lambda f, a: images(f, a, "diffusion_nft", sharding=True),
+    "draft+sharded": lambda f, a: images(f, a, "draft", sharding=True),
     "grpo+sharded": lambda f, a: text(f, a, "grpo", objective={"changes": {"kl": 0.0}}, sharding=True),
     "gspo+lora+sharded": lambda f, a: text(
         f,
@@ -279,13 +279,13 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "sft+sharded": lambda f, a: sft(f, a, sharding=True),
     "judge+sharded": lambda f, a: judge(f, a, sharding=True),
     "process_reward+sharded": lambda f, a: process_reward(f, a, sharding=True),
-    "diffusion_nft": lambda f, a: pictures(f, a, "diffusion_nft"),
-    "crd": lambda f, a: pictures(f, a, "crd"),
-    "draft": lambda f, a: pictures(f, a, "draft"),
-    "flow_grpo+balance": lambda f, a: pictures(f, a, "flow_grpo", balance_every=1),
-    "diffusion_nft+balance": lambda f, a: pictures(f, a, "diffusion_nft", balance_every=1),
-    "flow_grpo+reset": lambda f, a: pictures(f, a, "flow_grpo", reset_reference_every=1),
-    "flow_grpo+credit": lambda f, a: pictures(f, a, "flow_grpo", credit="turning_points"),
+    "diffusion_nft": lambda f, a: images(f, a, "diffusion_nft"),
+    "crd": lambda f, a: images(f, a, "crd"),
+    "draft": lambda f, a: images(f, a, "draft"),
+    "flow_grpo+balance": lambda f, a: images(f, a, "flow_grpo", balance_every=1),
+    "diffusion_nft+balance": lambda f, a: images(f, a, "diffusion_nft", balance_every=1),
+    "flow_grpo+reset": lambda f, a: images(f, a, "flow_grpo", reset_reference_every=1),
+    "flow_grpo+credit": lambda f, a: images(f, a, "flow_grpo", credit="turning_points"),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training.pictures import CHANGES, Brightness, ToyPolicy, toy_trainer, whole_and_resumed
+from tests.support.training.images import CHANGES, Brightness, ToyPolicy, toy_trainer, whole_and_resumed
 from visalign.errors import UserError
 from visalign.training import (
     BranchSettings,
@@ -47,7 +47,7 @@ def _trainer(folder: Any, *, micro_batch: int = 64, updates: int = 2, **more: An
     return toy_trainer(folder, policy=ToyPolicy(torch.float64), optimizer=pace, **given)
 
 
-def test_a_step_earns_the_mean_of_its_pictures_standardised_at_its_depth(tmp_path):
+def test_a_step_earns_the_mean_of_its_images_standardised_at_its_depth(tmp_path):
     trainer = _trainer(tmp_path)
     experience, steps = _collected(trainer)
     reward = experience.trajectories.reward.view(6, 2, 2, 2).double()  # prompt, tree, first way, second way
@@ -63,7 +63,7 @@ def test_a_step_earns_the_mean_of_its_pictures_standardised_at_its_depth(tmp_pat
         torch.testing.assert_close(found[:, :, step].double(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_failed_picture_leaves_the_mean_and_its_step_is_still_trained(tmp_path):
+def test_a_failed_image_leaves_the_mean_and_its_step_is_still_trained(tmp_path):
     class Failing(Brightness):
         def score(self, images, prompts, metadata=None):
             scores = super().score(images, prompts, metadata)
@@ -83,8 +83,8 @@ def test_a_failed_picture_leaves_the_mean_and_its_step_is_still_trained(tmp_path
 
 
 @pytest.mark.parametrize("objective", [{}, {"changes": {"kl": 0.1}}, {"algorithm": "grpo_guard"}])
-def test_what_is_trained_once_counts_as_for_each_picture(tmp_path, objective):
-    """The gradient is that of all pictures' steps, for 15 passes a group in place of 24."""
+def test_what_is_trained_once_counts_as_for_each_image(tmp_path, objective):
+    """The gradient is that of all images' steps, for 15 passes a group in place of 24."""
     found = {
         size: _gradient(_trainer(tmp_path, micro_batch=size, objective={**BRANCHES, **objective}))
         for size in (1, 7, 500)
@@ -178,7 +178,7 @@ def test_a_step_in_common_is_asked_again_once(tmp_path):
     [
         (
             {"group_size": 6},
-            "group_size is 6, and a tree with 2 children at 2 steps has 4 pictures.*multiple of 4",
+            "group_size is 6, and a tree with 2 children at 2 steps has 4 images.*multiple of 4",
         ),
         ({"branch": BranchSettings(at=[3])}, r"branch.at is \[3\].*among the stochastic steps \[0, 1, 2\]"),
         ({"branch": BranchSettings(at=[])}, r"branch.at is \[\]; it needs at least one step"),
@@ -190,7 +190,7 @@ def test_a_step_in_common_is_asked_again_once(tmp_path):
         ({"sde_window": 2}, "rollout.sde_window is 2. Set rollout.sde_window=null"),
         (
             {"branch": BranchSettings(at=[1], children=8)},
-            "all pictures of a prompt have step 0 in common.*take 0 out of rollout.sde_steps or train_steps",
+            "all images of a prompt have step 0 in common.*take 0 out of rollout.sde_steps or train_steps",
         ),
     ],
 )
@@ -203,8 +203,8 @@ def test_trees_that_do_not_fit_are_refused(changes: dict[str, Any], message: str
     ("objective", "message"),
     [
         (
-            {"credit": "picture"},
-            "credit is 'picture', and with rollout.branch.*Set objective.credit=branches",
+            {"credit": "image"},
+            "credit is 'image', and with rollout.branch.*Set objective.credit=branches",
         ),
         ({"credit": "one_step"}, "credit is 'one_step', and with rollout.branch"),
         ({"algorithm": "ram"}, "rollout.branch is Branch.*ram samples along the ODE.*rollout.branch=null"),
@@ -221,9 +221,9 @@ def test_what_does_not_go_with_branches_is_refused(objective: dict[str, Any], me
 
 
 @pytest.mark.parametrize("name", ["flow_gspo", "gmpo"])
-def test_rows_that_join_the_steps_of_a_picture_are_refused(name: str):
+def test_rows_that_join_the_steps_of_an_image_are_refused(name: str):
     with pytest.raises(
-        UserError, match=f"credit='branches'.*{name} joins the steps of a picture. Take flow_grpo"
+        UserError, match=f"credit='branches'.*{name} joins the steps of an image. Take flow_grpo"
     ):
         DiffusionObjectiveSettings(algorithm=name, changes={"kl": 0.0}, credit="branches")
 
@@ -239,10 +239,10 @@ def test_a_group_lies_in_one_process(tmp_path):
     class Three:
         num_processes, process_index = 4, 0
 
-    from visalign.training.diffusion.pictures import PictureSource
+    from visalign.training.diffusion.images import ImageSource
 
     with pytest.raises(UserError, match="prompts_per_iteration is 6 and there are 4 processes"):
-        PictureSource(
+        ImageSource(
             ToyPolicy(),  # type: ignore[arg-type]
             Brightness(),
             [{"prompt": "dark"}],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training.pictures import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
+from tests.support.training.images import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
 from visalign.errors import UserError
 from visalign.flow.rollout import complete, predicted_clean, rollout
 from visalign.training import (
@@ -138,7 +138,7 @@ def test_a_window_on_average_completes_its_share():
         ({"credit": "turning_point"}, "objective.credit is 'turning_point'. Did you mean 'turning_points'"),
         (
             {"credit": "one_step", "algorithm": "gdpo"},
-            "one_step.*goes with advantage='group'.*credit=picture",
+            "one_step.*goes with advantage='group'.*credit=image",
         ),
         ({"credit": "one_step", "balance_every": 2}, "one_step.*balance_every=null"),
         ({"credit": "one_step", "algorithm": "rloo"}, "one_step.*kl_in_reward=0"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training.pictures import RECORDS, ToyPolicy, toy_trainer, whole_and_resumed
+from tests.support.training.images import RECORDS, ToyPolicy, toy_trainer, whole_and_resumed
 from visalign.errors import UserError
 from visalign.training.diffusion.experts import Experts
 from visalign.training.loop.metrics import REGRESSION_ONLY

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training.pictures import Brightness, ToyPolicy, toy_trainer
+from tests.support.training.images import Brightness, ToyPolicy, toy_trainer
 from visalign.core.surrogates.ratio_check import RatioError
 from visalign.errors import UserError
 from visalign.flow.rollout import rollout
@@ -474,7 +474,7 @@ def test_a_group_can_share_its_start(tmp_path, schedule):
 
 
 def test_a_group_makes_its_common_steps_once(tmp_path):
-    """The same latents, for 1 + 3/8 steps of a picture and not 4: its third forward too is the group's."""
+    """The same latents, for 1 + 3/8 steps of an image and not 4: its third forward too is the group's."""
     policy: Any = ToyPolicy(torch.float64)
     shared = {"shared_noise": True, "sde_steps": [2, 3]}
     trainer = toy_trainer(tmp_path, policy=policy, rollout=shared)

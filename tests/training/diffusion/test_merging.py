@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from tests.support.models.sd3 import tiny_sd3_pipeline
-from tests.support.training.pictures import toy_trainer
+from tests.support.training.images import toy_trainer
 from visalign.adapters import LoraSettings, SD3Policy
 from visalign.adapters.pipeline.policy import PipelinePolicy
 from visalign.errors import UserError

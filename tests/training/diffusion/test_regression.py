@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training.pictures import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
+from tests.support.training.images import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
 from visalign.core.regression.rows import REGRESSIONS
 from visalign.errors import UserError
 from visalign.training import (
@@ -67,7 +67,7 @@ def test_reward_rises(name, tmp_path):
 
 
 class _Equal(Brightness):
-    """Says the same of every picture."""
+    """Says the same of every image."""
 
     def score(self, images, prompts, metadata=None):
         scores = super().score(images, prompts, metadata)
@@ -86,7 +86,7 @@ def test_equal_rewards_teach_nothing(name, tmp_path):
 
 
 class _Partly(Brightness):
-    """No signal in the groups of "dark", and every seventh picture cannot be judged."""
+    """No signal in the groups of "dark", and every seventh image cannot be judged."""
 
     def score(self, images, prompts, metadata=None):
         scores = super().score(images, prompts, metadata)
@@ -246,7 +246,7 @@ def test_each_iteration_logs_what_the_table_lists(tmp_path):
 
 
 def test_the_old_policy_samples_and_moves_as_its_row_says(tmp_path):
-    """θ_old ← d θ_old + (1 − d) θ with d = 0, then 1/2; the pictures are the old policy's."""
+    """θ_old ← d θ_old + (1 − d) θ with d = 0, then 1/2; the images are the old policy's."""
     policy = ToyPolicy()
     trainer = toy_trainer(
         tmp_path,
@@ -295,7 +295,7 @@ def test_levels_are_stratified_and_shared_in_a_group(tmp_path):
         assert sigma[0] != algorithm._noised(experience, one, level, 1)[2][0]
 
 
-def test_start_noise_is_the_noise_that_the_picture_was_made_from(tmp_path):
+def test_start_noise_is_the_noise_that_the_image_was_made_from(tmp_path):
     trainer = toy_trainer(
         tmp_path, objective={"algorithm": "awm", "changes": {"noise": "start", "levels": 1}}
     )

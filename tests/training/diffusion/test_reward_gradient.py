@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training.pictures import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
+from tests.support.training.images import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
 from visalign.core import ASCENTS, Ascent, named_ascent
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
@@ -20,7 +20,7 @@ from visalign.training.diffusion.cost import forward_equivalents_per_image
 from visalign.training.diffusion.reward_gradient import image_gradient
 from visalign.training.loop.metrics import METRICS
 
-PICTURE = math.prod((3, 8, 8))
+IMAGE = math.prod((3, 8, 8))
 
 
 def _one_update(folder, name="draft", policy=None, micro_batch=64, **changes):
@@ -102,7 +102,7 @@ def test_reward_rises_at_the_planned_cost(name, tmp_path):
 def test_accumulation_equals_one_big_batch(name, tmp_path):
     whole = _gradient(_one_update(tmp_path, name, kl=0.1)[0])
     parts = _gradient(_one_update(tmp_path, name, micro_batch=5, kl=0.1)[0])
-    torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-10)  # pictures are float32
+    torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-10)  # images are float32
 
 
 def test_a_process_without_a_sample_moves_nothing(tmp_path):
@@ -151,15 +151,15 @@ def test_each_term_has_unit_norm_where_normalised():
     prompts = ["bright", "dark", "bright", "dark", "bright"]
     value, slope = image_gradient(_Two(), images, prompts, Ascent(normalise=True))
     sign = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]).reshape(-1, 1, 1, 1)
-    first = sign.expand_as(images) / PICTURE**0.5
+    first = sign.expand_as(images) / IMAGE**0.5
     second = images / images.flatten(1).norm(dim=1).reshape(-1, 1, 1, 1)
     torch.testing.assert_close(slope, first - second)
     plain, raw = image_gradient(_Two(), images, prompts, Ascent())
-    torch.testing.assert_close(raw, sign / PICTURE - 2000 * images / PICTURE)
+    torch.testing.assert_close(raw, sign / IMAGE - 2000 * images / IMAGE)
     torch.testing.assert_close(value, plain)
 
 
-def test_a_picture_above_the_hinge_or_without_a_score_moves_nothing():
+def test_an_image_above_the_hinge_or_without_a_score_moves_nothing():
     class Holes(Brightness):
         def score_with_gradient(self, images, prompts):
             return images.mean((1, 2, 3)) * torch.tensor([1.0, 1.0, torch.nan])
@@ -236,5 +236,5 @@ def test_what_does_not_fit_is_refused(arguments, message, tmp_path):
 
 
 def test_text_refuses_an_ascent_by_name():
-    with pytest.raises(UserError, match="trains on velocities or pixels of pictures"):
+    with pytest.raises(UserError, match="trains on velocities or pixels of images"):
         TextObjectiveSettings(algorithm="refl")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tests.support.models.pipelines import tiny_pipeline
-from tests.support.training.pictures import ToyPolicy, toy_trainer, whole_and_resumed
+from tests.support.training.images import ToyPolicy, toy_trainer, whole_and_resumed
 from visalign.adapters import LoraSettings
 from visalign.adapters.pipeline.policy import PipelinePolicy
 from visalign.errors import UserError
@@ -30,7 +30,7 @@ WORDS = ("bright", "dark", "light", "bright", "dark", "light")
 
 
 def _records(share: float = 1.0) -> list[dict[str, Any]]:
-    """Six pairs, in half of which the second picture is the preferred one; "dark" wants the other."""
+    """Six pairs, in half of which the second image is the preferred one; "dark" wants the other."""
     found = []
     for number, word in enumerate(WORDS):
         latents = (2 * number, 2 * number + 1) if number % 2 else (2 * number + 1, 2 * number)
@@ -93,7 +93,7 @@ def test_the_loss_of_a_flow_is_equation_14(soft: bool, tmp_path):
     )
     algorithm = trainer.algorithm
     experience, loss, asked = _of_one_pair(algorithm, trainer.context)
-    x, sigma = asked[-1]  # the better picture first
+    x, sigma = asked[-1]  # the better image first
     assert sigma[0] == sigma[1]
     x0 = TABLE[[0, 1]].double()
     wide = sigma[:, None, None, None]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.training.pictures import toy_trainer
+from tests.support.training.images import toy_trainer
 from visalign.errors import UserError
 from visalign.training import read_metrics
 from visalign.training.loop.best import said_of_best
@@ -92,7 +92,7 @@ def test_a_number_that_no_evaluation_had_leaves_the_last_weights_and_says_so(tmp
 
 
 def test_what_one_process_alone_measures_decides_for_all(tmp_path: Path) -> None:
-    """Of several processes the first one knows the drift of pictures, which the others leave out."""
+    """Of several processes the first one knows the drift of images, which the others leave out."""
     other = _trainer(tmp_path, "heldout/drift", 1)
     other.accelerator = SimpleNamespace(
         is_main_process=False, device=other.accelerator.device, reduce=lambda said, _: said + 1

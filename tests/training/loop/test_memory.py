@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.training.pictures import Brightness, ToyPolicy, toy_trainer
+from tests.support.training.images import Brightness, ToyPolicy, toy_trainer
 from visalign.config import flatten
 from visalign.pipelines.jobs import load_job
 from visalign.pipelines.shared.sections import FREE_KEYS
@@ -113,14 +113,14 @@ def test_an_evaluation_is_named_on_the_way_and_before_the_training(tmp_path: Pat
         (8, r"decode_batch is 8\. It bounds .*model\.decode_batch=4 and --resume"),
         (
             1,
-            r"decode_batch is 1 already\. Take model\.dtype=bfloat16, smaller pictures \(model\.image_size,",
+            r"decode_batch is 1 already\. Take model\.dtype=bfloat16, smaller images \(model\.image_size,",
         ),
     ],
 )
 def test_a_decoder_is_named(decode_batch: int | None, said: str, tmp_path: Path) -> None:
     policy, sizes = ToyPolicy(), {"decode_batch": decode_batch}
     policy.decode = lambda *_: (_ for _ in ()).throw(CUDA)  # type: ignore[method-assign]
-    with pytest.raises(OutOfMemory, match=rf"while pictures were decoded or encoded \(Tried .*model\.{said}"):
+    with pytest.raises(OutOfMemory, match=rf"while images were decoded or encoded \(Tried .*model\.{said}"):
         _trainer(tmp_path, policy, sizes).train()
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from scipy.stats import kendalltau
 
-from tests.support.training.pictures import Brightness, Loud, outcome, toy_trainer
+from tests.support.training.images import Brightness, Loud, outcome, toy_trainer
 from tests.support.training.text import toy_text_trainer
 from visalign.config import load_config
 from visalign.errors import ConfigError, UserError
@@ -76,7 +76,7 @@ def test_a_run_logs_what_the_judge_says_of_its_own_certainty(summed, tmp_path):
     assert record["reward_part/unsure.std" if summed else "reward_part/std"] == 24.5  # of 1 to 48
 
 
-def test_pictures_are_judged_by_rewards_that_they_are_not_trained_on(tmp_path):
+def test_images_are_judged_by_rewards_that_they_are_not_trained_on(tmp_path):
     reward = WeightedSum({"brightness": (Brightness(), 1.0), "red": (Loud(), 0.0)})
     record = toy_trainer(tmp_path, reward=reward).iterate()
     assert record["recorded/red"] == record["reward_part/red"] and record["recorded_std/red"] > 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training.pictures import Brightness, ToyPolicy, outcome, toy_trainer
+from tests.support.training.images import Brightness, ToyPolicy, outcome, toy_trainer
 from tests.support.training.text import Letters, toy_policy, toy_text_trainer, weights_of
 from visalign.errors import UserError
 from visalign.interfaces import Scores
@@ -19,8 +19,8 @@ from visalign.training.loop.judging import Judging, RewardFailure, joined_scores
 from visalign.training.loop.metrics import read_metrics
 
 CORRECTED = {"changes": {"importance_sampling": {"level": "token", "mode": "truncate", "high": 2.0}}}
-MAKERS = {"pictures": toy_trainer, "text": toy_text_trainer}
-JUDGES: dict[str, Any] = {"pictures": Brightness, "text": Letters}
+MAKERS = {"images": toy_trainer, "text": toy_text_trainer}
+JUDGES: dict[str, Any] = {"images": Brightness, "text": Letters}
 
 
 def listening(kind: str, **more: Any) -> Any:
@@ -63,13 +63,13 @@ def test_stretches_change_no_sample_no_score_and_no_weight(tmp_path, kind):
     [({}, [10, 10, 10, 9, 9]), ({"needs_group": True}, [16, 8, 8, 8, 8]), ({"needs_batch": True}, [48])],
 )
 def test_a_stretch_holds_what_its_judge_compares(tmp_path, more, sizes):
-    judge = listening("pictures", **more)
+    judge = listening("images", **more)
     toy_trainer(tmp_path, reward=judge, rollout={"overlap": 5}, run={"iterations": 1}).train()
     assert [size for _, size in judge.calls] == sizes
 
 
 def test_a_stretch_of_shared_noise_holds_whole_groups(tmp_path):
-    judge = listening("pictures")
+    judge = listening("images")
     rollout = {"overlap": 4, "shared_noise": True, "sde_steps": [2]}
     toy_trainer(tmp_path, reward=judge, rollout=rollout, run={"iterations": 1}).train()
     assert [size for _, size in judge.calls] == [16, 16, 8, 8]

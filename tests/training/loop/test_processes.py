@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
-from tests.support.training.pictures import outcome, toy_trainer
+from tests.support.training.images import outcome, toy_trainer
 from tests.support.training.processes import JOBS, PAUSE, run, start
 from tests.support.training.rewards import ToyPairs
 from tests.support.training.text import toy_policy, toy_text_trainer
@@ -212,7 +212,7 @@ def test_what_of_text_cannot_be_sharded_is_refused_by_name() -> None:
             "objective.reset_reference_every",
         ),
         ("ppo", {"objective": free, "separate_value": True}, "a value model"),
-        ("grpo", {"objective": free, "policy": toy_policy(value=True)}, "experts, pictures in prompts and a"),
+        ("grpo", {"objective": free, "policy": toy_policy(value=True)}, "experts, images in prompts and a"),
         ("flowrl", {"policy": toy_policy(lora=lora)}, "a log-partition head"),
         ("ppo_ptx", {"policy": toy_policy(lora=lora, value=True)}, r"demonstrations \(ptx\)"),
     ]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.training.pictures import ToyPolicy, outcome, toy_trainer
+from tests.support.training.images import ToyPolicy, outcome, toy_trainer
 from visalign.training.loop import checkpoint
 from visalign.training.loop.checkpoint import CheckpointError
 from visalign.training.loop.metrics import read_metrics
@@ -28,7 +28,7 @@ class Runs:
 
     def __init__(self) -> None:
         self.parent = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.training.pictures_run"],
+            [sys.executable, "-m", "tests.support.training.images_run"],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,

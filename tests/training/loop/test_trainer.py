@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from tests.support.training.pictures import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
+from tests.support.training.images import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
 from visalign.errors import UserError
 from visalign.training import FlowGRPO, OptimizerSettings, RolloutSettings, read_metrics
 from visalign.training.loop.optimizer import TrainedWeights

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MARBLE in the trainers of pictures and texts: its numbers, its linearity, its resume, its cost, what it
+"""MARBLE in the trainers of images and texts: its numbers, its linearity, its resume, its cost, what it
 refuses; and GDPO's signal of the regressions."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training.pictures import Brightness, Loud, ToyPolicy, toy_trainer, whole_and_resumed
+from tests.support.training.images import Brightness, Loud, ToyPolicy, toy_trainer, whole_and_resumed
 from tests.support.training.text import Letters, toy_text_trainer
 from visalign.core import gdpo_advantages
 from visalign.errors import UserError

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.training.pictures import Brightness, Loud, toy_trainer
+from tests.support.training.images import Brightness, Loud, toy_trainer
 from visalign.errors import UserError
 from visalign.interfaces import Scores
 from visalign.rewards import WeightedSum
@@ -80,7 +80,7 @@ def test_a_resume_is_exact_and_the_value_is_the_lagrangian(name: str, tmp_path) 
 
 
 class Share(Brightness):
-    """How light the whole picture is, turned round, or how red."""
+    """How light the whole image is, turned round, or how red."""
 
     def __init__(self, *, dark: bool) -> None:
         self.dark = dark
@@ -91,7 +91,7 @@ class Share(Brightness):
 
 
 def test_a_bound_that_was_missed_is_met_again_while_the_other_reward_rises(tmp_path) -> None:
-    """Darker pictures are less red too, until the multiplier has grown."""
+    """Darker images are less red too, until the multiplier has grown."""
     both = WeightedSum(
         {"dark": (Share(dark=True), 1.0), "red": (Share(dark=False), 1.0)}, bounds={"red": 0.5}
     )
@@ -110,7 +110,7 @@ def test_a_bound_that_was_missed_is_met_again_while_the_other_reward_rises(tmp_p
         ({"algorithm": "gdpo"}, r"a bound \(red\).*objective.algorithm=gdpo takes each reward by itself"),
         ({"algorithm": "draft"}, "draft follows the rewards' own gradients"),
         ({"balance_every": 2}, "objective.balance_every=2 weighs them"),
-        ({"credit": "one_step"}, "objective.credit=one_step judges more than pictures"),
+        ({"credit": "one_step"}, "objective.credit=one_step judges more than images"),
         ({"multiplier_rate": 0.0}, r"objective.multiplier_rate is 0.0; set it above 0"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.models.sd3 import build_tiny_sd3
-from tests.support.training.pictures import toy_trainer
+from tests.support.training.images import toy_trainer
 from tests.support.training.text import toy_policy, toy_text_trainer
 from visalign.adapters import LoraSettings, SD3Policy
 from visalign.adapters.causal_lm.lora import text_lora
@@ -20,7 +20,7 @@ from visalign.training import Trainer, read_metrics
 ONE_UPDATE = {"updates_per_iteration": 1, "lr": 3e-3}
 
 
-def of_pictures(untouched: Any, trainer: Trainer, experience: Any) -> float:
+def of_images(untouched: Any, trainer: Trainer, experience: Any) -> float:
     """‖μ − μ₀‖²/(2 std² D), mean over all trained steps, μ₀ of a model that nothing trained."""
     count, steps = len(experience.trajectory), len(experience.trained)
     sample = torch.arange(count).repeat_interleave(steps)
@@ -60,7 +60,7 @@ def logged_and_by_hand(
 
 
 @pytest.mark.parametrize("lora", [LoraSettings(rank=3), None], ids=["lora", "full"])
-def test_of_pictures(tmp_path: Path, lora: LoraSettings | None) -> None:
+def test_of_images(tmp_path: Path, lora: LoraSettings | None) -> None:
     model = build_tiny_sd3(tmp_path / "model")
     policy: Any = SD3Policy.from_pretrained
 
@@ -75,7 +75,7 @@ def test_of_pictures(tmp_path: Path, lora: LoraSettings | None) -> None:
         )
 
     untouched = policy(model, lora=None)
-    logged, by_hand, resumed = logged_and_by_hand(tmp_path / "run", make, of_pictures, untouched)
+    logged, by_hand, resumed = logged_and_by_hand(tmp_path / "run", make, of_images, untouched)
     assert logged == pytest.approx(by_hand, rel=1e-4, abs=1e-9)
     assert logged[0] < 1e-9 < min(logged[1:]), "the first iteration samples the reference itself"
     assert len(logged) == 4 and resumed == [False, True]

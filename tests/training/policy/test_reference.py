@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training.pictures import ToyPolicy, toy_trainer, whole_and_resumed
+from tests.support.training.images import ToyPolicy, toy_trainer, whole_and_resumed
 from tests.support.training.text import toy_text_trainer
 from visalign.errors import UserError
 from visalign.training import DiffusionObjectiveSettings, TextObjectiveSettings

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every row on pictures and on text: two updates make what was good likelier, or it is refused by name."""
+"""Every row on images and on text: two updates make what was good likelier, or it is refused by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training.pictures import Brightness, Loud, toy_trainer
+from tests.support.training.images import Brightness, Loud, toy_trainer
 from tests.support.training.text import Letters, toy_text_trainer, weights_of
 from visalign.core import NAMED, conditional_advantages, gdpo_advantages, group_advantages
 from visalign.core.objective.decisions import ON_STEPS
@@ -38,7 +38,7 @@ def _gain(advantage: torch.Tensor, weight: torch.Tensor, moved: torch.Tensor) ->
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMED) - TEXT_ONLY))
-def test_a_row_makes_good_pictures_likelier(name, tmp_path):
+def test_a_row_makes_good_images_likelier(name, tmp_path):
     trainer = toy_trainer(
         tmp_path,
         objective={"algorithm": name, "ratio_bound": 1e-4},
@@ -80,7 +80,7 @@ def test_a_row_makes_good_texts_likelier(name, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "names"),
     [(DiffusionObjectiveSettings, TEXT_ONLY), (TextObjectiveSettings, STEPS_ONLY)],
-    ids=["pictures", "text"],
+    ids=["images", "text"],
 )
 def test_what_means_nothing_is_refused_with_what_to_take_instead(kind: Any, names: set[str]):
     for name in names:
@@ -148,7 +148,7 @@ def test_canon_of_texts_compares_the_halves_by_entropy_or_length(metric, tmp_pat
         TextObjectiveSettings(algorithm="grpo", metric="length")
 
 
-def test_canon_of_pictures_compares_the_halves_by_a_part_of_the_reward(tmp_path):
+def test_canon_of_images_compares_the_halves_by_a_part_of_the_reward(tmp_path):
     """Light is compared across the median of red, which is recorded and not optimised."""
     reward = WeightedSum({"light": (Brightness(), 1.0), "red": (Loud(), 0.0)})
     objective = {"algorithm": "canon", "metric": "red"}
@@ -168,7 +168,7 @@ def test_canon_of_pictures_compares_the_halves_by_a_part_of_the_reward(tmp_path)
         other.iterate()
 
 
-def test_copo_of_pictures_compares_prompts_where_a_group_agrees(tmp_path):
+def test_copo_of_images_compares_prompts_where_a_group_agrees(tmp_path):
     """Of two groups that agree the better is preferred; a group that is divided is GRPO's."""
 
     class Half(Brightness):
@@ -214,7 +214,7 @@ def test_changes_of_a_row_apply_where_it_is_chosen():
         DiffusionObjectiveSettings(rows={"grpo_gard": {}})
 
 
-def test_dr_grpo_divides_by_the_trained_steps_of_a_picture(tmp_path):
+def test_dr_grpo_divides_by_the_trained_steps_of_an_image(tmp_path):
     trainer = toy_trainer(tmp_path, objective={"algorithm": "dr_grpo"}, rollout={"sde_window": 2})
     assert trainer.algorithm.objective.length == 2
 
@@ -254,7 +254,7 @@ def assert_each_term_is_heard(trainer: Any) -> None:
         assert torch.corrcoef(torch.stack([expected.double(), column]))[0, 1] > 0.3
 
 
-def test_gdpo_of_pictures_hears_each_term_of_a_sum(tmp_path):
+def test_gdpo_of_images_hears_each_term_of_a_sum(tmp_path):
     terms = {"light": (Brightness(), 1.0), "red": (Loud(), 0.5)}
     reward = WeightedSum(terms, allow_mixed_units=True)
     objective = {"algorithm": "gdpo", "ratio_bound": 1e-4}

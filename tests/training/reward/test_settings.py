@@ -208,7 +208,7 @@ def test_a_checklist_on_a_frozen_model_has_no_mass_to_keep():
 
 @pytest.mark.parametrize("name", ["data.train", "data.heldout"])
 def test_generated_sets_of_the_other_sort_are_refused(name):
-    with pytest.raises(UserError, match=rf"{name} is shapes:quality, which holds single rated pictures"):
+    with pytest.raises(UserError, match=rf"{name} is shapes:quality, which holds single rated images"):
         _config("yes_no", f"{name}=shapes:quality")
     with pytest.raises(UserError, match=rf"{name} is shapes:pairs, and a judge of kind rating learns from"):
         _config("rating", f"{name}=shapes:pairs")

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch.nn.functional import logsigmoid
 
 from tests.support.models.language import tiny_model, tiny_tokenizer
-from tests.support.training.pictures import outcome
+from tests.support.training.images import outcome
 from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, with_mismatched
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.adapters.causal_lm.policy import CausalLMPolicy

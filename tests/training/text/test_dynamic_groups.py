@@ -37,14 +37,14 @@ def test_groups_that_are_all_equal_are_replaced() -> None:
     counts = feed(groups, {"a": [0.0, 0.0], "b": [1.0, 0.0], "c": [1.0, 1.0]})
     assert (counts.generated, counts.kept, counts.dropped_wrong, counts.dropped_right) == (3, 1, 1, 1)
     assert (groups.wants_more, groups.missing) == (True, 1)
-    feed(groups, {"d": [0.0, 1.0, 1.0], "e": [1.0, 0.0]}, payload={"d": "pictures", "e": None})
+    feed(groups, {"d": [0.0, 1.0, 1.0], "e": [1.0, 0.0]}, payload={"d": "images", "e": None})
     assert not groups.wants_more
     taken = groups.take()
     assert labels_of(taken) == ["b", "d"]
     assert (taken[1].rewards.tolist(), taken[1].index.tolist(), taken[1].payload) == (
         [0, 1, 1],
         [0, 1, 2],
-        "pictures",
+        "images",
     )
     assert (taken[1].step, taken[1].round, taken[1].has_signal) == (0, 1, True)
     assert (groups.last.rounds, groups.last.samples, groups.last.surplus, groups.last.taken) == (2, 11, 1, 2)
@@ -277,7 +277,7 @@ def test_a_loop_over_hard_and_easy_prompts_gets_full_batches() -> None:
     assert min(total.dropped_right, total.dropped_wrong) > 10
 
 
-def test_a_loop_over_pictures_carries_their_latents() -> None:
+def test_a_loop_over_images_carries_their_latents() -> None:
     groups = DynamicGroups(2, surplus="carry", max_rounds=8)
     for step in range(3):
         while groups.wants_more:

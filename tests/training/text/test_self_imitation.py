@@ -152,7 +152,7 @@ def test_what_cannot_be_replayed_is_refused_by_name(tmp_path):
     trainer = _trainer(tmp_path, policy=policy)
     made = trainer.algorithm.collect(trainer.context).experience
     object.__setattr__(made.rollout, "images", [[]] * len(made.rollout))
-    with pytest.raises(UserError, match=r"these prompts have pictures\. Set self_imitation=null"):
+    with pytest.raises(UserError, match=r"these prompts have images\. Set self_imitation=null"):
         trainer.algorithm.imitation.keep(
             made.rollout, made.shares.own, made.trajectories, [], trainer.context
         )

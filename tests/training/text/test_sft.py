@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 
 from tests.support.models.language import tiny_model, tiny_tokenizer
-from tests.support.training.pictures import outcome
+from tests.support.training.images import outcome
 from visalign.adapters.causal_lm.demonstrations import (
     DemonstrationBatches,
     demonstration_lengths,

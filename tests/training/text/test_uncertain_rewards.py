@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.support.training.pictures import outcome
+from tests.support.training.images import outcome
 from tests.support.training.text import Letters, toy_text_trainer
 from visalign.core import PolicyOutput, Trajectories, named_objective
 from visalign.rewards import WeightedTextSum

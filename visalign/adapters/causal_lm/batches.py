@@ -21,7 +21,7 @@ from visalign.text import (
     TokenSets,
     sample_uniforms,
 )
-from visalign.vision.pictures import Picture
+from visalign.vision.images import PatchedImage
 
 from .generation import Completions, Ending, generate_completions
 from .network import CausalNetwork
@@ -41,10 +41,10 @@ class PromptBatch:
     """G."""
     seeds: Sequence[int]
     """P·G."""
-    pictures: Sequence[Sequence[Picture]] | None = None
-    """P lists; None without pictures."""
+    encoded_images: Sequence[Sequence[PatchedImage]] | None = None
+    """P lists; None without images."""
     images: Sequence[Sequence[Any]] | None = None
-    """The pictures as they were given."""
+    """The images as they were given."""
     after: Sequence[Sequence[int]] | None = None
     """P·G lists of tokens that the completions begin with."""
 
@@ -54,7 +54,7 @@ class PromptBatch:
 
     def encoded(self) -> list[EncodedPrompt]:
         """P prompts as the network reads them."""
-        shown = [()] * len(self.ids) if self.pictures is None else self.pictures
+        shown = [()] * len(self.ids) if self.encoded_images is None else self.encoded_images
         return [EncodedPrompt(tuple(ids), tuple(row)) for ids, row in zip(self.ids, shown, strict=True)]
 
 
@@ -87,16 +87,16 @@ def check_lengths(
     ids: Sequence[Sequence[int]],
     longest: int | None,
     context: int | None,
-    pictures: Sequence[Sequence[Picture]] | None = None,
+    encoded_images: Sequence[Sequence[PatchedImage]] | None = None,
 ) -> None:
     """Refuse prompts of more than `longest` tokens, naming the first one; the model's context and the
-    pictures are for the message.
+    images are for the message.
     """
     long = [place for place, tokens in enumerate(ids) if longest is not None and len(tokens) > longest]
     if long:
-        shown = [] if pictures is None else [picture.tokens for picture in pictures[long[0]]]
-        of_them = f" ({sum(shown)} of them for its {len(shown)} pictures)" if shown else ""
-        smaller = ", show smaller pictures" if shown else ""
+        shown = [] if encoded_images is None else [image.tokens for image in encoded_images[long[0]]]
+        of_them = f" ({sum(shown)} of them for its {len(shown)} images)" if shown else ""
+        smaller = ", show smaller images" if shown else ""
         raise UserError(
             f"Prompt {long[0]} has {len(ids[long[0]])} tokens{of_them}, and at most {longest} are allowed "
             f"(the model's context is {context}); {len(long)} of {len(ids)} prompts are too long. Shorten or "

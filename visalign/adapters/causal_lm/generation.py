@@ -117,8 +117,8 @@ def _first_pass(
         place.setdefault(prompt, len(place))
     padded = left_pad([prompt.ids for prompt in place], pad_id)
     ids, mask = (block.to(network.model.device) for block in padded)
-    pictures = [prompt.pictures for prompt in place]
-    features, cache = network.features(ids, mask, pictures=pictures, caching=True)
+    encoded_images = [prompt.encoded_images for prompt in place]
+    features, cache = network.features(ids, mask, encoded_images=encoded_images, caching=True)
     cache.check(type(network.model).__name__)
     index = torch.tensor([place[prompt] for prompt in prompts], device=ids.device)
     cache.reorder(index)

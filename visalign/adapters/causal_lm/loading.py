@@ -25,7 +25,7 @@ from visalign.errors import UserError
 from visalign.text import StoppingCriteria
 
 VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Model types whose pictures are read."""
+"""Model types whose images are read."""
 
 
 def load_causal_lm(

@@ -67,11 +67,11 @@ class PromptLogPartition:
             [B, H] float32, without gradient.
 
         Raises:
-            UserError: prompts with pictures.
+            UserError: prompts with images.
         """
         if rollout.images is not None:
             raise UserError(
-                "log Z reads the prompt's text alone, and this rollout has pictures in its prompts. Use "
+                "log Z reads the prompt's text alone, and this rollout has images in its prompts. Use "
                 "another algorithm than FlowRL for them."
             )
         if not len(rollout):

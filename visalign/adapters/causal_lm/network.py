@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from visalign.core import fused_log_prob_entropy
 from visalign.core.tokens.fused_head import LogProbEntropy
 from visalign.errors import UserError
-from visalign.vision.pictures import Picture
+from visalign.vision.images import PatchedImage
 
 STRIP = 16384
 """Rows of a 16-bit head that are lifted to float32 at a time."""
@@ -74,7 +74,7 @@ class LinearHead:
 
 @dataclass(frozen=True)
 class Seen:
-    """Prompts with their pictures, as the language part of a model takes them."""
+    """Prompts with their images, as the language part of a model takes them."""
 
     inputs: dict[str, Any]
     """In place of token ids and positions."""
@@ -88,8 +88,8 @@ class Sight(Protocol):
     language: nn.Module
     """The part that reads what was seen, and text alone: the trunk."""
 
-    def see(self, ids: Tensor, mask: Tensor, pictures: Sequence[Sequence[Picture]]) -> Seen:
-        """Tokens [b, S] from the beginning, with a mask of them and b lists of pictures."""
+    def see(self, ids: Tensor, mask: Tensor, encoded_images: Sequence[Sequence[PatchedImage]]) -> Seen:
+        """Tokens [b, S] from the beginning, with a mask of them and b lists of images."""
         ...
 
 
@@ -122,7 +122,7 @@ class CausalNetwork:
     Args:
         model: a transformers causal language model, on its device.
         autocast: run the trunk under autocast in this dtype.
-        sight: of a model that reads pictures.
+        sight: of a model that reads images.
 
     Raises:
         UserError: a model that sees and whose head is no linear layer.
@@ -139,7 +139,7 @@ class CausalNetwork:
         if sight is not None and self.head is None:
             raise UserError(
                 f"The language part of this {type(model).__name__} and its output head do not give the "
-                "model's own logits, so it cannot be used with pictures. Give the tokenizer alone for text."
+                "model's own logits, so it cannot be used with images. Give the tokenizer alone for text."
             )
 
     @property
@@ -153,15 +153,15 @@ class CausalNetwork:
         ids: Tensor,
         mask: Tensor,
         *,
-        pictures: Sequence[Sequence[Picture]] | None = None,
+        encoded_images: Sequence[Sequence[PatchedImage]] | None = None,
         cache: PromptCache | None = None,
         caching: bool = False,
     ) -> tuple[Tensor, PromptCache]:
         """([b, S, H] hidden states or [b, S, V] logits, the cache, empty without `caching`) of tokens [b, S]
-        after those in the cache. The mask [b, past + S] is 0 for padding anywhere; `pictures` are b lists,
-        where the tokens are the first ones and some rows have pictures.
+        after those in the cache. The mask [b, past + S] is 0 for padding anywhere; `images` are b lists,
+        where the tokens are the first ones and some rows have images.
         """
-        out, offset = self._forward(ids, mask, pictures, cache, use_cache=caching)
+        out, offset = self._forward(ids, mask, encoded_images, cache, use_cache=caching)
         features = out.logits.float() if self.head is None else out.last_hidden_state
         return features, PromptCache(out.get("past_key_values"), offset)
 
@@ -171,10 +171,10 @@ class CausalNetwork:
         mask: Tensor,
         depths: Sequence[float],
         *,
-        pictures: Sequence[Sequence[Picture]] | None = None,
+        encoded_images: Sequence[Sequence[PatchedImage]] | None = None,
     ) -> Tensor:
         """[b, S, L, H] float32 behind these shares of the layers, 1 behind the last; see `features`."""
-        out, _ = self._forward(ids, mask, pictures, None, use_cache=False, output_hidden_states=True)
+        out, _ = self._forward(ids, mask, encoded_images, None, use_cache=False, output_hidden_states=True)
         layers = len(out.hidden_states) - 1
         return torch.stack([out.hidden_states[round(depth * layers)].float() for depth in depths], 2)
 
@@ -182,7 +182,7 @@ class CausalNetwork:
         self,
         ids: Tensor,
         mask: Tensor,
-        pictures: Sequence[Sequence[Picture]] | None,
+        encoded_images: Sequence[Sequence[PatchedImage]] | None,
         cache: PromptCache | None,
         **options: bool,
     ) -> tuple[Any, Tensor | None]:
@@ -193,8 +193,12 @@ class CausalNetwork:
             inputs["past_key_values"], offset = cache.keys, cache.offset
         context = torch.autocast(ids.device.type, self.autocast) if self.autocast else nullcontext()
         with context:
-            if self._sight is not None and pictures is not None and any(len(row) for row in pictures):
-                seen = self._sight.see(ids, mask, pictures)
+            if (
+                self._sight is not None
+                and encoded_images is not None
+                and any(len(row) for row in encoded_images)
+            ):
+                seen = self._sight.see(ids, mask, encoded_images)
                 inputs, offset = {**inputs, **seen.inputs}, seen.offset
             else:
                 inputs["input_ids"] = ids

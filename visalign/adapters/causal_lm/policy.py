@@ -31,6 +31,7 @@ from visalign.text import (
 
 from .batches import PromptBatch, check_counts, check_lengths, generate_rollout
 from .chat import PromptEncoder
+from .images import QwenSight, encoder_of
 from .loading import (
     check_causal_lm,
     check_options,
@@ -42,7 +43,6 @@ from .loading import (
 )
 from .lora import add_text_lora, load_text_lora
 from .network import CausalNetwork, enable_recomputation, recomputed_layers
-from .pictures import QwenSight, encoder_of
 from .prompts import EncodedPrompts
 from .replay import expert_routes, layer_states, scored_sampling, token_output
 from .routing import ExpertRouting
@@ -59,7 +59,7 @@ class CausalLMPolicy:
     rounding. With LoRA the model is frozen but for float32 adapters, and the reference is the model without
     them. Without, all of it is trained, and the reference is a copy of it (one more model in memory).
 
-    A vision-language model (Qwen2-VL, Qwen2.5-VL, Qwen3-VL) reads pictures in its prompts when it is given
+    A vision-language model (Qwen2-VL, Qwen2.5-VL, Qwen3-VL) reads images in its prompts when it is given
     with its processor; LoRA is then put into its language part alone.
     """
 
@@ -173,7 +173,7 @@ class CausalLMPolicy:
         return self._network.autocast or self.model.dtype
 
     def encode(self, prompts: Sequence[Prompt]) -> EncodedPrompts:
-        """Tokens of P prompts, and the pictures that their conversations hold."""
+        """Tokens of P prompts, and the images that their conversations hold."""
         return self._encoder.encode(prompts, None)
 
     def generate(
@@ -195,31 +195,31 @@ class CausalLMPolicy:
 
         Args:
             prompts: P texts or conversations; the parts {"type": "image"} of a conversation stand for
-                pictures, and may hold them as "image".
+                images, and may hold them as "image".
             seeds: one for the call (`draw_seeds` makes those of the samples), or B of them.
             num_generations: G, at least 1.
             sampling: how tokens are drawn; by default from the model itself.
             stopping: what ends a completion.
             group: P labels of the prompts; by default 0 to P-1.
-            images: P lists of pictures for image parts that hold none: PIL, or [3, H, W] in [0, 1] or uint8.
+            images: P lists of images for image parts that hold none: PIL, or [3, H, W] in [0, 1] or uint8.
             after: B lists of tokens that the completions begin with: context with loss mask 0, in the limit.
 
         Raises:
             UserError: no prompts, counts that do not fit, a prompt that cannot be encoded or is too long,
-                pictures for a policy that reads text alone or that cannot be read, or no end token.
+                images for a policy that reads text alone or that cannot be read, or no end token.
             ValueError: logits that are NaN.
         """
         count = check_counts(prompts, num_generations, seeds, group, after)
         stopping, encoded = stopping or StoppingCriteria(), self._encoder.encode(prompts, images)
         if self.long_prompts == "refuse":
-            check_lengths(encoded.ids, self.max_prompt_tokens, self.context_length, encoded.pictures)
+            check_lengths(encoded.ids, self.max_prompt_tokens, self.context_length, encoded.encoded_images)
         batch = PromptBatch(
             prompts=prompts,
             ids=encoded.ids,
             group=list(range(len(prompts))) if group is None else list(group),
             generations=num_generations,
             seeds=draw_seeds(seeds, count) if isinstance(seeds, int) else check_seeds(seeds),
-            pictures=encoded.pictures,
+            encoded_images=encoded.encoded_images,
             images=encoded.images,
             after=after,
         )

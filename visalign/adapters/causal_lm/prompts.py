@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts as a network takes them: token ids, and the pictures that stand among them."""
+"""Prompts as a network takes them: token ids, and the images that stand among them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from visalign.errors import UserError
 from visalign.text import Prompt
-from visalign.vision.pictures import Picture
+from visalign.vision.images import PatchedImage
 
 from .chat import PromptEncoder, image_parts
 
@@ -22,8 +22,8 @@ class EncodedPrompt:
     """What a network reads before it writes; equal prompts are read once."""
 
     ids: tuple[int, ...]
-    """The tokens, with as many image tokens as the pictures take."""
-    pictures: tuple[Picture, ...] = ()
+    """The tokens, with as many image tokens as the images take."""
+    encoded_images: tuple[PatchedImage, ...] = ()
     """In the order of their tokens."""
 
     def and_then(self, ids: Sequence[int]) -> EncodedPrompt:
@@ -37,30 +37,30 @@ class EncodedPrompts:
 
     ids: Sequence[Sequence[int]]
     """P lists of tokens."""
-    pictures: Sequence[Sequence[Picture]] | None = None
+    encoded_images: Sequence[Sequence[PatchedImage]] | None = None
     """P lists; None where no prompt has any."""
     images: Sequence[Sequence[Any]] | None = None
-    """The pictures as they were given."""
+    """The images as they were given."""
 
 
 class Encoder(Protocol):
     """Turns prompts into what a network reads."""
 
     def encode(self, prompts: Sequence[Prompt], images: Sequence[Sequence[Any]] | None) -> EncodedPrompts:
-        """Tokens and pictures of P prompts with P lists of pictures, or none."""
+        """Tokens and images of P prompts with P lists of images, or none."""
         ...
 
-    def pictures(
+    def encoded_images(
         self, images: Sequence[Sequence[Any]], ids: Sequence[Sequence[int]], samples: Sequence[int]
-    ) -> list[list[Picture]]:
-        """Pictures of b prompts that were encoded before, by their lists (`EncodedPrompts.images`) and
+    ) -> list[list[PatchedImage]]:
+        """Images of b prompts that were encoded before, by their lists (`EncodedPrompts.images`) and
         tokens; `samples` are their numbers, for messages.
         """
         ...
 
 
 class TextPrompts:
-    """Prompts of a model that reads text alone; `mend` says what to do instead of giving pictures."""
+    """Prompts of a model that reads text alone; `mend` says what to do instead of giving images."""
 
     def __init__(self, prompts: PromptEncoder, name: str, mend: str) -> None:
         self._prompts, self._name, self._mend = prompts, name, mend
@@ -71,9 +71,9 @@ class TextPrompts:
             raise self._refusal()
         return EncodedPrompts(self._prompts.encode(prompts))
 
-    def pictures(
+    def encoded_images(
         self, images: Sequence[Sequence[Any]], ids: Sequence[Sequence[int]], samples: Sequence[int]
-    ) -> list[list[Picture]]:
+    ) -> list[list[PatchedImage]]:
         """See `Encoder`."""
         if any(len(row) for row in images):
             raise self._refusal()

@@ -15,7 +15,7 @@ from visalign.core.tokens.fused_head import LogProbEntropy
 from visalign.errors import UserError
 from visalign.text import Sampling, TextRollout, TokenOutput, TokenSets
 from visalign.text.distribution import chosen_log_prob, log_distribution
-from visalign.vision.pictures import Picture
+from visalign.vision.images import PatchedImage
 
 from .network import CausalNetwork
 from .prompts import Encoder
@@ -121,11 +121,17 @@ def token_output(
             break
         packed = pack(rollout, chosen[part])
         kept = rollout.kept.rows(chosen[part]) if rollout.kept is not None and sampling.truncates else None
-        pictures = _pictures(encoder, rollout, chosen[part])
+        encoded_images = _images(encoder, rollout, chosen[part])
         routes = None if rollout.routes is None else rollout.routes[chosen[part], : packed.ids.shape[1]]
         with nullcontext() if routing is None else routing.replayed(routes, recomputed=recomputed):
             terms = replay(
-                network, packed, pictures, sampling=sampling, kept=kept, value=value, statistic=statistic
+                network,
+                packed,
+                encoded_images,
+                sampling=sampling,
+                kept=kept,
+                value=value,
+                statistic=statistic,
             )
         place = part[packed.row].to(device), packed.column.to(device)
         found = (terms.chosen.log_prob, terms.chosen.entropy, terms.value, terms.statistic)
@@ -146,9 +152,9 @@ def layer_states(
 ) -> Iterator[tuple[int, Tensor]]:
     """(sample, [T, L, H] float32) of some samples, each with a token of loss mask 1, behind some layers."""
     packed, device = pack(rollout, part), network.model.device
-    pictures = _pictures(encoder, rollout, part)
+    encoded_images = _images(encoder, rollout, part)
     ids, mask = packed.ids.to(device), packed.mask.to(device)
-    states = network.hidden_states(ids, mask, depths, pictures=pictures)
+    states = network.hidden_states(ids, mask, depths, encoded_images=encoded_images)
     for number, sample in enumerate(part.tolist()):
         yield sample, states[number, packed.before[packed.row == number].to(device)]
 
@@ -166,7 +172,7 @@ def expert_routes(
             network.features(
                 packed.ids.to(network.model.device),
                 packed.mask.to(network.model.device),
-                pictures=_pictures(encoder, rollout, part),
+                encoded_images=_images(encoder, rollout, part),
             )
         found.append((part, torch.where(packed.mask[:, :, None, None] != 0, seen[0].cpu(), -1)))
     longest = max((routes.shape[1] for _, routes in found), default=0)
@@ -177,13 +183,13 @@ def expert_routes(
     return routes
 
 
-def _pictures(encoder: Encoder, rollout: TextRollout, rows: Tensor) -> list[list[Picture]] | None:
+def _images(encoder: Encoder, rollout: TextRollout, rows: Tensor) -> list[list[PatchedImage]] | None:
     """Of some samples, or None where the rollout has none."""
     if rollout.images is None:
         return None
     samples = rows.tolist()
     ids = [rollout.prompt_ids[sample, rollout.prompt_mask[sample] != 0].tolist() for sample in samples]
-    return encoder.pictures([rollout.images[sample] for sample in samples], ids, samples)
+    return encoder.encoded_images([rollout.images[sample] for sample in samples], ids, samples)
 
 
 @dataclass(frozen=True)
@@ -201,7 +207,7 @@ class TokenTerms:
 def replay(
     network: CausalNetwork,
     packed: Packed,
-    pictures: Sequence[Sequence[Picture]] | None = None,
+    encoded_images: Sequence[Sequence[PatchedImage]] | None = None,
     *,
     sampling: Sampling,
     kept: TokenSets | None = None,
@@ -212,7 +218,9 @@ def replay(
     where `sampling` truncates; `value` maps [n, H] last hidden states to [n], `statistic` [n, V] log-probs.
     """
     device = network.model.device
-    features, _ = network.features(packed.ids.to(device), packed.mask.to(device), pictures=pictures)
+    features, _ = network.features(
+        packed.ids.to(device), packed.mask.to(device), encoded_images=encoded_images
+    )
     states = features[packed.row.to(device), packed.before.to(device)]
     target = packed.target.to(device)
     values = None if value is None else value(states)

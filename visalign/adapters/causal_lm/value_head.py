@@ -112,7 +112,7 @@ class ValueModel(nn.Module):
         """
         if rollout.images is not None:
             raise UserError(
-                "A separate ValueModel reads text alone, and this rollout has pictures. Give the policy a "
+                "A separate ValueModel reads text alone, and this rollout has images. Give the policy a "
                 "ValueHead, which reads its hidden states."
             )
         chosen = torch.arange(len(rollout))[slice(None) if rows is None else rows]

@@ -12,7 +12,7 @@ import torch
 
 from visalign.errors import UserError
 
-from .condition import Source, picture_of
+from .condition import Source, image_of
 from .families import FAMILIES, PIPELINES, REFUSED, Family
 
 
@@ -49,7 +49,7 @@ def part_dtypes(
     Args:
         index: of the pipeline.
         dtype: of the parts that no other one names.
-        encoder: of the encoders of texts and pictures; None is `dtype`.
+        encoder: of the encoders of texts and images; None is `dtype`.
         decoder: of the autoencoder; None is `dtype`.
     """
     encoders = [part for part in index if part.startswith(("text_encoder", "image_encoder", "prompt_ups"))]
@@ -111,7 +111,7 @@ def call_arguments(
         more: the user's.
 
     Raises:
-        UserError: a size that the patches do not divide, frames of a picture or out of step, an argument that
+        UserError: a size that the patches do not divide, frames of an image or out of step, an argument that
             is unknown or has a place of its own.
     """
     taken = list(inspect.signature(type(pipe).__call__).parameters)[1:]
@@ -120,7 +120,7 @@ def call_arguments(
         size["max_area"] = size["height"] * size["width"]
     if num_frames is not None:
         if family.frames is None:
-            raise UserError(f"num_frames is {num_frames}, and {type(pipe).__name__} makes pictures.")
+            raise UserError(f"num_frames is {num_frames}, and {type(pipe).__name__} makes images.")
         step = getattr(pipe, "vae_scale_factor_temporal", None) or getattr(
             pipe, "vae_temporal_compression_ratio", 1
         )
@@ -214,36 +214,36 @@ def checked_negative(pipe: Any, family: Family, negative_prompt: str | None) -> 
 
 
 def checked_source(pipe: Any, family: Family, source: Any, sized: bool) -> Source | None:
-    """The pictures to edit; None where none is, or none is taken.
+    """The images to edit; None where none is, or none is taken.
 
     Args:
         pipe: the pipeline.
         family: its family.
-        source: see `picture_of`; or a list of such.
+        source: see `image_of`; or a list of such.
         sized: whether the size of the result is set.
 
     Raises:
-        UserError: it is missing, cannot be read, has more pictures than the pipeline takes, or would decide
+        UserError: it is missing, cannot be read, has more images than the pipeline takes, or would decide
             the size of the result.
     """
     if source is None and family.source == "needed":
         raise UserError(
-            f"{type(pipe).__name__} edits a picture, and a record has no 'source'. Give each record one: a "
+            f"{type(pipe).__name__} edits an image, and a record has no 'source'. Give each record one: a "
             ".jsonl file of prompts with {prompt, source}, source being an image file."
         )
     if source is None or family.source == "none":
         return None
     if not sized:
         raise UserError(
-            "A picture is to be edited and image_size is not set: each would have its source's size, and "
+            "An image is to be edited and image_size is not set: each would have its source's size, and "
             "a batch has one. Set model.image_size."
         )
-    pictures = list(source) if isinstance(source, list | tuple) else [source]
-    if not pictures or (len(pictures) > 1 and not family.several):
+    images = list(source) if isinstance(source, list | tuple) else [source]
+    if not images or (len(images) > 1 and not family.several):
         others = ", ".join(kind for each in FAMILIES.values() if each.several for kind in each.pipelines)
         raise UserError(
-            f"The source of a record has {len(pictures)} pictures, and {type(pipe).__name__} edits "
+            f"The source of a record has {len(images)} images, and {type(pipe).__name__} edits "
             f"{'one or several' if family.several else 'one'}. Give one"
             + ("." if family.several else f", or take a pipeline that joins several: {others}.")
         )
-    return Source(tuple(picture_of(each) for each in pictures))
+    return Source(tuple(image_of(each) for each in images))

@@ -90,14 +90,14 @@ class PipelineCall:
         self._forget()
 
     def _forget(self) -> None:
-        """Encode anew what may depend on the size: a picture to edit is looked at beside it."""
+        """Encode anew what may depend on the size: an image to edit is looked at beside it."""
         self._null: Encoded = {}
         self.nothing: Encoded = positive(self.encode("", guided=self.guided, source=self._blank))
         """The empty prompt, for calls whose prompt does not matter."""
 
     @torch.no_grad()
     def resize(self, image_size: int | tuple[int, int] | None) -> None:
-        """Make pictures of another size from now on.
+        """Make images of another size from now on.
 
         Args:
             image_size: as given to the constructor.
@@ -108,7 +108,7 @@ class PipelineCall:
         kept, done = self.fixed, False
         self.fixed = call_arguments(self.pipe, self.family, image_size, *self._asked)
         if self._blank is not None:
-            self._blank = Source(self._blank.pictures)
+            self._blank = Source(self._blank.images)
         try:
             self._forget()
             done = True
@@ -128,7 +128,7 @@ class PipelineCall:
         Args:
             prompt: the text.
             guided: with the negative one.
-            source: the pictures to edit.
+            source: the images to edit.
         """
         self._returned.clear()
         given = {} if source is None else {"image": source}
@@ -177,7 +177,7 @@ class PipelineCall:
         return self._null
 
     def frames(self, latents: Tensor, batch_size: int) -> Tensor:
-        """Pictures [B, 3, H, W], or videos [B, F, 3, H, W], float32 in [0, 1], as the pipeline decodes them.
+        """Images [B, 3, H, W], or videos [B, F, 3, H, W], float32 in [0, 1], as the pipeline decodes them.
 
         Args:
             latents: [B, ...].
@@ -192,8 +192,8 @@ class PipelineCall:
             found.append(images.float().clamp(0, 1))
         return torch.cat(found)
 
-    def pictures(self, latents: Tensor, batch_size: int) -> Tensor:
-        """Pictures [B, 3, H, W], of videos their middle frames; see `frames`."""
+    def images(self, latents: Tensor, batch_size: int) -> Tensor:
+        """Images [B, 3, H, W], of videos their middle frames; see `frames`."""
         return middle_frames(self.frames(latents, batch_size))
 
     def run(
@@ -237,7 +237,7 @@ class PipelineCall:
         return out
 
     def _source_encoded(self, image: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """A picture to edit, in the autoencoder's dtype; the pipeline has it in that of its text encoders."""
+        """An image to edit, in the autoencoder's dtype; the pipeline has it in that of its text encoders."""
 
         def ask() -> Tensor:
             return self._ask_source(image.to(self.pipe.vae.dtype), *args, **kwargs).to(image.dtype)

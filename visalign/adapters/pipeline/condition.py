@@ -21,9 +21,9 @@ the `Source`, one for all samples of a call."""
 
 @dataclass(eq=False)
 class Source:
-    """The pictures that one edit starts from, and what the autoencoder makes of them."""
+    """The images that one edit starts from, and what the autoencoder makes of them."""
 
-    pictures: tuple[Image.Image, ...]
+    images: tuple[Image.Image, ...]
     latents: dict[int, Any] = field(default_factory=dict)
     """Place -> as the pipeline encodes it."""
     asked: int = 0
@@ -32,7 +32,7 @@ class Source:
     @property
     def image(self) -> Any:
         """As the pipeline's call takes it."""
-        first, *rest = self.pictures
+        first, *rest = self.images
         return [first, *rest] if rest else first
 
     def encoded(self, ask: Callable[[], Any]) -> Any:
@@ -114,7 +114,7 @@ def join(rows: Sequence[Encoded], axes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def lengths(row: Encoded, axes: Mapping[str, int], *, padded: bool = True) -> tuple[int, ...]:
-    """What samples of one call must share: the pictures to edit, and the lengths of tensors without a mask.
+    """What samples of one call must share: the images to edit, and the lengths of tensors without a mask.
 
     Args:
         row: one sample.
@@ -146,8 +146,8 @@ def _padded(value: Tensor, axis: int, length: int) -> Tensor:
     return torch.cat([value, value.new_zeros(shape)], axis)
 
 
-def picture_of(source: Any) -> Image.Image:
-    """A picture as pipelines take it: upright, over white, as a reward sees it.
+def image_of(source: Any) -> Image.Image:
+    """An image as pipelines take it: upright, over white, as a reward sees it.
 
     Args:
         source: a file, a PIL image, or [3, H, W] in [0, 1].
@@ -162,7 +162,7 @@ def picture_of(source: Any) -> Image.Image:
             with Image.open(source) as opened:
                 pixels = read_pixels(opened, "it")
         except (OSError, AttributeError, ValueError) as error:
-            raise UserError(f"The source {source!r} is no picture that can be read ({error}).") from error
+            raise UserError(f"The source {source!r} is no image that can be read ({error}).") from error
     return Image.fromarray(pixels.permute(1, 2, 0).numpy())
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clean latents of pictures: the inverse of a pipeline's way from its latents to its autoencoder.
+"""Clean latents of images: the inverse of a pipeline's way from its latents to its autoencoder.
 
 That way (scaling, shift, means and deviations, packing) is not written down here for each family. What the
 autoencoder is given is watched while a policy decodes latents of known numbers, and where it is a·x + b of
@@ -27,8 +27,8 @@ class _Watched(Exception):
     """Leaves a pipeline's call at its autoencoder."""
 
 
-class PictureEncoder:
-    """Pictures -> latents of a policy that decodes by `pipe.vae`; computed in float32, the posterior's mode.
+class ImageEncoder:
+    """Images -> latents of a policy that decodes by `pipe.vae`; computed in float32, the posterior's mode.
 
     Args:
         policy: with `pipe`, `decode` and `latent_shape`.
@@ -44,10 +44,10 @@ class PictureEncoder:
         if not hasattr(self.vae, "encode"):
             self._refuse("its pipeline has no autoencoder with an encoder")
         with _in_float32(self.vae):
-            pictures, zero = self._seen(torch.zeros(policy.latent_shape), decoded=True)
+            images, zero = self._seen(torch.zeros(policy.latent_shape), decoded=True)
             if zero.ndim not in (4, 5) or (zero.ndim == 5 and zero.shape[2] != 1):
-                self._refuse(f"its autoencoder is given {list(zero.shape)}, which is no single picture")
-            height, width = pictures.shape[-2:]
+                self._refuse(f"its autoencoder is given {list(zero.shape)}, which is no single image")
+            height, width = images.shape[-2:]
             self.size, self._given = (height, width), zero.shape
             self._shift = zero.flatten()
             self._scale = self._numbers(torch.ones(policy.latent_shape)) - self._shift
@@ -67,16 +67,16 @@ class PictureEncoder:
                 self._refuse("its pipeline does more than to scale, shift and reorder latents")
 
     @torch.no_grad()
-    def __call__(self, pictures: Sequence[Tensor]) -> Tensor:
+    def __call__(self, images: Sequence[Tensor]) -> Tensor:
         """Latents [B, *latent_shape] in the policy's storage dtype.
 
         Args:
-            pictures: B of [3, H, W], in [0, 1], of any size; see `fitted`.
+            images: B of [3, H, W], in [0, 1], of any size; see `fitted`.
         """
         found, policy = [], self.policy
         with _in_float32(self.vae):
-            for start in range(0, len(pictures), policy.decode_batch):
-                chunk = [fitted(one.float(), self.size) for one in pictures[start:][: policy.decode_batch]]
+            for start in range(0, len(images), policy.decode_batch):
+                chunk = [fitted(one.float(), self.size) for one in images[start:][: policy.decode_batch]]
                 x = 2 * torch.stack(chunk).to(policy.device) - 1
                 if self.vae.config.get("in_channels") == 4:  # the fourth is opacity
                     x = torch.cat([x, torch.ones_like(x[:, :1])], 1)
@@ -90,7 +90,7 @@ class PictureEncoder:
         return torch.cat(found)
 
     def _seen(self, latent: Tensor, *, decoded: bool = False) -> tuple[Tensor, Tensor]:
-        """(pictures, or nothing; what the autoencoder is given) of one latent in float32."""
+        """(images, or nothing; what the autoencoder is given) of one latent in float32."""
         own, seen, is_own = self.vae.decode, [], "decode" in vars(self.vae)
 
         def decode(z: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -99,10 +99,10 @@ class PictureEncoder:
                 raise _Watched
             return own(z, *args, **kwargs)
 
-        pictures = latent
+        images = latent
         self.vae.decode = decode
         try:
-            pictures = self.policy.decode(latent[None].to(self.policy.device))
+            images = self.policy.decode(latent[None].to(self.policy.device))
         except _Watched:
             pass
         finally:
@@ -110,8 +110,8 @@ class PictureEncoder:
             if is_own:
                 self.vae.decode = own
         if len(seen) != 1 or len(seen[0]) != 1:
-            self._refuse("its pipeline asks the autoencoder otherwise than once for a picture")
-        return pictures, seen[0]
+            self._refuse("its pipeline asks the autoencoder otherwise than once for an image")
+        return images, seen[0]
 
     def _numbers(self, latent: Tensor) -> Tensor:
         return self._seen(latent)[1].flatten()
@@ -124,22 +124,22 @@ class PictureEncoder:
     def _refuse(self, why: str) -> None:
         kind = type(self.policy.pipe).__name__
         raise UserError(
-            f"{kind}: pictures cannot be made latents of it, for {why}. Learn from its own samples (leave "
+            f"{kind}: images cannot be made latents of it, for {why}. Learn from its own samples (leave "
             "data.pairs out), or give an adapter that has encode_images "
             "(model.adapter=path/to/file.py:Class)."
         )
 
 
-def fitted(picture: Tensor, size: tuple[int, int]) -> Tensor:
-    """A picture [3, H, W] at another size: scaled until it covers it, then cut in the middle."""
-    height, width = picture.shape[-2:]
+def fitted(image: Tensor, size: tuple[int, int]) -> Tensor:
+    """An image [3, H, W] at another size: scaled until it covers it, then cut in the middle."""
+    height, width = image.shape[-2:]
     scale = max(size[0] / height, size[1] / width)
     if scale != 1:
         covering = max(size[0], round(height * scale)), max(size[1], round(width * scale))
-        resized = F.interpolate(picture[None], covering, mode="bicubic", antialias=True, align_corners=False)
-        picture = resized[0].clamp(0, 1)
-    top, left = ((have - want) // 2 for have, want in zip(picture.shape[-2:], size, strict=True))
-    return picture[:, top : top + size[0], left : left + size[1]]
+        resized = F.interpolate(image[None], covering, mode="bicubic", antialias=True, align_corners=False)
+        image = resized[0].clamp(0, 1)
+    top, left = ((have - want) // 2 for have, want in zip(image.shape[-2:], size, strict=True))
+    return image[:, top : top + size[0], left : left + size[1]]
 
 
 @contextmanager

@@ -58,15 +58,15 @@ class Family:
     unused: str | None = None
     """Pattern of layers, or weights, that the velocity does not depend on; "{last}" is the last block."""
     own_size: bool = False
-    """Whether the call makes pictures of an area of its own, whatever it is asked for."""
+    """Whether the call makes images of an area of its own, whatever it is asked for."""
     frames: int | None = None
-    """Of a video where none are asked for; None makes single pictures."""
+    """Of a video where none are asked for; None makes single images."""
     frame_rate: float = 8.0
     """Frames a second of its videos: as diffusers' example of the pipeline writes them, or by its call."""
     source: Literal["none", "optional", "needed"] = "none"
-    """Whether the call's `image` is a picture to edit."""
+    """Whether the call's `image` is an image to edit."""
     several: bool = False
-    """Whether an edit may start from several pictures, which `image` lists."""
+    """Whether an edit may start from several images, which `image` lists."""
     modular: bool = False
     """Whether diffusers has it as blocks of a `ModularPipeline`; `encodes` names values of their state."""
     padded: bool = True
@@ -176,7 +176,7 @@ FAMILIES: dict[str, Family] = {
         scale="-",
         unconditional=1,
         unit=2,
-        unused=r"\.image_cond\.",  # of pictures to edit, which are not given
+        unused=r"\.image_cond\.",  # of images to edit, which are not given
         modular=True,
     ),
     "qwen_image": Family(pipelines=("QwenImagePipeline",), **_QWEN),  # type: ignore[arg-type]

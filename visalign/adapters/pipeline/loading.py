@@ -33,7 +33,7 @@ def load_pipeline(
     Args:
         folder_or_id: a folder as `save_pretrained` writes it, or `owner/name`.
         dtype: of the parts that no other one names.
-        encoder_dtype: of the encoders of texts and pictures; None is `dtype`.
+        encoder_dtype: of the encoders of texts and images; None is `dtype`.
         decoder_dtype: of the autoencoder; None is `dtype`.
         quantization: of the networks, one of `QUANTIZATIONS`; None is none.
         adapters: whether a LoRA is trained.

@@ -155,7 +155,7 @@ class _OneCall:
         own.save_pretrained(str(folder), overwrite_modular_index=True)
 
     def _run_blocks(self: Any, asked: dict[str, Any]) -> tuple[Any]:
-        """(pictures,), or (latents,) for the output type "latent"."""
+        """(images,), or (latents,) for the output type "latent"."""
         state, steps = PipelineState(), asked["num_inference_steps"]
         shipped = self.config.get("sample_sigmas")
         if shipped and len(shipped) != steps:
@@ -180,7 +180,7 @@ class _OneCall:
 
 
 def _over_white(images: Tensor) -> Tensor:
-    """[B, 3, H, W] of pictures with an alpha channel or without: over white, as Qwen-Image 2.1's encoder sees
+    """[B, 3, H, W] of images with an alpha channel or without: over white, as Qwen-Image 2.1's encoder sees
     them."""
     if images.shape[1] == 3:
         return images

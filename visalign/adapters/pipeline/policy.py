@@ -3,7 +3,7 @@
 
 The pipeline's scheduler is exchanged, and its own call is run for one step: so tokenisation, packing, ids,
 masks, guidance and the embedding of time are the pipeline's, exactly. What this costs is the Python of that
-call, 1 to 3 ms of processor time (`tests/benchmarks/pictures/pipeline_call.py`).
+call, 1 to 3 ms of processor time (`tests/benchmarks/images/pipeline_call.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from visalign.interfaces import Condition, ForwardCount, Prediction
 from .arguments import at_least_one, checked_source
 from .call import PipelineCall
 from .condition import Encoded, PipelineCondition, lengths, rows_of, source_key
-from .encoding import PictureEncoder
+from .encoding import ImageEncoder
 from .guidance import Halves
 from .loading import load_pipeline
 from .lora import load_lora, make_trainable, save_lora, settings_of
@@ -76,7 +76,7 @@ class PipelinePolicy:
             lora_path: saved adapters to go on from; their rank, alpha and places count.
             autocast: run the network under autocast in this dtype.
             image_size: in pixels, a square's side or (height, width); None is the pipeline's own.
-            num_frames: of a video; 1 makes a picture. None is the pipeline's own.
+            num_frames: of a video; 1 makes an image. None is the pipeline's own.
             gradient_checkpointing: compute activations again in the backward instead of keeping them.
             decode_batch: latents per pass of the autoencoder.
             call: more arguments of the pipeline's call, such as max_sequence_length.
@@ -174,7 +174,7 @@ class PipelinePolicy:
     @property
     def image_size(self) -> int | tuple[int, int] | None:
         """As given to the constructor; it may be set, and `latent_shape` and `sigmas` follow. What was
-        encoded before is for pictures of the size before."""
+        encoded before is for images of the size before."""
         return self._image_size
 
     @image_size.setter
@@ -207,11 +207,11 @@ class PipelinePolicy:
         a prompt's encoding does not depend on its neighbours' lengths.
 
         Args:
-            prompts: B texts; or records with "prompt" and "source", the picture to edit (a file, a PIL image
+            prompts: B texts; or records with "prompt" and "source", the image to edit (a file, a PIL image
                 or [3, H, W] in [0, 1]) or, of a family that joins `several`, a list of them.
 
         Raises:
-            UserError: a picture is missing where the pipeline edits one, or cannot be read, or there are
+            UserError: an image is missing where the pipeline edits one, or cannot be read, or there are
                 more than it takes.
         """
         asked = [(p, None) if isinstance(p, str) else (str(p["prompt"]), p.get("source")) for p in prompts]
@@ -221,13 +221,13 @@ class PipelinePolicy:
         sized = "height" in self._call.fixed
         given = {key[1]: first[key][1] for key in places}
         sources = {name: checked_source(self.pipe, self.family, each, sized) for name, each in given.items()}
-        own = self.guided and self.family.source != "none"  # the null prompt may look at the picture
+        own = self.guided and self.family.source != "none"  # the null prompt may look at the image
         unique = tuple(self._call.encode(first[key][0], guided=own, source=sources[key[1]]) for key in places)
         return PipelineCondition(unique, torch.tensor([places[key] for key in keys]))
 
     @property
     def takes_source(self) -> bool:
-        """Whether `encode` is to be given records, with the pictures to edit."""
+        """Whether `encode` is to be given records, with the images to edit."""
         return self.family.source != "none"
 
     @property
@@ -300,7 +300,7 @@ class PipelinePolicy:
         return sigmas
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Pictures of latents as the pipeline decodes them; of a video the middle frame.
+        """Images of latents as the pipeline decodes them; of a video the middle frame.
 
         Args:
             latents: [B, ...].
@@ -308,10 +308,10 @@ class PipelinePolicy:
         Returns:
             [B, 3, H, W] float32 in [0, 1].
         """
-        return self._call.pictures(latents, self.decode_batch)
+        return self._call.images(latents, self.decode_batch)
 
     def decode_frames(self, latents: Tensor) -> Tensor:
-        """Pictures [B, 3, H, W], or videos [B, F, 3, H, W], float32 in [0, 1].
+        """Images [B, 3, H, W], or videos [B, F, 3, H, W], float32 in [0, 1].
 
         Args:
             latents: [B, ...].
@@ -319,7 +319,7 @@ class PipelinePolicy:
         return self._call.frames(latents, self.decode_batch)
 
     def encode_images(self, images: Sequence[Tensor]) -> Tensor:
-        """Clean latents [B, ...] of pictures, see `PictureEncoder`; `decode` is its inverse.
+        """Clean latents [B, ...] of images, see `ImageEncoder`; `decode` is its inverse.
 
         Args:
             images: B of [3, h, w] in [0, 1], of any size.
@@ -330,8 +330,8 @@ class PipelinePolicy:
         return self._encoder(images)
 
     @cached_property
-    def _encoder(self) -> PictureEncoder:
-        return PictureEncoder(self)
+    def _encoder(self) -> ImageEncoder:
+        return ImageEncoder(self)
 
     def reference(self) -> AbstractContextManager[None]:
         """Inside, the policy is the model before training; may be nested. Call backward outside of it."""

@@ -46,7 +46,7 @@ class HandingFlow(_Handing, FlowMatchEulerDiscreteScheduler):
 
     prediction: Prediction = "velocity"
     mu: float | None = None
-    """What the pipeline made of the picture's size, with dynamic shifting."""
+    """What the pipeline made of the image's size, with dynamic shifting."""
 
     def set_timesteps(
         self,

@@ -18,7 +18,7 @@ from diffusers import StableDiffusion3Pipeline
 from torch import Tensor, nn
 
 from visalign.adapters.lora import LoraSettings, leave_casts_to_autocast
-from visalign.adapters.pipeline.encoding import PictureEncoder
+from visalign.adapters.pipeline.encoding import ImageEncoder
 from visalign.adapters.pipeline.families import SD3_ATTENTION
 from visalign.adapters.pipeline.lora import add_lora, load_lora, save_lora
 from visalign.adapters.pipeline.quantization import quantization_of
@@ -36,7 +36,7 @@ from .timesteps import latent_shape, sampling_sigmas
 class SD3Policy:
     """An SD3 pipeline as the algorithms see it; see `visalign.interfaces.DiffusionPolicy`.
 
-    Sampling with `velocity`, `sigmas` and Euler steps gives the pictures of `pipe(...)` at the same start
+    Sampling with `velocity`, `sigmas` and Euler steps gives the images of `pipe(...)` at the same start
     noise. With LoRA the transformer is frozen but for float32 adapters, and the reference is the model
     without them. Without, all of the transformer is trained in float32 (weights of 16 bits are computed with
     under autocast in their dtype: AdamW's steps are smaller than their spacing), and the reference is a copy
@@ -230,7 +230,7 @@ class SD3Policy:
         return (torch.cat(images) / 2 + 0.5).clamp(0, 1).contiguous()
 
     def encode_images(self, images: Sequence[Tensor]) -> Tensor:
-        """Clean latents [B, C, H, W] of pictures, see `PictureEncoder`; `decode` is its inverse.
+        """Clean latents [B, C, H, W] of images, see `ImageEncoder`; `decode` is its inverse.
 
         Args:
             images: B of [3, h, w] in [0, 1], of any size.
@@ -238,8 +238,8 @@ class SD3Policy:
         return self._encoder(images)
 
     @cached_property
-    def _encoder(self) -> PictureEncoder:
-        return PictureEncoder(self)
+    def _encoder(self) -> ImageEncoder:
+        return ImageEncoder(self)
 
     def sigmas(self, steps: int, *, timestep_schedule: str = "diffusers") -> Tensor:
         """The timestep schedule [steps + 1], float32, from 1 down to 0.

@@ -151,7 +151,7 @@ class ServerGenerator:
         images: Sequence[Sequence[Any]] | None = None,
         after: Sequence[Sequence[int]] | None = None,
     ) -> TextRollout:
-        """Complete P prompts G times each, as `CausalLMPolicy.generate` does; pictures are refused.
+        """Complete P prompts G times each, as `CausalLMPolicy.generate` does; images are refused.
 
         Each sample is a request with its own seed; how far a seed repeats its completion is up to the server.
 

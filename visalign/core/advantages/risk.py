@@ -81,8 +81,8 @@ def mixed_value_at_risk(
     """RiskPO's advantage: A = (ω CVaR + RVaR)/(ω + 1); the worst samples move the policy most.
 
     Non-decreasing in the score and constant from q_u on. With the natural baseline all advantages are ≤ 0.
-    Divide by the std of the scores afterwards if the unit is to vanish. For pictures: scores of one prompt
-    with the quantiles of its group guard against one lucky picture among bad ones.
+    Divide by the std of the scores afterwards if the unit is to vanish. For images: scores of one prompt
+    with the quantiles of its group guard against one lucky image among bad ones.
 
     Args:
         score: any shape, e.g. [B] sums over bundles of prompts; what is not finite is missing.

@@ -51,12 +51,12 @@ ON_STEPS: dict[tuple[str, Any], tuple[str, str]] = {
 EXTRA: dict[str, tuple[str, str]] = {
     "value": ("it needs a value function of noisy latents", _GROUP_ROWS),
     "greedy_reward": (
-        "it needs the reward of a greedy completion, and a picture has none: its initial noise is drawn",
+        "it needs the reward of a greedy completion, and an image has none: its initial noise is drawn",
         "'rloo', whose baseline is the other samples of the prompt",
     ),
     "reference_reward": (
         "it needs rewards of what the reference makes of the same prompts",
-        "'pref_grpo', which compares the pictures of a group",
+        "'pref_grpo', which compares the images of a group",
     ),
     "likelihood": ("it needs a reference answer in words after each sample", "'grpo'"),
     "log_z": ("it needs a learned log Z of each prompt", "'grpo' with a KL term, kl=0.04"),

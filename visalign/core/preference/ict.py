@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ICT and HP: an image-text score that richer pictures do not lose by, and a score of what people prefer.
+"""ICT and HP: an image-text score that richer images do not lose by, and a score of what people prefer.
 
 A triple is three images of one subject, I1 < I2 < I3 (a rejected one, a chosen one, one from a refined
 prompt), and two prompts, easy and refined. Where the paper and the released code differ, `mode="upstream"` is
@@ -126,10 +126,10 @@ def ict_loss(
         (easy, (labels.easy1, labels.easy2, labels.easy3)),
         (refined, (labels.refined1, labels.refined2, labels.refined3)),
     )
-    pictures = _unit(images)
-    loss, negatives = pictures.new_zeros(()), pictures.new_zeros(())
+    unit_images = _unit(images)
+    loss, negatives = unit_images.new_zeros(()), unit_images.new_zeros(())
     for prompt, target in targets:
-        cosine = pictures @ _unit(prompt).T
+        cosine = unit_images @ _unit(prompt).T
         if mode == "upstream":
             cosine = cosine.bfloat16().to(cosine.dtype)
         error = (cosine[:, own] - torch.stack(target).to(cosine)).square()

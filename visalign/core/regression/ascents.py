@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that train through the reward's gradient: which steps of a picture carry it, what is done to it."""
+"""Rows that train through the reward's gradient: which steps of an image carry it, what is done to it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Ascent:
     """n, times that the clean latent is noised again to the last level and predicted from there, each with a
     gradient of its own; their mean, the sample's own included, is the step (DRaFT-LV)."""
     stop_range: tuple[float, float] | None = None
-    """Part of the sampler's steps in one of which, drawn for each update, sampling stops; the picture is that
+    """Part of the sampler's steps in one of which, drawn for each update, sampling stops; the image is that
     step's prediction x0 = x − σ v (ReFL). None: sample to the end."""
     hinge: float | None = None
-    """h: climb −max(0, h − r), so that a picture whose reward is above h moves nothing (ReFL)."""
+    """h: climb −max(0, h − r), so that an image whose reward is above h moves nothing (ReFL)."""
     normalise: bool = False
-    """Bring each term's gradient in each picture to unit norm before the terms are added by their weights, so
+    """Bring each term's gradient in each image to unit norm before the terms are added by their weights, so
     that no term drowns another by its unit (R0)."""
     kl: float = 0.0
     """k of k · mean |v − v_ref|² at the steps that carry the gradient."""
@@ -48,7 +48,7 @@ class Ascent:
         if self.last > 1 or self.renoised:
             raise ValueError(
                 f"stop_range is {list(self.stop_range)}, with last={self.last} and renoised={self.renoised}: "
-                "where sampling stops early, one step predicts the picture. Set stop_range=None, or last=1 "
+                "where sampling stops early, one step predicts the image. Set stop_range=None, or last=1 "
                 "and renoised=0."
             )
         if len(self.stop_range) != 2 or not 0 <= self.stop_range[0] < self.stop_range[1] <= 1:
@@ -63,7 +63,7 @@ class Ascent:
         return range(low, max(high, low + 1))
 
     def counted(self, steps: int) -> tuple[float, int]:
-        """(mean steps without gradient, steps with one) of a picture."""
+        """(mean steps without gradient, steps with one) of an image."""
         stops = self.stops(steps)
         carried = 1 if self.stop_range is not None else min(self.last, steps) + self.renoised
         return sum(stops) / len(stops), carried

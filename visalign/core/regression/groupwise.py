@@ -60,7 +60,7 @@ def gdro_loss(
             decides what β means, and the paper leaves it open: with the mean, tune β.
         ref_error: [P, K] e of the reference, no gradient; same noise and noise level.
         reward: [P, K], any unit; what is not finite is missing.
-        beta: β > 0; published 12 (text in pictures) and 6 (GenEval).
+        beta: β > 0; published 12 (text in images) and 6 (GenEval).
         gamma: γ ≥ 0; published 0.5 and 1.
         tau: τ > 0, in the unit of the reward.
 

@@ -142,7 +142,7 @@ def nft_loss(
         target: [N, ...] u = ε − x0.
         sigma: [N].
         advantage: [N]; beyond ±A_max it counts as ±A_max.
-        beta: β > 0; published 1, and 0.1 for text in pictures.
+        beta: β > 0; published 1, and 0.1 for text in images.
         bound: A_max.
         weighted: the published, self-normalised form; False is the closed one.
         mode: see `reward_probability`.

@@ -47,7 +47,7 @@ def neighbour_weights(
 def reward_fusion(
     reward: Tensor, neighbour_reward: Tensor, similarity: Tensor, *, threshold: float = 0.9, top: int = 5
 ) -> Tensor:
-    """RewardFusion: average a reward with those of similar prompts or pictures.
+    """RewardFusion: average a reward with those of similar prompts or images.
 
     R′_b = (R_b + Σ_m w_bm R_bm)/(1 + Σ_m w_bm), w as in `neighbour_weights`. The result lies between the
     smallest and the largest reward that enters; without neighbours it is R_b exactly. The neighbours are an

@@ -173,7 +173,7 @@ def turning_point_rewards(
 ) -> TurningPoints:
     """TP-GRPO: each noisy step earns its own increment, a turning point all that is still to come.
 
-    With R_0 the reward of the deterministic picture, R_k that of k noisy steps and a deterministic rest, R
+    With R_0 the reward of the deterministic image, R_k that of k noisy steps and a deterministic rest, R
     that of the rollout: d_k = R_k − R_{k−1}, s_k = sgn(d_k) sgn(R − R_0). Step 1 turns if sgn(d_1) =
     sgn(R − R_1) ≠ 0; step k > 1 if also s_{k−1} < 0 < s_k. Reward of a turn: η (R − R_{k−1}); else d_k.
 

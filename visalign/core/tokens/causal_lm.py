@@ -36,7 +36,7 @@ def token_log_probs(
             left get `position_ids` that begin at 0 at their first token, unless `inputs` has them.
         temperature: τ > 0 that the tokens were sampled with.
         soft_cap: of logits that the model has not capped itself.
-        inputs: what else the model takes, such as pictures.
+        inputs: what else the model takes, such as images.
 
     Returns:
         [B, T] each, float32 or better, differentiable; 0 with exactly zero gradient at padding and at a row's

@@ -10,7 +10,7 @@ from typing import Any
 from visalign.errors import UserError
 
 from .image_references import missing_files
-from .leaks import SECONDS, refuse_shared_pictures
+from .leaks import SECONDS, refuse_shared_images
 from .records import PreferencePair, PreferenceSet, QualitySet
 from .tables import listed
 
@@ -34,11 +34,11 @@ def check_preferences(
     judge gets both at once and so may prefer a side.
 
     Returns what is no reason to stop: repeated pairs, pairs judged differently in different rows, images
-    compared with themselves, all winners on one side, ties; and that not all pictures of several splits could
+    compared with themselves, all winners on one side, ties; and that not all images of several splits could
     be compared in time.
 
     Raises:
-        UserError: Missing files; a prompt or a picture in more than one split; all labels tie; or all winners
+        UserError: Missing files; a prompt or an image in more than one split; all labels tie; or all winners
             stand on one side and the judge sees sides.
     """
     _refuse_missing([ref for pair in pairs.pairs for ref in (pair.image_left, pair.image_right)], files)
@@ -61,10 +61,10 @@ def check_preferences(
 
 
 def check_quality(records: QualitySet, *, files: bool = True) -> list[Finding]:
-    """The same for a quality set: repeated images, and that not all pictures could be compared in time.
+    """The same for a quality set: repeated images, and that not all images could be compared in time.
 
     Raises:
-        UserError: Missing files, one image with two scores, a picture or images of one reference in more than
+        UserError: Missing files, one image with two scores, an image or images of one reference in more than
             one split, all scores equal, or fewer than two images.
     """
     _refuse_missing([record.image for record in records.records], files)
@@ -208,14 +208,14 @@ def _refuse_quality_leaks(records: QualitySet) -> None:
 
 
 def _shared(name: str, items: Iterable[tuple[str, str | None]], files: bool) -> list[Finding]:
-    """Refuse a picture in more than one split: by its file, and by its content where files are opened."""
+    """Refuse an image in more than one split: by its file, and by its content where files are opened."""
     sets: dict[str, list[str]] = {}
     for reference, split in items:
         if split is not None:
             sets.setdefault(split, []).append(reference)
     what = f"of '{name}' stand in more than one split"
-    notes = refuse_shared_pictures(sets, what=what, seconds=SECONDS if files else 0)
-    return [Finding(kind="pictures", count=1, message=note) for note in notes if files]
+    notes = refuse_shared_images(sets, what=what, seconds=SECONDS if files else 0)
+    return [Finding(kind="images", count=1, message=note) for note in notes if files]
 
 
 def _refuse_missing(references: list[str], files: bool) -> None:

@@ -27,7 +27,7 @@ ONE_TWO = {"1": 1.0, "2": 0.0}
 SIGNS = {"1": 1.0, "0": 0.5, "-1": 0.0}
 """Numbers that are no shares and yet plain from a whole column; a warning says so."""
 _SIDE = {value: name for name, value in SIDES.items()}
-PICTURES = ("image", "image_left", "image_right")
+IMAGES = ("image", "image_left", "image_right")
 
 _VOTES = ("votes_left", "votes_right", "votes_tie")
 
@@ -41,12 +41,12 @@ class Columns:
     labels: str | None = None
     """A key of `CODINGS`, or words with their sides, "1=left,2=right,0=tie"; None reads what is plain by
     itself."""
-    has_pictures: bool = True
-    """False where scores are read from columns and no picture is opened: rows may then name none."""
+    has_images: bool = True
+    """False where scores are read from columns and no image is opened: rows may then name none."""
 
     def missing(self, row: Row, needed: Iterable[str]) -> list[str]:
         """Those of the needed columns that a row with our names lacks."""
-        free = () if self.has_pictures else (*PICTURES, "prompt")
+        free = () if self.has_images else (*IMAGES, "prompt")
         return [name for name in needed if name not in row and name not in free]
 
 
@@ -88,17 +88,17 @@ Coding = Mapping[str, float] | str | None
 
 def plain_row(number: int, row: Row, coding: Coding, columns: Columns) -> Row:
     """A row whose label is a side or a share, whatever it was: a word, 1 or 2, ±1, a margin; whose votes are
-    counts or a share; and whose pictures have names.
+    counts or a share; and whose images have names.
     """
     found = {
-        name: str(value) if name in PICTURES and isinstance(value, int) else value
+        name: str(value) if name in IMAGES and isinstance(value, int) else value
         for name, value in row.items()
     }
     if isinstance(found.get("prompt"), int):
         found["prompt"] = str(found["prompt"])
-    if not columns.has_pictures and "mos" in row:
+    if not columns.has_images and "mos" in row:
         found = {"image": f"row {number}"} | found
-    elif not columns.has_pictures:
+    elif not columns.has_images:
         group = str(row.get("prompt_id", f"row {number}"))
         sides = {f"image_{side}": f"row {number}, {side}" for side in ("left", "right")}
         found = {"prompt": group} | sides | found
@@ -206,14 +206,14 @@ def _without_fractions(row: Row) -> Row:
 
 
 def joined(source: PreferenceSet | QualitySet, path: str | Path) -> PreferenceSet | QualitySet:
-    """A set with the scores of another table, picture by picture.
+    """A set with the scores of another table, image by image.
 
-    The table names pictures in `image`, and scores in columns of their own; or it is what `visalign score`
-    writes (image, reward, value). A picture is the one of that path, or the only one of that file name. Pairs
-    get NAME_left and NAME_right, pictures NAME; nothing that the set has is replaced.
+    The table names images in `image`, and scores in columns of their own; or it is what `visalign score`
+    writes (image, reward, value). An image is the one of that path, or the only one of that file name. Pairs
+    get NAME_left and NAME_right, images NAME; nothing that the set has is replaced.
 
     Raises:
-        UserError: No column `image`, no score, or no picture of the set in it.
+        UserError: No column `image`, no score, or no image of the set in it.
     """
     table, given = _scores_by_image(Path(path))
     by_name: dict[str, list[str]] = {}
@@ -241,8 +241,8 @@ def joined(source: PreferenceSet | QualitySet, path: str | Path) -> PreferenceSe
         result = replace(source, pairs=tuple(pairs))
     if not found:
         raise UserError(
-            f"None of the pictures of '{source.name}' stands in '{path}', which names "
-            f"{listed(list(given), limit=2)}. Pictures are matched by path, or by file name where that is "
+            f"None of the images of '{source.name}' stands in '{path}', which names "
+            f"{listed(list(given), limit=2)}. Images are matched by path, or by file name where that is "
             "unique."
         )
     if found < len(source):
@@ -262,14 +262,14 @@ def _sides(pair: PreferencePair, scores: Any) -> Row:
 
 
 def _scores_by_image(path: Path) -> tuple[dict[str, Row], dict[str, str]]:
-    """(whole path of a picture -> its scores, path as the table has it -> whole path)."""
+    """(whole path of an image -> its scores, path as the table has it -> whole path)."""
     found: dict[str, Row] = {}
     given: dict[str, str] = {}
     for number, row in read_rows(path):
         image = row.get("image")
         if not isinstance(image, str):
             raise UserError(
-                f"Row {number} of '{path}' names no picture: a table of scores has the column 'image'. "
+                f"Row {number} of '{path}' names no image: a table of scores has the column 'image'. "
                 f"Found: {', '.join(row)}."
             )
         given[image] = str((path.parent / image).resolve())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""References to images: a path, a picture inside a Parquet file, a picture of the shapes world."""
+"""References to images: a path, an image inside a Parquet file, an image of the shapes world."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPES = "shapes://"
 
 
 def parquet_reference(path: str | Path, column: str, row: int) -> str:
-    """The reference of a picture that stands as bytes in row 0, 1, ... of a Parquet file.
+    """The reference of an image that stands as bytes in row 0, 1, ... of a Parquet file.
 
     Values of the column are bytes, or {"bytes": ..., "path": ...} as the datasets library has them.
     """
@@ -25,7 +25,7 @@ def parquet_reference(path: str | Path, column: str, row: int) -> str:
 
 
 def shapes_reference(split: str, seed: int, kind: str, number: int, side: str = "") -> str:
-    """The reference of a picture of `ShapesPreferences(seed, split=split)`.
+    """The reference of an image of `ShapesPreferences(seed, split=split)`.
 
     The kind is "pair", with the side "left" or "right", or "quality".
     """
@@ -33,10 +33,10 @@ def shapes_reference(split: str, seed: int, kind: str, number: int, side: str = 
 
 
 def resolve_image(reference: str) -> Any:
-    """What a reward takes for a reference: a path (not opened), a PIL or uint8 [H, W, 3] picture.
+    """What a reward takes for a reference: a path (not opened), a PIL or uint8 [H, W, 3] image.
 
     Raises:
-        UserError: The reference is broken, or the Parquet file has no such column, row or picture.
+        UserError: The reference is broken, or the Parquet file has no such column, row or image.
     """
     if reference.startswith(PARQUET):
         return _from_parquet(reference)
@@ -77,20 +77,20 @@ def _from_parquet(reference: str) -> Image.Image:
     value = _row_group(path, column, group)[number - starts[group]].as_py()
     content = value.get("bytes") if isinstance(value, dict) else value
     if not isinstance(content, bytes):
-        raise UserError(f"Row {number} of '{column}' in '{path}' holds no picture.")
+        raise UserError(f"Row {number} of '{column}' in '{path}' holds no image.")
     return open_bytes(content, reference)
 
 
 def open_bytes(content: bytes, name: str) -> Image.Image:
-    """The picture that the bytes of a file hold, not decoded.
+    """The image that the bytes of a file hold, not decoded.
 
     Raises:
-        UserError: They are no picture; the message names it.
+        UserError: They are no image; the message names it.
     """
     try:
         return Image.open(io.BytesIO(content))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"'{name}' holds no picture that can be read.") from error
+        raise UserError(f"'{name}' holds no image that can be read.") from error
 
 
 @lru_cache(maxsize=8)
@@ -127,7 +127,7 @@ def _from_shapes(reference: str) -> Any:
         source = _shapes(split, seed)
         if kind == "quality":
             return render(source.quality(number).scene)
-        return source.pair(number).pictures()[("left", "right").index(parts[4])]
+        return source.pair(number).images()[("left", "right").index(parts[4])]
     except (IndexError, ValueError) as error:
         raise UserError(
             f"The reference '{reference}' is broken; needed is {SHAPES}SPLIT/SEED/pair/NUMBER/left|right or "

@@ -2,7 +2,7 @@
 """Published sets as they lie on a disk. Pairs: HPDv2, HPDv3, Pick-a-Pic, ImageReward, GenAI-Bench; quality
 scores: KADID-10k, KonIQ-10k, SPAQ, GenEval, and two common label files.
 
-Nothing is downloaded and no picture is opened: a record holds the path of its picture, or a reference into
+Nothing is downloaded and no image is opened: a record holds the path of its image, or a reference into
 its Parquet file. Annotations are read row by row.
 """
 
@@ -91,7 +91,7 @@ def load_quality_layout(
 
 
 def hpdv2(folder: Path, split: str) -> Fields:
-    """HPDv2: `{split}.json` beside a folder `{split}/` of pictures.
+    """HPDv2: `{split}.json` beside a folder `{split}/` of images.
 
     train: one choice per row (`human_preference`, 1 for the chosen image). test: a ranking per prompt
     (`rank`, 1 is best), with those of the annotators in `raw_annotations`; each of its pairs is a record
@@ -132,7 +132,7 @@ def hpdv3(folder: Path, split: str) -> Fields:
 
 
 def pick_a_pic(folder: Path, split: str) -> Fields:
-    """Pick-a-Pic v1 and v2: Parquet files `{split}-*.parquet` (also in `data/`) with pictures inside.
+    """Pick-a-Pic v1 and v2: Parquet files `{split}-*.parquet` (also in `data/`) with images inside.
 
     Rows with `has_label` false are left out; `label_0` is 1, 0, or 0.5 for a tie. A file without the columns
     `jpg_0`, `jpg_1` gives the URLs: such pairs can be evaluated on precomputed scores.
@@ -178,22 +178,22 @@ def image_reward(folder: Path, split: str) -> Fields:
         places = (path.parent / f"{split}_images", folder / "images")
         images = next((place for place in places if place.is_dir()), path.parent)
         for number, row in _rows(path, ("prompt", "generations", "ranking"), "ImageReward"):
-            pictures = [str(images / name) for name in row["generations"]]
-            yield from _ranked(number, row["prompt"], pictures, row["ranking"], prompt_id=row.get("id"))
+            image_paths = [str(images / name) for name in row["generations"]]
+            yield from _ranked(number, row["prompt"], image_paths, row["ranking"], prompt_id=row.get("id"))
         return
     groups: dict[str, list[tuple[int, Row]]] = {}
     for number, row in _rows(path, ("prompt_id", "prompt", "image_path", "rank"), "ImageRewardDB"):
         groups.setdefault(str(row["prompt_id"]), []).append((number, row))
     for name, rows in groups.items():
-        pictures = [str(path.parent / row["image_path"]) for _, row in rows]
+        image_paths = [str(path.parent / row["image_path"]) for _, row in rows]
         ranks = [float(row["rank"]) for _, row in rows]
         number, row = rows[0]
         category = row.get("classification")
-        yield from _ranked(number, row["prompt"], pictures, ranks, prompt_id=name, category=category)
+        yield from _ranked(number, row["prompt"], image_paths, ranks, prompt_id=name, category=category)
 
 
 def genai_bench(folder: Path, split: str) -> Fields:
-    """GenAI-Bench, image generation: Parquet files `image_generation/{split}*.parquet` with pictures inside.
+    """GenAI-Bench, image generation: Parquet files `image_generation/{split}*.parquet` with images inside.
 
     `vote_type` is leftvote, rightvote, tievote or bothbad_vote; the last two are ties. It is kept in `extra`.
 
@@ -245,7 +245,7 @@ def kadid10k(folder: Path) -> Fields:
 
 
 def koniq10k(folder: Path) -> Fields:
-    """KonIQ-10k: `koniq10k_scores_and_distributions.csv` or `koniq10k_distributions_sets.csv`, pictures in
+    """KonIQ-10k: `koniq10k_scores_and_distributions.csv` or `koniq10k_distributions_sets.csv`, images in
     `1024x768/` or `512x384/`.
 
     The score is MOS (1 to 5) with its SD; the second file also has the published split in `set`.
@@ -267,7 +267,7 @@ def koniq10k(folder: Path) -> Fields:
 
 
 def spaq(folder: Path) -> Fields:
-    """SPAQ: `Annotations/MOS and Image attribute scores.xlsx` (or .csv), pictures in `TestImage/`.
+    """SPAQ: `Annotations/MOS and Image attribute scores.xlsx` (or .csv), images in `TestImage/`.
 
     The score is MOS, 0 to 100; the attributes (Brightness, Colorfulness ...) are kept in `extra`. The Excel
     file is read with openpyxl (the extra `excel`).
@@ -344,12 +344,12 @@ def score_list(path: Path) -> Fields:
 
 
 def geneval(path: Path) -> Fields:
-    """GenEval: the `results.jsonl` of its rules, or the `annotations_*.csv` of its five people a picture.
+    """GenEval: the `results.jsonl` of its rules, or the `annotations_*.csv` of its five people an image.
 
     The score of the results is `correct`, 1 or 0, with `tag` as category and `reason` and `metadata` in
     `extra`; their paths start at the folder of the file, or are taken as they stand. That of the annotations
-    is the mean of `Answer.task-quality`, how well the picture fits its caption from 1 to 4, with the answers'
-    deviation; the pictures lie beside the file as GenEval writes them, `00328/samples/00001.png`.
+    is the mean of `Answer.task-quality`, how well the image fits its caption from 1 to 4, with the answers'
+    deviation; the images lie beside the file as GenEval writes them, `00328/samples/00001.png`.
 
     Source: Ghosh et al., arXiv 2310.11513; columns as its code writes them.
     """

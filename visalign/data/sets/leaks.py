@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures that stand in more than one set, found by file, by bytes and by pixels, in bounded time."""
+"""Images that stand in more than one set, found by file, by bytes and by pixels, in bounded time."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ _RESOLVING = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
-class PictureLeaks:
+class ImageLeaks:
     """What a search found."""
 
     shared: tuple[tuple[Item, Item], ...]
-    """Two references of one picture that stand in different sets, a pair for each picture."""
+    """Two references of one image that stand in different sets, a pair for each image."""
     compared: int
-    """Pictures whose content was compared, by bytes or by pixels."""
+    """Images whose content was compared, by bytes or by pixels."""
     total: int
-    """Pictures of all sets."""
+    """Images of all sets."""
     unreadable: int
-    """Pictures that could not be opened, and so were compared by their files alone."""
+    """Images that could not be opened, and so were compared by their files alone."""
     seconds: float
 
     @property
     def is_complete(self) -> bool:
-        """Whether every picture was compared, or there was no need to look further."""
+        """Whether every image was compared, or there was no need to look further."""
         return bool(self.shared) or self.compared + self.unreadable >= self.total
 
     def note(self) -> str | None:
@@ -62,24 +62,24 @@ class PictureLeaks:
             return None
         pace = 1000 * self.seconds / max(self.compared, 1)
         return (
-            f"By pixels {self.compared} of {self.total} pictures were compared in {self.seconds:.0f} s "
-            f"({pace:.1f} s for 1,000), the others by their files alone: a picture of theirs that was saved "
+            f"By pixels {self.compared} of {self.total} images were compared in {self.seconds:.0f} s "
+            f"({pace:.1f} s for 1,000), the others by their files alone: an image of theirs that was saved "
             "anew may stand in two of the sets."
         )
 
 
-def shared_pictures(sets: Mapping[str, Iterable[str]], *, seconds: float | None = SECONDS) -> PictureLeaks:
-    """Find pictures that stand in more than one set, under whatever name.
+def shared_images(sets: Mapping[str, Iterable[str]], *, seconds: float | None = SECONDS) -> ImageLeaks:
+    """Find images that stand in more than one set, under whatever name.
 
     First by what costs nothing, the reference itself and the file behind it (links of any kind lead to one
-    file); then the bytes of files of equal length; then the decoded pixels, upright and in RGB, so that a
-    picture that was saved anew without loss is found. A search ends at the first of these that finds
-    something. Of the largest set only pictures of a size that another set has are decoded. A picture that
-    was cut, scaled or compressed anew with loss is another picture here.
+    file); then the bytes of files of equal length; then the decoded pixels, upright and in RGB, so that an
+    image that was saved anew without loss is found. A search ends at the first of these that finds
+    something. Of the largest set only images of a size that another set has are decoded. An image that
+    was cut, scaled or compressed anew with loss is another image here.
 
     Args:
         sets: Name -> references as `visalign.data.sets.image_references.resolve_image` reads them.
-        seconds: After so long no further picture is opened, and `PictureLeaks.note` says how far it came;
+        seconds: After so long no further image is opened, and `ImageLeaks.note` says how far it came;
             the order is shuffled, always alike. None looks at all.
 
     Returns:
@@ -91,8 +91,8 @@ def shared_pictures(sets: Mapping[str, Iterable[str]], *, seconds: float | None 
     order = {name: place for place, name in enumerate(sets)}
     counts = {"compared": 0, "unreadable": 0}
 
-    def result(groups: Sequence[Sequence[Item]]) -> PictureLeaks:
-        return PictureLeaks(
+    def result(groups: Sequence[Sequence[Item]]) -> ImageLeaks:
+        return ImageLeaks(
             shared=tuple(_two_sets(sorted(group, key=lambda item: order[item[1]])) for group in groups),
             total=len(items),
             seconds=time.monotonic() - started,
@@ -114,22 +114,22 @@ def shared_pictures(sets: Mapping[str, Iterable[str]], *, seconds: float | None 
     return result(_by_pixels(items, end, counts))
 
 
-def refuse_shared_pictures(
+def refuse_shared_images(
     sets: Mapping[str, Iterable[str]], *, what: str, seconds: float | None = SECONDS
 ) -> list[str]:
-    """Refuse sets (name -> references) that share a picture; a note where not all could be compared in time.
+    """Refuse sets (name -> references) that share an image; a note where not all could be compared in time.
 
-    Args:     sets: As `shared_pictures`.     what: Where they stand in more than one of these, e.g. "of
-    data.heldout also stand in data.train".     seconds: As `shared_pictures`.
+    Args:     sets: As `shared_images`.     what: Where they stand in more than one of these, e.g. "of
+    data.heldout also stand in data.train".     seconds: As `shared_images`.
 
     Raises:
-        UserError: A picture stands in more than one set; the message names them.
+        UserError: An image stands in more than one set; the message names them.
     """
-    found = shared_pictures(sets, seconds=seconds)
+    found = shared_images(sets, seconds=seconds)
     if found.shared:
         names = [_named(first, second) for first, second in found.shared]
         raise UserError(
-            f"{len(names)} pictures {what}: {listed(names)}. What is learnt would be measured. Take each out "
+            f"{len(names)} images {what}: {listed(names)}. What is learnt would be measured. Take each out "
             "of one of them."
         )
     note = found.note()
@@ -186,7 +186,7 @@ def _mapped(work: Callable[[Item], Any], items: Sequence[Item], end: float) -> I
 
 
 def _file_state(reference: str) -> tuple[Hashable, int | None]:
-    """(what is the same for two names of one picture, bytes of its file where it has a file of its own)."""
+    """(what is the same for two names of one image, bytes of its file where it has a file of its own)."""
     if reference.startswith(SHAPES):
         return reference, None
     path, place = reference.removeprefix(PARQUET), ""
@@ -213,10 +213,10 @@ def _pixels(
 ) -> tuple[tuple[int, int] | None, bytes | None]:
     """(size, hash of the pixels); no hash where the size is not among the known, no size where unreadable."""
     try:
-        with _opened(reference) as picture:
-            size = (max(picture.size), min(picture.size))  # the same before and after it is turned upright
+        with _opened(reference) as image:
+            size = (max(image.size), min(image.size))  # the same before and after it is turned upright
             is_wanted = known is None or size in known
-            return size, _pixel_hash(picture) if is_wanted else None
+            return size, _pixel_hash(image) if is_wanted else None
     except (OSError, ValueError, SyntaxError, UserError, Image.DecompressionBombError):
         return None, None
 
@@ -229,8 +229,8 @@ def _opened(reference: str) -> Image.Image:
     return found if isinstance(found, Image.Image) else Image.fromarray(np.asarray(found))
 
 
-def _pixel_hash(picture: Image.Image) -> bytes:
-    upright = ImageOps.exif_transpose(picture)
+def _pixel_hash(image: Image.Image) -> bytes:
+    upright = ImageOps.exif_transpose(image)
     if upright.mode[0] in "IF":  # 16 or 32 bits, which RGB would cut
         content = np.asarray(upright)
     elif upright.has_transparency_data:

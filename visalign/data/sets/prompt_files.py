@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts and demonstrations from files: one prompt per line (`.txt`), or one JSON record per line (`.jsonl`,
-GenEval's layout), which may name a picture to edit; a demonstration is a prompt with its completion, and a
+GenEval's layout), which may name an image to edit; a demonstration is a prompt with its completion, and a
 prompt may have several."""
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ EXAMPLE = '{"prompt": "1 + 1 = ?", "completion": "2"}'
 _SOURCES = 'Give each prompt one: a .jsonl file of {"prompt": "make it blue", "source": "cup.png"}.'
 
 Edits = Literal["none", "optional", "needed"]
-"""Whether a prompt's record has a `source`, the picture, or the list of pictures, that a model edits."""
+"""Whether a prompt's record has a `source`, the image, or the list of images, that a model edits."""
 
 
 def record_key(asked: str | Mapping[str, Any]) -> tuple[str, ...]:
-    """What tells a prompt from others: (prompt,), or (prompt, source) of a record with a picture to edit, or
+    """What tells a prompt from others: (prompt,), or (prompt, source) of a record with an image to edit, or
     several, a line each.
 
-    A picture in memory counts by its content; a word that is no path of a picture, such as the name of a
+    An image in memory counts by its content; a word that is no path of an image, such as the name of a
     dataset, does not count.
 
     >>> record_key({"prompt": "make it blue", "source": "cup.png"})
@@ -56,20 +56,20 @@ def record_key(asked: str | Mapping[str, Any]) -> tuple[str, ...]:
     if isinstance(asked, str):
         return (asked,)
     prompt, source = str(asked["prompt"]), asked.get("source")
-    names = [_picture_name(each) for each in listed_sources(source)]
+    names = [_image_name(each) for each in listed_sources(source)]
     return (prompt, "\n".join(names)) if any(names) else (prompt,)
 
 
 def listed_sources(source: Any) -> list[Any]:
-    """The pictures of a record's "source": none, one, or those of a list."""
+    """The images of a record's "source": none, one, or those of a list."""
     if isinstance(source, list | tuple):
         return list(source)
     return [] if source is None else [source]
 
 
 def source_of(columns: Mapping[str, Any]) -> Any:
-    """What the pictures of a row are edits of: its "source", a path or a list of them, else that of its
-    "metadata", an object or JSON text; None where neither names a picture.
+    """What the images of a row are edits of: its "source", a path or a list of them, else that of its
+    "metadata", an object or JSON text; None where neither names an image.
 
     >>> source_of({"source": "coco", "metadata": '{"source": "cup.png"}'})
     'cup.png'
@@ -92,11 +92,11 @@ def _of_text(value: Any) -> Any:
         return value
 
 
-def _picture_name(source: Any) -> str:
-    """A path, or a digest of a picture in memory; empty for a word that is no path of a picture."""
+def _image_name(source: Any) -> str:
+    """A path, or a digest of an image in memory; empty for a word that is no path of an image."""
     if isinstance(source, str | Path):
-        is_picture = "/" in str(source) or str(mimetypes.guess_type(str(source))[0]).startswith("image/")
-        return str(source) if is_picture else ""
+        is_image = "/" in str(source) or str(mimetypes.guess_type(str(source))[0]).startswith("image/")
+        return str(source) if is_image else ""
     pixels = source.detach().cpu().float().numpy() if hasattr(source, "detach") else source
     content = pixels.tobytes() if hasattr(pixels, "tobytes") else repr(pixels).encode()
     return hashlib.blake2b(content, digest_size=8).hexdigest()
@@ -111,7 +111,7 @@ def load_prompts(source: str | Path, *, edits: Edits = "none", several: bool = T
     Args:
         source: "shapes:train", "shapes:heldout", or the path of a `.txt` or `.jsonl` file in UTF-8. A JSON
             record needs "prompt"; its other fields are handed to the rewards as metadata.
-        edits: whether a record's "source" is a picture to edit, a file from where the command runs: then each
+        edits: whether a record's "source" is an image to edit, a file from where the command runs: then each
             is decoded once, and records of one prompt may differ in it.
         several: whether a source may be a list of such files.
 
@@ -124,7 +124,7 @@ def load_prompts(source: str | Path, *, edits: Edits = "none", several: bool = T
     """
     if str(source) in EMBEDDED:
         if edits == "needed":
-            raise UserError(f"{source} has no pictures, and the model edits one. {_SOURCES}")
+            raise UserError(f"{source} has no images, and the model edits one. {_SOURCES}")
         return EMBEDDED[str(source)]()
     path = Path(source)
     if not path.is_file():
@@ -171,12 +171,12 @@ def _warn_of_skipped(path: Path, numbers: list[int], why: str) -> None:
 
 
 def check_sources(found: Iterable[tuple[str, Record]], *, needed: bool, several: bool, remedy: str) -> None:
-    """Refuse the first record whose source is no picture that can be read.
+    """Refuse the first record whose source is no image that can be read.
 
     Args:
         found: where each record stands, and the record.
         needed: whether one without a source is refused.
-        several: whether a source may be a list of pictures.
+        several: whether a source may be a list of images.
         remedy: what to do about a record without one.
 
     Raises:
@@ -186,29 +186,29 @@ def check_sources(found: Iterable[tuple[str, Record]], *, needed: bool, several:
     for where, record in found:
         source = record.get("source")
         if source is None and needed:
-            raise UserError(f"{where} has no 'source', the picture that the model edits. {remedy}")
-        pictures = listed_sources(source)
-        if source is not None and not (pictures and all(isinstance(each, str) for each in pictures)):
-            raise UserError(f"{where}: the source is {source!r:.80}; give the path of a picture.")
-        if len(pictures) > 1 and not several:
+            raise UserError(f"{where} has no 'source', the image that the model edits. {remedy}")
+        images = listed_sources(source)
+        if source is not None and not (images and all(isinstance(each, str) for each in images)):
+            raise UserError(f"{where}: the source is {source!r:.80}; give the path of an image.")
+        if len(images) > 1 and not several:
             raise UserError(
-                f"{where}: the source is {source!r:.80}, and the model edits one picture. Give one path, or "
+                f"{where}: the source is {source!r:.80}, and the model edits one image. Give one path, or "
                 "take a model that joins several (FLUX.2, Qwen-Image-Edit-2509)."
             )
-        for picture in pictures:
-            places.setdefault(picture, where)
+        for image in images:
+            places.setdefault(image, where)
     with ThreadPoolExecutor() as pool:
         for (source, where), reason in zip(places.items(), pool.map(_unreadable, places), strict=True):
             if reason is not None:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise UserError(
-                    f"{where}: the source {source!r} is no picture that can be read ({reason}). Correct the "
+                    f"{where}: the source {source!r} is no image that can be read ({reason}). Correct the "
                     f"path, which begins where the command runs ({Path.cwd()}), or take the line out."
                 )
 
 
 def _unreadable(source: str) -> str | None:
-    """Why a picture cannot be read."""
+    """Why an image cannot be read."""
     try:
         with Image.open(source) as opened:
             opened.draft("RGB", (1, 1))  # a JPEG is read whole and decoded small

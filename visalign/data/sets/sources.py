@@ -29,7 +29,7 @@ from .tables import Row, read_rows, require_columns
 
 GENERATED = ("shapes:pairs", "shapes:quality")
 SHAPES_PAIRS = 400
-"""How many pairs or rated pictures a generated set has where no limit is given."""
+"""How many pairs or rated images a generated set has where no limit is given."""
 
 
 def load_source(
@@ -106,7 +106,7 @@ def load_preferences(
             contradicts the votes of its row, no such split, or no pair.
     """
     folder = Path(path).parent
-    wanted, place = columns or Columns(), folder if columns is None or columns.has_pictures else None
+    wanted, place = columns or Columns(), folder if columns is None or columns.has_images else None
     pairs, rows = _load(path, split, limit, _PAIR, lambda row: pair_from_row(row, folder=place), wanted)
     return PreferenceSet(name=Path(path).stem, pairs=tuple(pairs), rows=rows)
 
@@ -185,7 +185,7 @@ def from_dataframe(
     Args:
         frame: Columns as `load_preferences` or `load_quality` reads them.
         name: Of the set.
-        folder: Where relative paths of pictures start.
+        folder: Where relative paths of images start.
         columns: How the columns are read, where they have other names or labels.
     """
     with tempfile.TemporaryDirectory() as place:
@@ -204,7 +204,7 @@ def _plain(value: Any) -> Any:
 
 
 def _moved(found: Any, old: Path, new: Path) -> Any:
-    """A set whose pictures lie below another folder."""
+    """A set whose images lie below another folder."""
 
     def place(reference: str) -> str:
         inside = Path(reference).is_relative_to(old)
@@ -240,7 +240,7 @@ def write_rows(path: str | Path, records: Iterable[PreferencePair | QualityRecor
 
 
 def shapes_pairs(count: int, *, seed: int = 0, split: str = "heldout") -> PreferenceSet:
-    """Pairs of the shapes world ("train" or "heldout") with votes; a picture is drawn when it is asked for.
+    """Pairs of the shapes world ("train" or "heldout") with votes; an image is drawn when it is asked for.
 
     The generators are the styles in which the scenes are drawn; `extra` has the true utilities, what the pair
     differs in, GenEval's record for verifiers, and a teacher's reason.
@@ -275,7 +275,7 @@ def shapes_pairs(count: int, *, seed: int = 0, split: str = "heldout") -> Prefer
 
 
 def shapes_quality(count: int, *, seed: int = 0, split: str = "heldout") -> QualitySet:
-    """Rated pictures of the shapes world, "train" or "heldout"."""
+    """Rated images of the shapes world, "train" or "heldout"."""
     source = ShapesPreferences(seed, split=split)
     records = []
     for number in range(count):

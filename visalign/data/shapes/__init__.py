@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shapes world: prompts, scenes, pictures and their exact verifier.
+"""The shapes world: prompts, scenes, images and their exact verifier.
 
 It needs numpy and pillow; no model comes in.
 """

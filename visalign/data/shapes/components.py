@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connected components of many label maps at once, by runs: no loop over pictures, colors or pixels."""
+"""Connected components of many label maps at once, by runs: no loop over images, colors or pixels."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from scipy.sparse.csgraph import connected_components
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
-    """N components of B label maps; ordered by picture, label, and the first pixel in reading order."""
+    """N components of B label maps; ordered by image, label, and the first pixel in reading order."""
 
-    picture: np.ndarray
+    image: np.ndarray
     """[N], which of the B maps."""
     label: np.ndarray
     """[N], its label there."""
@@ -34,14 +34,14 @@ class Components:
     """[B, H, W], the component of each pixel; −1 on the ground."""
 
     def __len__(self) -> int:
-        return len(self.picture)
+        return len(self.image)
 
     def masks(self, side: int) -> np.ndarray:
         """[N, side·side] float32, 0 or 1: each component's bounding box at `side` × `side` nearest pixels."""
         grid = np.arange(side) + 0.5
         rows = self.top[:, None] + (grid * (self.bottom - self.top)[:, None] / side).astype(int)
         columns = self.left[:, None] + (grid * (self.right - self.left)[:, None] / side).astype(int)
-        seen = self.owner[self.picture[:, None, None], rows[:, :, None], columns[:, None, :]]
+        seen = self.owner[self.image[:, None, None], rows[:, :, None], columns[:, None, :]]
         return (seen == self.name[:, None, None]).reshape(len(self), side * side).astype(np.float32)
 
 
@@ -66,11 +66,11 @@ def find_components(labels: np.ndarray, min_area: int) -> Components:
     row, column = start[by_member] // width % height, start[by_member] % width
     head = start[by_member[first]]
     area = _reduced(np.add, length[by_member], first)
-    picture, label = head // (height * width), labels.reshape(-1)[head]
+    image, label = head // (height * width), labels.reshape(-1)[head]
     kept = np.flatnonzero(area >= min_area)
-    kept = kept[np.lexsort((head[kept], label[kept], picture[kept]))]
+    kept = kept[np.lexsort((head[kept], label[kept], image[kept]))]
     return Components(
-        picture=picture[kept],
+        image=image[kept],
         label=label[kept],
         area=area[kept],
         top=_reduced(np.minimum, row, first)[kept],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the shapes in a picture of the shapes world: color by chroma and hue, shape by overlap.
+"""Finds the shapes in an image of the shapes world: color by chroma and hue, shape by overlap.
 
 Grounds are neutral and dark (grey 30-91, chroma ≤ 16, texture ±18), colors are saturated or bright; so a
 pixel is an object's when its chroma or its darkest channel stands out. A smoothed label map, connected
@@ -24,7 +24,7 @@ from .render import PALETTE, render_many
 from .scenes import SIZE, Scene, SceneObject
 
 UNKNOWN = "unknown"
-"""Shape of a component that looks like none of SHAPES; it still counts as something in the picture."""
+"""Shape of a component that looks like none of SHAPES; it still counts as something in the image."""
 
 MIN_AREA = 24
 """Pixels; smaller components are specks. The smallest object, a cross of radius 6, covers 80."""
@@ -45,7 +45,7 @@ _TEMPLATE = 24
 """Side of the grid on which masks are compared."""
 
 _AT_ONCE = 32
-"""Pictures per pass: few enough that what is made of them stays in the processor's cache."""
+"""Images per pass: few enough that what is made of them stays in the processor's cache."""
 
 _HUED = tuple(name for name in COLORS if name != "white")
 
@@ -67,14 +67,12 @@ class Detection:
 
 
 def detect(images: Tensor | np.ndarray) -> list[list[Detection]]:
-    """Detections of each picture, [B, 3, 64, 64] float in [0, 1] or uint8 [B, 64, 64, 3]."""
-    return [
-        found for part in as_pictures(images).cpu().split(_AT_ONCE) for found in _objects(label_map(part))
-    ]
+    """Detections of each image, [B, 3, 64, 64] float in [0, 1] or uint8 [B, 64, 64, 3]."""
+    return [found for part in as_images(images).cpu().split(_AT_ONCE) for found in _objects(label_map(part))]
 
 
-def as_pictures(images: Tensor | np.ndarray) -> Tensor:
-    """Pictures as float32 [B, 3, 64, 64] in [0, 255]."""
+def as_images(images: Tensor | np.ndarray) -> Tensor:
+    """Images as float32 [B, 3, 64, 64] in [0, 255]."""
     if isinstance(images, np.ndarray):
         images = torch.from_numpy(images)
     if images.dtype == torch.uint8 and images.shape[1:] == (SIZE, SIZE, 3):
@@ -83,7 +81,7 @@ def as_pictures(images: Tensor | np.ndarray) -> Tensor:
         return images.float() * 255.0
     raise ValueError(
         f"The shapes verifier takes float [B, 3, {SIZE}, {SIZE}] in [0, 1] or uint8 [B, {SIZE}, {SIZE}, 3]; "
-        f"got {images.dtype} {tuple(images.shape)}. Resize other pictures first."
+        f"got {images.dtype} {tuple(images.shape)}. Resize other images first."
     )
 
 
@@ -102,12 +100,12 @@ def _hue_vector(rgb: Tensor) -> tuple[Tensor, Tensor]:
     return red - 0.5 * (green + blue), 0.8660254 * (green - blue)
 
 
-def label_map(pictures: Tensor) -> np.ndarray:
+def label_map(images: Tensor) -> np.ndarray:
     """Color of each pixel of [B, 3, 64, 64] in [0, 255]: uint8 [B, 64, 64], 0 ground, i COLORS[i − 1]."""
     # A light 3×3 smoothing: takes the noise of single pixels, leaves edges within half a pixel.
     kernel = torch.tensor([1.0, 4.0, 1.0])
     kernel = (kernel[:, None] * kernel[None, :] / 36.0).expand(3, 1, 3, 3)
-    smooth = F.conv2d(F.pad(pictures, (1, 1, 1, 1), mode="replicate"), kernel, groups=3)
+    smooth = F.conv2d(F.pad(images, (1, 1, 1, 1), mode="replicate"), kernel, groups=3)
     red, green, blue = smooth.unbind(1)
     darkest = torch.minimum(torch.minimum(red, green), blue)
     chroma = torch.maximum(torch.maximum(red, green), blue) - darkest
@@ -166,7 +164,7 @@ def _bank() -> _Bank:
             scene = Scene(record={}, objects=(item,), background=(60, 60, 60), style=style, texture_seed=0)
             scenes.append(scene)
             drawn.append((shape, radius, 32.0 + shift))
-    seen = find_components(label_map(as_pictures(render_many(scenes))).clip(max=1), MIN_AREA)
+    seen = find_components(label_map(as_images(render_many(scenes))).clip(max=1), MIN_AREA)
     roots, masks = np.sqrt(seen.area), seen.masks(_TEMPLATE)
     centre = np.array([middle for _, _, middle in drawn])
     lines = []
@@ -200,7 +198,7 @@ def _objects(labels: np.ndarray) -> list[list[Detection]]:
     plausible = (overlap >= MIN_OVERLAP) & (misfit <= MAX_MISFIT)
     slope, intercept = bank.radius[best].T
     columns = [
-        seen.picture,
+        seen.image,
         np.where(plausible, bank.shape[best], len(SHAPES)),
         seen.label - 1,
         (seen.left + seen.right) / 2.0 + bank.offset[best, 0],
@@ -209,8 +207,8 @@ def _objects(labels: np.ndarray) -> list[list[Detection]]:
         overlap,
     ]
     names, found = (*SHAPES, UNKNOWN), [[] for _ in labels]
-    for picture, shape, color, x, y, radius, share in zip(*(c.tolist() for c in columns), strict=True):
-        found[picture].append(
+    for image, shape, color, x, y, radius, share in zip(*(c.tolist() for c in columns), strict=True):
+        found[image].append(
             Detection(shape=names[shape], color=COLORS[color], x=x, y=y, radius=radius, overlap=share)
         )
     return found

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pairs, votes and quality scores of the shapes world: data to train and to test judges, with known truth.
 
-A picture has a utility for a prompt: u = 2·[all checks hold] + (partial credit) + ½·richness + quality, with
+An image has a utility for a prompt: u = 2·[all checks hold] + (partial credit) + ½·richness + quality, with
 richness and quality in [0, 1] (`Scene`). An annotator does not see u but u + s·ε, with ε standard normal and
-s = 0.15 + 1.2·(1 − quality): of a degraded picture it is harder to say how good it is. So votes disagree for
-a reason that can be seen in the pictures, and a judge's standard deviation can be right or wrong.
+s = 0.15 + 1.2·(1 − quality): of a degraded image it is harder to say how good it is. So votes disagree for
+a reason that can be seen in the images, and a judge's standard deviation can be right or wrong.
 
 Source of the vote model: Thurstone, "A law of comparative judgment", 1927, case III (unequal variances).
 """
@@ -27,7 +27,7 @@ from .verifier import verify_scene
 
 SPLITS = ("train", "heldout")
 Kind = Literal["alignment", "quality", "richness", "mixed"]
-"""What the pictures of a pair differ in; "mixed" draws everything freely."""
+"""What the images of a pair differ in; "mixed" draws everything freely."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 CLEAR = 0.3
@@ -41,7 +41,7 @@ VISIBLE = 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class ShapesPair:
-    """Two pictures of one prompt, their true utilities, and the votes of annotators."""
+    """Two images of one prompt, their true utilities, and the votes of annotators."""
 
     record: Record
     left: Scene
@@ -79,14 +79,14 @@ class ShapesPair:
             told.append(f"picture {number}: {', '.join(filter(None, (fault, distortion, scene.style)))}")
         return "; ".join(told)
 
-    def pictures(self) -> tuple[np.ndarray, np.ndarray]:
+    def images(self) -> tuple[np.ndarray, np.ndarray]:
         """uint8 [64, 64, 3] of left and right."""
         return render(self.left), render(self.right)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShapesQuality:
-    """One picture and how annotators rate its quality from 1 to 5."""
+    """One image and how annotators rate its quality from 1 to 5."""
 
     scene: Scene
     mos: float
@@ -96,26 +96,26 @@ class ShapesQuality:
 
 
 def utility(scene: Scene, record: Record) -> float:
-    """How good a picture is for a prompt, in [0, 4.5]."""
+    """How good an image is for a prompt, in [0, 4.5]."""
     verdict = verify_scene(scene, record)
     return 2.0 * verdict.correct + verdict.score + 0.5 * scene.richness + scene.quality
 
 
 def annotator_noise(scene: Scene) -> float:
-    """Standard deviation with which an annotator sees a picture's utility."""
+    """Standard deviation with which an annotator sees an image's utility."""
     return _BASE_NOISE + _QUALITY_NOISE * (1.0 - scene.quality)
 
 
 class ShapesPreferences:
-    """Endless pairs and rated pictures; number n is a function of (seed, split, n) alone.
+    """Endless pairs and rated images; number n is a function of (seed, split, n) alone.
 
     Args:
         seed: of all draws.
         split: "train" or "heldout", whose prompts have no combination in common.
         annotators: votes per pair.
         kinds: what pairs differ in, each equally often; any of KINDS.
-        surroundings: share in [0, 1] of pictures on other grounds, with specks or on a canvas (`surround`);
-            pictures of a pair have the same ground and canvas, or each its own. All else stays as it is at 0.
+        surroundings: share in [0, 1] of images on other grounds, with specks or on a canvas (`surround`);
+            images of a pair have the same ground and canvas, or each its own. All else stays as it is at 0.
 
     Raises:
         ValueError: an unknown split or kind, or no annotators.
@@ -167,7 +167,7 @@ class ShapesPreferences:
         )
 
     def quality(self, number: int) -> ShapesQuality:
-        """Rated picture `number`."""
+        """Rated image `number`."""
         rng = np.random.default_rng([*self._seed, 1, number])
         scene = degraded(sample_scene(self.record(rng), rng), rng)
         ratings = rng.normal(1.0 + 4.0 * scene.quality, 2 * annotator_noise(scene), self._annotators).clip(
@@ -187,7 +187,7 @@ class ShapesPreferences:
         return self._neighbours.near(record, rng)
 
     def surrounded(self, scenes: list[Scene], number: int) -> list[Scene]:
-        """The pictures of example `number` with the surroundings that they are drawn with."""
+        """The images of example `number` with the surroundings that they are drawn with."""
         rng = np.random.default_rng([*self._seed, 2, number])
         if rng.random() >= self._surroundings:
             return scenes

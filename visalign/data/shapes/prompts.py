@@ -2,7 +2,7 @@
 """The language of the shapes world: prompts in GenEval's six categories, and their held-out split.
 
 A prompt record has GenEval's metadata layout (arXiv 2310.11513): `tag`, `prompt`, `include`, `exclude`. Two
-additions: an include entry may carry `size`, and `only: true` says that nothing else may be in the picture,
+additions: an include entry may carry `size`, and `only: true` says that nothing else may be in the image,
 so that a generator cannot win by painting every object at once.
 """
 

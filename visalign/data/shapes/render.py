@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of scenes: antialiased shapes by signed distance, styles, distortions. numpy in, uint8 out."""
+"""Images of scenes: antialiased shapes by signed distance, styles, distortions. numpy in, uint8 out."""
 
 from __future__ import annotations
 
@@ -46,28 +46,28 @@ def inside_distance(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float) -
 
 
 def render(scene: Scene) -> np.ndarray:
-    """The picture of a scene, uint8 [64, 64, 3]."""
+    """The image of a scene, uint8 [64, 64, 3]."""
     canvas = np.empty((SIZE, SIZE, 3), dtype=np.float32)
     canvas[:] = scene.background
     if scene.style == "textured":
         canvas += _texture(scene.texture_seed)[..., None]
     for item in (*scene.objects, *scene.specks):
         _paint(canvas, item, scene.style)
-    picture = _distort(canvas, scene.distortion, scene.texture_seed)
-    return picture if scene.canvas is None else _on_canvas(picture, scene.canvas)
+    image = _distort(canvas, scene.distortion, scene.texture_seed)
+    return image if scene.canvas is None else _on_canvas(image, scene.canvas)
 
 
-def _on_canvas(picture: np.ndarray, canvas: Canvas) -> np.ndarray:
+def _on_canvas(image: np.ndarray, canvas: Canvas) -> np.ndarray:
     left, top, side = canvas.box()
-    whole = np.empty_like(picture)
+    whole = np.empty_like(image)
     whole[:] = canvas.color
-    small = Image.fromarray(picture).resize((side, side), Image.Resampling.BICUBIC)
+    small = Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC)
     whole[top : top + side, left : left + side] = np.asarray(small)
     return whole
 
 
 def render_many(scenes: list[Scene]) -> np.ndarray:
-    """Pictures [N, 64, 64, 3] uint8."""
+    """Images [N, 64, 64, 3] uint8."""
     return np.stack([render(scene) for scene in scenes]) if scenes else np.empty((0, SIZE, SIZE, 3), np.uint8)
 
 
@@ -114,9 +114,9 @@ def _distort(canvas: np.ndarray, distortion: Distortion, seed: int) -> np.ndarra
         canvas = canvas + rng.normal(0.0, 255.0 * 0.25 * severity, canvas.shape)
     elif kind == "contrast":
         canvas = 127.5 + (canvas - 127.5) * (1.0 - 0.85 * severity)
-    picture = np.clip(np.rint(canvas), 0, 255).astype(np.uint8)
+    image = np.clip(np.rint(canvas), 0, 255).astype(np.uint8)
     if kind == "jpeg" and severity > 0.0:
         buffer = io.BytesIO()
-        Image.fromarray(picture).save(buffer, format="JPEG", quality=round(90 - 85 * severity))
-        picture = np.asarray(Image.open(buffer))
-    return picture
+        Image.fromarray(image).save(buffer, format="JPEG", quality=round(90 - 85 * severity))
+        image = np.asarray(Image.open(buffer))
+    return image

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scenes of the shapes world: a prompt, a layout, a style (richness) and a distortion (quality).
 
-Lengths are pixels of the 64×64 picture, y grows downwards, positions are centres of bounding boxes.
+Lengths are pixels of the 64×64 image, y grows downwards, positions are centres of bounding boxes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from .prompts import COLORS, Record
 
 SIZE = 64
-"""Height and width of a picture in pixels."""
+"""Height and width of an image in pixels."""
 
 STYLES = ("flat", "outlined", "shaded", "textured")
 """The richness axis, poorest first: detail that no prompt asks for."""
@@ -52,7 +52,7 @@ class SceneObject:
 
 @dataclass(frozen=True, kw_only=True)
 class Distortion:
-    """A degradation of the finished picture."""
+    """A degradation of the finished image."""
 
     kind: str = "none"
     severity: float = 0.0
@@ -68,26 +68,26 @@ class Distortion:
 
 @dataclass(frozen=True, kw_only=True)
 class Canvas:
-    """A larger plain picture that the scene's picture lies on; the whole is seen at 64×64 pixels."""
+    """A larger plain image that the scene's image lies on; the whole is seen at 64×64 pixels."""
 
     share: float
-    """Of the canvas's side that the picture takes, in (0, 1]."""
+    """Of the canvas's side that the image takes, in (0, 1]."""
     x: float
-    """Place of the picture in [0, 1]: 0 at the left edge, 1 at the right one."""
+    """Place of the image in [0, 1]: 0 at the left edge, 1 at the right one."""
     y: float
     """The same from top to bottom."""
     color: tuple[int, int, int]
     """RGB, 0-255."""
 
     def box(self) -> tuple[int, int, int]:
-        """(left, top, side) of the picture in pixels."""
+        """(left, top, side) of the image in pixels."""
         side = round(SIZE * self.share)
         return round(self.x * (SIZE - side)), round(self.y * (SIZE - side)), side
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """Everything that a picture is made of."""
+    """Everything that an image is made of."""
 
     record: Record
     objects: tuple[SceneObject, ...]
@@ -100,7 +100,7 @@ class Scene:
     specks: tuple[SceneObject, ...] = ()
     """Too small to count as objects, neither for a prompt nor for the verifier."""
     canvas: Canvas | None = None
-    """None: the picture fills what is seen."""
+    """None: the image fills what is seen."""
 
     @property
     def richness(self) -> float:
@@ -109,7 +109,7 @@ class Scene:
 
     @property
     def quality(self) -> float:
-        """1 for an undistorted picture, down to 0."""
+        """1 for an undistorted image, down to 0."""
         return 1.0 - self.distortion.severity
 
     def distorted(self, kind: str, severity: float) -> Scene:

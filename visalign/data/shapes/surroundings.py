@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies around the objects of a picture: another ground, specks, a larger canvas. No caption names it.
+"""What lies around the objects of an image: another ground, specks, a larger canvas. No caption names it.
 
-A judge that has met one kind of ground only breaks on every other; so its training pictures get these drawn
+A judge that has met one kind of ground only breaks on every other; so its training images get these drawn
 at random (Tobin et al. 2017, arXiv 1703.06907). Specks are smaller than `detector.MIN_AREA`, so that to the
 verifier they are none of the objects that a prompt counts.
 """
@@ -32,7 +32,7 @@ CONTRAST = 75.0
 """Least Euclidean distance in RGB between a ground and an object on it, in light and in shade."""
 
 SMALLEST = 0.5
-"""Least share of a canvas's side that its picture takes: 64 pixels on 128."""
+"""Least share of a canvas's side that its image takes: 64 pixels on 128."""
 
 _HELDOUT_DISTANCE, _EDGE, _SHADE = 48.0, 40.0, 0.72
 _GROUND_SHARE, _SPECKS_SHARE, _CANVAS_SHARE = 0.75, 0.4, 0.4

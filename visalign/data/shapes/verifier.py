@@ -21,7 +21,7 @@ from .scenes import Scene, relations, size_word
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the verifier says of one picture."""
+    """What the verifier says of one image."""
 
     correct: bool
     """Every check holds."""
@@ -42,10 +42,10 @@ def scene_detections(scene: Scene) -> list[Detection]:
 
 
 def verify(images: Tensor | np.ndarray, metadata: Sequence[Mapping[str, Any]]) -> list[Verdict]:
-    """Judge pictures, [B, 3, 64, 64] float in [0, 1] or uint8 [B, 64, 64, 3], against B prompt records."""
+    """Judge images, [B, 3, 64, 64] float in [0, 1] or uint8 [B, 64, 64, 3], against B prompt records."""
     if len(images) != len(metadata):
         raise ValueError(
-            f"{len(images)} pictures but {len(metadata)} prompt records; give one record a picture."
+            f"{len(images)} images but {len(metadata)} prompt records; give one record an image."
         )
     found = detect(images)
     return [judge(detections, record) for detections, record in zip(found, metadata, strict=True)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pixels of a shapes picture break its prompt: truth for judges that point at what is wrong.
+"""Which pixels of a shapes image break its prompt: truth for judges that point at what is wrong.
 
 An object is to blame if the verifier's score rises when this object alone is taken away, made into something
 that the prompt asks for, or moved. Of three circles where two are asked for each is to blame; of a missing

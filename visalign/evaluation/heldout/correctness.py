@@ -121,8 +121,8 @@ def verdict(name: str, reward: Any, scores: Scores) -> Tensor:
 def check_judge(name: str, reward: PointwiseReward, record: Mapping[str, Any]) -> None:
     """Refuse a reward that cannot say correct or wrong, before anything is sampled.
 
-    A range of (0, 1) is enough; otherwise the reward is shown one grey picture and must give the part. One
-    that cannot judge that picture is left to the evaluation itself.
+    A range of (0, 1) is enough; otherwise the reward is shown one grey image and must give the part. One
+    that cannot judge that image is left to the evaluation itself.
 
     Raises:
         UserError: it returned a score without the part.

@@ -46,14 +46,14 @@ def evaluate(
 
     Args:
         policy: The model, with the weights it has now.
-        rewards: name -> reward; each scores every picture.
-        records: Prompt records with `prompt`, `source` where a picture is edited and, for categories, `tag`;
+        rewards: name -> reward; each scores every image.
+        records: Prompt records with `prompt`, `source` where an image is edited and, for categories, `tag`;
             the rewards' metadata.
-        seeds: Pictures per prompt, one per seed.
+        seeds: Images per prompt, one per seed.
         sigmas: [T + 1] timestep schedule from 1 to 0.
         batch_size: Samples denoised, decoded and scored at once.
         correctness: The reward that says correct or wrong: by its part `correct`, else by its best value.
-        max_images: Pictures kept, evenly spaced over the samples.
+        max_images: Images kept, evenly spaced over the samples.
         image_side: Their longer side at most.
         share: (r, w): the r-th of w equal stretches of the samples, w at most their number; see `joined`.
         solver: of the ODE, see `ODESolver`.
@@ -69,14 +69,14 @@ def evaluate(
     metadata = [record for record in records for _ in seeds][first:end]
     prompts, drawn = [str(record["prompt"]) for record in metadata], np.tile(seeds, len(records))[first:end]
     sources = ["".join(record_key(one)[1:]) for one in asked_of(policy, records)]
-    kept, pictures = _evenly(total, max_images) - first, []
+    kept, thumbnails = _evenly(total, max_images) - first, []
     kept = kept[(kept >= 0) & (kept < len(prompts))]
     tally = Tally(correctness=correctness, samples="images")
     with _inference(policy):
         clips = [name for name, reward in rewards.items() if getattr(reward, "takes_clips", False)]
         for rows, frames, images in _drawn(policy, metadata, drawn, sigmas, batch_size, bool(clips), solver):
             own = kept[(kept >= rows.start) & (kept < rows.stop)] - rows.start
-            pictures.extend(_as_bytes(images[own], image_side))
+            thumbnails.extend(_as_bytes(images[own], image_side))
             for name, reward in rewards.items():
                 given = frames if name in clips else images, prompts[rows], metadata[rows]
                 tally.add(name, reward, reward.score(*given), len(images))
@@ -87,7 +87,7 @@ def evaluate(
         sources=tuple(source for source in sources for _ in seeds)[first:end] if any(sources) else (),
         tags=tags_of(metadata),
         seeds=drawn,
-        images=np.stack(pictures) if pictures else np.zeros((0, 1, 1, 3), np.uint8),
+        images=np.stack(thumbnails) if thumbnails else np.zeros((0, 1, 1, 3), np.uint8),
         image_index=kept,
         **tally.fields(rewards, len(prompts)),
     )
@@ -103,7 +103,7 @@ def _drawn(
     solver: str,
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Batch by batch the rows; all frames of videos [B, F, 3, H, W] where `clips` are wanted, else what
-    follows; and the pictures [B, 3, H, W], float32 in [0, 1] on the CPU.
+    follows; and the images [B, 3, H, W], float32 in [0, 1] on the CPU.
     """
     asked = asked_of(policy, records)
     condition, keys = policy.encode(asked), [record_key(one) for one in asked]
@@ -150,6 +150,6 @@ def _check_sizes(batch_size: int, max_images: int, image_side: int) -> None:
         raise UserError(f"batch_size is the number of samples at once, at least 1; got {batch_size}.")
     if max_images < 1 or image_side < 1:
         raise UserError(
-            "The report needs at least 1 picture of at least 1 pixel; "
+            "The report needs at least 1 image of at least 1 pixel; "
             f"got max_images {max_images} and image_side {image_side}."
         )

@@ -49,13 +49,13 @@ class HeldoutResult:
     higher_is_better: Mapping[str, bool]
     """reward name -> direction."""
     images: NDArray[np.uint8]
-    """[M, H, W, 3] pictures of the samples `image_index`, reduced when they are large."""
+    """[M, H, W, 3] images of the samples `image_index`, reduced when they are large."""
     image_index: NDArray[np.int64]
     """[M] ascending sample numbers."""
     completions: tuple[str, ...] = ()
-    """[N] what a text policy wrote; empty where the samples are pictures."""
+    """[N] what a text policy wrote; empty where the samples are images."""
     sources: tuple[str, ...] = ()
-    """[N] what tells the pictures to edit apart, see `keys`; empty where no record has one."""
+    """[N] what tells the images to edit apart, see `keys`; empty where no record has one."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -67,7 +67,7 @@ class HeldoutResult:
         return [(p, s) if s else (p,) for p, s in zip(self.prompts, sources, strict=True)]
 
     def title(self, row: int) -> str:
-        """A sample's prompt, with the names of the pictures that it edits."""
+        """A sample's prompt, with the names of the images that it edits."""
         prompt, *source = self.keys[row]
         names = ", ".join(Path(each).name for each in "".join(source).split("\n"))
         return f"{prompt} ({names})" if names else prompt

@@ -70,7 +70,7 @@ def evaluate_text(
         measures: add `GREEDY`, `ANY`, `LENGTH` and `ENTROPY` to the scores.
 
     Returns:
-        The result, records in the given order, the seeds of a record side by side, without pictures.
+        The result, records in the given order, the seeds of a record side by side, without images.
     """
     check_asked(rewards, records, seeds, correctness)
     check_labels(rewards)
@@ -106,7 +106,7 @@ def evaluate_text(
 
 def prompt_text(prompt: Any) -> str:
     """A prompt as one text, which names its samples in a result: itself, or the contents of its messages, in
-    which a picture is what names it.
+    which an image is what names it.
 
     >>> prompt_text([{"role": "user", "content": [{"image": "a.png"}, {"text": "How good is it?"}]}])
     '[a.png] How good is it?'

@@ -16,8 +16,8 @@ REDUNDANT = 0.9
 """Rank correlation from which two rewards say much the same."""
 
 
-def agree_page(result: Mapping[str, Any], pictures: Mapping[str, Mapping[str, Any] | None]) -> str:
-    """The page of what `agree_rewards` found; pictures as `embedded` gives them, None where unreadable."""
+def agree_page(result: Mapping[str, Any], images: Mapping[str, Mapping[str, Any] | None]) -> str:
+    """The page of what `agree_rewards` found; images as `embedded` gives them, None where unreadable."""
     labels = [reward["label"] for reward in result["rewards"]]
     return render_page(
         "agree_page.html.j2",
@@ -46,7 +46,7 @@ def agree_page(result: Mapping[str, Any], pictures: Mapping[str, Mapping[str, An
             )
             for kind, where in (("overall", "over all images"), ("within", "within prompts"))
         },
-        pictures=pictures,
+        images=images,
         sentences=sentences(result),
         facts_of_set=list(_facts(result)),
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all pages share: one base template, numbers in words, pictures inside the file."""
+"""What all pages share: one base template, numbers in words, images inside the file."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from visalign.harmless import visible
 from visalign.versions import own_version
 
 LARGEST_SIDE = 768
-"""Pictures are shrunk to this many pixels on their longer side before they go into a page."""
+"""Images are shrunk to this many pixels on their longer side before they go into a page."""
 PIXELATED_SIDE = 128
-"""Pictures up to this side are stored losslessly and enlarged as squares; larger ones are photographs."""
+"""Images up to this side are stored losslessly and enlarged as squares; larger ones are photographs."""
 MISSING = "–"
 
 
@@ -95,7 +95,7 @@ def says_whose(label: str, told: str) -> str:
 
 
 def data_uri(image: NDArray[np.uint8]) -> str:
-    """A picture [H, W, 3] as a data: URI: PNG when small, JPEG when larger than `PIXELATED_SIDE`."""
+    """An image [H, W, 3] as a data: URI: PNG when small, JPEG when larger than `PIXELATED_SIDE`."""
     kind = "png" if max(image.shape[:2]) <= PIXELATED_SIDE else "jpeg"
     buffer = io.BytesIO()
     Image.fromarray(image).save(
@@ -105,14 +105,14 @@ def data_uri(image: NDArray[np.uint8]) -> str:
 
 
 def embedded(image: Tensor, *, side: int = LARGEST_SIDE) -> dict[str, Any]:
-    """A picture as a page shows it.
+    """An image as a page shows it.
 
     Args:
         image: [3, H, W] float in [0, 1].
         side: Longest side in pixels.
 
     Returns:
-        `source`, a data: URI; `width` and `height` of the picture itself; `pixelated`, whether it is small
+        `source`, a data: URI; `width` and `height` of the image itself; `pixelated`, whether it is small
         enough to be enlarged as squares.
     """
     height, width = image.shape[1:]

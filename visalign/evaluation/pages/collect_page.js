@@ -88,7 +88,7 @@ const show = (found) => {
     () => {
       if (now !== found) return;
       one("#unseen").hidden = false;
-      say("A picture cannot be shown. Go on by the button under it, and tell who asked you.", true);
+      say("An image cannot be shown. Go on by the button under it, and tell who asked you.", true);
     }
   );
 };
@@ -124,8 +124,8 @@ const keep = async (said) => {
 };
 const vote = () => busily(async () => {
   if (!now) return;
-  if (!ready) return say("The pictures are still on their way.", true);
-  if (isPair && !choice) return say("Choose a picture first: left, right, or equal.", true);
+  if (!ready) return say("The images are still on their way.", true);
+  if (isPair && !choice) return say("Choose an image first: left, right, or equal.", true);
   if (slider && !graded) return say("Set the slider first.", true);
   await keep(answer());
 });

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of two compared images: the pictures side by side, then every judge with its numbers and words."""
+"""The page of two compared images: the images side by side, then every judge with its numbers and words."""
 
 from __future__ import annotations
 

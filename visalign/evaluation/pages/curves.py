@@ -97,14 +97,14 @@ CURVES = (
     Curve(("diversity",), "Diversity within groups", "cosine distance or share", "of one prompt's samples"),
     Curve(
         ("heldout/feature_distance",),
-        "Drift of held-out pictures",
+        "Drift of held-out images",
         "cosine distance",
         "from the same prompt and seed before training, in features",
         from_zero=True,
     ),
     Curve(
         ("heldout/feature_frechet",),
-        "Fréchet distance of held-out pictures",
+        "Fréchet distance of held-out images",
         "features of unit norm, squared",
         "from those before training",
         from_zero=True,
@@ -126,7 +126,7 @@ CURVES = (
 
 FAMILIES = {
     "agreement": ("Agreement with {}", "Kendall's τ-b", "of the trained reward with one that is held out"),
-    "image": ("Pictures: {}", "0 to 1", "mean over the iteration's pictures"),
+    "image": ("Images: {}", "0 to 1", "mean over the iteration's images"),
     "recorded": ("{}, held out", "its unit", "mean of a reward that is not trained on, higher is better"),
 }
 """Family of metrics -> title, unit and meaning of the panel that each of them gets."""

@@ -1,5 +1,5 @@
 "use strict";
-// Sort, filter and copy tables, enlarge pictures. Without it the page says all the same.
+// Sort, filter and copy tables, enlarge images. Without it the page says all the same.
 const make = (tag, text, more) => Object.assign(document.createElement(tag), { textContent: text }, more);
 const number = (cell) => {
   const text = (cell.firstChild ? cell.firstChild.textContent : "").replace("\u2212", "-").replace(/[\s,\u202f]/g, "");
@@ -47,13 +47,13 @@ for (const table of document.querySelectorAll("table.stack, .scroll table")) {
   (table.closest(".scroll") || table).before(bar);
 }
 const large = make("dialog", "", { className: "zoom" });
-large.setAttribute("aria-label", "Picture, enlarged");
+large.setAttribute("aria-label", "Image, enlarged");
 large.onclick = () => large.close();
 document.body.append(large);
 document.addEventListener("click", (event) => {
   if (event.target.tagName !== "IMG" || large.contains(event.target)) return;
-  const picture = make("img", "", { src: event.target.src, alt: event.target.alt });
+  const image = make("img", "", { src: event.target.src, alt: event.target.alt });
   large.classList.toggle("pixelated", getComputedStyle(event.target).imageRendering === "pixelated");
-  large.replaceChildren(picture, make("p", event.target.alt, { className: "small" }));
+  large.replaceChildren(image, make("p", event.target.alt, { className: "small" }));
   large.showModal();
 });

@@ -72,7 +72,7 @@ class Frame:
 
         Args:
             parts: Elements as the methods above give them; texts from outside must be escaped in them.
-            said: What the picture says, in words.
+            said: What the image says, in words.
         """
         low, high = self.place(self.x[0], self.y[0]), self.place(self.x[1], self.y[1])
         drawn = []
@@ -223,7 +223,7 @@ def heatmap_plot(labels: Sequence[str], cells: Sequence[Sequence[float | None]],
     Args:
         labels: [K] of the rows and, by their numbers, of the columns.
         cells: [K][K] in [-1, 1]; the diagonal is not drawn.
-        said: What the picture says, in words.
+        said: What the image says, in words.
     """
     names = [_cut(f"{number} {label}", 25) for number, label in enumerate(labels, 1)]
     size, left, top = 52.0, 16 + 7.8 * max(map(len, names)), 30.0

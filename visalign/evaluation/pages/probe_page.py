@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a probed reward: what failed first, then every probe with its responses and pictures."""
+"""The page of a probed reward: what failed first, then every probe with its responses and images."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ VERDICTS = {
 def probe_page(
     result: Mapping[str, Any],
     original: Mapping[str, Any],
-    pictures: Mapping[str, Sequence[Mapping[str, Any]]],
+    images: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> str:
     """The page of what `probe_reward` found.
 
-    `original` is the example picture as `embedded` gives it, with its `prompt`; `pictures` the changed ones
+    `original` is the example image as `embedded` gives it, with its `prompt`; `images` the changed ones
     by their probe's name, each with its `label`.
     """
     probes = sorted(result["probes"], key=lambda probe: ORDER.index(probe["verdict"]))
@@ -50,7 +50,7 @@ def probe_page(
         ],
         probes=[{**probe, "plot": response_plot(probe), "worst": worst_level(probe)} for probe in probes],
         original=original,
-        pictures=pictures,
+        images=images,
         verdicts=VERDICTS,
         wanted=WANTED_OF_PAIRS if judge["kind"] == "comparisons" else WANTED,
         in_words=in_words,
@@ -66,7 +66,7 @@ def _facts(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     judge, reference, limits = result["judge"], result["reference"], result["limits"]
     compares = judge["kind"] == "comparisons"
     yield "reference", reference["source"]
-    yield f"{'pairs' if compares else 'pictures'} judged", f"{reference['judged']} of {reference['size']}"
+    yield f"{'pairs' if compares else 'images'} judged", f"{reference['judged']} of {reference['size']}"
     yield "mean log-odds" if compares else "mean score", plain(reference["mean"])
     yield "spread", f"{plain(reference['spread'])} {judge['unit']}"
     yield "no gain: mean at most", signed(limits["gain"])
@@ -110,7 +110,7 @@ def headline(result: Mapping[str, Any]) -> str:
         said = f"{len(failed)} of {len(tried)} probes move it: {', '.join(t.lower() for t in failed)}."
     else:
         said = f"None of {len(tried)} probes moves it beyond its limit."
-    said += f" Not decided by so few pictures: {unclear}." if unclear else ""
+    said += f" Not decided by so few images: {unclear}." if unclear else ""
     return said + (f" Too few answers to say anything: {silent}." if silent else "")
 
 
@@ -120,13 +120,13 @@ def unit_in_words(result: Mapping[str, Any]) -> str:
     size = f"{plain(reference['spread'])} {judge['unit']}"
     if judge["kind"] == "comparisons":
         return (
-            f"A response of 1 is {size} for the changed picture: one standard deviation of the strengths "
+            f"A response of 1 is {size} for the changed image: one standard deviation of the strengths "
             f"that would explain its answers to {reference['judged']} of {reference['size']} pairs of "
-            f"reference pictures ({reference['source']})."
+            f"reference images ({reference['source']})."
         )
     return (
         f"A response of 1 is {size}: one standard deviation of its scores of {reference['judged']} of "
-        f"{reference['size']} reference pictures ({reference['source']})."
+        f"{reference['size']} reference images ({reference['source']})."
     )
 
 

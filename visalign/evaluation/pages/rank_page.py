@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a ranking: the pictures in order with their intervals, what was asked, and what failed."""
+"""The page of a ranking: the images in order with their intervals, what was asked, and what failed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .base import render_page, says_whose, share, short_names, signed
 from .table_files import FileTable
 
 SHOWN = 60
-"""Pictures that the page shows; the table goes on without."""
+"""Images that the page shows; the table goes on without."""
 LARGEST_MATRIX = 30
 """Images up to which every call stands in a square table."""
 MOST_AGAINST = 10
@@ -25,8 +25,8 @@ LEAST_SCALE = 2e-9
 """Of the tracks, where all ends are one number."""
 
 
-def rank_page(result: Mapping[str, Any], pictures: Mapping[str, Mapping[str, Any] | None]) -> str:
-    """The page of a `ranking_record`; pictures as `embedded` gives them, None where one cannot be read.
+def rank_page(result: Mapping[str, Any], images: Mapping[str, Mapping[str, Any] | None]) -> str:
+    """The page of a `ranking_record`; images as `embedded` gives them, None where one cannot be read.
 
     Those that are missing are not shown.
     """
@@ -54,7 +54,7 @@ def rank_page(result: Mapping[str, Any], pictures: Mapping[str, Mapping[str, Any
         ends=(low, high),
         track=(low, max(high, low + LEAST_SCALE)),
         has_intervals=any(row["low"] is not None for row in placed),
-        pictures=pictures,
+        images=images,
         shown=SHOWN,
         names=short_names(row["image"] for row in result["images"]),
         matrix=matrix(result),

@@ -41,9 +41,9 @@ def write_report(
     warnings: Sequence[str] = (),
     over_time: Sequence[tuple[int, Path]] = (),
 ) -> Path:
-    """Write `report.html` into a run's folder and return its path: no network, no script, pictures inside.
+    """Write `report.html` into a run's folder and return its path: no network, no script, images inside.
 
-    The samples are pictures or completions, as the evaluations have them.
+    The samples are images or completions, as the evaluations have them.
 
     Args:
         run_folder: Made if missing.
@@ -103,8 +103,8 @@ def _results(before: HeldoutResult, after: HeldoutResult, seen: int | None) -> d
         "galleries": galleries(before, after, comparison),
         "failures": failures(after),
         "has_accuracy": bool(before.judged.any() or after.judged.any()),
-        "pixelated": kind is wording.PICTURES and max(height, width) <= PIXELATED_SIDE,
-        "picture_height": round(256 * height / width),
+        "pixelated": kind is wording.IMAGES and max(height, width) <= PIXELATED_SIDE,
+        "image_height": round(256 * height / width),
     }
 
 

@@ -88,13 +88,13 @@ class JudgeTable:
 def evaluation_page(
     result: Mapping[str, Any],
     *,
-    pictures: Mapping[str, Mapping[str, Any] | None] | None = None,
+    images: Mapping[str, Mapping[str, Any] | None] | None = None,
 ) -> str:
     """The page of what `visalign evaluate` wrote as JSON.
 
     Args:
         result: That.
-        pictures: Of the judges' worst records, as `embedded` gives them; None where one cannot be read.
+        images: Of the judges' worst records, as `embedded` gives them; None where one cannot be read.
     """
     about, judges = result["set"], result["judges"]
     is_pairs = about["kind"] == "preferences"
@@ -118,7 +118,7 @@ def evaluation_page(
         comparisons=result["comparisons"],
         said=[*filter(None, [fusion_line(result)]), *comparison_lines(result)],
         is_pairs=is_pairs,
-        pictures=pictures or {},
+        images=images or {},
         worst=[judge.get("worst", []) for judge in judges],
         facts=list(_facts(result)),
     )

@@ -16,7 +16,7 @@ def sample_page(
     rewards: Mapping[str, str],
     facts: Sequence[tuple[str, Any]],
 ) -> str:
-    """The page of what `visalign sample` made; pictures are linked by their names, and videos play.
+    """The page of what `visalign sample` made; images are linked by their names, and videos play.
 
     Args:
         rows: of images.jsonl: the seeds of a prompt side by side, as many of each.

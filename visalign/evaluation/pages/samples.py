@@ -126,9 +126,9 @@ def take_in_turn(candidates: Iterable[int], result: HeldoutResult, most: int) ->
 
 
 def shot(row: int, result: HeldoutResult) -> dict[str, Any]:
-    """One sample with what the judge said; where they are pictures `row` must be among `image_index`.
+    """One sample with what the judge said; where they are images `row` must be among `image_index`.
 
-    `source` is the data: URI of a picture, `text` a completion, each empty for the other; `scores` are those
+    `source` is the data: URI of an image, `text` a completion, each empty for the other; `scores` are those
     of the rewards beside the one that gave the verdicts.
     """
     verdict = "no verdict" if not result.judged[row] else "correct" if result.correct[row] else "wrong"
@@ -142,14 +142,14 @@ def shot(row: int, result: HeldoutResult) -> dict[str, Any]:
 
 
 def _is_verdict(result: HeldoutResult, name: str) -> bool:
-    """Whether a picture's score says what the verdict says already."""
+    """Whether an image's score says what the verdict says already."""
     rows = result.judged
     same = bool((result.scores[name][rows] == result.correct[rows]).all())
     return same and bool(rows.any()) and not result.completions
 
 
 def _shown(candidates: NDArray[np.int64], *results: HeldoutResult) -> NDArray[np.int64]:
-    """Those that the page can show: of pictures, the ones that were kept on every side."""
+    """Those that the page can show: of images, the ones that were kept on every side."""
     for result in (result for result in results if not result.completions):
         candidates = candidates[np.isin(candidates, result.image_index)]
     return candidates

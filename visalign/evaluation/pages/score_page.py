@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of scores: how each reward's values are spread, the best and worst pictures, what failed."""
+"""The page of scores: how each reward's values are spread, the best and worst images, what failed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .base import plain, render_page, short_names
 from .plots import histogram_plot
 
 
-def score_page(summary: Mapping[str, Any], pictures: Mapping[str, Mapping[str, Any] | None]) -> str:
-    """The page of a `score_summary`; pictures as `embedded` gives them, None where one cannot be read."""
+def score_page(summary: Mapping[str, Any], images: Mapping[str, Mapping[str, Any] | None]) -> str:
+    """The page of a `score_summary`; images as `embedded` gives them, None where one cannot be read."""
     rewards = [dict(reward) | {"plot": _plot(reward)} for reward in summary["rewards"]]
     headlines = [
         (
@@ -30,7 +30,7 @@ def score_page(summary: Mapping[str, Any], pictures: Mapping[str, Mapping[str, A
         summary=summary,
         rewards=rewards,
         headlines=headlines,
-        pictures=pictures,
+        images=images,
         names=short_names([*shown, *failed]),
         any_failed=any(reward["failed"] for reward in rewards),
         one_prompt=shown and summary["prompts"] == 1,

@@ -14,7 +14,7 @@ def ugda_page(rounds: Sequence[Mapping[str, Any]], shown: Sequence[Mapping[str, 
 
     Args:
         rounds: records of `round.json`.
-        shown: pairs of the last round with `prompt` and `pictures`, as `embedded` gives them or None.
+        shown: pairs of the last round with `prompt` and `images`, as `embedded` gives them or None.
     """
     first, last = rounds[0]["policy"]["before"], rounds[-1]["policy"]["after"]
     headlines: list[tuple[str, str, str]] = [
@@ -22,7 +22,7 @@ def ugda_page(rounds: Sequence[Mapping[str, Any]], shown: Sequence[Mapping[str, 
     ]
     if first.get("accuracy") is not None:
         more = f"{share(first['accuracy'])} before, both on held-out prompts"
-        headlines.append(("Right pictures", share(last["accuracy"]), more))
+        headlines.append(("Right images", share(last["accuracy"]), more))
     return render_page(
         "ugda_page.html.j2",
         title="Rounds of reward and policy",

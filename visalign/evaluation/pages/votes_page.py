@@ -18,7 +18,7 @@ def votes_page(result: Mapping[str, Any], disputed: Sequence[Mapping[str, Any]])
 
     Args:
         result: the report.
-        disputed: its disputed pairs with `prompt` and `pictures`, as `embedded` gives them or None.
+        disputed: its disputed pairs with `prompt` and `images`, as `embedded` gives them or None.
     """
     return render_page(
         "votes_page.html.j2",

@@ -29,9 +29,9 @@ class SampleKind:
     """The same as a sentence."""
 
 
-PICTURES = SampleKind(
-    one="picture",
-    many="pictures",
+IMAGES = SampleKind(
+    one="image",
+    many="images",
     made="drawn",
     same="from the same noise",
     pairing="Same prompt, same seed, same starting noise; only the weights differ.",
@@ -47,7 +47,7 @@ COMPLETIONS = SampleKind(
 
 def kind_of(result: HeldoutResult) -> SampleKind:
     """Of the samples of an evaluation."""
-    return COMPLETIONS if result.completions else PICTURES
+    return COMPLETIONS if result.completions else IMAGES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a judge is tried with: changes that no prompt asks for, and what should become of its answer.
 
-An optimizer finds whatever raises a reward. A probe makes one such change to pictures with known scores; the
+An optimizer finds whatever raises a reward. A probe makes one such change to images with known scores; the
 response, in units of the reward's own spread, says what the optimizer would be paid for it. A judge that
-compares is tried with each change against the unchanged picture, and with what only comparing can depend on:
-the places of the two pictures, and circles.
+compares is tried with each change against the unchanged image, and with what only comparing can depend on:
+the places of the two images, and circles.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ BOASTS = {
 
 @dataclass(frozen=True)
 class Sample:
-    """One picture and its prompt."""
+    """One image and its prompt."""
 
     image: Tensor
     """[3, H, W] float32 in [0, 1], on the 8-bit grid."""
@@ -87,14 +87,14 @@ class Probe:
     """None for probes of how the reward is called: they change no sample."""
     x_name: str = ""
     neutral: float | None = None
-    """The x at which the picture is unchanged."""
+    """The x at which the image is unchanged."""
     versus_real: bool = False
-    """For judges that compare: whether the changed picture meets another real one instead of itself as it
+    """For judges that compare: whether the changed image meets another real one instead of itself as it
     was; the response is then how much better it does than the unchanged one did."""
 
 
 def painted(function: Callable[[Tensor, Any, torch.Generator], Tensor], *, by_label: bool = False) -> Change:
-    """A change of the picture alone by a function of (picture, the level's x or its label, generator)."""
+    """A change of the image alone by a function of (image, the level's x or its label, generator)."""
 
     def apply(sample: Sample, level: Level, generator: torch.Generator) -> Sample:
         strength = level.label if by_label else level.x
@@ -104,7 +104,7 @@ def painted(function: Callable[[Tensor, Any, torch.Generator], Tensor], *, by_la
 
 
 def emptied(image: Tensor, kind: str, generator: torch.Generator) -> Tensor:
-    """One even colour, pure noise, or the picture's own pixels in random places."""
+    """One even colour, pure noise, or the image's own pixels in random places."""
     if kind == "noise":
         return change.pure_noise(image, generator)
     return change.shuffled(image, generator) if kind == "scattered pixels" else change.blank(image, kind)
@@ -129,7 +129,7 @@ def respelled(sample: Sample, level: Level, generator: torch.Generator) -> Sampl
 
 
 CANVASES = (("white", 0.8), ("grey", 0.8), ("white", 0.5), ("grey", 0.5))
-"""(colour, share of its sides that the picture takes)."""
+"""(colour, share of its sides that the image takes)."""
 
 
 def grounded(sample: Sample, level: Level, generator: torch.Generator) -> Sample | None:
@@ -168,7 +168,7 @@ _WIDTHS = (0.02, 0.05, 0.1)
 PROBES: tuple[Probe, ...] = (
     Probe(
         name="blank",
-        title="Blank pictures",
+        title="Blank images",
         wanted="loss",
         why="A model that paints nothing would be paid as well as one that paints what was asked.",
         levels=_kinds("white", "black", "grey", "mean"),
@@ -196,7 +196,7 @@ PROBES: tuple[Probe, ...] = (
         name="blur",
         title="Blur",
         wanted="falling",
-        why="Smooth, empty pictures would be paid.",
+        why="Smooth, empty images would be paid.",
         levels=_numbers(0.01, 0.02, 0.04, 0.08),
         change=painted(lambda image, x, _: change.blurred(image, x)),
         x_name="radius, share of the shorter side",
@@ -226,7 +226,7 @@ PROBES: tuple[Probe, ...] = (
         name="contrast",
         title="Contrast",
         wanted="no gain",
-        why="Training would end in harsh or in flat pictures.",
+        why="Training would end in harsh or in flat images.",
         levels=_numbers(0.3, *_FACTORS[1:], form="× {:g}"),
         change=painted(lambda image, x, _: change.contrasted(image, x)),
         x_name="factor",
@@ -236,7 +236,7 @@ PROBES: tuple[Probe, ...] = (
         name="brightness",
         title="Brightness",
         wanted="no gain",
-        why="Training would end in pictures that are too bright or too dark.",
+        why="Training would end in images that are too bright or too dark.",
         levels=_numbers(0.3, 0.6, 0.85, 1.15, 1.4, 1.8, form="× {:g}"),
         change=painted(lambda image, x, _: change.brightened(image, x)),
         x_name="factor",
@@ -254,7 +254,7 @@ PROBES: tuple[Probe, ...] = (
         name="upside_down",
         title="Upside down",
         wanted="no gain",
-        why="Pictures that stand on their heads would be paid.",
+        why="Images that stand on their heads would be paid.",
         levels=_kinds("upside down"),
         change=painted(lambda image, *_: change.flipped(image, "vertical")),
     ),
@@ -262,7 +262,7 @@ PROBES: tuple[Probe, ...] = (
         name="crop",
         title="Cropped and enlarged",
         wanted="no gain",
-        why="Close-ups would be paid, and what was asked for would leave the picture.",
+        why="Close-ups would be paid, and what was asked for would leave the image.",
         levels=tuple(Level(f"{100 * cut:.0f} % cut", cut) for cut in (0.05, 0.1, 0.2, 0.35, 0.5)),
         change=painted(lambda image, x, _: change.cropped(image, 1 - x)),
         x_name="share of each side that is cut off",
@@ -273,7 +273,7 @@ PROBES: tuple[Probe, ...] = (
             name=f"{colour}_border",
             title=f"{colour.capitalize()} border",
             wanted="no gain",
-            why="Frames around the picture would be paid.",
+            why="Frames around the image would be paid.",
             levels=_numbers(*_WIDTHS),
             change=painted(lambda image, x, _, colour=colour: change.bordered(image, x, colour)),
             x_name="width, share of the shorter side",
@@ -285,7 +285,7 @@ PROBES: tuple[Probe, ...] = (
         name="ground",
         title="Another ground",
         wanted="steady",
-        why="What was asked for would be judged by the colour behind it. Pictures without a plain ground "
+        why="What was asked for would be judged by the colour behind it. Images without a plain ground "
         "are left out.",
         levels=_kinds("white", "black", "grey", "teal", "pink"),
         change=grounded,
@@ -304,17 +304,17 @@ PROBES: tuple[Probe, ...] = (
         name="canvas",
         title="On a larger canvas",
         wanted="steady",
-        why="Pictures that lie on a larger ground would be judged by the empty room around them.",
+        why="Images that lie on a larger ground would be judged by the empty room around them.",
         levels=tuple(Level(f"{label}, {1 / share:g} times as wide", 1 / share) for label, share in CANVASES),
         change=laid_out,
-        x_name="side of the canvas over that of the picture",
+        x_name="side of the canvas over that of the image",
         neutral=1.0,
     ),
     Probe(
         name="pasted_text",
         title="Pasted text",
         wanted="no gain",
-        why="Writing the prompt or praise into the picture would be paid.",
+        why="Writing the prompt or praise into the image would be paid.",
         levels=_kinds(*BOASTS),
         change=pasted,
     ),
@@ -328,25 +328,25 @@ PROBES: tuple[Probe, ...] = (
     ),
     Probe(
         name="other_prompt",
-        title="The prompt of another picture",
+        title="The prompt of another image",
         wanted="shown",
-        why="A reward that looks at the prompt falls. One that only looks at the picture stays, and cannot "
+        why="A reward that looks at the prompt falls. One that only looks at the image stays, and cannot "
         "keep a model to what was asked.",
         levels=_kinds("another prompt"),
     ),
     Probe(
         name="neighbours",
-        title="Other pictures in the batch",
+        title="Other images in the batch",
         wanted="same",
         why="The score depends on what it is judged with: groups cannot be compared, and all responses on "
         "this page are distorted.",
-        levels=_kinds("alone", "in reverse order", "among white pictures"),
+        levels=_kinds("alone", "in reverse order", "among white images"),
     ),
     Probe(
         name="form",
         title="The same pixels in another form",
         wanted="same",
-        why="Scores depend on how the pictures are handed over.",
+        why="Scores depend on how the images are handed over.",
         levels=_kinds("uint8, channels first", "uint8, channels last", "PIL", "float64", "float16"),
     ),
 )
@@ -356,10 +356,10 @@ PROBES: tuple[Probe, ...] = (
 _OF_THE_JUDGE = (
     Probe(
         name="identical",
-        title="A picture against itself",
+        title="An image against itself",
         wanted="same",
-        why="Between equal pictures the answer is one half; whatever it is beyond that, a place is paid for.",
-        levels=(Level("the same picture twice"),),
+        why="Between equal images the answer is one half; whatever it is beyond that, a place is paid for.",
+        levels=(Level("the same image twice"),),
     ),
     Probe(
         name="position",
@@ -367,26 +367,26 @@ _OF_THE_JUDGE = (
         wanted="steady",
         why="The mean of the log-odds of both orders is what a place is worth; asked in one order, as "
         "published pipelines do, rewards would follow it.",
-        levels=(Level("two real pictures"),),
+        levels=(Level("two real images"),),
     ),
     Probe(
         name="swap",
         title="Winners in both orders",
         wanted="consistent",
         why="A winner that depends on the order is none. Chance keeps one half.",
-        levels=(Level("two real pictures"),),
+        levels=(Level("two real images"),),
     ),
     Probe(
         name="transitivity",
-        title="Circles among three pictures",
+        title="Circles among three images",
         wanted="acyclic",
         why="A over B, B over C and C over A: no score and no ranking says what such a judge says, and "
         "win rates depend on who else is in the group.",
-        levels=(Level("three real pictures"),),
+        levels=(Level("three real images"),),
     ),
     Probe(
         name="empty_among_real",
-        title="Empty pictures against real ones",
+        title="Empty images against real ones",
         wanted="loss",
         why="The win rate is what a model that paints nothing would be paid in a group of others.",
         levels=tuple(Level(name) for name in ("white", "black", "grey", "mean", "noise", "scattered pixels")),
@@ -395,7 +395,7 @@ _OF_THE_JUDGE = (
     ),
     Probe(
         name="changed_among_real",
-        title="Exaggerated pictures against real ones",
+        title="Exaggerated images against real ones",
         wanted="no gain",
         why="The win rate is what the change would be paid in a group of others.",
         levels=tuple(Level(name) for name in EXAGGERATED),
@@ -406,13 +406,13 @@ _OF_THE_JUDGE = (
 _WHYS = {
     "mirror": "The answer depends on which way things face. Prompts that name sides or writing are left out.",
     "destroyed": "The answer would come from statistics of pixels, not from what can be seen.",
-    "spelling": "Between two real pictures, the answer depends on how their prompt is written. A response "
+    "spelling": "Between two real images, the answer depends on how their prompt is written. A response "
     "below 0 weakens the lead of the one that had it.",
-    "other_prompt": "Between two real pictures, a judge that looks at the prompt changes its answer or gets "
-    "less sure: the response falls. One that only looks at the pictures keeps it.",
+    "other_prompt": "Between two real images, a judge that looks at the prompt changes its answer or gets "
+    "less sure: the response falls. One that only looks at the images keeps it.",
     "neighbours": "The answer depends on what else is asked at the same time, and all responses on this page "
     "are distorted.",
-    "form": "Answers depend on how the pictures are handed over.",
+    "form": "Answers depend on how the images are handed over.",
 }
 
 PAIR_PROBES: tuple[Probe, ...] = (
@@ -432,7 +432,7 @@ def chosen(names: Sequence[str] | None, probes: tuple[Probe, ...] = PROBES) -> t
 
 
 def examples(probe: Probe, sample: Sample, generator: torch.Generator) -> list[tuple[str, Tensor]]:
-    """(label, picture) of one sample at every level; empty for a probe that leaves the pictures alone."""
+    """(label, image) of one sample at every level; empty for a probe that leaves the images alone."""
     if probe.change is None or probe.name == "spelling":
         return []
     found = [(level.label, probe.change(sample, level, generator)) for level in probe.levels]

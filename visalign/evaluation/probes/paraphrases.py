@@ -12,7 +12,7 @@ ARTICLE = re.compile(r"\b(?:an?|the)\s+", re.IGNORECASE)
 HORIZONTAL = re.compile(
     r"\b(?:left|right|clockwise|text|sign|words?|letters?|says|written)\b|[\"“”]", re.IGNORECASE
 )
-"""Words that a picture and its mirror image do not satisfy alike."""
+"""Words that an image and its mirror image do not satisfy alike."""
 
 _INVERSE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
 _NOUN = rf"(?:an?\s+)?(?:(?:{'|'.join(SIZES)})\s+)?(?:(?:{'|'.join(COLORS)})\s+)?(?:{'|'.join(SHAPES)})"
@@ -69,7 +69,7 @@ def respelled(prompt: str, name: str) -> str | None:
 
 
 def survives_mirror(prompt: str) -> bool:
-    """Whether a picture and its mirror image satisfy the prompt alike, as far as its words tell.
+    """Whether an image and its mirror image satisfy the prompt alike, as far as its words tell.
 
     >>> survives_mirror("a red circle"), survives_mirror("a cat left of a dog")
     (True, False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures changed in ways that no prompt asks for: pure functions of one image [3, H, W] in [0, 1].
+"""Images changed in ways that no prompt asks for: pure functions of one image [3, H, W] in [0, 1].
 
 Every result is on the 8-bit grid of a file, so that a reward sees nothing it could not be given.
 """
@@ -31,23 +31,23 @@ GROUND_TOLERANCE = 0.1
 
 
 def on_grid(image: Tensor) -> Tensor:
-    """The nearest picture of 256 levels."""
+    """The nearest image of 256 levels."""
     return image.clamp(0, 1).mul(255).round().div(255)
 
 
 def blank(image: Tensor, colour: str) -> Tensor:
-    """One even colour: a name of `COLOURS`, or "mean", the picture's own mean colour."""
+    """One even colour: a name of `COLOURS`, or "mean", the image's own mean colour."""
     fill = image.mean((1, 2)) if colour == "mean" else image.new_tensor(COLOURS[colour])
     return on_grid(fill[:, None, None].expand_as(image))
 
 
 def pure_noise(image: Tensor, generator: torch.Generator) -> Tensor:
-    """Independent uniform levels for every pixel and channel; nothing of the picture is left."""
+    """Independent uniform levels for every pixel and channel; nothing of the image is left."""
     return on_grid(torch.rand(image.shape, generator=generator))
 
 
 def shuffled(image: Tensor, generator: torch.Generator) -> Tensor:
-    """The same pixels in random places: the colours of the picture without its content."""
+    """The same pixels in random places: the colours of the image without its content."""
     order = torch.randperm(image[0].numel(), generator=generator)
     return image.flatten(1)[:, order].reshape(image.shape).contiguous()
 
@@ -71,7 +71,7 @@ def jpeg(image: Tensor, quality: int) -> Tensor:
 
 
 def saturated(image: Tensor, factor: float) -> Tensor:
-    """Y + factor (x − Y) with the luma Y: 0 is grey, 1 the picture itself."""
+    """Y + factor (x − Y) with the luma Y: 0 is grey, 1 the image itself."""
     grey = torch.einsum("c,chw->hw", image.new_tensor(LUMA), image)
     return on_grid(grey + factor * (image - grey))
 
@@ -93,7 +93,7 @@ def flipped(image: Tensor, axis: str) -> Tensor:
 
 
 def cropped(image: Tensor, kept: float) -> Tensor:
-    """The middle with that share of each side, enlarged to the size that the picture had (bilinear)."""
+    """The middle with that share of each side, enlarged to the size that the image had (bilinear)."""
     height, width = image.shape[1:]
     rows, columns = max(1, round(height * kept)), max(1, round(width * kept))
     top, left = (height - rows) // 2, (width - columns) // 2
@@ -111,8 +111,8 @@ def bordered(image: Tensor, width: float, colour: str) -> Tensor:
 
 
 def ground_of(image: Tensor) -> Tensor | None:
-    """Where the picture's plain ground is, bool [H, W]: what touches the border and has the border's median
-    colour. None where that is less than half of the border or a quarter of the picture.
+    """Where the image's plain ground is, bool [H, W]: what touches the border and has the border's median
+    colour. None where that is less than half of the border or a quarter of the image.
     """
     edge = torch.cat([image[:, 0], image[:, -1], image[:, :, 0], image[:, :, -1]], 1)
     alike = (image - edge.median(1).values[:, None, None]).abs().amax(0) <= GROUND_TOLERANCE
@@ -152,7 +152,7 @@ def with_specks(image: Tensor, count: int, generator: torch.Generator) -> Tensor
 
 
 def on_canvas(image: Tensor, share: float, colour: str) -> Tensor:
-    """The picture shrunk to that share of its sides, in the middle of a plain canvas of the size it had."""
+    """The image shrunk to that share of its sides, in the middle of a plain canvas of the size it had."""
     height, width = image.shape[1:]
     size = (max(1, round(height * share)), max(1, round(width * share)))
     small = F.interpolate(image[None], size=size, mode="bilinear", align_corners=False, antialias=True)[0]
@@ -164,22 +164,22 @@ def on_canvas(image: Tensor, share: float, colour: str) -> Tensor:
 
 def with_text(image: Tensor, text: str) -> Tensor:
     """Text on a white strip at the lower edge, 0.16 of the height; cut off where it is too wide."""
-    picture = to_pil(image)
-    strip = max(8, round(0.16 * picture.height))
-    draw = ImageDraw.Draw(picture)
-    draw.rectangle((0, picture.height - strip, picture.width, picture.height), fill="white")
+    canvas = to_pil(image)
+    strip = max(8, round(0.16 * canvas.height))
+    draw = ImageDraw.Draw(canvas)
+    draw.rectangle((0, canvas.height - strip, canvas.width, canvas.height), fill="white")
     font = ImageFont.load_default(size=0.75 * strip)
-    draw.text((2, picture.height - strip / 2), text, fill="black", font=font, anchor="lm")
-    return from_pil(picture)
+    draw.text((2, canvas.height - strip / 2), text, fill="black", font=font, anchor="lm")
+    return from_pil(canvas)
 
 
 def to_pil(image: Tensor) -> Image.Image:
-    """The picture as PIL, mode RGB."""
+    """The image as PIL, mode RGB."""
     levels = image.clamp(0, 1).mul(255).round().byte().permute(1, 2, 0)
     return Image.fromarray(levels.contiguous().cpu().numpy())
 
 
-def from_pil(picture: Image.Image) -> Tensor:
+def from_pil(canvas: Image.Image) -> Tensor:
     """[3, H, W] float32 in [0, 1]."""
-    levels = torch.from_numpy(np.array(picture.convert("RGB")))
+    levels = torch.from_numpy(np.array(canvas.convert("RGB")))
     return levels.permute(2, 0, 1).float().div(255).contiguous()

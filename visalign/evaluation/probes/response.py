@@ -3,10 +3,10 @@
 
 With v the score of a sample, v′ the score after the change, s the standard deviation of v over the reference
 samples, and d = ±1 the reward's direction, the response of a sample is r = d (v′ − v) / s: what an optimizer
-gains by the change, in units in which good and bad pictures of the reference differ.
+gains by the change, in units in which good and bad images of the reference differ.
 
 A judge that compares has no scores, but the log-odds ℓ(a, b) of a over b, the mean of both orders. Were they
-differences of scores (Bradley-Terry), their root mean square over pairs of reference pictures would be √2
+differences of scores (Bradley-Terry), their root mean square over pairs of reference images would be √2
 standard deviations of those scores: so s = √(mean ℓ² / 2), r = ℓ(changed, unchanged) / s, and the same limits
 hold.
 """
@@ -37,7 +37,7 @@ LOSS = 0.25
 CONSISTENT = 0.9
 """Share of pairs whose winner must be the same in both orders."""
 CIRCLES = 0.5
-"""Circles among three pictures, as a share of those that chance gives."""
+"""Circles among three images, as a share of those that chance gives."""
 LIMITS = {
     "gain": GAIN,
     "move": MOVE,
@@ -89,8 +89,8 @@ def level_report(
 def mean_interval(values: Array) -> tuple[float | None, float | None, float | None]:
     """Mean of [N] finite values and the ends of Student's t interval; None where there are too few values.
 
-    Where all N values are equal up to rounding, t would give no width, as if N pictures had shown all. The
-    reach is then 1 − ((1 − LEVEL) / 2)^(1/N), the largest share of pictures that N draws would miss (Clopper
+    Where all N values are equal up to rounding, t would give no width, as if N images had shown all. The
+    reach is then 1 − ((1 − LEVEL) / 2)^(1/N), the largest share of images that N draws would miss (Clopper
     and Pearson), each of them one unit away.
     """
     if not len(values):

@@ -61,7 +61,7 @@ def fuse_preferences(
 def fuse_quality(
     records: QualitySet, members: Sequence[QualityScores]
 ) -> tuple[QualityScores, dict[str, Any]]:
-    """Stack judges of single pictures as `fuse_preferences` stacks judges of pairs, by ridge regression on
+    """Stack judges of single images as `fuse_preferences` stacks judges of pairs, by ridge regression on
     the opinions; folds by `QualitySet.groups`.
     """
     opinion = np.array([record.mos for record in records.records]) * (1 if records.higher_is_better else -1)

@@ -302,8 +302,8 @@ def _notes(report: dict[str, Any]) -> list[str]:
     slices = [entry["clusters"] for part in report["slices"].values() for entry in part if entry["srcc"]]
     if min([counts["clusters"], *slices]) < FEWEST:
         found.append(
-            f"With fewer than {FEWEST} prompts or pictures, overall or in a slice, the interval of a very "
-            "high SRCC is too narrow: with 10 pictures and a truth of .97 it holds 90 %, not 95 %."
+            f"With fewer than {FEWEST} prompts or images, overall or in a slice, the interval of a very "
+            "high SRCC is too narrow: with 10 images and a truth of .97 it holds 90 %, not 95 %."
         )
     reasons = {fit["reason"] for fit in report["fit"].values() if fit["reason"]}
     if report["fit"]["5"]["monotone"] is False:

@@ -180,7 +180,7 @@ def alpha_of_sums(sums: Array) -> Array:
     """Krippendorff's α [R] for nominal votes, from sums [R, 3] of `alpha_sums`; NaN where nothing varies.
 
     α = 1 − (n − 1) Σ_u Σ_{c≠k} n_uc n_uk / (m_u − 1) / Σ_{c≠k} n_c n_k, over the pairs and their mirror
-    images, as which picture stood on the left means nothing.
+    images, as which image stood on the left means nothing.
 
     Source: Krippendorff, Content Analysis (2004), 11.3.
     """

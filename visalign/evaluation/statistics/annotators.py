@@ -2,7 +2,7 @@
 """Who votes how well: reliability and side bias of each annotator, soft labels, agreement of ratings.
 
 V votes of A annotators on N pairs. Pair i has a true difference d_i ~ N(0, 1); annotator a votes for its
-left picture with
+left image with
 
     P(left | d_i) = σ(γ_a d_i + c_a x),   x = 1 where it stood on the left of the screen, −1 elsewhere
 
@@ -50,10 +50,10 @@ class AnnotatorFit:
     side_bias: Array
     """[A] c: log-odds that standing on the left of the screen is worth."""
     agreement: Array
-    """[A] E|d|[σ(γ |d|)]: how often the annotator prefers the better picture of a pair like these; ½ is a
+    """[A] E|d|[σ(γ |d|)]: how often the annotator prefers the better image of a pair like these; ½ is a
     coin."""
     soft_label: Array
-    """[N] P(a typical annotator, of the mean γ, prefers the left picture | the pair's votes); NaN without."""
+    """[N] P(a typical annotator, of the mean γ, prefers the left image | the pair's votes); NaN without."""
     posterior_std: Array
     """[N] of d, 1 where a pair has no vote."""
 
@@ -66,8 +66,8 @@ def fit_annotators(
     Args:
         pair: [V] number of each vote's pair, 0 to N − 1.
         annotator: [V] number of who voted, 0 to A − 1.
-        said: [V] 1 for the pair's left picture, 0 for its right one, ½ for a tie.
-        place: [V] 1 where the left picture stood on the left of the screen, −1 elsewhere.
+        said: [V] 1 for the pair's left image, 0 for its right one, ½ for a tie.
+        place: [V] 1 where the left image stood on the left of the screen, −1 elsewhere.
         pairs: N.
         annotators: A.
 

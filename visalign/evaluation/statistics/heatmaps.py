@@ -19,20 +19,20 @@ THRESHOLD = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class HeatmapQuality:
-    """Agreement of N maps with their truth; NaN where no picture is of the kind that is counted."""
+    """Agreement of N maps with their truth; NaN where no image is of the kind that is counted."""
 
     correlation: float
-    """Pearson's r of heat and truth over all cells of the pictures with a wrong cell together; NaN where one
+    """Pearson's r of heat and truth over all cells of the images with a wrong cell together; NaN where one
     of the two is the same everywhere."""
     auc: float
-    """Probability that a wrong cell is hotter than a right one of its picture, mean over the pictures that
+    """Probability that a wrong cell is hotter than a right one of its image, mean over the images that
     have both."""
     iou: float
-    """Cells hot and wrong over cells hot or wrong, mean over the pictures with a wrong cell."""
+    """Cells hot and wrong over cells hot or wrong, mean over the images with a wrong cell."""
     found: float
-    """Share of those pictures with a hot cell."""
+    """Share of those images with a hot cell."""
     alarms: float
-    """Share of the pictures without a wrong cell in which some cell is hot."""
+    """Share of the images without a wrong cell in which some cell is hot."""
     error: float
     """Mean absolute error over all cells."""
 

@@ -259,7 +259,7 @@ def jackknife_interval(estimate: float, left_out: Array, *, level: float = 0.95)
     """Interval of a correlation r from its values without each of the K clusters, `left_out` [K].
 
     tanh(artanh r ± t_{K−1} s / (1 − r²)) with s² = (K−1)/K Σ_c (r_c − r̄)². For few clusters: a resample that
-    repeats half of ten pictures has ties, which widen percentiles of a rank correlation too much. The ends
+    repeats half of ten images has ties, which widen percentiles of a rank correlation too much. The ends
     are NaN with fewer than three clusters, where a value is undefined, or where all are equal, as those of a
     perfect order are: they say nothing of its error.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of a prompt as the leaves of trees: what they have in common is made once and trained once."""
+"""Images of a prompt as the leaves of trees: what they have in common is made once and trained once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from visalign.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class BranchSettings:
-    """Where pictures of a prompt part (BranchGRPO, arXiv 2509.06040)."""
+    """Where images of a prompt part (BranchGRPO, arXiv 2509.06040)."""
 
     at: list[int]
     """Stochastic steps at which every path goes on as several, each with noise of its own."""
     children: int = 2
-    """K, as how many. A tree has K^len(at) pictures; `group_size` holds one tree or several, each from a
+    """K, as how many. A tree has K^len(at) images; `group_size` holds one tree or several, each from a
     start of its own."""
 
     def paths(self, group_size: int, step: int) -> int:
@@ -42,12 +42,12 @@ class BranchSettings:
         if group_size % leaves:
             raise UserError(
                 f"rollout.group_size is {group_size}, and a tree with {self.children} children at "
-                f"{len(self.at)} steps has {leaves} pictures. Take a multiple of {leaves}, for one tree of a "
+                f"{len(self.at)} steps has {leaves} images. Take a multiple of {leaves}, for one tree of a "
                 "prompt or several, or other rollout.branch.at and children."
             )
         if common := [step for step in trained if self.paths(group_size, step + 1) == 1]:
             raise UserError(
-                f"rollout.branch.at is {self.at}, and all pictures of a prompt have step {common[0]} in "
+                f"rollout.branch.at is {self.at}, and all images of a prompt have step {common[0]} in "
                 f"common: there is nothing to compare it with. Let them part there, take {common[0]} out of "
                 "rollout.sde_steps or train_steps, or let rollout.group_size hold several trees."
             )

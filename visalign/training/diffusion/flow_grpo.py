@@ -50,7 +50,7 @@ from visalign.training.policy.update import (
     update_metrics,
 )
 
-from .pictures import Drawn, PictureAlgorithm, Pictures
+from .images import Drawn, ImageAlgorithm, Images
 from .rollout_settings import RolloutSettings
 from .settings import DiffusionObjectiveSettings
 
@@ -86,7 +86,7 @@ class Experience:
     signal: dict[str, float] = field(default_factory=dict)
 
 
-class FlowGRPO(PictureAlgorithm):
+class FlowGRPO(ImageAlgorithm):
     """Trains a diffusion policy on a reward; an `Algorithm` for `visalign.training.loop.trainer.Trainer`.
 
     Args:
@@ -101,7 +101,7 @@ class FlowGRPO(PictureAlgorithm):
         strata: label per record, see `PromptSampler`.
         cycle: see `PromptSampler`.
         sharding: divide the network, its gradients and AdamW's moments among the processes (FSDP2).
-        features: of pictures [b, 3, H, W], by which the diversity of a group is measured, [b, d]; None: it is
+        features: of images [b, 3, H, W], by which the diversity of a group is measured, [b, d]; None: it is
             not.
 
     Raises:
@@ -111,8 +111,8 @@ class FlowGRPO(PictureAlgorithm):
     def begin(self) -> None:
         """The objective, and the module that the processes share or divide."""
         self.objective = self.settings.build(length=self.rollout.trained_per_image)
-        step_weights(self.settings, self.rollout, self.source.sigmas)  # refused before a picture is made
-        joins = "the steps of a picture" if couples_decisions(self.objective) else None
+        step_weights(self.settings, self.rollout, self.source.sigmas)  # refused before an image is made
+        joins = "the steps of an image" if couples_decisions(self.objective) else None
         self.module = self.spread(
             ReplayModule(self.policy), asks_reference=self._needs_reference(), joins=joins
         )
@@ -131,7 +131,7 @@ class FlowGRPO(PictureAlgorithm):
         return RATIO_BOUND * (math.prod(self.policy.latent_shape) if is_sum else 1)
 
     def collect(self, run: Context) -> Collected:
-        """Sample, decode and judge one iteration's groups; see `PictureSource.collect`."""
+        """Sample, decode and judge one iteration's groups; see `ImageSource.collect`."""
         with self.whole():
             return self._collect(run)
 
@@ -156,7 +156,7 @@ class FlowGRPO(PictureAlgorithm):
             self._ask_again(experience, run.micro_batch)
         return Collected(experience=experience, samples=self.source.samples, metrics=made.metrics)
 
-    def _trajectories(self, made: Pictures, trained: Sequence[int]) -> Trajectories:
+    def _trajectories(self, made: Images, trained: Sequence[int]) -> Trajectories:
         trajectory = made.trajectory
         old = self.source.of_all(trajectory.log_prob[:, list(trained)].contiguous())
         of_steps = step_weights(self.settings, self.rollout, self.source.sigmas)
@@ -177,11 +177,11 @@ class FlowGRPO(PictureAlgorithm):
         )
 
     def _credited(
-        self, found: Trajectories, made: Pictures, trained: Sequence[int], node: Tensor, run: Context
+        self, found: Trajectories, made: Images, trained: Sequence[int], node: Tensor, run: Context
     ) -> Trajectories:
-        """With a reward of each trained step; R_k is that of the picture without noise from step k on."""
+        """With a reward of each trained step; R_k is that of the image without noise from step k on."""
         how, trajectory, source = self.settings.credit, made.trajectory, self.source
-        if how == "picture":
+        if how == "image":
             return found
         if how == "branches":
             value = torch.where(made.valid, made.value, torch.nan)
@@ -217,7 +217,7 @@ class FlowGRPO(PictureAlgorithm):
         assert found.valid is not None
         return replace(found, process_reward=reward.nan_to_num() * known[:, None], valid=found.valid & known)
 
-    def _metric(self, made: Pictures) -> Tensor | None:
+    def _metric(self, made: Images) -> Tensor | None:
         """[B] the part of the reward that splits groups, where one is named."""
         if self.settings.metric is None:
             return None

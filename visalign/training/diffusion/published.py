@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published algorithms of pictures that are settings here, or rows of another name."""
+"""Published algorithms of images that are settings here, or rows of another name."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ PUBLISHED: dict[str, tuple[str, str]] = {
     ),
     "best_of_n": (
         "objective.algorithm=rejection objective.changes.signal_options.share=0.01",
-        "learns from the best picture of each group; without training: `visalign sample --best-of N`",
+        "learns from the best image of each group; without training: `visalign sample --best-of N`",
     ),
 }
 """Name -> (what to set, as on a command line, what it is and which packaged configuration has it)."""
 
 
-def picture_rows() -> list[str]:
-    """Every `objective.algorithm` that means something on pictures."""
+def image_rows() -> list[str]:
+    """Every `objective.algorithm` that means something on images."""
     return [*filter(_means_something, NAMED), *REGRESSIONS, *ASCENTS]
 
 
@@ -90,7 +90,7 @@ def _means_something(name: str) -> bool:
 
 
 def instead_of(name: str) -> str:
-    """What a job of pictures takes in place of an algorithm that it has no row for, as sentences.
+    """What a job of images takes in place of an algorithm that it has no row for, as sentences.
 
     >>> instead_of("MixGRPO")  # doctest: +ELLIPSIS
     'It is settings here: objective.algorithm=flow_grpo ... (MixGRPO, arXiv 2507.21802; ...'
@@ -99,7 +99,7 @@ def instead_of(name: str) -> str:
     if _plain(name) in known:
         settings, what = known[_plain(name)]
         return f"It is settings here: {settings} ({what})."
-    rows = picture_rows()
+    rows = image_rows()
     return f"{suggestion(name, rows)}Choose one of: {', '.join(rows)}."
 
 

@@ -41,8 +41,8 @@ from visalign.training.policy.update import split_updates
 from .experts import Experts
 from .flow_grpo import choose_steps
 from .guidance import check_guided, guided
+from .images import ImageAlgorithm, Images
 from .merging import mergeable_adapters, merged_adapters
-from .pictures import PictureAlgorithm, Pictures
 from .rollout_settings import RolloutSettings
 from .settings import DiffusionObjectiveSettings, check_sampling
 
@@ -69,7 +69,7 @@ class VelocityModule(nn.Module):
 class EndPoints:
     """What an iteration learns from."""
 
-    made: Pictures
+    made: Images
     signal: Tensor
     """[B] of all processes: what each sample says."""
     present: Tensor
@@ -112,7 +112,7 @@ class _Outputs:
     """[N] k · mean |v − v_ref|²."""
 
 
-class VelocityRegression(PictureAlgorithm):
+class VelocityRegression(ImageAlgorithm):
     """Trains a diffusion policy on a reward by a row of `REGRESSIONS`; an `Algorithm` for
     `visalign.training.loop.trainer.Trainer`.
 
@@ -170,7 +170,7 @@ class VelocityRegression(PictureAlgorithm):
         named = reward_weights(self.source.reward).values()
         return list(named) if self.balance is None else self.balance.weights(run)
 
-    def _said(self, made: Pictures, visited: Sequence[int], weights: Sequence[float]) -> EndPoints:
+    def _said(self, made: Images, visited: Sequence[int], weights: Sequence[float]) -> EndPoints:
         """What the samples say under weights of the rewards."""
         several = self.row.signal in MATRIX_SIGNALS
         reward = made.columns if several else made.value

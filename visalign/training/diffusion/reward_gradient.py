@@ -8,7 +8,7 @@ trained on.
 Where this deviates from the published code, always on purpose:
 * under guidance the unconditional half carries no gradient, as in every other training here;
 * the pull takes v_ref as given: with `last` above 1 it does not follow how v_ref moves with x;
-* a picture leaves the autoencoder in [0, 1], and pixels that are cut there carry no gradient.
+* an image leaves the autoencoder in [0, 1], and pixels that are cut there carry no gradient.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from visalign.training.loop.processes import unshared
 from visalign.training.loop.sampler import Batch
 from visalign.training.policy.update import split_updates
 
-from .pictures import PictureAlgorithm
+from .images import ImageAlgorithm
 from .regression import VelocityModule
 from .rollout_settings import RolloutSettings
 from .settings import DiffusionObjectiveSettings, check_sampling
@@ -42,7 +42,7 @@ from .settings import DiffusionObjectiveSettings, check_sampling
 
 @dataclass(kw_only=True)
 class Asked:
-    """The pictures to be made: b samples of this process."""
+    """The images to be made: b samples of this process."""
 
     condition: Condition
     prompts: list[str]
@@ -66,7 +66,7 @@ class AscentStep:
     """Of the update in its iteration."""
 
 
-class RewardGradient(PictureAlgorithm):
+class RewardGradient(ImageAlgorithm):
     """Trains a diffusion policy by a row of `ASCENTS`; an `Algorithm` for
     `visalign.training.loop.trainer.Trainer`.
 
@@ -85,7 +85,7 @@ class RewardGradient(PictureAlgorithm):
         self.module = self.spread(VelocityModule(self.policy), asks_reference=self.row.kl > 0)
 
     def collect(self, run: Context) -> Collected:
-        """Which pictures the iteration makes; each update makes its own, under the weights of that moment."""
+        """Which images the iteration makes; each update makes its own, under the weights of that moment."""
         process, iteration = self.accelerator, run.counters.iteration
         self.source.resize(iteration)
         batch = self.source.sampler.batch(iteration, process.process_index, process.num_processes)
@@ -118,7 +118,7 @@ class RewardGradient(PictureAlgorithm):
         ]
 
     def backward(self, experience: Asked, step: AscentStep, run: Context) -> dict[str, float]:
-        """Make the update's pictures and add the gradient of −mean reward, in micro-batches of pictures."""
+        """Make the update's images and add the gradient of −mean reward, in micro-batches of images."""
         process, size = self.accelerator, len(experience.batch)
         first = self.source.first
         own = step.sample[(first <= step.sample) & (step.sample < first + size)] - first
@@ -161,7 +161,7 @@ class RewardGradient(PictureAlgorithm):
     ) -> tuple[Tensor, Tensor]:
         """(rewards [n] float64, sums) of one micro-batch, whose gradients are added.
 
-        Each prediction of the pictures goes back before the next is made: one graph at a time.
+        Each prediction of the images goes back before the next is made: one graph at a time.
         """
         predictions = 1 + self.row.renoised
         process = self.accelerator
@@ -310,7 +310,7 @@ def check_differentiable(reward: Any) -> None:
 
 
 def image_gradient(reward: Any, images: Tensor, prompts: Sequence[str], row: Ascent) -> tuple[Tensor, Tensor]:
-    """What a reward says of pictures, and where it grows.
+    """What a reward says of images, and where it grows.
 
     Args:
         reward: each term with `score_with_gradient`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training of pictures can be told of how they are made.
+"""What a training of images can be told of how they are made.
 
 The defaults are Flow-GRPO's published ones for SD3.5-M (arXiv 2505.05470 and its code).
 """
@@ -77,8 +77,8 @@ class RolloutSettings:
     train_steps: list[int] | None = None
     """Those of `sde_steps` that are trained on; null: all that are stochastic."""
     guidance: float | None = None
-    """Guidance scale while samples for training are made, in regressions alone, whose loss does not ask how a
-    picture came about; null: the model's."""
+    """Guidance scale of the rollout, in regressions alone, whose loss does not ask how an
+    image came about; null: the model's."""
     merge_adapters: bool = False
     """Add LoRA to the weights while samples for training are made, in regressions alone: a forward then costs
     what it costs without adapters, and those weights lie in memory twice."""
@@ -86,7 +86,7 @@ class RolloutSettings:
     """Of the deterministic steps: "euler" or "dpmpp_2m", DPM-Solver++(2M). Evaluations have a solver of
     their own."""
     image_sizes: list[int | tuple[int, int]] | None = None
-    """Sizes in pixels, one side or [height, width], that the iterations take in turn: an iteration's pictures
+    """Sizes in pixels, one side or [height, width], that the iterations take in turn: an iteration's images
     are alike in size, with the timestep schedule that the model has there. monitor.window is a multiple of
     their number. Evaluations have model.image_size. null: that alone."""
     log_prob_reduction: str = "mean"
@@ -174,7 +174,7 @@ class RolloutSettings:
             )
         if self.staleness:
             raise UserError(
-                "rollout.staleness=1 makes pictures of the next iteration before this one is learnt from, "
+                "rollout.staleness=1 makes images of the next iteration before this one is learnt from, "
                 f"and rollout.image_sizes {sizes} gives them another size. Leave one of the two out."
             )
 
@@ -240,7 +240,7 @@ class RolloutSettings:
 
     @property
     def sampled_per_image(self) -> float:
-        """Denoising steps that a picture costs: Σ_k n_k / G over those that are made, n_k = `paths(k)`. With
+        """Denoising steps that an image costs: Σ_k n_k / G over those that are made, n_k = `paths(k)`. With
         a window that begins later it is less."""
         ways = [visited(self.steps, [window[-1]], self.ode_compression) for window in self._windows]
         made = [sum(map(self.paths, way[:-1])) for way in ways]
@@ -278,7 +278,7 @@ class RolloutSettings:
 
     @property
     def completed_per_image(self) -> float:
-        """ODE steps that complete a picture from each of its stochastic steps; with a window, on average."""
+        """ODE steps that complete an image from each of its stochastic steps; with a window, on average."""
         noisy = self.stochastic
         return sum(self.steps - step for step in noisy) * (self.sde_window or len(noisy)) / len(noisy)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training of pictures can be told of what is optimized.
+"""What a training of images can be told of what is optimized.
 
 The defaults are Flow-GRPO's published ones for SD3.5-M (arXiv 2505.05470 and its code); each field says where
 ours differ. Values are checked when a setting is made, before anything is loaded or written.
@@ -51,12 +51,12 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     through the reward's own gradient: draft, draft_lv, refl."""
     step_weights: list[float] | None = None
     """Factor of the policy's loss at each of the T steps, in place of the row's `step_weight`."""
-    credit: str = "picture"
-    """What a denoising step earns: "picture", the advantage of its picture; "turning_points", by how much its
+    credit: str = "image"
+    """What a denoising step earns: "image", the advantage of its image; "turning_points", by how much its
     noise raised the reward of the deterministic rest, a turning point all that was still to come (TP-GRPO,
     arXiv 2602.06422), at the price of completing and judging every sample from every stochastic step;
     "one_step", by how much it raised the reward of the prediction x − σ v, at the price of judging alone;
-    "branches", the mean reward of the pictures that came of it, with `rollout.branch` (BranchGRPO)."""
+    "branches", the mean reward of the images that came of it, with `rollout.branch` (BranchGRPO)."""
     metric: str | None = None
     """The part of the reward, e.g. the label of a term of weight 0, at whose median advantage=canon splits a
     group."""
@@ -98,7 +98,7 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
                 )
             return
         super().__post_init__()
-        given = {"metric": self.metric is not None, "process_reward": self.credit != "picture"}
+        given = {"metric": self.metric is not None, "process_reward": self.credit != "image"}
         self.check("denoising_steps", [name for name, there in given.items() if there])
         if self.metric is not None and self.build(length=1).advantage != "canon":
             raise UserError(
@@ -129,7 +129,7 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     def build(self, *, length: int) -> Objective:
         """The objective, with `credit` of each step."""
         row = super().build(length=length)
-        return row if self.credit == "picture" else self._by_step(row)
+        return row if self.credit == "image" else self._by_step(row)
 
     def _by_step(self, row: Objective) -> Objective:
         """The row with an advantage of each step, z-scores within the group as in TP-GRPO's code."""
@@ -137,12 +137,12 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
             raise UserError(
                 f"objective.credit is {self.credit!r}, which makes an advantage of each step. It goes with "
                 "advantage='group', kl_in_reward=0 and objective.balance_every=null, as in flow_grpo; else "
-                "set objective.credit=picture."
+                "set objective.credit=image."
             )
         if self.credit == "branches" and couples_decisions(row):
             raise UserError(
-                "objective.credit='branches' trains once what several pictures have in common, and "
-                f"objective.algorithm={self.algorithm} joins the steps of a picture. Take flow_grpo, "
+                "objective.credit='branches' trains once what several images have in common, and "
+                f"objective.algorithm={self.algorithm} joins the steps of an image. Take flow_grpo, "
                 "grpo_guard or grpo."
             )
         return replace(row, advantage="steps", advantage_options={"scale": "group", "ddof": 0})
@@ -171,7 +171,7 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
         why = {
             f"{name} follows the rewards' own gradients": self.ascent is not None,
             f"objective.balance_every={self.balance_every} weighs them": self.balance_every is not None,
-            f"objective.credit={self.credit} judges more than pictures": self.credit in COMPLETIONS,
+            f"objective.credit={self.credit} judges more than images": self.credit in COMPLETIONS,
             f"{name} takes each reward by itself": self._takes_columns,
         }
         for reason, there in why.items():
@@ -200,10 +200,10 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
             "metric": ("halves of a group", ""),
             "step_weights": ("log-probs of steps", of_steps),
         }
-        if self.credit != "picture":
+        if self.credit != "image":
             raise UserError(
                 f"objective.credit is {self.credit!r}, and objective.algorithm={self.algorithm} has no "
-                "log-probs of steps that could earn it. Set objective.credit=picture, or take flow_grpo."
+                "log-probs of steps that could earn it. Set objective.credit=image, or take flow_grpo."
             )
         for name, (what, instead) in absent.items():
             if getattr(self, name) is not None:
@@ -230,15 +230,15 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
 
 
 COMPLETIONS = ("turning_points", "one_step")
-"""Credits that judge more pictures than are made."""
-CREDITS = ("picture", *COMPLETIONS, "branches")
+"""Credits that judge more images than are made."""
+CREDITS = ("image", *COMPLETIONS, "branches")
 
 _OF_STEPS = (
     *("sde_steps", "sde_window", "sde_window_order", "sde_window_every", "sde_window_stride"),
     *("sde_window_roll_back", "ode_compression", "shared_noise", "branch"),
     *("train_steps", "schedule", "noise_level", "log_prob_reduction"),
 )
-"""Settings of stochastic steps; from one start the ODE makes one picture."""
+"""Settings of stochastic steps; from one start the ODE makes one image."""
 
 
 def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettings) -> None:
@@ -260,7 +260,7 @@ def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettin
         check_stale(objective.build(length=1) if is_step else None, objective.algorithm)
         if objective.credit == "turning_points":
             raise UserError(
-                "objective.credit=turning_points completes pictures with the present weights, and "
+                "objective.credit=turning_points completes images with the present weights, and "
                 "rollout.staleness=1 made them with others. Set rollout.staleness=0, or "
                 "objective.credit=one_step."
             )
@@ -288,7 +288,7 @@ def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettin
     if row.visited and rollout.branch is not None:
         raise UserError(
             f"rollout.branch is {rollout.branch}, and objective.algorithm={objective.algorithm} learns at "
-            "each picture's own states. Set rollout.branch=null."
+            "each image's own states. Set rollout.branch=null."
         )
     if row.visited:
         return
@@ -307,7 +307,7 @@ def check_sharding(
 
     Args:
         objective: the loss.
-        rollout: how pictures are made.
+        rollout: how images are made.
         found: what the training itself found to be refused, by name.
 
     Raises:
@@ -327,11 +327,11 @@ def check_sharding(
 
 
 def _check_solver(objective: DiffusionObjectiveSettings, rollout: RolloutSettings) -> None:
-    """Refuse what completes a picture, or carries a gradient, by Euler steps on all timesteps."""
+    """Refuse what completes an image, or carries a gradient, by Euler steps on all timesteps."""
     if objective.credit == "turning_points" and rollout.ode_compression is not None:
         raise UserError(
             f"rollout.ode_compression is {rollout.ode_compression}, and objective.credit=turning_points "
-            "completes pictures on all timesteps. Set rollout.ode_compression=null, or "
+            "completes images on all timesteps. Set rollout.ode_compression=null, or "
             "objective.credit=one_step."
         )
     if objective.ascent is not None and rollout.solver != "euler":
@@ -342,16 +342,16 @@ def _check_solver(objective: DiffusionObjectiveSettings, rollout: RolloutSetting
 
 
 def _check_credit(objective: DiffusionObjectiveSettings, rollout: RolloutSettings) -> None:
-    """Refuse branches whose steps would earn what one picture does, and their credit without any."""
+    """Refuse branches whose steps would earn what one image does, and their credit without any."""
     if objective.credit == "branches" and rollout.branch is None:
         raise UserError(
             "objective.credit is 'branches', and rollout.branch is null. Set rollout.branch={at: [0], "
-            "children: 2}, or where else pictures shall part, or objective.credit=picture."
+            "children: 2}, or where else images shall part, or objective.credit=image."
         )
     is_step = objective.regression is None and objective.ascent is None
     if is_step and rollout.branch is not None and objective.credit != "branches":
         raise UserError(
-            f"objective.credit is {objective.credit!r}, and with rollout.branch a step that several pictures "
+            f"objective.credit is {objective.credit!r}, and with rollout.branch a step that several images "
             "have in common earns the mean of theirs. Set objective.credit=branches, or rollout.branch=null."
         )
 

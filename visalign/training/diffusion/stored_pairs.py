@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning from stored pictures: what that allows, and what was said of them, as a reward."""
+"""Learning from stored images: what that allows, and what was said of them, as a reward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OFF_POLICY = ("dpo", "gdro", "weighted")
 
 
 class StoredPreference:
-    """What a record says under "preference", as the reward of its picture; nothing is judged."""
+    """What a record says under "preference", as the reward of its image; nothing is judged."""
 
     name = "preference"
     unit = "share of votes"
@@ -66,7 +66,7 @@ def check_stored(objective: DiffusionObjectiveSettings, rollout: RolloutSettings
         why = f"with signal={row.signal!r} learns from rewards of many samples"
     if why is not None:
         raise UserError(
-            f"{name} {why}, and data.pairs holds pictures from elsewhere. Take diffusion_dpo, gdro, "
+            f"{name} {why}, and data.pairs holds images from elsewhere. Take diffusion_dpo, gdro, "
             "reward_weighted or rejection as published, or leave data.pairs out."
         )
     if rollout.group_size != 2:

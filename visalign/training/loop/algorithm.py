@@ -29,7 +29,7 @@ class Counters:
     samples: int = 0
     """Samples made or read for training, all processes."""
     tokens: int = 0
-    """Tokens of these; 0 for pictures."""
+    """Tokens of these; 0 for images."""
     forward_equivalents: int = 0
     seconds: float = 0.0
     """Wall-clock seconds, those before a resume included."""

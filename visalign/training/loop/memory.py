@@ -15,7 +15,7 @@ from .runtime import PhaseClock, is_out_of_memory
 
 BOUNDS = {
     "rollout": ("while samples were made", ("rollout.batch_size", "model.generate_batch")),
-    "decode": ("while pictures were decoded or encoded", ("model.decode_batch",)),
+    "decode": ("while images were decoded or encoded", ("model.decode_batch",)),
     "replay": ("while log-probs were computed again", ("model.score_batch", "optimizer.micro_batch")),
     "update": ("in an update", ("optimizer.micro_batch", "data.micro_batch")),
     "evaluation": (
@@ -60,7 +60,7 @@ def _instead(key: str, value: int | None, is_free: bool) -> str:
     alone = "It bounds memory alone: samples and updates stay the same. " if is_free else ""
     if value == 1:
         less = (
-            "smaller pictures (model.image_size, rollout.image_sizes)"
+            "smaller images (model.image_size, rollout.image_sizes)"
             if key == "model.decode_batch"
             else "train a LoRA"
         )

@@ -18,7 +18,7 @@ METRICS: dict[str, str] = {
     "samples": "images or completions generated for training so far, all processes, those of groups that "
     "were dropped included; of supervised fine-tuning, demonstrations read so far, repeats included; of "
     "direct preference optimisation, pairs or votes; of the training of a judge, labelled examples (pairs, "
-    "triples, pictures)",
+    "triples, images)",
     "tokens": "tokens of these completions so far",
     "reward_mean": "mean reward of the valid samples of the iteration, in the reward's unit; "
     "with rewards.terms.LABEL.bound that of what is optimised, which moves with its multiplier",
@@ -36,9 +36,9 @@ METRICS: dict[str, str] = {
     "group_std_ratio": "mean of reward_group_std over the latest iterations over that of the first: a reward "
     "that no longer tells a prompt's samples apart",
     "judge_std_ratio/*": "the same of the judge's own standard deviation, reward_part/LABEL.std",
-    "image/*": "means over the pictures: brightness (luma), saturation, contrast (std of the luma), "
+    "image/*": "means over the images: brightness (luma), saturation, contrast (std of the luma), "
     "high_frequency (share of its energy above half of the finest that can be shown), all 0 to 1",
-    "diversity": "pictures: mean cosine distance of two of a group in the features of `monitor.features`; "
+    "diversity": "images: mean cosine distance of two of a group in the features of `monitor.features`; "
     "completions: distinct-2, different pairs of neighbouring tokens of a group over all of them",
     "diversity_ratio": "mean of diversity over the latest iterations over that of the first",
     "reward_multiplier/*": "Lagrange multiplier of one reward that has a bound (rewards.terms.LABEL.bound)",
@@ -87,12 +87,12 @@ METRICS: dict[str, str] = {
     "logps/*": "direct preference optimisation: mean log π of a whole completion, chosen and rejected, nats",
     "label_mean": "direct preference optimisation whose labels move: their mean over the pairs as they were "
     "visited, 1 where each chosen completion is taken for the better one",
-    "match_error": "regressions of pictures: mean |v − (ε − x0)|² per latent number over trained pairs, the "
+    "match_error": "regressions of images: mean |v − (ε − x0)|² per latent number over trained pairs, the "
     "pretraining loss on the policy's own samples",
-    "anchor_distance": "regressions of pictures: mean |v − v_anchor|² over trained pairs, the anchor the old "
+    "anchor_distance": "regressions of images: mean |v − v_anchor|² over trained pairs, the anchor the old "
     "policy or the reference",
     "reward_gradient": "training through the reward's gradient: its mean L2 norm in the pixels of a "
-    "picture, all terms together",
+    "image, all terms together",
     "grad_norm": "L2 norm of the gradient before clipping, mean over updates",
     "lr": "learning rate of the iteration's last update",
     "adam_resolution": "median of √v̂/ε of AdamW over the trained numbers that had a gradient; below 10, ε "
@@ -106,7 +106,7 @@ METRICS: dict[str, str] = {
     "samples_per_second": "training samples per second of the iteration, evaluation and checkpoint "
     "not counted",
     "heldout/*": "evaluation on held-out prompts with the averaged weights, fixed seeds and ODE sampling; "
-    "feature_distance, mean cosine distance of a picture from that of the same prompt and seed before "
+    "feature_distance, mean cosine distance of an image from that of the same prompt and seed before "
     "training, feature_frechet, squared Fréchet distance from these, feature_drift, the former over the mean "
     "distance of two of these; change/LABEL, the mean change since before training, in its standard errors, "
     "of the accuracy and of rewards of weight 0; "
@@ -139,7 +139,7 @@ TEXT_ONLY = (
 """Keys that only trainers of text policies log."""
 
 REGRESSION_ONLY = ("match_error", "anchor_distance")
-"""Keys that only regressions of pictures log."""
+"""Keys that only regressions of images log."""
 
 ASCENT_ONLY = ("reward_gradient",)
 """Keys that only training through the reward's gradient logs."""

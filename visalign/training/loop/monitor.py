@@ -59,7 +59,7 @@ class MonitorLimits:
 
 def usual_warnings() -> MonitorLimits:
     """Wide limits: they are to miss a slow drift rather than to cry at an honest run, as
-    tests/benchmarks/pictures/reward_hacking.py measures."""
+    tests/benchmarks/images/reward_hacking.py measures."""
     return MonitorLimits(
         agreement_change=-0.3,
         recorded_change=-0.3,

@@ -7,7 +7,7 @@
 
 A `Trainer` owns AdamW, the averages, the counters, the check that the ratio is 1, checkpoints, metrics,
 trackers, the evaluation on the way and the time budget. What is trained, and on what, is an `Algorithm`:
-pictures, texts, demonstrations, labels. It owns nothing of the run and knows no trainer.
+images, texts, demonstrations, labels. It owns nothing of the run and knows no trainer.
 """
 
 from __future__ import annotations

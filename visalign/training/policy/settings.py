@@ -27,7 +27,7 @@ class ObjectiveSettings:
     """What is optimized."""
 
     algorithm: str = "grpo"
-    """A row of `visalign.core.NAMED`; `docs` has the table of what each means for pictures and for texts."""
+    """A row of `visalign.core.NAMED`; `docs` has the table of what each means for images and for texts."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Fields of `visalign.core.Objective` that differ from the row, e.g. {kl: 0.01}."""
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class ObjectiveSettings:
                 known.get(name, named_objective)(name, **fields)
             if self.algorithm in (*REGRESSIONS, *ASCENTS):
                 raise ValueError(
-                    f"algorithm={self.algorithm} trains on velocities or pixels of pictures, and a text has "
+                    f"algorithm={self.algorithm} trains on velocities or pixels of images, and a text has "
                     "none. Take 'grpo', or 'reinforce_pp' without a clip."
                 )
             objective = named_objective(self.algorithm, **changes)
@@ -123,7 +123,7 @@ class ObjectiveSettings:
             raise UserError(
                 f"objective.balance_every is {self.balance_every}, and objective.algorithm="
                 f"{self.algorithm} has {field}={given!r}: it weighs advantages, {field}={plain!r}. Take "
-                "flow_grpo, grpo_guard, diffusion_nft, awm, v_grpo or ram of pictures, grpo, gspo or dapo of "
+                "flow_grpo, grpo_guard, diffusion_nft, awm, v_grpo or ram of images, grpo, gspo or dapo of "
                 "texts, or set objective.balance_every=null."
             )
 

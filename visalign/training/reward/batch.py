@@ -24,7 +24,7 @@ class RewardBatch:
     inputs: Any
     """What the judge takes: M rows."""
     size: int
-    """Examples (pairs, triples, pictures) in the batch."""
+    """Examples (pairs, triples, images) in the batch."""
     left: Tensor | None = None
     """[N] int64, row of the left answer of each pair."""
     right: Tensor | None = None

@@ -181,7 +181,7 @@ def auroc(score: Tensor, positive: Tensor, stratum: Tensor | None = None) -> flo
 def lead_stratum(difference: Tensor, *, strata: int = 10) -> Tensor:
     """[N] which of equally large groups of alike lead |l − r| a pair belongs to.
 
-    A deviation and a lead go together where hard pictures are also far apart, so that a deviation shows its
+    A deviation and a lead go together where hard images are also far apart, so that a deviation shows its
     own worth among pairs of equal lead.
     """
     order = difference.abs().argsort(stable=True).argsort(stable=True)

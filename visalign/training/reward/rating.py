@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a judge learns from rated pictures: the rating itself, or who is rated higher."""
+"""What a judge learns from rated images: the rating itself, or who is rated higher."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Sums = tuple[Tensor, Tensor]
 def rating(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
     """Squared error of the expectation over the score tokens."""
     if batch.target is None:
-        raise ValueError("the task rating learns from rated pictures, and the batch has no target.")
+        raise ValueError("the task rating learns from rated images, and the batch has no target.")
     value = outputs["value"]
     target = batch.target.to(value)
     known = ~torch.isnan(target)
@@ -33,9 +33,9 @@ def rating(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Ge
 
 
 def rating_fidelity(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
-    """VisualQuality-R1's fidelity of Thurstone's probability, between all pictures of a micro-batch."""
+    """VisualQuality-R1's fidelity of Thurstone's probability, between all images of a micro-batch."""
     if batch.target is None:
-        raise ValueError("the task rating_fidelity learns from rated pictures, and the batch has no target.")
+        raise ValueError("the task rating_fidelity learns from rated images, and the batch has no target.")
     mean, variance = outputs["value"], (2 * outputs["log_std"]).exp()
     label = quality_preferences(batch.target.to(mean)).fill_diagonal_(math.nan)
     score = thurstone_score(mean[:, None], mean[None, :], variance[:, None], variance[None, :])

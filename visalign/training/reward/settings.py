@@ -122,7 +122,7 @@ class IctSettings(RewardObjectiveSettings):
     task: Literal["ict"] = "ict"
     """ict."""
     negatives: Weight = 0.5
-    """Weight of the mean squared cosine with other prompts' pictures; 0.5 is published."""
+    """Weight of the mean squared cosine with other prompts' images; 0.5 is published."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a judge can learn from labels: one row per task, from what it says of a batch to a loss.
 
-A batch holds M rows that the judge reads (a picture with its prompt, or a request), and labels on rows or on
+A batch holds M rows that the judge reads (an image with its prompt, or a request), and labels on rows or on
 pairs of rows. What the judge says is a mapping of tensors: "value" [M] always, "log_std" [M], "cosines" and
 others where the task needs them.
 """
@@ -44,7 +44,7 @@ class Task:
     """(ln P, ln (1 − P)) [N] that the left one of each pair is better; None: the judge gives no
     probability."""
     labels: str = "pairs"
-    """"pairs", "triples", "rows" (rated pictures) or "answers" (what a judge wrote): what the labels stand
+    """"pairs", "triples", "rows" (rated images) or "answers" (what a judge wrote): what the labels stand
     on."""
 
 

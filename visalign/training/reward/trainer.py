@@ -30,7 +30,7 @@ from .tasks import TASKS
 
 
 class RewardModeling(Algorithm):
-    """Trains a judge on labelled pairs, triples or pictures; an `Algorithm` for `Trainer`.
+    """Trains a judge on labelled pairs, triples or images; an `Algorithm` for `Trainer`.
 
     Args:
         judge: on its device.

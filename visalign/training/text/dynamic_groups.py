@@ -11,7 +11,7 @@ has advantage zero; the more of them there are, the fewer samples an update lear
             groups.feed(labels, rewards, valid, payload=payload)
         update(groups.take())
 
-It holds no model, tensor of a policy or process group, so it fits any loop, for text as for pictures. With
+It holds no model, tensor of a policy or process group, so it fits any loop, for text as for images. With
 several processes each feeds the rewards of all, gathered, and keeps its own payload: all decide alike.
 
 Stated, where paper and published code leave it open:

@@ -31,8 +31,8 @@ class TextReplay(nn.Module):
     """
 
     may_skip: bool
-    """Whether a forward may leave out trained parameters: experts that no token went to, an eye without a
-    picture to see, a head that is not asked."""
+    """Whether a forward may leave out trained parameters: experts that no token went to, an eye without an
+    image to see, a head that is not asked."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ def spread(replay: TextReplay, accelerator: Accelerator, sharding: bool) -> nn.M
         return shared(replay, accelerator, may_skip=replay.may_skip)
     if replay.may_skip:
         raise UserError(
-            "sharding goes without experts, pictures in prompts and a value head, of which a process may use "
+            "sharding goes without experts, images in prompts and a value head, of which a process may use "
             "fewer than another. Leave sharding out, or train such a model without them."
         )
     shard(replay, accelerator)

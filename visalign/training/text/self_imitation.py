@@ -160,11 +160,11 @@ class SelfImitation:
             run: says which iteration it is.
 
         Raises:
-            UserError: pictures in the prompts, or the buffer could get larger than allowed.
+            UserError: images in the prompts, or the buffer could get larger than allowed.
         """
         if rollout.images is not None:
             raise UserError(
-                "self_imitation keeps tokens, and these prompts have pictures. Set self_imitation=null."
+                "self_imitation keeps tokens, and these prompts have images. Set self_imitation=null."
             )
         won = torch.zeros(len(t.weight), dtype=torch.bool)
         for step in steps:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is saved by judging beside the rollout, and beside the update, where the judge works elsewhere.
 
-    python tests/benchmarks/pictures/overlap.py
+    python tests/benchmarks/images/overlap.py
 
-Flow-GRPO on the packaged model. The judge sleeps a fixed time for each picture, as one does that waits for a
-server; `--judge` is that time as a share of what making a picture takes. The ways take turns in one process;
+Flow-GRPO on the packaged model. The judge sleeps a fixed time for each image, as one does that waits for a
+server; `--judge` is that time as a share of what making an image takes. The ways take turns in one process;
 seconds of an iteration, the first of each left out. Refuted if four stretches leave more than half of the
 judge's time to be waited for, or samples made ahead more than a tenth.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of a set's rows: checked before anything is loaded, read when they are needed."""
+"""The images of a set's rows: checked before anything is loaded, read when they are needed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Row(NamedTuple):
     """The row in words, for messages."""
     prompt: str | None
     """None: the set has no prompts."""
-    pictures: tuple[str, ...]
+    images: tuple[str, ...]
     """References, as `resolve_image` takes them."""
 
 
 def read_images(references: Sequence[str], where: str) -> tuple[Tensor, ...]:
-    """The pictures of a row.
+    """The images of a row.
 
     Raises:
-        UserError: a picture cannot be read.
+        UserError: an image cannot be read.
     """
     from visalign.rewards.base.images import load_images
 
@@ -36,16 +36,15 @@ def read_images(references: Sequence[str], where: str) -> tuple[Tensor, ...]:
     for reference, reason in zip(references, batch.reasons, strict=True):
         if reason is not None:
             raise UserError(
-                f"The picture '{reference}' in {where} cannot be read: {reason}. Repair it or take the row "
-                "out."
+                f"The image '{reference}' in {where} cannot be read: {reason}. Repair it or take the row out."
             )
     return tuple(image for image in batch.images if image is not None)
 
 
-def check_pictures(rows: Iterable[Row], name: str) -> None:
-    """Refuse a picture that is none, naming its row.
+def check_images(rows: Iterable[Row], name: str) -> None:
+    """Refuse an image that is none, naming its row.
 
-    Of each picture file the beginning is read; one that breaks off later is refused when it is needed.
+    Of each image file the beginning is read; one that breaks off later is refused when it is needed.
 
     Args:
         rows: of a file.
@@ -56,7 +55,7 @@ def check_pictures(rows: Iterable[Row], name: str) -> None:
     """
     seen: set[str] = set()
     for row in rows:
-        for reference in row.pictures:
+        for reference in row.images:
             if "://" in reference or reference in seen:
                 continue
             seen.add(reference)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A proxy that can be hacked: how early the monitor warns, how often for nothing, and what σ is worth.
 
-    python tests/benchmarks/pictures/reward_hacking.py --output runs/hacking --seeds 0 1 2
+    python tests/benchmarks/images/reward_hacking.py --output runs/hacking --seeds 0 1 2
 
-`shapes_grpo_guard` with 12 prompts × 12 pictures an iteration, rewarded by the verifier (an honest run), by
-the pictures' brightness, and by the packaged LoRA ensemble, which likes richness as well as what was asked
+`shapes_grpo_guard` with 12 prompts × 12 images an iteration, rewarded by the verifier (an honest run), by
+the images' brightness, and by the packaged LoRA ensemble, which likes richness as well as what was asked
 for: its mean alone, or with one of the four uses of its standard deviation. CLIP score is held out, as a user
 without a verifier would; the verifier is recorded as the truth. The truth falls at the first evaluation on
 the way whose accuracy, and that of all later ones, is five points below the one before training.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An iteration of Flow-GRPO beside one that spends its passes as the published training loop does.
 
-    python tests/benchmarks/pictures/published_loop.py                          without guidance, and at 4.5
-    python tests/benchmarks/pictures/published_loop.py --guidance 4.5 --kl 0    one row
+    python tests/benchmarks/images/published_loop.py                          without guidance, and at 4.5
+    python tests/benchmarks/images/published_loop.py --guidance 4.5 --kl 0    one row
 
 The other side is no copy of that code: it is its passes, restated from what it is known to do (arXiv
 2505.05470 and its repository), on the same packaged model by the same transformer, with the same context,
@@ -197,7 +197,7 @@ def compare(guidance: float, options: argparse.Namespace, folder: Path) -> str:
     ratios = [b / a for a, b in zip(one, other, strict=True)]
     return (
         f"guidance {guidance:g}, KL {options.kl:g}: ours {median(one):.1f} s and {passes[0] / images:.0f} "
-        f"forward-equivalents a picture, published {median(other):.1f} s and {passes[1] / images:.0f}; "
+        f"forward-equivalents an image, published {median(other):.1f} s and {passes[1] / images:.0f}; "
         f"published / ours: passes {passes[1] / passes[0]:.2f}, seconds {median(ratios):.2f} "
         f"(rounds: {', '.join(f'{ratio:.2f}' for ratio in ratios)})"
     )
@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(arguments)
     if options.prompts > len(PROMPTS) or options.prompts * options.group % (UPDATES * options.batch):
-        parser.error(f"--prompts is at most {len(PROMPTS)}, and --batch divides half of all pictures.")
+        parser.error(f"--prompts is at most {len(PROMPTS)}, and --batch divides half of all images.")
     torch.set_num_threads(1)
     for guidance in options.guidance:
         torch.manual_seed(0)

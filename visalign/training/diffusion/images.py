@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An iteration's pictures, whatever is learnt from them: prompts, rollout, decoding, judging."""
+"""An iteration's images, whatever is learnt from them: prompts, rollout, decoding, judging."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from visalign.training.policy.balance import RewardBalance
 from visalign.training.policy.constraints import RewardConstraints
 from visalign.training.policy.reference import Reference
 
-from .picture_statistics import STATISTICS, group_diversity, middle_frame, picture_statistics
+from .image_statistics import STATISTICS, group_diversity, image_statistics, middle_frame
 from .rollout_settings import RolloutSettings
 from .settings import DiffusionObjectiveSettings, check_sampling, check_sharding
 from .stored_pairs import check_stored
 
 Features = Callable[[Tensor], Tensor]
-"""Pictures [b, 3, H, W] -> features [b, d] of any unit, by which their distances are measured."""
+"""Images [b, 3, H, W] -> features [b, d] of any unit, by which their distances are measured."""
 Stored = Callable[[Sequence[Mapping[str, Any]]], Tensor]
-"""b records -> clean latents [b, ...] of their pictures, in the policy's storage dtype, on its device."""
+"""b records -> clean latents [b, ...] of their images, in the policy's storage dtype, on its device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +57,11 @@ class Drawn:
     verdicts: Sequence[Callable[[], Scores]]
     """Of one stretch of samples after the other."""
     looks: Tensor | None
-    """[b, 4 + d]: `picture_statistics`, and features; None of stored pictures."""
+    """[b, 4 + d]: `image_statistics`, and features; None of stored images."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pictures:
+class Images:
     """b samples of this process, and what was said of all B."""
 
     condition: Condition
@@ -92,14 +92,14 @@ def check_sizes(policy: DiffusionPolicy, rollout: RolloutSettings) -> None:
     """
     if rollout.image_sizes and getattr(getattr(type(policy), "image_size", None), "fset", None) is None:
         raise UserError(
-            f"rollout.image_sizes is {rollout.image_sizes}, and {type(policy).__name__} makes pictures of "
+            f"rollout.image_sizes is {rollout.image_sizes}, and {type(policy).__name__} makes images of "
             "one size. Leave it out, or give the adapter the property image_size with a setter, as "
             "visalign.interfaces.DiffusionPolicy says."
         )
 
 
-class PictureSource:
-    """Makes and judges pictures.
+class ImageSource:
+    """Makes and judges images.
 
     Args:
         policy: on the accelerator's device.
@@ -111,7 +111,7 @@ class PictureSource:
         strata: label per record, see `PromptSampler`.
         cycle: see `PromptSampler`.
         features: see `Features`; None measures no distances.
-        stored: what makes clean latents of stored pictures, which are learnt from in place of samples. Each
+        stored: what makes clean latents of stored images, which are learnt from in place of samples. Each
             prompt record then has under "candidates" a record for each of the G samples of its group, which
             it is joined with.
 
@@ -148,7 +148,7 @@ class PictureSource:
         check_sizes(policy, rollout)
         self._own_size = getattr(policy, "image_size", None)
         try:
-            for number, _ in enumerate(rollout.image_sizes or []):  # refused before a picture is made
+            for number, _ in enumerate(rollout.image_sizes or []):  # refused before an image is made
                 self.resize(number)
         except UserError as error:
             raise UserError(f"rollout.image_sizes: {error}") from error
@@ -156,7 +156,7 @@ class PictureSource:
             self.resize(None)
 
     def resize(self, iteration: int | None) -> None:
-        """Let the policy make pictures of an iteration's size; None is its own, as between iterations."""
+        """Let the policy make images of an iteration's size; None is its own, as between iterations."""
         policy, sizes = self.policy, self.rollout.image_sizes
         if sizes:
             size = self._own_size if iteration is None else sizes[iteration % len(sizes)]
@@ -167,7 +167,7 @@ class PictureSource:
         self.sigmas = policy.sigmas(steps, timestep_schedule=schedule)
         self.times = policy.times(self.sigmas)
 
-    def collect(self, iteration: int, clock: PhaseClock, sde_steps: Sequence[int] = ()) -> Pictures:
+    def collect(self, iteration: int, clock: PhaseClock, sde_steps: Sequence[int] = ()) -> Images:
         """Sample, decode and judge one iteration's groups.
 
         Args:
@@ -214,7 +214,7 @@ class PictureSource:
         )
 
     def _stored(self, batch: Batch, records: Sequence[Mapping[str, Any]], clock: PhaseClock) -> Drawn:
-        """The stored pictures of a batch's groups; what was said of them stands in their records."""
+        """The stored images of a batch's groups; what was said of them stands in their records."""
         assert self.stored is not None
         places = (batch.sample_id % self.rollout.group_size).tolist()
         own = [{**one, **one["candidates"][place]} for one, place in zip(records, places, strict=True)]
@@ -230,7 +230,7 @@ class PictureSource:
             looks=None,
         )
 
-    def judged(self, drawn: Drawn, clock: PhaseClock) -> Pictures:
+    def judged(self, drawn: Drawn, clock: PhaseClock) -> Images:
         """What the judge says of drawn samples, once it has.
 
         Raises:
@@ -241,7 +241,7 @@ class PictureSource:
         value, valid, parts = self._gather(scores)
         group = self.of_all(drawn.batch.group_id)
         check_failures(scores, valid, self.rollout.max_failure_rate, self.reward.name)
-        return Pictures(
+        return Images(
             condition=drawn.condition,
             trajectory=drawn.trajectory,
             batch=drawn.batch,
@@ -271,7 +271,7 @@ class PictureSource:
             return verdict()
 
     def _shown(self, latents: Tensor, clock: PhaseClock) -> Tensor:
-        """Pictures [b, 3, H, W], or clips [b, F, 3, H, W] for a judge of clips, on the CPU."""
+        """Images [b, 3, H, W], or clips [b, F, 3, H, W] for a judge of clips, on the CPU."""
         with clock.phase("decode"), torch.no_grad(), self.accelerator.autocast():
             chunks = latents.split(min(self.rollout.batch_size, len(latents)))
             clips = getattr(self.reward, "takes_clips", False)
@@ -286,7 +286,7 @@ class PictureSource:
     def _looked_at(self, shown: Tensor, clock: PhaseClock) -> Tensor:
         """[b, 4 + d] float64."""
         with clock.phase("monitor"), torch.no_grad():
-            found = [picture_statistics(shown)]
+            found = [image_statistics(shown)]
             if self.features is not None:
                 found.append(self.features(middle_frame(shown)).double().cpu())
             return torch.cat(found, 1)
@@ -354,8 +354,8 @@ class PictureSource:
         return int(self.shares.own[0])
 
 
-class PictureAlgorithm(Algorithm):
-    """What every training of a diffusion policy on judged pictures has; its arguments are `FlowGRPO`'s.
+class ImageAlgorithm(Algorithm):
+    """What every training of a diffusion policy on judged images has; its arguments are `FlowGRPO`'s.
 
     A training defines `begin`, which finds policy, settings, rollout, accelerator and source in place.
     """
@@ -386,7 +386,7 @@ class PictureAlgorithm(Algorithm):
         check_sampling(self.settings, self.rollout)
         check_stored(self.settings, self.rollout, stored=stored is not None)
         self.accelerator = accelerator_of(accelerator, policy)
-        self.source = PictureSource(
+        self.source = ImageSource(
             policy,
             reward,
             records,
@@ -442,8 +442,8 @@ class PictureAlgorithm(Algorithm):
             return int(not batches)
         return at_most(max(1, batches), self.accelerator) - batches
 
-    def constrained(self, made: Pictures, run: Context) -> Pictures:
-        """The pictures with what is optimised for their value, where a reward has a bound."""
+    def constrained(self, made: Images, run: Context) -> Images:
+        """The images with what is optimised for their value, where a reward has a bound."""
         if not self.constraints.bounds:
             return made
         value, multipliers = self.constraints.apply(made.valid, made.parts, run)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of every page for the site, of runs: python docs/pictures.py [--runs PLACE] [NAME ...]
+"""Images of every page for the site, of runs: python docs/images.py [--runs PLACE] [NAME ...]
 
 Needs Chromium on the path. A page that already lies in PLACE is shown as it is; the others are made there,
-the report by `visalign quickstart`. Pictures that are there are replaced.
+the report by `visalign quickstart`. Images that are there are replaced.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from visalign.pipelines.collect.server import vote_server
 from visalign.pipelines.collect.store import Plan, VoteStore
 from visalign.pipelines.collect.tasks import Form, read_tasks
 
-FOLDER = Path(__file__).parent / "pictures"
+FOLDER = Path(__file__).parent / "images"
 WIDTH, HEIGHT, SHOWN = 1180, 860, 1000
-"""Of the window, and how wide the picture is, in pixels."""
+"""Of the window, and how wide the image is, in pixels."""
 LOADED = (
     "Promise.all([...document.images].map(i => { i.loading = 'eager'; return i.decode() })).then(() => 0)"
 )
-"""Pictures below the fold load when they are scrolled to, and nobody scrolls here."""
+"""Images below the fold load when they are scrolled to, and nobody scrolls here."""
 PROMPT = "a red circle left of a blue square"
 JUDGES = ("-r", "clip_score", "-r", "hpsv3", "-r", "saturation")
 PAIRS = ("-r", "reward_dance_pairs")
 DRAWN = ("sample", PROMPT, "two green triangles", "a yellow square above a red triangle")
 PAGES = {
-    "report": ("report/report.html#pictures", ("quickstart", "-o", "report")),
+    "report": ("report/report.html#images", ("quickstart", "-o", "report")),
     "text": ("text/report.html", ("train", "text_grpo", "-o", "text")),
     "evaluate": (
         "evaluate/evaluation.html#calibration",
@@ -75,14 +75,14 @@ def visalign(*words: str) -> None:
     app(list(words), standalone_mode=False)
 
 
-def picture(browser: Browser, page: Path, section: str, to: Path) -> None:
+def capture(browser: Browser, page: Path, section: str, to: Path) -> None:
     """A page from one of its sections on, as a small WebP."""
     browser.open(page.resolve(strict=True), width=WIDTH, height=HEIGHT, dark=False)
     browser.value(LOADED)
     place = f"document.getElementById('{section}').getBoundingClientRect().top" if section else "0"
     top = int(browser.value(place))
     with tempfile.TemporaryDirectory() as folder:
-        browser.picture(Path(folder) / "page.png")
+        browser.image(Path(folder) / "page.png")
         with Image.open(Path(folder) / "page.png") as image:
             part = image.convert("RGB").crop((0, top, image.width, min(top + HEIGHT, image.height)))
     save(part, to)
@@ -162,7 +162,7 @@ def main() -> None:
             continue
         if not Path(page).is_file():
             visalign(*command)
-        picture(browser, Path(page), section, FOLDER / f"{name}.webp")
+        capture(browser, Path(page), section, FOLDER / f"{name}.webp")
         print(f"{FOLDER.name}/{name}.webp: {(FOLDER / f'{name}.webp').stat().st_size / 1000:.0f} kB")
     browser.close()
 

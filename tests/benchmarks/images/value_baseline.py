@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a value function of noisy latents would take off the advantage's variance, against the group's mean.
 
-    python tests/benchmarks/pictures/value_baseline.py --iterations 8 --prompts 32 --threads 1
+    python tests/benchmarks/images/value_baseline.py --iterations 8 --prompts 32 --threads 1
 
 On the settings of `shapes_grpo_guard`, the policy as it begins. Per stochastic step k, in shares of the
-variance of R − R̄ with R̄ the mean of the *other* pictures of the group (DDPO's baseline, free):
+variance of R − R̄ with R̄ the mean of the *other* images of the group (DDPO's baseline, free):
 
 * floor: mean variance of R given the latent before step k, from trees that part there: no V can do better.
 * V: R − V_k(x̂0, R̄), a ridge regression of 64 projections of x̂0 and of R̄ on the iterations before, as a run
@@ -28,18 +28,18 @@ from visalign.flow.rollout import predicted_clean
 from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
 from visalign.pipelines.flow_grpo.inputs import prepare
 from visalign.pipelines.flow_grpo.parts import build_policy
-from visalign.training.diffusion.pictures import Pictures, PictureSource
+from visalign.training.diffusion.images import Images, ImageSource
 from visalign.training.loop.runtime import PhaseClock
 
 TREES = 3
-"""Latents of a prompt at which the trees of the floor part, into the rest of its pictures."""
+"""Latents of a prompt at which the trees of the floor part, into the rest of its images."""
 
 
-def source_of(changes: list[str]) -> tuple[PictureSource, list[int]]:
-    """The pictures of a configuration, and its stochastic steps."""
+def source_of(changes: list[str]) -> tuple[ImageSource, list[int]]:
+    """The images of a configuration, and its stochastic steps."""
     config = load_config(FlowGRPOConfig, resolve_config("shapes_grpo_guard"), changes)
     inputs, accelerator = prepare(config, 1), Accelerator(cpu=True)
-    source = PictureSource(
+    source = ImageSource(
         build_policy(config.model, accelerator.device, config.seed),
         inputs.reward,
         inputs.records,
@@ -51,8 +51,8 @@ def source_of(changes: list[str]) -> tuple[PictureSource, list[int]]:
     return source, config.rollout.stochastic
 
 
-def others_mean(made: Pictures) -> Tensor:
-    """[B] R̄ without the picture itself."""
+def others_mean(made: Images) -> Tensor:
+    """[B] R̄ without the image itself."""
     centred = group_advantages(made.value, made.group, scale="none", baseline="leave_one_out")
     return made.value - centred
 

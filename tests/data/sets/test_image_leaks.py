@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures in more than one set: under other names, linked, saved anew, in Parquet; in bounded time."""
+"""Images in more than one set: under other names, linked, saved anew, in Parquet; in bounded time."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from visalign.data.sets import leaks as picture_leaks
+from visalign.data.sets import leaks as image_leaks
 from visalign.data.sets.checks import check_preferences, check_quality
 from visalign.data.sets.image_references import parquet_reference, shapes_reference
-from visalign.data.sets.leaks import refuse_shared_pictures, shared_pictures
+from visalign.data.sets.leaks import refuse_shared_images, shared_images
 from visalign.data.sets.records import PreferencePair, PreferenceSet, QualityRecord, QualitySet
 from visalign.errors import UserError
 from visalign.pipelines.jobs import load_job
@@ -29,16 +29,16 @@ RNG = np.random.default_rng(0)
 
 
 def noise(path: Path, width: int = 12, height: int = 9) -> Image.Image:
-    """A picture like no other, saved."""
-    picture = Image.fromarray(RNG.integers(0, 256, (height, width, 3), dtype=np.uint8))
+    """An image like no other, saved."""
+    image = Image.fromarray(RNG.integers(0, 256, (height, width, 3), dtype=np.uint8))
     path.parent.mkdir(parents=True, exist_ok=True)
-    picture.save(path)
-    return picture
+    image.save(path)
+    return image
 
 
 @pytest.fixture
 def sets(tmp_path: Path) -> dict[str, list[str]]:
-    """Three held-out and twelve training pictures, all different, most of one size."""
+    """Three held-out and twelve training images, all different, most of one size."""
     found: dict[str, list[str]] = {"train": [], "heldout": []}
     for name, count in (("train", 12), ("heldout", 3)):
         for number in range(count):
@@ -49,14 +49,14 @@ def sets(tmp_path: Path) -> dict[str, list[str]]:
 
 
 def pairs_of(sets: dict[str, list[str]]) -> set[frozenset[str]]:
-    return {frozenset(ref for ref, _ in pair) for pair in shared_pictures(sets).shared}
+    return {frozenset(ref for ref, _ in pair) for pair in shared_images(sets).shared}
 
 
-def test_different_pictures_are_no_leak_and_all_are_compared(sets: dict[str, list[str]]) -> None:
-    found = shared_pictures(sets)
+def test_different_images_are_no_leak_and_all_are_compared(sets: dict[str, list[str]]) -> None:
+    found = shared_images(sets)
     assert found.shared == () and found.compared == found.total == 15 and found.note() is None
-    assert refuse_shared_pictures(sets, what="x") == []
-    assert shared_pictures({"one": sets["train"] * 2}).shared == ()
+    assert refuse_shared_images(sets, what="x") == []
+    assert shared_images({"one": sets["train"] * 2}).shared == ()
 
 
 def _copied(source: Path, new: Path) -> None:
@@ -94,15 +94,15 @@ def _turned_with_a_note(source: Path, new: Path) -> None:
     "copy",
     [_copied, _linked, _hard_linked, _compressed_anew, _as_bmp, _with_opaque_alpha, _turned_with_a_note],
 )
-def test_one_picture_under_two_names_is_found(sets: dict[str, list[str]], tmp_path: Path, copy: Any) -> None:
+def test_one_image_under_two_names_is_found(sets: dict[str, list[str]], tmp_path: Path, copy: Any) -> None:
     copy(Path(sets["train"][7]), tmp_path / "other name.png")
     sets["heldout"].append(str(tmp_path / "other name.png"))
     assert pairs_of(sets) == {frozenset({sets["train"][7], str(tmp_path / "other name.png")})}
-    with pytest.raises(UserError, match=r"1 pictures of data.heldout also stand in data.train: '.*7.png'"):
-        refuse_shared_pictures(sets, what="of data.heldout also stand in data.train")
+    with pytest.raises(UserError, match=r"1 images of data.heldout also stand in data.train: '.*7.png'"):
+        refuse_shared_images(sets, what="of data.heldout also stand in data.train")
 
 
-def test_what_looks_different_is_another_picture(sets: dict[str, list[str]], tmp_path: Path) -> None:
+def test_what_looks_different_is_another_image(sets: dict[str, list[str]], tmp_path: Path) -> None:
     source = Image.open(sets["train"][7])
     pixels = np.asarray(source).copy()
     pixels[0, 0, 0] ^= 1
@@ -124,14 +124,14 @@ def test_deep_levels_are_not_cut(tmp_path: Path) -> None:
     assert pairs_of({"one": [a], "two": [c]}) == set()
 
 
-def test_pictures_in_parquet_and_of_the_world(sets: dict[str, list[str]], tmp_path: Path) -> None:
+def test_images_in_parquet_and_of_the_world(sets: dict[str, list[str]], tmp_path: Path) -> None:
     content = io.BytesIO()
     Image.open(sets["train"][3]).save(content, format="BMP")
     other = io.BytesIO()
     noise(tmp_path / "x.png").save(other, format="PNG")
-    table = pyarrow.table({"picture": [other.getvalue(), content.getvalue()]})
+    table = pyarrow.table({"image": [other.getvalue(), content.getvalue()]})
     pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
-    inside = [parquet_reference(tmp_path / "t.parquet", "picture", row) for row in (0, 1)]
+    inside = [parquet_reference(tmp_path / "t.parquet", "image", row) for row in (0, 1)]
     assert pairs_of({"train": sets["train"], "heldout": inside}) == {frozenset({sets["train"][3], inside[1]})}
     world = [shapes_reference("train", 0, "pair", k, "left") for k in range(3)]
     assert (
@@ -140,37 +140,37 @@ def test_pictures_in_parquet_and_of_the_world(sets: dict[str, list[str]], tmp_pa
     )
 
 
-def test_only_pictures_of_a_size_that_both_sets_have_are_decoded(
+def test_only_images_of_a_size_that_both_sets_have_are_decoded(
     sets: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        picture_leaks, "_pixel_hash", lambda picture: bytes(decoded.append(picture.size) or 0) or None
+        image_leaks, "_pixel_hash", lambda image: bytes(decoded.append(image.size) or 0) or None
     )
-    found = shared_pictures({"train": sets["train"][1:], "heldout": sets["heldout"][:1]})
+    found = shared_images({"train": sets["train"][1:], "heldout": sets["heldout"][:1]})
     assert decoded == [(20, 9)] and found.compared == 12 and found.is_complete
 
 
 def test_time_that_is_over_is_said_and_files_are_still_compared(
     sets: dict[str, list[str]], tmp_path: Path
 ) -> None:
-    found = shared_pictures(sets, seconds=0)
+    found = shared_images(sets, seconds=0)
     assert found.compared == 0 and not found.is_complete
-    [note] = refuse_shared_pictures(sets, what="x", seconds=0)
-    assert note.startswith("By pixels 0 of 15 pictures were compared in 0 s")
+    [note] = refuse_shared_images(sets, what="x", seconds=0)
+    assert note.startswith("By pixels 0 of 15 images were compared in 0 s")
     sets["heldout"].append(sets["train"][2])
     with pytest.raises(UserError, match=r"'.*2.png' \(train and heldout\)"):
-        refuse_shared_pictures(sets, what="x", seconds=0)
+        refuse_shared_images(sets, what="x", seconds=0)
 
 
-def test_unreadable_pictures_stop_nothing(sets: dict[str, list[str]], tmp_path: Path) -> None:
-    (tmp_path / "bad.png").write_bytes(b"no picture")
+def test_unreadable_images_stop_nothing(sets: dict[str, list[str]], tmp_path: Path) -> None:
+    (tmp_path / "bad.png").write_bytes(b"no image")
     sets["heldout"] += [str(tmp_path / "bad.png"), str(tmp_path / "gone.png")]
-    found = shared_pictures(sets)
+    found = shared_images(sets)
     assert found.shared == () and found.unreadable == 2 and found.is_complete
 
 
-def test_a_set_with_splits_is_refused_by_picture(sets: dict[str, list[str]], tmp_path: Path) -> None:
+def test_a_set_with_splits_is_refused_by_image(sets: dict[str, list[str]], tmp_path: Path) -> None:
     _compressed_anew(Path(sets["train"][1]), tmp_path / "again.png")
     names = [sets["train"][0], sets["train"][1], str(tmp_path / "again.png"), sets["train"][2]]
     pairs = tuple(
@@ -179,7 +179,7 @@ def test_a_set_with_splits_is_refused_by_picture(sets: dict[str, list[str]], tmp
         )
         for k, split in enumerate(("train", "test"))
     )
-    message = r"1 pictures of 's' stand in more than one split: '.*1.png' \(train\) is '.*again.png' \(test"
+    message = r"1 images of 's' stand in more than one split: '.*1.png' \(train\) is '.*again.png' \(test"
     with pytest.raises(UserError, match=message):
         check_preferences(PreferenceSet(name="s", pairs=pairs))
     assert check_preferences(PreferenceSet(name="s", pairs=pairs), files=False) == []
@@ -191,7 +191,7 @@ def test_a_set_with_splits_is_refused_by_picture(sets: dict[str, list[str]], tmp
     assert check_quality(QualitySet(name="s", records=records), files=False) == []
 
 
-def test_training_on_a_held_out_picture_is_refused(sets: dict[str, list[str]], tmp_path: Path) -> None:
+def test_training_on_a_held_out_image_is_refused(sets: dict[str, list[str]], tmp_path: Path) -> None:
     _as_bmp(Path(sets["train"][1]), tmp_path / "again.bmp")
     names = {"train": sets["train"][:4], "heldout": [*sets["heldout"][:3], str(tmp_path / "again.bmp")]}
     for which, files in names.items():
@@ -204,7 +204,7 @@ def test_training_on_a_held_out_picture_is_refused(sets: dict[str, list[str]], t
     config = load_job("shapes_hpsv3", changes).config
     with pytest.raises(
         UserError,
-        match=r"1 pictures of data.heldout also stand in data.train: '.*again.bmp' \(data.heldout\) is "
+        match=r"1 images of data.heldout also stand in data.train: '.*again.bmp' \(data.heldout\) is "
         r"'.*train/1.png' \(data.train\). What is learnt would be measured.",
     ):
         prepare_reward(config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A picture cut into patches, and what the vision tower of a model makes of it."""
+"""An image cut into patches, and what the vision tower of a model makes of it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A picture cut into patches; two are equal if their pixels are."""
+class PatchedImage:
+    """An image cut into patches; two are equal if their pixels are."""
 
     digest: str
     """Of the pixels as they were given."""
@@ -27,8 +27,8 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class PictureFeatures:
-    """What a vision tower makes of one picture."""
+class ImageFeatures:
+    """What a vision tower makes of one image."""
 
     embeds: Tensor
     """[tokens, H], in place of the embeddings of the image tokens."""
@@ -39,47 +39,47 @@ class PictureFeatures:
     def nbytes(self) -> int:
         return self.embeds.nbytes + sum(layer.nbytes for layer in self.deeper)
 
-    def clone(self) -> PictureFeatures:
+    def clone(self) -> ImageFeatures:
         """The same in memory of its own."""
-        return PictureFeatures(self.embeds.clone(), tuple(layer.clone() for layer in self.deeper))
+        return ImageFeatures(self.embeds.clone(), tuple(layer.clone() for layer in self.deeper))
 
 
 def pixel_digest(pixels: Tensor) -> str:
-    """32 hex digits that tell pictures uint8 [3, H, W] apart."""
+    """32 hex digits that tell images uint8 [3, H, W] apart."""
     shape = f"{tuple(pixels.shape)}".encode()
     content = pixels.cpu().contiguous().numpy().tobytes()
     return hashlib.blake2b(shape + content, digest_size=16).hexdigest()
 
 
-def tower_features(trunk: Any, pictures: Sequence[Picture]) -> list[PictureFeatures]:
-    """Pictures through the vision tower of a Qwen-VL model in one pass; with gradient where the model has it.
+def tower_features(trunk: Any, images: Sequence[PatchedImage]) -> list[ImageFeatures]:
+    """Images through the vision tower of a Qwen-VL model in one pass; with gradient where the model has it.
 
     Source of the deeper features: DeepStack, arXiv 2406.04334 (Qwen3-VL).
     """
     device = trunk.get_input_embeddings().weight.device
     sizes = "cpu" if device.type == "meta" else device  # where numbers are read, even of a model without any
     found = trunk.get_image_features(
-        torch.cat([picture.patches for picture in pictures]).to(device),
-        torch.tensor([picture.grid for picture in pictures], device=sizes),
+        torch.cat([image.patches for image in images]).to(device),
+        torch.tensor([image.grid for image in images], device=sizes),
         return_dict=True,
     )
     layers = getattr(found, "deepstack_features", None) or ()
     return [
-        PictureFeatures(embeds, tuple(layer[place] for layer in layers))
+        ImageFeatures(embeds, tuple(layer[place] for layer in layers))
         for place, embeds in enumerate(found.pooler_output)
     ]
 
 
-def insert_features(embeds: Tensor, places: Tensor, features: Sequence[PictureFeatures]) -> dict[str, Any]:
-    """`inputs_embeds` [b, S, H] in which pictures stand at the `places` [b, S] of their tokens, row by row,
+def insert_features(embeds: Tensor, places: Tensor, features: Sequence[ImageFeatures]) -> dict[str, Any]:
+    """`inputs_embeds` [b, S, H] in which images stand at the `places` [b, S] of their tokens, row by row,
     and for DeepStack `visual_pos_masks` and `deepstack_visual_embeds`, as the language part of a model
     takes them.
     """
     if not features:
         return {"inputs_embeds": embeds}
-    shown = torch.cat([picture.embeds for picture in features]).to(embeds.device, embeds.dtype)
+    shown = torch.cat([image.embeds for image in features]).to(embeds.device, embeds.dtype)
     inputs: dict[str, Any] = {"inputs_embeds": embeds.masked_scatter(places[..., None], shown)}
-    layers = [torch.cat(layer) for layer in zip(*(picture.deeper for picture in features), strict=True)]
+    layers = [torch.cat(layer) for layer in zip(*(image.deeper for image in features), strict=True)]
     if layers:
         inputs |= {"visual_pos_masks": places, "deepstack_visual_embeds": layers}
     return inputs

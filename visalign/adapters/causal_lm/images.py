@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of models of the Qwen-VL family: cut and remembered, put among a prompt's tokens, and seen.
+"""Images of models of the Qwen-VL family: cut and remembered, put among a prompt's tokens, and seen.
 
-The template marks each picture by one image token, which becomes as many as it takes.
+The template marks each image by one image token, which becomes as many as it takes.
 
-Positions have three axes (time, row, column). A picture moves the text behind it on by its longer side, not
+Positions have three axes (time, row, column). An image moves the text behind it on by its longer side, not
 by its number of tokens; each prompt therefore has an offset between the two, which goes with its cache. The
 model's own bookkeeping of it (`rope_deltas`) is by place in the batch and is not used: samples leave the
-batch, and share prompts. Positions are computed here: some releases of transformers move pictures along the
+batch, and share prompts. Positions are computed here: some releases of transformers move images along the
 axis of time for Qwen2.5-VL (huggingface/transformers issue 45325, version 5.3).
 
 Sources: M-RoPE, Qwen2-VL, arXiv 2409.12191, section 2.1; DeepStack, arXiv 2406.04334 (Qwen3-VL).
@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 from visalign.data.sets.image_references import resolve_image
 from visalign.errors import UserError
 from visalign.text import Prompt
-from visalign.vision.pictures import Picture, insert_features, pixel_digest, tower_features
+from visalign.vision.images import PatchedImage, insert_features, pixel_digest, tower_features
 from visalign.vision.pixels import read_pixels
 from visalign.vision.positions import rotary_positions
 
@@ -38,19 +38,19 @@ from .network import Seen
 from .prompts import EncodedPrompts, Encoder, TextPrompts
 
 MEMORY = 1 << 28
-"""Bytes of patches that are remembered: pictures are met again at each update of a rollout."""
+"""Bytes of patches that are remembered: images are met again at each update of a rollout."""
 
 
-class PictureProcessor:
-    """Cuts pictures into patches, each by itself, so that none depends on its neighbours."""
+class ImageProcessor:
+    """Cuts images into patches, each by itself, so that none depends on its neighbours."""
 
     def __init__(self, image_processor: Any) -> None:
         self._processor = image_processor
-        self._known: OrderedDict[str, Picture] = OrderedDict()
+        self._known: OrderedDict[str, PatchedImage] = OrderedDict()
         self._bytes = 0
 
-    def __call__(self, image: Any, where: str) -> Picture:
-        """Read a picture: PIL image, uint8 tensor [3, H, W], float tensor [3, H, W] in [0, 1], or a reference
+    def __call__(self, image: Any, where: str) -> PatchedImage:
+        """Read an image: PIL image, uint8 tensor [3, H, W], float tensor [3, H, W] in [0, 1], or a reference
         as `visalign.data.sets.image_references.resolve_image` takes it, such as a path; `where` says which
         one it is, for messages.
         """
@@ -61,7 +61,7 @@ class PictureProcessor:
         self._known.move_to_end(digest)
         return self._known[digest]
 
-    def _cut(self, pixels: Tensor, digest: str, where: str) -> Picture:
+    def _cut(self, pixels: Tensor, digest: str, where: str) -> PatchedImage:
         try:
             cut = self._processor(images=[pixels], return_tensors="pt", input_data_format="channels_first")
         except ValueError as error:
@@ -70,23 +70,23 @@ class PictureProcessor:
                 f"{error}. Crop or resize it."
             ) from error
         frames, rows, columns = (int(n) for n in cut["image_grid_thw"][0])
-        return Picture(
+        return PatchedImage(
             digest=digest,
             grid=(frames, rows, columns),
             tokens=frames * rows * columns // self._processor.merge_size**2,
             patches=cut["pixel_values"].float(),
         )
 
-    def _remember(self, picture: Picture) -> None:
-        self._known[picture.digest] = picture
-        self._bytes += picture.patches.nbytes
+    def _remember(self, image: PatchedImage) -> None:
+        self._known[image.digest] = image
+        self._bytes += image.patches.nbytes
         while self._bytes > MEMORY and len(self._known) > 1:
             _, oldest = self._known.popitem(last=False)
             self._bytes -= oldest.patches.nbytes
 
 
 def _opened(image: Any, where: str) -> Any:
-    """The picture that a text names; anything else itself."""
+    """The image that a text names; anything else itself."""
     if not isinstance(image, str):
         return image
     found = resolve_image(image)
@@ -101,36 +101,36 @@ def _opened(image: Any, where: str) -> Any:
         raise UserError(f"{where}, '{found}', cannot be read: {error}. Repair it or take it out.") from error
 
 
-class PicturePrompts:
-    """Prompts of a model that sees; `image_token` is the id that stands for pictures."""
+class ImagePrompts:
+    """Prompts of a model that sees; `image_token` is the id that stands for images."""
 
     def __init__(self, prompts: PromptEncoder, processor: ProcessorMixin, image_token: int) -> None:
         images = getattr(processor, "image_processor", None)
         if not hasattr(images, "merge_size"):
             raise UserError(
-                f"The {type(processor).__name__} has no image processor that cuts pictures into merged "
+                f"The {type(processor).__name__} has no image processor that cuts images into merged "
                 "patches, so the policy cannot see. Load the model's own with AutoProcessor.from_pretrained."
             )
         self._prompts, self._image_token = prompts, image_token
-        self._pictures = PictureProcessor(images)
+        self._images = ImageProcessor(images)
 
     def encode(self, prompts: Sequence[Prompt], images: Sequence[Sequence[Any]] | None) -> EncodedPrompts:
-        """Tokens and pictures.
+        """Tokens and images.
 
-        A picture stands in its part of a conversation, {"type": "image", "image": picture}; or the part is
-        {"type": "image"} and takes the next one of the prompt's list. Plain text marks pictures by the
-        model's own image token. Prompts without pictures may stand among the others.
+        An image stands in its part of a conversation, {"type": "image", "image": image}; or the part is
+        {"type": "image"} and takes the next one of the prompt's list. Plain text marks images by the
+        model's own image token. Prompts without images may stand among the others.
 
         Args:
             prompts: P texts or conversations.
-            images: P lists of pictures, empty where a prompt has none; None is none at all.
+            images: P lists of images, empty where a prompt has none; None is none at all.
 
         Raises:
-            UserError: naming the prompt: a picture too many or too few, or one that cannot be read.
+            UserError: naming the prompt: an image too many or too few, or one that cannot be read.
         """
         if images is not None and (isinstance(images, str) or len(images) != len(prompts)):
             raise UserError(
-                f"images has {len(images)} entries for {len(prompts)} prompts; give one list of pictures per "
+                f"images has {len(images)} entries for {len(prompts)} prompts; give one list of images per "
                 "prompt, [] where it has none."
             )
         lists: Iterable[Sequence[Any]] = [()] * len(prompts) if images is None else images
@@ -141,28 +141,28 @@ class PicturePrompts:
             self._check_marks(tokens, given, place)
         if not any(shown):
             return EncodedPrompts(ids)
-        pictures = [self._read(given, f"prompt {place}") for place, given in enumerate(shown)]
-        expanded = [self._expand(*pair) for pair in zip(ids, pictures, strict=True)]
-        return EncodedPrompts(expanded, pictures, shown)
+        encoded_images = [self._read(given, f"prompt {place}") for place, given in enumerate(shown)]
+        expanded = [self._expand(*pair) for pair in zip(ids, encoded_images, strict=True)]
+        return EncodedPrompts(expanded, encoded_images, shown)
 
-    def pictures(
+    def encoded_images(
         self, images: Sequence[Sequence[Any]], ids: Sequence[Sequence[int]], samples: Sequence[int]
-    ) -> list[list[Picture]]:
+    ) -> list[list[PatchedImage]]:
         """See `Encoder`."""
         found = [self._read(given, f"sample {n}") for n, given in zip(samples, images, strict=True)]
-        for sample, pictures, tokens in zip(samples, found, ids, strict=True):
-            wanted, marks = sum(p.tokens for p in pictures), list(tokens).count(self._image_token)
+        for sample, encoded_images, tokens in zip(samples, found, ids, strict=True):
+            wanted, marks = sum(p.tokens for p in encoded_images), list(tokens).count(self._image_token)
             if wanted != marks:
                 raise UserError(
-                    f"The prompt of sample {sample} holds {marks} image tokens, and its {len(pictures)} "
-                    f"pictures take {wanted}. Score a rollout with the processor that it was made with, and "
+                    f"The prompt of sample {sample} has {marks} image tokens, and its {len(encoded_images)} "
+                    f"images take {wanted}. Score a rollout with the processor that it was made with, and "
                     "leave its images as they were."
                 )
         return found
 
-    def _expand(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
-        """Put as many image tokens as a picture takes in the place of its one."""
-        left = iter(pictures)
+    def _expand(self, ids: Sequence[int], encoded_images: Sequence[PatchedImage]) -> list[int]:
+        """Put as many image tokens as an image takes in the place of its one."""
+        left = iter(encoded_images)
         counts = [next(left).tokens if token == self._image_token else 1 for token in ids]
         return [token for token, count in zip(ids, counts, strict=True) for _ in range(count)]
 
@@ -171,24 +171,24 @@ class PicturePrompts:
         if marks != len(given):
             token = self._prompts.tokenizer.convert_ids_to_tokens(self._image_token)
             raise UserError(
-                f"Prompt {place} marks {marks} pictures by {token}, and {len(given)} are given. In a "
+                f"Prompt {place} marks {marks} images by {token}, and {len(given)} are given. In a "
                 f'conversation each is a part {{"type": "image"}}, for which the chat template must write '
                 f"{token}; no text may hold that token."
             )
         if any(one == two == self._image_token for one, two in pairwise(ids)):
             raise UserError(
-                f"Prompt {place} shows two pictures with nothing between them, so that the model could not "
+                f"Prompt {place} shows two images with nothing between them, so that the model could not "
                 "tell where the second begins. Its own chat template writes marks around each."
             )
 
-    def _read(self, given: Sequence[Any], where: str) -> list[Picture]:
-        return [self._pictures(image, f"image {number} of {where}") for number, image in enumerate(given)]
+    def _read(self, given: Sequence[Any], where: str) -> list[PatchedImage]:
+        return [self._images(image, f"image {number} of {where}") for number, image in enumerate(given)]
 
 
 def encoder_of(model: PreTrainedModel, prompts: PromptEncoder, processor: ProcessorMixin | None) -> Encoder:
-    """What turns the prompts of a model into tokens, and into pictures where it has its processor."""
+    """What turns the prompts of a model into tokens, and into images where it has its processor."""
     if processor is not None:
-        return PicturePrompts(prompts, processor, model.config.image_token_id)
+        return ImagePrompts(prompts, processor, model.config.image_token_id)
     name, mend = type(model).__name__, "Leave images out."
     if model.config.model_type in VISION_LANGUAGE:
         mend = "Build it with the model's processor in place of the tokenizer, or leave images out."
@@ -196,7 +196,7 @@ def encoder_of(model: PreTrainedModel, prompts: PromptEncoder, processor: Proces
 
 
 def _without_empty_keys(prompt: Prompt) -> Prompt:
-    """Datasets give every part all keys, None where it has none; templates take the key for a picture."""
+    """Datasets give every part all keys, None where it has none; templates take the key for an image."""
     if isinstance(prompt, str):
         return prompt
     cleaned = []
@@ -216,10 +216,10 @@ def _without_empty_keys(prompt: Prompt) -> Prompt:
 
 
 def _assign(prompt: Prompt, given: Sequence[Any], place: int) -> list[Any]:
-    """The pictures of a prompt in the order of its parts."""
+    """The images of a prompt in the order of its parts."""
     if not isinstance(given, list | tuple):
         raise UserError(
-            f"images[{place}] is a {type(given).__name__}; give a list of pictures per prompt, [image]."
+            f"images[{place}] is a {type(given).__name__}; give a list of images per prompt, [image]."
         )
     if isinstance(prompt, str):
         return list(given)
@@ -228,16 +228,16 @@ def _assign(prompt: Prompt, given: Sequence[Any], place: int) -> list[Any]:
     if open_parts != len(given):
         held = len(parts) - open_parts
         raise UserError(
-            f"Prompt {place} has {open_parts} image parts without a picture"
+            f"Prompt {place} has {open_parts} image parts without an image"
             f"{f' (and {held} with one)' if held else ''}, and images[{place}] holds {len(given)}. Give one "
-            'part {"type": "image"} per picture, and the pictures in their order.'
+            'part {"type": "image"} per image, and the images in their order.'
         )
     left = iter(given)
     return [part["image"] if "image" in part else next(left) for part in parts]
 
 
 class QwenSight:
-    """The vision part of a model, and where its pictures stand among the tokens.
+    """The vision part of a model, and where its images stand among the tokens.
 
     Raises:
         UserError: for a model of another family.
@@ -256,32 +256,32 @@ class QwenSight:
         self._image_token: int = model.config.image_token_id
         self._merge: int = model.config.vision_config.spatial_merge_size
 
-    def see(self, ids: Tensor, mask: Tensor, pictures: Sequence[Sequence[Picture]]) -> Seen:
+    def see(self, ids: Tensor, mask: Tensor, encoded_images: Sequence[Sequence[PatchedImage]]) -> Seen:
         """What the language part takes instead of ids [b, S] from the beginning, with gradient where the
-        model has it, and the rows' offsets; each different picture of the b lists goes through the tower
+        model has it, and the rows' offsets; each different image of the b lists goes through the tower
         once.
 
-        The first image tokens of a row belong to its pictures; those that a completion draws are text.
+        The first image tokens of a row belong to its images; those that a completion draws are text.
         """
-        shown = [picture for row in pictures for picture in row]
-        places = self._places(ids, mask, pictures)
+        shown = [image for row in encoded_images for image in row]
+        places = self._places(ids, mask, encoded_images)
         different = list(dict.fromkeys(shown))
         features = dict(zip(different, tower_features(self._trunk, different), strict=True))
         embeds = self._trunk.get_input_embeddings()(ids)
-        inputs = insert_features(embeds, places, [features[picture] for picture in shown])
-        positions, offset = rotary_positions(places.cpu(), mask.cpu(), pictures, self._merge)
+        inputs = insert_features(embeds, places, [features[image] for image in shown])
+        positions, offset = rotary_positions(places.cpu(), mask.cpu(), encoded_images, self._merge)
         inputs["position_ids"] = positions.to(ids.device)
         return Seen(inputs, offset.to(ids.device))
 
-    def _places(self, ids: Tensor, mask: Tensor, pictures: Sequence[Sequence[Picture]]) -> Tensor:
-        """bool [b, S], True for the tokens that stand for pictures."""
-        wanted = torch.tensor([sum(p.tokens for p in row) for row in pictures], device=ids.device)
+    def _places(self, ids: Tensor, mask: Tensor, encoded_images: Sequence[Sequence[PatchedImage]]) -> Tensor:
+        """bool [b, S], True for the tokens that stand for images."""
+        wanted = torch.tensor([sum(p.tokens for p in row) for row in encoded_images], device=ids.device)
         marks = (ids == self._image_token) & (mask != 0)
         places = marks & (marks.cumsum(1) <= wanted[:, None])
         if not torch.equal(places.sum(1), wanted):
             row = int((places.sum(1) != wanted).nonzero()[0])
             raise ValueError(
-                f"Row {row} holds {int(places[row].sum())} image tokens, and its pictures take "
-                f"{int(wanted[row])}. Encode prompt and pictures with one processor."
+                f"Row {row} holds {int(places[row].sum())} image tokens, and its images take "
+                f"{int(wanted[row])}. Encode prompt and images with one processor."
             )
         return places

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains the toy in processes of their own, forks of one that has imported: `python -m
-tests.support.training.pictures_run` reads lines of JSON.
+tests.support.training.images_run` reads lines of JSON.
 
 [FOLDER, ITERATIONS, SECONDS_PER_REWARD] starts a run, whose id it answers and whose words go to FOLDER.txt; a
 run resumes when there is something to resume, and its reward is slow enough for a test to kill it in time. An
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from tests.support.training.pictures import Brightness, toy_trainer
+from tests.support.training.images import Brightness, toy_trainer
 
 
 class SlowBrightness(Brightness):

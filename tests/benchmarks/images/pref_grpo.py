@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Score or win rate as reward, with the same judge, over a long run.
 
-    python tests/benchmarks/pictures/pref_grpo.py --output runs/pref --iterations 150 --seeds 0
+    python tests/benchmarks/images/pref_grpo.py --output runs/pref --iterations 150 --seeds 0
 
 trains twice from the same start (`visalign train shapes_pref_grpo`, and the same file as `flow_grpo` on the
-judge's plain score), and prints what the verifier, the judge and the pictures' statistics say along the way.
+judge's plain score), and prints what the verifier, the judge and the images' statistics say along the way.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""At which denoising step it is decided what a picture shows: which noise levels are worth training.
+"""At which denoising step it is decided what an image shows: which noise levels are worth training.
 
-    python tests/benchmarks/pictures/when_decided.py --lora runs/quickstart/lora
-    python tests/benchmarks/pictures/when_decided.py --tag two_objects --model runs/full/model
+    python tests/benchmarks/images/when_decided.py --lora runs/quickstart/lora
+    python tests/benchmarks/images/when_decided.py --tag two_objects --model runs/full/model
 
-Of each step's predicted clean picture, x̂0 = x − σ v, over the held-out prompts: the share that is right, and
-the shares that already have as many objects, and the same shapes, as the picture in the end.
+Of each step's predicted clean image, x̂0 = x − σ v, over the held-out prompts: the share that is right, and
+the shares that already have as many objects, and the same shapes, as the image in the end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--lora", type=Path, help="folder of a run's LoRA; the model itself without")
     parser.add_argument("--tag", choices=CATEGORIES, help="prompts of one kind alone")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--repeats", type=int, default=4, help="pictures of a prompt")
+    parser.add_argument("--repeats", type=int, default=4, help="images of a prompt")
     options = parser.parse_args()
     chosen = settings_of(options.lora) if options.lora else LoraSettings()
     policy: Any = load_policy(resolve_model(options.model), lora=chosen)
@@ -46,18 +46,18 @@ def main() -> None:
     records *= options.repeats
     condition, sigmas = policy.encode([record["prompt"] for record in records]), policy.sigmas(options.steps)
     x = torch.randn(len(records), *policy.latent_shape, generator=torch.Generator().manual_seed(0))
-    pictures = []
+    images = []
     for here, there in pairwise(sigmas):
         sigma = here.expand(len(x))
         v = velocity_of(policy, x, sigma, condition)
-        pictures.append(policy.decode(x - here * v))
+        images.append(policy.decode(x - here * v))
         x = x + (there - here) * v
-    last = shapes(pictures[-1])
-    print(f"{len(records)} pictures\nstep  sigma  right  as many  same shapes")
-    for step, picture in enumerate(pictures):
-        now = shapes(picture)
+    last = shapes(images[-1])
+    print(f"{len(records)} images\nstep  sigma  right  as many  same shapes")
+    for step, image in enumerate(images):
+        now = shapes(image)
         rows = (
-            [verdict.correct for verdict in verify(picture, records)],
+            [verdict.correct for verdict in verify(image, records)],
             [len(one) == len(other) for one, other in zip(now, last, strict=True)],
             [one == other for one, other in zip(now, last, strict=True)],
         )
@@ -65,9 +65,9 @@ def main() -> None:
         print(f"{step:4d}  {sigmas[step]:.3f}  {right:.3f}  {count:7.3f}  {same:11.3f}")
 
 
-def shapes(pictures: Tensor) -> list[list[str]]:
+def shapes(images: Tensor) -> list[list[str]]:
     """What is to be seen on each."""
-    return [sorted(found.shape for found in one) for one in detect(pictures)]
+    return [sorted(found.shape for found in one) for one in detect(images)]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Algorithms at equal cost on the embedded shapes world: as many forward-equivalents each, three seeds.
 
-    python tests/benchmarks/pictures/picture_algorithms.py --output runs/equal --budget 60000 --seeds 0 1 2
+    python tests/benchmarks/images/image_algorithms.py --output runs/equal --budget 60000 --seeds 0 1 2
 
 Each row trains `shapes_grpo_guard` (log-probs) or `shapes_quickstart` (regressions) with the changes below
 for as many whole iterations as the budget buys, the rate falling to 0 over them; what the folder has is not
@@ -32,7 +32,7 @@ WINDOW = ["rollout.sde_window=2", "rollout.sde_window_order=random"]
 MOVING = ["rollout.sde_window=2", "rollout.sde_window_order=progressive", "rollout.sde_window_every=2"]
 SIXTEEN = ["rollout.prompts_per_iteration=18", "rollout.group_size=16"]
 TREE = ["rollout.branch={at: [0, 1, 2, 3], children: 2}", "objective.credit=branches"]
-SMALL = ["rollout.prompts_per_iteration=8"]  # more iterations for the cost, of 96 pictures each
+SMALL = ["rollout.prompts_per_iteration=8"]  # more iterations for the cost, of 96 images each
 TURNING = ["objective.algorithm=flow_grpo", *SMALL]
 BRIGHTNESS = 5  # at this weight brightness spreads in a group what the mixed score does, 0.30
 PULLED = [
@@ -49,7 +49,7 @@ ROWS: dict[str, tuple[str, list[str]]] = {
     "GRPO-Guard": (TRAJECTORY, []),
     "GRPO-Guard, one start": (TRAJECTORY, [*SIXTEEN, "rollout.shared_noise=true"]),
     "GRPO-Guard, tree": (TRAJECTORY, [*SIXTEEN, *TREE]),
-    "Flow-GRPO, 96 pictures": (TRAJECTORY, TURNING),
+    "Flow-GRPO, 96 images": (TRAJECTORY, TURNING),
     "TP-GRPO": (TRAJECTORY, [*TURNING, "objective.credit=turning_points"]),
     "TP-GRPO, one step": (TRAJECTORY, [*TURNING, "objective.credit=one_step"]),
     "two rewards, sum": (TRAJECTORY, PULLED),
@@ -110,7 +110,7 @@ def train(name: str, seed: int, budget: float, folder: Path) -> None:
 
 
 def variety(folder: Path) -> float:
-    """Vendi score of 8 pictures of a prompt by the packaged CLIP, mean over 24 held-out prompts."""
+    """Vendi score of 8 images of a prompt by the packaged CLIP, mean over 24 held-out prompts."""
     import tempfile
 
     import numpy as np
@@ -119,7 +119,7 @@ def variety(folder: Path) -> float:
 
     from visalign.core import vendi_score
     from visalign.pipelines.flow_grpo.inputs import prepare
-    from visalign.pipelines.sample.job import SampleSettings, sample_pictures
+    from visalign.pipelines.sample.job import SampleSettings, sample_images
     from visalign.rewards.catalogue import load_reward
 
     path = folder / "variety.json"
@@ -129,9 +129,9 @@ def variety(folder: Path) -> float:
         settings = SampleSettings(lora=folder / "lora", seeds=range(8), batch_size=96)
         judge: Any = load_reward("clip_score")
         with tempfile.TemporaryDirectory() as there:
-            rows = sample_pictures(records, settings, Path(there))
-            pictures = [np.asarray(Image.open(Path(there) / row["image"])) for row in rows]
-            images = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
+            rows = sample_images(records, settings, Path(there))
+            samples = [np.asarray(Image.open(Path(there) / row["image"])) for row in rows]
+            images = torch.from_numpy(np.stack(samples)).permute(0, 3, 1, 2).float() / 255
         with torch.no_grad():
             features = judge.towers.image_features_with_gradient(images)
         score = vendi_score(features.unflatten(0, (len(records), 8)))

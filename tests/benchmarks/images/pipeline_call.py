@@ -2,7 +2,7 @@
 """What `PipelinePolicy` adds to the passes of the network: processor time of a velocity of 3 latents, less
 that of the network's calls in it, on a tiny pipeline of each family.
 
-    python tests/benchmarks/pictures/pipeline_call.py [FAMILY ...]
+    python tests/benchmarks/images/pipeline_call.py [FAMILY ...]
 
 It is the Python of the pipeline's call, which does not grow with the model; at most 3 ms is wanted. Medians
 over the rounds are printed. Edits go through two calls here, one for each source.

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores against win rates where both judges have a planted liking: does comparing protect from it?
 
-    python tests/benchmarks/pictures/planted_liking.py --output runs/planted --seeds 0 1 2
+    python tests/benchmarks/images/planted_liking.py --output runs/planted --seeds 0 1 2
 
-Pref-GRPO (arXiv 2508.20751) says that scores of one picture at a time are hacked because differences that
+Pref-GRPO (arXiv 2508.20751) says that scores of one image at a time are hacked because differences that
 mean nothing are divided by their group's standard deviation, and that win rates are not. Here a judge likes
-u = q + λ g/s: q the verifier's mixed score, g the picture's brightness or saturation, s what g spreads within
-groups before training, λ = 0.3, as much as q itself spreads. White or gaudy pictures get far more than any
-right one. `shapes_grpo_guard` with 8 prompts × 8 pictures is trained on
+u = q + λ g/s: q the verifier's mixed score, g the image's brightness or saturation, s what g spreads within
+groups before training, λ = 0.3, as much as q itself spreads. White or gaudy images get far more than any
+right one. `shapes_grpo_guard` with 8 prompts × 8 images is trained on
 
-- score: u + 0.15 n, n ~ N(0, 1) of the picture;
+- score: u + 0.15 n, n ~ N(0, 1) of the image;
 - win rate: votes u_left - u_right + 0.15 √2 n > 0, n of the pair, each pair asked once and decided, as
   published: another judge, as accurate on a pair, with mistakes of its own;
 - score, one deviation: the scores again, divided by the deviation of the batch in place of the group's, what
@@ -20,9 +20,9 @@ Seeds × likings are the repeats. **The claim is refuted** where the interval (m
 of the verified accuracy under win rates less that under scores holds 0 or lies below it, at equal iterations
 and at equal KL (the smaller one of the two ends). It cannot be told where the scores' own run loses nothing.
 
-    python tests/benchmarks/pictures/planted_liking.py --start 150
+    python tests/benchmarks/images/planted_liking.py --start 150
 
-trains nothing: groups of 8 of the packaged model's pictures, and what the first update would be taught, by
+trains nothing: groups of 8 of the packaged model's images, and what the first update would be taught, by
 the slopes of a standardised advantage on truth and liking, each standardised in its group. The explanation of
 the claim is refuted where groups without true difference teach the liking under win rates as under scores.
 """
@@ -55,14 +55,14 @@ from visalign.rewards.pairs.as_pointwise import GroupWinRate
 from visalign.training.loop.metrics import read_metrics
 
 SPREAD = {"brightness": 0.059, "saturation": 0.053}
-"""Mean deviation within groups of 8 of the packaged model's pictures, 40 training prompts."""
+"""Mean deviation within groups of 8 of the packaged model's images, 40 training prompts."""
 STRENGTH, NOISE = 0.3, 0.15
-THIS = "tests/benchmarks/pictures/planted_liking.py"
+THIS = "tests/benchmarks/images/planted_liking.py"
 WATCHED = ("truth", "brightness", "saturation", "sharpness", "tied")
 
 
 class Score:
-    """u + σ n of each picture; n is the picture's own, so a picture has one score."""
+    """u + σ n of each image; n is the image's own, so an image has one score."""
 
     unit, range, higher_is_better = "mixed score + liking", (-math.inf, math.inf), True
 
@@ -74,8 +74,8 @@ class Score:
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         request = read_request(self.name, images, prompts, metadata)
         utility, reasons = self.utility(request)
-        for row, picture in request.images.readable():
-            utility[row] += NOISE * normal(self.seed, picture)
+        for row, image in request.images.readable():
+            utility[row] += NOISE * normal(self.seed, image)
         return make_scores(utility, reasons, self.unit)
 
     def utility(self, request: Request) -> tuple[Tensor, list[str | None]]:
@@ -108,8 +108,8 @@ class Votes:
 
     def _votes(self, request: Request, pairs: Tensor) -> Preferences:
         utility, reasons = self.judge.utility(request)
-        pictures = request.images.images
-        noise = [normal(self.judge.seed, *(pictures[i] for i in pair)) for pair in pairs.tolist()]
+        images = request.images.images
+        noise = [normal(self.judge.seed, *(images[i] for i in pair)) for pair in pairs.tolist()]
         gap = utility[pairs[:, 0]] - utility[pairs[:, 1]] + NOISE * math.sqrt(2) * torch.tensor(noise)
         prob = torch.where(gap.isnan(), torch.nan, (gap > 0).float())
         why = [reasons[i] or reasons[j] for i, j in pairs.tolist()]
@@ -117,7 +117,7 @@ class Votes:
 
 
 class Tied:
-    """1 for each picture of a group that the verifier finds all equally good, else 0."""
+    """1 for each image of a group that the verifier finds all equally good, else 0."""
 
     name, unit, range, higher_is_better, needs_group = "tied", "1 = nothing to choose", (0, 1), True, True
 
@@ -132,9 +132,9 @@ class Tied:
         return make_scores(tied, [None] * len(tied), self.unit)
 
 
-def normal(seed: int, *pictures: Any) -> float:
-    """A draw of N(0, 1) that is these pictures' own, by their bytes."""
-    content = b"".join((255 * picture).round().byte().numpy().tobytes() for picture in pictures)
+def normal(seed: int, *images: Any) -> float:
+    """A draw of N(0, 1) that is these images' own, by their bytes."""
+    content = b"".join((255 * image).round().byte().numpy().tobytes() for image in images)
     digest = hashlib.sha256(content + str(seed).encode()).digest()
     return float(np.random.default_rng(list(digest)).standard_normal())
 
@@ -201,7 +201,7 @@ def read(folder: Path, liking: str) -> dict[str, Any]:
 
 
 def smooth(values: Sequence[float], width: int = 5) -> np.ndarray:
-    """Mean of each value and the `width` - 1 before it: an iteration has 64 pictures."""
+    """Mean of each value and the `width` - 1 before it: an iteration has 64 images."""
     return np.array([np.mean(values[max(0, at + 1 - width) : at + 1]) for at in range(len(values))])
 
 
@@ -263,8 +263,8 @@ def verdict(runs: dict[tuple[str, str, int], dict[str, Any]], against: str = "sc
     return "\n".join(lines)
 
 
-def pictures_of(prompts: int) -> tuple[Tensor, list[str], list[dict[str, Any]]]:
-    """Groups of 8 pictures of the packaged model, of training prompts evenly spaced."""
+def images_of(prompts: int) -> tuple[Tensor, list[str], list[dict[str, Any]]]:
+    """Groups of 8 images of the packaged model, of training prompts evenly spaced."""
     from visalign.evaluation import evaluate
     from visalign.pipelines.flow_grpo.inputs import prepare
     from visalign.pipelines.flow_grpo.parts import build_policy
@@ -290,7 +290,7 @@ def pictures_of(prompts: int) -> tuple[Tensor, list[str], list[dict[str, Any]]]:
 
 def start(prompts: int, arms: Sequence[str], likings: Sequence[str], seeds: Sequence[int]) -> str:
     """Markdown: what each rule's advantages follow before training, means over likings and seeds."""
-    images, texts, records = pictures_of(prompts)
+    images, texts, records = images_of(prompts)
     group = np.array([record["group_id"] for record in records])
     order = np.argsort(group, kind="stable")
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a Flow-GRPO training step spends its time: the share outside the transformer must stay below 15 %.
 
-python tests/benchmarks/pictures/training_step.py                                  shapes_grpo_guard as it is
-python tests/benchmarks/pictures/training_step.py rollout.prompts_per_iteration=8  smaller iterations
+python tests/benchmarks/images/training_step.py                                  shapes_grpo_guard as it is
+python tests/benchmarks/images/training_step.py rollout.prompts_per_iteration=8  smaller iterations
 
 Transformer work is what the algorithm cannot do without, and nothing else:
 * the time between entering and leaving the transformer's forward, adapters included: without gradient in the

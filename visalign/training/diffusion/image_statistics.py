@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pictures look like, whatever they are worth: light, colour, detail; and how far apart they are."""
+"""What images look like, whatever they are worth: light, colour, detail; and how far apart they are."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from visalign.core import frechet_distance
 STATISTICS = ("brightness", "saturation", "contrast", "high_frequency")
 
 
-def picture_statistics(images: Tensor) -> Tensor:
+def image_statistics(images: Tensor) -> Tensor:
     """[B, 4] float64 of images [B, 3, H, W] or clips [B, F, 3, H, W] (their middle frame) in [0, 1].
 
     Brightness: mean luma, Y = .299 R + .587 G + .114 B (ITU-R BT.601). Saturation: mean of (max − min)/max
     over the colours, 0 for black. Contrast: standard deviation of Y (Peli 1990). High frequency: the share of
     the energy of Y about its mean at more than a quarter of a cycle per pixel, half of what can be shown, 0
-    for a flat picture.
+    for a flat image.
     """
     images = middle_frame(images).double()
     most, least = images.amax(1), images.amin(1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of pictures and distances of features, by hand values."""
+"""Statistics of images and distances of features, by hand values."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 
-from tests.support.training.pictures import toy_trainer
-from visalign.training.diffusion.picture_statistics import (
+from tests.support.training.images import toy_trainer
+from visalign.training.diffusion.image_statistics import (
     STATISTICS,
     feature_drift,
     group_diversity,
-    picture_statistics,
+    image_statistics,
 )
 
 
@@ -21,13 +21,13 @@ def _flat(*colour: float) -> torch.Tensor:
     return torch.tensor(colour)[:, None, None].expand(3, 8, 8)
 
 
-def test_light_colour_and_detail_of_pictures_that_one_can_count():
+def test_light_colour_and_detail_of_images_that_one_can_count():
     """Red; black; a board of single black and white pixels, all its energy at the finest frequency; stripes
     of four black and four white, whose harmonics 1/8 and 3/8 have energies as 1/sin²: the latter's share is
     sin²(π/8) = .1464."""
     board = ((torch.arange(8)[:, None] + torch.arange(8)) % 2).float().expand(3, 8, 8)
     stripes = (torch.arange(8) // 4).float()[None, None].expand(3, 8, 8)
-    found = picture_statistics(torch.stack([_flat(1, 0, 0), _flat(0, 0, 0), board, stripes]))
+    found = image_statistics(torch.stack([_flat(1, 0, 0), _flat(0, 0, 0), board, stripes]))
     expected = [
         [0.299, 1.0, 0.0, 0.0],
         [0.0, 0.0, 0.0, 0.0],
@@ -40,7 +40,7 @@ def test_light_colour_and_detail_of_pictures_that_one_can_count():
 
 def test_a_clip_looks_like_its_middle_frame():
     clip = torch.stack([_flat(0, 0, 0), _flat(1, 1, 1), _flat(0, 0, 0)])[None]
-    assert picture_statistics(clip)[0, 0] == pytest.approx(1.0)
+    assert image_statistics(clip)[0, 0] == pytest.approx(1.0)
 
 
 def test_diversity_is_the_mean_distance_within_groups():
@@ -64,7 +64,7 @@ def test_drift_is_measured_against_the_same_samples_before():
     assert found["feature_frechet"] == pytest.approx(2 - 2 * math.sqrt(3 / 8))
 
 
-def test_a_run_logs_how_its_pictures_look_and_how_varied_they_are(tmp_path):
+def test_a_run_logs_how_its_images_look_and_how_varied_they_are(tmp_path):
     record = toy_trainer(tmp_path, features=lambda images: images.flatten(1)).iterate()
     assert {f"image/{name}" for name in STATISTICS} <= set(record) and 0 < record["diversity"] < 0.1
     assert "diversity" not in toy_trainer(tmp_path).iterate()

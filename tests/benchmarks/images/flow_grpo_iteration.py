@@ -2,15 +2,15 @@
 """Seconds and forward-equivalents of a Flow-GRPO iteration, this checkout against another one.
 
     git worktree add ../before COMMIT
-    python tests/benchmarks/pictures/flow_grpo_iteration.py ../before
-    python tests/benchmarks/pictures/flow_grpo_iteration.py ../before --config shapes_grpo_guard
+    python tests/benchmarks/images/flow_grpo_iteration.py ../before
+    python tests/benchmarks/images/flow_grpo_iteration.py ../before --config shapes_grpo_guard
 
 Both sides train the same configuration by their own `visalign train`, in processes that take turns (this,
 other; other, this; ...), so that both see the same machine. The first iteration of each process warms up and
 is left out. Seconds are those of metrics.jsonl without evaluation and checkpoints, by default CPU seconds of
 the process (`--wall`: wall clock), as a busy machine moves them less. Overrides are given to both sides, so
 their keys must exist in both. Printed are the median of each side, the ratio of each round with its median,
-and the forward-equivalents per picture.
+and the forward-equivalents per image.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ main()
 
 
 def run(checkout: Path, options: argparse.Namespace, folder: Path) -> tuple[list[float], list[float]]:
-    """Seconds and forward-equivalents per picture of the iterations but the first.
+    """Seconds and forward-equivalents per image of the iterations but the first.
 
     Raises:
         RuntimeError: The run failed; with the end of what it said.
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for called, side in (("this", ROOT), ("other", other)):
         print(
             f"{called}: median {median(seconds[side]):.2f} {kind} seconds an iteration, "
-            f"{median(passes[side]):.2f} forward-equivalents a picture ({len(seconds[side])} iterations)"
+            f"{median(passes[side]):.2f} forward-equivalents an image ({len(seconds[side])} iterations)"
         )
     shown = ", ".join(f"{ratio:.3f}" for ratio in ratios)
     print(f"ratio this / other: median {median(ratios):.3f} (rounds: {shown})")
