@@ -69,7 +69,7 @@ def serve_reward(
         raise UserError(
             "A reward server needs uvicorn, which is not installed: python -m pip install 'visalign[serve]'."
         )
-    check_free(host, port)
+    check_unlocked(host, port)
     from visalign.rewards.serve import bounds
     from visalign.rewards.serve.server import judge_server
     from visalign.rewards.serve.worker import JudgeWorker
@@ -136,7 +136,7 @@ def _end_in_order(server: Any, app: Any, worker: Any) -> None:
     server.handle_exit = interrupted
 
 
-def check_free(host: str, port: int) -> None:
+def check_unlocked(host: str, port: int) -> None:
     """Refuse an address that cannot be listened on before the judge is loaded, which may take minutes."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

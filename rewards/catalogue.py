@@ -243,7 +243,7 @@ def _incomplete(name: str, found: Any, kind: str, contract: str) -> RewardError:
 
 def find_target(path: str) -> Any:
     """The object that `module:Name` or `file.py:Name` names."""
-    return dotted_path.named_object(path, what="reward", error=RewardError)
+    return dotted_path.import_by_path(path, what="reward", error=RewardError)
 
 
 def check_options(name: str, target: Callable[..., Any], options: dict[str, Any]) -> None:

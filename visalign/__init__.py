@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """visalign: align visual generation with rewards; one objective core for images and text.
 
-The names here are those that most programs need, each imported at its first use (`__init__.pyi` lists them);
-the faces of the wings (`visalign.core`, `visalign.rewards`, `visalign.training`, ...) have the rest.
+Names that most programs need, each imported at first use (`__init__.pyi` lists them); the subpackages
+(`visalign.core`, `visalign.rewards`, `visalign.training`, ...) have the rest.
 """
 
 import sys
@@ -10,19 +10,19 @@ from typing import Any
 
 import lazy_loader
 
-from visalign.versions import ExtraNamed, own_version
+from visalign.versions import MissingExtraFinder, visalign_version
 
-if not any(isinstance(finder, ExtraNamed) for finder in sys.meta_path):
-    sys.meta_path.append(ExtraNamed())
+if not any(isinstance(finder, MissingExtraFinder) for finder in sys.meta_path):
+    sys.meta_path.append(MissingExtraFinder())
 
-_offered, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_lazy_attribute, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return _offered(name)
+        return _lazy_attribute(name)
     if name == "__version__":
-        return own_version()
+        return visalign_version()
     raise AttributeError(
-        f"module 'visalign' has no attribute {name!r}. It offers {', '.join(__all__)}; the wings have more."
+        f"module 'visalign' has no attribute {name!r}. It has {', '.join(__all__)}; subpackages have more."
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m visalign` is the command `visalign`; it says what to install where only the core is."""
+"""Run the command `visalign`; name the extra to install where only the core is installed."""
 
 import sys
 
@@ -13,10 +13,11 @@ def main() -> None:
 
         command()
     except ModuleNotFoundError as error:
-        if not (mend := missing_extra(error)):
+        install = missing_extra(error)
+        if not install:
             raise
         if sys.argv[1:] != ["doctor"]:
-            sys.exit(f"Error: {mend}")
+            sys.exit(f"Error: {install}")
         from visalign.doctor import examine
 
         print(examine().text)

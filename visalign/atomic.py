@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are there whole or not at all, and that others may read where the umask lets them."""
+"""Atomic file writes that respect the umask."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from pathlib import Path
 
 
 def write_atomic(path: Path, content: bytes | str) -> Path:
-    """Write a file beside its place, flush it to disk, then rename it: a reader never sees half of it.
+    """Write a temporary file, flush it to disk and rename it, so that no reader sees half a file.
 
     Args:
-        path: Where it shall stand; missing folders are made.
-        content: All of it. Text becomes UTF-8; bytes of file names that are no text are escaped as in JSON.
+        path: Destination; missing folders are created.
+        content: Whole content; text is encoded as UTF-8, surrogates of undecodable file names escaped.
 
     Returns:
         The path.
 
     Raises:
-        OSError: Where the folder cannot be written or the disk is full; a file that stood there before
-            survives, and nothing new is left behind.
+        OSError: The folder cannot be written or the disk is full. An earlier file survives.
     """
     if isinstance(content, str):
         content = content.encode("utf-8", "backslashreplace")
@@ -34,14 +33,14 @@ def write_atomic(path: Path, content: bytes | str) -> Path:
         umask_permissions(Path(name))
         os.replace(name, path)
     finally:
-        Path(name).unlink(missing_ok=True)  # there is nothing left to remove after the rename
+        Path(name).unlink(missing_ok=True)  # a no-op after the rename
     return path
 
 
 def umask_permissions(path: Path) -> None:
-    """Give a file, or every file of a folder, the permissions that a newly made one gets from the umask.
+    """Give a file, or every file of a folder, the permissions that the umask gives new files.
 
-    Libraries that write to a temporary file first (safetensors) leave 0600, and colleagues cannot read it.
+    Libraries that write a temporary file first (safetensors) leave 0600, which colleagues cannot read.
 
     Raises:
         OSError: A file belongs to somebody else.

@@ -17,7 +17,7 @@ from pathlib import Path
 from visalign.data.assets import PACKAGED, assets_folder
 
 from .errors import UserError
-from .versions import NEEDED, installed_version, own_version
+from .versions import NEEDED, installed_version, visalign_version
 
 OPTIONAL = {
     "wandb": "experiment tracking",
@@ -122,7 +122,7 @@ def _facts() -> tuple[tuple[str, str], ...]:
         for name, purpose in OPTIONAL.items()
     ]
     return (
-        ("visalign", f"{own_version()} at {Path(__file__).resolve().parent}"),
+        ("visalign", f"{visalign_version()} at {Path(__file__).resolve().parent}"),
         ("python", f"{platform.python_version()} at {sys.executable}"),
         ("platform", f"{platform.platform()}, {os.cpu_count()} CPU cores, {_memory()}"),
         *_torch_facts(),

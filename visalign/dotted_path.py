@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's own code by name: `package.module:Name` or `path/to/file.py:Name`, wherever a name is accepted."""
+"""Import user code named by `package.module:Name` or `path/to/file.py:Name`."""
 
 from __future__ import annotations
 
@@ -13,37 +13,41 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from visalign.errors import Caught, UserError, said_by, suggestion
+from visalign.errors import CaughtError, UserError, describe_error, suggestion
 from visalign.versions import missing_extra
 
 
-def named_object(path: str, *, what: str, error: type[Exception] = UserError) -> Any:
-    """The object that `module:Name` or `file.py:Name` names.
+def import_by_path(path: str, *, what: str, error: type[Exception] = UserError) -> Any:
+    """Import the object that `module:Name` or `file.py:Name` names.
 
     Args:
-        path: The name; after the colon it may go on with dots.
-        what: A noun for messages, e.g. "reward".
-        error: What is raised.
+        path: Module or file, a colon, and an attribute, which may contain dots.
+        what: Noun for messages, e.g. "reward".
+        error: Exception type to raise.
 
     Raises:
-        error: There is no such file, module or attribute; the message says what to correct.
+        error: The file, module or attribute does not exist.
 
     >>> named_object("pathlib:Path.cwd", what="function").__name__
     'cwd'
     """
-    place, _, attribute = path.rpartition(":")
-    if not place or not attribute:
+    module_path, _, attribute = path.rpartition(":")
+    if not module_path or not attribute:
         raise error(f"{path!r} names no {what}; write 'package.module:Name' or 'path/to/file.py:Name'.")
-    module = _from_file(Path(place), what, error) if place.endswith(".py") else _from_name(place, path, error)
-    found: Any = module
+    module = (
+        _import_file(Path(module_path), what, error)
+        if module_path.endswith(".py")
+        else _import_module(module_path, path, error)
+    )
+    target: Any = module
     for step in attribute.split("."):
-        if not hasattr(found, step):
+        if not hasattr(target, step):
             public = [key for key in vars(module) if not key.startswith("_")]
             raise error(
-                f"{place} has no {attribute!r}. {suggestion(attribute, public)}Correct the part after ':'."
+                f"{module_path} has no {attribute!r}. {suggestion(attribute, public)}Correct what follows ':'."
             )
-        found = getattr(found, step)
-    return found
+        target = getattr(target, step)
+    return target
 
 
 _PLAIN: Mapping[str, tuple[type, ...]] = {
@@ -53,73 +57,72 @@ _PLAIN: Mapping[str, tuple[type, ...]] = {
     "bool": (bool, int),
     "None": (type(None),),
 }
-"""Kinds of values that a configuration writes, by how a signature names them; numbers are one kind."""
+"""Types that a configuration can write, by their annotation; int and float are interchangeable."""
 
 
 def check_options(
     called: str, target: Callable[..., Any], options: Mapping[str, Any], error: type[Exception] = UserError
 ) -> None:
-    """Refuse options that a class or function does not know, or that it lacks, and values of another kind
-    than its signature says, where that is a number, a text, true or false, or null.
+    """Raise for unknown or missing options of a callable, and for values of a wrong plain type.
 
     Args:
-        called: Its name in messages, e.g. "Reward 'ocr'".
-        target: The class or function.
-        options: What it would be called with.
-        error: What is raised.
+        called: Name of the callable in messages, e.g. "Reward 'ocr'".
+        target: Class or function to be called.
+        options: Its keyword arguments.
+        error: Exception type to raise.
     """
     signature = inspect.signature(target)
     try:
         signature.bind(**options)
     except TypeError as problem:
-        known = signature.parameters
-        near = "".join(suggestion(key, known) for key in options if key not in known)
-        raise error(f"{called}: {problem}. {near}Its options: {', '.join(known) or 'none'}.") from problem
+        names = signature.parameters
+        hint = "".join(suggestion(key, names) for key in options if key not in names)
+        raise error(f"{called}: {problem}. {hint}Its options: {', '.join(names) or 'none'}.") from problem
     for name in [key for key in options if key in signature.parameters]:
-        said = signature.parameters[name].annotation
-        said = said if isinstance(said, str) else inspect.formatannotation(said)
-        kinds = [_PLAIN.get(kind.strip()) for kind in said.split("|")]
-        if not any(kind is None or isinstance(options[name], kind) for kind in kinds):
-            raise error(f"{called}: {name} is {options[name]!r}; it must be of the kind {said}.")
+        annotation = signature.parameters[name].annotation
+        annotation = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+        types = [_PLAIN.get(part.strip()) for part in annotation.split("|")]
+        if not any(kind is None or isinstance(options[name], kind) for kind in types):
+            raise error(f"{called}: {name} is {options[name]!r}; it must be of type {annotation}.")
 
 
-def _from_file(file: Path, what: str, error: type[Exception]) -> ModuleType:
+def _import_file(file: Path, what: str, error: type[Exception]) -> ModuleType:
     if not file.is_file():
         raise error(
-            f"There is no file {file}; give the path of your {what}'s file, relative to where you are."
+            f"{file} does not exist; give the path of the file with your {what}, relative to this folder."
         )
-    place = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
-    spec = importlib.util.spec_from_file_location(f"visalign_own_{file.stem}_{place}", file)
+    digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
+    spec = importlib.util.spec_from_file_location(f"visalign_user_{file.stem}_{digest}", file)
     if spec is None or spec.loader is None:
         raise error(f"{file} cannot be imported; give a Python file that ends in .py.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
-    with Caught() as importing:
+    sys.modules[spec.name] = module  # dataclasses and pickle look up their module there
+    with CaughtError() as importing:
         spec.loader.exec_module(module)
     if importing.error is not None:
         del sys.modules[spec.name]
-        raise _broken(str(file), importing.error, error) from importing.error
+        raise _import_error(str(file), importing.error, error) from importing.error
     return module
 
 
-def _broken(what: str, problem: BaseException, error: type[Exception]) -> Exception:
-    """A user's module that raised while it was imported."""
+def _import_error(what: str, problem: BaseException, error: type[Exception]) -> Exception:
+    """Build the error for a user's module that raised while it was imported."""
     if isinstance(problem, ModuleNotFoundError):
         name = problem.name
-        mend = f"It imports {name!r}, which is not installed: python -m pip install {name}"
-        return error(f"{what} cannot be imported. {missing_extra(problem) or mend}.")
-    return error(f"{what} cannot be imported: it raised {said_by(problem)}.")
+        install = f"It imports {name!r}, which is not installed: python -m pip install {name}"
+        return error(f"{what} cannot be imported. {missing_extra(problem) or install}.")
+    return error(f"{what} cannot be imported: it raised {describe_error(problem)}.")
 
 
-def _from_name(module: str, path: str, error: type[Exception]) -> ModuleType:
-    with Caught() as importing:
+def _import_module(module: str, path: str, error: type[Exception]) -> ModuleType:
+    with CaughtError() as importing:
         return importlib.import_module(module)
-    problem, named = importing.error, f"{path!r}: the module {module!r}"
+    problem, subject = importing.error, f"{path!r}: the module {module!r}"
     assert problem is not None
     missing = problem.name if isinstance(problem, ModuleNotFoundError) else None
     if missing and (module == missing or module.startswith(missing + ".")):
         raise error(
-            f"{named} cannot be imported. Is it installed, or on PYTHONPATH? A file can be named "
+            f"{subject} cannot be imported. Is it installed, or on PYTHONPATH? A file can be named "
             "directly: 'path/to/file.py:Name'."
         ) from problem
-    raise _broken(named, problem, error) from problem
+    raise _import_error(subject, problem, error) from problem

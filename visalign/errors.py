@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors that speak to the user: the command line prints their message alone, without a traceback."""
+"""Errors whose message the command line prints without a traceback, and helpers that word them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """Something the user gave cannot be used; the message says what was given and what is allowed."""
+    """Invalid user input; the message says what was given, what is allowed and what to do."""
 
 
 class ConfigError(UserError):
-    """A configuration file or an override that cannot be used."""
+    """Invalid configuration file or override."""
 
 
-class Caught:
-    """Keeps what a user's own code raises, sys.exit included."""
+class CaughtError:
+    """Context manager that catches whatever user code raises, sys.exit included, and keeps it in `error`."""
 
     error: Exception | SystemExit | None = None
 
-    def __enter__(self) -> Caught:
+    def __enter__(self) -> CaughtError:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
@@ -31,27 +31,27 @@ class Caught:
         return self.error is not None
 
 
-def said_by(error: BaseException) -> str:
-    """An error of a user's own code: its kind, its words, and the last line of theirs that it went through.
+def describe_error(error: BaseException) -> str:
+    """Describe an error of user code: its type, message, and the last line of that code it passed through.
 
     >>> said_by(KeyError("seed"))
     "KeyError: 'seed'"
     """
-    words = "sys.exit(...)" if isinstance(error, SystemExit) else type(error).__name__
+    text = "sys.exit(...)" if isinstance(error, SystemExit) else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{words}: {error.msg} ({error.filename}, line {error.lineno})"
-    if said := str(error):
-        words += f": {said}"
+        return f"{text}: {error.msg} ({error.filename}, line {error.lineno})"
+    if message := str(error):
+        text += f": {message}"
     libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         module, file = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
         if module.split(".")[0] != "visalign" and not file.startswith((*libraries, "<")):
-            return f"{words} ({file}, line {line})"
-    return words
+            return f"{text} ({file}, line {line})"
+    return text
 
 
 def nearest(given: str, allowed: Iterable[str], *, limit: int = 3) -> list[str]:
-    """The allowed names most like the given one, best first, at most `limit`; empty when nothing is alike.
+    """Return up to `limit` allowed names similar to `given`, best first.
 
     >>> nearest("grup_size", ["group_size", "steps", "seed"])
     ['group_size']
@@ -60,17 +60,17 @@ def nearest(given: str, allowed: Iterable[str], *, limit: int = 3) -> list[str]:
 
 
 def did_you_mean(names: Iterable[str]) -> str:
-    """A question that offers these names and ends in a blank, or nothing when there are none.
+    """Ask "Did you mean ...? " with a trailing blank; empty without names.
 
     >>> did_you_mean(["steps", "step_weights"])
     "Did you mean 'steps' or 'step_weights'? "
     """
-    offered = " or ".join(repr(name) for name in names)
-    return f"Did you mean {offered}? " if offered else ""
+    choices = " or ".join(repr(name) for name in names)
+    return f"Did you mean {choices}? " if choices else ""
 
 
 def suggestion(given: str, allowed: Iterable[str]) -> str:
-    """`did_you_mean` for the allowed names most like the given one, or nothing.
+    """Ask whether a similar allowed name was meant; empty when none is similar.
 
     >>> suggestion("qickstart", ["quickstart", "score"])
     "Did you mean 'quickstart'? "

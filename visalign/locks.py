@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file that says who works in a folder, so that a second process is refused instead of mixing results."""
+"""Lock files: a second process that would write to the same folder is refused."""
 
 from __future__ import annotations
 
@@ -23,70 +23,71 @@ except ImportError:  # Windows, where nothing is locked
     fcntl = None
 
 LOCK = ".lock"
-"""The lock of a folder."""
-_TAKEN = (errno.EAGAIN, errno.EACCES)
-_held: set[Path] = set()
+"""Name of the lock file inside a folder."""
+_LOCKED_ERRNOS = (errno.EAGAIN, errno.EACCES)
+_own_locks: set[Path] = set()
 
 
-class FolderInUse(UserError):
-    """Another process, which the message names, works there."""
+class FolderInUseError(UserError):
+    """Another process holds the lock; the message names it."""
 
 
 @contextmanager
-def hold(lock: Path, *, what: str, instead: str = "give another --output") -> Iterator[None]:
-    """Hold a lock file until the block ends, or the process and what it forked are dead.
+def hold_lock(lock: Path, *, what: str, instead: str = "give another --output") -> Iterator[None]:
+    """Hold a lock file for the length of the block, or until the process and its forks are dead.
 
-    Nested blocks of one process are one. The file goes with the block, and so do the folders made for it that
-    hold nothing else. On Windows, and on file systems without locks (that with a warning), nothing is held.
+    Nested blocks of one process share the lock. The file is removed afterwards, and so are folders
+    created for it that stay empty. On Windows, and (with a warning) on file systems without locks, nothing is
+    locked.
 
     Args:
-        lock: The file; missing folders are made.
-        what: What is held, for the message.
-        instead: What to do beside waiting, for the message.
+        lock: Lock file; missing folders are created.
+        what: Subject of the message.
+        instead: Alternative to waiting, for the message.
 
     Raises:
-        FolderInUse: Another process holds it; the message names its number, machine, begin and command.
-        OSError: The file cannot be written.
+        FolderInUse: The message names the other process, its machine, start and command.
+        OSError: The lock file cannot be written.
     """
     lock = lock.absolute()
-    if fcntl is None or lock in _held:
+    if fcntl is None or lock in _own_locks:
         yield
         return
-    made = [folder for folder in lock.parents if not folder.exists()]
+    created = [folder for folder in lock.parents if not folder.exists()]
     lock.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = _taken(lock, what, instead)
+    descriptor = _acquire(lock, what, instead)
     try:
-        _held.add(lock)
+        _own_locks.add(lock)
         yield
     finally:
-        _held.discard(lock)
-        lock.unlink(missing_ok=True)  # while it is held: nobody can have taken it already
+        _own_locks.discard(lock)
+        lock.unlink(missing_ok=True)  # still locked, so nobody else can have it open and locked
         os.close(descriptor)
-        with suppress(OSError):  # something was written there
-            for folder in made:
+        with suppress(OSError):  # not empty
+            for folder in created:
                 folder.rmdir()
 
 
-def check_free(lock: Path, *, what: str) -> None:
-    """Refuse what another process holds now; see `hold`."""
+def check_unlocked(lock: Path, *, what: str) -> None:
+    """Raise `FolderInUseError` if another process holds the lock now."""
     if lock.is_file():
-        with hold(lock, what=what):
+        with hold_lock(lock, what=what):
             pass
 
 
-def _taken(lock: Path, what: str, instead: str) -> int:
-    """The open and locked file, which says who holds it."""
+def _acquire(lock: Path, what: str, instead: str) -> int:
+    """Open and lock the file, write this process's description into it, return its descriptor."""
     assert fcntl is not None
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            said = os.pread(descriptor, 4096, 0)
-            if error.errno in _TAKEN:
+            description = os.pread(descriptor, 4096, 0)
+            if error.errno in _LOCKED_ERRNOS:
                 os.close(descriptor)
-                raise FolderInUse(
-                    f"{what} is in use by {_holder(said)}. Wait until that ends, or {instead}."
+                raise FolderInUseError(
+                    f"{what} is in use by {_describe_holder(description)}. Wait until it ends, or {instead}."
                 ) from None
             warnings.warn(
                 f"{what} cannot be locked ({error.strerror}). See that no second process writes there.",
@@ -95,23 +96,21 @@ def _taken(lock: Path, what: str, instead: str) -> int:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(lock)):
                 break
-        os.close(descriptor)  # its holder ended meanwhile and removed it
-    mine = {
+        os.close(descriptor)  # the previous holder removed this file meanwhile: open the new one
+    holder = {
         "process": os.getpid(),
         "machine": socket.gethostname(),
         "since": f"{datetime.now():%Y-%m-%d %H:%M}",
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:1000],
     }
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(mine).encode() + b"\n", 0)
+    os.pwrite(descriptor, json.dumps(holder).encode() + b"\n", 0)
     return descriptor
 
 
-def _holder(said: bytes) -> str:
-    """Who holds a lock, by what stands in it."""
+def _describe_holder(description: bytes) -> str:
     try:
-        who = json.loads(said)
-        named = f"process {who['process']} on {who['machine']} since {who['since']} ({who['command']})"
-    except (ValueError, KeyError, TypeError):
+        holder = json.loads(description)
+        return "process {process} on {machine} since {since} ({command})".format_map(holder)
+    except (ValueError, KeyError, TypeError):  # written by another version, or half written
         return "another process"
-    return named

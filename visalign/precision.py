@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices and autocast by name, and whether a device has the arithmetic for it."""
+"""Check devices and choose autocast dtypes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ Autocast = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def check_device(name: str, error: type[Exception] = UserError) -> None:
-    """Refuse a device that cannot compute here, by the message of torch: unknown, absent, or without memory
-    of its own, as `meta` is."""
+    """Raise if torch cannot compute on this device: unknown, absent, or without storage (`meta`)."""
     import torch
 
     try:
@@ -25,26 +24,25 @@ def check_device(name: str, error: type[Exception] = UserError) -> None:
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 matrices in hardware; a CPU that does not takes about ten times
-    the time of float32."""
+    """Return True if the device multiplies bfloat16 in hardware; a CPU without it is ten times slower."""
     import torch
 
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type != "cpu":
         return False
-    try:  # only oneDNN can tell; a private question, which another torch may not answer
+    try:  # only oneDNN knows; a private operator that other torch versions may lack
         return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):
         return False
 
 
 def autocast_dtype(name: Autocast | None, device: torch.device) -> torch.dtype | None:
-    """The dtype that a network runs under autocast in, or None for none.
+    """Return the autocast dtype, or None for no autocast.
 
     Args:
-        name: A dtype's name; "auto": bfloat16 where the device multiplies it, else none; None: none.
-        device: Where the network runs.
+        name: Name of a dtype; "auto" is bfloat16 where the hardware multiplies it, else none.
+        device: Device of the network.
     """
     import torch
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeds as a function of (seed, name, numbers), so that every draw can be made again."""
+"""Derive reproducible seeds from a run seed and the position of a draw."""
 
 from __future__ import annotations
 
@@ -7,16 +7,9 @@ import hashlib
 
 
 def sample_seed(*parts: int | str) -> int:
-    """A seed in [0, 2⁶³) that is a hash of `parts`, e.g. (run seed, iteration, sample id).
+    """Hash `parts`, such as (run seed, iteration, sample id), to a seed in [0, 2⁶³).
 
-    Neighbouring numbers give unrelated seeds, and the result is the same on every machine.
-
-    Raises:
-        ValueError: When no part is given.
+    Consecutive numbers give unrelated seeds, equal on every machine.
     """
-    if not parts:
-        raise ValueError(
-            "sample_seed needs at least one number, e.g. sample_seed(run_seed, iteration, sample_id)."
-        )
     text = "/".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C and SIGTERM: a run that saves first, a command that closes its files and says how to go on."""
+"""Ctrl-C and SIGTERM: save the iteration first, or close files and say how to resume."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 
 
 class InterruptFlag:
-    """Turns the first Ctrl-C or SIGTERM into a flag that the loop reads; a second one stops at once.
+    """Turn the first Ctrl-C or SIGTERM into a flag that the loop reads; a second one stops at once.
 
-    Outside the main thread, where Python allows no signal handlers, they keep their usual meaning. Forks of
-    the process (a loader's workers) leave Ctrl-C to it, and end at SIGTERM.
+    Outside the main thread Python allows no signal handlers, so signals keep their usual meaning. Forked
+    workers of a data loader ignore Ctrl-C and end at SIGTERM.
 
     Args:
-        notice: called with one sentence when the first one arrives.
+        notice: Called with one sentence at the first signal.
     """
 
     def __init__(self, notice: Callable[[str], object] = print) -> None:
         self.raised = False
         self.by: int | None = None
-        """The signal that came."""
+        """Number of the first signal."""
         self._notice = notice
         self._previous: dict[int, Any] = {}
         self._process = os.getpid()
@@ -46,25 +46,27 @@ class InterruptFlag:
             raise Stopped(number)
         self.raised, self.by = True, number
         again = "press again" if number == signal.SIGINT else "send it again"
-        self._notice(f"{name_of(number)}: finishing this iteration and saving it; {again} to stop at once.")
+        self._notice(
+            f"{signal_name(number)}: finishing this iteration and saving it; {again} to stop at once."
+        )
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal that ends the process; `signal` is its number."""
+    """Raised by a signal that ends the process; `signal` is its number."""
 
     def __init__(self, number: int = signal.SIGINT) -> None:
         super().__init__(number)
         self.signal = number
 
 
-def name_of(number: int) -> str:
-    """A signal as people call it."""
+def signal_name(number: int) -> str:
+    """Return the name of a signal as users know it."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 @contextmanager
-def stopped_by_sigterm() -> Iterator[None]:
-    """Inside the block SIGTERM raises `Stopped`, so that what is open is closed and a message can be said."""
+def raise_on_sigterm() -> Iterator[None]:
+    """Raise `Stopped` at SIGTERM inside the block, so that files are closed and a message can be printed."""
     process = os.getpid()
 
     def stop(number: int, _frame: object) -> None:

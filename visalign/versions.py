@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The packages that visalign needs, and which versions of them are installed."""
+"""Required packages, their installed versions, and the extra that brings a missing one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NEEDED = (
     "typer",
     "rich",
 )
-"""Distributions without which something here fails, the ones that decide what a run computes first."""
+"""Required distributions; those that affect numerical results come first."""
 
 IMAGES = frozenset(
     {
@@ -48,11 +48,11 @@ IMAGES = frozenset(
         "yaml",
     }
 )
-"""Modules that come with the extra `images`: all but the core, judges of text, and clients need them."""
+"""Modules of the extra `images`; the core, text rewards and clients work without them."""
 
 
 def missing_extra(error: ModuleNotFoundError) -> str | None:
-    """What to install where a module of the extra `images`, or `ray`, was not found; None for any other.
+    """Return the install command for a missing module of the extras `images` and `ray`, else None.
 
     >>> missing_extra(ModuleNotFoundError("No module named 'peft'", name="peft"))
     "This needs peft, which is not installed: python -m pip install 'visalign[images]'"
@@ -64,21 +64,21 @@ def missing_extra(error: ModuleNotFoundError) -> str | None:
     return f"This needs {name}, which is not installed: python -m pip install 'visalign[{extra}]'"
 
 
-class ExtraNamed(MetaPathFinder):
-    """Asked after all other finders: says which extra has a module that a file of this package wants.
+class MissingExtraFinder(MetaPathFinder):
+    """Last import finder: names the extra of a missing module that this package imports.
 
-    Anybody else who asks, for example whether a module is there, hears nothing.
+    Imports by other packages, for example to test whether a module exists, are left alone.
     """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        """Refuse by name, or leave it to Python's own error."""
-        mend = missing_extra(ModuleNotFoundError(name=fullname))
-        if mend and (importing_file() or "").partition(".")[0] == "visalign":
-            raise ModuleNotFoundError(mend, name=fullname)
+        """Raise an error that names the extra, or return None for Python's own error."""
+        install = missing_extra(ModuleNotFoundError(name=fullname))
+        if install and (importing_module() or "").partition(".")[0] == "visalign":
+            raise ModuleNotFoundError(install, name=fullname)
 
 
-def importing_file() -> str | None:
-    """Name of the module whose import statement runs."""
+def importing_module() -> str | None:
+    """Return the name of the module whose import statement is running."""
     frame = sys._getframe(1)
     while frame and frame.f_globals.get("__name__") in (__name__, "importlib._bootstrap"):
         frame = frame.f_back
@@ -86,15 +86,15 @@ def importing_file() -> str | None:
 
 
 def installed_version(name: str) -> str | None:
-    """The version of a distribution, named as in `pip install NAME`; None where it is not installed."""
+    """Return the version of a distribution (its pip name), or None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
 
 
-def own_version() -> str:
-    """The version of visalign: the installed one, in a checkout that nobody installed the one to be."""
+def visalign_version() -> str:
+    """Return the installed version of visalign, or that of the checkout's pyproject.toml."""
     if installed := installed_version("visalign"):
         return installed
     project = Path(__file__).resolve().parents[1] / "pyproject.toml"
@@ -102,7 +102,10 @@ def own_version() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Python, platform, visalign and every needed package -> version; "absent" where not installed."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    found["visalign"] = own_version()
-    return found | {name: installed_version(name) or "absent" for name in NEEDED}
+    """Return versions of Python, the platform, visalign and required packages ("absent" if missing)."""
+    system = {"python": platform.python_version(), "platform": platform.platform()}
+    return (
+        system
+        | {"visalign": visalign_version()}
+        | {name: installed_version(name) or "absent" for name in NEEDED}
+    )

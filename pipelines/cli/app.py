@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from visalign.versions import own_version
+from visalign.versions import visalign_version
 
 from .agree import agree
 from .collect import collect
@@ -62,7 +62,7 @@ def main() -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(own_version())
+        typer.echo(visalign_version())
         raise typer.Exit
 
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from visalign.harmless import visible
-from visalign.signals import Stopped, name_of, stopped_by_sigterm
+from visalign.escaping import escape_control
+from visalign.signals import Stopped, raise_on_sigterm, signal_name
 
 USER_ERROR = 2
 """Exit code when something given cannot be used."""
@@ -55,12 +55,12 @@ def user_messages(*, resume: str | None = None) -> Iterator[None]:
     if not os.environ.get("VISALIGN_TRACEBACK"):
         warnings.formatwarning = _plain_warning
     try:
-        with stopped_by_sigterm() if resume else nullcontext():
+        with raise_on_sigterm() if resume else nullcontext():
             yield
     except KeyboardInterrupt as stop:
         number = stop.signal if isinstance(stop, Stopped) else signal.SIGINT
         then = f" Continue with:\n\n  {resume}" if resume else ""
-        show_message(f"Stopped by {name_of(number)}.{then}", title="Interrupted", style="yellow")
+        show_message(f"Stopped by {signal_name(number)}.{then}", title="Interrupted", style="yellow")
         raise typer.Exit(128 + number) from None
     except (ValueError, RuntimeError, TypeError, OSError) as error:
         if os.environ.get("VISALIGN_TRACEBACK") or not is_deliberate(error):
@@ -107,7 +107,7 @@ def describe(error: BaseException) -> str:
 
 def show_message(message: str, *, title: str, style: str) -> None:
     """A framed message in a terminal, `title: message` unbroken elsewhere; both on the error stream."""
-    console, message = Console(stderr=True), visible(message)
+    console, message = Console(stderr=True), escape_control(message)
     if console.is_terminal:
         console.print(Panel(Text(message), title=title, title_align="left", border_style=style))
     else:

@@ -22,7 +22,7 @@ from rich.text import Text
 from visalign.atomic import write_atomic
 from visalign.config import config_folder, list_configs
 from visalign.data.sets.prompt_files import record_key
-from visalign.harmless import visible
+from visalign.escaping import escape_control
 
 if TYPE_CHECKING:
     from visalign.pipelines.score.score import ScoreRow
@@ -305,7 +305,7 @@ def score_table(rows: Sequence[ScoreRow]) -> Group:
         by_reward = rows[start : start + len(columns)]
         table.add_row(Text(names[by_reward[0].image]), *(number(row.value) for row in by_reward))
     failed = dict.fromkeys((row.image, row.reason) for row in rows if row.reason)
-    return Group(table, *(Text(visible(f"! {names[image]}: {reason}")) for image, reason in failed))
+    return Group(table, *(Text(escape_control(f"! {names[image]}: {reason}")) for image, reason in failed))
 
 
 def number(value: Any) -> str:

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 
 from visalign.errors import UserError
-from visalign.pipelines.serve_reward import check_free, is_loopback
+from visalign.pipelines.serve_reward import check_unlocked, is_loopback
 
 from .store import VoteStore
 
@@ -35,7 +35,7 @@ def serve_votes(
             f"The page needs {' and '.join(missing)}, which is not installed: python -m pip install "
             "'visalign[serve]'."
         )
-    check_free(host, port)
+    check_unlocked(host, port)
     import uvicorn
 
     from .server import vote_server

@@ -15,7 +15,7 @@ from typing import Any, Generic, TextIO, TypeVar
 
 from visalign.data.sets.image_references import PARQUET
 from visalign.errors import UserError
-from visalign.locks import LOCK, check_free, hold
+from visalign.locks import LOCK, check_unlocked, hold_lock
 from visalign.rewards.base.identity import Identity
 
 from .image_rows import ImageRow, numbered_frames
@@ -62,7 +62,7 @@ class ScoreLog(Generic[Entry]):
         self._open = ExitStack()
         if path is not None:
             with self._open:
-                self._open.enter_context(hold(_lock_of(path), what=f"'{path}'"))
+                self._open.enter_context(hold_lock(_lock_of(path), what=f"'{path}'"))
                 self._file = self._open.enter_context(self._begin(path, judges, entry))
                 self._open = self._open.pop_all()
 
@@ -126,7 +126,7 @@ class RowLog:
     """
 
     def __init__(self, path: Path, rewards: Mapping[str, Any], *, resume: bool) -> None:
-        check_free(_lock_of(path), what=f"'{path}'")
+        check_unlocked(_lock_of(path), what=f"'{path}'")
         if not resume and path.is_file() and path.stat().st_size:
             raise UserError(
                 f"'{path}' holds the scores of a run that was stopped. Go on with --resume, or remove it."

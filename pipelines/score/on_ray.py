@@ -26,7 +26,7 @@ from typing import Any
 
 from visalign.atomic import write_atomic
 from visalign.errors import UserError
-from visalign.locks import LOCK, hold
+from visalign.locks import LOCK, hold_lock
 from visalign.pipelines.shared.reward_options import load_each
 from visalign.pipelines.shared.run_folder import check_run_folder
 from visalign.rewards.base.contract import RewardError
@@ -215,7 +215,7 @@ def score_on_ray(
     for part in parts:
         check_part(part, asking)
     judges = {label: judge_identity(reward).digest for label, reward in rewards.items()}
-    with hold(output / LOCK, what=f"The output folder '{output}'"):
+    with hold_lock(output / LOCK, what=f"The output folder '{output}'"):
         before = finished(output, parts, asking, judges)
         done, todo = Done(before=len(before)), {n: p for n, p in enumerate(parts) if n not in before}
 

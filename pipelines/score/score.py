@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from visalign.data.sets.image_references import open_bytes, resolve_image
 from visalign.errors import UserError
-from visalign.harmless import csv_cell
+from visalign.escaping import csv_cell
 from visalign.interfaces import PointwiseReward
 from visalign.rewards.base.failure import Naming
 from visalign.rewards.base.images import animation_length, pixels_of

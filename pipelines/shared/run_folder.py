@@ -18,7 +18,7 @@ from typing import Any
 from visalign.atomic import write_atomic
 from visalign.config import config_to_yaml, load_config
 from visalign.errors import UserError
-from visalign.locks import LOCK, check_free, hold
+from visalign.locks import LOCK, check_unlocked, hold_lock
 
 FILE_ENDINGS = (".json", ".jsonl", ".csv", ".tsv", ".html", ".txt", ".parquet")
 """No new folder is named so."""
@@ -71,7 +71,7 @@ def check_run_folder(folder: Path, *, resume: bool) -> None:
             f"There is no folder '{folder}' to resume. Give its path, or start anew without --resume."
         )
     if _is_first() and folder.is_dir():
-        check_free(folder / LOCK, what=f"The output folder '{folder}'")
+        check_unlocked(folder / LOCK, what=f"The output folder '{folder}'")
     if not resume and _is_first() and folder.is_dir() and _content(folder):
         raise UserError(
             f"The output folder '{folder}' is not empty, and nothing is overwritten. Give another --output, "
@@ -87,7 +87,7 @@ def claimed(config: Any, output: Path, *, resume: bool, free: Collection[str]) -
         UserError: as there, or another process, which is named, works in it.
     """
     check_run_folder(output, resume=resume)
-    with hold(output / LOCK, what=f"The output folder '{output}'") if _is_first() else nullcontext():
+    with hold_lock(output / LOCK, what=f"The output folder '{output}'") if _is_first() else nullcontext():
         check_same_run(config, output, resume=resume, free=free)
         yield
 

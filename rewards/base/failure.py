@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from types import TracebackType
 
-from visalign.errors import UserError, said_by
+from visalign.errors import UserError, describe_error
 from visalign.interfaces import Scores
 
 from .contract import RewardError
@@ -41,8 +41,8 @@ class Naming:
     ) -> None:
         if isinstance(error, Exception | SystemExit) and not isinstance(error, RewardError | UserError):
             raise RewardError(
-                f"Reward {self.name!r} raised {said_by(error)}. For a sample that cannot be judged return "
-                "None (a function) or valid=False (a class) instead of raising."
+                f"Reward {self.name!r} raised {describe_error(error)}. For a sample that cannot be judged "
+                "return None (a function) or valid=False (a class) instead of raising."
             ) from error
 
 

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from visalign.errors import said_by
+from visalign.errors import describe_error
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.callables import (
     Parameters,
@@ -138,10 +138,10 @@ class TextFunctionReward:
     def _failed(self, error: BaseException) -> str:
         """The reason of a masked call, or the error that names the reward."""
         if self._mask:
-            return f"{self.name} raised {said_by(error)}"
+            return f"{self.name} raised {describe_error(error)}"
         raise RewardError(
-            f"Reward {self.name!r} raised {said_by(error)}. For a completion that cannot be judged return "
-            "None, or set on_error='mask'."
+            f"Reward {self.name!r} raised {describe_error(error)}. For a completion that cannot be judged "
+            "return None, or set on_error='mask'."
         ) from error
 
     def _verdict(self, answer: float | str) -> TextVerdict:

@@ -17,7 +17,7 @@ from visalign.adapters import (
     check_adapter,
     load_policy,
 )
-from visalign.dotted_path import named_object
+from visalign.dotted_path import import_by_path
 from visalign.errors import UserError
 
 OWN = """
@@ -100,7 +100,7 @@ def test_sd3_is_driven_by_the_general_adapter_where_only_that_takes_an_option(fo
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_every_adapter_of_the_catalogue_is_a_class_with_a_loader(name):
-    found = named_object(ADAPTERS[name], what="adapter")
+    found = import_by_path(ADAPTERS[name], what="adapter")
     assert isinstance(found, type) and callable(found.from_pretrained)
 
 
@@ -139,7 +139,9 @@ def test_refusals_say_what_exists(folder, own, tmp_path):
         UserError, match=r"own.py has no 'Owm'\. Did you mean 'Own'\? Correct the part after ':'"
     ):
         load_policy(folder, adapter=f"{own}:Owm")
-    with pytest.raises(UserError, match=r"There is no file absent\.py; give the path of your adapter's file"):
+    with pytest.raises(
+        UserError, match=r"absent\.py does not exist; give the path of the file with your adapter"
+    ):
         load_policy(folder, adapter="absent.py:Own")
     other = tmp_path / "flux"
     other.mkdir()

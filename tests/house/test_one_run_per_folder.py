@@ -17,19 +17,19 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from visalign.locks import LOCK, FolderInUse, check_free, hold
+from visalign.locks import LOCK, FolderInUseError, check_unlocked, hold_lock
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.score.log import RowLog, ScoreLog
 from visalign.pipelines.score.score import ScoreRow
 from visalign.pipelines.shared.run_folder import check_run_folder
-from visalign.signals import InterruptFlag, Stopped, stopped_by_sigterm
+from visalign.signals import InterruptFlag, Stopped, raise_on_sigterm
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no locks of files and no SIGTERM there")
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLDS = (
-    "import sys, time\nfrom pathlib import Path\nfrom visalign.locks import hold\n"
-    "with hold(Path(sys.argv[1]), what='x'):\n    print('held', flush=True)\n    time.sleep(600)\n"
+    "import sys, time\nfrom pathlib import Path\nfrom visalign.locks import hold_lock\n"
+    "with hold_lock(Path(sys.argv[1]), what='x'):\n    print('held', flush=True)\n    time.sleep(600)\n"
 )
 
 
@@ -52,22 +52,24 @@ def test_a_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
     lock = tmp_path / "run" / LOCK
     with held_elsewhere(lock) as other:
         message = rf"^The run is in use by process {other.pid} on .+ since \d{{4}}-.+ \(-c .*\)\. Wait until"
-        with pytest.raises(FolderInUse, match=message), hold(lock, what="The run"):
+        with pytest.raises(FolderInUseError, match=message), hold_lock(lock, what="The run"):
             pass
-        with pytest.raises(FolderInUse, match=rf"The output folder '.*run' is in use by process {other.pid}"):
+        with pytest.raises(
+            FolderInUseError, match=rf"The output folder '.*run' is in use by process {other.pid}"
+        ):
             check_run_folder(tmp_path / "run", resume=True)
     assert lock.is_file()  # of a killed holder: it says nothing any more
     check_run_folder(tmp_path / "run", resume=False)
-    with hold(lock, what="The run"), hold(lock, what="The run"):
+    with hold_lock(lock, what="The run"), hold_lock(lock, what="The run"):
         assert json.loads(lock.read_text())["process"] == os.getpid()
     assert not lock.exists()
 
 
 def test_a_folder_made_for_a_lock_goes_with_it_where_nothing_was_written(tmp_path: Path) -> None:
-    with hold(tmp_path / "a" / "b" / LOCK, what="x"):
+    with hold_lock(tmp_path / "a" / "b" / LOCK, what="x"):
         assert (tmp_path / "a" / "b").is_dir()
     assert not (tmp_path / "a").exists()
-    with hold(tmp_path / "a" / "b" / LOCK, what="x"):
+    with hold_lock(tmp_path / "a" / "b" / LOCK, what="x"):
         (tmp_path / "a" / "file").touch()
     assert os.listdir(tmp_path / "a") == ["file"]
 
@@ -77,11 +79,11 @@ def test_scores_of_one_file_are_written_by_one_process(tmp_path: Path) -> None:
     with held_elsewhere(path.with_name(path.name + LOCK)) as other:
         for resume in (True, False):
             with pytest.raises(
-                FolderInUse, match=rf"'.*scores\.json\.part' is in use by process {other.pid}"
+                FolderInUseError, match=rf"'.*scores\.json\.part' is in use by process {other.pid}"
             ):
                 RowLog(path, {}, resume=resume)
     log = ScoreLog(path, {}, ScoreRow)
-    with pytest.raises(FolderInUse):
+    with pytest.raises(FolderInUseError):
         subprocess_lock(path)
     log.close()
     assert os.listdir(tmp_path) == [path.name]
@@ -92,15 +94,15 @@ def test_scores_of_one_file_are_written_by_one_process(tmp_path: Path) -> None:
 
 
 def subprocess_lock(path: Path) -> None:
-    """Try the lock of a file in another process, as `check_free`."""
+    """Try the lock of a file in another process, as `check_unlocked`."""
     code = (
-        "import sys\nfrom pathlib import Path\nfrom visalign.locks import check_free\n"
-        "check_free(Path(sys.argv[1]), what='x')\n"
+        "import sys\nfrom pathlib import Path\nfrom visalign.locks import check_unlocked\n"
+        "check_unlocked(Path(sys.argv[1]), what='x')\n"
     )
     command = [sys.executable, "-c", code, f"{path}{LOCK}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     if "FolderInUse" in done.stderr:
-        raise FolderInUse(done.stderr)
+        raise FolderInUseError(done.stderr)
     assert done.returncode == 0, done.stderr
 
 
@@ -110,9 +112,9 @@ def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr("fcntl.flock", none)
     with pytest.warns(UserWarning, match="The run cannot be locked .No locks available.. See that no second"):
-        with hold(tmp_path / LOCK, what="The run"):
+        with hold_lock(tmp_path / LOCK, what="The run"):
             pass
-    check_free(tmp_path / LOCK, what="The run")
+    check_unlocked(tmp_path / LOCK, what="The run")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -131,7 +133,7 @@ def test_the_first_signal_is_a_flag_and_the_second_stops(number: signal.Signals)
 
 
 def test_sigterm_ends_forks_of_the_process_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
-    with stopped_by_sigterm():
+    with raise_on_sigterm():
         reading, writing = os.pipe()
         if (fork := os.fork()) == 0:
             os.write(writing, b"up")  # Python forgets a signal that comes before

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from visalign.data.sets.prompt_files import Edits
-from visalign.dotted_path import named_object
+from visalign.dotted_path import import_by_path
 from visalign.errors import UserError, suggestion
 from visalign.interfaces import DiffusionPolicy
 
@@ -63,7 +63,7 @@ def find_adapter(folder_or_id: str | Path, adapter: str | None = None) -> Any:
             f"There is no adapter {adapter!r}. {suggestion(adapter, ADAPTERS)}Allowed: "
             f"{', '.join(ADAPTERS)}, or {OWN}."
         )
-    found = named_object(ADAPTERS.get(adapter, adapter), what="adapter")
+    found = import_by_path(ADAPTERS.get(adapter, adapter), what="adapter")
     missing = [name for name in ("from_pretrained", *METHODS) if not callable(getattr(found, name, None))]
     if not isinstance(found, type) or missing:
         raise AdapterError(

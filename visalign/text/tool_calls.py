@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from visalign.errors import Caught, UserError
+from visalign.errors import CaughtError, UserError
 from visalign.interfaces import Scores
 
 from .rollout import TextRollout
@@ -100,7 +100,7 @@ def ask_all(use: ToolUse, calls: Sequence[str]) -> dict[str, str | ToolFailure |
 
 
 def _ask(use: ToolUse, call: str, done: SimpleQueue[tuple[str, Any]]) -> None:
-    with Caught() as caught:
+    with CaughtError() as caught:
         answer: Any = use.tool(call)
         if answer is not None and not isinstance(answer, str):
             answer = ToolFailure(f"{use.name} answered a {type(answer).__name__}, needed is a text or None")

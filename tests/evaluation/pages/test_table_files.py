@@ -7,8 +7,8 @@ import csv
 import io
 from pathlib import Path
 
+from visalign.escaping import csv_cell
 from visalign.evaluation.pages.table_files import FileTable, to_csv, to_latex, write_tables
-from visalign.harmless import csv_cell
 
 TABLE = FileTable(
     name="By kind & size",

@@ -158,7 +158,7 @@ def test_dotted_paths(tmp_path):
             {},
             "module 'no_such_module' cannot be imported. Is it installed, or on PYTHONPATH",
         ),
-        ("nowhere.py:f", {}, "There is no file nowhere.py"),
+        ("nowhere.py:f", {}, "nowhere.py does not exist"),
         ("nowhere.py:", {}, "'nowhere.py:' names no reward; write"),
         (":f", {}, "':f' names no reward; write"),
         ("visalign.rewards.statistics:JpegSiz", {}, r"has no 'JpegSiz'. Did you mean 'JpegSize'\?"),
@@ -181,13 +181,13 @@ def test_refused_names(name, options, message):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("random", {"share": "lots"}, "Reward 'random': share is 'lots'; it must be of the kind float"),
+        ("random", {"share": "lots"}, "Reward 'random': share is 'lots'; it must be of type float"),
         (
             "length",
             {"target": [10]},
-            r"Reward 'length': target is \[10\]; it must be of the kind float \| None",
+            r"Reward 'length': target is \[10\]; it must be of type float \| None",
         ),
-        ("length", {"rule": None}, "rule is None; it must be of the kind str"),
+        ("length", {"rule": None}, "rule is None; it must be of type str"),
     ],
 )
 def test_options_of_another_kind_are_refused(name, options, message):
@@ -362,7 +362,7 @@ def test_a_file_that_cannot_be_imported_is_named_with_its_line(tmp_path, monkeyp
     for place in (f"{tmp_path}/torn.py:f", "torn:f"):
         with pytest.raises(RewardError, match=rf"torn.* cannot be imported[.:] {message}"):
             load_reward(place)
-        assert not [name for name in sys.modules if "visalign_own_torn" in name]
+        assert not [name for name in sys.modules if "visalign_user_torn" in name]
 
 
 @pytest.mark.parametrize(

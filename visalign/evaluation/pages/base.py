@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from visalign.harmless import visible
-from visalign.versions import own_version
+from visalign.escaping import escape_control
+from visalign.versions import visalign_version
 
 LARGEST_SIDE = 768
 """Images are shrunk to this many pixels on their longer side before they go into a page."""
@@ -62,7 +62,7 @@ def render_page(
     found.globals |= found.filters | {"rail": rail}
     origin: dict[str, Any] = {
         "command": command_line() or command,
-        "version": own_version(),
+        "version": visalign_version(),
         "models": list(models),
     }
     day = datetime.now(tz=UTC).date().isoformat()
@@ -143,7 +143,7 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
     shared = 0
     while parts and all(len(own) > shared + 1 and own[shared] == parts[0][shared] for own in parts):
         shared += 1
-    return {name: visible("/".join(own[shared:])) for name, own in zip(unique, parts, strict=True)}
+    return {name: escape_control("/".join(own[shared:])) for name, own in zip(unique, parts, strict=True)}
 
 
 def plain(value: float | None, digits: int = 3) -> str:

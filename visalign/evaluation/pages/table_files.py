@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from visalign.atomic import write_atomic
-from visalign.harmless import csv_cell
+from visalign.escaping import csv_cell
 
 FOLDER = "tables"
 """Of a result's own folder."""

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from visalign.core.surrogates.ratio_check import check_log_ratio
 from visalign.errors import UserError
-from visalign.locks import LOCK, hold
+from visalign.locks import LOCK, hold_lock
 from visalign.signals import InterruptFlag
 
 from . import checkpoint
@@ -171,7 +171,7 @@ class Trainer(Generic[A]):
             RewardFailure: too many samples could not be judged; and what else the algorithm raises.
         """
         counters, folder = self.counters, self.run.folder
-        own = hold(folder / LOCK, what=f"The run's folder '{folder}'", instead="give another folder")
+        own = hold_lock(folder / LOCK, what=f"The run's folder '{folder}'", instead="give another folder")
         first = self.accelerator.is_main_process
         held = own if first else nullcontext()
         with lost_process_named(), self._memory_named(), held, InterruptFlag(self.progress.note) as interrupt:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from visalign.core import Objective
-from visalign.dotted_path import named_object
+from visalign.dotted_path import import_by_path
 from visalign.errors import UserError
 from visalign.text import Sampling, StoppingCriteria
 from visalign.text.calculator import calculator
@@ -59,7 +59,7 @@ class ToolSettings:
         """
         tool: Any = calculator
         if self.use != "calculator":
-            tool = named_object(self.use, what="tool")
+            tool = import_by_path(self.use, what="tool")
         if not callable(tool):
             raise UserError(f"rollout.tool.use is {self.use!r}, which names no function.")
         return ToolUse(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text of others (file names, prompts, a judge's words) made harmless where it is shown or written."""
+"""Escape untrusted text (file names, prompts, model output) before it is shown or written."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
-def visible(text: str) -> str:
-    r"""Control characters as their escapes: they move a terminal's cursor, and turn a line round.
+def escape_control(text: str) -> str:
+    r"""Replace control and bidirectional characters by their escapes, so that they cannot steer a terminal.
 
     >>> visible("a\x1b[2Jb")
     'a\\x1b[2Jb'
@@ -20,7 +20,7 @@ def visible(text: str) -> str:
 
 
 def csv_cell(value: Any) -> Any:
-    """A cell of CSV: None is empty, and text that a spreadsheet would compute gets an apostrophe before it.
+    """Format one CSV cell: None becomes empty, and an apostrophe precedes text that a spreadsheet would run.
 
     >>> csv_cell("=1+1"), csv_cell(-0.5), csv_cell(None), csv_cell("-0.5"), csv_cell("a = b")
     ("'=1+1", -0.5, '', '-0.5', 'a = b')
