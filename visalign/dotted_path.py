@@ -44,7 +44,7 @@ def import_by_path(path: str, *, what: str, error: type[Exception] = UserError) 
         if not hasattr(target, step):
             public = [key for key in vars(module) if not key.startswith("_")]
             raise error(
-                f"{module_path} has no {attribute!r}. {suggestion(attribute, public)}Correct what follows ':'."
+                f"{module_path} has no {attribute!r}. {suggestion(attribute, public)}Fix the part after ':'."
             )
         target = getattr(target, step)
     return target

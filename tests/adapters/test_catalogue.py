@@ -136,7 +136,7 @@ def test_refusals_say_what_exists(folder, own, tmp_path):
     ):
         load_policy(folder, adapter="sd4")
     with pytest.raises(
-        UserError, match=r"own.py has no 'Owm'\. Did you mean 'Own'\? Correct the part after ':'"
+        UserError, match=r"own.py has no 'Owm'\. Did you mean 'Own'\? Fix the part after ':'"
     ):
         load_policy(folder, adapter=f"{own}:Owm")
     with pytest.raises(
