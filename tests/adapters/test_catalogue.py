@@ -135,9 +135,7 @@ def test_refusals_say_what_exists(folder, own, tmp_path):
         UserError, match=r"no adapter 'sd4'\. Did you mean 'sd3'\? Allowed: sd3, pipeline, or your own as"
     ):
         load_policy(folder, adapter="sd4")
-    with pytest.raises(
-        UserError, match=r"own.py has no 'Owm'\. Did you mean 'Own'\? Fix the part after ':'"
-    ):
+    with pytest.raises(UserError, match=r"own.py has no 'Owm'\. Did you mean 'Own'\? Fix the part after ':'"):
         load_policy(folder, adapter=f"{own}:Owm")
     with pytest.raises(
         UserError, match=r"absent\.py does not exist; give the path of the file with your adapter"
