@@ -26,8 +26,8 @@ from visalign.pipelines.shared.sections import RewardsConfig
 from visalign.training.diffusion.experts import check_experts
 from visalign.training.diffusion.flow_grpo import step_weights
 from visalign.training.diffusion.images import Features
-from visalign.training.diffusion.regression import checked_row
-from visalign.training.diffusion.reward_gradient import check_differentiable, checked_ascent
+from visalign.training.diffusion.regression import regression_for_run
+from visalign.training.diffusion.reward_gradient import ascent_for_run, check_differentiable
 from visalign.training.diffusion.stored_pairs import StoredPreference
 from visalign.training.loop.sampler import PromptSampler, check_batch_algebra, check_whole_groups
 
@@ -91,13 +91,13 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         cycle=data.cycle,
     )
     if config.objective.ascent is not None:
-        checked_ascent(config.objective, rollout)
+        ascent_for_run(config.objective, rollout)
         check_differentiable(reward)
     elif config.objective.regression is None:
         sigmas = torch.linspace(1, 0, rollout.steps + 1)  # the model's own has as many steps
         step_weights(config.objective, rollout, sigmas)
     else:
-        checked_row(config.objective, rollout, world)
+        regression_for_run(config.objective, rollout, world)
         if config.objective.experts:
             check_experts(config.objective.experts, records)
     features = build_features(config, judges, device)

@@ -33,7 +33,7 @@ from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.template import JudgeSettings
 from visalign.training import AdamWSettings, Algorithm, RunSettings, Trainer
 from visalign.training.loop.algorithm import Collected, Context
-from visalign.training.loop.processes import accelerator_of, one_process
+from visalign.training.loop.processes import get_accelerator, one_process
 
 from .heie import HeiePlan, faults_data, heie_card, heie_measures, shapes_faults
 from .stage import SURROUNDINGS
@@ -48,7 +48,7 @@ class HeadTraining(Algorithm):
     def __init__(self, heads: HeieHeads, data: HeieData, *, batch: int, seed: int) -> None:
         self.heads, self.data, self.batch = heads, data, batch
         one_process("HEIE's heads train")
-        self.accelerator = accelerator_of(None, data.heat)
+        self.accelerator = get_accelerator(None, data.heat)
         self.draw = torch.Generator().manual_seed(seed)
 
     def parameters(self) -> list[tuple[str, Parameter]]:

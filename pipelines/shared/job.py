@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from visalign.atomic import write_atomic
 from visalign.config import flatten
 from visalign.signals import Stopped
-from visalign.training.loop.best import best_of, said_of_best
+from visalign.training.loop.best import best_checkpoint_note, best_of
 from visalign.training.loop.metrics import read_metrics
-from visalign.training.loop.monitor import said_by_monitor
+from visalign.training.loop.monitor import monitor_messages
 from visalign.training.loop.runtime import peak_memory_bytes
 from visalign.versions import versions
 
@@ -97,10 +97,10 @@ def run_job(config: Any, output: Path, resume: bool, build: Callable[[Any, Path]
         UserError: something in the configuration or the folder cannot be used.
         TrainingInterrupted: after Ctrl-C or SIGTERM.
     """
-    from visalign.training.loop.processes import lost_process_named
+    from visalign.training.loop.processes import report_lost_process
 
     output = Path(output)
-    with claimed(config, output, resume=resume, free=FREE_KEYS), lost_process_named():
+    with claimed(config, output, resume=resume, free=FREE_KEYS), report_lost_process():
         return _run_claimed(config, output, resume, build)
 
 
@@ -241,11 +241,11 @@ class PolicyRun(Job):
 
     def after(self, before: HeldoutResult | None, result: TrainResult, measuring: float) -> dict[str, Any]:
         """Save the averaged weights, evaluate them, write summary and report."""
-        from visalign.training.loop.sharding import whole_state
+        from visalign.training.loop.sharding import unsharded_state
 
         begin = time.perf_counter()
         with self.trainer.result():
-            with whole_state(self.policy.module), no_loading_bars():
+            with unsharded_state(self.policy.module), no_loading_bars():
                 if before is not None:
                     self.policy.save(result_folder(self.config, self.output))
             after = self._measured()
@@ -270,7 +270,7 @@ class PolicyRun(Job):
                 phases[name] = phases.get(name, 0.0) + value
         phases["evaluation"] += evaluating
         own, by = result.counters.own, self.config.run.best_by
-        warnings = said_by_monitor(own)
+        warnings = monitor_messages(own)
         costs = {
             **self.costs(result, evaluating),
             "phases": phases,
@@ -295,7 +295,7 @@ class PolicyRun(Job):
             resume_command=resume_command(str(output / "config.yaml"), [], output),
             start={"heldout/accuracy": accuracy} if math.isfinite(accuracy) else None,
             seen=self.seen,
-            warnings=[*warnings, *said_of_best(by, own)],
+            warnings=[*warnings, *best_checkpoint_note(by, own)],
             over_time=() if self.grids is None else self.grids.files(),
             **shared,
         )
@@ -349,14 +349,14 @@ class JudgeRun(Job):
 
     def after(self, before: dict[str, Any], result: TrainResult, measuring: float) -> dict[str, Any]:
         """Measure, save the judge with its card, write the summary."""
-        from visalign.training.loop.sharding import whole_state
+        from visalign.training.loop.sharding import unsharded_state
 
         begin, is_first = time.perf_counter(), self.trainer.accelerator.is_main_process
         with self.trainer.result():
             with self.trainer.measuring():
                 after = self.measure(final=True)
             measuring += time.perf_counter() - begin
-            with nullcontext() if self.network is None else whole_state(self.network):
+            with nullcontext() if self.network is None else unsharded_state(self.network):
                 if is_first:
                     self.save(self.output / JUDGE)
                 notes = self.notes()

@@ -20,7 +20,7 @@ from visalign.pipelines.shared.sections import Count, Share
 from visalign.schema import STRICT
 from visalign.seeds import sample_seed
 from visalign.training.loop.optimizer import OptimizerSettings
-from visalign.training.loop.progress import SHOWN_SUPERVISED
+from visalign.training.loop.progress import SUPERVISED_COLUMNS
 from visalign.training.text.dpo import DPOSettings
 
 from .config import HeldoutPromptsConfig, SupervisedConfig
@@ -188,7 +188,7 @@ def _build(config: TextDPOConfig, output: Path) -> PolicyRun:
             "epochs": counters.samples / len(sides[0]),
         },
         seen=inputs.seen,
-        shown=SHOWN_SUPERVISED,
+        shown=SUPERVISED_COLUMNS,
         beside=algorithm.measure,
     )
 

@@ -27,7 +27,7 @@ from visalign.pipelines.shared.parts import (
     spread,
 )
 from visalign.pipelines.shared.run_folder import fingerprint
-from visalign.training.loop.progress import SHOWN
+from visalign.training.loop.progress import POLICY_COLUMNS
 
 from .config import TextConfig, TextGRPOConfig, TextPPOConfig
 from .footprint import footprint
@@ -118,7 +118,7 @@ def text_run(
     said: Callable[[Any], Mapping[str, Any]] = lambda _: {},
     seen: int | None = None,
     beside: Callable[[], Mapping[str, float]] = dict,
-    shown: Sequence[tuple[str, str, str]] = SHOWN,
+    shown: Sequence[tuple[str, str, str]] = POLICY_COLUMNS,
 ) -> PolicyRun:
     """The run of a text policy; `said` has more entries of the summary, `beside` more of each evaluation on
     the way."""

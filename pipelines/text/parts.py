@@ -450,7 +450,7 @@ def syncing(
     from accelerate import utils
 
     from visalign.adapters.server.weights import rewriting
-    from visalign.training.loop.sharding import whole_state
+    from visalign.training.loop.sharding import unsharded_state
 
     folder = Path(server.model_folder or output / "server_adapter")
     if server.model_folder and not (folder / "config.json").is_file():
@@ -463,7 +463,7 @@ def syncing(
     def sync(iteration: int) -> None:
         if not last or iteration - last[0] >= server.sync_every:
             last[:] = [iteration]
-            with whole_state(policy.module), no_loading_bars():
+            with unsharded_state(policy.module), no_loading_bars():
                 if accelerator.is_main_process:
                     with rewriting(folder) as aside:
                         (policy.model.save_pretrained if server.model_folder else policy.save)(aside)

@@ -155,7 +155,7 @@ def _build(config: TextProcessConfig, output: Path) -> ProcessRun:
 
     from visalign.adapters.causal_lm.loading import from_pretrained
     from visalign.rewards.weights.checkpoint_files import quiet_loading
-    from visalign.training.loop.progress import SHOWN_SUPERVISED
+    from visalign.training.loop.progress import SUPERVISED_COLUMNS
     from visalign.training.process.label_fit import FitSettings, LabelFit
     from visalign.training.process.trainer import measure_steps
 
@@ -186,7 +186,7 @@ def _build(config: TextProcessConfig, output: Path) -> ProcessRun:
     return ProcessRun(
         config=config,
         output=output,
-        trainer=build_trainer(config, output, fit, lambda _: measure(), shown=SHOWN_SUPERVISED),
+        trainer=build_trainer(config, output, fit, lambda _: measure(), shown=SUPERVISED_COLUMNS),
         fingerprints={"data.train": fingerprint([*learnt.rows, *measured.rows])},
         texts=texts,
         network=model,

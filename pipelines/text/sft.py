@@ -17,7 +17,7 @@ from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by
 from visalign.pipelines.shared.sections import Count
 from visalign.schema import STRICT
 from visalign.training.loop.optimizer import OptimizerSettings
-from visalign.training.loop.progress import SHOWN_SUPERVISED
+from visalign.training.loop.progress import SUPERVISED_COLUMNS
 
 from .config import HeldoutPromptsConfig, SupervisedConfig
 from .job import planned_evaluation, text_run
@@ -139,7 +139,7 @@ def _build(config: TextSFTConfig, output: Path) -> PolicyRun:
             "epochs": counters.samples / len(fitting),
         },
         seen=inputs.seen,
-        shown=SHOWN_SUPERVISED,
+        shown=SUPERVISED_COLUMNS,
     )
 
 

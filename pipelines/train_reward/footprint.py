@@ -86,7 +86,7 @@ def _read(
 ) -> tuple[float, float]:
     """GB of (what the backward of the first micro-batch finds stored, features of images that stay)."""
     from visalign.adapters.hollow import traced_network
-    from visalign.training.loop.sharding import AsForward
+    from visalign.training.loop.sharding import ModuleOfFunction
 
     data = config.data
     batches = ExampleBatches(
@@ -97,7 +97,7 @@ def _read(
     inputs = tree_map(
         lambda v: moved.setdefault(id(v), v.to(META)) if isinstance(v, torch.Tensor) else v, batch.inputs
     )
-    network, parts = AsForward(judge.module, judge), []
+    network, parts = ModuleOfFunction(judge.module, judge), []
     if isinstance(judge, SeeingJudge):
         language = judge.engine.network.trunk.language_model
         parts = [language]

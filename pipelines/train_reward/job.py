@@ -40,7 +40,7 @@ def run(config: TrainRewardConfig, output: Path, resume: bool = False) -> dict[s
 def _build(config: TrainRewardConfig, output: Path, resume: bool) -> RewardRun:
     """Everything a run needs; reads, writes nothing."""
     from visalign.training import RewardModeling
-    from visalign.training.loop.progress import SHOWN_SUPERVISED
+    from visalign.training.loop.progress import SUPERVISED_COLUMNS
 
     from .examples import ExampleBatches
     from .judges import compute_dtype
@@ -64,7 +64,7 @@ def _build(config: TrainRewardConfig, output: Path, resume: bool) -> RewardRun:
         sharding=config.run.sharding,
         kept=judge.divide() if config.run.sharding else (),
     )
-    trainer = build_trainer(config, output, algorithm, lambda _: measure(), shown=SHOWN_SUPERVISED)
+    trainer = build_trainer(config, output, algorithm, lambda _: measure(), shown=SUPERVISED_COLUMNS)
     for note in (*inputs.notes, *judge.first_notes()):
         trainer.progress.note(note)
     return RewardRun(

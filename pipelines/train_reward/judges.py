@@ -205,7 +205,7 @@ def compute_dtype(model: TrainedModel, device: torch.device) -> torch.dtype:
 
 
 def cast(network: nn.Module, dtype: torch.dtype) -> None:
-    """`network.to(dtype)`, also inside of `whole_state`."""
+    """`network.to(dtype)`, also inside of `unsharded_state`."""
     for value in (*network.parameters(), *network.buffers()):
         if value.is_floating_point():
             value.data = value.data.to(dtype)

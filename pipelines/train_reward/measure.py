@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from visalign.training.reward.batch import RewardBatch
-from visalign.training.reward.heldout import LOW, auroc, join_pairs, judge_pairs, pair_measures
+from visalign.training.reward.heldout import LOW, auroc, concatenate_pairs, pair_measures, score_pairs
 from visalign.training.reward.tasks import TASKS
 
 from .config import TrainRewardConfig
@@ -57,8 +57,8 @@ class Measure:
         if self.config.model.kind == "critique":
             return self._answers(count)
         task = TASKS[self.config.objective.task]
-        own = [(number, judge_pairs(self.judge, [batch], task)) for number, batch in self._batches(count)]
-        return pair_measures(join_pairs(self._of_all(own)))
+        own = [(number, score_pairs(self.judge, [batch], task)) for number, batch in self._batches(count)]
+        return pair_measures(concatenate_pairs(self._of_all(own)))
 
     def _batches(self, count: int) -> Iterator[tuple[int, RewardBatch]]:
         assert self.heldout is not None

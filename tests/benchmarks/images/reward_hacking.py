@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 from visalign.training.loop.metrics import read_metrics
-from visalign.training.loop.monitor import FROM_ABOVE, usual_warnings
+from visalign.training.loop.monitor import FROM_ABOVE, default_warnings
 
 ENSEMBLE = "judge: {name: lora_ensemble"
 ARMS = {
@@ -48,7 +48,7 @@ HELDOUT = "clip_score: {weight: 0}, truth: {name: shapes_verifier, options: {mod
 AGREEMENT = 0.25
 """Of CLIP score with what is optimised, as the mean of WINDOW iterations; the usual limits have none."""
 WINDOW = 5
-LIMITS = {name: limit for name, limit in vars(usual_warnings()).items() if limit is not None}
+LIMITS = {name: limit for name, limit in vars(default_warnings()).items() if limit is not None}
 LIMITS["agreement"] = AGREEMENT
 
 

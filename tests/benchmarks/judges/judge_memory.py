@@ -94,7 +94,7 @@ def trained(name: str, folder: Path, size: str, sharding: bool) -> None:
     more = () if module is process else (False,)
     made = module._build(config, folder / f"{name}, {size}, {sharding}", *more)
     made.trainer.iterate()
-    with made.trainer.algorithm.whole():
+    with made.trainer.algorithm.unsharded():
         made.measure()
     made.trainer.iterate()
 

@@ -54,7 +54,7 @@ from visalign.rewards.questions.visual_quality_r1 import RATING
 from visalign.rewards.vlm.engine import Query, VisionLanguageEngine
 from visalign.training.loop.trainer import RunSettings, Trainer
 from visalign.training.reward.batch import Outputs, RewardBatch
-from visalign.training.reward.heldout import HeldoutPairs, auroc, judge_pairs, lead_stratum, pair_measures
+from visalign.training.reward.heldout import HeldoutPairs, auroc, lead_stratum, pair_measures, score_pairs
 from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimizerSettings
 from visalign.training.reward.tasks import TASKS
 from visalign.training.reward.trainer import RewardModeling
@@ -191,7 +191,7 @@ def judged_by(place: str, pairs: Examples, chunk: int = 100) -> HeldoutPairs:
         assert found.std is not None and bool(found.valid.all())
         said = {"value": found.value, "log_std": found.std.log()}
         parts.append(pair_batch(said, part, heldout=True))
-    return judge_pairs(_Said(), parts, TASKS["uncertainty"])
+    return score_pairs(_Said(), parts, TASKS["uncertainty"])
 
 
 class _Said(nn.Module):
@@ -348,7 +348,7 @@ def compare_labels(
             own = labelled(train, kind, seed)
             pairs[kind] = own.labels.size
             judge = train_head("bradley_terry", own, updates / own.labels.size, lr, seed, pair_weight=weight)
-            said = judge_pairs(judge, [held.rows(torch.arange(held.labels.size))], TASKS["bradley_terry"])
+            said = score_pairs(judge, [held.rows(torch.arange(held.labels.size))], TASKS["bradley_terry"])
             rows.append([pair_measures(said)[name] for name in names])
         found[kind] = np.array(rows)
     first = next(iter(found.values()))
@@ -375,7 +375,7 @@ def compare_under_noise(given: argparse.Namespace) -> None:
         noise = ClutteredPairs(seed, "heldout").noise(given.heldout)
         for task in LOSSES:
             judge = train_head(task, sets[0], given.epochs, given.lr, seed)
-            said = judge_pairs(judge, [sets[1].rows(torch.arange(given.heldout))], TASKS[task])
+            said = score_pairs(judge, [sets[1].rows(torch.arange(given.heldout))], TASKS[task])
             found[task].append(noise_measures(task, said, noise))
             print(f"seed {seed}, {task}: {found[task][-1]}", flush=True)
     names = list(next(iter(found.values()))[0])
@@ -462,7 +462,7 @@ def compare_losses(given: argparse.Namespace, heldout: Examples) -> None:
     train, held = features(given, heldout)
     for task in LOSSES:
         judge = train_head(task, train, given.epochs, given.lr, given.seed)
-        found = judge_pairs(judge, [held.rows(torch.arange(given.heldout))], TASKS[task])
+        found = score_pairs(judge, [held.rows(torch.arange(given.heldout))], TASKS[task])
         print(row_of(task, found), flush=True)
 
 

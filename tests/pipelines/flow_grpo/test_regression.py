@@ -28,7 +28,7 @@ from visalign.training import (
     RunSettings,
     Trainer,
 )
-from visalign.training.diffusion.guidance import check_guided
+from visalign.training.diffusion.guidance import check_guidance
 from visalign.training.loop.metrics import read_metrics
 
 RECORDS = [{"prompt": text, "tag": ""} for text in ("a red circle", "two circles", "a blue square")]
@@ -127,10 +127,10 @@ def test_guidance_that_changes_nothing_is_refused():
     pipe.guider = pipe.ocr_guider = None  # a model without one takes no scale
     policy = PipelinePolicy(pipe, **{**options, "guidance": None})
     with pytest.raises(UserError, match=r"guidance of 3.0 changes nothing in this PipelinePolicy"):
-        check_guided(policy, 3.0, {"prompt": "a red circle"})
+        check_guidance(policy, 3.0, {"prompt": "a red circle"})
     pipe, options = tiny_pipeline("qwen_image")
-    check_guided(PipelinePolicy(pipe, **{**options, "guidance": None}), 3.0, {"prompt": "a red circle"})
-    check_guided(SD3Policy(tiny_sd3_pipeline(), lora=LoraSettings(rank=4)), 3.0, {"prompt": "a red circle"})
+    check_guidance(PipelinePolicy(pipe, **{**options, "guidance": None}), 3.0, {"prompt": "a red circle"})
+    check_guidance(SD3Policy(tiny_sd3_pipeline(), lora=LoraSettings(rank=4)), 3.0, {"prompt": "a red circle"})
 
 
 def test_a_packaged_judges_gradient_moves_the_adapters(tmp_path):

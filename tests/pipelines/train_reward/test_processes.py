@@ -20,7 +20,7 @@ from visalign.pipelines.train_reward.examples import Examples
 from visalign.pipelines.train_reward.job import TrainRewardConfig, run
 from visalign.pipelines.train_reward.measure import Measure
 from visalign.training.loop.metrics import read_metrics, without_times
-from visalign.training.reward.heldout import HeldoutPairs, join_pairs, pair_measures
+from visalign.training.reward.heldout import HeldoutPairs, concatenate_pairs, pair_measures
 
 ROOT = Path(__file__).resolve().parents[3]
 YES_NO: dict[str, Any] = {
@@ -129,6 +129,6 @@ def test_pairs_measured_in_parts_are_the_pairs():
         HeldoutPairs(**{name: getattr(whole, name)[part] for name in HeldoutPairs.__dataclass_fields__})
         for part in (slice(0, 11), slice(11, 30))
     ]
-    assert pair_measures(join_pairs(parts)) == pair_measures(whole)
+    assert pair_measures(concatenate_pairs(parts)) == pair_measures(whole)
     bare = [HeldoutPairs(**{**vars(part), "prob": None, "std": None, "mass": None}) for part in parts]
-    assert join_pairs(bare).prob is None and join_pairs(bare).std is None
+    assert concatenate_pairs(bare).prob is None and concatenate_pairs(bare).std is None

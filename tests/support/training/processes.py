@@ -45,7 +45,7 @@ from visalign.training import (
     Trainer,
     end_processes,
 )
-from visalign.training.loop.sharding import gathered, whole_state
+from visalign.training.loop.sharding import gathered, unsharded_state
 from visalign.training.process.label_fit import FitSettings, label_trainer
 from visalign.training.process.trainer import train_process_reward
 
@@ -301,7 +301,7 @@ def run(folder: Path, names: Sequence[str]) -> None:
         trainer.resume()
         trainer.train()
         if name == "sft+sharded":
-            with whole_state(trainer.algorithm.policy.module):
+            with unsharded_state(trainer.algorithm.policy.module):
                 if accelerator.is_main_process:
                     trainer.algorithm.policy.save(folder / name / "saved")
         if accelerator.is_main_process:

@@ -21,7 +21,7 @@ from visalign.training import (
     read_metrics,
 )
 from visalign.training.diffusion.cost import planned_passes
-from visalign.training.diffusion.regression import checked_row
+from visalign.training.diffusion.regression import regression_for_run
 from visalign.training.loop.metrics import METRICS, REGRESSION_ONLY
 
 
@@ -355,15 +355,15 @@ def test_bad_objectives_are_refused(objective: dict[str, Any], message: str):
 def test_rollouts_that_do_not_fit_are_refused(rollout: dict[str, Any], world: int, message: str):
     objective = DiffusionObjectiveSettings(algorithm="diffusion_nft", changes={"levels": 4})
     with pytest.raises(UserError, match=message):
-        checked_row(objective, RolloutSettings(**rollout), world)
+        regression_for_run(objective, RolloutSettings(**rollout), world)
 
 
 def test_a_group_over_two_processes_is_refused_where_it_is_compared():
     odd = RolloutSettings(prompts_per_iteration=5, group_size=4)
     for name in ("crd", "gdro", "diffusion_dpo", "group_covariance"):
         with pytest.raises(UserError, match=f"{name} compares the samples of a group.*Use a multiple of 2"):
-            checked_row(DiffusionObjectiveSettings(algorithm=name), odd, 2)
-    checked_row(DiffusionObjectiveSettings(algorithm="awm"), odd, 2)
+            regression_for_run(DiffusionObjectiveSettings(algorithm=name), odd, 2)
+    regression_for_run(DiffusionObjectiveSettings(algorithm="awm"), odd, 2)
 
 
 def test_guidance_is_refused_where_it_cannot_be_set_or_breaks_the_ratio(tmp_path):

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.support.training.images import toy_trainer
 from visalign.errors import UserError
 from visalign.training import read_metrics
-from visalign.training.loop.best import said_of_best
+from visalign.training.loop.best import best_checkpoint_note
 
 VALUES = {1: 0.2, 2: math.nan, 3: 0.7, 4: 0.7, 5: 0.1}
 
@@ -61,7 +61,7 @@ def test_the_weights_of_the_best_evaluation_are_the_result(
     said = [
         f"The run leaves the weights of iteration {best}, by run.best_by: {by} was {VALUES[best]:g} there."
     ]
-    assert said_of_best(by, run.counters.own) == ([] if by is None else said)
+    assert best_checkpoint_note(by, run.counters.own) == ([] if by is None else said)
 
 
 def test_a_resumed_run_knows_the_best(tmp_path: Path) -> None:
@@ -88,7 +88,9 @@ def test_a_number_that_no_evaluation_had_leaves_the_last_weights_and_says_so(tmp
     run.train()
     assert torch.equal(_result(run), _weights(run))
     said = "Warning: no evaluation on the way had a number for run.best_by, heldout/unknown: the last weights"
-    assert [note for note in said_of_best("heldout/unknown", run.counters.own) if note.startswith(said)]
+    assert [
+        note for note in best_checkpoint_note("heldout/unknown", run.counters.own) if note.startswith(said)
+    ]
 
 
 def test_what_one_process_alone_measures_decides_for_all(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from visalign.training.loop.checkpoint import (
     step_folder,
     verify,
 )
-from visalign.training.loop.sharding import of_process
+from visalign.training.loop.sharding import local_shard
 
 CONFIG = {"seed": 0, "optimizer": {"lr": 1e-3}, "run": {"iterations": 10}}
 
@@ -198,8 +198,8 @@ def test_what_is_divided_is_written_divided_and_read_whole_or_divided(tmp_path, 
     whole, parts = load(folder, CONFIG).tensors, load(folder, CONFIG, divided={"w": divided}).tensors
     for found, kind in ((whole, torch.Tensor), (parts, DTensor)):
         assert type(found["trainable"]["w"]) is type(found["optimizer"]["w.exp_avg"]) is kind
-        assert torch.equal(of_process(found["trainable"]["w"]), divided.to_local())
-        assert torch.equal(of_process(found["optimizer"]["w.exp_avg"]), divided.to_local() + 1)
+        assert torch.equal(local_shard(found["trainable"]["w"]), divided.to_local())
+        assert torch.equal(local_shard(found["optimizer"]["w.exp_avg"]), divided.to_local() + 1)
         assert found["optimizer"]["w.step"] == 2 and torch.equal(found["trainable"]["rest"], torch.ones(2))
     _flip(folder / min(shards))
     with pytest.raises(CheckpointError, match=r"content of sharded/shard-00001-model-00001.* has changed"):

@@ -19,9 +19,9 @@ from visalign.errors import ConfigError, UserError
 from visalign.interfaces import Scores
 from visalign.pipelines.text.config import TextGRPOConfig
 from visalign.rewards.combine.weighted_sum import WeightedSum
-from visalign.training.loop.judging import judged_metrics, rank_agreement
+from visalign.training.loop.judging import rank_agreement, score_metrics
 from visalign.training.loop.metrics import read_metrics
-from visalign.training.loop.monitor import Monitor, MonitorLimits, MonitorSettings, said_by_monitor
+from visalign.training.loop.monitor import Monitor, MonitorLimits, MonitorSettings, monitor_messages
 from visalign.training.loop.progress import TrainingProgress
 
 NAN = math.nan
@@ -50,7 +50,7 @@ def test_recorded_rewards_are_turned_so_that_higher_is_better():
 
     reward = WeightedSum({"a": (Brightness(), 1.0), "b": (Fewer(), 0.0)})
     a, group = torch.tensor([1.0, 2, 3, 4]).double(), torch.tensor([0, 0, 1, 1])
-    found = judged_metrics(reward, a, torch.tensor([True] * 3 + [False]), group, {"a": a, "b": 2 * a})
+    found = score_metrics(reward, a, torch.tensor([True] * 3 + [False]), group, {"a": a, "b": 2 * a})
     assert found["agreement/b"] == -1 and found["recorded/b"] == -5 and found["reward_part/b"] == 5
     assert found["recorded_std/b"] == 1
     assert found["reward_mean"] == 2 and found["reward_group_std"] == pytest.approx(0.25)
@@ -140,7 +140,7 @@ def test_what_crosses_a_limit_is_said_once_with_both_numbers():
     rows = [{"agreement/a": tau} for tau in (0.6, 0.6, 0.1, 0.1, 0.0)]
     _, said, own = _followed(rows)
     assert said == ["Warning: agreement_change/a is -0.5, below monitor.warn.agreement_change (-0.3)."]
-    assert said_by_monitor(own) == [said[0].replace("Warning", "Iteration 4")]
+    assert monitor_messages(own) == [said[0].replace("Warning", "Iteration 4")]
     limits = MonitorLimits(judge_std_ratio=1.5, feature_drift=0.2)
     rows = [{"reward_part/std": 1.0}] * 2 + [{"reward_part/std": 2.0}] * 2 + [{"heldout/feature_drift": 0.3}]
     _, said, own = _followed(rows, warn=MonitorLimits(), stop=limits)
@@ -150,7 +150,7 @@ def test_what_crosses_a_limit_is_said_once_with_both_numbers():
         "The monitor stops the run: feature_drift is 0.3, above monitor.stop.feature_drift (0.2). Go on with "
         "--resume and another monitor.stop.",
     ]
-    assert said_by_monitor(own)[0].startswith("Stopped: judge_std_ratio/reward is 2, above")
+    assert monitor_messages(own)[0].startswith("Stopped: judge_std_ratio/reward is 2, above")
 
 
 def test_a_reward_that_agrees_with_none_is_said_before_anything_has_changed():

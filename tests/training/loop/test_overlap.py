@@ -15,7 +15,7 @@ from tests.support.training.text import Letters, toy_policy, toy_text_trainer, w
 from visalign.errors import UserError
 from visalign.interfaces import Scores
 from visalign.text import Branching, ToolPolicy, ToolUse
-from visalign.training.loop.judging import Judging, RewardFailure, joined_scores
+from visalign.training.loop.judging import RewardFailure, RewardScorer, concatenate_scores
 from visalign.training.loop.metrics import read_metrics
 
 CORRECTED = {"changes": {"importance_sampling": {"level": "token", "mode": "truncate", "high": 2.0}}}
@@ -218,7 +218,7 @@ def test_scores_of_stretches_are_joined_with_what_one_of_them_lacks():
     one, two = torch.ones(1), torch.zeros(2)
     first = Scores(value=one, valid=one.bool(), unit="u", std=one, parts={"a": one}, reason=[None])
     second = Scores(value=two, valid=two.bool(), unit="u", parts={"b": two})
-    found = joined_scores([first, second])
+    found = concatenate_scores([first, second])
     assert found.value.tolist() == [1, 0, 0] and found.valid.tolist() == [True, False, False]
     assert found.std is not None and found.std.isnan().tolist() == [False, True, True]
     assert {name: part.isnan().tolist() for name, part in found.parts.items()} == {
@@ -226,4 +226,4 @@ def test_scores_of_stretches_are_joined_with_what_one_of_them_lacks():
         "b": [True, False, False],
     }
     assert found.reason == [None, None, None] and found.text is None
-    assert Judging(Brightness(), what="images", beside=False).stretches([0, 0, 1], 9)[2].tolist() == [2]
+    assert RewardScorer(Brightness(), what="images", beside=False).chunks([0, 0, 1], 9)[2].tolist() == [2]

@@ -27,7 +27,7 @@ from visalign.text import Branching, ToolPolicy, ToolUse
 from visalign.training import RewardModeling, RewardObjectiveSettings, read_metrics
 from visalign.training.loop import checkpoint, processes
 from visalign.training.loop.metrics import without_times
-from visalign.training.loop.processes import ProcessLost, Shares, lost_process_named, stretch
+from visalign.training.loop.processes import ProcessLost, Shares, process_slice, report_lost_process
 from visalign.training.loop.sharding import shard
 
 IN_FOUR = (
@@ -165,9 +165,9 @@ def test_stretches_are_all_samples_once_and_differ_by_one(count: int, world: int
 
 def test_more_processes_than_samples_are_refused() -> None:
     with pytest.raises(UserError, match=r"7 processes were started for 6 samples.*Start 6 or fewer"):
-        stretch(6, 0, 7)
+        process_slice(6, 0, 7)
     with pytest.raises(UserError, match="rank is 2; with world size 2 it must be 0 to 1"):
-        stretch(6, 2, 2)
+        process_slice(6, 2, 2)
 
 
 def test_what_cannot_be_sharded_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,15 +232,15 @@ def test_branches_need_a_group_for_each_process() -> None:
 
 def test_other_errors_pass_where_a_lost_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = "[pair.cc:561] Connection closed by peer [127.0.0.1]:2260."
-    with pytest.raises(RuntimeError, match="closed by peer") as alone, lost_process_named():
+    with pytest.raises(RuntimeError, match="closed by peer") as alone, report_lost_process():
         raise RuntimeError(lost)
     assert type(alone.value) is RuntimeError, "one process has lost nobody"
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    with pytest.raises(RewardError, match="reset by peer"), lost_process_named():
+    with pytest.raises(RewardError, match="reset by peer"), report_lost_process():
         raise RewardError("server: [Errno 104] Connection reset by peer")
-    with pytest.raises(RuntimeError, match="something else"), lost_process_named():
+    with pytest.raises(RuntimeError, match="something else"), report_lost_process():
         raise RuntimeError("something else")
-    with pytest.raises(ProcessLost, match="start all processes again with --resume"), lost_process_named():
+    with pytest.raises(ProcessLost, match="start all processes again with --resume"), report_lost_process():
         raise RuntimeError(lost)
 
 

@@ -180,18 +180,18 @@ def plain_descent(parameters: Any, lr: float) -> Trainer[LabelFit]:
 def test_a_trainer_goes_on_where_it_is_and_two_passes_are_one_run_of_two() -> None:
     """PRIME's way: the moments and the order go on; without the trainer they start anew."""
 
-    def weights(*epochs: int, goes_on: bool) -> list[torch.Tensor]:
+    def weights(*epochs: int, prefetch_next: bool) -> list[torch.Tensor]:
         model = classifier(classifier_dropout=0.0)
         trainer = None
         for count in epochs:
             settings = FitSettings(epochs=count, batch_size=2, learning_rate=1e-2)
-            if trainer is None or not goes_on:
+            if trainer is None or not prefetch_next:
                 trainer = label_trainer(model.named_parameters(), settings)
             train_process_reward(model, TOKENIZER, RECORDS, trainer=trainer)
         return [parameter.detach() for parameter in model.parameters()]
 
-    assert all(map(torch.equal, weights(2, goes_on=True), weights(1, 1, goes_on=True)))
-    assert not all(map(torch.equal, weights(2, goes_on=True), weights(1, 1, goes_on=False)))
+    assert all(map(torch.equal, weights(2, prefetch_next=True), weights(1, 1, prefetch_next=True)))
+    assert not all(map(torch.equal, weights(2, prefetch_next=True), weights(1, 1, prefetch_next=False)))
 
 
 def test_a_resumed_fit_is_the_fit(tmp_path: Path) -> None:

@@ -30,9 +30,9 @@ from visalign.training.reward.batch import RewardBatch
 from visalign.training.reward.heldout import (
     auroc,
     calibration_error,
-    judge_pairs,
     lead_stratum,
     pair_measures,
+    score_pairs,
 )
 from visalign.training.reward.settings import (
     BradleyTerrySettings,
@@ -298,7 +298,7 @@ def test_ctrl_c_finishes_the_iteration_and_saves_it(tmp_path):
 def _heldout(judge: nn.Module, task: str, batches: int = 8) -> dict[str, float]:
     data = ToyPairs(256, seed=99, micro=256)
     rows = [batch for number in range(batches) for batch in data.batch(number)]
-    return pair_measures(judge_pairs(judge, rows, TASKS[task]))  # type: ignore[arg-type]
+    return pair_measures(score_pairs(judge, rows, TASKS[task]))  # type: ignore[arg-type]
 
 
 def test_a_judge_learns_from_votes_and_its_deviation_knows_where_it_errs(tmp_path):
@@ -341,7 +341,7 @@ def test_measures_by_hand():
 
     points = [[[1.0, 0.0], [0.0, 0.0]], [[1.0, 1.0], [0.0, 1.0]], [[0.0, 0.0], [0.0, 0.0]]]
     batch = pair_batch(torch.tensor(points).numpy(), label=[1.0, 0.0, 1.0])
-    found = pair_measures(judge_pairs(Fixed(), [batch], TASKS["bradley_terry"]))  # type: ignore[arg-type]
+    found = pair_measures(score_pairs(Fixed(), [batch], TASKS["bradley_terry"]))  # type: ignore[arg-type]
     assert found["accuracy"] == pytest.approx((1 + 0 + 0.5) / 3)
     win = 1 / (1 + math.exp(-1))
     assert found["nll"] == pytest.approx(-(math.log(win) + math.log(1 - win) + math.log(0.5)) / 3, rel=1e-5)

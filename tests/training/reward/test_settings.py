@@ -15,7 +15,7 @@ from visalign.core.preference.ict import ict_labels
 from visalign.errors import UserError
 from visalign.pipelines.train_reward.config import JUDGE_TASKS, USED, TrainRewardConfig
 from visalign.training.loop.metrics import METRICS
-from visalign.training.loop.progress import SHOWN_SUPERVISED, TrainingProgress
+from visalign.training.loop.progress import SUPERVISED_COLUMNS, TrainingProgress
 from visalign.training.reward.batch import RewardBatch
 from visalign.training.reward.settings import OBJECTIVES, BradleyTerrySettings, RewardObjectiveSettings
 from visalign.training.reward.tasks import TASKS
@@ -227,7 +227,7 @@ RECORD = {
 @pytest.mark.parametrize("terminal", [False, True])
 def test_the_progress_of_a_judge_shows_what_it_has_and_nothing_of_ratios(terminal):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=160)
-    with TrainingProgress(4, console=console, shown=SHOWN_SUPERVISED) as progress:
+    with TrainingProgress(4, console=console, shown=SUPERVISED_COLUMNS) as progress:
         progress.update(RECORD)
         progress.update({**RECORD, "iteration": 2, "heldout/accuracy": 0.875, "heldout/ece": 0.0312})
         progress.note("the end")
@@ -237,5 +237,5 @@ def test_the_progress_of_a_judge_shows_what_it_has_and_nothing_of_ratios(termina
     for wanted in ("0.5123", "0.875", "0.031", "1.0e-03", "30.0", "0:04 left"):
         assert wanted in text
     assert "clipped" not in last and "spread" not in last and "SRCC" not in last and "reward" not in last
-    keys = {key if "/" not in key else key.split("/")[0] + "/*" for _, key, _ in SHOWN_SUPERVISED}
+    keys = {key if "/" not in key else key.split("/")[0] + "/*" for _, key, _ in SUPERVISED_COLUMNS}
     assert keys <= set(METRICS)

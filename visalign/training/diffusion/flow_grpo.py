@@ -38,8 +38,8 @@ from visalign.flow.windows import window_places
 from visalign.interfaces import Condition, DiffusionPolicy
 from visalign.seeds import sample_seed
 from visalign.training.loop.algorithm import Collected, Context
-from visalign.training.loop.judging import Ahead, reward_weights
-from visalign.training.loop.processes import unshared
+from visalign.training.loop.judging import RolloutPrefetcher, reward_weights
+from visalign.training.loop.processes import no_sync_unless_last
 from visalign.training.policy.settings import MATRIX_ADVANTAGES, away_from_reference
 from visalign.training.policy.update import (
     PolicyStep,
@@ -116,7 +116,9 @@ class FlowGRPO(ImageAlgorithm):
         self.module = self.spread(
             ReplayModule(self.policy), asks_reference=self._needs_reference(), joins=joins
         )
-        self._ahead: Ahead[tuple[Drawn, tuple[int, ...]]] = Ahead(self._draw, self.rollout.staleness)
+        self._ahead: RolloutPrefetcher[tuple[Drawn, tuple[int, ...]]] = RolloutPrefetcher(
+            self._draw, self.rollout.staleness
+        )
 
     def _needs_reference(self) -> bool:
         objective = self.objective
@@ -132,7 +134,7 @@ class FlowGRPO(ImageAlgorithm):
 
     def collect(self, run: Context) -> Collected:
         """Sample, decode and judge one iteration's groups; see `ImageSource.collect`."""
-        with self.whole():
+        with self.unsharded():
             return self._collect(run)
 
     def _draw(self, iteration: int, run: Context) -> tuple[Drawn, tuple[int, ...]]:
@@ -158,7 +160,7 @@ class FlowGRPO(ImageAlgorithm):
 
     def _trajectories(self, made: Images, trained: Sequence[int]) -> Trajectories:
         trajectory = made.trajectory
-        old = self.source.of_all(trajectory.log_prob[:, list(trained)].contiguous())
+        old = self.source.gather_all(trajectory.log_prob[:, list(trained)].contiguous())
         of_steps = step_weights(self.settings, self.rollout, self.source.sigmas)
         factor = of_steps[[trajectory.sde_steps[step] for step in trained]]
         one_by_one = self.objective.advantage in MATRIX_ADVANTAGES
@@ -185,7 +187,7 @@ class FlowGRPO(ImageAlgorithm):
             return found
         if how == "branches":
             value = torch.where(made.valid, made.value, torch.nan)
-            return self._earning(found, branch_rewards(value, source.of_all(node + made.first)))
+            return self._earning(found, branch_rewards(value, source.gather_all(node + made.first)))
         levels = []
         for k, step in enumerate(trajectory.sde_steps):
             if how == "one_step":
@@ -203,7 +205,7 @@ class FlowGRPO(ImageAlgorithm):
                     )
             scores = source.judge(latents, made.records, run.clock)
             levels.append(torch.where(scores.valid, scores.value, torch.nan).double().cpu())
-        level = source.of_all(torch.stack(levels, 1))
+        level = source.gather_all(torch.stack(levels, 1))
         # after the last stochastic step the rollout is its own deterministic rest: R_n = R
         middle = torch.cat([level[:, 1:], made.value[:, None]], 1)
         made_of = turning_point_rewards(made.value, level[:, 0], middle)
@@ -261,7 +263,7 @@ class FlowGRPO(ImageAlgorithm):
         log_prob = said.new_empty(node.shape).index_put(
             (sample.to(said.device), decision.to(said.device)), said
         )
-        return self.source.of_all(log_prob.gather(0, node.to(said.device)))
+        return self.source.gather_all(log_prob.gather(0, node.to(said.device)))
 
     def prepare(self, experience: Experience, run: Context) -> list[PolicyStep]:
         """Advantages, denominators and the split into updates, over all processes' samples."""
@@ -366,7 +368,7 @@ class FlowGRPO(ImageAlgorithm):
                 yield from self._in_two_passes(experience, rows, sample, size, last)
 
     def _sync(self, last: bool) -> AbstractContextManager[Any]:
-        return unshared(self.module, self.accelerator, last=last)
+        return no_sync_unless_last(self.module, self.accelerator, last=last)
 
     def _in_two_passes(
         self, experience: Experience, rows: Prepared, sample: Tensor, size: int, last: bool

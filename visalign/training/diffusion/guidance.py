@@ -40,7 +40,7 @@ def guided(policy: DiffusionPolicy, scale: float | None) -> Iterator[None]:
 
 
 @torch.no_grad()
-def check_guided(policy: DiffusionPolicy, scale: float | None, record: Mapping[str, Any]) -> None:
+def check_guidance(policy: DiffusionPolicy, scale: float | None, record: Mapping[str, Any]) -> None:
     """Refuse a guidance scale that changes nothing: neither the passes of a velocity nor its numbers.
 
     Raises:

@@ -20,17 +20,17 @@ from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Sco
 from visalign.seeds import sample_seed
 from visalign.training.loop.algorithm import Algorithm, Context
 from visalign.training.loop.judging import (
-    Judging,
+    RewardScorer,
+    as_higher_is_better,
     check_failures,
-    joined_scores,
-    judged_metrics,
-    oriented,
+    concatenate_scores,
     reward_columns,
+    score_metrics,
 )
-from visalign.training.loop.processes import Shares, accelerator_of, shared
+from visalign.training.loop.processes import Shares, get_accelerator, share_gradients
 from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import Batch, PromptSampler, check_whole_groups
-from visalign.training.loop.sharding import at_most, shard, whole
+from visalign.training.loop.sharding import max_over_processes, shard, unsharded
 from visalign.training.policy.balance import RewardBalance
 from visalign.training.policy.constraints import RewardConstraints
 from visalign.training.policy.reference import Reference
@@ -134,16 +134,16 @@ class ImageSource:
         stored: Stored | None = None,
     ) -> None:
         self.features, self.stored = features, stored
-        self.policy, self.reward, self.records, self.seed = policy, oriented(reward), records, seed
+        self.policy, self.reward, self.records, self.seed = policy, as_higher_is_better(reward), records, seed
         self.rollout, self.accelerator = rollout, accelerator
-        self.judging = Judging(self.reward, what="images", beside=rollout.judged_beside)
+        self.judging = RewardScorer(self.reward, what="images", beside=rollout.scores_in_thread)
         size = rollout.prompts_per_iteration, rollout.group_size
         self.sampler = PromptSampler(len(records), *size, seed, strata=strata, cycle=cycle)
         if rollout.branch is not None:
             check_whole_groups(size[0], accelerator.num_processes)
         self.samples = size[0] * size[1]
         self.shares = Shares.even(self.samples, accelerator)
-        self.of_all = self.shares.of_all
+        self.gather_all = self.shares.gather_all
         policy.module.eval()  # dropout would make a second look another function than the rollout
         check_sizes(policy, rollout)
         self._own_size = getattr(policy, "image_size", None)
@@ -194,7 +194,7 @@ class ImageSource:
         if self.stored is not None:
             return self._stored(batch, records, clock)
         joined = self.rollout.shared_noise or self.rollout.branch is not None
-        parts = self.judging.stretches(group, self.rollout.overlap, whole_groups=joined)
+        parts = self.judging.chunks(group, self.rollout.overlap, whole_groups=joined)
         condition = self._encoded(records, clock)
         made, verdicts, looks = [], [], []
         for places in parts:
@@ -237,9 +237,9 @@ class ImageSource:
             RewardFailure: see `judge`.
         """
         with clock.phase("reward"):
-            scores = joined_scores([verdict() for verdict in drawn.verdicts])
+            scores = concatenate_scores([verdict() for verdict in drawn.verdicts])
         value, valid, parts = self._gather(scores)
-        group = self.of_all(drawn.batch.group_id)
+        group = self.gather_all(drawn.batch.group_id)
         check_failures(scores, valid, self.rollout.max_failure_rate, self.reward.name)
         return Images(
             condition=drawn.condition,
@@ -250,11 +250,11 @@ class ImageSource:
             valid=valid,
             group=group,
             parts=parts,
-            columns=self.of_all(reward_columns(self.reward, scores)),
+            columns=self.gather_all(reward_columns(self.reward, scores)),
             first=self.first,
             metrics={
-                **judged_metrics(self.reward, value, valid, group, parts),
-                **({} if drawn.looks is None else self._look_metrics(self.of_all(drawn.looks), group)),
+                **score_metrics(self.reward, value, valid, group, parts),
+                **({} if drawn.looks is None else self._look_metrics(self.gather_all(drawn.looks), group)),
             },
         )
 
@@ -345,7 +345,7 @@ class ImageSource:
         own = scores.value.float().cpu()
         said = {**({} if scores.std is None else {"std": scores.std}), **scores.parts}
         parts = self.shares.table({"": own, **{name: part.float() for name, part in said.items()}})
-        valid = self.of_all(scores.valid.cpu() & torch.isfinite(own))
+        valid = self.gather_all(scores.valid.cpu() & torch.isfinite(own))
         return parts.pop(""), valid, parts
 
     @property
@@ -385,7 +385,7 @@ class ImageAlgorithm(Algorithm):
         self.rollout = rollout or RolloutSettings()
         check_sampling(self.settings, self.rollout)
         check_stored(self.settings, self.rollout, stored=stored is not None)
-        self.accelerator = accelerator_of(accelerator, policy)
+        self.accelerator = get_accelerator(accelerator, policy)
         self.source = ImageSource(
             policy,
             reward,
@@ -421,7 +421,7 @@ class ImageAlgorithm(Algorithm):
             UserError: sharding with what looks at all weights at once, or see `shard`.
         """
         if not self.sharding:
-            return shared(module, self.accelerator)
+            return share_gradients(module, self.accelerator)
         from peft.tuners.lora import LoraLayer
 
         settings, network = self.settings, self.policy.module
@@ -440,23 +440,23 @@ class ImageAlgorithm(Algorithm):
         call it before the first of an update."""
         if not self.sharding:
             return int(not batches)
-        return at_most(max(1, batches), self.accelerator) - batches
+        return max_over_processes(max(1, batches), self.accelerator) - batches
 
     def constrained(self, made: Images, run: Context) -> Images:
         """The images with what is optimised for their value, where a reward has a bound."""
         if not self.constraints.bounds:
             return made
         value, multipliers = self.constraints.apply(made.valid, made.parts, run)
-        judged = judged_metrics(self.source.reward, value, made.valid, made.group, made.parts)
+        judged = score_metrics(self.source.reward, value, made.valid, made.group, made.parts)
         metrics = {**made.metrics, **judged, **multipliers}
         return replace(made, value=value, metrics=metrics)
 
     divergence: float | None
     """From the reference, of the iteration's updates; None where none was measured."""
 
-    def settle(self) -> None:
+    def wait_for_rewards(self) -> None:
         """Wait until nothing is being judged."""
-        self.source.judging.settle()
+        self.source.judging.wait_for_rewards()
 
     def release(self) -> None:
         """Give the policy its own size back."""
@@ -471,9 +471,9 @@ class ImageAlgorithm(Algorithm):
         """Take up the reference of a checkpoint."""
         self.reference.restore(run)
 
-    def whole(self) -> AbstractContextManager[Any]:
+    def unsharded(self) -> AbstractContextManager[Any]:
         """Inside, each process has all of the network."""
-        return whole(self.policy.module)
+        return unsharded(self.policy.module)
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """What of the policy is trained."""

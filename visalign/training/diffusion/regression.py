@@ -34,13 +34,13 @@ from visalign.seeds import sample_seed
 from visalign.training.loop.algorithm import Collected, Context
 from visalign.training.loop.ema import EMA
 from visalign.training.loop.judging import reward_weights
-from visalign.training.loop.processes import unshared
-from visalign.training.loop.sharding import at_most, of_process
+from visalign.training.loop.processes import no_sync_unless_last
+from visalign.training.loop.sharding import local_shard, max_over_processes
 from visalign.training.policy.update import split_updates
 
 from .experts import Experts
 from .flow_grpo import choose_steps
-from .guidance import check_guided, guided
+from .guidance import check_guidance, guided
 from .images import ImageAlgorithm, Images
 from .merging import mergeable_adapters, merged_adapters
 from .rollout_settings import RolloutSettings
@@ -127,7 +127,7 @@ class VelocityRegression(ImageAlgorithm):
     def begin(self) -> None:
         """The row, its levels, and the module that the processes share or divide."""
         policy = self.policy
-        row = checked_row(self.settings, self.rollout, self.accelerator.num_processes)
+        row = regression_for_run(self.settings, self.rollout, self.accelerator.num_processes)
         prediction = "uniform" if policy.prediction == "velocity" else policy.prediction
         self.row = replace(row, weighting=prediction) if row.weighting == "prediction" else row
         self.experts = None
@@ -141,7 +141,7 @@ class VelocityRegression(ImageAlgorithm):
         self._merging = mergeable_adapters(policy.module) if self.rollout.merge_adapters else []
         self._old: EMA | None = None
         for scale in (self.rollout.guidance, self.row.reference_guidance):
-            check_guided(policy, scale, self.source.records[0])
+            check_guidance(policy, scale, self.source.records[0])
 
     def collect(self, run: Context) -> Collected:
         """Sample with the old policy, decode and judge one iteration's groups."""
@@ -153,7 +153,7 @@ class VelocityRegression(ImageAlgorithm):
         old = self._as_old() if self.row.keeps_old else nullcontext()
         steps, visited = self._sde_steps(run.counters.iteration)
         merged = merged_adapters(self._merging) if self._merging else nullcontext()
-        with old, self.whole(), merged, guided(self.policy, self.rollout.guidance):
+        with old, self.unsharded(), merged, guided(self.policy, self.rollout.guidance):
             made = self.constrained(self.source.collect(run.counters.iteration, run.clock, steps), run)
         experience = self._said(made, visited, self._weights(run))
         return Collected(experience=experience, samples=self.source.samples, metrics=made.metrics)
@@ -307,7 +307,7 @@ class VelocityRegression(ImageAlgorithm):
         lengths = [len(unit) for unit, _ in batch]
         share = torch.cat([torch.full((n,), 1 / n) for n in lengths]).to(self.policy.device)
         if len(sample) <= size:
-            with unshared(self.module, self.accelerator, last=last):
+            with no_sync_unless_last(self.module, self.accelerator, last=last):
                 said = self._ask(experience, step, sample, level)
                 return self._finish(said, self._loss(said, lengths), share, scale)
         # a group that does not fit: ∂ℓ/∂error of all its samples first, then the network's part by part; one
@@ -322,7 +322,7 @@ class VelocityRegression(ImageAlgorithm):
         (slope,) = torch.autograd.grad(loss, leaf)
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.policy.device)
         for part in parts:
-            with unshared(self.module, self.accelerator, last=last and part is parts[-1]):
+            with no_sync_unless_last(self.module, self.accelerator, last=last and part is parts[-1]):
                 said = self._ask(experience, step, sample[part], level[part])
                 own = (self.row.errors(said.pairs)[0] * slope[part]).sum()
                 sums += self._finish(said, own, share[part], scale)
@@ -459,13 +459,13 @@ class VelocityRegression(ImageAlgorithm):
             return True
         stored, named = self._old.state(), self.policy.trainable_parameters()
         same = all(
-            torch.equal(of_process(stored[name]), of_process(weight.detach()).float())
+            torch.equal(local_shard(stored[name]), local_shard(weight.detach()).float())
             for name, weight in named
         )
-        return same if not self.sharding else not at_most(int(not same), self.accelerator)
+        return same if not self.sharding else not max_over_processes(int(not same), self.accelerator)
 
 
-def checked_row(
+def regression_for_run(
     objective: DiffusionObjectiveSettings, rollout: RolloutSettings, world: int = 1
 ) -> Regression:
     """The regression of a run, refused where the rollout or the processes do not fit it.

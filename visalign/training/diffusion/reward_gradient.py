@@ -30,7 +30,7 @@ from visalign.interfaces import Condition, Scores
 from visalign.seeds import sample_seed
 from visalign.training.loop.algorithm import Collected, Context
 from visalign.training.loop.judging import check_failures, reward_metrics
-from visalign.training.loop.processes import unshared
+from visalign.training.loop.processes import no_sync_unless_last
 from visalign.training.loop.sampler import Batch
 from visalign.training.policy.update import split_updates
 
@@ -80,7 +80,7 @@ class RewardGradient(ImageAlgorithm):
 
     def begin(self) -> None:
         """The row, and the module that the processes share or divide."""
-        self.row = checked_ascent(self.settings, self.rollout)
+        self.row = ascent_for_run(self.settings, self.rollout)
         check_differentiable(self.reward)
         self.module = self.spread(VelocityModule(self.policy), asks_reference=self.row.kl > 0)
 
@@ -92,7 +92,7 @@ class RewardGradient(ImageAlgorithm):
         records = [dict(self.source.records[i]) for i in batch.prompt_index.tolist()]
         with run.clock.phase("rollout"), torch.no_grad(), process.autocast():
             condition = self.policy.encode(asked_of(self.policy, records))
-        group = self.source.of_all(batch.group_id)
+        group = self.source.gather_all(batch.group_id)
         asked = Asked(
             condition=condition,
             prompts=[str(record["prompt"]) for record in records],
@@ -165,12 +165,12 @@ class RewardGradient(ImageAlgorithm):
         """
         predictions = 1 + self.row.renoised
         process = self.accelerator
-        with unshared(self.module, process, last=last and predictions == 1):
+        with no_sync_unless_last(self.module, process, last=last and predictions == 1):
             x0, pull = self._end(experience, step, sample)
             value, norm = self._push(experience, sample, x0, pull, scale / predictions)
         sums, x0 = torch.stack([norm, pull.detach().sum().double().cpu()]), x0.detach()
         for number in range(self.row.renoised):
-            with unshared(self.module, process, last=last and number == self.row.renoised - 1):
+            with no_sync_unless_last(self.module, process, last=last and number == self.row.renoised - 1):
                 again, pull = self._again(experience, step, sample, x0, number)
                 _, norm = self._push(experience, sample, again, pull, scale / predictions)
             sums += torch.stack([norm, pull.detach().sum().double().cpu()])
@@ -264,7 +264,7 @@ class RewardGradient(ImageAlgorithm):
         }
 
 
-def checked_ascent(objective: DiffusionObjectiveSettings, rollout: RolloutSettings) -> Ascent:
+def ascent_for_run(objective: DiffusionObjectiveSettings, rollout: RolloutSettings) -> Ascent:
     """The row of a run, refused where the rollout does not fit it.
 
     Raises:

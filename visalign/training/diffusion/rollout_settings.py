@@ -224,7 +224,7 @@ class RolloutSettings:
             )
 
     @property
-    def judged_beside(self) -> bool:
+    def scores_in_thread(self) -> bool:
         """Whether the judge is asked in a thread."""
         return self.overlap > 1 or self.staleness > 0
 

@@ -63,7 +63,7 @@ class Context:
     """What the algorithm keeps, file stem -> name -> tensor, put here in `finish`; checkpoints hold it, and
     `restore` finds it here."""
 
-    goes_on: bool = False
+    prefetch_next: bool = False
     """Whether another iteration follows the present one without a checkpoint between them."""
 
     @property
@@ -118,7 +118,7 @@ class Algorithm(Protocol):
         """Metrics of the updates of an iteration."""
         ...
 
-    def settle(self) -> None:
+    def wait_for_rewards(self) -> None:
         """Wait for what goes on beside the training, before an evaluation asks the same reward."""
 
     def release(self) -> None:
@@ -128,7 +128,7 @@ class Algorithm(Protocol):
         """End an iteration, of which the counters count already: hand the weights to whoever else has to have
         them, put into `counters.own` what a resume needs."""
 
-    def whole(self) -> AbstractContextManager[Any]:
+    def unsharded(self) -> AbstractContextManager[Any]:
         """Inside, each process has all of a model that is divided among them."""
         return nullcontext()
 

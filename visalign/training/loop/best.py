@@ -52,7 +52,7 @@ def best_of(own: Mapping[str, Any]) -> dict[str, Any]:
     return {BEST: own[BEST]} if BEST in own else {}
 
 
-def said_of_best(by: str | None, own: Mapping[str, Any]) -> list[str]:
+def best_checkpoint_note(by: str | None, own: Mapping[str, Any]) -> list[str]:
     """For people: which weights are the result, where they were to be those of the best evaluation."""
     if by is not None and BEST not in own:
         return [

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from visalign.errors import UserError
 
-from .sharding import incomplete, of_process, read_shards, write_shards
+from .sharding import incomplete, local_shard, read_shards, write_shards
 
 FORMAT = 1
 _PREFIX = "step_"
@@ -184,7 +184,7 @@ def _finish(temporary: Path, folder: Path, step: int, config: Mapping[str, Any])
 
 def not_finite(weights: Mapping[str, Tensor]) -> list[str]:
     """Names of weights that are not finite, as far as this process holds them."""
-    return [name for name, value in weights.items() if not bool(of_process(value).isfinite().all())]
+    return [name for name, value in weights.items() if not bool(local_shard(value).isfinite().all())]
 
 
 def check_finite(odd: Sequence[str], iteration: int) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .sharding import like
+from .sharding import distribute_like
 
 
 class EMA:
@@ -74,7 +74,7 @@ class EMA:
         try:
             with torch.no_grad():
                 for name, parameter in self._parameters:
-                    parameter.copy_(like(average[name], parameter))
+                    parameter.copy_(distribute_like(average[name], parameter))
             yield
         finally:
             with torch.no_grad():
@@ -100,4 +100,4 @@ class EMA:
                 f"EMA state and parameters differ in the names {odd[:5]}; it is another model's state."
             )
         for name, average in self._average.items():
-            average.copy_(like(state[name], average))
+            average.copy_(distribute_like(state[name], average))

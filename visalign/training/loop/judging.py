@@ -25,7 +25,9 @@ class RewardFailure(UserError):
     """The reward could not judge too many samples, or returned what is no score."""
 
 
-def judge(reward: Any, samples: Any, records: Sequence[Mapping[str, Any]], *, what: str = "images") -> Scores:
+def score_samples(
+    reward: Any, samples: Any, records: Sequence[Mapping[str, Any]], *, what: str = "images"
+) -> Scores:
     """Score samples against their prompts; a value that is not finite counts as a failure.
 
     Args:
@@ -48,7 +50,7 @@ def judge(reward: Any, samples: Any, records: Sequence[Mapping[str, Any]], *, wh
     return scores
 
 
-class Judging:
+class RewardScorer:
     """A reward that judges parts of an iteration in the order in which they are handed over.
 
     Args:
@@ -71,16 +73,16 @@ class Judging:
     def ask(self, samples: Any, records: Sequence[Mapping[str, Any]]) -> Callable[[], Scores]:
         """Hand over a part; what is returned waits for its scores, and raises what the reward raised."""
         if self._thread is not None:
-            return self._thread.submit(judge, self.reward, samples, records, what=self._what).result
-        scores = judge(self.reward, samples, records, what=self._what)
+            return self._thread.submit(score_samples, self.reward, samples, records, what=self._what).result
+        scores = score_samples(self.reward, samples, records, what=self._what)
         return lambda: scores
 
-    def settle(self) -> None:
+    def wait_for_rewards(self) -> None:
         """Wait until nothing is being judged: others, such as an evaluation, may ask the same reward then."""
         if self._thread is not None:
             self._thread.submit(int).result()
 
-    def stretches(self, group: Sequence[Any], count: int, *, whole_groups: bool = False) -> list[Tensor]:
+    def chunks(self, group: Sequence[Any], count: int, *, whole_groups: bool = False) -> list[Tensor]:
         """[b] places cut into at most `count` stretches; by whole groups, or not at all, where the reward
         compares.
 
@@ -97,7 +99,7 @@ class Judging:
         return list(torch.arange(len(group)).tensor_split([int(part[0]) for part in parts[1:]]))
 
 
-def joined_scores(parts: Sequence[Scores]) -> Scores:
+def concatenate_scores(parts: Sequence[Scores]) -> Scores:
     """Scores of stretches as those of all; a part or a deviation that a stretch lacks is NaN there."""
     if len(parts) == 1:
         return parts[0]
@@ -127,7 +129,7 @@ def joined_scores(parts: Sequence[Scores]) -> Scores:
 Made = TypeVar("Made")
 
 
-class Ahead(Generic[Made]):
+class RolloutPrefetcher(Generic[Made]):
     """What the next iteration learns from, made before the weights move and judged while they do.
 
     It is one iteration old at most. Before a scheduled checkpoint nothing is made ahead, so that a run which
@@ -148,7 +150,7 @@ class Ahead(Generic[Made]):
         self._next = None
         is_own = waiting is not None and waiting[0] == iteration
         made = waiting[1] if waiting is not None and is_own else self._make(iteration, run)
-        if self._staleness and run.goes_on:
+        if self._staleness and run.prefetch_next:
             self._next = iteration + 1, self._make(iteration + 1, run)
         return made
 
@@ -191,7 +193,7 @@ def reward_columns(reward: Any, scores: Scores) -> Tensor:
     return torch.stack(columns, 1)
 
 
-def judged_metrics(
+def score_metrics(
     reward: Any, value: Tensor, valid: Tensor, group: Tensor, parts: Mapping[str, Tensor]
 ) -> dict[str, float]:
     """What an iteration's judged samples say: the reward, its parts, and the rewards that are only recorded.
@@ -260,7 +262,7 @@ def rank_agreement(first: Tensor, second: Tensor, group: Tensor) -> float:
     return sum(found) / len(found) if found else math.nan
 
 
-class Reversed:
+class NegatedReward:
     """A reward whose smaller values are better, turned round: value and std as before, the sign of value
     changed."""
 
@@ -280,6 +282,6 @@ class Reversed:
         return replace(scores, value=-scores.value)
 
 
-def oriented(reward: Any) -> Any:
+def as_higher_is_better(reward: Any) -> Any:
     """The reward itself where higher is better, else its negative."""
-    return reward if reward.higher_is_better else Reversed(reward)
+    return reward if reward.higher_is_better else NegatedReward(reward)

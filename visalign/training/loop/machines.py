@@ -26,7 +26,7 @@ def watch_machines(accelerator: Accelerator) -> None:
 
     Every process holds an idle connection to the first one. TCP's keepalive probes it, which the kernel of a
     machine answers whatever its processes do: a judge that takes hours, or holds the interpreter's lock, is
-    not lost, nor is a stopped process. One that ends is noticed by its collectives (`lost_process_named`).
+    not lost, nor is a stopped process. One that ends is noticed by its collectives (`report_lost_process`).
 
     All processes call it. On Linux alone; where all are on one machine there is nothing to watch.
     """

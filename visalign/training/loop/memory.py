@@ -32,7 +32,7 @@ class OutOfMemory(UserError):
 
 
 @contextmanager
-def out_of_memory_named(
+def explain_out_of_memory(
     clock: PhaseClock, config: Mapping[str, Any], free: Collection[str]
 ) -> Iterator[None]:
     """Inside, memory that runs out in a phase of `BOUNDS` raises `OutOfMemory` with what to set.

@@ -57,7 +57,7 @@ class MonitorLimits:
                 raise UserError(f"monitor: the limit {limit.name} is {value}; give a number, or null.")
 
 
-def usual_warnings() -> MonitorLimits:
+def default_warnings() -> MonitorLimits:
     """Wide limits: they are to miss a slow drift rather than to cry at an honest run, as
     tests/benchmarks/images/reward_hacking.py measures."""
     return MonitorLimits(
@@ -77,7 +77,7 @@ class MonitorSettings:
 
     window: int = 5
     """Iterations that a trend is the mean of: the latest against the first."""
-    warn: MonitorLimits = field(default_factory=usual_warnings)
+    warn: MonitorLimits = field(default_factory=default_warnings)
     """A warning, once for each metric. What the defaults saw: docs/evidence/claims.md."""
     stop: MonitorLimits = field(default_factory=MonitorLimits)
     """The end of the run after the iteration, as at its last one; it goes on with --resume and other
@@ -164,7 +164,7 @@ class Monitor:
         return bool(found)
 
 
-def said_by_monitor(own: Mapping[str, Any]) -> list[str]:
+def monitor_messages(own: Mapping[str, Any]) -> list[str]:
     """What a run's monitor has said, in its order; empty where there was none."""
     return list(own.get(KEY, {}).get("said", {}).values())
 

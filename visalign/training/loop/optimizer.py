@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from visalign.errors import UserError, suggestion
 
 from .checkpoint import Checkpoint, CheckpointError
-from .sharding import gathered, like
+from .sharding import distribute_like, gathered
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -249,11 +249,12 @@ class TrainedWeights:
                 f"example {odd}: the model folder has changed. Resume with the model that the run began with."
             )
         for name, master in self.masters:
-            master.copy_(like(weights[name], master))
+            master.copy_(distribute_like(weights[name], master))
             if f"{name}.step" in moments:
                 own = {key: moments[f"{name}.{key}"] for key in MOMENTS}
                 self.optimizer.state[master] = {
-                    key: value if key == "step" else like(value, master) for key, value in own.items()
+                    key: value if key == "step" else distribute_like(value, master)
+                    for key, value in own.items()
                 }
                 if self.optimizer.defaults["fused"]:  # its kernel counts on the weight's device
                     self.optimizer.state[master]["step"] = own["step"].to(master.device)

@@ -33,7 +33,7 @@ class ProcessLost(UserError):
 
 
 @contextmanager
-def lost_process_named() -> Iterator[None]:
+def report_lost_process() -> Iterator[None]:
     """Inside, a collective that another process has left raises `ProcessLost`."""
     try:
         yield
@@ -48,7 +48,7 @@ def lost_process_named() -> Iterator[None]:
         ) from error
 
 
-def accelerator_of(given: Accelerator | None, trained: Any) -> Accelerator:
+def get_accelerator(given: Accelerator | None, trained: Any) -> Accelerator:
     """The accelerator, or one on the device of what is trained, a policy or a parameter."""
     if given is not None:
         return given
@@ -105,11 +105,11 @@ def one_process(what: str) -> None:
         )
 
 
-def shared(module: nn.Module, accelerator: Accelerator, *, may_skip: bool = False) -> nn.Module:
+def share_gradients(module: nn.Module, accelerator: Accelerator, *, may_skip: bool = False) -> nn.Module:
     """The module through which a training looks at its policy with gradient, shared by all processes.
 
-    Each process starts from the first one's weights. A backward outside of `unshared` leaves the mean over
-    the processes of the gradients since the last one, so each update has exactly one such on every process.
+    Each process starts from the first one's weights. A backward outside `no_sync_unless_last` leaves the mean
+    over processes of the gradients since the last one; each update has exactly one on every process.
     The policy's own modules stay as they are. In one process it is the module itself.
 
     Args:
@@ -128,14 +128,14 @@ def shared(module: nn.Module, accelerator: Accelerator, *, may_skip: bool = Fals
     return found
 
 
-def unshared(
+def no_sync_unless_last(
     module: nn.Module, accelerator: Accelerator, *, last: bool = False
 ) -> AbstractContextManager[Any]:
     """Around forward and backward of a micro-batch: gradients stay here, unless it is the update's `last`."""
     return nullcontext() if last else accelerator.no_sync(module)
 
 
-def add_up(parameters: Iterable[nn.Parameter], accelerator: Accelerator) -> None:
+def sum_gradients(parameters: Iterable[nn.Parameter], accelerator: Accelerator) -> None:
     """Sum the gradients of parameters over the processes, in one message; an absent one is 0."""
     if accelerator.num_processes == 1:
         return
@@ -165,7 +165,7 @@ class Shares:
             UserError: more processes than samples.
         """
         world = accelerator.num_processes
-        ends = [stretch(count, rank, world) for rank in range(world)]
+        ends = [process_slice(count, rank, world) for rank in range(world)]
         return cls(accelerator, [torch.arange(end.start, end.stop) for end in ends])
 
     @classmethod
@@ -209,7 +209,7 @@ class Shares:
         found[self.own] = torch.arange(len(self.own))
         return found
 
-    def of_all(self, own: Tensor) -> Tensor:
+    def gather_all(self, own: Tensor) -> Tensor:
         """[b, ...] of this process's samples -> [B, ...] of all, on the CPU; all processes call it."""
         if len(self.places) == 1:
             return own.cpu()
@@ -231,10 +231,10 @@ class Shares:
             names = list(dict.fromkeys(name for held in gather_object([names]) for name in held))
         absent = torch.full((len(self.own),), math.nan, dtype=torch.float64)
         own = torch.stack([columns.get(name, absent).double().cpu() for name in names], 1)
-        return dict(zip(names, self.of_all(own).T, strict=True))
+        return dict(zip(names, self.gather_all(own).T, strict=True))
 
 
-def stretch(count: int, rank: int, world: int) -> slice:
+def process_slice(count: int, rank: int, world: int) -> slice:
     """Which of `count` samples process `rank` of `world` takes: stretches that differ by one at most.
 
     Raises:

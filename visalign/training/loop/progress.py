@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-SHOWN = (
+POLICY_COLUMNS = (
     ("reward", "reward_mean", "{:.3f}"),
     ("held-out", "heldout/accuracy", "{:.3f}"),
     ("no signal", "frac_reward_zero_std", "{:.0%}"),
@@ -26,7 +26,7 @@ SHOWN = (
 """Column title, metric, format. A metric that an iteration lacks shows its last value; held-out numbers of a
 log stand in the line of their evaluation alone."""
 
-SHOWN_SUPERVISED = (
+SUPERVISED_COLUMNS = (
     ("loss", "loss", "{:.4f}"),
     ("held-out", "heldout/accuracy", "{:.3f}"),
     ("ECE", "heldout/ece", "{:.3f}"),
@@ -79,7 +79,7 @@ class TrainingProgress:
         enabled: bool = True,
         every: int = 1,
         rows: int = 8,
-        shown: Sequence[tuple[str, str, str]] = SHOWN,
+        shown: Sequence[tuple[str, str, str]] = POLICY_COLUMNS,
     ) -> None:
         self.console, self._shown = console or Console(), shown
         self.enabled, self.every, self.rows = enabled, every, rows
@@ -159,7 +159,7 @@ class TrainingProgress:
     def _view(self) -> Group:
         table = Table(expand=True, box=None, pad_edge=False)
         table.add_column("iteration", justify="right")
-        is_all = self._shown is SHOWN or not self._recent
+        is_all = self._shown is POLICY_COLUMNS or not self._recent
         kept = [n for n, (_, key, _) in enumerate(self._shown) if is_all or key in self._last]
         for number in kept:
             table.add_column(self._shown[number][0], justify="right")

@@ -14,7 +14,7 @@ from torch import Tensor
 from visalign.errors import UserError
 from visalign.seeds import sample_seed
 
-from .processes import stretch
+from .processes import process_slice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ def check_batch_algebra(prompts_per_iteration: int, group_size: int, world_size:
         )
     if world_size < 1:
         raise UserError(f"world_size is {world_size}; it must be at least 1.")
-    stretch(prompts_per_iteration * group_size, 0, world_size)
+    process_slice(prompts_per_iteration * group_size, 0, world_size)
 
 
 def check_whole_groups(prompts_per_iteration: int, world: int) -> None:
@@ -139,7 +139,7 @@ class PromptSampler:
         orders: dict[tuple[str, int], np.ndarray] = {}
         prompts = np.array([self._prompt(int(group), orders) for group in groups], dtype=np.int64)
         samples = self.prompts_per_iteration * self.group_size
-        mine = stretch(samples, rank, world)
+        mine = process_slice(samples, rank, world)
         return Batch(
             prompt_index=torch.from_numpy(np.repeat(prompts, self.group_size)[mine].copy()),
             group_id=torch.from_numpy(np.repeat(groups, self.group_size)[mine].copy()),

@@ -83,7 +83,7 @@ def shard(network: nn.Module, accelerator: Accelerator, kept: Collection[nn.Para
     root._get_fsdp_state()._lazy_init()  # else a block that is called before the network becomes the root
 
 
-class AsForward(nn.Module):
+class ModuleOfFunction(nn.Module):
     """A function of a network as a module's forward: once divided, its weights are gathered around it.
 
     Args:
@@ -117,7 +117,7 @@ class _Together(torch.autograd.Function):
 
 
 @contextmanager
-def whole(network: nn.Module) -> Iterator[None]:
+def unsharded(network: nn.Module) -> Iterator[None]:
     """Inside, each process has the whole network and its forwards wait for nobody; no gradient.
 
     All processes enter and leave. A network that is not sharded is as it was.
@@ -138,7 +138,7 @@ def whole(network: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def whole_state(network: nn.Module) -> Iterator[None]:
+def unsharded_state(network: nn.Module) -> Iterator[None]:
     """Inside, the network's parameters are whole tensors, so that one process may save them; no forward.
 
     All processes enter; it holds the whole model once in each. A network that is not sharded is as it was,
@@ -167,7 +167,7 @@ def gathered(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def of_process(value: Tensor) -> Tensor:
+def local_shard(value: Tensor) -> Tensor:
     """What this process holds of a tensor that may be divided."""
     return value.to_local() if isinstance(value, DTensor) else value
 
@@ -237,7 +237,7 @@ def read_shards(folder: Path, divided: Mapping[str, Tensor]) -> dict[str, Tensor
     return found
 
 
-def like(value: Tensor, other: Tensor) -> Tensor:
+def distribute_like(value: Tensor, other: Tensor) -> Tensor:
     """A whole tensor, equal on all processes, or one that is divided already, on the other's device and
     divided as it is."""
     value = value.to(other.device)
@@ -251,15 +251,15 @@ def is_divided(network: nn.Module) -> bool:
     return isinstance(network, FSDPModule)
 
 
-def as_many(parts: Iterable[Tensor], network: nn.Module, accelerator: Accelerator) -> list[Tensor]:
+def pad_batches(parts: Iterable[Tensor], network: nn.Module, accelerator: Accelerator) -> list[Tensor]:
     """Micro-batches, and after them empty ones where the network is divided and another process has more."""
     own = list(parts)
     if not is_divided(network):
         return own
-    return own + [own[-1][:0]] * (at_most(len(own), accelerator) - len(own))
+    return own + [own[-1][:0]] * (max_over_processes(len(own), accelerator) - len(own))
 
 
-def at_most(count: int, accelerator: Accelerator) -> int:
+def max_over_processes(count: int, accelerator: Accelerator) -> int:
     """The largest count of all processes."""
     counts: Any = accelerator.gather(torch.tensor([count], device=accelerator.device))
     return int(counts.max())

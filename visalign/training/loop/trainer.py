@@ -32,13 +32,13 @@ from visalign.signals import InterruptFlag
 
 from . import checkpoint
 from .algorithm import Algorithm, Context, Counters
-from .best import BEST, check_best_by, leads, said_of_best
+from .best import BEST, best_checkpoint_note, check_best_by, leads
 from .ema import EMA
-from .memory import out_of_memory_named
+from .memory import explain_out_of_memory
 from .metrics import MetricsFile
 from .monitor import Monitor, MonitorSettings
 from .optimizer import AdamWSettings, OptimizerSettings, TrainedWeights
-from .processes import check_accelerator, lost_process_named
+from .processes import check_accelerator, report_lost_process
 from .progress import TrainingProgress
 from .runtime import PhaseClock
 
@@ -174,7 +174,12 @@ class Trainer(Generic[A]):
         own = hold_lock(folder / LOCK, what=f"The run's folder '{folder}'", instead="give another folder")
         first = self.accelerator.is_main_process
         held = own if first else nullcontext()
-        with lost_process_named(), self._memory_named(), held, InterruptFlag(self.progress.note) as interrupt:
+        with (
+            report_lost_process(),
+            self._memory_named(),
+            held,
+            InterruptFlag(self.progress.note) as interrupt,
+        ):
             metrics = MetricsFile(folder / "metrics.jsonl", after=counters.iteration) if first else None
             saved = counters.iteration
             self.clock.take()
@@ -198,7 +203,7 @@ class Trainer(Generic[A]):
                 f"Warning: {counters.iteration} iterations made no update: the weights are as at the start. "
                 + ("Every gradient was infinite or NaN." if counters.skipped else "No sample had a signal.")
             )
-        for said in () if stopped == "interrupted" else said_of_best(self.run.best_by, counters.own):
+        for said in () if stopped == "interrupted" else best_checkpoint_note(self.run.best_by, counters.own):
             self.progress.note(said)
         return TrainResult(counters=counters, stopped=stopped, signal=interrupt.by)
 
@@ -206,7 +211,7 @@ class Trainer(Generic[A]):
         """One iteration: collect, prepare, update, record; returns its record."""
         counters, algorithm = self.counters, self.algorithm
         number = counters.iteration + 1
-        self.context.goes_on = number < self.run.iterations and number % self.run.checkpoint_every > 0
+        self.context.prefetch_next = number < self.run.iterations and number % self.run.checkpoint_every > 0
         spent = algorithm.forward_equivalents()
         updated, sums = {}, []
         try:
@@ -309,8 +314,8 @@ class Trainer(Generic[A]):
             return None
         found: Mapping[str, float] = {}
         with self.clock.phase("evaluation"):
-            self.algorithm.settle()
-            with self.averaged(), self.algorithm.whole():
+            self.algorithm.wait_for_rewards()
+            with self.averaged(), self.algorithm.unsharded():
                 found = self.evaluate(iteration)
         return {f"heldout/{name}": value for name, value in found.items()}
 
@@ -321,11 +326,11 @@ class Trainer(Generic[A]):
         Raises:
             OutOfMemory: as in `train`.
         """
-        with self._memory_named(), self.clock.phase("evaluation"), self.algorithm.whole():
+        with self._memory_named(), self.clock.phase("evaluation"), self.algorithm.unsharded():
             yield
 
     def _memory_named(self) -> AbstractContextManager[None]:
-        return out_of_memory_named(self.clock, self.run.config, self.run.free_keys)
+        return explain_out_of_memory(self.clock, self.run.config, self.run.free_keys)
 
     def _keep_best(self, evaluated: Mapping[str, Any]) -> None:
         """Keep the averaged weights where this evaluation is the best so far, as the first process sees it:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from visalign.errors import UserError
 from visalign.training.loop.algorithm import Algorithm, Collected, Context
 from visalign.training.loop.optimizer import AdamWSettings
-from visalign.training.loop.processes import accelerator_of, add_up
-from visalign.training.loop.sharding import AsForward, shard, whole
+from visalign.training.loop.processes import get_accelerator, sum_gradients
+from visalign.training.loop.sharding import ModuleOfFunction, shard, unsharded
 from visalign.training.loop.trainer import RunSettings, Trainer
 
 
@@ -113,10 +113,10 @@ class LabelFit(Algorithm):
         divided: nn.Module | None = None,
     ) -> None:
         self.named, self.settings = list(parameters), settings
-        self.accelerator = accelerator_of(accelerator, next((p for _, p in self.named), torch.zeros(0)))
+        self.accelerator = get_accelerator(accelerator, next((p for _, p in self.named), torch.zeros(0)))
         self.divided: nn.Module | None = None
         if divided is not None:
-            self.divided = AsForward(divided, lambda rows: vars(self.judge(rows)))
+            self.divided = ModuleOfFunction(divided, lambda rows: vars(self.judge(rows)))
             shard(self.divided, self.accelerator)
             now = dict(divided.named_parameters())
             self.named = [(name, now[name]) for name, _ in self.named]
@@ -127,9 +127,9 @@ class LabelFit(Algorithm):
         """What moves."""
         return self.named
 
-    def whole(self) -> AbstractContextManager[Any]:
+    def unsharded(self) -> AbstractContextManager[Any]:
         """Inside, each process has all of the network."""
-        return nullcontext() if self.divided is None else whole(self.divided)
+        return nullcontext() if self.divided is None else unsharded(self.divided)
 
     def collect(self, run: Context) -> Collected:
         """The rows in a new order, in batches."""
@@ -160,7 +160,7 @@ class LabelFit(Algorithm):
             scale = run.counters.loss_scale * (1 if self.divided is None else process.num_processes)
             (judged.loss.sum() / labels.to(judged.loss) * scale).backward()
         if self.divided is None:
-            add_up((parameter for _, parameter in self.named), process)
+            sum_gradients((parameter for _, parameter in self.named), process)
         self.seen.append(replace(judged, odds=judged.odds.detach(), loss=judged.loss.detach()))
         return {"loss": loss}
 

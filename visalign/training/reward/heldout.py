@@ -46,7 +46,7 @@ class HeldoutPairs:
 
 
 @torch.no_grad()
-def judge_pairs(judge: TrainableJudge, batches: Iterable[RewardBatch], task: Task) -> HeldoutPairs:
+def score_pairs(judge: TrainableJudge, batches: Iterable[RewardBatch], task: Task) -> HeldoutPairs:
     """Ask a judge about held-out pairs; dropout is off meanwhile.
 
     Args:
@@ -75,7 +75,7 @@ def judge_pairs(judge: TrainableJudge, batches: Iterable[RewardBatch], task: Tas
     )
 
 
-def join_pairs(parts: Sequence[HeldoutPairs]) -> HeldoutPairs:
+def concatenate_pairs(parts: Sequence[HeldoutPairs]) -> HeldoutPairs:
     """Pairs of one judge and task that were asked about in parts, in the order of the parts."""
 
     def joined(name: str) -> Tensor | None:

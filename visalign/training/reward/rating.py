@@ -27,7 +27,7 @@ def rating(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Ge
     value = outputs["value"]
     target = batch.target.to(value)
     known = ~torch.isnan(target)
-    error = (value - target.nan_to_num(0.0)).square() + strayed(outputs, settings)
+    error = (value - target.nan_to_num(0.0)).square() + other_answer_penalty(outputs, settings)
     loss = torch.where(known, error, 0.0)
     return loss.sum(), known.sum().to(value)
 
@@ -40,10 +40,10 @@ def rating_fidelity(outputs: Outputs, batch: RewardBatch, settings: Settings, _:
     label = quality_preferences(batch.target.to(mean)).fill_diagonal_(math.nan)
     score = thurstone_score(mean[:, None], mean[None, :], variance[:, None], variance[None, :])
     count = (~torch.isnan(label)).sum().to(mean)
-    return fidelity_loss(score, label).sum() + strayed(outputs, settings).mean() * count, count
+    return fidelity_loss(score, label).sum() + other_answer_penalty(outputs, settings).mean() * count, count
 
 
-def strayed(outputs: Outputs, settings: Settings) -> Tensor:
+def other_answer_penalty(outputs: Outputs, settings: Settings) -> Tensor:
     """What it costs a judge to say anything but the answers asked for, [M]: −mass · ln P(any of them).
 
     0 for judges that give no "log_mass", ln P [M].

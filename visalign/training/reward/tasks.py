@@ -32,7 +32,7 @@ from visalign.core.preference.uncertainty import (
 from visalign.core.preference.yes_no import YesNo, yes_no_loss, yes_no_pair_loss
 
 from .batch import Outputs, RewardBatch
-from .rating import Settings, Sums, rating, rating_fidelity, strayed
+from .rating import Settings, Sums, other_answer_penalty, rating, rating_fidelity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,7 @@ def _yes_no(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.G
 
     With mass 1 the former is the likelihood over the vocabulary, `yes_no_loss(over="vocabulary")`.
     """
-    away = strayed(outputs, settings)
+    away = other_answer_penalty(outputs, settings)
     if batch.target is not None:
         odds = outputs["value"]
         target = batch.target.to(odds)
@@ -180,7 +180,7 @@ def _checklist(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torc
     """Logistic regression on the difference of weighted answers, λ/2 |w|² added per pair."""
     left, right = _sides(outputs, batch)
     label, weight = _labels(batch, settings, left)
-    away = strayed(outputs, settings)
+    away = other_answer_penalty(outputs, settings)
     loss = bradley_terry_loss(left, right, label) + (away[batch.left] + away[batch.right]) / 2
     penalty = settings.penalty / 2 * outputs["weights"].square().sum()
     return (loss * weight).sum() + penalty * weight.sum(), weight.sum()

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from visalign.errors import UserError
 from visalign.training.loop.algorithm import Algorithm, Collected, Context
-from visalign.training.loop.processes import add_up
-from visalign.training.loop.sharding import AsForward, at_most, shard, whole
+from visalign.training.loop.processes import sum_gradients
+from visalign.training.loop.sharding import ModuleOfFunction, max_over_processes, shard, unsharded
 from visalign.training.loop.trainer import LEAST_LOSS_SCALE
 
 from .batch import Outputs, RewardBatch, RewardData, TrainableJudge
@@ -72,7 +72,7 @@ class RewardModeling(Algorithm):
         if sharding and penalty() is not None:
             raise UserError("sharding goes without a penalty of the weights. Leave one of the two out.")
         if sharding:
-            self.ask = AsForward(self._network(), judge)
+            self.ask = ModuleOfFunction(self._network(), judge)
             shard(self.ask, accelerator, kept)
 
     def _network(self) -> nn.Module:
@@ -92,9 +92,9 @@ class RewardModeling(Algorithm):
                 )
         return network
 
-    def whole(self) -> AbstractContextManager[Any]:
+    def unsharded(self) -> AbstractContextManager[Any]:
         """Inside, each process has all of the judge."""
-        return whole(self.ask) if isinstance(self.ask, AsForward) else nullcontext()
+        return unsharded(self.ask) if isinstance(self.ask, ModuleOfFunction) else nullcontext()
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """What of the judge is trained."""
@@ -114,7 +114,7 @@ class RewardModeling(Algorithm):
         sums = self._accumulate(step, run.counters.loss_scale)
         parameters = [parameter for _, parameter in self.parameters()]
         if not self.sharding:
-            add_up(parameters, self.accelerator)
+            sum_gradients(parameters, self.accelerator)
         loss, weight, examples = self.accelerator.reduce(sums, "sum").tolist()  # type: ignore[union-attr]
         if not weight > 0:
             raise UserError(
@@ -165,7 +165,7 @@ class RewardModeling(Algorithm):
         while True:
             batch = next(own, None)
             live = int(batch is not None)
-            if not (at_most(live, self.accelerator) if self.sharding else live):
+            if not (max_over_processes(live, self.accelerator) if self.sharding else live):
                 return
             last = batch or last or next(iter(self.data.batch(number)))
             yield last, live

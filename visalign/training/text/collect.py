@@ -22,7 +22,7 @@ from visalign.seeds import sample_seed
 from visalign.text import TextRollout, ToolTrace, join_rollouts
 from visalign.text.tool_calls import without_failed
 from visalign.training.loop.algorithm import Collected
-from visalign.training.loop.judging import check_failures, joined_scores, judged_metrics, reward_columns
+from visalign.training.loop.judging import check_failures, concatenate_scores, reward_columns, score_metrics
 from visalign.training.loop.processes import Shares
 from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import PromptSampler
@@ -190,7 +190,7 @@ def _of_all(own: Trajectories, kept: _Kept) -> Trajectories:
         return own
     held = {f.name: getattr(own, f.name) for f in fields(own) if f.name != "group"}
     tensors = {name: value for name, value in held.items() if isinstance(value, Tensor)}
-    found: dict[str, Any] = {name: kept.shares.of_all(value) for name, value in tensors.items()}
+    found: dict[str, Any] = {name: kept.shares.gather_all(value) for name, value in tensors.items()}
     return replace(own, group=kept.group, **found)
 
 
@@ -215,7 +215,7 @@ def write(
     shares = Shares.of_groups(len(batch), size, process, whole_groups=parts.branches)
     group = batch.group_id[shares.own].tolist()
     made, kept, verdicts = [], [], []
-    for places in parts.judging.stretches(group, settings.overlap, whole_groups=parts.branches):
+    for places in parts.judging.chunks(group, settings.overlap, whole_groups=parts.branches):
         at = shares.own[places]
         # where it has as many of each group, it names a prompt once; else once for each sample
         counts = batch.group_id[at].unique_consecutive(return_counts=True)[1]
@@ -253,7 +253,7 @@ def _judged(
     """A round's completions with what the judge says of all processes' samples."""
     rollout, shares = written.rollout, written.shares
     with clock.phase("reward"):
-        scores = without_failed(joined_scores([verdict() for verdict in written.verdicts]), rollout)
+        scores = without_failed(concatenate_scores([verdict() for verdict in written.verdicts]), rollout)
     length = rollout.loss_mask.sum(1)
     own = {
         "value": scores.value,
@@ -274,7 +274,7 @@ def _judged(
     width = int(said.pop("width").max())
     reward = said["value"].float()
     if objective.advantage in MATRIX_ADVANTAGES:
-        reward = shares.of_all(reward_columns(parts.reward, scores).float())
+        reward = shares.gather_all(reward_columns(parts.reward, scores).float())
     if parts.accelerator.num_processes > 1:
         rollout = join_rollouts([rollout], length=width)
     return _Round(
@@ -284,7 +284,7 @@ def _judged(
         group=written.group,
         reward=reward,
         valid=valid,
-        tokens=shares.of_all(torch.where(rollout.loss_mask != 0, rollout.completion_ids, -1)),
+        tokens=shares.gather_all(torch.where(rollout.loss_mask != 0, rollout.completion_ids, -1)),
         said=said,
     )
 
@@ -336,7 +336,7 @@ def _metrics(reward: Any, rounds: Sequence[_Round]) -> dict[str, float]:
     tools = [name for name in said if name in TOOL_METRICS]
     return {
         **{TOOL_METRICS[name]: float(said[name].mean()) for name in tools},
-        **judged_metrics(reward, value, valid, group, parts),
+        **score_metrics(reward, value, valid, group, parts),
         "diversity": fmean(distinct_pairs(made.tokens, torch.tensor(made.group)) for made in rounds),
         "repetition": float(torch.cat([repetition(made.tokens) for made in rounds]).nanmean()),
         "length_mean": float(length.mean()),

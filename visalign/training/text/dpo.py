@@ -32,8 +32,8 @@ from visalign.core.preference.direct import (
 from visalign.errors import UserError
 from visalign.text import TextPolicy, TextRollout
 from visalign.training.loop.algorithm import Algorithm, Collected, Context
-from visalign.training.loop.processes import accelerator_of, unshared
-from visalign.training.loop.sharding import as_many, whole
+from visalign.training.loop.processes import get_accelerator, no_sync_unless_last
+from visalign.training.loop.sharding import pad_batches, unsharded
 
 from .parts import CompletionPairs
 from .replay import TextReplay, spread
@@ -172,7 +172,7 @@ class DPO(Algorithm):
         accelerator: Accelerator | None = None,
         sharding: bool = False,
     ) -> None:
-        self.accelerator = accelerator_of(accelerator, policy)
+        self.accelerator = get_accelerator(accelerator, policy)
         self.policy, self.settings = policy, settings or DPOSettings()
         self.trained = self._with_reference(completions, good)
         self.labels: Tensor | None = None
@@ -197,9 +197,9 @@ class DPO(Algorithm):
             completions, ref, None if good is None else torch.tensor(good, dtype=torch.bool)
         )
 
-    def whole(self) -> AbstractContextManager[Any]:
+    def unsharded(self) -> AbstractContextManager[Any]:
         """Inside, each process has all of the model."""
-        return whole(self.module)
+        return unsharded(self.module)
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """What of the policy is trained."""
@@ -225,13 +225,13 @@ class DPO(Algorithm):
         count, world = len(ref), self.accelerator.num_processes
         longest_first = torch.argsort(step.loss_mask.sum(1).view(2, -1).sum(0), stable=True, descending=True)
         own = longest_first[self.accelerator.process_index :: world].split(run.micro_batch)
-        parts = as_many(own, self.module, self.accelerator)
+        parts = pad_batches(own, self.module, self.accelerator)
         point = None if good is None else self._reference_point(step, ref, parts)
         places: Any = step.group[:count]
         label = None if self.labels is None else self.labels[torch.tensor(places)]
         sums, lead = torch.zeros(2, len(MEANS), dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
         for number, rows in enumerate(parts):
-            with unshared(self.module, self.accelerator, last=number == len(parts) - 1):
+            with no_sync_unless_last(self.module, self.accelerator, last=number == len(parts) - 1):
                 completions = rows if good is not None else torch.cat([rows, rows + count])
                 log_prob = self.module(step, completions).log_prob.sum(1)
                 votes, own_label = (None if each is None else each[rows] for each in (good, label))

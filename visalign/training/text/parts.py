@@ -15,7 +15,7 @@ from visalign.core.objective.stages import ADVANTAGES
 from visalign.errors import UserError
 from visalign.interfaces import TextReward
 from visalign.text import Prompt, Sampling, StoppingCriteria, TextPolicy, TextRollout, ToolPolicy
-from visalign.training.loop.judging import Judging
+from visalign.training.loop.judging import RewardScorer
 from visalign.training.loop.sampler import check_batch_algebra
 from visalign.training.policy.reference import Reference
 
@@ -118,7 +118,7 @@ class TextParts:
     """Writes the completions; the policy itself unless a server does."""
     reward: TextReward
     """Higher is better."""
-    judging: Judging
+    judging: RewardScorer
     """How it is asked."""
     records: Records
     """Each has "prompt"; they are handed to the reward as metadata."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from visalign.core import PolicyOutput
 from visalign.errors import UserError
 from visalign.text import Sampling, TextPolicy, TextRollout
-from visalign.training.loop.processes import shared
+from visalign.training.loop.processes import share_gradients
 from visalign.training.loop.sharding import is_divided, shard
 
 from .parts import LogPartition, ValueFunction
@@ -118,7 +118,7 @@ def spread(replay: TextReplay, accelerator: Accelerator, sharding: bool) -> nn.M
         UserError: a forward may leave out weights that the other processes wait for, or see `shard`.
     """
     if not sharding:
-        return shared(replay, accelerator, may_skip=replay.may_skip)
+        return share_gradients(replay, accelerator, may_skip=replay.may_skip)
     if replay.may_skip:
         raise UserError(
             "sharding goes without experts, images in prompts and a value head, of which a process may use "

@@ -40,10 +40,10 @@ from visalign.errors import UserError
 from visalign.interfaces import TextReward
 from visalign.text import TextPolicy, TextRollout
 from visalign.training.loop.algorithm import Algorithm, Collected, Context
-from visalign.training.loop.judging import Ahead, Judging, oriented
-from visalign.training.loop.processes import accelerator_of, unshared
+from visalign.training.loop.judging import RewardScorer, RolloutPrefetcher, as_higher_is_better
+from visalign.training.loop.processes import get_accelerator, no_sync_unless_last
 from visalign.training.loop.sampler import PromptSampler
-from visalign.training.loop.sharding import as_many, whole
+from visalign.training.loop.sharding import pad_batches, unsharded
 from visalign.training.policy.balance import RewardBalance
 from visalign.training.policy.reference import GatedKL, Reference
 from visalign.training.policy.update import PolicyStep, backward, prepare_steps, update_metrics
@@ -139,14 +139,14 @@ class TextRL(Algorithm):
         after_update: AfterUpdate | None = None,
         sharding: bool = False,
     ) -> None:
-        self.accelerator = accelerator_of(accelerator, policy)
+        self.accelerator = get_accelerator(accelerator, policy)
         self.rollout = rollout or TextRolloutSettings()
         self.settings = objective or TextObjectiveSettings()
         self.row = self.settings.build(length=self.rollout.max_new_tokens)
-        self._ahead: Ahead[Written] = Ahead(self._write, self.rollout.staleness)
+        self._ahead: RolloutPrefetcher[Written] = RolloutPrefetcher(self._write, self.rollout.staleness)
         is_dynamic = dynamic is not None and dynamic.enabled
         check_ahead(self.rollout, self.settings, is_dynamic)
-        reward = oriented(reward)
+        reward = as_higher_is_better(reward)
         reference = Reference(policy, self.settings)
         self.flow = self._flow(latent_flow, policy, reference, seed, process)
         self.parts = TextParts(
@@ -154,7 +154,7 @@ class TextRL(Algorithm):
             reference=reference,
             generator=policy if generator is None else generator,
             reward=reward,
-            judging=Judging(reward, what="completions", beside=self.rollout.judged_beside),
+            judging=RewardScorer(reward, what="completions", beside=self.rollout.scores_in_thread),
             records=records,
             value_model=value_model,
             log_partition=log_partition,
@@ -243,9 +243,9 @@ class TextRL(Algorithm):
             )
         return SelfImitation(settings, self.row, self.rollout, seed)
 
-    def whole(self) -> AbstractContextManager[Any]:
+    def unsharded(self) -> AbstractContextManager[Any]:
         """Inside, each process has all of the model."""
-        return whole(self.module)
+        return unsharded(self.module)
 
     def rates(self, lr: float) -> Mapping[str, float]:
         """Factor of the learning rate `lr` for the heads."""
@@ -279,7 +279,7 @@ class TextRL(Algorithm):
         """Completions made, judged and, with dynamic sampling, chosen."""
         iteration = run.counters.iteration
         write = partial(self._written, run)
-        with self.whole():
+        with self.unsharded():
             made = collect(self.parts, write, self.groups, iteration, self.rollout, self.row, run.clock)
         self._had_updates = made.experience is not None
         if made.experience is not None:
@@ -395,7 +395,7 @@ class TextRL(Algorithm):
         places = torch.arange(len(again.rollout))[process.process_index :: process.num_processes]
         parts = places.split(size)
         for number, part in enumerate(parts):
-            with unshared(self.module, process, last=number == len(parts) - 1):
+            with no_sync_unless_last(self.module, process, last=number == len(parts) - 1):
                 output = self.module(again.rollout, part)
                 yield again.prepared.rows(part).to(output.log_prob.device), output
 
@@ -416,9 +416,9 @@ class TextRL(Algorithm):
             found |= {"kl_old": moved, "penalty": used}
         return found
 
-    def settle(self) -> None:
+    def wait_for_rewards(self) -> None:
         """Wait until nothing is being judged."""
-        self.parts.judging.settle()
+        self.parts.judging.wait_for_rewards()
 
     def finish(self, run: Context) -> None:
         """Keep the counters of dynamic sampling and of PPO-KL; hand the weights to a server."""
@@ -460,8 +460,8 @@ class TextRL(Algorithm):
     def _moved(self, experience: TextExperience) -> float:
         """KL(π_old‖π) per token after the last step, k3."""
         t = experience.trajectories
-        with self.whole():
-            now = experience.shares.of_all(self.parts.policy.log_probs(experience.rollout).log_prob)
+        with self.unsharded():
+            now = experience.shares.gather_all(self.parts.policy.log_probs(experience.rollout).log_prob)
         log_ratio = (now - t.old_log_prob).double()
         return float((log_ratio.expm1() - log_ratio)[t.weight != 0].mean())
 
@@ -475,13 +475,13 @@ class TextRL(Algorithm):
         local = experience.shares.local[step.sample]
         places = (step.live & (local >= 0)).nonzero()[:, 0]
         places = places[torch.argsort((prepared.weight[places] != 0).sum(1), stable=True, descending=True)]
-        parts, shares = as_many(places.split(size), self.module, process), []
+        parts, shares = pad_batches(places.split(size), self.module, process), []
         if given is not None:
             own = torch.arange(len(given)).tensor_split(process.num_processes)[process.process_index]
             shares = own.chunk(len(parts))
         for number, part in enumerate(parts):
             share = shares[number] if number < len(shares) else None
-            with unshared(self.module, process, last=number == len(parts) - 1):
+            with no_sync_unless_last(self.module, process, last=number == len(parts) - 1):
                 output = self._output(experience, local[part], given, share)
                 yield prepared.rows(part).to(output.log_prob.device), output
 

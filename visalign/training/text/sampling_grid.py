@@ -16,7 +16,7 @@ from visalign.interfaces import TextReward
 from visalign.seeds import sample_seed
 from visalign.text import Prompt, Sampling, StoppingCriteria
 from visalign.text.tool_calls import without_failed
-from visalign.training.loop.judging import judge
+from visalign.training.loop.judging import score_samples
 
 from .parts import Generates
 
@@ -176,7 +176,7 @@ def _call(
             stopping=stopping,
         )
     metadata = [records[i] for i in chosen for _ in range(samples)]
-    scores = without_failed(judge(reward, list(rollout.text), metadata, what="completions"), rollout)
+    scores = without_failed(score_samples(reward, list(rollout.text), metadata, what="completions"), rollout)
     value = scores.value.detach().float().cpu()
     valid = scores.valid.cpu() & value.isfinite() & rollout.generated
     said = scores.reason or [None] * len(metadata)

@@ -152,7 +152,7 @@ class TextRolloutSettings:
             )
 
     @property
-    def judged_beside(self) -> bool:
+    def scores_in_thread(self) -> bool:
         """Whether the judge is asked in a thread."""
         return self.overlap > 1 or self.staleness > 0
 

@@ -23,8 +23,8 @@ from visalign.core import aggregate, count_step
 from visalign.errors import UserError
 from visalign.text import TextPolicy, TextRollout
 from visalign.training.loop.algorithm import Algorithm, Collected, Context
-from visalign.training.loop.processes import accelerator_of, unshared
-from visalign.training.loop.sharding import as_many, whole
+from visalign.training.loop.processes import get_accelerator, no_sync_unless_last
+from visalign.training.loop.sharding import pad_batches, unsharded
 
 from .parts import Demonstrations
 from .replay import TextReplay, spread
@@ -52,13 +52,13 @@ class SFT(Algorithm):
         accelerator: Accelerator | None = None,
         sharding: bool = False,
     ) -> None:
-        self.accelerator = accelerator_of(accelerator, policy)
+        self.accelerator = get_accelerator(accelerator, policy)
         self.policy, self.demonstrations = policy, demonstrations
         self.module = spread(TextReplay(policy), self.accelerator, sharding)
 
-    def whole(self) -> AbstractContextManager[Any]:
+    def unsharded(self) -> AbstractContextManager[Any]:
         """Inside, each process has all of the model."""
-        return whole(self.module)
+        return unsharded(self.module)
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """What of the policy is trained."""
@@ -128,9 +128,9 @@ def backward_nll(
     longest_first = live[torch.argsort((batch.loss_mask[live] != 0).sum(1), stable=True, descending=True)]
     world, total = accelerator.num_processes, torch.zeros((), dtype=torch.float64, device=accelerator.device)
     own = longest_first[accelerator.process_index :: world].split(micro_batch)
-    parts = as_many(own, module, accelerator)
+    parts = pad_batches(own, module, accelerator)
     for number, rows in enumerate(parts):
-        with unshared(module, accelerator, last=number == len(parts) - 1):
+        with no_sync_unless_last(module, accelerator, last=number == len(parts) - 1):
             log_prob = module(batch, rows).log_prob
             mask = batch.loss_mask[rows].to(log_prob.device)
             share = aggregate(-log_prob, mask, "token_mean", counts.to(log_prob.device))

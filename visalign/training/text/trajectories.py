@@ -21,7 +21,7 @@ from visalign.errors import UserError
 from visalign.seeds import sample_seed
 from visalign.text import Sampling, TextPolicy, TextRollout
 from visalign.text.steps import StepReading, step_index
-from visalign.training.loop.judging import judge, reward_weights
+from visalign.training.loop.judging import reward_weights, score_samples
 from visalign.training.policy.settings import needs_reference
 
 from .answers import answer_likelihood
@@ -219,7 +219,7 @@ def _rewards(
         stopping=settings.stopping(),
         group=list(first),
     )
-    scores = judge(parts.reward, list(made.text), asked, what="completions")
+    scores = score_samples(parts.reward, list(made.text), asked, what="completions")
     value = torch.where(scores.valid.cpu(), scores.value.cpu(), torch.nan).float().view(len(first), count)
     number = {label: n for n, label in enumerate(first)}
     return value[[number[label] for label in rollout.group]]
