@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token trajectories: the distribution that is sampled, seeds, stopping criteria, the rollout, the policy.
+"""Token trajectories: sampling distribution, seeds, stopping criteria, tools, the rollout, the policy.
 
-It needs torch; no model library and no reward comes in.
+Needs torch alone, neither a model library nor a reward.
 """
 
 from visalign.interfaces import Message, Prompt

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A calculator as a tool: it works out the arithmetic that a text ends with."""
+"""Calculator tool: evaluates the arithmetic expression that a text ends with."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ _SIGNS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
 }
 _EXPRESSION = re.compile(r"[\d\s()+\-*/%.]+$")
-_GOES_ON = re.compile(r"[\w,]$|[×÷^√]\s*$")
-"""Before an expression that is a part of another: 1,000 + 5, or x-3 + 4."""
+_CONTINUES = re.compile(r"[\w,]$|[×÷^√]\s*$")
+"""Text before an expression that is part of a larger one: 1,000 + 5, or x-3 + 4."""
 LONGEST = 200
-"""Characters of an expression."""
+"""Most characters of an expression."""
 
 
 def calculator(text: str) -> str | None:
-    """The value of the arithmetic expression at the end of a text: numbers, + - * / // %, brackets.
+    """Evaluate the arithmetic expression at the end of a text: numbers, + - * / // %, brackets.
 
     Args:
-        text: what was written before the sign of equality.
+        text: the completion up to the equals sign.
 
     Returns:
         The value, exact where it is whole, else with six digits; "error" for a division by zero; None where
-        the text ends with nothing to be worked out, a number alone included.
+        the text ends with no expression, or with a number alone.
 
     >>> calculator("First 12 * 3 = 36, then 36 + 5")
     '41'
     """
     end = text[-LONGEST:]
-    found = _EXPRESSION.search(end)
-    expression = found[0].lstrip() if found else ""
-    if _GOES_ON.search(end.removesuffix(expression)):
+    match = _EXPRESSION.search(end)
+    expression = match[0].lstrip() if match else ""
+    if _CONTINUES.search(end.removesuffix(expression)):
         return None
-    for begin in [match.start() for match in re.finditer(r"[\d(\-]", expression)]:
+    for start in re.finditer(r"[\d(\-]", expression):
         try:
-            tree = ast.parse(expression[begin:].strip(), mode="eval").body
+            tree = ast.parse(expression[start.start() :].strip(), mode="eval").body
             if not isinstance(tree, ast.BinOp):
                 return None
             value = _value(tree)
@@ -54,7 +54,7 @@ def calculator(text: str) -> str | None:
         except (SyntaxError, RecursionError, MemoryError):
             continue
         except ValueError:
-            return None  # 2 ** 3 + 4 is not 3 + 4
+            return None  # a part of 2 ** 3 + 4, say 3 + 4, must not be evaluated
         return str(value) if value.denominator == 1 else f"{float(value):.6g}"
     return None
 

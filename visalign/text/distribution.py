@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The distribution that tokens are sampled from: temperature, top-k, top-p, and log-probs under it.
+"""Distribution that tokens are sampled from: temperature, top-k, top-p, and log-probs under it.
 
-One formula serves sampling and recomputation. z = logits / τ; K is the set of tokens that may be drawn; then
+Sampling and recomputation use one formula. z = logits / τ; K is the set of tokens that may be drawn; then
 p_v = e^z_v / Σ_{u∈K} e^z_u for v in K and 0 outside. A ratio is π(y)/π_old(y) of *this* distribution, since
-this is what the rollout drew from. K is remembered from the rollout (`TokenSets`) and used for every later
-policy: both share one support, so a token that was drawn never gets probability 0, and a token at the edge of
-the nucleus does not fall in and out of it by rounding.
+the rollout drew from it. K is stored with the rollout (`TokenSets`) and used for every later policy: with one
+support a drawn token never gets probability 0, and rounding moves no token in or out of the nucleus.
 
 Sources: top-p, arXiv 1904.09751, section 3.1; the remembered sets, DeepSeek-V3.2, arXiv 2512.02556, section
     3.1 ("keep sampling mask"). The order (temperature, top-k, then top-p of what top-k left) is that of the
@@ -26,19 +25,19 @@ from visalign.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is drawn from the logits.
+    """Temperature, top-k and top-p that a token is drawn with.
 
     Raises:
         UserError: a number out of range.
     """
 
     temperature: float = 1.0
-    """τ. 0 takes the most probable token (greedy): for evaluation and ReMax's baseline; log-probs are then
+    """τ. 0 takes the most probable token (greedy), for evaluation and ReMax's baseline. Log-probs are then
     those of τ = 1 over the whole vocabulary, and no ratio can be formed with them."""
     top_k: int = 0
-    """Only the k most probable tokens may be drawn; ties with the k-th stay in. 0 switches it off."""
+    """Draw only from the k most probable tokens and ties with the k-th; 0: off."""
     top_p: float = 1.0
-    """Only the fewest most probable tokens that hold at least this share may be drawn. 1 switches it off."""
+    """Draw only from the fewest most probable tokens that hold at least this share; 1: off."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -53,22 +52,22 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether nothing is drawn."""
+        """Whether the most probable token is always taken."""
         return self.temperature == 0
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens can never be drawn."""
+        """Whether top-k or top-p excludes tokens."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1)
 
     @property
     def scale(self) -> float:
-        """τ that log-probs are computed with; 1 for greedy decoding."""
+        """τ of the log-probs; 1 for greedy decoding."""
         return self.temperature or 1.0
 
 
 def log_distribution(logits: Tensor, temperature: float = 1.0, kept: Tensor | None = None) -> Tensor:
-    """log p_v = z_v − log Σ_{u∈K} e^z_u of every token, z = logits/τ, and −∞ outside K.
+    """Compute log p_v = z_v − log Σ_{u∈K} e^z_u of every token, z = logits/τ, and −∞ outside K.
 
     Args:
         logits: [*N, V], differentiable; −∞ excludes a token.
@@ -83,7 +82,7 @@ def log_distribution(logits: Tensor, temperature: float = 1.0, kept: Tensor | No
 
 
 def kept_tokens(log_p: Tensor, sampling: Sampling) -> Tensor | None:
-    """K: which tokens may be drawn.
+    """Compute K, the tokens that may be drawn.
 
     Args:
         log_p: [*N, V] of the full vocabulary at the temperature, from `log_distribution`.
@@ -108,9 +107,9 @@ def kept_tokens(log_p: Tensor, sampling: Sampling) -> Tensor | None:
 
 
 def draw_tokens(log_p: Tensor, uniform: Tensor) -> Tensor:
-    """One token per row by inversion: the first one whose cumulative probability is above u.
+    """Draw one token per row by inversion: the first whose cumulative probability is above u.
 
-    One number per token and sample decides, so a sample's tokens depend on its own numbers and logits alone.
+    A sample's tokens depend on its own numbers and logits alone.
 
     Args:
         log_p: [N, V] log-probs, −∞ for tokens that may not be drawn.
@@ -124,11 +123,12 @@ def draw_tokens(log_p: Tensor, uniform: Tensor) -> Tensor:
     """
     cumulative = log_p.double().exp().cumsum(-1)
     total = cumulative[:, -1:]
-    if not bool((torch.isfinite(total) & (total > 0)).all()):
-        row = int((~(torch.isfinite(total[:, 0]) & (total[:, 0] > 0))).nonzero()[0])
+    usable = torch.isfinite(total[:, 0]) & (total[:, 0] > 0)
+    if not bool(usable.all()):
         raise ValueError(
-            f"The model's logits of row {row} are NaN or all −∞: nothing can be drawn. Check the weights "
-            "(a learning rate that is too high leaves NaN), or use float32 or bfloat16 instead of float16."
+            f"The model's logits of row {int((~usable).nonzero()[0])} are NaN or all −∞: nothing can "
+            "be drawn. Check the weights (a learning rate that is too high leaves NaN), or use float32 or "
+            "bfloat16 instead of float16."
         )
     # u·total can round up to total, past the last token
     below_total = torch.nextafter(total, torch.zeros_like(total))
@@ -137,7 +137,7 @@ def draw_tokens(log_p: Tensor, uniform: Tensor) -> Tensor:
 
 
 def chosen_log_prob(log_p: Tensor, target: Tensor) -> LogProbEntropy:
-    """Log-prob of the chosen tokens and the entropy of the distribution they came from.
+    """Compute the log-prob of the chosen tokens and the entropy of their distribution.
 
     Args:
         log_p: [*N, V] from `log_distribution`, differentiable.

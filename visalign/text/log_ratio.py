@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log-ratio of two language models on the tokens of a rollout, whatever the rollout was sampled with."""
+"""Log-probs of language models on the tokens of a rollout, whatever the rollout was sampled with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .rollout import TextRollout
 
 
 def model_log_prob(policy: TextPolicy, rollout: TextRollout, rows: Tensor | slice | None = None) -> Tensor:
-    """log π(y_t | y_<t) of the model itself: temperature 1, full vocabulary, experts of its own router.
+    """Compute log π(y_t | y_<t) at temperature 1, full vocabulary, experts of the model's own router.
 
     Args:
         policy: with the token ids of the rollout.
@@ -24,15 +24,15 @@ def model_log_prob(policy: TextPolicy, rollout: TextRollout, rows: Tensor | slic
     Returns:
         [b, T] float32, differentiable unless gradients are off; 0 where the loss mask is 0.
     """
-    own = replace(rollout, sampling=Sampling(), kept=None, routes=None)
-    return policy.log_probs(own, rows).log_prob
+    unmodified = replace(rollout, sampling=Sampling(), kept=None, routes=None)
+    return policy.log_probs(unmodified, rows).log_prob
 
 
 @torch.no_grad()
 def reference_log_prob(
     policy: TextPolicy, rollout: TextRollout, *, reference: TextPolicy | None = None
 ) -> Tensor:
-    """The same [B, T] of the reference, without gradient: another model, or `policy.reference()`."""
+    """Compute `model_log_prob` [B, T] of the reference: another model, or `policy.reference()`."""
     if reference is not None:
         return model_log_prob(reference, rollout)
     with policy.reference():

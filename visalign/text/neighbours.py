@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts near a prompt: how similar texts are by their letters, copies of a prompt with changed words."""
+"""Similar prompts: cosine similarity of texts by letter n-grams, copies of a prompt with changed words."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from visalign.interfaces import Prompt
 
 _WORDS = re.compile(r"(\s+)")
 _SHORTEST = 4
-"""Letters of a word, two of which may be exchanged within it."""
+"""Letters of the shortest word in which two may be swapped."""
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """The words of a prompt; of a conversation those of all its turns, images left out."""
+    """Return the words of a prompt, or of all turns of a conversation, without images."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(_content_text(message["content"]) for message in prompt)
@@ -35,14 +35,14 @@ def _content_text(content: Any) -> str:
 
 
 def hashed_ngrams(texts: Sequence[str], *, n: int = 3, size: int = 2048) -> Tensor:
-    """How often each run of n letters stands in a text, hashed into `size` places, at length 1.
+    """Count letter n-grams of texts, hashed into D buckets, and normalise each row to length 1.
 
-    Case and repeated blanks do not count. The product of two rows is the cosine of their texts; runs that
-    share a place make it a little larger.
+    Case and repeated blanks do not count. The product of two rows is the cosine similarity of their texts;
+    n-grams that share a bucket make it a little larger.
 
     Args:
-        texts: N of them.
-        n: letters of a run.
+        texts: N texts.
+        n: letters of an n-gram.
         size: D.
 
     Returns:
@@ -65,30 +65,29 @@ def hashed_ngrams(texts: Sequence[str], *, n: int = 3, size: int = 2048) -> Tens
 def changed_words(
     text: str, random: Random, *, share: float = 0.05, synonyms: Mapping[str, Sequence[str]] | None = None
 ) -> str:
-    """The text with a share of its words changed, at least one, if there is one that can be.
+    """Change a share of a text's words, at least one that can be changed; blanks stay.
 
     Args:
-        text: what is changed; its blanks stay.
-        random: chooses words and changes.
-        share: of the words.
-        synonyms: word in lower case -> others for it; only these words change. None: two neighbouring letters
-            within a word of four or more change places.
+        text: original text.
+        random: source of words and changes.
+        share: share of the words to change.
+        synonyms: word in lower case -> substitutes; only these words change. None: two neighbouring letters
+            within a word of four or more are swapped.
 
     Example:
         >>> changed_words("a red circle", Random(0))
         'a red cicrle'
     """
     pieces = _WORDS.split(text)
-    words = [place for place, piece in enumerate(pieces) if piece.strip()]
-    options = {place: _changes(pieces[place], synonyms) for place in words}
-    able = [place for place in words if options[place]]
-    for place in random.sample(able, min(len(able), max(1, round(share * len(words))))):
-        pieces[place] = random.choice(options[place])
+    words = [i for i, piece in enumerate(pieces) if piece.strip()]
+    substitutes = {i: _substitutes(pieces[i], synonyms) for i in words}
+    changeable = [i for i in words if substitutes[i]]
+    for i in random.sample(changeable, min(len(changeable), max(1, round(share * len(words))))):
+        pieces[i] = random.choice(substitutes[i])
     return "".join(pieces)
 
 
-def _changes(word: str, synonyms: Mapping[str, Sequence[str]] | None) -> list[str]:
-    """What may stand for a word."""
+def _substitutes(word: str, synonyms: Mapping[str, Sequence[str]] | None) -> list[str]:
     if synonyms is not None:
         return [other for other in synonyms.get(word.casefold(), ()) if other != word]
     if len(word) < _SHORTEST:
@@ -106,22 +105,21 @@ def convex_variants(
     share: float = 0.05,
     synonyms: Mapping[str, Sequence[str]] | None = None,
 ) -> list[str]:
-    """ConvexDA: of `count` copies of a text with changed words, those at the rim of what they span.
+    """Generate ConvexDA's variants of a text: copies with changed words on the convex hull of all copies.
 
-    Copies become hashed n-grams, these points of a plane, and the vertices of the convex hull stay
-    (`visalign.core.rewards.fusion.convex_vertices`), each different text once. The text itself is not among
-    them unless no word of it can be changed. The paper's words come from a model; here letters change places,
-    or words of a list of synonyms.
+    Hashed n-grams of the copies are projected to a plane, and the vertices of their convex hull stay
+    (`visalign.core.rewards.fusion.convex_vertices`), each distinct text once. Deviation: the paper takes the
+    words from a model; here letters are swapped, or words come from a list of synonyms.
 
     Args:
-        text: of a training example.
-        seed: of the changes; they are functions of it, the text and the number of the copy.
-        count: copies that are made.
-        share: of the words that change.
+        text: text of a training example.
+        seed: seed of the changes, which also depend on the text and the number of the copy.
+        count: number of copies.
+        share: share of the words that change.
         synonyms: as in `changed_words`.
 
     Returns:
-        At least one text.
+        At least one text; the original only where no word of it can be changed.
 
     Shen et al., The trickle-down impact of reward (in-)consistency on RLHF, arXiv 2309.16155.
     """
@@ -129,4 +127,4 @@ def convex_variants(
         changed_words(text, Random(f"{seed} {copy} {text}"), share=share, synonyms=synonyms)
         for copy in range(count)
     ]
-    return [copies[place] for place in convex_vertices(hashed_ngrams(copies)).tolist()]
+    return [copies[i] for i in convex_vertices(hashed_ngrams(copies)).tolist()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a text policy: what algorithms ask of a language model."""
+"""Protocol of a text policy: the methods that algorithms call on a language model."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from .rollout import Prompt, TextRollout
 from .stopping import StoppingCriteria
 
 Distribution = Literal["sampled", "full"]
-"""Whose log-probs: the distribution that was sampled (temperature, top-k, top-p), or the full vocabulary at
-the temperature. The two are one without top-k and top-p."""
+"""Distribution of the log-probs: the one that was sampled (temperature, top-k, top-p), or the full vocabulary
+at the temperature. Without top-k and top-p the two are equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOutput:
-    """What a policy says of b completions; 0 where the rollout's loss mask is 0."""
+    """Per-token outputs of a policy on b completions; 0 where the rollout's loss mask is 0."""
 
     log_prob: Tensor
     """[b, T] float32 log π of the drawn tokens, differentiable."""
     entropy: Tensor
     """[b, T] float32 nats, differentiable."""
     statistic: Tensor | None = None
-    """[b, T] float32, differentiable, of each token's distribution; only where one was asked for."""
+    """[b, T] float32, differentiable, the requested statistic of each token's distribution."""
     value: Tensor | None = None
     """[b, T] float32 V of the state before each token, differentiable; only with a value head."""
 
 
 @runtime_checkable
 class TextPolicy(Protocol):
-    """A language model as the algorithms see it."""
+    """Language model that the algorithms train."""
 
     @property
     def module(self) -> torch.nn.Module:
-        """The network that is trained."""
+        """Trained network."""
         ...
 
     @property
@@ -62,12 +62,12 @@ class TextPolicy(Protocol):
 
         Args:
             prompts: P texts or conversations.
-            seeds: one for the call, or B of them.
+            seeds: one seed for the call, or B of them.
             num_generations: G, at least 1.
-            sampling: how tokens are drawn; by default from the model itself.
-            stopping: what ends a completion.
+            sampling: distribution to draw from; by default the model's own.
+            stopping: conditions that end a completion.
             group: P labels of the prompts; by default 0 to P-1.
-            images: P lists of images in the prompts, for policies that see.
+            images: P lists of images in the prompts, for vision-language policies.
         """
         ...
 
@@ -79,24 +79,24 @@ class TextPolicy(Protocol):
         distribution: Distribution = "sampled",
         statistic: Callable[[Tensor], Tensor] | None = None,
     ) -> TokenOutput:
-        """Log-prob and entropy of the rollout's tokens, differentiable unless gradients are off.
+        """Compute log-prob and entropy of the rollout's tokens, differentiable unless gradients are off.
 
         Args:
             rollout: B samples.
-            rows: which of them; None is all.
-            distribution: whose log-probs.
-            statistic: of that distribution, [n, V] log-probs to [n]; its logits are made in pieces.
+            rows: indices of samples; None is all.
+            distribution: distribution of the log-probs.
+            statistic: function of that distribution, [n, V] log-probs to [n], called on chunks.
         """
         ...
 
     def reference(self) -> AbstractContextManager[None]:
-        """A context in which the policy is the model before training."""
+        """Return a context in which the policy is the model before training."""
         ...
 
     def trainable_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Names and parameters that the optimizer moves, in a fixed order."""
+        """Return names and parameters that the optimizer updates, in a fixed order."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write what was trained in the format of the model's library."""
+        """Write the trained weights in the format of the model's library."""
         ...

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What generation leaves behind: B completions of at most T tokens, with the log-probs they were drawn by."""
+"""Results of generation: B completions of at most T tokens, with the log-probs they were drawn by."""
 
 from __future__ import annotations
 
@@ -19,28 +19,31 @@ from .distribution import Sampling
 from .stopping import StopReason
 from .token_sets import TokenSets
 
+NOT_GENERATED = ("prompt too long", "tool failed")
+"""Stop reasons of samples that are not to be scored."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ToolTrace:
-    """What a completion had to do with a tool."""
+    """Record of a completion's tool calls."""
 
     calls: int = 0
-    """Answers that it got."""
+    """Answers that were appended."""
     cut: int = 0
-    """Of these cut short."""
+    """Answers that were cut short."""
     failed: str | None = None
-    """Why the tool failed; such a completion is not to be judged."""
+    """Why the tool failed; such a completion is not scored."""
     shared: int = 0
-    """Its first tokens, as many as it has of an earlier one that it branched from."""
+    """Length of the prefix shared with the earlier completion that it branched from."""
     answers: Sequence[tuple[int, int]] = ()
-    """What characters of its text the tool wrote: beginnings and ends."""
+    """(begin, end) characters of its text that the tool wrote."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextRollout:
     """B completions to B prompts (the same prompt G times for a group), on the CPU.
 
-    What is padding is said by the masks alone; padded ids may be any token of the vocabulary.
+    The masks alone tell padding apart; padded ids may be any token of the vocabulary.
 
     Raises:
         ValueError: tensors or lists that do not fit, named with both shapes.
@@ -53,7 +56,7 @@ class TextRollout:
     completion_ids: Tensor
     """[B, T] int64, padded on the right; the end token is part of the completion."""
     loss_mask: Tensor
-    """[B, T] float32, 1 for tokens that were drawn; 0 for padding and for what a tool answered."""
+    """[B, T] float32, 1 for tokens that were drawn; 0 for padding and for tool answers."""
     log_prob: Tensor
     """[B, T] float32, log-prob of the token under the distribution that was sampled; 0 for padding."""
     full_log_prob: Tensor
@@ -65,36 +68,35 @@ class TextRollout:
     stop_reason: Sequence[StopReason]
     """B reasons."""
     group: Sequence[Hashable]
-    """B labels: samples of one prompt have the same."""
+    """B labels; samples of one prompt share theirs."""
     prompt: Sequence[Prompt]
-    """B prompts as they were given."""
+    """B prompts, not tokenized."""
     seed: Sequence[int]
     """B seeds; with the same weights, `sampling` and `stopping`, a seed gives the same completion again."""
     sampling: Sampling
-    """What the tokens were drawn with."""
+    """Distribution that the tokens were drawn from."""
     kept: TokenSets | None = None
-    """The tokens that could be drawn at each decision; None without top-k and top-p."""
+    """Tokens that could be drawn at each decision; None without top-k and top-p."""
     images: Sequence[Sequence[Any]] | None = None
     """B lists of the images in the prompt, for vision-language models."""
     tools: Sequence[ToolTrace] | None = None
-    """B accounts of what each had to do with a tool; None without one."""
+    """B records of tool calls; None without a tool."""
     shared: Tensor | None = None
-    """[B, T] float32, how many samples have the drawn token in common, since they branched behind it; None
-    where each has drawn its own."""
+    """[B, T] float32, number of samples that share the drawn token because they branched after it; None
+    where no samples branch."""
     routes: Tensor | None = None
-    """[B, S, layers, k] int16, which experts of a mixture the tokens of prompt and completion, without
-    padding between them, are sent to in training (`CausalLMPolicy.with_routes`), −1 behind them; None: where
-    the router sends them."""
+    """[B, S, layers, k] int16, experts of a mixture that the tokens of prompt and completion, without padding
+    between them, are sent to in training (`CausalLMPolicy.with_routes`), −1 behind them; None: the router
+    decides."""
 
     def __post_init__(self) -> None:
         shape = self.loss_mask.shape
-        if len(shape) != 2:
-            raise ValueError(f"loss_mask must be [B, T]; got shape {tuple(shape)}.")
-        for name in ("completion_ids", "log_prob", "full_log_prob", "entropy"):
-            if getattr(self, name).shape != shape:
+        kept_count = None if self.kept is None else self.kept.count
+        for name in ("completion_ids", "log_prob", "full_log_prob", "entropy", "shared", "kept"):
+            value = kept_count if name == "kept" else getattr(self, name)
+            if value is not None and value.shape != shape:
                 raise ValueError(
-                    f"{name} must have shape {tuple(shape)}, as loss_mask has it; got "
-                    f"{tuple(getattr(self, name).shape)}."
+                    f"{name} must have shape {tuple(shape)}, as loss_mask; got {tuple(value.shape)}."
                 )
         if self.prompt_ids.shape != self.prompt_mask.shape or self.prompt_ids.shape[:1] != shape[:1]:
             raise ValueError(
@@ -102,28 +104,19 @@ class TextRollout:
                 f"{tuple(self.prompt_ids.shape)} and {tuple(self.prompt_mask.shape)}."
             )
         for name in _LISTS:
-            given = getattr(self, name)
-            if given is not None and len(given) != shape[0]:
+            values = getattr(self, name)
+            if values is not None and len(values) != shape[0]:
                 raise ValueError(
                     f"{name} needs one entry per sample, {shape[0]} as in loss_mask {tuple(shape)}; got "
-                    f"{len(given)}."
+                    f"{len(values)}."
                 )
-        if self.shared is not None and self.shared.shape != shape:
-            raise ValueError(
-                f"shared must have shape {tuple(shape)}, as loss_mask; got {tuple(self.shared.shape)}."
-            )
-        if self.kept is not None and self.kept.count.shape != shape:
-            raise ValueError(
-                f"kept holds sets {tuple(self.kept.count.shape)}; loss_mask is {tuple(shape)}; the two must "
-                "agree."
-            )
 
     def __len__(self) -> int:
         return self.loss_mask.shape[0]
 
     @property
     def truncated(self) -> Tensor:
-        """bool [B], True where the completion met the limit before its end; for `core.filter_overlong`."""
+        """bool [B], True where the completion met the length limit; for `core.filter_overlong`."""
         return torch.tensor([reason == "length" for reason in self.stop_reason], dtype=torch.bool)
 
     @property
@@ -133,21 +126,20 @@ class TextRollout:
 
     @property
     def weight(self) -> Tensor:
-        """[B, T] of the drawn tokens in a loss: those that several samples have in common count once."""
+        """[B, T] loss weight of the drawn tokens; a token that several samples share counts once."""
         return self.loss_mask if self.shared is None else self.loss_mask / self.shared
 
     def rows(self, index: Tensor | slice) -> TextRollout:
-        """The samples `index` (integers, repeats too, booleans or a slice), as wide as the whole rollout."""
+        """Select samples (integers, repeats allowed; booleans or a slice), as wide as the whole rollout."""
         rows = torch.arange(len(self))[index]
-        held: dict[str, Any] = {name: getattr(self, name)[rows] for name in _TENSORS}
+        selected: dict[str, Any] = {"kept": None if self.kept is None else self.kept.rows(rows)}
+        for name in (*_TENSORS, "shared", "routes"):
+            values = getattr(self, name)
+            selected[name] = None if values is None else values[rows]
         for name in _LISTS:
             values = getattr(self, name)
-            held[name] = None if values is None else [values[i] for i in rows.tolist()]
-        held["kept"] = None if self.kept is None else self.kept.rows(rows)
-        for name in ("shared", "routes"):
-            values = getattr(self, name)
-            held[name] = None if values is None else values[rows]
-        return replace(self, **held)
+            selected[name] = None if values is None else [values[i] for i in rows.tolist()]
+        return replace(self, **selected)
 
     def trajectories(
         self,
@@ -157,19 +149,19 @@ class TextRollout:
         valid: Tensor | None = None,
         **more: Any,
     ) -> Trajectories:
-        """The rollout as the objective core takes it.
+        """Convert the rollout for the objective core.
 
         Args:
             reward: [B] or [B, M]; NaN is missing.
-            old_log_prob: [B, T] recomputed under the weights that the update starts from, where these are
-                not those that sampled or another engine did. The rollout's own then go into
-                `rollout_log_prob`, for the off-policy correction. None takes the rollout's own.
+            old_log_prob: [B, T] recomputed under the weights that the update starts from, where other weights
+                or another engine sampled. The rollout's own then become `rollout_log_prob`, for the
+                off-policy correction. None: the rollout's own.
             valid: bool [B], False where a reward failed; samples that were not generated are never valid.
             **more: other fields of `Trajectories`: reward_weights, ref_log_prob, value, process_reward,
                 uniform, or a `weight` [B, T] from `core.filter_overlong`.
 
         Returns:
-            Trajectories with the group labels and, unless given, the entropies of the rollout.
+            Trajectories with the group labels and, unless `more` has them, the entropies of the rollout.
 
         Raises:
             UserError: for a greedy rollout, which has no ratio.
@@ -179,86 +171,69 @@ class TextRollout:
             raise UserError(
                 "A greedy rollout (temperature 0) cannot be trained on: nothing was drawn, so there is no "
                 "probability to form a ratio with. Sample with a temperature above 0; greedy completions "
-                "serve evaluation and ReMax's greedy_reward."
+                "are for evaluation and ReMax's greedy_reward."
             )
-        generated = self.generated
-        known = generated if valid is None else valid.cpu().bool() & generated
-        settled: dict[str, Any] = {"weight": self.weight, "entropy": self.entropy}
+        columns: dict[str, Any] = {"weight": self.weight, "entropy": self.entropy}
         if old_log_prob is not None:
-            settled["rollout_log_prob"] = self.log_prob
+            columns["rollout_log_prob"] = self.log_prob
         return Trajectories(
             old_log_prob=self.log_prob if old_log_prob is None else old_log_prob,
             group=list(self.group),
             reward=reward,
-            valid=known,
-            **{**settled, **more},
+            valid=self.generated if valid is None else valid.cpu().bool() & self.generated,
+            **{**columns, **more},
         )
 
 
 _TENSORS = tuple(f.name for f in fields(TextRollout) if f.type == "Tensor")
 _LISTS = ("text", "stop_reason", "group", "prompt", "seed", "images", "tools")
-NOT_GENERATED = ("prompt too long", "tool failed")
-"""Stop reasons of samples that are not to be judged."""
-
-
-_OPTIONAL: dict[str, Any] = {"images": (), "tools": ToolTrace()}
-"""Lists that not every rollout has -> the entry of one that has not."""
+_ABSENT: dict[str, Any] = {"images": (), "tools": ToolTrace()}
+"""Optional lists -> entry of a sample whose rollout has none."""
 
 
 def join_rollouts(rollouts: Sequence[TextRollout], *, length: int = 0) -> TextRollout:
-    """Several rollouts as one, padded to the longest prompt and completion; group labels are kept.
+    """Concatenate rollouts, padded to the longest prompt and completion; group labels are kept.
 
     Args:
-        rollouts: at least one, all with the same `sampling`. Groups of different rollouts need different
+        rollouts: at least one, all with the same `sampling`; groups of different rollouts need different
             labels.
-        length: tokens of a completion at least.
+        length: minimum number of tokens of a completion.
 
     Returns:
-        The samples in the order given, without `routes`.
+        The samples in order, without `routes`.
 
     Raises:
         ValueError: no rollout, or different ways of sampling.
     """
-    if not rollouts:
-        raise ValueError("join_rollouts needs at least one rollout.")
-    first = rollouts[0]
-    others = {str(r.sampling): r.sampling for r in rollouts}
-    if len(others) > 1:
+    ways = list(dict.fromkeys(str(rollout.sampling) for rollout in rollouts))
+    if len(ways) != 1:
         raise ValueError(
-            f"Rollouts of one batch must be sampled in one way; got {' and '.join(others)}. Train on them in "
-            "separate steps."
+            f"join_rollouts needs rollouts sampled in one way; got {' and '.join(ways) or 'none'}. Train on "
+            "them in separate steps."
         )
-    length = max(length, *(r.loss_mask.shape[1] for r in rollouts))
-    prompt_length = max(r.prompt_ids.shape[1] for r in rollouts)
-    held: dict[str, Any] = {"routes": None}
+    length = max(length, *(rollout.loss_mask.shape[1] for rollout in rollouts))
+    prompt_length = max(rollout.prompt_ids.shape[1] for rollout in rollouts)
+
+    def widen(values: Tensor, *, left: bool = False, fill: float = 0.0) -> Tensor:
+        gap = (prompt_length if left else length) - values.shape[1]
+        return pad(values, (gap, 0) if left else (0, gap), value=fill)
+
+    joined: dict[str, Any] = {"routes": None}
     for name in _TENSORS:
         left = name.startswith("prompt")
-        size = prompt_length if left else length
-        parts = [getattr(r, name) for r in rollouts]
-        gaps = [size - part.shape[1] for part in parts]
-        held[name] = torch.cat(
-            [pad(part, (gap, 0) if left else (0, gap)) for part, gap in zip(parts, gaps, strict=True)]
-        )
+        joined[name] = torch.cat([widen(getattr(rollout, name), left=left) for rollout in rollouts])
     for name in _LISTS:
-        lists = [getattr(r, name) for r in rollouts]
-        if name in _OPTIONAL:
-            if all(entries is None for entries in lists):
-                continue
-            lists = [
-                [_OPTIONAL[name]] * len(r) if entries is None else entries
-                for r, entries in zip(rollouts, lists, strict=True)
+        columns = [getattr(rollout, name) for rollout in rollouts]
+        if any(column is not None for column in columns):
+            joined[name] = [
+                entry
+                for column, rollout in zip(columns, rollouts, strict=True)
+                for entry in ([_ABSENT[name]] * len(rollout) if column is None else column)
             ]
-        held[name] = [entry for entries in lists for entry in entries]
-    if any(r.shared is not None for r in rollouts):
-        held["shared"] = torch.cat(
-            [
-                torch.ones(len(r), length)
-                if r.shared is None
-                else pad(r.shared, (0, length - r.shared.shape[1]), value=1.0)
-                for r in rollouts
-            ]
-        )
-    sets = [r.kept.extended(length) for r in rollouts if r.kept is not None]
-    if sets:
-        held["kept"] = TokenSets(torch.cat([s.ids for s in sets]), torch.cat([s.count for s in sets]))
-    return replace(first, **held)
+    if any(rollout.shared is not None for rollout in rollouts):
+        shared = [torch.ones_like(r.loss_mask) if r.shared is None else r.shared for r in rollouts]
+        joined["shared"] = torch.cat([widen(values, fill=1.0) for values in shared])
+    kept = [rollout.kept.extended(length) for rollout in rollouts if rollout.kept is not None]
+    if kept:
+        joined["kept"] = TokenSets(torch.cat([k.ids for k in kept]), torch.cat([k.count for k in kept]))
+    return replace(rollouts[0], **joined)

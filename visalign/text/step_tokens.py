@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process reward model reads: a prompt, its steps with a marker after each, one logit per step.
+"""Input of a process reward model: a prompt, its steps with a marker after each, one logit per step.
 
 The convention is that of TRL's PRMTrainer (and of Math-Shepherd, arXiv 2312.08935): prompt, steps and markers
-are made into tokens one by one and put after each other, and a token classifier with two labels judges a step
-at the last token of the marker that follows it. The last step too is followed by a marker. A classifier with
-one label is a progress estimator (SPA-RL, arXiv 2505.20732): what it says there is what the step contributes.
+are tokenized one by one and concatenated, and a token classifier with two labels judges a step at the last
+token of the marker behind it. The last step has a marker too. A classifier with one label is a progress
+estimator (SPA-RL, arXiv 2505.20732): its output there is the step's contribution.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from .steps import StepReading
 
 @dataclass(frozen=True, kw_only=True)
 class StepTokens:
-    """One prompt with its steps, as a process reward model reads it."""
+    """Tokens of one prompt and its steps."""
 
     ids: list[int]
     ends: list[int]
-    """Place in `ids` of the token at which each step is judged."""
+    """Position in `ids` of the token at which each step is judged."""
 
 
 class StepEncoder:
-    """Makes tokens of prompts and steps.
+    """Tokenizer of prompts and steps.
 
-    A prompt that is plain text is taken as it stands, after the tokenizer's begin token if it has one; a
-    conversation goes through its chat template, and the steps are the assistant's turn.
+    A plain-text prompt follows the tokenizer's begin token, if it has one; a conversation goes through its
+    chat template, and the steps are the assistant's turn.
 
     Raises:
-        UserError: the tokenizer makes no token, or the unknown one, of what is read after each step.
+        UserError: the marker becomes no token, or the unknown one.
     """
 
     def __init__(self, tokenizer: Any, reading: StepReading) -> None:
@@ -46,37 +46,37 @@ class StepEncoder:
         self._marker = self._ids(reading.read_after_step)
         unknown = getattr(tokenizer, "unk_token_id", None)
         if not self._marker or (unknown is not None and unknown in self._marker):
-            what = "no token" if not self._marker else "the unknown token"
+            tokens = "no token" if not self._marker else "the unknown token"
             raise UserError(
-                f"The tokenizer makes {what} of {reading.read_after_step!r}, so the ends of steps cannot be "
-                "told. Give a separator that it knows, or marker= one of its tokens."
+                f"The tokenizer makes {tokens} of {reading.read_after_step!r}, so the ends of steps "
+                "cannot be told. Give a separator that it knows, or marker= one of its tokens."
             )
 
     def encode(self, prompt: Prompt, steps: Sequence[str]) -> StepTokens:
-        """Tokens of a prompt and its steps.
+        """Tokenize a prompt and its steps.
 
         Args:
             prompt: text or conversation.
             steps: at least one, without their separators.
 
         Raises:
-            UserError: a conversation that shows images, or one and the tokenizer has no chat template.
+            UserError: a conversation with images, or one and the tokenizer has no chat template.
         """
-        ids, ends = self._prompt(prompt), []
+        ids, ends = self._prompt_ids(prompt), []
         for step in steps:
             ids = [*ids, *self._ids(step), *self._marker]
             ends.append(len(ids) - 1)
         return StepTokens(ids=ids, ends=ends)
 
-    def _prompt(self, prompt: Prompt) -> list[int]:
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             begin = getattr(self.tokenizer, "bos_token_id", None)
             return [*([] if begin is None else [begin]), *self._ids(prompt)]
-        said = [message["content"] for message in prompt if not isinstance(message["content"], str)]
-        if any(part.get("type") != "text" for parts in said for part in parts):
+        contents = [message["content"] for message in prompt if not isinstance(message["content"], str)]
+        if any(part.get("type") != "text" for parts in contents for part in parts):
             raise UserError(
                 "A prompt shows images, and a process reward model reads text alone. Leave such records "
-                "out, or judge whole completions by a reward that sees."
+                "out, or score whole completions with a reward that sees."
             )
         if not getattr(self.tokenizer, "chat_template", None):
             raise UserError(
@@ -97,14 +97,13 @@ class StepEncoder:
 
 
 def step_logits(model: nn.Module, batch: Sequence[StepTokens], *, right_label: int = 1) -> Tensor:
-    """Log-odds that each step is right, or its contribution, read in one forward pass.
+    """Compute the log-odds that each step is right, or its contribution, in one forward pass.
 
     Args:
         model: a token classifier: input_ids and attention_mask to an output with `logits` [b, L, 2], or
-            [b, L, 1] of a progress estimator. A causal one judges a step by what stands before; a
-            bidirectional one sees later steps.
+            [b, L, 1] of a progress estimator. A bidirectional one sees later steps too.
         batch: b texts; padded on the right.
-        right_label: which of two labels means right.
+        right_label: index of the label "right" of two.
 
     Returns:
         [n] float32, differentiable: the steps of the first text, then those of the second, ...
@@ -114,11 +113,8 @@ def step_logits(model: nn.Module, batch: Sequence[StepTokens], *, right_label: i
     """
     device = next(model.parameters()).device
     longest = max(len(tokens.ids) for tokens in batch)
-    ids = torch.zeros(len(batch), longest, dtype=torch.int64)
-    mask = torch.zeros(len(batch), longest, dtype=torch.int64)
-    for row, tokens in enumerate(batch):
-        ids[row, : len(tokens.ids)] = torch.tensor(tokens.ids)
-        mask[row, : len(tokens.ids)] = 1
+    ids = torch.tensor([tokens.ids + [0] * (longest - len(tokens.ids)) for tokens in batch])
+    mask = torch.tensor([[1] * len(tokens.ids) + [0] * (longest - len(tokens.ids)) for tokens in batch])
     logits = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
     if logits.shape not in {(*ids.shape, 1), (*ids.shape, 2)}:
         raise UserError(
@@ -128,7 +124,7 @@ def step_logits(model: nn.Module, batch: Sequence[StepTokens], *, right_label: i
         )
     rows = torch.tensor([row for row, tokens in enumerate(batch) for _ in tokens.ends], device=device)
     ends = torch.tensor([end for tokens in batch for end in tokens.ends], device=device)
-    judged = logits[rows, ends].float()
-    if judged.shape[1] == 1:
-        return judged[:, 0]
-    return judged[:, right_label] - judged[:, 1 - right_label]
+    scores = logits[rows, ends].float()
+    if scores.shape[1] == 1:
+        return scores[:, 0]
+    return scores[:, right_label] - scores[:, 1 - right_label]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of a completion: where a text is cut into them, which tokens they are made of, and what they earned.
+"""Steps of a completion: splitting a text into steps, their tokens, and their rewards.
 
-A text is cut at every occurrence of the separator. Pieces of blanks alone are no steps, so "a\\n\\nb" has
-two; a text without the separator is one step. Every token of a rollout's completion belongs to one step:
-separators and blanks to the step before them (those at the very beginning to the first), the end token to the
-last. A token that ends one step and begins the next belongs to the earlier.
+A text is split at every separator. Pieces of blanks alone are no steps, so "a\\n\\nb" has two; a text without
+the separator is one step. Every token of a rollout's completion belongs to one step: separators and blanks to
+the step before them (those at the very beginning to the first), the end token to the last. A token that ends
+one step and begins the next belongs to the earlier.
 """
 
 from __future__ import annotations
@@ -28,60 +28,57 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class StepReading:
-    """How a text is cut into steps, and what a process reward model reads after each.
+    """Separator of steps in a text, and the marker that a process reward model reads after each.
 
     Raises:
         UserError: an empty separator or marker.
     """
 
     separator: str = "\n"
-    """What ends a step in the text."""
+    """Text that ends a step."""
     marker: str | None = None
-    """What the model reads after each step in place of the separator (Qwen2.5-Math-PRM: "<extra_0>"); None is
-    the separator itself, as TRL trains."""
+    """Text that the model reads after each step in place of the separator (Qwen2.5-Math-PRM: "<extra_0>");
+    None is the separator itself, as TRL trains."""
 
     def __post_init__(self) -> None:
         for name in ("separator", "marker"):
             if getattr(self, name) == "":
                 raise UserError(
-                    f"{name} is empty, and then no step would end. Give the text that stands between two "
-                    r'steps, such as "\n" or "\n\n".'
+                    f"{name} is empty, so no step would end. Give the text between two steps, "
+                    r'such as "\n" or "\n\n".'
                 )
 
     @property
     def read_after_step(self) -> str:
-        """The text at whose last token a model judges a step."""
+        """Text at whose last token a model judges a step."""
         return self.separator if self.marker is None else self.marker
 
     def spans(self, text: str) -> list[Span]:
-        """The steps of a text; none for a text of blanks.
-
-        Args:
-            text: what the policy wrote.
+        """Locate the steps of a text; none in a text of blanks.
 
         Example:
             >>> StepReading().spans("a = 1\\n\\nb = 2")
             [(0, 5), (7, 12)]
         """
-        found, start = [], 0
+        spans, start = [], 0
         for piece in text.split(self.separator):
             if piece.strip():
-                found.append((start, start + len(piece)))
+                spans.append((start, start + len(piece)))
             start += len(piece) + len(self.separator)
-        return found
+        return spans
 
     def split(self, text: str) -> list[str]:
-        """The steps of what the policy wrote as texts."""
+        """Split a text into its steps."""
         return [text[start:end] for start, end in self.spans(text)]
 
 
 def step_index(rollout: TextRollout, tokenizer: Any, reading: StepReading) -> Tensor:
-    """Which step each token of a rollout belongs to.
+    """Number the step that each token of a rollout belongs to.
 
     Args:
         rollout: B completions.
-        tokenizer: of the policy that wrote them.
-        reading: how texts are cut.
+        tokenizer: tokenizer of the policy that wrote them.
+        reading: separator of steps.
 
     Returns:
         [B, T] int64, −1 where the loss mask is 0 and in completions without a step.
@@ -95,38 +92,41 @@ def step_index(rollout: TextRollout, tokenizer: Any, reading: StepReading) -> Te
     for row, spans in enumerate(rows):
         for number, span in enumerate(spans):
             table[:, row, number] = torch.tensor(span)
-    found = span_index(table[0], table[1], rollout.loss_mask.shape[1])
-    return torch.where(rollout.loss_mask != 0, found, -1)
+    index = span_index(table[0], table[1], rollout.loss_mask.shape[1])
+    return torch.where(rollout.loss_mask != 0, index, -1)
 
 
 def _token_spans(
     rollout: TextRollout, row: int, tokenizer: Any, reading: StepReading
 ) -> list[tuple[int, int]]:
-    """First token and one past the last of each step of one completion; together they are all of it."""
+    """(first token, one past the last) of each step of one completion; together they cover it."""
     length = int((torch.arange(1, rollout.loss_mask.shape[1] + 1) * (rollout.loss_mask[row] != 0)).amax())
     ids, text = rollout.completion_ids[row, :length].tolist(), rollout.text[row]
     if length == 0:
         return []
 
-    def written(tokens: int) -> int:
-        """Characters that the first tokens complete; one spread over two tokens counts at the last."""
-        shown = tokenizer.decode(ids[:tokens], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        pairs = zip(shown, text, strict=False)
-        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(shown), len(text)))
+    def decode(count: int) -> str:
+        return tokenizer.decode(ids[:count], skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    shown = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    if written(length) != len(text if rollout.tools is None else shown):  # a tool's answer may be the end
+    def completed(count: int) -> int:
+        """Characters that the first tokens complete; one spread over two tokens counts at the last."""
+        decoded = decode(count)
+        pairs = zip(decoded, text, strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(decoded), len(text)))
+
+    # with a tool the text may end in an answer, behind the last drawn token
+    if completed(length) != len(text if rollout.tools is None else decode(length)):
         raise UserError(
             f"Completion {row} of the rollout is {text[:60]!r}, but this tokenizer reads its tokens "
             "otherwise. Give the tokenizer of the policy that generated it."
         )
     spans, begin = [], 0
     pieces = reading.spans(text)
-    for place in [start for start, _ in pieces[1:]]:
+    for start, _ in pieces[1:]:  # bisect for the token that completes the text before the step
         low, high = begin, length
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if written(middle) >= place else (middle + 1, high)
+            low, high = (low, middle) if completed(middle) >= start else (middle + 1, high)
         spans.append((begin, low))
         begin = low
     return [*spans, (begin, length)] if pieces else []
@@ -134,19 +134,19 @@ def _token_spans(
 
 @dataclass(frozen=True, kw_only=True)
 class StepRewards:
-    """What a process reward says of the steps of B completions."""
+    """Process rewards of the steps of B completions."""
 
     reward: Tensor
     """[B, K] float32; NaN where there is no step, and in invalid completions."""
     step: Tensor
-    """[B, T] int64, which step a token belongs to, −1 to none."""
+    """[B, T] int64, the step of each token, −1 for none."""
     valid: Tensor
     """bool [B]."""
     reason: Sequence[str | None]
     """Why a completion is invalid; None for the valid ones."""
 
     def tokens(self, place: Place = "last") -> Tensor:
-        """Process rewards of the tokens, for `Trajectories.process_reward`; give `valid` along with them.
+        """Place the rewards on tokens, for `Trajectories.process_reward`; pass `valid` along with them.
 
         Args:
             place: on the step's "last" token, on "every" token of it, or "spread" over them.
@@ -157,24 +157,20 @@ class StepRewards:
         return span_rewards(torch.where(self.valid[:, None], self.reward, 0.0), self.step, place=place)
 
     def bounded(self, *, clip: float | None = None, delta: bool = False) -> StepRewards:
-        """The same with Clip and then Delta, so that more steps earn no more; see `clip_step_rewards` and
-        `delta_step_rewards`.
+        """Apply `clip_step_rewards`, then `delta_step_rewards`, so that more steps earn no more.
 
         Args:
             clip: η, the reward that a step must reach to cost nothing; None leaves Clip out.
-            delta: count the difference to the next step alone.
+            delta: count only the difference to the next step.
         """
         exists = torch.isfinite(self.reward)
-        value = torch.where(exists, self.reward, 0.0)
-        value = value if clip is None else clip_step_rewards(value, exists, eta=clip)
-        value = delta_step_rewards(value, exists) if delta else value
-        return replace(self, reward=torch.where(exists, value, torch.nan))
+        reward = torch.where(exists, self.reward, 0.0)
+        reward = reward if clip is None else clip_step_rewards(reward, exists, eta=clip)
+        reward = delta_step_rewards(reward, exists) if delta else reward
+        return replace(self, reward=torch.where(exists, reward, torch.nan))
 
     def aggregate(self, how: Reduction = "min") -> Tensor:
-        """One number per completion.
-
-        Args:
-            how: "min", "product", "mean", "sum" or "last".
+        """Reduce to one number per completion: "min", "product", "mean", "sum" or "last".
 
         Returns:
             [B] float32, NaN in invalid completions.

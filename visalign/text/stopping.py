@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a completion ends: end tokens, stop strings, the length limit; with the reason."""
+"""End of a completion: end tokens, stop strings, the length limit, and the reason."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from visalign.errors import UserError
 
 StopReason = Literal["eos", "stop string", "length", "prompt too long", "tool failed"]
 """Why a completion ended; "prompt too long" marks a sample that was not generated, whose loss mask is 0, and
-"tool failed" one that got no answer where it asked for one."""
+"tool failed" a sample whose tool call got no answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoppingCriteria:
-    """What ends a completion.
+    """Conditions that end a completion.
 
     Raises:
         UserError: no token allowed, or an empty stop string.
     """
 
     max_new_tokens: int = 256
-    """Tokens of a completion at most, its end token included; fewer where the model's context ends."""
+    """Most tokens of a completion, its end token included; fewer where the model's context ends."""
     strings: tuple[str, ...] = ()
     """The completion ends with the token that completes one of these, which stays in tokens and text."""
     eos_ids: tuple[int, ...] | None = None
@@ -40,10 +40,10 @@ class StoppingCriteria:
 
 
 class StopStrings:
-    """Looks for stop strings in the end of a completion, token by token.
+    """Search for stop strings at the end of a completion, token by token.
 
     Args:
-        strings: what to look for.
+        strings: stop strings.
         decode: token ids to text, special tokens included, without tidying of blanks.
     """
 
@@ -54,7 +54,7 @@ class StopStrings:
         self._window = 4 * max((len(string) for string in strings), default=0) + 2
 
     def found(self, ids: Sequence[int]) -> bool:
-        """Whether the newest token completed a stop string; `ids` held none before its last one."""
+        """Whether the newest token completed a stop string; there was none before it."""
         if not self.strings:
             return False
         tail = self._decode(list(ids[-self._window :]))

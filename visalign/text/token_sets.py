@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens could be drawn at each decision of a truncated rollout, stored by their ids."""
+"""Sets of tokens that could be drawn at each decision of a truncated rollout, stored by their ids."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 @dataclass(frozen=True)
@@ -18,43 +19,36 @@ class TokenSets:
     """
 
     ids: Tensor
-    """[M] int32, set after set, row by row."""
+    """[M] int32, set after set, row by row; M is the sum of `count`."""
     count: Tensor
     """[B, T] int64, the size of each set."""
 
-    def __post_init__(self) -> None:
-        if self.count.ndim != 2 or self.ids.shape != (int(self.count.sum()),):
-            raise ValueError(
-                f"TokenSets need count [B, T] and as many ids as count adds up to; got count "
-                f"{tuple(self.count.shape)} with sum {int(self.count.sum())} and ids {tuple(self.ids.shape)}."
-            )
-
     @classmethod
     def from_lists(cls, sets: Sequence[Sequence[Tensor]], length: int) -> TokenSets:
-        """From B lists of at most `length` 1-D id tensors, one for each decision."""
+        """Build from B lists of at most `length` 1-D id tensors, one for each decision."""
         count = torch.zeros(len(sets), length, dtype=torch.int64)
-        for row, of_sample in enumerate(sets):
-            count[row, : len(of_sample)] = torch.tensor([len(ids) for ids in of_sample], dtype=torch.int64)
-        flat = [ids.to(torch.int32) for of_sample in sets for ids in of_sample]
+        for row, sample in enumerate(sets):
+            count[row, : len(sample)] = torch.tensor([len(ids) for ids in sample], dtype=torch.int64)
+        flat = [ids.to(torch.int32) for sample in sets for ids in sample]
         return cls(torch.cat(flat) if flat else torch.zeros(0, dtype=torch.int32), count)
 
     def lists(self) -> list[list[Tensor]]:
-        """B lists of T sets."""
+        """Split into B lists of T sets."""
         sets = iter(self.ids.split(self.count.flatten().tolist()))
         return [[next(sets) for _ in row] for row in self.count]
 
     def rows(self, index: Tensor) -> TokenSets:
-        """The sets of the samples `index` [b] (repeats allowed)."""
-        parts = self.ids.split(self.count.sum(1).tolist())
-        chosen = [parts[i] for i in index.tolist()]
+        """Select the samples `index` [b] (repeats allowed)."""
+        samples = self.ids.split(self.count.sum(1).tolist())
+        chosen = [samples[i] for i in index.tolist()]
         return TokenSets(torch.cat(chosen) if chosen else self.ids[:0], self.count[index])
 
     def extended(self, length: int) -> TokenSets:
-        """The same with T = `length`, at least what it is."""
-        return TokenSets(self.ids, torch.nn.functional.pad(self.count, (0, length - self.count.shape[1])))
+        """Pad to T = `length`, at least the present T."""
+        return TokenSets(self.ids, pad(self.count, (0, length - self.count.shape[1])))
 
     def mask(self, row: Tensor, column: Tensor, vocabulary: int) -> Tensor:
-        """The sets of decisions `column` [n] of samples `row` [n] as bool masks [n, V]."""
+        """Return the sets of decisions `column` [n] of samples `row` [n] as bool masks [n, V]."""
         ends = self.count.flatten().cumsum(0).view_as(self.count)[row, column]
         sizes = self.count[row, column]
         number = torch.repeat_interleave(torch.arange(len(sizes)), sizes)

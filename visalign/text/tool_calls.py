@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tool and its calls: how a text calls it, asking for answers side by side, what a failed call leaves."""
+"""Tool calls: how a text calls a tool, asking for answers in parallel, scores of failed calls."""
 
 from __future__ import annotations
 
@@ -19,52 +19,59 @@ from visalign.interfaces import Scores
 from .rollout import TextRollout
 
 Tool = Callable[[str], str | None]
-"""The text of a call -> its answer, which may say that the call was wrong; None: it is no call."""
-AT_ONCE = 32
-"""Calls under way at a time."""
+"""Text of a call -> its answer, which may state that the call was wrong; None: it is no call."""
+PARALLEL = 32
+"""Calls in progress at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToolUse:
-    """A tool, and how it is called in a text."""
+class ToolFormat:
+    """How a tool is called in a text, and its limits."""
 
-    tool: Tool
-    name: str = "tool"
-    """For messages."""
-    close: str
-    """A completion that has just written this has called."""
     open: str | None = None
-    """A call begins behind the last of these, and each begins one call; None: at the beginning of the
-    completion."""
+    """Text before a call, for example <call>; each begins one call. null: the beginning of the completion."""
+    close: str = " = "
+    """Text that ends a call, for example </call>."""
     answer: str = "{answer}"
-    """What is put into the completion; {answer} is the tool's."""
+    """Text put into the completion: {answer} is the tool's."""
     max_calls: int = 8
-    """Answers in a completion; after them `close` is a text as any other."""
+    """Answers in a completion; after them `close` is ordinary text."""
     max_answer_tokens: int = 64
-    """A longer answer is cut."""
+    """Tokens of an answer; a longer one is cut."""
     seconds: float = 10.0
-    """A call that takes longer has failed."""
+    """Time limit of one call; a slower one has failed."""
 
     def __post_init__(self) -> None:
         if not self.close or self.open == "":
             raise UserError(f"tool: open is {self.open!r} and close {self.close!r}; neither may be empty.")
         if "{answer}" not in self.answer:
-            raise UserError(f"tool: answer is {self.answer!r}; it holds {{answer}}, the tool's, once.")
+            raise UserError(
+                f"tool: answer is {self.answer!r}; it must contain {{answer}}, the tool's answer."
+            )
         for name in ("max_calls", "max_answer_tokens", "seconds"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"tool: {name} is {getattr(self, name)}; it must be above 0 and finite.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ToolUse(ToolFormat):
+    """A tool, and how it is called in a text."""
+
+    tool: Tool
+    name: str = "tool"
+    """Name in messages."""
+
+
 def without_failed(scores: Scores, rollout: TextRollout) -> Scores:
-    """The scores, invalid where a tool failed, which is then the reason."""
-    failed = [trace.failed for trace in rollout.tools or ()]
-    if not any(failed):
+    """Mark scores invalid where a tool failed, with its reason."""
+    failures = [trace.failed for trace in rollout.tools or ()]
+    if not any(failures):
         return scores
     reasons = scores.reason or [None] * len(scores)
     return replace(
         scores,
-        valid=scores.valid.cpu() & torch.tensor([why is None for why in failed]),
-        reason=[why or reason for why, reason in zip(failed, reasons, strict=True)],
+        valid=scores.valid.cpu() & torch.tensor([failure is None for failure in failures]),
+        reason=[failure or reason for failure, reason in zip(failures, reasons, strict=True)],
     )
 
 
@@ -76,27 +83,27 @@ class ToolFailure:
 
 
 def ask_all(use: ToolUse, calls: Sequence[str]) -> dict[str, str | ToolFailure | None]:
-    """The answers to some calls, each different one asked once, `AT_ONCE` side by side.
+    """Answer calls, each distinct one once, `PARALLEL` at a time.
 
-    A call that raises, takes longer than `use.seconds`, or answers something else than a text has failed. A
-    thread cannot be stopped: what hangs is left behind, and holds the process up no longer than that.
+    A call fails if it raises, takes longer than `use.seconds`, or answers anything but text. A thread cannot
+    be stopped: a hanging one is left behind, and delays the process no longer than that.
     """
-    found: dict[str, str | ToolFailure | None] = {}
-    different = list(dict.fromkeys(calls))
-    for start in range(0, len(different), AT_ONCE):
-        part, done = different[start : start + AT_ONCE], SimpleQueue[tuple[str, Any]]()
-        for call in part:
+    answers: dict[str, str | ToolFailure | None] = {}
+    distinct = list(dict.fromkeys(calls))
+    for start in range(0, len(distinct), PARALLEL):
+        batch, done = distinct[start : start + PARALLEL], SimpleQueue[tuple[str, Any]]()
+        for call in batch:
             Thread(target=_ask, args=(use, call, done), daemon=True).start()
         deadline = monotonic() + use.seconds
-        for _ in part:
+        for _ in batch:
             try:
                 call, answer = done.get(timeout=max(0.0, deadline - monotonic()))
             except Empty:
                 break
-            found[call] = answer
-        for call in part:
-            found.setdefault(call, ToolFailure(f"{use.name} gave no answer in {use.seconds:g} s"))
-    return found
+            answers[call] = answer
+        for call in batch:
+            answers.setdefault(call, ToolFailure(f"{use.name} gave no answer in {use.seconds:g} s"))
+    return answers
 
 
 def _ask(use: ToolUse, call: str, done: SimpleQueue[tuple[str, Any]]) -> None:
@@ -106,6 +113,6 @@ def _ask(use: ToolUse, call: str, done: SimpleQueue[tuple[str, Any]]) -> None:
             answer = ToolFailure(f"{use.name} answered a {type(answer).__name__}, needed is a text or None")
     if caught.error is not None:
         answer = ToolFailure(f"{use.name} raised {type(caught.error).__name__}: {caught.error}")
-    if isinstance(answer, str):  # half a surrogate pair is no text to a tokenizer
+    if isinstance(answer, str):  # a tokenizer refuses half a surrogate pair
         answer = answer.encode(errors="replace").decode()
     done.put((call, answer))

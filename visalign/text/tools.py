@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools in the middle of a completion: a call ends a turn, the tool's answer is read, and the text goes on.
+"""Generate completions that call a tool: a call ends a turn, the answer is appended, and the text goes on.
 
-The tokens of an answer were not drawn: their loss mask is 0, and they count toward the length of the
-completion alone. Turns are drawn by whoever draws completions without tools, so a server gives the same path.
+The tokens of an answer were not drawn: their loss mask is 0, and they count toward the completion's length
+only. The policy's own generator draws the turns, so a server gives the same completions.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from visalign.errors import UserError
 from visalign.interfaces import Prompt
@@ -28,24 +29,28 @@ from .token_sets import TokenSets
 from .tool_calls import ToolFailure, ToolUse, ask_all
 
 CHARACTERS = 32
-"""Of an answer per token that it may have; the rest is not even read."""
+"""Characters of an answer per token that it may have; what is beyond is not even tokenized."""
+_NO_IDS = torch.zeros(0, dtype=torch.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Branching:
-    """ARPO (arXiv 2507.19849, section 3.1): after a tool's answer a completion goes on in a second way with
-    the probability (α + β ΔH)·max(0, 1 − p l), ΔH = (H − H₀)/ln V, H the mean entropy of the first tokens
-    after the answer and H₀ of the first tokens of the completion; l counts the turns in a row, up to this
-    one, after which a completion of the same prompt branched (AEPO, arXiv 2510.14545).
+    """Branching after a tool's answer (ARPO, arXiv 2507.19849, section 3.1).
 
-    Deviations: the released code adds the entropies of 10 log-probs of each token up instead of averaging,
-    and takes those before the answer; what is left of a group is drawn from the prompt at once. AEPO's
-    asks whether (u + β ΔH)·max(0, 1 − p l) ≥ 1 − α, u drawn from [0, 1).
+    A completion goes on in a second way with probability (α + β ΔH)·max(0, 1 − p l). ΔH = (H − H₀)/ln V, H is
+    the mean entropy of the first tokens after the answer and H₀ of the first tokens of the completion. l
+    counts the turns in a row, up to this one, after which a completion of the same prompt branched (AEPO,
+    arXiv 2510.14545).
+
+    Deviations: the released code sums the entropies of 10 log-probs of each token instead of averaging, and
+    takes those before the answer; what is left of a group is drawn from the prompt at once. AEPO's asks
+    whether (u + β ΔH)·max(0, 1 − p l) ≥ 1 − α, u drawn from [0, 1).
     """
 
     initial: int | None
-    """Completions of a prompt that begin on their own. None: AEPO's number (arXiv 2510.14545), which a first
-    completion decides: m = k σ(b (H₀ − H_tool)) of k, at least 1, H_tool the mean of its H after answers."""
+    """Completions of a prompt that start from the prompt. None: AEPO's number (arXiv 2510.14545), which a
+    first completion decides: m = k σ(b (H₀ − H_tool)) of k, at least 1, H_tool the mean of its H after
+    answers."""
     balance: float = 1.0
     """b, per nat; the value is ours."""
     probability: float = 0.5
@@ -53,33 +58,32 @@ class Branching:
     entropy_weight: float = 0.2
     """β."""
     penalty: float = 0.0
-    """p, on branches in a row; AEPO's released code takes 0.05."""
+    """p, penalty on consecutive branches; AEPO's released code takes 0.05."""
     tokens: int = 20
-    """That H is the mean of."""
+    """Tokens that H is averaged over."""
 
     def __post_init__(self) -> None:
-        if (self.initial is not None and self.initial < 1) or self.tokens < 1:
-            raise UserError(
-                f"branch.initial is {self.initial} and branch.tokens {self.tokens}; both are at least 1."
-            )
-        if not 0 <= self.balance < math.inf:
-            raise UserError(f"branch.balance is {self.balance}; it must be at least 0 and finite.")
-        if not 0 <= self.probability <= 1 or not math.isfinite(self.entropy_weight):
-            raise UserError(
-                f"branch.probability is {self.probability}, of 0 to 1, and branch.entropy_weight "
-                f"{self.entropy_weight}, a finite number."
-            )
-        if not 0 <= self.penalty <= 1:
-            raise UserError(f"branch.penalty is {self.penalty}; it must be 0 to 1 (AEPO: 0.05).")
+        ranges = (
+            ("initial", self.initial is None or self.initial >= 1, "null, or at least 1"),
+            ("tokens", self.tokens >= 1, "at least 1"),
+            ("balance", 0 <= self.balance < math.inf, "at least 0 and finite"),
+            ("probability", 0 <= self.probability <= 1, "0 to 1"),
+            ("entropy_weight", math.isfinite(self.entropy_weight), "finite"),
+            ("penalty", 0 <= self.penalty <= 1, "0 to 1 (AEPO: 0.05)"),
+        )
+        for name, holds, allowed in ranges:
+            if not holds:
+                raise UserError(f"branch.{name} is {getattr(self, name)}; it must be {allowed}.")
 
-    def chance(self, rise: float, in_a_row: int) -> float:
-        """Of a branch, where entropy rose by ΔH after so many turns in a row with one; it may lie outside
-        0 to 1."""
-        return (self.probability + self.entropy_weight * rise) * max(0.0, 1 - self.penalty * in_a_row)
+    def chance(self, entropy_rise: float, consecutive: int) -> float:
+        """Compute (α + β ΔH)·max(0, 1 − p l); the value may lie outside [0, 1]."""
+        return (self.probability + self.entropy_weight * entropy_rise) * max(
+            0.0, 1 - self.penalty * consecutive
+        )
 
 
-class Continues(Protocol):
-    """Who draws turns: a `TextPolicy`, or a server, that goes on from given tokens."""
+class TurnGenerator(Protocol):
+    """A `TextPolicy`, or a server, that continues from given tokens."""
 
     def generate(
         self,
@@ -96,54 +100,21 @@ class Continues(Protocol):
         ...
 
 
-@dataclass
-class _Sample:
-    """A completion that grows turn by turn."""
-
-    place: int
-    """Of its prompt."""
-    seed: int
-    ids: list[int] = field(default_factory=list)
-    numbers: list[tuple[float, float, float, float]] = field(default_factory=list)
-    """Loss mask, log_prob, full_log_prob and entropy of each token."""
-    kept: list[Tensor] = field(default_factory=list)
-    origin: list[tuple[int, int]] = field(default_factory=list)
-    """Number of the sample that drew the token, and its place there."""
-    begins: list[int] = field(default_factory=list)
-    """Where its turns begin."""
-    calls: list[int] = field(default_factory=list)
-    """Answers that it had when each turn began."""
-    cuts: list[int] = field(default_factory=list)
-    """Of these, cut."""
-    trace: ToolTrace = field(default_factory=ToolTrace)
-    reason: StopReason = "length"
-
-    def drawn(self) -> list[int]:
-        """Its last tokens, back to an answer."""
-        answered = max((place for place, row in enumerate(self.numbers) if not row[0]), default=-1)
-        return self.ids[answered + 1 :]
-
-    def entropy(self, turn: int, tokens: int) -> float:
-        """Mean over the first tokens of a turn."""
-        drawn = [row[3] for row in self.numbers[self.begins[turn] :] if row[0]][:tokens]
-        return math.fsum(drawn) / len(drawn) if drawn else math.nan
-
-
 class ToolPolicy:
-    """Completions with a tool, and with the signature of `TextPolicy.generate`.
+    """Completions with a tool; has the signature of `TextPolicy.generate`.
 
-    Every turn reads prompt and text so far anew; a sample's tokens follow from its prompt, its seed and the
-    tool's answers, and are those without the tool up to its first call.
+    Every turn re-reads the prompt and the text so far. A sample's tokens follow from its prompt, its seed and
+    the tool's answers; up to its first call they are those of a completion without a tool.
 
     Args:
         engine: draws the turns.
-        tokenizer: of the policy; special tokens in an answer are read as plain text.
+        tokenizer: the policy's; special tokens in an answer are read as plain text.
         use: the tool.
         branching: where some completions of a group come from; None: all from the prompt.
     """
 
     def __init__(
-        self, engine: Continues, tokenizer: Any, use: ToolUse, branching: Branching | None = None
+        self, engine: TurnGenerator, tokenizer: Any, use: ToolUse, branching: Branching | None = None
     ) -> None:
         self.engine, self.tokenizer, self.use, self.branching = engine, tokenizer, use, branching
 
@@ -158,190 +129,100 @@ class ToolPolicy:
         group: Sequence[Hashable] | None = None,
         images: Sequence[Sequence[Any]] | None = None,
     ) -> TextRollout:
-        """Complete P prompts G times each, B = P·G samples; the limit of tokens counts those of answers, and
-        branches stay among the samples of a label of `group`.
+        """Complete P prompts G times each, B = P·G samples.
+
+        The token limit counts tokens of answers too. Branches stay among the samples of a label of `group`.
 
         Returns:
-            The rollout with a `ToolTrace` per sample, and where there are branches with `shared`. A sample
+            The rollout with a `ToolTrace` per sample, and with `shared` where there are branches. A sample
             whose tool raised or was too slow has the stop reason "tool failed".
 
         Raises:
-            UserError: as the engine; or branching without the entropies of what was drawn.
+            UserError: as the engine; or branching without the entropies of the drawn tokens.
         """
-        count, stopping = len(prompts) * num_generations, stopping or StoppingCriteria()
-        drawn = draw_seeds(seeds, count) if isinstance(seeds, int) else check_seeds(seeds)
-        labels = list(range(len(prompts))) if group is None else list(group)
-        places = [place for place in range(len(prompts)) for _ in range(num_generations)]
-        samples = [_Sample(place, seed) for place, seed in zip(places, drawn, strict=True)]
-        draw = _Draw(self, prompts, labels, images, sampling or Sampling(), stopping)
-        groups: dict[Hashable, list[int]] = {}
-        for number, place in enumerate(places):
-            groups.setdefault(labels[place], []).append(number)
-        initial = count if self.branching is None else self.branching.initial
-        undecided = set(groups) if initial is None else set[Hashable]()
-        in_a_row: Counter[Hashable] = Counter()
-        waiting = {label: rows[initial or 1 :] for label, rows in groups.items()}
-        growing = sorted(n for rows in groups.values() for n in rows[: initial or 1])
-        while growing:
-            draw.turn(samples, growing)
-            branched = self._branches(samples, growing, waiting, labels, undecided, in_a_row)
-            growing = self._answered(samples, growing, stopping) + branched
-            left = {labels[samples[number].place] for number in growing}
-            for label in [label for label in waiting if label not in left]:
-                begun: list[int] = []
-                if label in undecided:
-                    undecided.remove(label)
-                    begun = self._balanced(samples, groups[label], waiting[label])
-                growing += begun or waiting.pop(label)  # nothing of the group grows that could branch
-        return draw.rollout(samples, self.branching is not None)
+        count = len(prompts) * num_generations
+        sample_seeds = draw_seeds(seeds, count) if isinstance(seeds, int) else check_seeds(seeds)
+        prompt_index = [index for index in range(len(prompts)) for _ in range(num_generations)]
+        generation = _Generation(
+            policy=self,
+            prompts=prompts,
+            labels=list(range(len(prompts))) if group is None else list(group),
+            images=images,
+            sampling=sampling or Sampling(),
+            stopping=stopping or StoppingCriteria(),
+            samples=[_Sample(*pair) for pair in zip(prompt_index, sample_seeds, strict=True)],
+        )
+        return generation.run()
 
-    def _balanced(self, samples: list[_Sample], rows: Sequence[int], waiting: list[int]) -> list[int]:
-        """What a group's first completion decides: those that begin at the prompt, and its own branches."""
-        assert self.branching is not None
-        first, rule = samples[rows[0]], self.branching
-        turns = [turn for turn in range(1, len(first.begins)) if self._after_answer(first, turn)]
-        share = 1.0  # without an answer there is nothing to branch from
-        if turns:
-            behind = [first.entropy(turn, rule.tokens) for turn in turns]
-            rise = _known(math.fsum(behind) / len(behind) - first.entropy(0, rule.tokens))
-            share = 1 / (1 + math.exp(min(rule.balance * rise, 500.0)))
-        own = min(len(waiting), max(1, round(share * len(rows))) - 1)
-        begun, waiting[:own] = waiting[:own], []
-        in_a_row = 0
-        for turn in turns:
-            made = self._branch(samples, rows[0], turn, waiting, in_a_row)
-            in_a_row = in_a_row + 1 if made else 0
-            begun += made
-        return begun
+    def decode(self, ids: Sequence[int], *, special: bool) -> str:
+        """Decode tokens, special ones included or left out, without tidying of blanks."""
+        text = self.tokenizer.decode(
+            list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
+        return str(text)
 
-    def _branches(
-        self,
-        samples: list[_Sample],
-        growing: Sequence[int],
-        waiting: dict[Hashable, list[int]],
-        labels: Sequence[Hashable],
-        undecided: set[Hashable],
-        in_a_row: Counter[Hashable],
-    ) -> list[int]:
-        """Samples that begin with what those before them had when their last turn began."""
-        found: list[int] = []
-        for number in growing:
-            label = labels[samples[number].place]
-            if self.branching is not None and label not in undecided:
-                turn = len(samples[number].begins) - 1
-                found += self._branch(samples, number, turn, waiting.get(label, []), in_a_row[label])
-        branched = {labels[samples[number].place] for number in found}
-        in_a_row.update(branched)
-        for label in in_a_row.keys() - branched:
-            del in_a_row[label]
-        return found
+    def decode_all(self, ids: list[int]) -> str:
+        """Decode tokens with special ones as they are spelled."""
+        return self.decode(ids, special=True)
 
-    @staticmethod
-    def _after_answer(sample: _Sample, turn: int) -> bool:
+
+class _Token(NamedTuple):
+    id: int
+    loss_mask: float = 0.0
+    log_prob: float = 0.0
+    full_log_prob: float = 0.0
+    entropy: float = 0.0
+    kept: Tensor = _NO_IDS
+    """Ids that could be drawn."""
+    source: tuple[int, int] | None = None
+    """(sample that drew it, position there); None: written by the tool."""
+
+
+class _Turn(NamedTuple):
+    """State of a sample when one of its turns began."""
+
+    start: int
+    """Position of its first token."""
+    calls: int
+    cut: int
+
+
+@dataclass
+class _Sample:
+    """A completion that grows turn by turn."""
+
+    prompt_index: int
+    seed: int
+    tokens: list[_Token] = field(default_factory=list)
+    turns: list[_Turn] = field(default_factory=list)
+    trace: ToolTrace = field(default_factory=ToolTrace)
+    reason: StopReason = "length"
+    prompt_row: tuple[Tensor, Tensor] | None = None
+    """Ids and mask of the prompt, as the engine read it first."""
+
+    def ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
+
+    def ids_since_answer(self) -> list[int]:
+        answers = [position for position, token in enumerate(self.tokens) if not token.loss_mask]
+        return self.ids()[answers[-1] + 1 if answers else 0 :]
+
+    def mean_entropy(self, turn: int, count: int) -> float:
+        """Mean over the first `count` drawn tokens of a turn."""
+        drawn = [t.entropy for t in self.tokens[self.turns[turn].start :] if t.loss_mask][:count]
+        return math.fsum(drawn) / len(drawn) if drawn else math.nan
+
+    def follows_answer(self, turn: int) -> bool:
         """Whether a turn begins behind an answer, and the model's context had room for it."""
-        if turn == 0 or sample.calls[turn] == sample.calls[turn - 1]:
+        if turn == 0 or self.turns[turn].calls == self.turns[turn - 1].calls:
             return False
-        end = sample.begins[turn + 1] if turn + 1 < len(sample.begins) else len(sample.ids)
-        return end > sample.begins[turn]
-
-    def _branch(
-        self, samples: list[_Sample], number: int, turn: int, waiting: list[int], in_a_row: int
-    ) -> list[int]:
-        """The first of those that wait, as a branch where a turn of a sample began; or nothing, by lot."""
-        rule, sample = self.branching, samples[number]
-        assert rule is not None
-        is_second = bool(turn) and sample.trace.shared == sample.begins[turn]
-        if not waiting or is_second or not self._after_answer(sample, turn):
-            return []
-        rise = _known(sample.entropy(turn, rule.tokens) - sample.entropy(0, rule.tokens))
-        lot = sample_seed("branch", sample.seed, turn) / 2**63
-        if not lot < rule.chance(rise / math.log(len(self.tokenizer)), in_a_row):
-            return []
-        begin, other = sample.begins[turn], waiting.pop(0)
-        samples[other] = replace(
-            samples[other],
-            ids=sample.ids[:begin],
-            numbers=sample.numbers[:begin],
-            kept=sample.kept[:begin],
-            origin=sample.origin[:begin],
-            begins=sample.begins[:turn],
-            calls=sample.calls[:turn],
-            cuts=sample.cuts[:turn],
-            trace=ToolTrace(calls=sample.calls[turn], cut=sample.cuts[turn], shared=begin),
-        )
-        return [other]
-
-    def _answered(
-        self, samples: Sequence[_Sample], growing: Sequence[int], stopping: StoppingCriteria
-    ) -> list[int]:
-        """Ask the tool for those that have called; those that go on."""
-        called = [n for n in growing if self._called(samples[n], stopping)]
-        asked = [self._call_text(samples[n]) for n in called]
-        answers = ask_all(self.use, [text for text in asked if text is not None])
-        on = []
-        for number, text in zip(called, asked, strict=True):
-            sample, answer = samples[number], None if text is None else answers[text]
-            if isinstance(answer, ToolFailure):
-                sample.trace, sample.reason = replace(sample.trace, failed=answer.why), "tool failed"
-                continue
-            if answer is not None:
-                self._read(sample, answer)
-            room = stopping.max_new_tokens - len(sample.ids)
-            if room < 0:
-                del sample.ids[room:], sample.numbers[room:], sample.origin[room:], sample.kept[room:]
-            if room <= 0:
-                sample.reason = "length"
-            else:
-                on.append(number)
-        return on
-
-    def _called(self, sample: _Sample, stopping: StoppingCriteria) -> bool:
-        """Whether the turn ended with a call, and with nothing that ends the completion."""
-        if sample.reason != "stop string" or sample.trace.calls >= self.use.max_calls:
-            return False
-        return not StopStrings(stopping.strings, self.text).found(sample.drawn())
-
-    def _call_text(self, sample: _Sample) -> str | None:
-        text = self.text(sample.ids)
-        text = text[: text.rfind(self.use.close)]
-        if self.use.open is None:
-            return text
-        begin = text.rfind(self.use.open)
-        call = text[begin + len(self.use.open) :]
-        return None if begin < 0 or self.use.close in call else call
-
-    def _read(self, sample: _Sample, answer: str) -> None:
-        """Put an answer behind the completion."""
-        most = self.use.max_answer_tokens
-        whole = self.use.answer.replace("{answer}", answer[: CHARACTERS * most])
-        ids = self.tokenizer(whole, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        cut = len(ids) > most or len(answer) > CHARACTERS * most
-        trace = sample.trace
-        sample.trace = replace(trace, calls=trace.calls + 1, cut=trace.cut + cut)
-        for token in ids[:most]:
-            sample.origin.append((-1, 0))
-            sample.ids.append(int(token))
-            sample.numbers.append((0.0, 0.0, 0.0, 0.0))
-            sample.kept.append(torch.zeros(0, dtype=torch.int32))
-
-    def text(self, ids: list[int]) -> str:
-        """Of tokens, special ones as they are spelled."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        end = self.turns[turn + 1].start if turn + 1 < len(self.turns) else len(self.tokens)
+        return end > self.turns[turn].start
 
 
-def _known(rise: float) -> float:
-    """A rise of the entropy; refuses one that the engine did not say."""
-    if math.isnan(rise):
-        raise UserError(
-            "rollout.tool.branch looks at the entropy of what was drawn, and the server does not say "
-            "it. Set rollout.top_k, or leave branch out."
-        )
-    return rise
-
-
-@dataclass(frozen=True)
-class _Draw:
-    """One call of `ToolPolicy.generate`."""
+@dataclass
+class _Generation:
+    """State of one call of `ToolPolicy.generate`."""
 
     policy: ToolPolicy
     prompts: Sequence[Prompt]
@@ -349,113 +230,250 @@ class _Draw:
     images: Sequence[Sequence[Any]] | None
     sampling: Sampling
     stopping: StoppingCriteria
-    read: list[TextRollout] = field(default_factory=list)
-    """The first turns, for the tokens of the prompts."""
+    samples: list[_Sample]
+    waiting: dict[Hashable, list[int]] = field(default_factory=dict)
+    """label -> samples of the group that have not begun."""
+    undecided: set[Hashable] = field(default_factory=set)
+    """Groups whose first completion has yet to decide how many start from the prompt."""
+    consecutive: Counter[Hashable] = field(default_factory=Counter)
+    """label -> turns in a row with a branch."""
 
-    def turn(self, samples: list[_Sample], growing: Sequence[int]) -> None:
+    def run(self) -> TextRollout:
+        groups: dict[Hashable, list[int]] = {}
+        for number in range(len(self.samples)):
+            groups.setdefault(self._label(number), []).append(number)
+        rule = self.policy.branching
+        initial = len(self.samples) if rule is None else rule.initial
+        self.undecided = set(groups) if initial is None else set()
+        self.waiting = {label: members[initial or 1 :] for label, members in groups.items()}
+        growing = sorted(number for members in groups.values() for number in members[: initial or 1])
+        while growing:
+            self._draw_turn(growing)
+            branches = self._branch_all(growing)
+            growing = self._answer_calls(growing) + branches
+            active = {self._label(number) for number in growing}
+            for label in [label for label in self.waiting if label not in active]:
+                started: list[int] = []
+                if label in self.undecided:
+                    self.undecided.remove(label)
+                    started = self._start_balanced(groups[label], self.waiting[label])
+                growing += started or self.waiting.pop(label)  # no sample of the group could branch
+        return self._rollout()
+
+    def _label(self, number: int) -> Hashable:
+        return self.labels[self.samples[number].prompt_index]
+
+    def _draw_turn(self, growing: Sequence[int]) -> None:
         """Let samples draw on, up to a call, their end or the limit."""
-        use, stopping = self.policy.use, self.stopping
-        calling = replace(stopping, strings=(*stopping.strings, use.close))
-        for may_call, ends in ((True, calling), (False, stopping)):
-            rows = [n for n in growing if (samples[n].trace.calls < use.max_calls) == may_call]
-            if not rows:
+        use = self.policy.use
+        calling = replace(self.stopping, strings=(*self.stopping.strings, use.close))
+        for may_call, stopping in ((True, calling), (False, self.stopping)):
+            numbers = [n for n in growing if (self.samples[n].trace.calls < use.max_calls) == may_call]
+            if not numbers:
                 continue
-            places = [samples[n].place for n in rows]
-            made = self.policy.engine.generate(
-                [self.prompts[place] for place in places],
-                seeds=[samples[n].seed for n in rows],
+            samples = [self.samples[n] for n in numbers]
+            rollout = self.policy.engine.generate(
+                [self.prompts[sample.prompt_index] for sample in samples],
+                seeds=[sample.seed for sample in samples],
                 sampling=self.sampling,
-                stopping=ends,
-                group=[self.labels[place] for place in places],
-                images=None if self.images is None else [self.images[place] for place in places],
-                after=[samples[n].ids for n in rows],
+                stopping=stopping,
+                group=[self._label(n) for n in numbers],
+                images=self._images(samples),
+                after=[sample.ids() for sample in samples],
             )
-            sets = None if made.kept is None else made.kept.lists()
-            for row, number in enumerate(rows):
-                self._take(samples[number], number, made, row, [] if sets is None else sets[row])
-            self.read.append(made)
+            kept = None if rollout.kept is None else rollout.kept.lists()
+            for row, number in enumerate(numbers):
+                self._append_turn(number, rollout, row, None if kept is None else kept[row])
 
-    def _take(
-        self, sample: _Sample, number: int, made: TextRollout, row: int, sets: Sequence[Tensor]
+    def _append_turn(
+        self, number: int, rollout: TextRollout, row: int, kept: Sequence[Tensor] | None
     ) -> None:
-        begin = len(sample.ids)
-        new = made.completion_ids[row, begin : begin + int((made.loss_mask[row] != 0).sum())].tolist()
-        sample.reason, ends = made.stop_reason[row], StopStrings(self.stopping.strings, self.policy.text)
-        if before := sample.drawn():  # what was no call: a stop string may have begun there
-            size = next((n for n in range(1, len(new) + 1) if ends.found(before + new[:n])), None)
-            new, sample.reason = new[:size], sample.reason if size is None else "stop string"
-        end = begin + len(new)
-        sample.begins.append(begin)
-        sample.calls.append(sample.trace.calls)
-        sample.cuts.append(sample.trace.cut)
-        sample.ids += new
-        fields = (made.loss_mask, made.log_prob, made.full_log_prob, made.entropy)
-        columns = [values[row, begin:end].tolist() for values in fields]
-        sample.numbers += list(zip(*columns, strict=True))
-        sample.origin += [(number, place) for place in range(begin, end)]
-        sample.kept += [sets[place] if sets else torch.zeros(0) for place in range(begin, end)]
+        sample = self.samples[number]
+        start = len(sample.tokens)
+        new = rollout.completion_ids[row, start : start + int((rollout.loss_mask[row] != 0).sum())].tolist()
+        sample.reason = rollout.stop_reason[row]
+        sample.prompt_row = sample.prompt_row or (rollout.prompt_ids[row], rollout.prompt_mask[row])
+        if before := sample.ids_since_answer():  # a stop string may have begun in what was no call
+            stop = StopStrings(self.stopping.strings, self.policy.decode_all)
+            size = next((n for n in range(1, len(new) + 1) if stop.found(before + new[:n])), None)
+            if size is not None:
+                new, sample.reason = new[:size], "stop string"
+        end = start + len(new)
+        sample.turns.append(_Turn(start, sample.trace.calls, sample.trace.cut))
+        columns = (rollout.loss_mask, rollout.log_prob, rollout.full_log_prob, rollout.entropy)
+        numbers = zip(new, *(values[row, start:end].tolist() for values in columns), strict=True)
+        for position, values in enumerate(numbers, start):
+            ids = _NO_IDS if kept is None else kept[position]
+            sample.tokens.append(_Token(*values, kept=ids, source=(number, position)))
 
-    def rollout(self, samples: Sequence[_Sample], branched: bool) -> TextRollout:
-        """All samples in one."""
-        length = max(1, *(len(sample.ids) for sample in samples))
-        rows = [
-            torch.tensor([*sample.numbers, *[(0.0,) * 4] * (length - len(sample.ids))]) for sample in samples
-        ]
-        loss_mask, log_prob, full_log_prob, entropy = torch.stack(rows).unbind(2)
-        ids, mask = self._prompts(samples)
-        filler = int(ids[0, 0])
-        shared = None
-        if branched:
-            held = Counter(token for sample in samples for token in sample.origin)
-            shared = torch.ones(len(samples), length)
-            for row, sample in zip(shared, samples, strict=True):
-                there = [held[token] if token[0] >= 0 else 1 for token in sample.origin]
-                row[: len(there)] = torch.tensor(there)
-        texts = [self._text(sample.ids) for sample in samples]
+    def _answer_calls(self, growing: Sequence[int]) -> list[int]:
+        """Ask the tool for the samples that have called; return the samples that go on."""
+        use, limit = self.policy.use, self.stopping.max_new_tokens
+        calling = [n for n in growing if self._has_called(self.samples[n])]
+        calls = [self._call_text(self.samples[n]) for n in calling]
+        answers = ask_all(use, [call for call in calls if call is not None])
+        continuing = []
+        for number, call in zip(calling, calls, strict=True):
+            sample, answer = self.samples[number], None if call is None else answers[call]
+            if isinstance(answer, ToolFailure):
+                sample.trace, sample.reason = replace(sample.trace, failed=answer.why), "tool failed"
+                continue
+            if answer is not None:
+                self._append_answer(sample, answer)
+            del sample.tokens[limit:]
+            if len(sample.tokens) == limit:
+                sample.reason = "length"
+            else:
+                continuing.append(number)
+        return continuing
+
+    def _has_called(self, sample: _Sample) -> bool:
+        """Whether the turn ended with a call, and with nothing that ends the completion."""
+        if sample.reason != "stop string" or sample.trace.calls >= self.policy.use.max_calls:
+            return False
+        stop = StopStrings(self.stopping.strings, self.policy.decode_all)
+        return not stop.found(sample.ids_since_answer())
+
+    def _call_text(self, sample: _Sample) -> str | None:
+        use, text = self.policy.use, self.policy.decode_all(sample.ids())
+        text = text[: text.rfind(use.close)]
+        if use.open is None:
+            return text
+        start = text.rfind(use.open)
+        call = text[start + len(use.open) :]
+        return None if start < 0 or use.close in call else call
+
+    def _append_answer(self, sample: _Sample, answer: str) -> None:
+        use, tokenizer = self.policy.use, self.policy.tokenizer
+        longest = CHARACTERS * use.max_answer_tokens
+        text = use.answer.replace("{answer}", answer[:longest])
+        ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        cut = len(ids) > use.max_answer_tokens or len(answer) > longest
+        sample.trace = replace(sample.trace, calls=sample.trace.calls + 1, cut=sample.trace.cut + cut)
+        sample.tokens += [_Token(int(token)) for token in ids[: use.max_answer_tokens]]
+
+    def _branch_all(self, growing: Sequence[int]) -> list[int]:
+        """Start samples that share the prefix which growing samples had when their last turn began."""
+        branches: list[int] = []
+        for number in growing if self.policy.branching is not None else ():
+            label = self._label(number)
+            if label not in self.undecided:
+                turn, waiting = len(self.samples[number].turns) - 1, self.waiting.get(label, [])
+                branches += self._branch(number, turn, waiting, self.consecutive[label])
+        branched = {self._label(number) for number in branches}
+        self.consecutive = Counter({label: self.consecutive[label] + 1 for label in branched})
+        return branches
+
+    def _branch(self, number: int, turn: int, waiting: list[int], consecutive: int) -> list[int]:
+        """Start the first waiting sample as a branch where a turn of a sample began, or none, by lot."""
+        rule, sample = self.policy.branching, self.samples[number]
+        assert rule is not None
+        start, calls, cut = sample.turns[turn]
+        is_branch_point = bool(turn) and sample.trace.shared == start  # a third way is not taken
+        if not waiting or is_branch_point or not sample.follows_answer(turn):
+            return []
+        rise = _require_entropy(
+            sample.mean_entropy(turn, rule.tokens) - sample.mean_entropy(0, rule.tokens)
+        ) / math.log(len(self.policy.tokenizer))
+        if not sample_seed("branch", sample.seed, turn) / 2**63 < rule.chance(rise, consecutive):
+            return []
+        other = waiting.pop(0)
+        self.samples[other] = replace(
+            self.samples[other],
+            tokens=sample.tokens[:start],
+            turns=sample.turns[:turn],
+            trace=ToolTrace(calls=calls, cut=cut, shared=start),
+        )
+        return [other]
+
+    def _start_balanced(self, members: Sequence[int], waiting: list[int]) -> list[int]:
+        """Start what a group's first completion decides: samples from the prompt, and its own branches."""
+        rule, first = self.policy.branching, self.samples[members[0]]
+        assert rule is not None
+        turns = [turn for turn in range(1, len(first.turns)) if first.follows_answer(turn)]
+        share = 1.0  # without an answer there is nothing to branch from
+        if turns:
+            after_answers = [first.mean_entropy(turn, rule.tokens) for turn in turns]
+            rise = math.fsum(after_answers) / len(turns) - first.mean_entropy(0, rule.tokens)
+            # m/k = σ(b (H₀ − H_tool))
+            share = 1 / (1 + math.exp(min(rule.balance * _require_entropy(rise), 500.0)))
+        from_prompt = min(len(waiting), max(1, round(share * len(members))) - 1)
+        started, waiting[:from_prompt] = waiting[:from_prompt], []
+        consecutive = 0
+        for turn in turns:
+            branch = self._branch(members[0], turn, waiting, consecutive)
+            consecutive = consecutive + 1 if branch else 0
+            started += branch
+        return started
+
+    def _rollout(self) -> TextRollout:
+        samples, length = self.samples, max(1, *(len(sample.tokens) for sample in self.samples))
+        numbers = torch.tensor(
+            [[*(token[1:5] for token in s.tokens), *[(0.0,) * 4] * (length - len(s.tokens))] for s in samples]
+        )
+        loss_mask, log_prob, full_log_prob, entropy = (column.contiguous() for column in numbers.unbind(2))
+        prompt_ids, prompt_mask = self._prompt_tensors()
+        padding = int(prompt_ids[0, 0])
+        kept = None
+        if self.sampling.truncates:
+            kept = TokenSets.from_lists([[token.kept for token in s.tokens] for s in samples], length)
         return TextRollout(
-            prompt_ids=ids,
-            prompt_mask=mask,
-            completion_ids=torch.tensor([s.ids + [filler] * (length - len(s.ids)) for s in samples]),
-            loss_mask=loss_mask.contiguous(),
-            log_prob=log_prob.contiguous(),
-            full_log_prob=full_log_prob.contiguous(),
-            entropy=entropy.contiguous(),
-            text=texts,
+            prompt_ids=prompt_ids,
+            prompt_mask=prompt_mask,
+            completion_ids=torch.tensor([s.ids() + [padding] * (length - len(s.tokens)) for s in samples]),
+            loss_mask=loss_mask,
+            log_prob=log_prob,
+            full_log_prob=full_log_prob,
+            entropy=entropy,
+            text=[self.policy.decode(sample.ids(), special=False) for sample in samples],
             stop_reason=[sample.reason for sample in samples],
-            group=[self.labels[sample.place] for sample in samples],
-            prompt=[self.prompts[sample.place] for sample in samples],
+            group=[self._label(number) for number in range(len(samples))],
+            prompt=[self.prompts[sample.prompt_index] for sample in samples],
             seed=[sample.seed for sample in samples],
             sampling=self.sampling,
-            kept=TokenSets.from_lists([s.kept for s in samples], length) if self.sampling.truncates else None,
-            images=None if self.images is None else [self.images[sample.place] for sample in samples],
-            tools=[replace(sample.trace, answers=self._answers(sample)) for sample in samples],
-            shared=shared,
+            kept=kept,
+            images=self._images(samples),
+            tools=[replace(sample.trace, answers=self._answer_spans(sample)) for sample in samples],
+            shared=None if self.policy.branching is None else self._shared(length),
         )
 
-    def _text(self, ids: Sequence[int]) -> str:
-        decode = self.policy.tokenizer.decode
-        return str(decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def _images(self, samples: Sequence[_Sample]) -> list[Sequence[Any]] | None:
+        return None if self.images is None else [self.images[sample.prompt_index] for sample in samples]
 
-    def _answers(self, sample: _Sample) -> tuple[tuple[int, int], ...]:
-        """What characters of its text were answers."""
-        edges, inside = list[int](), False
-        for place, (number, _) in enumerate([*sample.origin, (0, 0)]):
-            if (number < 0) != inside:
-                edges, inside = [*edges, len(self._text(sample.ids[:place]))], not inside
+    def _shared(self, length: int) -> Tensor:
+        """[B, T] number of samples that have each drawn token in common."""
+        counts = Counter(token.source for sample in self.samples for token in sample.tokens)
+        shared = torch.ones(len(self.samples), length)
+        for row, sample in zip(shared, self.samples, strict=True):
+            row[: len(sample.tokens)] = torch.tensor(
+                [counts[t.source] if t.source else 1 for t in sample.tokens]
+            )
+        return shared
+
+    def _answer_spans(self, sample: _Sample) -> tuple[tuple[int, int], ...]:
+        """(begin, end) characters of the text that the tool wrote."""
+        edges, inside, ids = list[int](), False, sample.ids()
+        for position, drawn in enumerate([*(token.source is not None for token in sample.tokens), True]):
+            if drawn == inside:
+                edges, inside = [*edges, len(self.policy.decode(ids[:position], special=False))], not inside
         return tuple((begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end)
 
-    def _prompts(self, samples: Sequence[_Sample]) -> tuple[Tensor, Tensor]:
-        """Tokens [B, L] of the prompts and their mask, as the engine read them."""
-        found: dict[tuple[Hashable, int], tuple[Tensor, Tensor]] = {}
-        for made in self.read:
-            for row, seed in enumerate(made.seed):
-                found.setdefault((made.group[row], seed), (made.prompt_ids[row], made.prompt_mask[row]))
-        mine = [found[self.labels[sample.place], sample.seed] for sample in samples]
-        width = max(int(mask.sum()) for _, mask in mine)
-        ids = torch.stack([_left(row, width) for row, _ in mine])
-        return ids, torch.stack([_left(mask, width) for _, mask in mine])
+    def _prompt_tensors(self) -> tuple[Tensor, Tensor]:
+        """Ids and mask [B, L] of the prompts, padded on the left."""
+        rows = [sample.prompt_row for sample in self.samples if sample.prompt_row is not None]
+        width = max(int(mask.sum()) for _, mask in rows)
+        ids, masks = (
+            [pad(row, (max(0, width - len(row)), 0))[-width:] for row in column]
+            for column in zip(*rows, strict=True)
+        )
+        return torch.stack(ids), torch.stack(masks)
 
 
-def _left(row: Tensor, width: int) -> Tensor:
-    """The last `width` entries of a row that is padded on the left."""
-    return torch.nn.functional.pad(row, (max(0, width - len(row)), 0))[-width:]
+def _require_entropy(rise: float) -> float:
+    """Refuse an entropy that the engine did not report."""
+    if math.isnan(rise):
+        raise UserError(
+            "rollout.tool.branch needs the entropy of the drawn tokens, and the server does not report "
+            "it. Set rollout.top_k, or leave branch out."
+        )
+    return rise

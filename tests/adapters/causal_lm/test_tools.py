@@ -324,7 +324,7 @@ def test_a_server_goes_on_from_the_answers_too(policy) -> None:
         )
         branched = drawn(engine, use(), Branching(initial=2, probability=1.0), sampling=Sampling(top_k=8))
         assert branched.tools is not None and any(trace.shared for trace in branched.tools)
-        with pytest.raises(UserError, match=r"the server does not say it\. Set rollout\.top_k"):
+        with pytest.raises(UserError, match=r"the server does not report it\. Set rollout\.top_k"):
             drawn(engine, use(), Branching(initial=2, probability=1.0))
 
 
@@ -373,7 +373,7 @@ def test_the_calculator(text, value) -> None:
     ("options", "message"),
     [
         ({"close": ""}, r"open is None and close ''; neither may be empty"),
-        ({"answer": "result"}, r"answer is 'result'; it holds \{answer\}"),
+        ({"answer": "result"}, r"answer is 'result'; it must contain \{answer\}"),
         ({"max_calls": 0}, "max_calls is 0; it must be above 0"),
         ({"seconds": float("inf")}, "seconds is inf"),
     ],

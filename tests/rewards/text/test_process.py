@@ -97,7 +97,7 @@ def test_a_text_is_cut_at_the_separator_and_blanks_are_no_steps() -> None:
     assert StepReading().spans("whole") == [(0, 5)]
     assert StepReading().spans(" \n\n") == StepReading().spans("") == []
     for options in ({"separator": ""}, {"marker": ""}):
-        with pytest.raises(UserError, match=f"{next(iter(options))} is empty, and then no step would end"):
+        with pytest.raises(UserError, match=f"{next(iter(options))} is empty, so no step would end"):
             StepReading(**options)
 
 
