@@ -218,17 +218,13 @@ def _model(folder: Path) -> str:
 
     weights = sorted(folder.rglob("*.safetensors")) if folder.is_dir() else []
     if not weights:
-        raise UserError(
-            f"no weights in '{folder}'. Build them with: visalign build-assets --output '{folder.parent}'"
-        )
+        raise UserError(f"no weights in '{folder}'. Install visalign again.")
     for file in weights:
         try:
             with safe_open(file, framework="numpy") as opened:
                 opened.keys()
         except SafetensorError as error:
-            raise UserError(
-                f"'{file}' is damaged ({error}). Install visalign anew or build it again."
-            ) from error
+            raise UserError(f"'{file}' is damaged ({error}). Install visalign again.") from error
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return f"{size / 1e6:.1f} MB, {len(weights)} weight files"
 

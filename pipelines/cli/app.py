@@ -215,16 +215,3 @@ def probes() -> None:
     from .show import show_probes
 
     show_probes(Console())
-
-
-@command("build-assets")
-def build_assets(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the models.")] = Path("assets"),
-    only: Annotated[str | None, typer.Option("--only", help="Build this model alone.")] = None,
-    resume: Resume = False,
-) -> None:
-    """Train the small packaged models anew (hours on a CPU)."""
-    with user_messages(resume=f"visalign build-assets --output {output} --resume"):
-        from visalign.pipelines.packaged.build import main as build
-
-        build(output=output, only=only, resume=resume)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """HEIE: a judge that draws where an image is wrong.
 
-It needs `vlm`; its data and its training script belong to `visalign.pipelines.packaged`.
+`assets/build/heie.py` trains its heads.
 """

@@ -151,9 +151,8 @@ class HeieHeads(nn.Module):
 
         if not Path(file).is_file():
             raise FileNotFoundError(
-                f"There are no HEIE heads at {file}; take the packaged judge 'shapes-heie', or train some, "
-                "and give their folder: "
-                "`python -m visalign.pipelines.packaged.train_heie --model MODEL --out FOLDER`."
+                f"There are no HEIE heads at {file}; take the packaged judge 'shapes-heie', or train some "
+                "in a checkout, `python -m assets.build.heie --model MODEL --out FOLDER`, and give that folder."
             )
         try:
             with safe_open(str(file), "pt") as opened:

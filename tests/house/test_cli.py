@@ -103,7 +103,7 @@ def visalign(*arguments: str | Path) -> Result:
 def test_help_names_every_command() -> None:
     result = visalign("--help")
     assert result.exit_code == 0
-    for command in ("quickstart", "train", "score", "doctor", "configs", "build-assets"):
+    for command in ("quickstart", "train", "score", "doctor", "configs"):
         assert command in result.stdout
         assert visalign(command, "--help").exit_code == 0
     assert visalign("--version").stdout.strip() == __version__
@@ -464,15 +464,6 @@ def test_configs_lists_and_shows(toy: Toy) -> None:
     assert shown.stdout == f"{HEADER}pipeline: toy\nsteps: 5\n"
     refused = visalign("configs", "toi")
     assert refused.exit_code == 2 and "Did you mean 'toy'?" in refused.stderr
-
-
-def test_build_assets_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    fake = types.ModuleType("visalign.pipelines.packaged.build")
-    fake.main = lambda **options: calls.append(options)  # pyright: ignore[reportAttributeAccessIssue]  # a stand-in
-    monkeypatch.setitem(sys.modules, "visalign.pipelines.packaged.build", fake)
-    assert visalign("build-assets", "--only", "shapes-clip", "--resume", "-o", "there").exit_code == 0
-    assert calls == [{"output": Path("there"), "only": "shapes-clip", "resume": True}]
 
 
 @pytest.fixture

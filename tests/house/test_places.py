@@ -52,7 +52,6 @@ PLACES = pytest.mark.parametrize(
         ("train", "text_grpo", "-o", "file/x"),
         ("train", "text_sample", "-o", "file/x"),
         ("train-reward", "shapes_hpsv3", "-o", "file/x"),
-        ("build-assets", "-o", "file/x"),
     ],
     ids=" ".join,
 )

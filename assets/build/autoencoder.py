@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from .stage import Plan, SceneFeed, fast_autocast, rendered, train
+from .stage import Plan, SceneFeed, fast_autocast, packaged, rendered, train
 
 KL_WEIGHT = 2e-5
 """Per latent element, against the errors per pixel; 1e-3 was tried and washed the colors out."""
@@ -23,21 +23,10 @@ EDGE_WEIGHT = 0.5
 
 
 def new_autoencoder() -> AutoencoderKL:
-    """The untrained autoencoder: factor 8 in each direction, 0.95 M parameters."""
-    return AutoencoderKL(
-        in_channels=3,
-        out_channels=3,
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(16, 32, 64, 64),
-        layers_per_block=1,
-        latent_channels=8,
-        norm_num_groups=8,
-        sample_size=64,
-        mid_block_add_attention=False,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-    )
+    """Create the untrained autoencoder: factor 8 in each direction, 0.95 M parameters."""
+    model: Any = AutoencoderKL.from_config(AutoencoderKL.load_config(packaged("shapes-sd3") / "vae"))
+    model.register_to_config(shift_factor=None, scaling_factor=0.18215)
+    return model
 
 
 def _differences(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +42,7 @@ def reconstruction_loss(output: Tensor, target: Tensor) -> Tensor:
     return pixels + EDGE_WEIGHT * (horizontal + vertical)
 
 
-def train_autoencoder(work: Path, plan: Plan, resume: bool) -> AutoencoderKL:
+def train_autoencoder(plan: Plan) -> AutoencoderKL:
     """Train the autoencoder, set its scale and shift from 4,096 images, and return it in float32."""
     seed, batch = plan.seed, plan.autoencoder_batch
     torch.manual_seed(seed)
@@ -73,8 +62,7 @@ def train_autoencoder(work: Path, plan: Plan, resume: bool) -> AutoencoderKL:
         kl = 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar).mean()
         return reconstruction_loss(output.float(), images) + KL_WEIGHT * kl
 
-    file, steps = work / "autoencoder.pt", plan.autoencoder_steps
-    train(model, [optimizer], loss_of, file, steps=steps, resume=resume, cooldown=0.6)
+    train(model, [optimizer], loss_of, "autoencoder", steps=plan.autoencoder_steps, cooldown=0.6)
     latents = encode_scenes(model, feed, 4096)
     model.register_to_config(
         shift_factor=round(latents.mean().item(), 4), scaling_factor=round(1.0 / latents.std().item(), 4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The embedded vision-language model's build: true questions, packing, a tiny training, save, load."""
+"""The scripts that trained the packaged models: true questions, packing, and a tiny build from end to end."""
 
 from __future__ import annotations
 
@@ -11,52 +11,40 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
-from visalign.data.assets import resolve_model
-from visalign.data.shapes.prompts import train_prompts
-from visalign.data.shapes.render import render_many
-from visalign.data.shapes.scenes import DISTORTIONS, SIZE, STYLES, Canvas, Scene, SceneObject
-from visalign.data.shapes.verifier import verify_scene
-from visalign.pipelines.packaged.judge import (
-    Learner,
-    answer_loss,
-    cell_targets,
-    new_judge,
-    question_loss,
-    train_judge,
-    widen_judge,
-)
-from visalign.pipelines.packaged.judge_card import (
-    answer_accuracy,
-    judge_card,
-    judge_engine,
-    judge_processor,
-    save_judge,
-)
-from visalign.pipelines.packaged.judge_data import (
-    BETTER,
-    LOOKS,
-    SHOWS,
-    Question,
-    Questions,
-    appearance,
-    part,
-    rate,
-)
-from visalign.pipelines.packaged.judge_inputs import (
+from assets.build.__main__ import STAGES, build
+from assets.build.judge import Learner, cell_targets, new_judge, question_loss
+from assets.build.judge_data import BETTER, LOOKS, Question, Questions, appearance, part, rate
+from assets.build.judge_inputs import (
     PATCH,
     TOKENS,
     answer_states,
-    new_judge_tokenizer,
+    judge_tokenizer,
     pack_questions,
     patches_of,
     see,
 )
-from visalign.pipelines.packaged.stage import Plan
+from assets.build.language import (
+    MISREAD_SHARE,
+    corpus_record,
+    encode,
+    misread,
+    new_language,
+    new_tokenizer,
+    pack,
+    solution_loss,
+)
+from assets.build.stage import Plan, packaged
+from visalign.data.shapes.prompts import CATEGORIES, train_prompts
+from visalign.data.shapes.render import render_many
+from visalign.data.shapes.scenes import DISTORTIONS, SIZE, STYLES, Canvas, Scene, SceneObject
+from visalign.data.shapes.verifier import verify_scene
+from visalign.data.text_tasks.tasks import TASKS, check_answer, task_record
 
-TOKENIZER: Any = new_judge_tokenizer()
+TOKENIZER: Any = judge_tokenizer()
 WORLD = Questions(3)
 RECORDS = {record["prompt"]: record for record in train_prompts()}
 
@@ -64,7 +52,7 @@ RECORDS = {record["prompt"]: record for record in train_prompts()}
 @pytest.fixture(scope="module")
 def model() -> Any:
     torch.manual_seed(0)
-    model = new_judge(TOKENIZER).eval()
+    model = new_judge().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0)  # so that positions and images show in the logits
@@ -76,21 +64,9 @@ def scene(*objects: tuple[str, str, float, float], style: str = "flat") -> Scene
     return Scene(record={}, objects=items, background=(50, 50, 50), style=style, texture_seed=0)
 
 
-def test_the_tokenizer_has_one_token_a_word_and_takes_any_text() -> None:
-    for record in list(RECORDS.values())[::50]:
-        text = SHOWS.replace("{prompt}", record["prompt"])
-        assert len(TOKENIZER(text).input_ids) == len(text.split()) + 1, (
-            "one token a word and the question mark"
-        )
-    odd = "Ünïcorn 🦄 {prompt} \n"
-    assert TOKENIZER.decode(TOKENIZER(odd).input_ids) == odd
-    for word in ("yes", "no", "1", "2", "3", "4", "5", "<answer>", "<|Reward|>"):
-        assert len(TOKENIZER(word).input_ids) == 1
-
-
 def test_patches_are_those_of_the_models_image_processor() -> None:
     images = np.random.default_rng(0).integers(0, 256, (3, 64, 64, 3), dtype=np.uint8)
-    made: Any = judge_processor().image_processor  # type: ignore[attr-defined]
+    made: Any = AutoProcessor.from_pretrained(packaged("shapes-vlm")).image_processor
     cut = made(images=[Image.fromarray(image) for image in images], return_tensors="pt")
     assert cut["image_grid_thw"].tolist() == [[1, 8, 8]] * 3
     torch.testing.assert_close(patches_of(images), cut["pixel_values"], atol=1e-6, rtol=0)
@@ -125,7 +101,7 @@ def test_a_packed_question_is_what_it_is_alone(model: Any) -> None:
     assert torch.stack(alone).std(0).max() > 1e-2
 
 
-@pytest.mark.parametrize("images", [1, 2])
+@pytest.mark.parametrize("samples", [1, 2])
 def test_packing_gives_what_the_library_computes_from_processor_inputs(model: Any, samples: int) -> None:
     scenes = [WORLD.scene(n) for n in range(samples)]
     shown, question = (
@@ -133,7 +109,7 @@ def test_packing_gives_what_the_library_computes_from_processor_inputs(model: An
         Question(text=BETTER.replace("{prompt}", "a red cross"), answer="yes"),
     )
     content = [{"type": "image"}] * samples + [{"type": "text", "text": question.text}]
-    processor: Any = judge_processor()
+    processor: Any = AutoProcessor.from_pretrained(packaged("shapes-vlm"))
     text = processor.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
     )
@@ -143,15 +119,6 @@ def test_packing_gives_what_the_library_computes_from_processor_inputs(model: An
         features = see(model, shown).reshape(1, samples * TOKENS, -1)
         ours = answer_logits(model, [[question]], features)[0]
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
-
-
-def test_only_answers_are_learned(model: Any) -> None:
-    packed = pack_questions(TOKENIZER, [[Question(text="Are the shapes flat?", answer="no")]], 1, TOKENS)
-    learned = packed.labels[packed.labels != -100].tolist()
-    assert TOKENIZER.convert_ids_to_tokens(learned) == ["no", "<|im_end|>"]
-    with torch.no_grad():
-        loss, weight = answer_loss(model, packed, see(model, render_many([WORLD.scene(0)])))
-    assert weight.item() == 2 and loss.item() > 0
 
 
 def test_alignment_questions_are_true_and_balanced() -> None:
@@ -187,51 +154,6 @@ def test_parts_looks_and_ratings_are_true() -> None:
     assert set(ratings) == {3, 4} and np.mean(ratings) == pytest.approx(3.6, abs=0.05)
 
 
-def test_votes_follow_the_utilities() -> None:
-    agreed = []
-    for n in range(300):
-        left, right, questions = WORLD.pair(n)
-        pair = WORLD._world.pair(n)
-        assert (left, right) == (pair.left, pair.right)
-        if pair.is_clear:
-            agreed.append((questions[0].answer == "yes") == (pair.utility[1] > pair.utility[0]))
-    assert 0.8 < np.mean(agreed) < 1.0
-
-
-def test_a_tiny_training_lowers_the_loss_resumes_and_loads_as_the_library_does(tmp_path: Path) -> None:
-    plan = Plan(judge_vision_steps=2, judge_steps=2, judge_batch=2, judge_check=4, seed=0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("visalign.pipelines.packaged.judge.answer_accuracy", lambda *given, **more: {})
-        whole = train_judge(tmp_path / "a", plan, False, questions=4, save_every=1)
-        again = train_judge(tmp_path / "a", plan, True, questions=4, save_every=1)
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, again.state_dict()[name]), name
-    folder = tmp_path / "shapes-vlm"
-    save_judge(whole, folder)
-    loaded: Any = AutoModelForImageTextToText.from_pretrained(folder)
-    assert loaded.config.model_type == "qwen2_vl" and loaded.dtype == torch.float16
-    processor: Any = AutoProcessor.from_pretrained(folder)
-    assert processor.tokenizer.get_vocab() == TOKENIZER.get_vocab()
-    templates = json.loads((folder / "judge.json").read_text())["templates"]
-    assert (
-        templates["rating"]["answer_prefix"] == "<answer>"
-        and len(templates["pair"]["messages"][0]["content"]) == 3
-    )
-    card = judge_card(folder, 60.0, plan)
-    assert "2 steps of 6 rendered scenes" in card and card.count(" right") == 3
-
-
-def test_a_trained_judge_goes_on_on_other_grounds_and_resumes(tmp_path: Path) -> None:
-    base = resolve_model("shapes-vlm")
-    plan = Plan(judge_ground_steps=2, judge_batch=2, seed=0)
-    whole = widen_judge(Path(base), tmp_path, plan, False, questions=4, save_every=1).state_dict()
-    again = widen_judge(Path(base), tmp_path, plan, True, questions=4, save_every=1).state_dict()
-    assert all(torch.equal(value, again[name]) for name, value in whole.items())
-    old: Any = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
-    moved = [float((whole[name] - value).abs().max()) for name, value in old.state_dict().items()]
-    assert 0.0 < max(moved) < 0.1, "it began where the other ended"
-
-
 def test_on_a_canvas_the_cells_are_where_the_objects_are_seen() -> None:
     scene = next(s for s in map(WORLD.scene, range(50)) if len(s.objects) == 1)
     for share, x, y in ((0.5, 0.0, 0.0), (0.5, 1.0, 1.0), (1.0, 0.3, 0.3)):
@@ -247,7 +169,7 @@ def test_on_a_canvas_the_cells_are_where_the_objects_are_seen() -> None:
 
 def test_the_whole_loss_falls(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
-    learner = Learner(new_judge(TOKENIZER))
+    learner = Learner(new_judge())
     optimizer = torch.optim.AdamW(learner.parameters(), lr=2e-3)
     losses = []
     for _ in range(12):
@@ -259,6 +181,72 @@ def test_the_whole_loss_falls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert losses[-1] < 0.6 * losses[0]
 
 
-def test_the_check_can_tell_a_blind_model(model: Any) -> None:
-    found = answer_accuracy(judge_engine(model), images=40, pairs=20)
-    assert 0.3 < found["yes/no"] < 0.7 and 0.2 < found["pair"] < 0.8 and found["rating error"] > 0.6
+def test_solution_labels_are_the_next_tokens_and_a_packed_example_sees_itself_alone() -> None:
+    packed = pack([([1, 11, 12, 21, 2], 3), ([1, 13, 22, 23, 24, 2], 2)], row=12, pad=0)
+    assert packed.ids.tolist() == [[1, 13, 22, 23, 24, 2, 1, 11, 12, 21, 2, 0]]
+    assert packed.labels.tolist() == [[-100, 22, 23, 24, 2, -100, -100, -100, 21, 2, -100, -100]]
+    assert packed.positions.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 0]]
+
+    torch.manual_seed(0)
+    model: Any = new_language().eval()
+    examples = encode(new_tokenizer(), [task_record(n, seed=0) for n in range(6)])
+    with torch.no_grad():
+        alone, tokens = 0.0, 0
+        for ids, prompt in examples:
+            logits = model(input_ids=torch.tensor([ids])).logits[0, prompt - 1 : -1]
+            alone += float(F.cross_entropy(logits, torch.tensor(ids[prompt:]), reduction="sum"))
+            tokens += len(ids) - prompt
+        loss = float(solution_loss(model, pack(examples, row=256, pad=0)))
+    assert loss == pytest.approx(alone / tokens, rel=1e-6)
+
+
+def test_a_share_of_the_corpus_misreads_one_number() -> None:
+    rng = np.random.default_rng(0)
+    for number in range(2 * len(TASKS)):
+        record = task_record(number, seed=2)
+        assert misread(record, rng) | {"solution": ""} == record | {"solution": ""}
+    corpus = [corpus_record(n, seed=4) for n in range(1900)]
+    sums = [record for record in corpus if record["task"] in ("add", "sort", "sum", "two_addends")]
+    wrong = np.mean([not check_answer(record["solution"], record)[0] for record in sums])
+    assert abs(wrong - MISREAD_SHARE) < 4 * (0.25 / len(sums)) ** 0.5
+
+
+@pytest.mark.slow
+def test_a_small_build_runs_from_end_to_end_and_its_models_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from diffusers import StableDiffusion3Pipeline, StableDiffusionPipeline
+
+    from assets.build import autoencoder, clip, generator, unet
+    from visalign.rewards.clip.open_clip_folder import load_open_clip
+
+    monkeypatch.setattr(generator, "POOL", 64)
+    monkeypatch.setattr(unet, "POOL", 64)
+    monkeypatch.setattr(generator.shutil, "which", lambda name: None)
+    encode_scenes = autoencoder.encode_scenes
+    monkeypatch.setattr(autoencoder, "encode_scenes", lambda model, feed, _: encode_scenes(model, feed, 64))
+    monkeypatch.setattr(clip, "retrieval", lambda model, **options: {"image_to_text": 0.5})
+    shares = dict.fromkeys(("all", *CATEGORIES), 0.5)
+    monkeypatch.setattr(generator, "pipeline_accuracy", lambda pipe, scale, **options: shares)
+    steps = {f"{stage}_steps": 2 for stage in ("autoencoder", "generator", "unet", "clip", "clip_ground")}
+    steps |= {f"{stage}_steps": 2 for stage in ("language", "judge_vision", "judge", "judge_ground", "heie")}
+    batches = {f"{stage}_batch": 4 for stage in ("autoencoder", "generator", "unet", "language", "judge")}
+    sizes = {"clip_batch": 8, "language_per_task": 1, "judge_check": 4, "heie_images": 8, "heie_check": 12}
+    build(tmp_path, list(STAGES), Plan(**steps, **batches, **sizes))
+    printed = capsys.readouterr().out
+    assert all(f"{stage}: " in printed for stage in STAGES) and "all, guidance 2" in printed
+
+    pipe: Any = StableDiffusion3Pipeline.from_pretrained(tmp_path / "shapes-sd3")
+    assert {pipe.transformer.dtype, pipe.vae.dtype, pipe.text_encoder.dtype} == {torch.float32}
+    assert pipe.transformer.config.num_layers == 7 and pipe.scheduler.config.shift == 2.0
+    unet_pipe: Any = StableDiffusionPipeline.from_pretrained(tmp_path / "shapes-sd15")
+    assert unet_pipe.scheduler.config.prediction_type == "epsilon" and unet_pipe.safety_checker is None
+    assert unet_pipe.vae.config.shift_factor is None and pipe.vae.config.shift_factor is not None
+    assert load_open_clip(tmp_path / "shapes-clip")[0].logit_scale.isfinite()
+    judge: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "shapes-vlm")
+    assert judge.config.model_type == "qwen2_vl" and judge.dtype == torch.float16
+    language: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "tasks-qwen3")
+    assert language.dtype == torch.float32 and language.generation_config.top_k == 0
+    base = json.loads((tmp_path / "shapes-heie" / "judge.json").read_text(encoding="utf-8"))["base"]
+    assert base == "../shapes-vlm"
+    assert "_name_or_path" not in (tmp_path / "shapes-sd3" / "vae" / "config.json").read_text()

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from transformers import GenerationConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from visalign.data.shapes.prompts import COLORS, SHAPES
 from visalign.data.shapes.render import render_many
 from visalign.data.shapes.scenes import DISTORTIONS, SIZE, STYLES, Scene, size_word
 
-from .judge_card import answer_accuracy, judge_engine
 from .judge_data import Questions
 from .judge_inputs import (
     GRID,
@@ -28,57 +27,23 @@ from .judge_inputs import (
     TOKENS,
     Packed,
     answer_states,
-    new_judge_tokenizer,
+    judge_tokenizer,
     pack_questions,
     see,
-    special_ids,
 )
-from .stage import SURROUNDINGS, Plan, fast_autocast, muon_and_adam, train
+from .judge_measures import answer_accuracy, judge_engine
+from .stage import SURROUNDINGS, Plan, fast_autocast, muon_and_adam, packaged, train
 
 _SIZES = ("small", "medium", "big")
 _CELL = 1 + len(SHAPES) + len(COLORS) + len(_SIZES)
 
 
-def judge_config(vocabulary: int, ids: dict[str, int]) -> Qwen2VLConfig:
-    """Vision 4 layers of width 128, language 4 layers of width 160: 2.1 M parameters."""
-    return Qwen2VLConfig(
-        text_config={
-            "vocab_size": vocabulary,
-            "hidden_size": 160,
-            "intermediate_size": 432,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 1024,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [8, 6, 6], "rope_theta": 10000.0},
-            "bos_token_id": None,
-            "eos_token_id": ids["<|im_end|>"],
-            "pad_token_id": ids["<|endoftext|>"],
-            "tie_word_embeddings": True,
-        },
-        vision_config={
-            "depth": 4,
-            "embed_dim": 128,
-            "hidden_size": 160,
-            "num_heads": 4,
-            "mlp_ratio": 3,
-            "patch_size": PATCH,
-            "spatial_merge_size": MERGE,
-            "temporal_patch_size": 2,
-        },
-        tie_word_embeddings=True,
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-    )
-
-
-def new_judge(tokenizer: Any) -> Qwen2VLForConditionalGeneration:
-    """The untrained model."""
-    model = Qwen2VLForConditionalGeneration(judge_config(len(tokenizer), special_ids(tokenizer)))
-    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    model.generation_config.update(**ends, do_sample=False, max_new_tokens=32)
+def new_judge() -> Qwen2VLForConditionalGeneration:
+    """Create the untrained model: vision 4 layers of width 128, language 4 of width 160, 2.3 M parameters."""
+    folder = packaged("shapes-vlm")
+    config = Qwen2VLConfig.from_pretrained(folder, dtype=torch.float32)
+    model = Qwen2VLForConditionalGeneration(config)
+    model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 
 
@@ -99,7 +64,7 @@ def cell_targets(scenes: list[Scene]) -> Tensor:
 
 
 class CellHead(nn.Module):
-    """Reads cells, style and distortion off the features; thrown away after the training."""
+    """Head that predicts cells, style and distortion from the features; dropped after training."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -129,7 +94,7 @@ class CellHead(nn.Module):
 
 
 class Learner(nn.Module):
-    """The model with the head of the first part, as one module with one saved state."""
+    """The model with the head of its first part."""
 
     def __init__(self, model: Qwen2VLForConditionalGeneration) -> None:
         super().__init__()
@@ -138,15 +103,10 @@ class Learner(nn.Module):
 
 
 def answer_loss(model: Any, packed: Packed, features: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted negative log-likelihood of the answers' tokens.
-
-    Args:
-        model: the whole model.
-        packed: questions of b samples.
-        features: [b, P · TOKENS, H] of their images.
+    """Compute the weighted negative log-likelihood of the answers' tokens.
 
     Returns:
-        (sum of weight · loss, sum of weight), scalars.
+        (sum of weight · loss, sum of weight), scalars, for `features` [b, P · TOKENS, H] of the images.
     """
     hidden = answer_states(model, packed, features)
     chosen = packed.labels != -100
@@ -155,23 +115,12 @@ def answer_loss(model: Any, packed: Packed, features: Tensor) -> tuple[Tensor, T
     return (loss * weight).sum(), weight.sum()
 
 
-def train_judge(
-    work: Path, plan: Plan, resume: bool, *, questions: int = 8, save_every: int = 150
-) -> Qwen2VLForConditionalGeneration:
-    """Train both parts and return the model with averaged weights.
-
-    Args:
-        work: folder of the resumable states, `judge_vision.pt` and `judge.pt`.
-        plan: lengths; the vision part alone has three times the batch, pairs come on top of images.
-        resume: go on from saved states.
-        questions: per image.
-        save_every: steps between two saved states.
-    """
+def train_judge(plan: Plan, *, questions: int = 8) -> Qwen2VLForConditionalGeneration:
+    """Train the vision part (three times the batch), then the whole with `questions` per image and pairs."""
     seed, batch = plan.seed + 4, plan.judge_batch
     torch.manual_seed(seed)
-    tokenizer = new_judge_tokenizer()
-    learner, world = Learner(new_judge(tokenizer)), Questions(seed)
-    lengths: dict[str, Any] = {"resume": resume, "save_every": save_every}
+    tokenizer = judge_tokenizer()
+    learner, world = Learner(new_judge()), Questions(seed)
 
     def sight_loss(step: int) -> Tensor:
         scenes = [world.scene(n) for n in range(3 * step * batch, 3 * (step + 1) * batch)]
@@ -180,43 +129,25 @@ def train_judge(
 
     vision = nn.ModuleList([learner.model.model.visual, learner.cells])
     adam = torch.optim.AdamW(vision.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.02)
-    file = work / "judge_vision.pt"
-    train(vision, [adam], sight_loss, file, steps=plan.judge_vision_steps, decay=0.99, **lengths)
+    train(vision, [adam], sight_loss, "judge_vision", steps=plan.judge_vision_steps, decay=0.99)
     learner.train()
-
-    def whole_loss(step: int) -> Tensor:
-        return question_loss(learner, tokenizer, world, step, batch, questions)
-
     matrices = [p for p in learner.model.model.language_model.layers.parameters() if p.ndim == 2]
-    optimizers = muon_and_adam(learner, matrices, lr=3e-3, weight_decay=0.01, slow=vision.parameters())
     return train(
         learner,
-        optimizers,
-        whole_loss,
-        work / "judge.pt",
+        muon_and_adam(learner, matrices, lr=3e-3, weight_decay=0.01, slow=vision.parameters()),
+        lambda step: question_loss(learner, tokenizer, world, step, batch, questions),
+        "judge",
         steps=plan.judge_steps,
         decay=0.998,
-        check=lambda held: answer_accuracy(judge_engine(held.model), images=100, pairs=100),
-        **lengths,
+        check=lambda module: answer_accuracy(judge_engine(module.model), images=100, pairs=100),
     ).model
 
 
-def widen_judge(
-    base: Path, work: Path, plan: Plan, resume: bool, *, questions: int = 8, save_every: int = 100
-) -> Qwen2VLForConditionalGeneration:
-    """Go on with a trained model on other grounds, with specks and on canvases; all of it learns at one rate.
-
-    Args:
-        base: folder of the model.
-        work: folder of the resumable state, `judge_grounds.pt`.
-        plan: lengths.
-        resume: go on from the saved state.
-        questions: per image.
-        save_every: steps between two saved states.
-    """
+def widen_judge(base: Path, plan: Plan, *, questions: int = 8) -> Qwen2VLForConditionalGeneration:
+    """Continue training the model in `base` on other backgrounds, with specks and on canvases."""
     seed = plan.seed + 6
     torch.manual_seed(seed)
-    tokenizer, world = new_judge_tokenizer(), Questions(seed, surroundings=SURROUNDINGS)
+    tokenizer, world = judge_tokenizer(), Questions(seed, surroundings=SURROUNDINGS)
     model = Qwen2VLForConditionalGeneration.from_pretrained(base, dtype=torch.float32)
     learner = Learner(model).train()
     matrices = [p for p in model.model.language_model.layers.parameters() if p.ndim == 2]
@@ -224,12 +155,10 @@ def widen_judge(
         learner,
         muon_and_adam(learner, matrices, lr=1.5e-3, weight_decay=0.01),
         lambda step: question_loss(learner, tokenizer, world, step, plan.judge_batch, questions, cells=0.3),
-        work / "judge_grounds.pt",
+        "judge_grounds",
         steps=plan.judge_ground_steps,
-        resume=resume,
         decay=0.99,
         cooldown=0.5,
-        save_every=save_every,
     ).model
 
 
@@ -245,15 +174,15 @@ def question_loss(
     """Loss of step n: questions on images, votes on pairs, and the cells at a tenth."""
     numbers = range(step * batch, (step + 1) * batch)
     scenes = [world.scene(number) for number in numbers]
-    asked = [world.about(scene, number, questions) for scene, number in zip(scenes, numbers, strict=True)]
+    texts = [world.about(scene, number, questions) for scene, number in zip(scenes, numbers, strict=True)]
     pairs = [world.pair(number) for number in numbers]
-    shown = [*scenes, *(scene for pair in pairs for scene in pair[:2])]
+    images = [*scenes, *(scene for pair in pairs for scene in pair[:2])]
     with fast_autocast():
-        features = see(learner.model, render_many(shown))
-        single = answer_loss(learner.model, pack_questions(tokenizer, asked, 1, TOKENS), features[:batch])
+        features = see(learner.model, render_many(images))
+        single = answer_loss(learner.model, pack_questions(tokenizer, texts, 1, TOKENS), features[:batch])
         both = features[batch:].reshape(len(pairs), 2 * TOKENS, -1)
         double = answer_loss(
             learner.model, pack_questions(tokenizer, [pair[2] for pair in pairs], 2, TOKENS), both
         )
-        placed = learner.cells(features[:batch], scenes)
-    return single[0] / single[1] + double[0] / double[1] + cells * placed
+        cell_loss = learner.cells(features[:batch], scenes)
+    return single[0] / single[1] + double[0] / double[1] + cells * cell_loss

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes into the embedded vision-language model: tokens, patches of images, packed questions."""
+"""Inputs of the vision-language model: tokens, patches of images, packed questions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
-from visalign.data.shapes.prompts import train_prompts
 from visalign.data.shapes.scenes import SIZE
 
-from .judge_data import BETTER, BETTER_WHY, CRITIC, DESCRIBE, EXPLAIN, JUDGE, LOOKS, RATE, SHOWS, Question
+from .judge_data import Question
+from .stage import packaged
 
 PATCH, MERGE = 8, 2
 TOKENS = (SIZE // PATCH // MERGE) ** 2
@@ -35,77 +34,16 @@ SPECIAL = (
     "<|Reward|>",
 )
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
-    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-    "{% if part.type == 'image' or 'image' in part %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-_WORDS = (
-    "yes, all of it no, expected at most found objects in all is not are there two three four circles "
-    "squares triangles crosses medium flat outlined shaded textured blurred noisy 0 1 2 3 4 5 6 7 8 9 10"
-)
-_VOCABULARY = 512
-
 
 @cache
-def new_judge_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE, trained on the world's prompts and questions: every text has an encoding."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[attr-defined]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[attr-defined]
-    trainer = trainers.BpeTrainer(
-        vocab_size=_VOCABULARY - len(SPECIAL) - 2,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    texts = [SHOWS, EXPLAIN, DESCRIBE, RATE, BETTER, JUDGE.replace("<|Reward|>", ""), _WORDS, *LOOKS] * 400
-    tokenizer.train_from_iterator(
-        [*texts, *(f"for {record['prompt']}?" for record in train_prompts()), "user\nassistant\n"], trainer
-    )
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ("<answer>", "</answer>")])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=SPECIAL[0],
-        eos_token="<|im_end|>",
-        padding_side="right",
-        model_max_length=1024,
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
+def judge_tokenizer() -> Any:
+    """Load the tokenizer: a byte-level BPE with a token for each word of the prompts and questions."""
+    return AutoTokenizer.from_pretrained(packaged("shapes-vlm"))
 
 
 def special_ids(tokenizer: Any) -> dict[str, int]:
-    """Token -> id of the special ones."""
+    """Map each special token to its id."""
     return {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
-
-
-def judge_settings() -> dict[str, Any]:
-    """The content of `judge.json`: which text each kind of judge uses with this model, and what it sees of an
-    image."""
-
-    def template(text: str, images: int = 1, **more: Any) -> dict[str, Any]:
-        content = [{"type": "image"} for _ in range(images)]
-        return {"messages": [{"role": "user", "content": [*content, {"type": "text", "text": text}]}], **more}
-
-    answers: dict[str, Any] = {"yes": ["yes"], "no": ["no"]}
-    return {
-        "templates": {
-            "yes_no": template(SHOWS, **answers),
-            "explain": template(EXPLAIN, **answers),
-            "checklist": template("{question}", **answers),
-            "rating": template(RATE, answer_prefix="<answer>", scores=["1", "2", "3", "4", "5"]),
-            "pair": template(BETTER, 2, **answers),
-            "pair_explain": template(BETTER_WHY, 2, **answers),
-            "deepseek_grm_meta": template(CRITIC, **answers),
-            "describe": template(DESCRIBE),
-            "hpsv3": template(JUDGE),
-        },
-        "pixels": {"window": SIZE},
-    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,18 +150,9 @@ def see(model: Any, images: np.ndarray) -> Tensor:
 
 
 def answer_states(model: Any, packed: Packed, features: Tensor) -> Tensor:
-    """Hidden states [b, S, H] of packed questions behind images.
-
-    Args:
-        model: the whole model.
-        packed: questions of b samples.
-        features: [b, P · TOKENS, H] of their images.
-    """
+    """Compute the hidden states [b, S, H] of packed questions behind images with `features`."""
     embeds = model.get_input_embeddings()(packed.ids)
     embeds = embeds.masked_scatter(packed.places[..., None], features.to(embeds.dtype))
     return model.model.language_model(
-        inputs_embeds=embeds,
-        attention_mask=packed.attention,
-        position_ids=packed.positions,
-        use_cache=False,
+        inputs_embeds=embeds, attention_mask=packed.attention, position_ids=packed.positions, use_cache=False
     ).last_hidden_state

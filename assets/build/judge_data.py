@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the embedded vision-language model learns from: images, questions about them, and true answers.
+"""Training data of the vision-language model: images, questions about them, and true answers.
 
 Each question ends where the answer begins. An image is asked many questions at once: they share the
 image's tokens and do not see each other (`Packed`), so each is what a judge will later ask alone.
@@ -24,9 +24,6 @@ EXPLAIN = "Does the picture show {prompt}? Answer, then say why."
 DESCRIBE = "What does the picture show?"
 RATE = "Rate the quality of the picture from 1 to 5."
 BETTER = "Is picture 2 better than picture 1 for {prompt}?"
-BETTER_WHY = "Is picture 2 better than picture 1 for {prompt}? Answer, then say why."
-CRITIC = "Is this right for {prompt}? {critique}"
-JUDGE = "How good is the picture for {prompt}?<|Reward|>"
 
 LOOKS = {
     "Is the picture blurred?": ("distortion", "blur"),

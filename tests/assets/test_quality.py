@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from assets.build.stage import size_of
 from visalign.data.assets import PACKAGED, assets_folder, resolve_model
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.data.shapes.prompts import CATEGORIES, heldout_prompts
@@ -21,12 +20,7 @@ from visalign.data.shapes.render import render_many
 from visalign.data.shapes.scenes import sample_scene
 from visalign.data.shapes.surroundings import GROUNDS, is_visible, with_specks
 from visalign.data.shapes.verifier import verify
-from visalign.pipelines.packaged import build as build_assets
-from visalign.pipelines.packaged.captions import MAX_TOKENS, new_tokenizer
-from visalign.pipelines.packaged.clip import widen_clip
-from visalign.pipelines.packaged.stage import size_of, train
 from visalign.rewards import load_reward
-from visalign.rewards.clip.open_clip_folder import load_open_clip
 
 
 def card(name: str) -> str:
@@ -59,16 +53,6 @@ def test_other_names_are_left_to_the_hub_and_a_missing_model_is_named(tmp_path: 
         resolve_model("stabilityai/stable-diffusion-3.5-medium") == "stabilityai/stable-diffusion-3.5-medium"
     )
     assert resolve_model(tmp_path) == tmp_path
-
-
-def test_the_tokenizer_has_one_token_a_word_and_takes_any_text() -> None:
-    tokenizer = new_tokenizer()
-    words = sorted({word for record in heldout_prompts() for word in record["prompt"].split()})
-    assert all(len(tokenizer(word).input_ids) == 3 for word in words)
-    ids = tokenizer("Ünïcorn 🦄", truncation=True, max_length=MAX_TOKENS).input_ids
-    assert ids[-1] == tokenizer.eos_token_id == max(tokenizer.get_vocab().values())
-    again = tokenizer.decode(tokenizer("a red circle").input_ids, skip_special_tokens=True)
-    assert str(again).strip() == "a red circle"
 
 
 def test_the_autoencoder_keeps_scenes_verifiably_the_same() -> None:
@@ -108,7 +92,7 @@ def test_the_small_unet_predicts_epsilon_and_is_a_policy() -> None:
 def test_the_generator_is_as_good_as_its_card_says(name: str, low: float, high: float) -> None:
     from diffusers import DiffusionPipeline
 
-    from visalign.pipelines.packaged.generator import SEEDS, pipeline_accuracy
+    from assets.build.generator import SEEDS, pipeline_accuracy
 
     pipe = DiffusionPipeline.from_pretrained(str(resolve_model(name)), dtype=torch.float32)
     stated = {
@@ -126,13 +110,13 @@ def test_the_generator_is_as_good_as_its_card_says(name: str, low: float, high: 
 
 
 def test_clip_is_as_good_as_its_card_says() -> None:
-    from visalign.pipelines.packaged.clip import retrieval
+    from assets.build.clip import retrieval
     from visalign.rewards.clip.open_clip_folder import load_open_clip
 
     model, _, _ = load_open_clip("shapes-clip")
     found = retrieval(model, captions=64, draws=12, seed=3)
     text = card("shapes-clip")
-    for name, words in (("image_to_text", "picture to text"), ("text_to_image", "text to picture")):
+    for name, words in (("image_to_text", "image to text"), ("text_to_image", "text to image")):
         stated = re.search(rf"- {words}: ([\d.]+)", text)
         assert stated is not None
         assert abs(found[name] - float(stated[1])) < 0.04
@@ -154,15 +138,6 @@ def test_clip_is_right_on_grounds_that_are_not_its_worlds(name: str) -> None:
     assert len(pairs) == 100 and float(((left > right) == truth).float().mean()) >= 0.93
 
 
-def test_clip_goes_on_on_other_grounds_and_resumes(tmp_path: Path) -> None:
-    base, plan = Path(resolve_model("shapes-clip")), build_assets.Plan(clip_ground_steps=2, clip_batch=8)
-    whole = widen_clip(base, tmp_path, plan, False).state_dict()
-    again = widen_clip(base, tmp_path, plan, True).state_dict()
-    assert all(torch.equal(value, again[key]) for key, value in whole.items())
-    old = load_open_clip(base)[0].state_dict()
-    assert any(not torch.equal(value.float(), old[key].float()) for key, value in whole.items())
-
-
 def stated(text: str, pattern: str) -> float:
     found = re.search(pattern, text, re.DOTALL)
     assert found is not None, pattern
@@ -170,7 +145,7 @@ def stated(text: str, pattern: str) -> float:
 
 
 def test_the_vision_language_model_is_as_good_as_its_card_says() -> None:
-    from visalign.pipelines.packaged.judge_card import answer_accuracy
+    from assets.build.judge_measures import answer_accuracy
     from visalign.rewards.vlm.engine import VisionLanguageEngine
 
     text = card("shapes-vlm")
@@ -206,7 +181,7 @@ def test_the_trained_judges_order_clear_pairs_as_their_cards_say() -> None:
 
 
 def test_the_heatmap_heads_are_as_good_as_their_card_says() -> None:
-    from visalign.pipelines.packaged.heie import heie_measures, shapes_faults
+    from assets.build.heie import heie_measures, shapes_faults
     from visalign.rewards.heie.judge import Heie
 
     text = card("shapes-heie")
@@ -240,105 +215,36 @@ def test_the_judge_of_pairs_names_the_better_one_as_its_card_says() -> None:
     assert wanted >= 0.95 and share == pytest.approx(wanted, abs=0.03)
 
 
-def test_a_build_refuses_unknown_stages_and_foreign_states(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"no stage 'vae'\. Stages: autoencoder, .*, judge, judge_grounds, heie"
-    ):
-        build_assets.main(tmp_path, only="vae")
-    with pytest.raises(ValueError, match="train the stage 'autoencoder' first"):
-        build_assets.main(tmp_path, only="generator")
-    (tmp_path / ".build" / "clip.pt").write_bytes(b"x")
-    with pytest.raises(ValueError, match="Add --resume to go on, or remove it"):
-        build_assets.main(tmp_path, only="clip")
+def test_the_language_model_is_as_good_as_its_card_says() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from assets.build.language import accuracy
+    from visalign.data.text_tasks.tasks import heldout_tasks
 
-def line(seed: int) -> torch.nn.Linear:
-    torch.manual_seed(seed)
-    return torch.nn.Linear(3, 1)
-
-
-def test_a_resumed_stage_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    def loss_of(module: torch.nn.Module, stop: int | None, step: int) -> torch.Tensor:
-        if step == stop:
-            raise KeyboardInterrupt
-        return module(torch.randn(4, 3, generator=torch.Generator().manual_seed(step))).square().mean()
-
-    whole, cut, other = line(0), line(0), line(1)
-
-    def run(name: str, module: torch.nn.Linear, stop: int | None = None, resume: bool = False) -> Any:
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-        loss = partial(loss_of, module, stop)
-        file = tmp_path / f"{name}.pt"
-        return train(module, [optimizer], loss, file, steps=7, resume=resume, save_every=2, warmup=2)
-
-    averaged = run("a", whole)
-    with pytest.raises(KeyboardInterrupt):
-        run("b", cut, stop=5)
-    assert torch.equal(averaged.weight, run("b", other, resume=True).weight)
-    states = [torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("a", "b")]
-    assert torch.equal(states[0]["module"]["weight"], states[1]["module"]["weight"])
-    assert not torch.equal(averaged.weight, states[0]["module"]["weight"]) and not averaged.training
-
-
-@pytest.mark.slow
-def test_a_small_build_runs_from_end_to_end_and_its_models_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from diffusers import StableDiffusion3Pipeline, StableDiffusionPipeline
-
-    from visalign.pipelines.packaged import autoencoder as assets_autoencoder
-    from visalign.pipelines.packaged import clip as assets_clip
-    from visalign.pipelines.packaged import generator as assets_generator
-    from visalign.pipelines.packaged import unet as assets_unet
-    from visalign.rewards.clip.open_clip_folder import load_open_clip
-
-    monkeypatch.setattr(assets_generator, "POOL", 64)
-    monkeypatch.setattr(assets_unet, "POOL", 64)
-    monkeypatch.setattr(assets_generator.shutil, "which", lambda name: None)
-    encode, found = assets_autoencoder.encode_scenes, {"image_to_text": 0.5, "text_to_image": 0.5}
-    monkeypatch.setattr(assets_autoencoder, "encode_scenes", lambda model, feed, _: encode(model, feed, 64))
-    monkeypatch.setattr(assets_clip, "retrieval", lambda model, **given: found)
-    shares = dict.fromkeys(("all", *CATEGORIES), 0.5)
-    monkeypatch.setattr(assets_generator, "pipeline_accuracy", lambda pipe, scale, **given: shares)
-    plan = build_assets.Plan(
-        autoencoder_steps=2,
-        autoencoder_batch=2,
-        generator_steps=2,
-        generator_batch=4,
-        unet_steps=2,
-        unet_batch=4,
-        clip_steps=2,
-        clip_ground_steps=2,
-        clip_batch=8,
-        language_steps=2,
-        language_batch=4,
-        language_per_task=1,
-        judge_vision_steps=2,
-        judge_steps=2,
-        judge_ground_steps=2,
-        judge_batch=4,
-        judge_check=4,
-        heie_images=8,
-        heie_steps=2,
-        heie_check=12,
+    folder = resolve_model("tasks-qwen3")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    measured = accuracy(
+        model.eval(), AutoTokenizer.from_pretrained(folder), heldout_tasks(8), samples=2, seed=7
     )
-    build_assets.main(tmp_path, plan=plan)
-    pipe: Any = StableDiffusion3Pipeline.from_pretrained(tmp_path / "shapes-sd3", dtype=torch.float32)
-    assert pipe.transformer.config.num_layers == 7
-    plain: Any = StableDiffusion3Pipeline.from_pretrained(tmp_path / "shapes-sd3")
-    assert {plain.transformer.dtype, plain.vae.dtype, plain.text_encoder.dtype} == {torch.float32}
-    assert load_open_clip(tmp_path / "shapes-clip")[0].logit_scale.isfinite()
-    built = [name for name in PACKAGED if (tmp_path / name).is_dir()]
-    assert built == ["shapes-sd3", "shapes-sd15", "shapes-clip", "tasks-qwen3", "shapes-vlm", "shapes-heie"]
-    second: Any = StableDiffusionPipeline.from_pretrained(tmp_path / "shapes-sd15")
-    assert second.scheduler.config.prediction_type == "epsilon" and second.safety_checker is None
-    assert second.vae.config.shift_factor is None and pipe.vae.config.shift_factor is not None
-    named = json.loads((tmp_path / "shapes-heie" / "judge.json").read_text(encoding="utf-8"))["base"]
-    assert named == "../shapes-vlm"
-    for name in built:
-        text = (tmp_path / name / "README.md").read_text(encoding="utf-8")
-        assert "2 steps of" in text
-    assert "_name_or_path" not in (tmp_path / "shapes-sd3" / "vae" / "config.json").read_text()
-    build_assets.main(tmp_path, only="clip", resume=True, plan=plan)
-    with pytest.raises(ValueError, match="Add --resume"):
-        build_assets.main(tmp_path, plan=plan)
+    greedy, sampled = (
+        stated(card("tasks-qwen3"), rf"\| all \|{column} ([0-9.]+)") for column in ("", r" [0-9.]+ \|")
+    )
+    assert 0.3 <= sampled <= 0.6, "reinforcement learning starts from a model that is half right"
+    assert measured.greedy == pytest.approx(greedy, abs=0.08)
+    assert measured.sampled == pytest.approx(sampled, abs=0.08)
+
+
+def test_the_language_tokenizer_keeps_any_text_and_knows_the_tasks_words() -> None:
+    from assets.build.language import new_tokenizer
+    from visalign.data.text_tasks.tasks import heldout_tasks
+
+    tokenizer: Any = new_tokenizer()
+    letters = {tokenizer.convert_tokens_to_ids(letter) for letter in "abcdefghijklmnopqrstuvwxyz"}
+    for record in heldout_tasks(5):
+        text = record["prompt"] + "\n" + record["solution"]
+        assert not letters & set(tokenizer(text, add_special_tokens=False).input_ids)
+    odd = "Ünïcorn 🦄 \n"
+    assert tokenizer.decode(tokenizer(odd, add_special_tokens=False).input_ids) == odd
+    chat = [{"role": "user", "content": "Sort 3, 1."}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert ids == tokenizer("Sort 3, 1.\n").input_ids

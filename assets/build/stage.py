@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the stages of `visalign build-assets` share: plan, scenes, one resumable loop, tidy folders."""
+"""Parts shared by the stages of the build: plan, training scenes, training loop, saved folders."""
 
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -14,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from visalign.atomic import umask_permissions
+from visalign.data.assets import assets_folder
 from visalign.data.shapes.prompts import CATEGORIES, Record, train_prompts
 from visalign.data.shapes.render import render_many
 from visalign.data.shapes.scenes import Scene, sample_scene
@@ -26,7 +25,7 @@ from visalign.precision import autocast_dtype
 
 
 def fast_autocast() -> torch.autocast:
-    """bfloat16 where the processor multiplies it, which halves a stage's time; else nothing."""
+    """Use bfloat16 where the processor multiplies it, which halves a stage's time."""
     dtype = autocast_dtype("auto", torch.device("cpu"))
     return torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)
 
@@ -46,8 +45,6 @@ STYLE_WEIGHTS = (0.5, 0.2, 0.2, 0.1)
 
 SURROUNDINGS = 0.7
 """Share of a judge's training images that get other surroundings than the world's own."""
-
-_console = Console(stderr=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +78,7 @@ class Plan:
 
 
 class SceneFeed:
-    """Endless training scenes; number n is a function of (seed, n) alone, so a resumed run sees the same."""
+    """Endless training scenes; scene n depends on (seed, n) alone."""
 
     def __init__(
         self,
@@ -106,6 +103,11 @@ class SceneFeed:
         return [self.scene(number) for number in range(start, start + count)]
 
 
+def packaged(name: str) -> Path:
+    """Return the folder of a packaged model, whose architecture and tokenizer a new one takes over."""
+    return assets_folder() / name
+
+
 def to_tensor(images: np.ndarray) -> Tensor:
     """uint8 [N, H, W, 3] -> float32 [N, 3, H, W] in [−1, 1]."""
     return torch.from_numpy(images).permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
@@ -120,30 +122,28 @@ def train(
     module: Any,
     optimizers: Sequence[torch.optim.Optimizer],
     loss_of: Callable[[int], Tensor],
-    file: Path,
+    name: str,
     *,
     steps: int,
-    resume: bool,
     decay: float = 0.999,
     warmup: int = 100,
     cooldown: float = 0.3,
-    save_every: int = 500,
+    report_every: int = 500,
     check: Callable[[Any], dict[str, float]] | None = None,
 ) -> Any:
     """Train a module in place and give it the exponential moving average of its weights.
 
     Args:
-        module: what is trained.
-        optimizers: of its parameters.
+        module: model to train.
+        optimizers: optimizers of its parameters.
         loss_of: the loss of step n.
-        file: of the state; its name is that of the stage.
-        steps: last step.
-        resume: go on from the saved state if there is one; the result is that of an uninterrupted run.
-        decay: of the average, with the usual warm-up.
+        name: stage named in the progress lines.
+        steps: number of steps.
+        decay: decay of the average, with the usual warm-up.
         warmup: steps over which the learning rate rises.
         cooldown: share of the steps, at the end, over which it falls linearly to 0.
-        save_every: steps between two saved states.
-        check: numbers of a module with the averaged weights, printed with each saved state.
+        report_every: steps between two progress lines.
+        check: measurements of the module with averaged weights, printed with each progress line.
     """
 
     def average(old: Any, now: Any, number: Any) -> None:
@@ -151,11 +151,8 @@ def train(
 
     averaged = AveragedModel(module, multi_avg_fn=average).eval()
     averaged.n_averaged += 1  # the first update is an average, too
-    named = {f"optimizer {n}": optimizer for n, optimizer in enumerate(optimizers)}
-    parts = {"module": module, "average": averaged, **named}
-    first = _load(file, parts) if resume and file.exists() else 0
     started, running = time.monotonic(), 0.0
-    for step in range(first, steps):
+    for step in range(steps):
         share = min(1.0, (step + 1) / warmup, (steps - step) / max(1.0, cooldown * steps))
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * share
@@ -166,47 +163,24 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
         averaged.update_parameters(module)
-        running = loss.item() if step == first else 0.98 * running + 0.02 * loss.item()
-        if (done := step + 1) % save_every == 0 or done in (first + 100, steps):
-            _save(file, done, parts)
-            pace = (done - first) / (time.monotonic() - started)
-            found = {"loss": running} | (check(averaged.module) if check else {})
-            shown = [f"step {done}/{steps}", *(f"{key} {value:.3f}" for key, value in found.items())]
-            shown += [f"{pace:.2f} steps/s", f"{(steps - done) / pace / 60:.0f} min left"]
-            _console.print(f"{file.stem}: {', '.join(shown)}")
+        running = loss.item() if step == 0 else 0.98 * running + 0.02 * loss.item()
+        done = step + 1
+        if done % report_every == 0 or done in (100, steps):
+            pace = done / (time.monotonic() - started)
+            measures = {"loss": running} | (check(averaged.module) if check else {})
+            words = [f"step {done}/{steps}", *(f"{key} {value:.3f}" for key, value in measures.items())]
+            print(f"{name}: {', '.join(words)}, {(steps - done) / pace / 60:.0f} min left", flush=True)
     module.load_state_dict(averaged.module.state_dict())
     return module.eval()
-
-
-def _save(file: Path, step: int, parts: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    torch.save({"step": step, **{key: part.state_dict() for key, part in parts.items()}}, partial)
-    os.replace(partial, file)
-
-
-def _load(file: Path, parts: dict[str, Any]) -> int:
-    state = torch.load(file, weights_only=True)
-    for key, part in parts.items():
-        part.load_state_dict(state[key])
-    _console.print(f"{file.stem}: going on from step {state['step']}")
-    return int(state["step"])
 
 
 def muon_and_adam(
     module: nn.Module, matrices: Sequence[nn.Parameter], *, lr: float, **others: Any
 ) -> list[torch.optim.Optimizer]:
-    """Muon for these matrices, AdamW for what else there is.
-
-    Args:
-        module: all that is trained.
-        matrices: inside its blocks.
-        lr: of AdamW.
-        **others: more of AdamW, and `slow`: parameters that move with a fifth of its rate.
-    """
+    """Use Muon for the blocks' matrices and AdamW for the rest; `slow` parameters get a fifth of its rate."""
     slow = list(others.pop("slow", ()))
-    taken = {id(parameter) for parameter in (*matrices, *slow)}
-    groups: list[dict[str, Any]] = [{"params": [p for p in module.parameters() if id(p) not in taken]}]
+    assigned = {id(parameter) for parameter in (*matrices, *slow)}
+    groups: list[dict[str, Any]] = [{"params": [p for p in module.parameters() if id(p) not in assigned]}]
     groups += [{"params": slow, "lr": lr / 5}] if slow else []
     settings = {"lr": lr, "betas": (0.9, 0.98), "weight_decay": 0.0, **others}
     muon = torch.optim.Muon(list(matrices), lr=2e-3, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
@@ -214,7 +188,7 @@ def muon_and_adam(
 
 
 def tidy(folder: Path) -> None:
-    """Let everybody read a saved model, load it as float32, and forget where it lay while it was built."""
+    """Make a saved model readable for everybody, loaded as float32, without the path of its build."""
     umask_permissions(folder)
     for file in folder.rglob("config.json"):
         config = json.loads(file.read_text(encoding="utf-8"))
