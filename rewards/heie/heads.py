@@ -151,8 +151,8 @@ class HeieHeads(nn.Module):
 
         if not Path(file).is_file():
             raise FileNotFoundError(
-                f"There are no HEIE heads at {file}; take the packaged judge 'shapes-heie', or train some "
-                "in a checkout, `python -m assets.build.heie --model MODEL --out FOLDER`, and give that folder."
+                f"There are no HEIE heads at {file}; take the packaged judge 'shapes-heie', or train some: "
+                "`python -m assets.build.heie --model MODEL --out FOLDER` in a checkout of visalign."
             )
         try:
             with safe_open(str(file), "pt") as opened:
