@@ -66,9 +66,10 @@ class MapHead(nn.Module):
         width, cells = settings.width, settings.cells
         self.cells, self.queries = cells, settings.queries
         self.token, self.context = (nn.Linear(settings.hidden, settings.queries * width) for _ in range(2))
-        self.image = nn.Linear(settings.features, width)
-        self.norm_token, self.norm_image, self.norm_out = (nn.LayerNorm(width) for _ in range(3))
-        self.to_image = nn.MultiheadAttention(width, settings.attention_heads, batch_first=True)
+        # the names of the layers are the keys of saved heads
+        self.picture = nn.Linear(settings.features, width)
+        self.norm_token, self.norm_picture, self.norm_out = (nn.LayerNorm(width) for _ in range(3))
+        self.to_picture = nn.MultiheadAttention(width, settings.attention_heads, batch_first=True)
         self.to_token = nn.MultiheadAttention(width, settings.attention_heads, batch_first=True)
         self.mix = nn.Sequential(nn.Linear(2 * width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
         self.out = nn.Linear(width, 2 * cells * cells)
@@ -88,8 +89,8 @@ class MapHead(nn.Module):
         place = _places(*grid, self.norm_token.normalized_shape[0]).to(features)
         both = torch.cat([self.token(hidden), self.context(context)], 1)
         tokens = self.norm_token(both.view(batch, 2 * self.queries, -1))
-        seen = self.norm_image(self.image(features) + place)
-        tokens = tokens + self.to_image(tokens, seen, seen, need_weights=False)[0]
+        seen = self.norm_picture(self.picture(features) + place)
+        tokens = tokens + self.to_picture(tokens, seen, seen, need_weights=False)[0]
         told = self.to_token(seen, tokens, tokens, need_weights=False)[0]
         mixed = self.norm_out(seen + told + self.mix(torch.cat([seen, told * seen], -1)))
         maps = pixel_shuffle(self.out(mixed).mT.unflatten(2, grid), self.cells)
