@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from visalign.atomic import write_atomic
-from visalign.data.sets.columns import Columns, renamed
+from visalign.data.sets.columns import Columns, rename_columns
 from visalign.data.sets.layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS
 from visalign.data.sets.records import PreferenceSet
 from visalign.data.sets.sources import GENERATED, load_source
@@ -193,7 +193,7 @@ def _is_pairs(path: Path, columns: Columns) -> bool:
     if path.suffix.lower() not in READERS or not path.is_file():
         return False
     _, given = next(read_rows(path), (0, {}))
-    row = renamed(path, given, columns.names)
+    row = rename_columns(path, given, columns.names)
     return "image_left" in row or "image_right" in row
 
 
@@ -228,7 +228,7 @@ def _of_quality(found: Any, prompt: str | None, scores: Sequence[str]) -> list[I
 
 def _of_table(path: Path, prompt: str | None, columns: Columns, scores: Sequence[str]) -> list[ImageRow]:
     """A table with scores; prompts and images where it has them."""
-    table = [(number, renamed(path, given, columns.names)) for number, given in read_rows(path)]
+    table = [(number, rename_columns(path, given, columns.names)) for number, given in read_rows(path)]
     if table and {"image", "reward", "value"} <= set(table[0][1]):
         table = _by_image(table)
     _require({name for _, row in table for name in row}, scores, str(path))

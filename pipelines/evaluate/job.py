@@ -19,9 +19,9 @@ from visalign.data.sets.checks import (
     summed_votes,
     without_duplicates,
 )
-from visalign.data.sets.columns import Columns, joined
-from visalign.data.sets.records import PreferenceSet, QualitySet, mixed_side
-from visalign.data.sets.sources import load_source
+from visalign.data.sets.columns import Columns
+from visalign.data.sets.records import PreferenceSet, QualitySet, mix_sides
+from visalign.data.sets.sources import join_scores, load_source
 from visalign.errors import UserError
 from visalign.evaluation.rewards.comparison import (
     compare_on_preferences,
@@ -124,7 +124,7 @@ def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> di
     table = replace(options.table, has_images=bool(judges or options.join))
     source = load_source(options.source, split=options.split, limit=options.limit, columns=table)
     for path in options.join:
-        source = joined(source, path)
+        source = join_scores(source, path)
     if isinstance(source, PreferenceSet):
         source, findings = _prepared(source, options, judges)
     else:
@@ -182,7 +182,7 @@ def _prepared(
     source: PreferenceSet, options: EvaluateOptions, judges: dict[str, Any]
 ) -> tuple[PreferenceSet, list[Finding]]:
     if options.swap_sides:
-        source = replace(source, pairs=tuple(mixed_side(pair) for pair in source.pairs))
+        source = replace(source, pairs=tuple(mix_sides(pair) for pair in source.pairs))
     sees_sides = any(not isinstance(judge, PointwiseReward) for judge in judges.values())
     findings = check_preferences(source, files=bool(judges), judge_sees_sides=sees_sides)
     if not options.keep_duplicates:

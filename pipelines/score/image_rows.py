@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from visalign.data.sets.columns import renamed
+from visalign.data.sets.columns import rename_columns
 from visalign.data.sets.image_references import parquet_reference
 from visalign.data.sets.tables import READERS, Row, listed, read_rows, require_columns
 from visalign.errors import UserError
@@ -232,7 +232,7 @@ def _from_table(
     needed = ("image",) if prompt is not None else ("image", "prompt")
     rows = []
     for count, (number, given) in enumerate(read_rows(path)):
-        row = renamed(path, given, names)
+        row = rename_columns(path, given, names)
         if not count:
             require_columns(path, row, needed, purpose="a table of images")
         try:

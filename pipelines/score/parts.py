@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
-from visalign.data.sets.columns import renamed
+from visalign.data.sets.columns import rename_columns
 from visalign.data.sets.tables import READERS, Row, read_rows, require_columns
 from visalign.errors import UserError
 
@@ -115,7 +115,8 @@ def check_part(part: Part, asking: Asking) -> None:
     if first is not None:
         needed = ("image",) if _prompt(asking) is not None else ("image", "prompt")
         purpose = "a table of images"
-        require_columns(part.source, renamed(part.source, first, asking.names), needed, purpose=purpose)
+        row = rename_columns(part.source, first, asking.names)
+        require_columns(part.source, row, needed, purpose=purpose)
 
 
 def rows_of(part: Part, asking: Asking) -> Iterator[ImageRow]:
@@ -136,7 +137,7 @@ def rows_of(part: Part, asking: Asking) -> Iterator[ImageRow]:
     path = part.source
     for number, given, member in _given(path, asking):
         try:
-            row = renamed(path, given, asking.names)
+            row = rename_columns(path, given, asking.names)
             content = row.get("image")
             if member is not None and isinstance(content, bytes):
                 row["image"] = f"{path}/{member}"

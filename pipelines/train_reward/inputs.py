@@ -72,13 +72,13 @@ def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
         shared = sorted(train.prompts & heldout.prompts)
         if shared:
             raise UserError(
-                f"{len(shared)} prompts (of rated images: references) of data.heldout also stand in "
-                f"data.train: {listed([repr(prompt) for prompt in shared])}. What is learnt would be "
-                "measured. Put each prompt into one of the two."
+                f"{len(shared)} prompts (of rated images: references) of data.heldout are also in "
+                f"data.train: {listed([repr(prompt) for prompt in shared])}. Training and test would share "
+                "them. Put each prompt into one of the two."
             )
         both = {"data.heldout": heldout, "data.train": train}
         sets = {name: [ref for row in one.rows for ref in row.images] for name, one in both.items()}
-        notes += refuse_shared_images(sets, what="of data.heldout also stand in data.train")
+        notes += refuse_shared_images(sets, what="of data.heldout are also in data.train")
     if data.convex_da is not None:
         variants = data.convex_da.variants([row.prompt for row in train.rows], config.seed)
         train = with_prompts(train, variants)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from visalign.data.sets.columns import Columns, joined, parse_map
+from visalign.data.sets.columns import Columns, parse_map
 from visalign.data.sets.records import PreferenceSet, QualitySet
-from visalign.data.sets.sources import load_preferences, load_quality, load_source
+from visalign.data.sets.sources import join_scores, load_preferences, load_quality, load_source
 from visalign.data.sets.tables import read_rows
 from visalign.errors import UserError
 
@@ -119,7 +119,9 @@ def test_other_separators_are_seen(tmp_path: Path, sign: str) -> None:
 @pytest.mark.parametrize("has_images", [True, False])
 def test_another_separator_is_said_to_be_none(tmp_path: Path, has_images: bool) -> None:
     (tmp_path / "a.csv").write_text("prompt^image_left^image_right^label\na^1^2^left\n")
-    with pytest.raises(UserError, match=r"There is one column; those of a CSV are parted by , ; \| or tabs"):
+    with pytest.raises(
+        UserError, match=r"There is one column; those of a CSV are separated by , ; \| or tabs"
+    ):
         load_preferences(tmp_path / "a.csv", columns=Columns(has_images=has_images))
 
 
@@ -143,7 +145,7 @@ def test_scores_are_joined_by_image(tmp_path: Path) -> None:
     found = load_preferences(tmp_path / "set.jsonl")
     wide = "image,good\n" + "".join(f"elsewhere/{k}.png,{k}\n" for k in (0, 1, 2, 9))
     (tmp_path / "wide.csv").write_text(wide)
-    both = joined(found, tmp_path / "wide.csv")
+    both = join_scores(found, tmp_path / "wide.csv")
     assert isinstance(both, PreferenceSet)
     assert [(p.extra["good_left"], p.extra["good_right"]) for p in both.pairs] == [
         ("0", "9"),
@@ -154,7 +156,7 @@ def test_scores_are_joined_by_image(tmp_path: Path) -> None:
     long += "im/0.png,b,1,x,\nim/9.png,b,2,x,\n"
     (tmp_path / "long.csv").write_text(long)
     with pytest.warns(UserWarning, match="scores for 1 of 3 records"):
-        some = joined(found, tmp_path / "long.csv")
+        some = join_scores(found, tmp_path / "long.csv")
     assert isinstance(some, PreferenceSet)
     assert some.pairs[0].extra == {
         "a_left": "0.5",
@@ -164,5 +166,5 @@ def test_scores_are_joined_by_image(tmp_path: Path) -> None:
         "a_std_right": "0.1",
     }
     (tmp_path / "none.csv").write_text("image,good\nother.png,1\n")
-    with pytest.raises(UserError, match="None of the images of 'set' stands in"):
-        joined(found, tmp_path / "none.csv")
+    with pytest.raises(UserError, match="None of the images of 'set' is in"):
+        join_scores(found, tmp_path / "none.csv")

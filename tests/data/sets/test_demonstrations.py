@@ -50,7 +50,7 @@ def test_what_a_tool_wrote_of_the_completion_is_none_of_another_field(tmp_path):
         ),
         ('{"prompt": "p", "completion": 3}', "line 1 has no text in the field 'completion': its fields are"),
         ("\n{oops", "line 2 is not JSON"),
-        ('{"prompt": "p", "completion": "\\ud83d"}', r"line 1 has half a character \(\\ud83d\)\. Mend or"),
+        ('{"prompt": "p", "completion": "\\ud83d"}', r"line 1 has half a character \(\\ud83d\)\. Fix or"),
         ('{"completion": "c"}', 'line 1 needs a JSON object with a "prompt"'),
         ('{"prompt": "  ", "completion": "c"}', 'line 1 needs a JSON object with a "prompt"'),
         ('{"prompt": [{"role": "user"}], "completion": "c"}', 'line 1 needs a JSON object with a "prompt"'),

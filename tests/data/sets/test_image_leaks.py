@@ -98,8 +98,8 @@ def test_one_image_under_two_names_is_found(sets: dict[str, list[str]], tmp_path
     copy(Path(sets["train"][7]), tmp_path / "other name.png")
     sets["heldout"].append(str(tmp_path / "other name.png"))
     assert pairs_of(sets) == {frozenset({sets["train"][7], str(tmp_path / "other name.png")})}
-    with pytest.raises(UserError, match=r"1 images of data.heldout also stand in data.train: '.*7.png'"):
-        refuse_shared_images(sets, what="of data.heldout also stand in data.train")
+    with pytest.raises(UserError, match=r"1 images of data.heldout are also in data.train: '.*7.png'"):
+        refuse_shared_images(sets, what="of data.heldout are also in data.train")
 
 
 def test_what_looks_different_is_another_image(sets: dict[str, list[str]], tmp_path: Path) -> None:
@@ -179,14 +179,14 @@ def test_a_set_with_splits_is_refused_by_image(sets: dict[str, list[str]], tmp_p
         )
         for k, split in enumerate(("train", "test"))
     )
-    message = r"1 images of 's' stand in more than one split: '.*1.png' \(train\) is '.*again.png' \(test"
+    message = r"1 images of 's' are in more than one split: '.*1.png' \(train\) is '.*again.png' \(test"
     with pytest.raises(UserError, match=message):
         check_preferences(PreferenceSet(name="s", pairs=pairs))
     assert check_preferences(PreferenceSet(name="s", pairs=pairs), files=False) == []
     records = tuple(
         QualityRecord(image=name, mos=k, split=("train", "test")[k // 2]) for k, name in enumerate(names)
     )
-    with pytest.raises(UserError, match="stand in more than one split"):
+    with pytest.raises(UserError, match="are in more than one split"):
         check_quality(QualitySet(name="s", records=records))
     assert check_quality(QualitySet(name="s", records=records), files=False) == []
 
@@ -204,7 +204,7 @@ def test_training_on_a_held_out_image_is_refused(sets: dict[str, list[str]], tmp
     config = load_job("shapes_hpsv3", changes).config
     with pytest.raises(
         UserError,
-        match=r"1 images of data.heldout also stand in data.train: '.*again.bmp' \(data.heldout\) is "
-        r"'.*train/1.png' \(data.train\). What is learnt would be measured.",
+        match=r"1 images of data.heldout are also in data.train: '.*again.bmp' \(data.heldout\) is "
+        r"'.*train/1.png' \(data.train\). Training and test would share them.",
     ):
         prepare_reward(config)

@@ -15,7 +15,7 @@ from PIL import Image
 
 from visalign.data.sets.checks import check_preferences, check_quality, summed_votes, without_duplicates
 from visalign.data.sets.image_references import parquet_reference, resolve_image
-from visalign.data.sets.records import PreferencePair, PreferenceSet, mixed_side
+from visalign.data.sets.records import PreferencePair, PreferenceSet, mix_sides
 from visalign.data.sets.sources import load_preferences, load_quality, load_source, shapes_pairs, write_rows
 from visalign.data.sets.tables import read_rows
 from visalign.errors import UserError
@@ -110,7 +110,7 @@ def test_unusable_rows_are_named(tmp_path: Path, rows: list[dict[str, Any]], mes
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "set.jsonl").write_text(json.dumps(row()) + '\n{"prompt": \n')
-    with pytest.raises(UserError, match=r"Line 2 of .* is no JSON"):
+    with pytest.raises(UserError, match=r"Line 2 of .* is not JSON"):
         load_preferences(tmp_path / "set.jsonl")
     (tmp_path / "set.csv").write_text("prompt,image_left,image_right,label\na,l.png,r.png\n")
     with pytest.raises(UserError, match=r"Line 2 of .* has 3 fields, the first line names 4"):
@@ -124,7 +124,7 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"There is no file"):
         load_preferences(tmp_path / "none.jsonl")
     (tmp_path / "set.txt").write_text("x")
-    with pytest.raises(UserError, match=r"no table we read"):
+    with pytest.raises(UserError, match=r"not a table format"):
         load_preferences(tmp_path / "set.txt")
 
 
@@ -223,9 +223,9 @@ def test_tables_of_votes_are_read_and_written(tmp_path: Path) -> None:
 
 def test_sides_are_mixed_the_same_way_always() -> None:
     pairs = [PreferencePair(**(BASE | {"image_left": f"/a/{k}.png", "label": 1.0})) for k in range(200)]
-    mixed = [mixed_side(pair) for pair in pairs]
+    mixed = [mix_sides(pair) for pair in pairs]
     assert 60 < sum(pair.label == 1.0 for pair in mixed) < 140
-    assert mixed == [mixed_side(pair.swapped()) for pair in pairs]
+    assert mixed == [mix_sides(pair.swapped()) for pair in pairs]
     pair = PreferencePair(**BASE, label=1.0, votes=(2, 1, 3), generator_left="a", extra={"x_left": 1, "y": 2})
     turned = pair.swapped()
     assert (turned.votes, turned.generator_right, turned.extra) == ((1, 2, 3), "a", {"x_right": 1, "y": 2})
@@ -258,7 +258,7 @@ def test_quality_sets(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             check_quality(load_quality(write(tmp_path / "q.jsonl", rows)), files=False)
-    with pytest.raises(UserError, match=r"'mos' is 'good', needed is a number"):
+    with pytest.raises(UserError, match=r"'mos' is 'good', needed is a finite number"):
         load_quality(write(tmp_path / "q.jsonl", [{"image": "a", "mos": "good"}]))
 
 

@@ -51,7 +51,7 @@ def test_blank_lines_are_skipped_with_a_warning(tmp_path):
 
 def test_duplicates_count_once_with_a_warning(tmp_path):
     path = _write(tmp_path, "a.txt", "a\nb\na\na\n")
-    with pytest.warns(UserWarning, match=r"skipped 2 line\(s\) \(3, 4\), whose prompts stand further up"):
+    with pytest.warns(UserWarning, match=r"skipped 2 line\(s\) \(3, 4\), which repeat earlier prompts"):
         assert [r["prompt"] for r in load_prompts(path)] == ["a", "b"]
 
 

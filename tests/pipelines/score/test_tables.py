@@ -292,13 +292,13 @@ def test_all_failed_is_said(light: Light) -> None:
             '{"image": "a.png", "prompt": "x"}\n{"image": "a.png"}',
             "Row 2 of 't.jsonl': 'prompt' is missing",
         ),
-        ("t.jsonl", '{"image": "a.png", "prompt": "x", "metadata": "{"}', "'metadata' is no JSON"),
+        ("t.jsonl", '{"image": "a.png", "prompt": "x", "metadata": "{"}', "'metadata' is not JSON"),
         (
             "t.jsonl",
             '{"image": "a.png", "prompt": "x", "metadata": [1]}',
             "'metadata' is a list, needed is an object.",
         ),
-        ("t.jsonl", "nonsense", "Line 1 of 't.jsonl' is no JSON"),
+        ("t.jsonl", "nonsense", "Line 1 of 't.jsonl' is not JSON"),
     ],
 )
 def test_bad_tables_are_refused_by_message(light: Light, name: str, text: str, message: str) -> None:

@@ -309,7 +309,7 @@ def test_triples_come_from_pairs_with_a_refined_image(models, tmp_path):
         "heldout": _set(tmp_path, "h.jsonl", [dict(_pairs("h")[0], image_left="r.png")]),
         "heldout_size": None,
     }
-    with pytest.raises(UserError, match=r"of data\.heldout also stand in data\.train.*r\.png"):
+    with pytest.raises(UserError, match=r"of data\.heldout are also in data\.train.*r\.png"):
         prepare_reward(_config(models, "ict", data={**data, **held}))
     bare = {**data, "train": _set(tmp_path / "bare", "t.jsonl", _pairs("t"))}
     with pytest.raises(UserError, match=r"data.train: 6 rows of .* have no column image_refined"):
@@ -321,7 +321,7 @@ def test_triples_come_from_pairs_with_a_refined_image(models, tmp_path):
     [
         ({"image_left": "no1.png"}, r"data.train: 6 image files do not exist|data.train: 1 image files"),
         ({"votes_left": 2, "votes_right": 2}, "data.train: All 6 pairs of .* are ties"),
-        ({"prompt": "h 1"}, "1 prompts .* of data.heldout also stand in data.train: 'h 1'"),
+        ({"prompt": "h 1"}, "1 prompts .* of data.heldout are also in data.train: 'h 1'"),
     ],
 )
 def test_sets_that_cannot_be_used_are_refused(models, tmp_path, change, message):
@@ -348,7 +348,7 @@ def test_contradictions_and_leaks_between_splits_are_refused(models, tmp_path):
     ]
     data = {"train": _set(tmp_path, "s.jsonl", split), "heldout": None}
     with pytest.raises(
-        UserError, match=r"1 prompts of .* stand in more than one split: 'same' \(test and train\)"
+        UserError, match=r"1 prompts of .* are in more than one split: 'same' \(test and train\)"
     ):
         prepare_reward(_config(models, "hpsv3", data=data))
 

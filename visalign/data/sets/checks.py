@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is odd about a preference or quality set before anything is trained or measured on it."""
+"""Checks of a preference or quality set before anything is trained or measured on it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from visalign.errors import UserError
 
@@ -17,7 +16,7 @@ from .tables import listed
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that is odd but can be worked with."""
+    """An oddity of a set that is no reason to stop."""
 
     kind: str
     """ "duplicates", "disagreement", "one_side", "ties" ..."""
@@ -30,38 +29,44 @@ def check_preferences(
 ) -> list[Finding]:
     """Refuse sets on which a number would mean nothing; report what else is odd.
 
-    With `files` the images will be opened, so missing ones are refused now; `judge_sees_sides` says that the
-    judge gets both at once and so may prefer a side.
+    Args:
+        pairs: The set.
+        files: Whether the images will be opened, so that missing ones are refused now.
+        judge_sees_sides: Whether the judge sees both images at once and so may prefer a side.
 
-    Returns what is no reason to stop: repeated pairs, pairs judged differently in different rows, images
-    compared with themselves, all winners on one side, ties; and that not all images of several splits could
-    be compared in time.
+    Returns:
+        Repeated pairs, pairs judged differently in different rows, images compared with themselves, all
+        winners on one side, ties; and that not all images of several splits could be compared in time.
 
     Raises:
         UserError: Missing files; a prompt or an image in more than one split; all labels tie; or all winners
-            stand on one side and the judge sees sides.
+            are on one side and the judge sees sides.
     """
-    _refuse_missing([ref for pair in pairs.pairs for ref in (pair.image_left, pair.image_right)], files)
-    _refuse_leaks(pairs)
+    images = [(image, pair.split) for pair in pairs.pairs for image in (pair.image_left, pair.image_right)]
+    _refuse_missing([image for image, _ in images], files)
+    _refuse_leaks(
+        ((" ".join(pair.prompt.split()).lower(), pair.split) for pair in pairs.pairs),
+        f"prompts of '{pairs.name}'",
+        "Training and test would share them. Put each prompt into one split, or read one split alone "
+        "(split=..., --split).",
+    )
     tied = sum(pair.label == 0.5 for pair in pairs.pairs)
     if tied == len(pairs):
         raise UserError(
             f"All {len(pairs)} pairs of '{pairs.name}' are ties: there is nothing to agree with. Check which "
             "column holds the label (left, right, tie, or the share for the left image)."
         )
-    sides = [(ref, pair.split) for pair in pairs.pairs for ref in (pair.image_left, pair.image_right)]
-    found = [*_one_side(pairs, judge_sees_sides), *_repeats(pairs), *_shared(pairs.name, sides, files)]
-    numbered = zip(_numbers(pairs.rows, len(pairs)), pairs.pairs, strict=True)
-    itself = [row for row, pair in numbered if pair.image_left == pair.image_right]
-    if itself:
-        found.append(_finding("same_image", itself, "compare an image with itself"))
+    findings = [*_one_side(pairs, judge_sees_sides), *_repeats(pairs)]
+    findings += _shared_images(pairs.name, images, files)
+    itself = [pairs.row(i) for i, pair in enumerate(pairs.pairs) if pair.image_left == pair.image_right]
+    findings += _rows_finding("same_image", itself, "compare an image with itself")
     if tied:
-        found.append(Finding(kind="ties", count=tied, message=f"{tied} of {len(pairs)} labels are ties."))
-    return found
+        findings.append(Finding(kind="ties", count=tied, message=f"{tied} of {len(pairs)} labels are ties."))
+    return findings
 
 
 def check_quality(records: QualitySet, *, files: bool = True) -> list[Finding]:
-    """The same for a quality set: repeated images, and that not all images could be compared in time.
+    """Check a quality set: report repeated images, and that not all images could be compared in time.
 
     Raises:
         UserError: Missing files, one image with two scores, an image or images of one reference in more than
@@ -75,110 +80,77 @@ def check_quality(records: QualitySet, *, files: bool = True) -> list[Finding]:
             f"All {len(records)} scores of '{records.name}' equal {records.records[0].mos:g}: no "
             "correlation is defined. Check which column holds the mean opinion score."
         )
-    _refuse_quality_leaks(records)
+    _refuse_leaks(
+        ((record.origin, record.split) for record in records.records),
+        f"images or references of '{records.name}'",
+        "Put all images of a reference into one split, or read one split alone (--split).",
+    )
     repeated, scores = [], {}
-    for row, record in zip(_numbers(records.rows, len(records)), records.records, strict=True):
-        first = scores.setdefault(record.image, (row, record.mos))
-        if first[0] != row and first[1] != record.mos:
+    for index, record in enumerate(records.records):
+        row = records.row(index)
+        first_row, mos = scores.setdefault(record.image, (row, record.mos))
+        if mos != record.mos:
             raise UserError(
-                f"'{record.image}' has the score {first[1]:g} in row {first[0]} and {record.mos:g} in row "
+                f"'{record.image}' has the score {mos:g} in row {first_row} and {record.mos:g} in row "
                 f"{row} of '{records.name}'. Keep one of them, or their mean."
             )
-        if first[0] != row:
+        if first_row != row:
             repeated.append(row)
-    found = _shared(records.name, [(record.image, record.split) for record in records.records], files)
-    return found + ([_finding("duplicates", repeated, "repeat an image")] if repeated else [])
+    findings = _shared_images(records.name, [(r.image, r.split) for r in records.records], files)
+    return findings + _rows_finding("duplicates", repeated, "repeat an image")
 
 
 def without_duplicates(pairs: PreferenceSet) -> PreferenceSet:
-    """The set without rows that say again what an earlier row says, mirrored or not.
+    """Drop rows that repeat an earlier row, mirrored or not.
 
-    Again is what the same annotator says again, and a tally of votes that stands twice. Rows with a single
-    label and without an annotator may be people who agree: they are all kept, as is what contradicts.
+    A repeat is the same vote of the same annotator, or the same tally of votes. Rows with a single label and
+    without an annotator may be people who agree: they are all kept, as are rows that contradict each other.
     """
     seen, kept = set(), []
-    for place, pair in enumerate(pairs.pairs):
-        key = _repeatable(pair)
+    for index, pair in enumerate(pairs.pairs):
+        key = _repeat_key(pair)
         if key is None or key not in seen:
             seen.add(key)
-            kept.append(place)
-    return _at(pairs, kept, [pairs.pairs[place] for place in kept])
+            kept.append(index)
+    return _subset(pairs, kept, [pairs.pairs[index] for index in kept])
 
 
 def summed_votes(pairs: PreferenceSet) -> tuple[PreferenceSet, list[Finding]]:
-    """One record per pair: the rows of its annotators summed to votes, at the place of the first of them.
+    """Sum the rows of a pair's annotators to votes, one record per pair in the place of its first row.
 
-    The label is the share of the votes. Of the other columns the first row's are kept; numbers of a judge
-    that differ between the rows of a pair are reported.
+    The label is the share of the votes. Other columns keep the first row's value; scores that differ between
+    the rows of a pair are reported.
 
     Returns:
-        The set, and what was summed.
+        The set, and reports on the sums.
     """
     groups: dict[tuple[str | None, ...], list[int]] = {}
-    for place, pair in enumerate(pairs.pairs):
-        groups.setdefault((*_statement(pair)[:3], pair.split), []).append(place)
-    kept, found, unlike = [], [], set()
-    for places in groups.values():
-        first = pairs.pairs[places[0]]
-        rows = [pairs.pairs[place] for place in places]
+    for index, pair in enumerate(pairs.pairs):
+        groups.setdefault((*_statement(pair)[:3], pair.split), []).append(index)
+    summed, unequal = [], set()
+    for indices in groups.values():
+        first = pairs.pairs[indices[0]]
+        rows = [pairs.pairs[index] for index in indices]
         rows = [row if row.image_left == first.image_left else row.swapped() for row in rows]
-        kept.append(places[0])
         is_vote = len(rows) > 1 or (first.annotator is not None and not first.ballots)
-        found.append(_sum(rows) if is_vote else first)
-        unlike |= {name for row in rows[1:] for name in row.extra if _differ(row.extra[name], first, name)}
+        summed.append(_sum_votes(rows) if is_vote else first)
+        unequal |= {name for row in rows[1:] for name in row.extra if _differs(row, first, name)}
     findings = []
-    if len(found) < len(pairs):
-        names = {pair.annotator for pair in pairs.pairs if pair.annotator is not None}
+    if len(summed) < len(pairs):
+        annotators = {pair.annotator for pair in pairs.pairs} - {None}
         unnamed = sum(pair.annotator is None for pair in pairs.pairs)
-        by = f" of {len(names)} annotators" if names else ""
-        without = f" {unnamed} rows name no annotator and count as one vote each." if unnamed else ""
-        message = (
-            f"{len(pairs)} rows{by} are votes on {len(found)} pairs; those of a pair are summed.{without}"
-        )
-        findings.append(Finding(kind="votes", count=len(found), message=message))
-    if unlike:
-        message = f"{listed(sorted(unlike))} differ between rows of one pair; the first row's are used."
-        findings.append(Finding(kind="columns", count=len(unlike), message=message))
-    return _at(pairs, kept, found), findings
-
-
-def _at(pairs: PreferenceSet, places: list[int], kept: list[PreferencePair]) -> PreferenceSet:
-    """The set with other pairs, which stand in the rows of these places."""
-    rows = tuple(pairs.rows[place] for place in places) if pairs.rows else ()
-    return PreferenceSet(name=pairs.name, pairs=tuple(kept), rows=rows)
-
-
-def _sum(rows: list[PreferencePair]) -> PreferencePair:
-    """Rows of one pair with the same side on the left as one record."""
-    votes = [row.votes or (int(row.label > 0.5), int(row.label < 0.5), int(row.label == 0.5)) for row in rows]
-    left, right, tie = (sum(column) for column in zip(*votes, strict=True))
-    weights = [sum(row) for row in votes]
-    share = sum(w * row.label for w, row in zip(weights, rows, strict=True)) / sum(weights)
-    ballots = [(row.annotator, row.label) for row in rows if row.annotator is not None]
-    earlier = [ballot for row in rows for ballot in row.ballots]
-    return replace(
-        rows[0], label=share, votes=(left, right, tie), annotator=None, ballots=(*earlier, *ballots)
-    )
-
-
-def _differ(value: Any, first: PreferencePair, name: str) -> bool:
-    """Whether a number is another one than the first row's."""
-    try:
-        return abs(float(value) - float(first.extra[name])) > 1e-9
-    except (KeyError, TypeError, ValueError):
-        return False
-
-
-def _repeatable(pair: PreferencePair) -> tuple[object, ...] | None:
-    """What a row must share with an earlier one to say the same again; None for a label without a name."""
-    if pair.annotator is None and pair.votes is None:
-        return None
-    mine = pair if pair.image_left <= pair.image_right else pair.swapped()
-    return (*_statement(mine), mine.annotator, mine.votes, mine.ballots)
+        by = f" of {len(annotators)} annotators" if annotators else ""
+        note = f" {unnamed} rows name no annotator and count as one vote each." if unnamed else ""
+        message = f"{len(pairs)} rows{by} are votes on {len(summed)} pairs; those of a pair are summed.{note}"
+        findings.append(Finding(kind="votes", count=len(summed), message=message))
+    if unequal:
+        message = f"{listed(sorted(unequal))} differ between rows of one pair; the first row's are used."
+        findings.append(Finding(kind="columns", count=len(unequal), message=message))
+    return _subset(pairs, [indices[0] for indices in groups.values()], summed), findings
 
 
 def leaks(items: Iterable[tuple[str, str | None]]) -> dict[str, list[str]]:
-    """Keys that stand in more than one split, with its splits, from (key, split or None) of each row."""
+    """Find keys in more than one split, with their splits, from (key, split or None) of each row."""
     splits: dict[str, set[str]] = {}
     for key, split in items:
         if split is not None:
@@ -186,41 +158,65 @@ def leaks(items: Iterable[tuple[str, str | None]]) -> dict[str, list[str]]:
     return {key: sorted(names) for key, names in splits.items() if len(names) > 1}
 
 
-def _refuse_leaks(pairs: PreferenceSet) -> None:
-    found = leaks((" ".join(pair.prompt.split()).lower(), pair.split) for pair in pairs.pairs)
-    if found:
-        shown = listed([f"'{prompt}' ({' and '.join(names)})" for prompt, names in found.items()])
-        raise UserError(
-            f"{len(found)} prompts of '{pairs.name}' stand in more than one split: {shown}. What was "
-            "trained on would be tested on. Put each prompt into one split, or read one split alone "
-            "(split=..., --split)."
-        )
+def _subset(pairs: PreferenceSet, indices: list[int], kept: list[PreferencePair]) -> PreferenceSet:
+    """Replace the pairs by some with the row numbers of these indices."""
+    rows = tuple(pairs.rows[index] for index in indices) if pairs.rows else ()
+    return PreferenceSet(name=pairs.name, pairs=tuple(kept), rows=rows)
 
 
-def _refuse_quality_leaks(records: QualitySet) -> None:
-    found = leaks((record.origin, record.split) for record in records.records)
-    if found:
-        shown = listed([f"'{name}' ({' and '.join(names)})" for name, names in found.items()])
-        raise UserError(
-            f"{len(found)} images or references of '{records.name}' stand in more than one split: "
-            f"{shown}. Put all images of a reference into one split, or read one split alone (--split)."
-        )
+def _sum_votes(rows: list[PreferencePair]) -> PreferencePair:
+    """Sum rows of one pair with the same image on the left."""
+    votes = [row.votes or (int(row.label > 0.5), int(row.label < 0.5), int(row.label == 0.5)) for row in rows]
+    left, right, tie = (sum(column) for column in zip(*votes, strict=True))
+    share = sum(sum(v) * row.label for v, row in zip(votes, rows, strict=True)) / (left + right + tie)
+    summed = [ballot for row in rows for ballot in row.ballots]
+    ballots = [(row.annotator, row.label) for row in rows if row.annotator is not None]
+    return replace(
+        rows[0], label=share, votes=(left, right, tie), annotator=None, ballots=(*summed, *ballots)
+    )
 
 
-def _shared(name: str, items: Iterable[tuple[str, str | None]], files: bool) -> list[Finding]:
+def _differs(row: PreferencePair, first: PreferencePair, name: str) -> bool:
+    try:
+        return abs(float(row.extra[name]) - float(first.extra[name])) > 1e-9
+    except (KeyError, TypeError, ValueError):  # only numbers are compared
+        return False
+
+
+def _repeat_key(pair: PreferencePair) -> tuple[object, ...] | None:
+    """Key that a repeat shares with the earlier row; None for a label without an annotator."""
+    if pair.annotator is None and pair.votes is None:
+        return None
+    ordered = pair if pair.image_left <= pair.image_right else pair.swapped()
+    return (*_statement(ordered), ordered.annotator, ordered.votes, ordered.ballots)
+
+
+def _statement(pair: PreferencePair) -> tuple[str, str, str, float]:
+    """Prompt, images in a fixed order, and the label for the first of them."""
+    if pair.image_left <= pair.image_right:
+        return pair.prompt, pair.image_left, pair.image_right, pair.label
+    return pair.prompt, pair.image_right, pair.image_left, 1.0 - pair.label
+
+
+def _refuse_leaks(items: Iterable[tuple[str, str | None]], what: str, remedy: str) -> None:
+    if shared := leaks(items):
+        names = listed([f"'{key}' ({' and '.join(splits)})" for key, splits in shared.items()])
+        raise UserError(f"{len(shared)} {what} are in more than one split: {names}. {remedy}")
+
+
+def _shared_images(name: str, items: Iterable[tuple[str, str | None]], files: bool) -> list[Finding]:
     """Refuse an image in more than one split: by its file, and by its content where files are opened."""
-    sets: dict[str, list[str]] = {}
+    splits: dict[str, list[str]] = {}
     for reference, split in items:
         if split is not None:
-            sets.setdefault(split, []).append(reference)
-    what = f"of '{name}' stand in more than one split"
-    notes = refuse_shared_images(sets, what=what, seconds=SECONDS if files else 0)
+            splits.setdefault(split, []).append(reference)
+    what = f"of '{name}' are in more than one split"
+    notes = refuse_shared_images(splits, what=what, seconds=SECONDS if files else 0)
     return [Finding(kind="images", count=1, message=note) for note in notes if files]
 
 
 def _refuse_missing(references: list[str], files: bool) -> None:
-    missing = missing_files(references) if files else []
-    if missing:
+    if missing := missing_files(references) if files else []:
         raise UserError(
             f"{len(missing)} image files do not exist: {listed(missing)}. Relative paths are taken from the "
             "folder of the set's file."
@@ -234,7 +230,7 @@ def _one_side(pairs: PreferenceSet, judge_sees_sides: bool) -> list[Finding]:
         return []
     side, count = ("left", lefts) if lefts else ("right", rights)
     message = (
-        f"All {count} winners of '{pairs.name}' stand on the {side}: a judge that always says {side} "
+        f"All {count} winners of '{pairs.name}' are on the {side}: a judge that always says {side} "
         "would be right every time."
     )
     if judge_sees_sides:
@@ -243,42 +239,27 @@ def _one_side(pairs: PreferenceSet, judge_sees_sides: bool) -> list[Finding]:
 
 
 def _repeats(pairs: PreferenceSet) -> list[Finding]:
-    """Rows that say again what an earlier row says, and rows of one voice that contradict an earlier one."""
-    said: dict[tuple[object, ...], dict[float, int]] = {}
+    """Report rows that repeat an earlier row, and rows of one annotator that contradict an earlier one."""
+    labels: dict[tuple[object, ...], set[float]] = {}
     seen: set[tuple[object, ...]] = set()
     duplicates, contradictions = [], []
-    for row, pair in zip(_numbers(pairs.rows, len(pairs)), pairs.pairs, strict=True):
-        *key, label = _statement(pair)
-        again = _repeatable(pair)
-        if again is not None and again in seen:
-            duplicates.append(row)
-        elif again is not None:
-            seen.add(again)
-        labels = said.setdefault((*key, pair.annotator), {})
-        if any((float(label) - 0.5) * (other - 0.5) < 0 for other in labels):
-            contradictions.append(row)
-        labels.setdefault(float(label), row)
-    found = []
-    if duplicates:
-        found.append(_finding("duplicates", duplicates, "say again what an earlier row says"))
-    if contradictions:
-        found.append(
-            _finding("disagreement", contradictions, "prefer the other side of an earlier row's pair")
-        )
-    return found
+    for index, pair in enumerate(pairs.pairs):
+        *statement, label = _statement(pair)
+        key = _repeat_key(pair)
+        if key is not None and key in seen:
+            duplicates.append(pairs.row(index))
+        elif key is not None:
+            seen.add(key)
+        earlier = labels.setdefault((*statement, pair.annotator), set())
+        if any((float(label) - 0.5) * (other - 0.5) < 0 for other in earlier):
+            contradictions.append(pairs.row(index))
+        earlier.add(float(label))
+    return [
+        *_rows_finding("duplicates", duplicates, "repeat an earlier row"),
+        *_rows_finding("disagreement", contradictions, "prefer the other side of an earlier row's pair"),
+    ]
 
 
-def _statement(pair: PreferencePair) -> tuple[str, str, str, float]:
-    """Prompt, images in a fixed order, and the label for the first of them."""
-    if pair.image_left <= pair.image_right:
-        return pair.prompt, pair.image_left, pair.image_right, pair.label
-    return pair.prompt, pair.image_right, pair.image_left, 1.0 - pair.label
-
-
-def _finding(kind: str, rows: list[int], what: str) -> Finding:
-    return Finding(kind=kind, count=len(rows), message=f"{len(rows)} rows {what}: {listed(rows)}.")
-
-
-def _numbers(rows: tuple[int, ...], count: int) -> Iterable[int]:
-    """Row numbers in the file, or 1 to N for a set that was made in memory."""
-    return rows or range(1, count + 1)
+def _rows_finding(kind: str, rows: list[int], what: str) -> list[Finding]:
+    message = f"{len(rows)} rows {what}: {listed(rows)}."
+    return [Finding(kind=kind, count=len(rows), message=message)] if rows else []

@@ -1,35 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables as people keep them, read as ours: other names of columns, other labels, scores in other files."""
+"""Rows of users' tables as records: renamed columns, words and codes for labels, votes, margins."""
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from visalign.errors import UserError, suggestion
 
-from .records import SIDES, PreferencePair, PreferenceSet, QualitySet
-from .tables import Row, listed, read_rows
+from .records import PreferencePair, QualityRecord
+from .tables import Row
 
+SIDES = {"left": 1.0, "right": 0.0, "tie": 0.5}
+"""Words for a label."""
 CODINGS = ("share", "margin")
-"""Whole columns of numbers: the share for the left image, 0 to 1; or a number whose sign says who won."""
+"""Numeric label columns: the share for the left image, 0 to 1; or a number whose sign names the winner."""
 MORE_SIDES = {
     **SIDES,
     **{"a": 1.0, "b": 0.0, "first": 1.0, "second": 0.0, "image_left": 1.0, "image_right": 0.0},
     **{"l": 1.0, "r": 0.0, "draw": 0.5, "equal": 0.5, "same": 0.5, "neither": 0.5, "both": 0.5, "none": 0.5},
 }
 """Words that need no coding."""
-ONE_TWO = {"1": 1.0, "2": 0.0}
-SIGNS = {"1": 1.0, "0": 0.5, "-1": 0.0}
-"""Numbers that are no shares and yet plain from a whole column; a warning says so."""
-_SIDE = {value: name for name, value in SIDES.items()}
+NUMBER_CODES = ({"1": 1.0, "2": 0.0}, {"1": 1.0, "0": 0.5, "-1": 0.0})
+"""Codes recognised from a whole column of numbers that are not all shares; a warning reports the reading."""
 IMAGES = ("image", "image_left", "image_right")
 
+Coding = Mapping[str, float] | str | None
+"""Word -> share for the left image, one of `CODINGS`, or None for words and shares."""
+
 _VOTES = ("votes_left", "votes_right", "votes_tie")
+_PAIR_COLUMNS = ("prompt", "image_left", "image_right", "label", "votes", "ballots", *_VOTES)
+_QUALITY_COLUMNS = ("image", "mos", "std", "prompt", "higher_is_better")
+_REQUIRED = (*IMAGES, "prompt", "mos", "label")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,128 +46,67 @@ class Columns:
     names: Mapping[str, str] = field(default_factory=dict)
     """Our name -> the table's."""
     labels: str | None = None
-    """A key of `CODINGS`, or words with their sides, "1=left,2=right,0=tie"; None reads what is plain by
-    itself."""
+    """One of `CODINGS`, or words with their sides, "1=left,2=right,0=tie"; None recognises common codes."""
     has_images: bool = True
     """False where scores are read from columns and no image is opened: rows may then name none."""
 
     def missing(self, row: Row, needed: Iterable[str]) -> list[str]:
-        """Those of the needed columns that a row with our names lacks."""
-        free = () if self.has_images else (*IMAGES, "prompt")
-        return [name for name in needed if name not in row and name not in free]
+        """List the needed columns that a renamed row lacks."""
+        optional = () if self.has_images else (*IMAGES, "prompt")
+        return [name for name in needed if name not in row and name not in optional]
 
 
 def parse_map(items: Sequence[str]) -> dict[str, str]:
-    """`OURS=THEIRS` items as {ours: theirs}.
+    """Parse `OURS=THEIRS` items into {ours: theirs}.
 
     >>> parse_map(["mos=score", "image=file name"])
     {'mos': 'score', 'image': 'file name'}
     """
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for item in items:
         ours, sign, theirs = item.partition("=")
         if not sign or not ours or not theirs:
             raise UserError(f"--map is {item!r}; write OURS=THEIRS, e.g. --map mos=score.")
-        if ours in found:
-            raise UserError(f"--map names {ours!r} twice: {found[ours]!r} and {theirs!r}. Name it once.")
-        found[ours] = theirs
-    return found
+        if ours in names:
+            raise UserError(f"--map names {ours!r} twice: {names[ours]!r} and {theirs!r}. Name it once.")
+        names[ours] = theirs
+    return names
 
 
-def renamed(path: Any, row: Row, names: Mapping[str, str]) -> Row:
-    """A row under our names; columns that are not named stay."""
+def rename_columns(path: Any, row: Row, names: Mapping[str, str]) -> Row:
+    """Rename a row's columns to ours; other columns stay."""
     for ours, theirs in names.items():
         if theirs not in row and ours in _REQUIRED:
             raise UserError(
                 f"'{path}' has no column {theirs!r}, which --map {ours}={theirs} names. "
                 f"{suggestion(theirs, row)}Found: {', '.join(row) or 'none'}."
             )
-    rest = {name: value for name, value in row.items() if name not in names.values()}
-    return rest | {ours: row[theirs] for ours, theirs in names.items() if theirs in row}
+    others = {name: value for name, value in row.items() if name not in names.values()}
+    return others | {ours: row[theirs] for ours, theirs in names.items() if theirs in row}
 
 
-_REQUIRED = ("image", "image_left", "image_right", "prompt", "mos", "label")
-
-
-Coding = Mapping[str, float] | str | None
-"""Word -> share for the left image, a key of `CODINGS`, or what is plain by itself."""
-
-
-def plain_row(number: int, row: Row, coding: Coding, columns: Columns) -> Row:
-    """A row whose label is a side or a share, whatever it was: a word, 1 or 2, ±1, a margin; whose votes are
-    counts or a share; and whose images have names.
-    """
-    found = {
-        name: str(value) if name in IMAGES and isinstance(value, int) else value
-        for name, value in row.items()
-    }
-    if isinstance(found.get("prompt"), int):
-        found["prompt"] = str(found["prompt"])
-    if not columns.has_images and "mos" in row:
-        found = {"image": f"row {number}"} | found
-    elif not columns.has_images:
-        group = str(row.get("prompt_id", f"row {number}"))
-        sides = {f"image_{side}": f"row {number}, {side}" for side in ("left", "right")}
-        found = {"prompt": group} | sides | found
-    if "margin" in row and not {"label", "votes", *_VOTES} & set(row):
-        found["label"] = _sign(row["margin"])
-    if "label" in row:
-        found["label"] = _label(row["label"], coding)
-    return _without_fractions(found)
-
-
-def _label(value: Any, said: Coding) -> Any:
-    if isinstance(said, Mapping):
-        key = _word(value)
-        if key not in said:
-            raise UserError(f"the label {value!r} has no side; --labels names {', '.join(said)}.")
-        return said[key]
-    if said == "margin":
-        return _sign(value)
-    return MORE_SIDES.get(_word(value), value)
-
-
-def _sign(value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if math.isnan(number):
-        raise UserError(f"the margin is {value!r}, needed is a number: above 0 for the left image.")
-    return 0.5 if number == 0 else float(number > 0)
-
-
-def _word(value: Any) -> str:
-    """A label as a word; whole numbers are written as such, however the file has them."""
-    text = str(value).strip().lower()
-    try:
-        number = float(text)
-    except ValueError:
-        return text
-    return str(int(number)) if number.is_integer() else text
-
-
-def coding_of(rows: Sequence[tuple[int, Row]], columns: Columns, path: Any) -> Coding:
-    """What the labels of a whole column mean, where that is not plain from each of them."""
-    given = columns.labels
-    if given in CODINGS:
-        return given
-    if given is not None:
-        return _named_sides(given)
-    labels = [row["label"] for _, row in rows if "label" in row]
-    words = {_word(value) for value in labels}
-    for meaning in ONE_TWO, SIGNS:
-        if len(words) > 1 and words <= set(meaning) and words & {"2", "-1"}:
-            said = ", ".join(f"{word} = {_SIDE[side]}" for word, side in meaning.items())
+def label_coding(rows: Sequence[tuple[int, Row]], columns: Columns, path: Any) -> Coding:
+    """Find out what the labels of a whole column mean, where single labels do not show it."""
+    if columns.labels in CODINGS:
+        return columns.labels
+    if columns.labels is not None:
+        return _parse_coding(columns.labels)
+    labels = {number: _word(row["label"]) for number, row in rows if "label" in row}
+    words = set(labels.values())
+    for codes in NUMBER_CODES:
+        if len(words) > 1 and words <= set(codes) and words & {"2", "-1"}:
+            sides = {value: name for name, value in SIDES.items()}
+            reading = ", ".join(f"{word} = {sides[share]}" for word, share in codes.items())
             warnings.warn(
-                f"The labels of '{path}' are {', '.join(sorted(words))} and are read as {said}. Say --labels "
-                "if they mean something else.",
+                f"The labels of '{path}' are {', '.join(sorted(words))} and are read as {reading}. Use "
+                "--labels if they mean something else.",
                 stacklevel=2,
             )
-            return meaning
-    numbers = {word: float(word) for word in words if _is_number(word)}
-    for number, row in rows if len(numbers) == len(words) else ():
-        if "label" in row and not 0 <= numbers[_word(row["label"])] <= 1:
+            return codes
+    if not all(_is_number(word) for word in words):
+        return None
+    for number, row in rows:
+        if number in labels and not 0 <= float(labels[number]) <= 1:
             raise UserError(
                 f"Row {number} of '{path}': a label is the share in favour of the left image, 0 to 1 (or "
                 f"left, right, tie); got {row['label']}. Say what the labels mean: --labels margin (above 0 "
@@ -169,114 +115,183 @@ def coding_of(rows: Sequence[tuple[int, Row]], columns: Columns, path: Any) -> C
     return None
 
 
-def _named_sides(given: str) -> dict[str, float]:
-    found = {}
-    for item in given.split(","):
+def fill_images(number: int, row: Row) -> Row:
+    """Name the images of a row by its number, where no image is opened and the table names none."""
+    if "mos" in row:
+        return {"image": f"row {number}"} | row
+    prompt = str(row.get("prompt_id", f"row {number}"))
+    return {"prompt": prompt} | {f"image_{s}": f"row {number}, {s}" for s in ("left", "right")} | row
+
+
+def read_pair(row: Row, coding: Coding = None, folder: Path | None = None) -> PreferencePair:
+    """Read one pair from the columns that `load_preferences` names; numbers may be strings, as CSV has them.
+
+    Relative image paths start at the folder; None leaves them as they are.
+
+    Raises:
+        UserError: A column is missing or cannot be read, or label and votes contradict one another.
+    """
+    votes, share = _read_votes(row)
+    label = share
+    if "label" in row:
+        label = _read_label(row["label"], coding)
+    elif share is None and "margin" in row:
+        label = _sign(row["margin"])
+    if label is None:
+        raise UserError(f"neither 'label' nor votes ({', '.join(_VOTES)}) in it. Found: {', '.join(row)}.")
+    if votes is not None and share is not None and (label - 0.5) * (share - 0.5) < 0:
+        raise UserError(
+            f"the label {label:g} contradicts the votes {votes} (left, right, tie), whose share for the left "
+            f"image is {share:.3g}."
+        )
+    return PreferencePair(
+        prompt=_read_text(row, "prompt"),
+        image_left=_image_path(row, "image_left", folder),
+        image_right=_image_path(row, "image_right", folder),
+        label=label,
+        votes=votes,
+        ballots=_read_ballots(row.get("ballots")),
+        **_other_fields(PreferencePair, _with_generators(row), _PAIR_COLUMNS),
+    )
+
+
+def read_quality(row: Row, folder: Path | None = None) -> QualityRecord:
+    """Read one scored image from the columns that `load_quality` names, as `read_pair` reads a pair."""
+    return QualityRecord(
+        image=_image_path(row, "image", folder),
+        mos=_read_number(row, "mos"),
+        std=None if row.get("std") is None else _read_number(row, "std"),
+        prompt=str(row.get("prompt", "")),
+        **_other_fields(QualityRecord, row, _QUALITY_COLUMNS),
+    )
+
+
+def parse_bool(value: Any) -> bool | None:
+    """Read a truth value as files write it: true, false, 1, 0; None for anything else."""
+    return {"true": True, "1": True, "false": False, "0": False}.get(str(value).strip().lower())
+
+
+def _parse_coding(text: str) -> dict[str, float]:
+    shares = {}
+    for item in text.split(","):
         word, sign, side = item.partition("=")
         if not sign or side.strip().lower() not in SIDES:
             raise UserError(
-                f"--labels is {given!r}; write {' or '.join(CODINGS)}, or words with their sides "
+                f"--labels is {text!r}; write {' or '.join(CODINGS)}, or words with their sides "
                 f"({', '.join(SIDES)}), such as 1=left,2=right,0=tie."
             )
-        found[_word(word)] = SIDES[side.strip().lower()]
-    return found
+        shares[_word(word)] = SIDES[side.strip().lower()]
+    return shares
 
 
-def _is_number(word: str) -> bool:
+def _word(value: Any) -> str:
+    """Write a label as a lower-case word; whole numbers lose their decimals."""
+    text = str(value).strip().lower()
+    return str(int(float(text))) if _is_number(text) and float(text).is_integer() else text
+
+
+def _is_number(text: Any) -> bool:
     try:
-        return math.isfinite(float(word))
-    except ValueError:
+        return math.isfinite(float(text))
+    except (TypeError, ValueError):
         return False
 
 
-def _without_fractions(row: Row) -> Row:
-    """Votes that are shares, or weighted, as a label: nobody counted them."""
-    if not any(name in row for name in _VOTES[:2]):
-        return row
+def _read_label(value: Any, coding: Coding) -> float:
+    if coding == "margin":
+        return _sign(value)
+    shares = coding if isinstance(coding, Mapping) else MORE_SIDES
+    if (word := _word(value)) in shares:
+        return shares[word]
+    if isinstance(coding, Mapping):
+        raise UserError(f"the label {value!r} has no side; --labels names {', '.join(coding)}.")
     try:
-        left, right, tie = (float(row.get(name, 0)) for name in _VOTES)
+        return float(value)
     except (TypeError, ValueError):
-        return row
-    whole = left.is_integer() and right.is_integer() and tie.is_integer()
-    total = left + right + tie
-    if whole or min(left, right, tie) < 0 or not total > 0:
-        return row
-    rest = {name: value for name, value in row.items() if name not in _VOTES}
-    return {"label": (left + tie / 2) / total} | rest
-
-
-def joined(source: PreferenceSet | QualitySet, path: str | Path) -> PreferenceSet | QualitySet:
-    """A set with the scores of another table, image by image.
-
-    The table names images in `image`, and scores in columns of their own; or it is what `visalign score`
-    writes (image, reward, value). An image is the one of that path, or the only one of that file name. Pairs
-    get NAME_left and NAME_right, images NAME; nothing that the set has is replaced.
-
-    Raises:
-        UserError: No column `image`, no score, or no image of the set in it.
-    """
-    table, given = _scores_by_image(Path(path))
-    by_name: dict[str, list[str]] = {}
-    for place in table:
-        by_name.setdefault(Path(place).name, []).append(place)
-
-    def scores(image: str) -> Row:
-        alike = by_name.get(Path(image).name, [])
-        places = [given.get(image, ""), str(Path(image).resolve()), *(alike if len(alike) == 1 else ())]
-        return next((table[place] for place in places if place in table), {})
-
-    found = 0
-    if isinstance(source, QualitySet):
-        records = []
-        for record in source.records:
-            more = scores(record.image)
-            found += bool(more)
-            records.append(replace(record, extra=more | dict(record.extra)))
-        result: PreferenceSet | QualitySet = replace(source, records=tuple(records))
-    else:
-        pairs = []
-        for pair in source.pairs:
-            pairs.append(replace(pair, extra=_sides(pair, scores) | dict(pair.extra)))
-            found += len(pairs[-1].extra) > len(pair.extra)
-        result = replace(source, pairs=tuple(pairs))
-    if not found:
         raise UserError(
-            f"None of the images of '{source.name}' stands in '{path}', which names "
-            f"{listed(list(given), limit=2)}. Images are matched by path, or by file name where that is "
-            "unique."
-        )
-    if found < len(source):
-        warnings.warn(
-            f"'{path}' has scores for {found} of {len(source)} records of '{source.name}'; the others count "
-            "as failed.",
-            stacklevel=2,
-        )
-    return result
+            f"the label {value!r} is neither {', '.join(SIDES)} nor a number 0 to 1 (the share for the left "
+            "image)."
+        ) from None
 
 
-def _sides(pair: PreferencePair, scores: Any) -> Row:
-    left, right = scores(pair.image_left), scores(pair.image_right)
-    if not left or not right:
-        return {}
-    return {f"{n}_left": v for n, v in left.items()} | {f"{n}_right": v for n, v in right.items()}
+def _sign(value: Any) -> float:
+    try:
+        margin = float(value)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if math.isnan(margin):
+        raise UserError(f"the margin is {value!r}, needed is a number: above 0 for the left image.")
+    return 0.5 if margin == 0 else float(margin > 0)
 
 
-def _scores_by_image(path: Path) -> tuple[dict[str, Row], dict[str, str]]:
-    """(whole path of an image -> its scores, path as the table has it -> whole path)."""
-    found: dict[str, Row] = {}
-    given: dict[str, str] = {}
-    for number, row in read_rows(path):
-        image = row.get("image")
-        if not isinstance(image, str):
-            raise UserError(
-                f"Row {number} of '{path}' names no image: a table of scores has the column 'image'. "
-                f"Found: {', '.join(row)}."
-            )
-        given[image] = str((path.parent / image).resolve())
-        own = found.setdefault(given[image], {})
-        if "reward" in row and ("value" in row or "reason" in row):
-            own |= {str(row["reward"]): row.get("value")}
-            own |= {f"{row['reward']}_std": row["std"]} if row.get("std") is not None else {}
-        else:
-            own |= {name: value for name, value in row.items() if name not in ("image", "prompt")}
-    return found, given
+def _read_votes(row: Row) -> tuple[tuple[int, int, int] | None, float | None]:
+    """Read (counts, share for the left image); shares or weights of votes give no counts."""
+    votes: Any = row.get("votes")
+    if in_columns := votes is None and ("votes_left" in row or "votes_right" in row):
+        votes = [row.get(name, 0) for name in _VOTES]
+    if votes is None:
+        return None, None
+    try:
+        numbers = [float(count) for count in (json.loads(votes) if isinstance(votes, str) else votes)]
+        left, right, tie = numbers if len(numbers) == 3 else (*numbers, 0.0)
+        total = left + right + tie
+        share = (left + tie / 2) / total if total > 0 else 0.5
+        if all(count.is_integer() for count in numbers):
+            return (int(left), int(right), int(tie)), share
+        if not in_columns or min(numbers) < 0 or not total < math.inf:
+            raise ValueError
+    except (TypeError, ValueError):
+        raise UserError(
+            f"votes must be whole counts [left, right] or [left, right, tie]; got {votes!r}."
+        ) from None
+    return None, share
+
+
+def _read_ballots(value: Any) -> tuple[tuple[str, float], ...]:
+    """Read the ballots that `PreferencePair.to_row` writes, also as JSON text."""
+    try:
+        entries = json.loads(value) if isinstance(value, str) else value or ()
+        ballots = tuple((str(name), float(label)) for name, label in entries)
+        if all(0 <= label <= 1 for _, label in ballots):
+            return ballots
+    except (TypeError, ValueError):
+        pass
+    raise UserError(f"ballots must be pairs [annotator, share for the left, 0 to 1]; got {value!r}.")
+
+
+def _with_generators(row: Row) -> Row:
+    """Take model_left and model_right as generators, unless they are numbers: scores of a reward "model"."""
+    names = {f"model_{side}": f"generator_{side}" for side in ("left", "right")}
+    models = [row[name] for name in names if row.get(name) is not None]
+    if set(names.values()) & set(row) or all(_is_number(model) for model in models):
+        return row
+    return {names.get(name, name): value for name, value in row.items()}
+
+
+def _other_fields(record: type, row: Row, read: Collection[str]) -> dict[str, Any]:
+    """Read the remaining fields of a record as texts, and all unknown columns as `extra`."""
+    texts = [field.name for field in fields(record) if field.name not in (*read, "extra")]
+    extra = {name: value for name, value in row.items() if name not in (*read, *texts)}
+    return {"extra": extra, **{name: str(row[name]) for name in texts if row.get(name) is not None}}
+
+
+def _read_text(row: Row, name: str) -> str:
+    value = row.get(name)
+    if isinstance(value, int):
+        return str(value)
+    if not isinstance(value, str) or not value:
+        raise UserError(f"'{name}' is {'missing' if value is None else repr(value)}, needed is a text.")
+    return value
+
+
+def _read_number(row: Row, name: str) -> float:
+    if not _is_number(row.get(name)):
+        raise UserError(f"'{name}' is {row.get(name)!r}, needed is a finite number.")
+    return float(row[name])
+
+
+def _image_path(row: Row, name: str, folder: Path | None) -> str:
+    reference = _read_text(row, name)
+    if folder is None or Path(reference).is_absolute() or "://" in reference:
+        return reference
+    return str(folder / reference)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""References to images: a path, an image inside a Parquet file, an image of the shapes world."""
+"""References to images: a path, an image inside a Parquet file, or an image of the shapes world."""
 
 from __future__ import annotations
 
 import io
+from bisect import bisect_right
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,15 @@ SHAPES = "shapes://"
 
 
 def parquet_reference(path: str | Path, column: str, row: int) -> str:
-    """The reference of an image that stands as bytes in row 0, 1, ... of a Parquet file.
+    """Build the reference of an image stored as bytes in row 0, 1, ... of a Parquet file.
 
-    Values of the column are bytes, or {"bytes": ..., "path": ...} as the datasets library has them.
+    Values of the column are bytes, or {"bytes": ..., "path": ...} as the datasets library writes them.
     """
     return f"{PARQUET}{path}#{column}#{row}"
 
 
 def shapes_reference(split: str, seed: int, kind: str, number: int, side: str = "") -> str:
-    """The reference of an image of `ShapesPreferences(seed, split=split)`.
+    """Build the reference of an image of `ShapesPreferences(seed, split=split)`.
 
     The kind is "pair", with the side "left" or "right", or "quality".
     """
@@ -33,7 +34,7 @@ def shapes_reference(split: str, seed: int, kind: str, number: int, side: str = 
 
 
 def resolve_image(reference: str) -> Any:
-    """What a reward takes for a reference: a path (not opened), a PIL or uint8 [H, W, 3] image.
+    """Turn a reference into an input of a reward: a path (not opened), a PIL image or uint8 [H, W, 3].
 
     Raises:
         UserError: The reference is broken, or the Parquet file has no such column, row or image.
@@ -46,17 +47,25 @@ def resolve_image(reference: str) -> Any:
 
 
 def missing_files(references: list[str]) -> list[str]:
-    """The files among these references that do not exist, each once, in the order given."""
-    places = dict.fromkeys(_file_of(reference) for reference in references)
-    return [place for place in places if place and not Path(place).is_file()]
+    """List the files of these references that do not exist, each once, in the order given."""
+    paths = [
+        reference.removeprefix(PARQUET).rsplit("#", 2)[0] if reference.startswith(PARQUET) else reference
+        for reference in references
+        if not reference.startswith(SHAPES)
+    ]
+    return [path for path in dict.fromkeys(paths) if path and not Path(path).is_file()]
 
 
-def _file_of(reference: str) -> str:
-    if reference.startswith(SHAPES):
-        return ""
-    if reference.startswith(PARQUET):
-        return reference.removeprefix(PARQUET).rsplit("#", 2)[0]
-    return reference
+def open_bytes(content: bytes, name: str) -> Image.Image:
+    """Open the content of an image file without decoding it.
+
+    Raises:
+        UserError: The bytes hold no image; the message names it.
+    """
+    try:
+        return Image.open(io.BytesIO(content))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"'{name}' holds no image that can be read.") from error
 
 
 def _from_parquet(reference: str) -> Image.Image:
@@ -73,7 +82,7 @@ def _from_parquet(reference: str) -> Image.Image:
             f"'{path}' has {starts[-1]} rows and the columns {', '.join(file.schema_arrow.names)}; the "
             f"reference asks for row {number} of '{column}'."
         )
-    group = next(i for i in range(len(starts) - 1) if number < starts[i + 1])
+    group = bisect_right(starts, number) - 1
     value = _row_group(path, column, group)[number - starts[group]].as_py()
     content = value.get("bytes") if isinstance(value, dict) else value
     if not isinstance(content, bytes):
@@ -81,20 +90,9 @@ def _from_parquet(reference: str) -> Image.Image:
     return open_bytes(content, reference)
 
 
-def open_bytes(content: bytes, name: str) -> Image.Image:
-    """The image that the bytes of a file hold, not decoded.
-
-    Raises:
-        UserError: They are no image; the message names it.
-    """
-    try:
-        return Image.open(io.BytesIO(content))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"'{name}' holds no image that can be read.") from error
-
-
 @lru_cache(maxsize=8)
 def _open_parquet(path: str) -> tuple[Any, list[int]]:
+    """Open a file and return it with the first row of each row group and the number of rows."""
     import pyarrow.parquet
 
     file = pyarrow.parquet.ParquetFile(path)
@@ -104,9 +102,8 @@ def _open_parquet(path: str) -> tuple[Any, list[int]]:
     return file, starts
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=4)  # pairs are read in order, so few row groups serve all rows that follow
 def _row_group(path: str, column: str, group: int) -> Any:
-    """One column of one row group: pairs are read in order, so a few of them serve all that follow."""
     file, _ = _open_parquet(path)
     return file.read_row_group(group, columns=[column]).column(0)
 
@@ -121,13 +118,12 @@ def _shapes(split: str, seed: int) -> Any:
 def _from_shapes(reference: str) -> Any:
     from visalign.data.shapes.render import render
 
-    parts = reference.removeprefix(SHAPES).split("/")
     try:
-        split, seed, kind, number = parts[0], int(parts[1]), parts[2], int(parts[3])
-        source = _shapes(split, seed)
+        split, seed, kind, number, *side = reference.removeprefix(SHAPES).split("/")
+        source = _shapes(split, int(seed))
         if kind == "quality":
-            return render(source.quality(number).scene)
-        return source.pair(number).images()[("left", "right").index(parts[4])]
+            return render(source.quality(int(number)).scene)
+        return source.pair(int(number)).images()[("left", "right").index(side[0])]
     except (IndexError, ValueError) as error:
         raise UserError(
             f"The reference '{reference}' is broken; needed is {SHAPES}SPLIT/SEED/pair/NUMBER/left|right or "

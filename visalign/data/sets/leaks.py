@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images that stand in more than one set, found by file, by bytes and by pixels, in bounded time."""
+"""Search for images in more than one set, by file, by bytes and by pixels, in bounded time."""
 
 from __future__ import annotations
 
@@ -22,27 +22,26 @@ from .image_references import PARQUET, SHAPES, resolve_image
 from .tables import listed
 
 SECONDS = 60.0
-"""Time that a search may take before it says how far it came."""
+"""Default time limit of a search."""
 BLOCK = 256
-"""References that are worked on together; whole blocks are shuffled, so that files are read in order."""
+"""References per block; whole blocks are shuffled, so that files are read in order."""
 THREADS = 8
-"""Decoding and hashing leave Python's lock, so threads serve."""
-
+"""Decoding and hashing release Python's lock, so threads suffice."""
 MOST_ALIKE = 0.25
-"""Share of files of equal length above which their bytes are not read for themselves: pixels tell as much."""
+"""Share of files of equal length above which their bytes are not hashed: pixels show as much."""
 
 Item = tuple[str, str]
 """(reference, name of its set)."""
 _RESOLVING = threading.Lock()
-"""Parquet readers and the shapes world are asked by one thread at a time."""
+"""Parquet readers and the shapes world serve one thread at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageLeaks:
-    """What a search found."""
+    """Result of a search for shared images."""
 
     shared: tuple[tuple[Item, Item], ...]
-    """Two references of one image that stand in different sets, a pair for each image."""
+    """Two references of one image in different sets, a pair for each image."""
     compared: int
     """Images whose content was compared, by bytes or by pixels."""
     total: int
@@ -53,34 +52,34 @@ class ImageLeaks:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every image was compared, or there was no need to look further."""
+        """True if every image was compared, or there was no need to look further."""
         return bool(self.shared) or self.compared + self.unreadable >= self.total
 
     def note(self) -> str | None:
-        """How far a search came whose time was over; None for one that came to its end."""
+        """Report how far a search came that ran out of time; None for a complete one."""
         if self.is_complete:
             return None
         pace = 1000 * self.seconds / max(self.compared, 1)
         return (
             f"By pixels {self.compared} of {self.total} images were compared in {self.seconds:.0f} s "
-            f"({pace:.1f} s for 1,000), the others by their files alone: an image of theirs that was saved "
-            "anew may stand in two of the sets."
+            f"({pace:.1f} s for 1,000), the others by their files alone: a copy of theirs that was saved "
+            "again may be in two of the sets."
         )
 
 
 def shared_images(sets: Mapping[str, Iterable[str]], *, seconds: float | None = SECONDS) -> ImageLeaks:
-    """Find images that stand in more than one set, under whatever name.
+    """Find images that are in more than one set, under whatever name.
 
-    First by what costs nothing, the reference itself and the file behind it (links of any kind lead to one
-    file); then the bytes of files of equal length; then the decoded pixels, upright and in RGB, so that an
-    image that was saved anew without loss is found. A search ends at the first of these that finds
-    something. Of the largest set only images of a size that another set has are decoded. An image that
-    was cut, scaled or compressed anew with loss is another image here.
+    The search compares references and files first (links of any kind lead to one file), then the bytes of
+    files of equal length, then the decoded pixels, upright and in RGB, so that an image that was saved again
+    without loss is found. It ends at the first of these that finds something. Of the largest set only images
+    of a size that another set has are decoded. An image that was cut, scaled or compressed again with loss
+    counts as another image.
 
     Args:
         sets: Name -> references as `visalign.data.sets.image_references.resolve_image` reads them.
-        seconds: After so long no further image is opened, and `ImageLeaks.note` says how far it came;
-            the order is shuffled, always alike. None looks at all.
+        seconds: Time after which no further image is opened, in a fixed shuffled order; `ImageLeaks.note`
+            then reports how far it came. None has no limit.
 
     Returns:
         The pairs found.
@@ -88,92 +87,103 @@ def shared_images(sets: Mapping[str, Iterable[str]], *, seconds: float | None = 
     started = time.monotonic()
     end = float("inf") if seconds is None else started + seconds
     items = [(ref, name) for name, refs in sets.items() for ref in dict.fromkeys(refs)]
-    order = {name: place for place, name in enumerate(sets)}
-    counts = {"compared": 0, "unreadable": 0}
-
-    def result(groups: Sequence[Sequence[Item]]) -> ImageLeaks:
-        return ImageLeaks(
-            shared=tuple(_two_sets(sorted(group, key=lambda item: order[item[1]])) for group in groups),
-            total=len(items),
-            seconds=time.monotonic() - started,
-            **counts,
-        )
-
+    order = {name: index for index, name in enumerate(sets)}
+    compared = unreadable = 0
+    groups: list[list[Item]] = []
     if len({name for _, name in items}) < 2:
-        counts["compared"] = len(items)
-        return result([])
-    states = {ref: _file_state(ref) for ref, _ in items}
-    if found := _across((states[ref][0], (ref, name)) for ref, name in items):
-        return result(found)
-    sizes = ((states[ref][1], (ref, name)) for ref, name in items if states[ref][1] is not None)
-    alike = [item for group in _across(sizes) for item in group]
-    if len(alike) <= MOST_ALIKE * len(items):
-        hashed = _mapped(lambda item: _bytes_hash(item[0]), alike, end)
-        if found := _across((key, item) for item, key in hashed if key is not None):
-            return result(found)
-    return result(_by_pixels(items, end, counts))
+        compared = len(items)
+    else:
+        groups = _by_file(items, end)
+        if not groups:
+            groups, compared, unreadable = _by_pixels(items, end)
+    pairs = []
+    for group in groups:
+        first, *others = sorted(group, key=lambda item: order[item[1]])
+        pairs.append((first, next(item for item in others if item[1] != first[1])))
+    return ImageLeaks(
+        shared=tuple(pairs),
+        compared=compared,
+        total=len(items),
+        unreadable=unreadable,
+        seconds=time.monotonic() - started,
+    )
 
 
 def refuse_shared_images(
     sets: Mapping[str, Iterable[str]], *, what: str, seconds: float | None = SECONDS
 ) -> list[str]:
-    """Refuse sets (name -> references) that share an image; a note where not all could be compared in time.
+    """Refuse sets that share an image; return a note where not all images could be compared in time.
 
-    Args:     sets: As `shared_images`.     what: Where they stand in more than one of these, e.g. "of
-    data.heldout also stand in data.train".     seconds: As `shared_images`.
+    Args:
+        sets: As in `shared_images`.
+        what: Middle of the message, e.g. "of data.heldout are also in data.train".
+        seconds: As in `shared_images`.
 
     Raises:
-        UserError: An image stands in more than one set; the message names them.
+        UserError: An image is in more than one set; the message names them.
     """
-    found = shared_images(sets, seconds=seconds)
-    if found.shared:
-        names = [_named(first, second) for first, second in found.shared]
+    leaks = shared_images(sets, seconds=seconds)
+    if leaks.shared:
+        names = [
+            f"'{ref}' ({name} and {other_name})"
+            if ref == other
+            else f"'{ref}' ({name}) is '{other}' ({other_name})"
+            for (ref, name), (other, other_name) in leaks.shared
+        ]
         raise UserError(
-            f"{len(names)} images {what}: {listed(names)}. What is learnt would be measured. Take each out "
+            f"{len(names)} images {what}: {listed(names)}. Training and test would share them. Take each out "
             "of one of them."
         )
-    note = found.note()
+    note = leaks.note()
     return [note] if note else []
 
 
-def _named(first: Item, second: Item) -> str:
-    if first[0] == second[0]:
-        return f"'{first[0]}' ({first[1]} and {second[1]})"
-    return f"'{first[0]}' ({first[1]}) is '{second[0]}' ({second[1]})"
+def _by_file(items: Sequence[Item], end: float) -> list[list[Item]]:
+    """Find groups of one file, then groups of equal bytes."""
+    states = {ref: _file_state(ref) for ref, _ in items}
+    if groups := _across_sets((states[ref][0], (ref, name)) for ref, name in items):
+        return groups
+    sizes = ((states[ref][1], (ref, name)) for ref, name in items if states[ref][1] is not None)
+    same_size = [item for group in _across_sets(sizes) for item in group]
+    if len(same_size) > MOST_ALIKE * len(items):
+        return []
+    hashes = _parallel_map(lambda item: _hash_bytes(item[0]), same_size, end)
+    return _across_sets((digest, item) for item, digest in hashes if digest is not None)
 
 
-def _by_pixels(items: Sequence[Item], end: float, counts: dict[str, int]) -> list[list[Item]]:
-    """Groups of equal pixels; counts what was looked at."""
-    names = sorted({name for _, name in items}, key=lambda name: sum(own == name for _, own in items))
-    keys: list[tuple[Hashable, Item]] = []
+def _by_pixels(items: Sequence[Item], end: float) -> tuple[list[list[Item]], int, int]:
+    """Find (groups of equal pixels, number of images compared, number of unreadable ones)."""
+    by_set: dict[str, list[Item]] = {}
+    for item in sorted(items, key=lambda item: item[1]):
+        by_set.setdefault(item[1], []).append(item)
+    hashes: list[tuple[Hashable, Item]] = []
     sizes: set[tuple[int, int]] = set()
-    for name in names:
-        known = frozenset(sizes) if name == names[-1] else None
-        own = [item for item in items if item[1] == name]
-        for item, (size, key) in _mapped(lambda item, known=known: _pixels(item[0], known), own, end):
-            counts["unreadable" if size is None else "compared"] += 1
+    compared = unreadable = 0
+    smallest_first = sorted(by_set.values(), key=len)
+    for members in smallest_first:
+        known = frozenset(sizes) if members is smallest_first[-1] else None
+        results = _parallel_map(lambda item, known=known: _size_and_pixels(item[0], known), members, end)
+        for item, (size, digest) in results:
+            compared, unreadable = compared + (size is not None), unreadable + (size is None)
             if size is not None:
                 sizes.add(size)
-            if key is not None:
-                keys.append((key, item))
-    return _across(keys)
+            if digest is not None:
+                hashes.append((digest, item))
+    return _across_sets(hashes), compared, unreadable
 
 
-def _across(keyed: Iterable[tuple[Hashable, Item]]) -> list[list[Item]]:
-    """Items that share a key with one of another set, by key, in their order."""
+def _across_sets(keyed: Iterable[tuple[Hashable, Item]]) -> list[list[Item]]:
+    """Group items by key and keep the groups with members of several sets."""
     groups: dict[Hashable, list[Item]] = {}
     for key, item in keyed:
         groups.setdefault(key, []).append(item)
     return [group for group in groups.values() if len({name for _, name in group}) > 1]
 
 
-def _two_sets(group: Sequence[Item]) -> tuple[Item, Item]:
-    """The first of a group, and the first of another set."""
-    return group[0], next(item for item in group if item[1] != group[0][1])
-
-
-def _mapped(work: Callable[[Item], Any], items: Sequence[Item], end: float) -> Iterator[tuple[Item, Any]]:
-    """(item, result) of as many as time allows, blocks in shuffled order."""
+def _parallel_map(
+    function: Callable[[Item], Any], items: Sequence[Item], end: float
+) -> Iterator[tuple[Item, Any]]:
+    """Yield (item, result) until the time is over, blocks in shuffled order."""
     blocks = [items[start : start + BLOCK] for start in range(0, len(items), BLOCK)]
     random.Random(0).shuffle(blocks)
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
@@ -181,26 +191,25 @@ def _mapped(work: Callable[[Item], Any], items: Sequence[Item], end: float) -> I
             for start in range(0, len(block), 2 * THREADS):
                 if time.monotonic() > end:
                     return
-                part = block[start : start + 2 * THREADS]
-                yield from zip(part, pool.map(work, part), strict=True)
+                batch = block[start : start + 2 * THREADS]
+                yield from zip(batch, pool.map(function, batch), strict=True)
 
 
 def _file_state(reference: str) -> tuple[Hashable, int | None]:
-    """(what is the same for two names of one image, bytes of its file where it has a file of its own)."""
+    """(identity of the image's file and place in it, bytes of a file that holds this image alone)."""
     if reference.startswith(SHAPES):
         return reference, None
-    path, place = reference.removeprefix(PARQUET), ""
-    if reference.startswith(PARQUET):
-        path, *rest = path.rsplit("#", 2)
-        place = "#".join(rest)
+    path, *place = (
+        reference.removeprefix(PARQUET).rsplit("#", 2) if reference.startswith(PARQUET) else [reference]
+    )
     try:
-        found = os.stat(path)
+        stat = os.stat(path)
     except OSError:
         return reference, None
-    return (found.st_dev, found.st_ino, place), None if place else found.st_size
+    return (stat.st_dev, stat.st_ino, *place), None if place else stat.st_size
 
 
-def _bytes_hash(path: str) -> bytes | None:
+def _hash_bytes(path: str) -> bytes | None:
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "blake2b").digest()
@@ -208,36 +217,35 @@ def _bytes_hash(path: str) -> bytes | None:
         return None
 
 
-def _pixels(
+def _size_and_pixels(
     reference: str, known: frozenset[tuple[int, int]] | None
 ) -> tuple[tuple[int, int] | None, bytes | None]:
     """(size, hash of the pixels); no hash where the size is not among the known, no size where unreadable."""
     try:
-        with _opened(reference) as image:
+        with _open(reference) as image:
             size = (max(image.size), min(image.size))  # the same before and after it is turned upright
-            is_wanted = known is None or size in known
-            return size, _pixel_hash(image) if is_wanted else None
+            return size, _pixel_hash(image) if known is None or size in known else None
     except (OSError, ValueError, SyntaxError, UserError, Image.DecompressionBombError):
         return None, None
 
 
-def _opened(reference: str) -> Image.Image:
+def _open(reference: str) -> Image.Image:
     if not reference.startswith((PARQUET, SHAPES)):
         return Image.open(reference)
     with _RESOLVING:
-        found = resolve_image(reference)
-    return found if isinstance(found, Image.Image) else Image.fromarray(np.asarray(found))
+        image = resolve_image(reference)
+    return image if isinstance(image, Image.Image) else Image.fromarray(np.asarray(image))
 
 
 def _pixel_hash(image: Image.Image) -> bytes:
     upright = ImageOps.exif_transpose(image)
     if upright.mode[0] in "IF":  # 16 or 32 bits, which RGB would cut
-        content = np.asarray(upright)
+        pixels = np.asarray(upright)
     elif upright.has_transparency_data:
-        content = np.asarray(upright.convert("RGBA"))
-        content = content[..., :3] if (content[..., 3] == 255).all() else content
+        pixels = np.asarray(upright.convert("RGBA"))
+        pixels = pixels[..., :3] if (pixels[..., 3] == 255).all() else pixels
     else:
-        content = np.asarray(upright.convert("RGB"))
-    digest = hashlib.blake2b(repr(content.shape).encode())
-    digest.update(np.ascontiguousarray(content).data)
+        pixels = np.asarray(upright.convert("RGB"))
+    digest = hashlib.blake2b(repr(pixels.shape).encode())
+    digest.update(np.ascontiguousarray(pixels).data)
     return digest.digest()

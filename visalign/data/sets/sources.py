@@ -4,86 +4,71 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.errors import UserError, suggestion
 
-from .columns import Columns, coding_of, plain_row, renamed
+from .columns import Columns, fill_images, label_coding, parse_bool, read_pair, read_quality, rename_columns
 from .image_references import shapes_reference
 from .layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS, load_layout, load_quality_layout
-from .records import (
-    PreferencePair,
-    PreferenceSet,
-    QualityRecord,
-    QualitySet,
-    pair_from_row,
-    quality_from_row,
-    truth,
-)
-from .tables import Row, read_rows, require_columns
+from .records import PreferencePair, PreferenceSet, QualityRecord, QualitySet
+from .tables import Row, listed, read_rows, require_columns
 
 GENERATED = ("shapes:pairs", "shapes:quality")
 SHAPES_PAIRS = 400
-"""How many pairs or rated images a generated set has where no limit is given."""
+"""Default number of pairs or rated images of a generated set."""
+_NEEDED = {"pairs": ("prompt", "image_left", "image_right"), "quality": ("image", "mos")}
+
+Kind = Literal["pairs", "quality"]
 
 
 def load_source(
     source: str, *, split: str | None = None, limit: int | None = None, columns: Columns | None = None
 ) -> PreferenceSet | QualitySet:
-    """A preference or quality set, at most `limit` records, unchecked (`visalign.data.sets.checks`).
+    """Load a preference or quality set, at most `limit` records, unchecked (`visalign.data.sets.checks`).
 
     Args:
         source: A JSONL, JSON, CSV, TSV or Parquet file (`image_left` in it makes it a preference set, `mos` a
             quality set); LAYOUT:FOLDER with a key of `PAIR_LAYOUTS` or `QUALITY_LAYOUTS`; or "shapes:pairs",
             "shapes:quality".
-        split: Which split; None means "test" for a layout of pairs, "heldout" for a generated set, and all of
-            a file.
-        limit: Of the records.
+        split: Split to load; None means "test" for a layout of pairs, "heldout" for a generated set, and all
+            of a file.
+        limit: Largest number of records.
         columns: How the columns of a file are read, where they have other names or labels.
     """
-    is_file = source not in GENERATED and source.partition(":")[0] not in (*PAIR_LAYOUTS, *QUALITY_LAYOUTS)
-    if columns is not None and (columns.names or columns.labels) and not is_file:
+    layout, colon, path = source.partition(":")
+    layouts = (*PAIR_LAYOUTS, *QUALITY_LAYOUTS)
+    if (
+        columns is not None
+        and (columns.names or columns.labels)
+        and (source in GENERATED or layout in layouts)
+    ):
         raise UserError(f"--map and --labels are for tables, and '{source}' has a layout of its own.")
     if source in GENERATED:
-        number = SHAPES_PAIRS if limit is None else limit
-        make = shapes_pairs if source == GENERATED[0] else shapes_quality
-        return make(number, split=split or "heldout")
-    layout, colon, place = source.partition(":")
+        generate = shapes_pairs if source == GENERATED[0] else shapes_quality
+        return generate(SHAPES_PAIRS if limit is None else limit, split=split or "heldout")
     if layout in PAIR_LAYOUTS and colon:
-        return load_layout(layout, place, split=split or "test", limit=limit)
+        return load_layout(layout, path, split=split or "test", limit=limit)
     if layout in QUALITY_LAYOUTS and colon:
-        return load_quality_layout(layout, place, split=split, limit=limit)
-    known = (*PAIR_LAYOUTS, *QUALITY_LAYOUTS)
+        return load_quality_layout(layout, path, split=split, limit=limit)
     if not Path(source).exists():
         raise UserError(
             f"There is no set '{source}': it is no file. "
-            f"{suggestion(layout, (*known, *GENERATED))}Allowed: a file, {', '.join(GENERATED)}, or "
-            f"LAYOUT:FOLDER with LAYOUT one of {', '.join(known)}."
+            f"{suggestion(layout, (*layouts, *GENERATED))}Allowed: a file, {', '.join(GENERATED)}, or "
+            f"LAYOUT:FOLDER with LAYOUT one of {', '.join(layouts)}."
         )
     if Path(source).is_dir():
         raise UserError(
             f"'{source}' is a folder; say whose layout it has, as LAYOUT:{source} with LAYOUT one of "
-            f"{', '.join(known)}."
+            f"{', '.join(layouts)}."
         )
-    return _from_file(source, split, limit, columns or Columns())
-
-
-def _from_file(
-    source: str, split: str | None, limit: int | None, columns: Columns
-) -> PreferenceSet | QualitySet:
-    for _, given in read_rows(source):
-        row = renamed(source, given, columns.names)
-        if "image_left" not in row and "image_right" not in row and ("mos" in row or "image" in row):
-            return load_quality(source, split=split, limit=limit, columns=columns)
-        if columns.missing(row, _PAIR[2]):
-            require_columns(source, row, _PAIR[2], purpose="a preference set (a quality set: image, mos)")
-        return load_preferences(source, split=split, limit=limit, columns=columns)
-    raise UserError(f"'{source}' holds no record.")
+    return _read_file(source, None, split, limit, columns)
 
 
 def load_preferences(
@@ -92,23 +77,21 @@ def load_preferences(
     """Read a preference set from a JSONL, JSON, CSV, TSV or Parquet file: one split or all, at most `limit`
     pairs.
 
-    Columns: `prompt`, `image_left`, `image_right`, and what was said: `label` (left, right, tie; A, B; 1 and
+    Columns: `prompt`, `image_left`, `image_right`, and the preference: `label` (left, right, tie; A, B; 1 and
     2; 1, 0 and -1; or the share for the left image, 0 to 1), `margin` (above 0 for the left image), or
     `votes` [left, right, tie], or `votes_left`, `votes_right` (counts, or shares of the votes) and
     perhaps `votes_tie`. Optional: `annotator` (a row per annotator: `visalign.data.sets.checks.summed_votes`
     makes one record of a pair's rows), `generator_left` and `generator_right` (or `model_left`,
     `model_right`), `resolution`, `category`, `split`, `prompt_id`. All others are kept in `extra`. Relative
-    image paths are taken from the file's folder.
-    `visalign.data.sets.checks` says what is odd.
+    image paths are taken from the file's folder. `visalign.data.sets.checks` reports what is odd.
 
     Raises:
         UserError: Missing file or columns, a row that cannot be read (named by its number), a label that
             contradicts the votes of its row, no such split, or no pair.
     """
-    folder = Path(path).parent
-    wanted, place = columns or Columns(), folder if columns is None or columns.has_images else None
-    pairs, rows = _load(path, split, limit, _PAIR, lambda row: pair_from_row(row, folder=place), wanted)
-    return PreferenceSet(name=Path(path).stem, pairs=tuple(pairs), rows=rows)
+    pairs = _read_file(path, "pairs", split, limit, columns)
+    assert isinstance(pairs, PreferenceSet)
+    return pairs
 
 
 def load_quality(
@@ -120,106 +103,33 @@ def load_quality(
     `reference`, and `higher_is_better` (equal in all rows; true where it is absent). Others are kept in
     `extra`.
     """
-    folder = Path(path).parent
-    better: list[bool] = []
-
-    def read(row: Row) -> QualityRecord:
-        better.append(truth(row.get("higher_is_better", True)))
-        return quality_from_row(row, folder=folder)
-
-    records, rows = _load(path, split, limit, _SCORED, read, columns or Columns())
-    if len(set(better)) > 1:
-        raise UserError(
-            f"'{path}' mixes directions: higher_is_better is true in row {rows[better.index(True)]} and "
-            f"false in row {rows[better.index(False)]}. Put scores of different directions into different "
-            "files, or turn one sign."
-        )
-    return QualitySet(name=Path(path).stem, records=tuple(records), higher_is_better=better[0], rows=rows)
-
-
-_PAIR = ("pair", "a preference set", ("prompt", "image_left", "image_right"))
-_SCORED = ("image", "a quality set", ("image", "mos"))
-
-
-def _load(
-    path: str | Path,
-    split: str | None,
-    limit: int | None,
-    kind: tuple[str, str, tuple[str, ...]],
-    read: Callable[[Row], Any],
-    columns: Columns,
-) -> tuple[list[Any], tuple[int, ...]]:
-    """(records, their rows) of a file; what is wrong in a row is said with its number."""
-    chosen, splits = [], set()
-    what, purpose, needed = kind
-    for number, given in read_rows(path):
-        row = renamed(path, given, columns.names)
-        if not splits and (columns.missing(row, needed) or len(row) == 1):
-            require_columns(path, row, needed, purpose=purpose)
-        splits.add(row.get("split"))
-        if split is not None and row.get("split") != split:
-            continue
-        chosen.append((number, row))
-        if limit is not None and len(chosen) >= limit:
-            break
-    found, rows, coding = [], [], coding_of(chosen, columns, path)
-    for number, row in chosen:
-        try:
-            found.append(read(plain_row(number, row, coding, columns)))
-        except UserError as error:
-            raise UserError(f"Row {number} of '{path}': {error}") from error
-        rows.append(number)
-    if not found and split is None:
-        raise UserError(f"'{path}' holds no {what}.")
-    if not found:
-        names = ", ".join(sorted(str(name) for name in splits if name is not None)) or "none at all"
-        raise UserError(f"'{path}' holds no {what} of the split '{split}'. Splits in it: {names}.")
-    return found, tuple(rows)
+    records = _read_file(path, "quality", split, limit, columns)
+    assert isinstance(records, QualitySet)
+    return records
 
 
 def from_dataframe(
     frame: Any, *, name: str = "frame", folder: str | Path = ".", columns: Columns | None = None
 ) -> PreferenceSet | QualitySet:
-    """A set from a pandas data frame, or any with `to_dict("records")`, read as a file with these columns.
+    """Read a set from a pandas data frame, or any with `to_dict("records")`, as a file with these columns.
 
     Args:
         frame: Columns as `load_preferences` or `load_quality` reads them.
-        name: Of the set.
-        folder: Where relative paths of images start.
+        name: Name of the set.
+        folder: Folder where relative paths of images start.
         columns: How the columns are read, where they have other names or labels.
     """
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place) / f"{name}.jsonl"
-        rows = ({key: _plain(value) for key, value in row.items()} for row in frame.to_dict("records"))
-        kept = ({str(key): value for key, value in row.items() if value is not None} for row in rows)
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in kept), encoding="utf-8")
-        found = load_source(str(path), columns=columns)
-        return _moved(found, path.parent, Path(folder))
-
-
-def _plain(value: Any) -> Any:
-    """A cell as JSON has it: NaN and NaT are no value, numpy's numbers and arrays are Python's."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    return None if value is None or value != value else value
-
-
-def _moved(found: Any, old: Path, new: Path) -> Any:
-    """A set whose images lie below another folder."""
-
-    def place(reference: str) -> str:
-        inside = Path(reference).is_relative_to(old)
-        return str(new / Path(reference).relative_to(old)) if inside else reference
-
-    if isinstance(found, QualitySet):
-        records = tuple(replace(record, image=place(record.image)) for record in found.records)
-        return replace(found, records=records)
-    sides = ("image_left", "image_right")
-    pairs = (replace(p, **{side: place(getattr(p, side)) for side in sides}) for p in found.pairs)
-    return replace(found, pairs=tuple(pairs))
+    rows = (
+        {str(key): value for key, cell in row.items() if (value := _plain(cell)) is not None}
+        for row in frame.to_dict("records")
+    )
+    columns = columns or Columns()
+    renamed = ((number, rename_columns(name, row, columns.names)) for number, row in enumerate(rows, 1))
+    return _read_set(Path(folder) / name, name, renamed, None, columns)
 
 
 def to_dataframe(source: PreferenceSet | QualitySet) -> Any:
-    """A set as a pandas data frame, a row per record, that `from_dataframe` reads back equal."""
+    """Convert a set to a pandas data frame, a row per record, that `from_dataframe` reads back equal."""
     try:
         import pandas
     except ModuleNotFoundError as error:
@@ -229,21 +139,166 @@ def to_dataframe(source: PreferenceSet | QualitySet) -> Any:
 
 
 def write_rows(path: str | Path, records: Iterable[PreferencePair | QualityRecord]) -> Path:
-    """Write a set as JSONL, one record per line; a file that exists is refused, missing folders are made."""
-    place = Path(path)
-    if place.exists():
-        raise UserError(f"'{place}' exists, and nothing is overwritten. Give another name or remove it.")
-    place.parent.mkdir(parents=True, exist_ok=True)
+    """Write a set as JSONL; an existing file is refused, missing folders are created."""
+    path = Path(path)
+    if path.exists():
+        raise UserError(f"'{path}' exists, and nothing is overwritten. Give another name or remove it.")
+    path.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(record.to_row(), ensure_ascii=False, allow_nan=False) for record in records)
-    place.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return place
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def _plain(value: Any) -> Any:
+    """Convert a cell to a plain Python value; NaN and NaT are missing."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return None if value is None or value != value else value
+
+
+def _read_file(
+    path: str | Path, kind: Kind | None, split: str | None, limit: int | None, columns: Columns | None
+) -> PreferenceSet | QualitySet:
+    columns = columns or Columns()
+    rows = ((number, rename_columns(path, row, columns.names)) for number, row in read_rows(path))
+    return _read_set(Path(path), Path(path).stem, rows, kind, columns, split=split, limit=limit)
+
+
+def _read_set(
+    path: Path,
+    name: str,
+    rows: Iterator[tuple[int, Row]],
+    kind: Kind | None,
+    columns: Columns,
+    *,
+    split: str | None = None,
+    limit: int | None = None,
+) -> PreferenceSet | QualitySet:
+    """Read numbered rows with our column names; the columns tell the kind None."""
+    number, first = next(rows, (0, {}))
+    purpose = "a preference set" if kind else "a preference set (a quality set: image, mos)"
+    if kind is None:
+        is_pair = "image_left" in first or "image_right" in first
+        kind = "quality" if not is_pair and ("mos" in first or "image" in first) else "pairs"
+    record_name, purpose = ("pair", purpose) if kind == "pairs" else ("image", "a quality set")
+    if not number:
+        raise UserError(f"'{path}' holds no {record_name}.")
+    if columns.missing(first, _NEEDED[kind]) or len(first) == 1:
+        require_columns(path, first, _NEEDED[kind], purpose=purpose)
+    all_rows, splits = chain([(number, first)], rows), set()
+    matching = (
+        item for item in all_rows if splits.add(item[1].get("split")) or split in (None, item[1].get("split"))
+    )
+    selected = list(islice(matching, limit))
+    if not selected:
+        names = ", ".join(sorted(str(name) for name in splits if name is not None)) or "none at all"
+        raise UserError(f"'{path}' holds no {record_name} of the split '{split}'. Splits in it: {names}.")
+    folder = path.parent if columns.has_images else None
+    coding = label_coding(selected, columns, path) if kind == "pairs" else None
+    pairs: list[PreferencePair] = []
+    records: list[QualityRecord] = []
+    directions: dict[bool, int] = {}  # higher_is_better -> its first row
+    for number, row in selected:
+        try:
+            filled = row if columns.has_images else fill_images(number, row)
+            if kind == "pairs":
+                pairs.append(read_pair(filled, coding, folder))
+            else:
+                records.append(read_quality(filled, folder))
+                directions.setdefault(_higher_is_better(row), number)
+        except UserError as error:
+            raise UserError(f"Row {number} of '{path}': {error}") from error
+    numbers = tuple(number for number, _ in selected)
+    if kind == "pairs":
+        return PreferenceSet(name=name, pairs=tuple(pairs), rows=numbers)
+    if len(directions) > 1:
+        raise UserError(
+            f"'{path}' mixes directions: higher_is_better is true in row {directions[True]} and false in row "
+            f"{directions[False]}. Put scores of different directions into different files, or turn one sign."
+        )
+    return QualitySet(name=name, records=tuple(records), higher_is_better=True in directions, rows=numbers)
+
+
+def _higher_is_better(row: Row) -> bool:
+    value = parse_bool(row.get("higher_is_better", True))
+    if value is None:
+        raise UserError(f"higher_is_better is {row['higher_is_better']!r}, needed is true or false.")
+    return value
+
+
+def join_scores(source: PreferenceSet | QualitySet, path: str | Path) -> PreferenceSet | QualitySet:
+    """Add the scores of another table to a set, image by image.
+
+    The table names images in `image`, and scores in columns of their own; or it is what `visalign score`
+    writes (image, reward, value). Images match by path, or by file name where that is unique. Pairs
+    get NAME_left and NAME_right, images NAME; no existing column is replaced.
+
+    Raises:
+        UserError: No column `image`, no score, or no image of the set in it.
+    """
+    scores, full_paths = _scores_by_image(Path(path))
+    by_name: dict[str, list[str]] = {}
+    for image in scores:
+        by_name.setdefault(Path(image).name, []).append(image)
+
+    def find(image: str) -> Row:
+        same_name = by_name.get(Path(image).name, [])
+        paths = [full_paths.get(image, ""), str(Path(image).resolve()), *same_name[: len(same_name) == 1]]
+        return next((scores[place] for place in paths if place in scores), {})
+
+    matched = 0
+    records = []
+    for record in source.pairs if isinstance(source, PreferenceSet) else source.records:
+        if isinstance(record, QualityRecord):
+            columns = find(record.image)
+        else:
+            left, right = find(record.image_left), find(record.image_right)
+            columns = {f"{name}_left": value for name, value in left.items()}
+            columns = columns | {f"{name}_right": v for name, v in right.items()} if left and right else {}
+        matched += bool(columns)
+        records.append(replace(record, extra=columns | dict(record.extra)))
+    if not matched:
+        raise UserError(
+            f"None of the images of '{source.name}' is in '{path}', which names "
+            f"{listed(list(full_paths), limit=2)}. Images are matched by path, or by file name where that is "
+            "unique."
+        )
+    if matched < len(source):
+        warnings.warn(
+            f"'{path}' has scores for {matched} of {len(source)} records of '{source.name}'; the others "
+            "count as failed.",
+            stacklevel=2,
+        )
+    column = "pairs" if isinstance(source, PreferenceSet) else "records"
+    return replace(source, **{column: tuple(records)})
+
+
+def _scores_by_image(path: Path) -> tuple[dict[str, Row], dict[str, str]]:
+    """Read (full path of an image -> its scores, path as the table writes it -> full path)."""
+    scores: dict[str, Row] = {}
+    full_paths: dict[str, str] = {}
+    for number, row in read_rows(path):
+        image = row.get("image")
+        if not isinstance(image, str):
+            raise UserError(
+                f"Row {number} of '{path}' names no image: a table of scores has the column 'image'. "
+                f"Found: {', '.join(row)}."
+            )
+        full_paths[image] = str((path.parent / image).resolve())
+        columns = scores.setdefault(full_paths[image], {})
+        if "reward" in row and ("value" in row or "reason" in row):
+            columns[str(row["reward"])] = row.get("value")
+            if row.get("std") is not None:
+                columns[f"{row['reward']}_std"] = row["std"]
+        else:
+            columns |= {name: value for name, value in row.items() if name not in ("image", "prompt")}
+    return scores, full_paths
 
 
 def shapes_pairs(count: int, *, seed: int = 0, split: str = "heldout") -> PreferenceSet:
-    """Pairs of the shapes world ("train" or "heldout") with votes; an image is drawn when it is asked for.
+    """Generate voted pairs of the shapes world ("train" or "heldout"); images are drawn when they are opened.
 
-    The generators are the styles in which the scenes are drawn; `extra` has the true utilities, what the pair
-    differs in, GenEval's record for verifiers, and a teacher's reason.
+    The generators are the styles in which the scenes are drawn; `extra` has the true utilities, the kind of
+    difference, GenEval's record for verifiers, and a teacher's reason.
     """
     source = ShapesPreferences(seed, split=split)
     pairs = []
@@ -275,7 +330,7 @@ def shapes_pairs(count: int, *, seed: int = 0, split: str = "heldout") -> Prefer
 
 
 def shapes_quality(count: int, *, seed: int = 0, split: str = "heldout") -> QualitySet:
-    """Rated images of the shapes world, "train" or "heldout"."""
+    """Generate rated images of the shapes world, "train" or "heldout"."""
     source = ShapesPreferences(seed, split=split)
     records = []
     for number in range(count):
