@@ -41,7 +41,7 @@ def test_a_reason_names_the_faults_of_each_image():
     right = sample_scene(record, draws, style="textured")
     wrong = sample_scene(parse_prompt("a blue cross"), draws, style="flat").distorted("blur", 0.4)
     pair = replace(PAIRS[0], record=record, left=right, right=wrong)
-    assert pair.reason == "image 1: textured; image 2: expected 2 circle, found 0, blurred, flat"
+    assert pair.reason == "picture 1: textured; picture 2: expected 2 circle, found 0, blurred, flat"
     faint = replace(pair, right=right.distorted("jpeg", 0.2))
     assert faint.reason == "image 1: textured; image 2: textured"
 
