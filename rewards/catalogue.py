@@ -9,7 +9,7 @@ from typing import Any
 
 from visalign import dotted_path
 from visalign.errors import did_you_mean, nearest
-from visalign.interfaces import PairwiseReward, PointwiseReward, TextReward
+from visalign.interfaces import PairwiseReward, PointwiseReward, TextReward, with_capabilities
 from visalign.precision import check_device
 from visalign.rewards.base.contract import RewardError
 
@@ -159,7 +159,7 @@ def load_judge(
         raise _unknown("reward", name, CATALOGUE)
     found = _make(name, CATALOGUE.get(name, name), options, run_device, _IMAGE_FUNCTION, noun="Reward")
     if isinstance(found, PointwiseReward | PairwiseReward):
-        return found
+        return with_capabilities(found)
     raise _incomplete(name, found, "reward", "PointwiseReward")
 
 
@@ -191,7 +191,7 @@ def load_text_reward(name: str, *, run_device: str | None = None, **options: Any
             f"{name!r} judges images: its score() takes them first. Name a reward for text "
             f"({', '.join(TEXT_CATALOGUE)}), or load it with visalign.rewards.load_reward."
         )
-    return found
+    return with_capabilities(found)
 
 
 def _make(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.interfaces import Metadata, PointwiseReward, Prompt, Scores, TextReward
+from visalign.interfaces import Metadata, PointwiseReward, Prompt, Scores, TextReward, with_capabilities
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure import Attempt
 from visalign.rewards.base.images import load_images, to_pil
@@ -142,7 +142,8 @@ class _Case:
         self.kind, self.reward, self.samples, self.prompts = kind, reward, samples, prompts
         self.metadata = None if metadata is None else list(metadata)
         self.tolerance = tolerance
-        self.relative = any(getattr(reward, needs, False) for needs in ("needs_batch", "needs_group"))
+        needs = with_capabilities(reward).capabilities
+        self.relative = needs.needs_batch or needs.needs_group
         self.rows = range(len(prompts))
         self.scores = self.run(self.rows)
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visalign.interfaces import Metadata, Scores
+from visalign.interfaces import Metadata, RewardCapabilities, Scores
 from visalign.rewards.base.contract import make_scores, read_request
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import to_pil
@@ -103,7 +103,7 @@ class ImageStatistic:
         ValueError: unknown statistic or direction.
     """
 
-    needs_prompt = False
+    capabilities = RewardCapabilities(needs_prompt=False)
 
     name: str
     unit: str

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +11,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from visalign.errors import UserError
 
 Metadata = Sequence[Mapping[str, Any] | None]
 """One mapping per sample (GenEval's layout for the shapes world), or None where a prompt has none."""
@@ -87,9 +89,72 @@ class Preferences:
         return self.prob.shape[0]
 
 
+@dataclass(frozen=True, kw_only=True)
+class RewardCapabilities:
+    """What a reward needs beside images or texts, and what it offers beside scores.
+
+    A reward declares them as its attribute `capabilities`; one that declares none gets these defaults where
+    it enters (`with_capabilities`).
+    """
+
+    needs_group: bool = False
+    """A score depends on the samples of the same group, which the metadata must name ("group_id")."""
+    needs_batch: bool = False
+    """A score depends on all samples of the same call."""
+    needs_prompt: bool = True
+    """The prompt changes the score; without it, images can be scored without prompts."""
+    takes_clips: bool = False
+    """`score` takes videos [F, 3, H, W] instead of images."""
+    both_orders: bool = False
+    """A pairwise judge that asks about each pair in both orders itself."""
+    term_weights: Mapping[str, float] = field(default_factory=dict)
+    """label -> weight of the terms of a sum; its part "LABEL.weighted" is each by itself."""
+    recorded_terms: Mapping[str, float] = field(default_factory=dict)
+    """label -> 1, or -1 where lower is better, of the terms of weight 0."""
+    constraints: Mapping[str, float] = field(default_factory=dict)
+    """label -> bound at which a trainer holds the mean of the part "LABEL.weighted"."""
+    advantage_weights: Mapping[str, float] = field(default_factory=dict)
+    """label -> strength λ with which a trainer scales advantages by the part "LABEL.std"."""
+
+
+_FLAGS = ("needs_group", "needs_batch", "needs_prompt", "takes_clips", "both_orders")
+
+
+def with_capabilities(reward: Any) -> Any:
+    """Give a reward without declarations the default `capabilities` and the `identity` None; return it.
+
+    Raises:
+        UserError: the reward declares a flag outside its capabilities, or takes no new attributes.
+    """
+    if not hasattr(reward, "capabilities"):
+        if flags := [flag for flag in _FLAGS if hasattr(reward, flag)]:
+            raise UserError(
+                f"Reward {type(reward).__name__} sets {', '.join(flags)} as an attribute. Declare it in its "
+                f"class: capabilities = visalign.interfaces.RewardCapabilities({flags[0]}=...)."
+            )
+        _set_attribute(reward, "capabilities", RewardCapabilities())
+    # asked of the class first, since an identity may be a property that reads weights
+    if not hasattr(type(reward), "identity") and not hasattr(reward, "identity"):
+        _set_attribute(reward, "identity", None)
+    return reward
+
+
+def _set_attribute(reward: Any, name: str, value: Any) -> None:
+    try:
+        object.__setattr__(reward, name, value)  # works for frozen dataclasses, too
+    except (AttributeError, TypeError) as error:
+        raise UserError(
+            f"Reward {type(reward).__name__} takes no attribute {name!r} (slots?). Declare in its class: "
+            "capabilities = visalign.interfaces.RewardCapabilities() and identity = None."
+        ) from error
+
+
 @runtime_checkable
 class PointwiseReward(Protocol):
-    """Judges one image at a time."""
+    """Scores one image at a time.
+
+    It may also declare `capabilities` (`RewardCapabilities`) and `identity` (`visalign.rewards.Identity`).
+    """
 
     name: str
     unit: str
@@ -129,6 +194,24 @@ class PairwiseReward(Protocol):
         self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
     ) -> Preferences:
         """Compare B pairs of images; what is said of a pair does not depend on its neighbours."""
+        ...
+
+
+@runtime_checkable
+class DifferentiableReward(Protocol):
+    """A pointwise reward with a gradient in the pixels."""
+
+    def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """[B] float32 scores of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
+        ...
+
+
+@runtime_checkable
+class DifferentiableSum(Protocol):
+    """A sum of rewards whose gradient is the sum of its terms' gradients."""
+
+    def gradient_terms(self) -> Iterator[tuple[str, Any, float, float]]:
+        """(label, reward r, weight w, mean m) of the terms w (r − m)."""
         ...
 
 

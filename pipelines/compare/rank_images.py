@@ -57,7 +57,7 @@ def ranking_record(
         "unit": found.unit,
         "whose": whose(judge),
         "caution": foreign(judge, [prompt]),
-        "higher_is_better": is_pairwise or bool(getattr(judge, "higher_is_better", True)),
+        "higher_is_better": is_pairwise or judge.higher_is_better,
         "level": found.level,
         "calls": found.calls,
         "all_pairs": readable * (readable - 1) // 2,

@@ -277,13 +277,13 @@ def _judging_alone(judges: Mapping[str, Any], needed: Iterable[str]) -> dict[str
 
 def _is_of_sets(judge: Any) -> bool:
     """Whether a judge needs to be told which images belong together."""
-    return bool(getattr(judge, "needs_group", False))
+    return judge.capabilities.needs_group
 
 
-def _check_sets(terms: Mapping[str, PointwiseReward], prompts_per_iteration: int, world: int) -> None:
+def _check_sets(terms: Mapping[str, Any], prompts_per_iteration: int, world: int) -> None:
     """Refuse processes that would each see a part of a set."""
     for label, term in terms.items():
-        if getattr(term, "needs_batch", False) and world > 1:
+        if term.capabilities.needs_batch and world > 1:
             raise UserError(
                 f"rewards.terms.{label} judges all images of an iteration as one set, and {world} "
                 f"processes would each have their own. Set rewards.terms.{label}.options.over=group, or use "

@@ -13,7 +13,7 @@ import numpy as np
 from visalign.errors import UserError
 from visalign.evaluation.probes import response as answer
 from visalign.evaluation.probes.catalogue import PAIR_PROBES, PROBES, Level, Probe, Sample
-from visalign.interfaces import PairwiseReward, PointwiseReward, Scores
+from visalign.interfaces import PairwiseReward, PointwiseReward, Scores, with_capabilities
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.pairs.asking import one_each, read_preferences
@@ -196,7 +196,7 @@ class Comparer(Subject):
     """A judge that compares: changed samples against the unchanged, and both against others of their prompt.
 
     Each pair is asked in both orders and the log-odds averaged; in one order only where the judge says that
-    it asks both itself (its attribute `both_orders`) and its answers on real pairs bear that out.
+    it asks both itself (`RewardCapabilities.both_orders`) and its answers on real pairs bear that out.
 
     Raises:
         UserError: It judges fewer than two of the real pairs, or calls all of them a tie.
@@ -207,7 +207,7 @@ class Comparer(Subject):
 
     def __init__(self, judge: PairwiseReward, reference: Reference, batch_size: int) -> None:
         super().__init__(reference)
-        self.judge = judge
+        self.judge = with_capabilities(judge)
         self.questions = Questions(judge.name, self._odds, reference, batch_size)
         self.one_order = False
         """Whether the judge itself averages both orders, so that pairs are asked once."""
@@ -234,7 +234,7 @@ class Comparer(Subject):
             )
         self.judged = [row for row in self.paired if np.isfinite(self.real.lead[row])]
         steady = np.abs(self.real.bias[self.judged]).max() <= answer.SAME * self.spread
-        self.one_order = bool(getattr(judge, "both_orders", False)) and bool(steady)
+        self.one_order = self.judge.capabilities.both_orders and bool(steady)
         alone = [row for row in range(len(reference.samples)) if not reference.rivals(row)]
         self.rows = sorted(self.judged + alone)
 

@@ -299,8 +299,8 @@ class _Judge:
     @property
     def compares(self) -> bool:
         """Whether a reward has to see all draws of a prompt together."""
-        needs = ("needs_group", "needs_batch")
-        return any(getattr(reward, name, False) for reward in self.rewards.values() for name in needs)
+        needs = [reward.capabilities for reward in self.rewards.values()]
+        return any(each.needs_group or each.needs_batch for each in needs)
 
     def __call__(self, made: Tensor) -> tuple[dict[str, Scores], Tensor]:
         """(label -> scores, [N] their sum with lower-is-better turned round, −∞ where one failed).
@@ -310,7 +310,7 @@ class _Judge:
         """
         stills, prompts = middle_frames(made), [str(record["prompt"]) for record in self.records]
         scores = {
-            name: r.score(made if getattr(r, "takes_clips", False) else stills, prompts, self.records)
+            name: r.score(made if r.capabilities.takes_clips else stills, prompts, self.records)
             for name, r in self.rewards.items()
         }
         liked = torch.zeros(len(made))

@@ -26,6 +26,7 @@ from typing import Any
 
 from visalign.atomic import write_atomic
 from visalign.errors import UserError
+from visalign.interfaces import with_capabilities
 from visalign.locks import LOCK, hold_lock
 from visalign.pipelines.shared.reward_options import load_each
 from visalign.pipelines.shared.run_folder import check_run_folder
@@ -206,7 +207,7 @@ def score_on_ray(
     if above := [item for item in items if item.is_dir() and output.is_relative_to(item.absolute())]:
         raise UserError(f"The output '{output}' lies in '{above[0]}', which is to be scored. Give another.")
     check_run_folder(output, resume=resume)
-    if whole := [label for label, reward in rewards.items() if getattr(reward, "needs_batch", False)]:
+    if whole := [label for label, r in rewards.items() if with_capabilities(r).capabilities.needs_batch]:
         raise UserError(
             f"{', '.join(whole)} judges all images of a call together, and --engine ray judges them in "
             "batches of each file. Leave --engine ray out."

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from visalign.data.sets.image_references import open_bytes, resolve_image
 from visalign.errors import UserError
 from visalign.escaping import csv_cell
-from visalign.interfaces import PointwiseReward
+from visalign.interfaces import PointwiseReward, with_capabilities
 from visalign.rewards.base.failure import Naming
 from visalign.rewards.base.images import animation_length, pixels_of
 from visalign.rewards.base.memory import max_pixels
@@ -49,9 +49,9 @@ class ScoreRow:
     """Whose number it is: model, revision or fingerprint, and digest of the identity."""
 
 
-def takes_clips(reward: object) -> bool:
-    """Whether a reward judges clips, as `Frames` does, and not images alone."""
-    return bool(getattr(reward, "takes_clips", False))
+def takes_clips(reward: Any) -> bool:
+    """Return True if a reward scores clips instead of images, as `Frames` does."""
+    return with_capabilities(reward).capabilities.takes_clips
 
 
 class Keeper(Protocol):

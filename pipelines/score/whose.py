@@ -12,6 +12,7 @@ from typing import Any
 
 from visalign.data.assets import PACKAGED
 from visalign.data.shapes.prompts import parse_prompt
+from visalign.interfaces import PointwiseReward, with_capabilities
 from visalign.rewards.base.identity import Identity
 
 
@@ -57,11 +58,11 @@ def judge_identity(judge: Any) -> Identity:
 
     What such a judge reads besides, weights or settings, is not known: give it an identity to have that seen.
     """
-    own = getattr(judge, "identity", None)
-    if isinstance(own, Identity):
-        return own
+    identity = with_capabilities(judge).identity
+    if isinstance(identity, Identity):
+        return identity
     kind = f"{type(judge).__module__}:{type(judge).__qualname__}"
-    options = {"unit": getattr(judge, "unit", "probability")}
+    options = {"unit": judge.unit if isinstance(judge, PointwiseReward) else "probability"}
     return Identity(judge=judge.name, model=kind, weights=_source(judge), options=options)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from visalign.errors import UserError, suggestion
+from visalign.interfaces import with_capabilities
 
 from .run_folder import check_place
 
@@ -70,12 +71,12 @@ def load_each(names: Sequence[str], options: Sequence[str], load: Callable[..., 
     """Name -> reward, each loaded once with its options (as `reward_options` takes them)."""
     unique = list(dict.fromkeys(names))
     chosen = reward_options(options, unique)
-    return {name: load(name, **chosen[name]) for name in unique}
+    return {name: with_capabilities(load(name, **chosen[name])) for name in unique}
 
 
 def any_needs_prompt(rewards: Mapping[str, Any]) -> bool:
-    """Whether some reward looks at the prompt; one that does not says `needs_prompt = False`."""
-    return any(getattr(reward, "needs_prompt", True) for reward in rewards.values())
+    """Return True if some reward depends on the prompt."""
+    return any(reward.capabilities.needs_prompt for reward in rewards.values())
 
 
 def needed_prompt(prompt: str | None, rewards: Mapping[str, Any]) -> str:

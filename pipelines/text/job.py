@@ -59,7 +59,7 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
     accelerator = build_accelerator(config, output)
     config.rewards.check_processes(accelerator.num_processes)
     inputs = prepare(config, str(accelerator.device))
-    if getattr(inputs.reward, "needs_batch", False) and accelerator.num_processes > 1:
+    if inputs.reward.capabilities.needs_batch and accelerator.num_processes > 1:
         raise UserError(
             f"{inputs.reward.name} judges all completions of an iteration together, and "
             f"{accelerator.num_processes} processes would each have their own. Use one process."

@@ -211,10 +211,10 @@ def _prepare(config: TextSampleConfig) -> _Inputs:
     """Prompts and reward, checked."""
     records = text_records("train", config.data, config.seed)
     reward = text_sum(config.rewards, text_rewards(config.rewards.terms))
-    if reward.advantage_weights:
+    if labels := list(reward.capabilities.advantage_weights):
         raise UserError(
-            f"rewards.terms.{next(iter(reward.advantage_weights))}.uncertainty is advantage, and nothing is "
-            "trained here that had advantages. Take weight or lower_bound."
+            f"rewards.terms.{labels[0]}.uncertainty is advantage, and nothing is trained here that had "
+            "advantages. Take weight or lower_bound."
         )
     for place, record in enumerate(records):
         if taken := [name for name in OWN_FIELDS if name in record]:

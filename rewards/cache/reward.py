@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from visalign.interfaces import Metadata, PointwiseReward, Preferences, Scores
+from visalign.interfaces import Metadata, PointwiseReward, Preferences, Scores, with_capabilities
 from visalign.rewards.base.contract import RewardError, answer_of, columns_of
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import animation_length, load_animation
@@ -57,7 +57,7 @@ class CachedReward(_Remembering):
         super().__init__(reward, cache, identity=identity)
         self.reward, self.unit, self.range = reward, reward.unit, reward.range
         self.higher_is_better = reward.higher_is_better
-        self.takes_clips = getattr(reward, "takes_clips", False)
+        self.capabilities = reward.capabilities
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Scores of B images; what is not known yet is asked in one call, each content once."""
@@ -166,12 +166,12 @@ def content_digest(item: Any) -> bytes | None:
 
 
 def _identity(judge: Any, given: Identity | None) -> Identity:
-    if getattr(judge, "needs_group", False):
+    if with_capabilities(judge).capabilities.needs_group:
         raise RewardError(
             f"Reward {judge.name!r} scores an image against its group, so a score means nothing by itself. "
             "Cache the judge that it asks instead: CachedJudge(judge, cache)."
         )
-    found = given or getattr(judge, "identity", None)
+    found = given or judge.identity
     if not isinstance(found, Identity):
         raise RewardError(
             f"Reward {judge.name!r} has no identity, so a cache cannot know when its scores change. Give "

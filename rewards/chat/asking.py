@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from visalign.data.assets import resolve_model
-from visalign.interfaces import Scores
+from visalign.interfaces import RewardCapabilities, Scores
 from visalign.rewards.base.contract import Request, RewardError, make_scores
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.catalogue import check_options
@@ -54,6 +54,7 @@ class ServedJudge:
     """
 
     name: str
+    capabilities = RewardCapabilities()
 
     def __init__(
         self,

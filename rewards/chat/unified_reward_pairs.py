@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from visalign.interfaces import Metadata, Preferences
+from visalign.interfaces import Metadata, Preferences, RewardCapabilities
 from visalign.rewards.base.contract import Request, RewardError, prompt_problem, read_request
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import ASPECTS
@@ -86,6 +86,7 @@ class UnifiedRewardPairs(ServedJudge):
         asking = {"default": default, "max_new_tokens": 2048, "device": device, **asking}
         super().__init__(base_url, model, **asking)
         self.mode, self.both_orders = mode, both_orders
+        self.capabilities = RewardCapabilities(both_orders=both_orders)
         self._blend: dict[str, Any] = {"overall_weight": overall_weight, "dim_weight": dim_weight}
         self._blend["category_weights"] = tuple(category_weights or ())
         self._blend["first"] = 3 if flex_categories == "first_three" else None

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visalign.interfaces import Metadata, Scores
+from visalign.interfaces import Metadata, RewardCapabilities, Scores
 from visalign.rewards.base.contract import Request, make_scores, prompt_problem, read_request, scatter
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.catalogue import check_options
@@ -254,6 +254,7 @@ class ClipJudge:
     unit = "cosine"
     range = (-1.0, 1.0)
     higher_is_better = True
+    capabilities = RewardCapabilities()
 
     def __init__(self, model: str | Path, *, device: str | torch.device = "cpu", **towers: Any) -> None:
         check_options(self.name, ClipTowers, {"model": model, "device": device, **towers})

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from visalign.interfaces import Metadata, PointwiseReward, Scores
+from visalign.interfaces import Metadata, PointwiseReward, Scores, with_capabilities
 from visalign.rewards.base.contract import RewardError, make_scores
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.identity import Identity
@@ -59,7 +59,9 @@ class Calibrated:
 
         if scale not in UNITS:
             raise ValueError(f"scale is {scale!r}; allowed are {', '.join(UNITS)}.")
-        self.reward = load_reward(reward, run_device=device, **options) if isinstance(reward, str) else reward
+        if isinstance(reward, str):
+            reward = load_reward(reward, run_device=device, **options)
+        self.reward = with_capabilities(reward)
         if isinstance(reference, str | Path):
             reference, std = _read(Path(reference))
         self._value = torch.as_tensor(reference, dtype=torch.float64).flatten()
@@ -104,7 +106,7 @@ class Calibrated:
     @property
     def identity(self) -> Identity | None:
         """The reward's own, with the reference."""
-        own = getattr(self.reward, "identity", None)
+        own = self.reward.identity
         if not isinstance(own, Identity):
             return None
         reference = [self._value.tolist(), self._std.tolist()]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from visalign.core.rewards.uncertainty import combine_members, penalise
-from visalign.interfaces import Metadata, PointwiseReward, Scores
+from visalign.interfaces import Metadata, PointwiseReward, RewardCapabilities, Scores, with_capabilities
 from visalign.rewards.base.contract import RewardError, make_scores, read_request
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.identity import Identity
@@ -39,6 +39,7 @@ class Ensemble:
     Coste et al., Reward Model Ensembles Help Mitigate Overoptimization, arXiv 2310.02743.
     """
 
+    capabilities = RewardCapabilities()
     noun = "image"
     """What is judged, for messages."""
 
@@ -87,7 +88,8 @@ class Ensemble:
                 f"{name}: min_members is {needed}; allowed are {least} to {len(labels)}, the members{why}."
             )
         _check_scales(name, members, calibration)
-        self.name, self.members = name, dict(members)
+        self.name = name
+        self.members = {label: with_capabilities(member) for label, member in members.items()}
         self.how, self.strength, self.ddof, self.min_members = how, strength, ddof, needed
         first = members[labels[0]]
         self._scale = {label: (0.0, 1.0) for label in labels} | dict(calibration or {})
@@ -99,7 +101,7 @@ class Ensemble:
     @property
     def identity(self) -> Identity | None:
         """What the scores depend on, each member's identity; None where a member has none."""
-        found = {label: getattr(member, "identity", None) for label, member in self.members.items()}
+        found = {label: member.identity for label, member in self.members.items()}
         known = {label: one.digest for label, one in found.items() if isinstance(one, Identity)}
         if len(known) < len(found):
             return None

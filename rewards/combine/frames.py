@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.interfaces import Metadata, PointwiseReward, Scores
+from visalign.interfaces import Metadata, PointwiseReward, RewardCapabilities, Scores, with_capabilities
 from visalign.rewards.base.clips import listed_clips, read_clip
 from visalign.rewards.base.contract import RewardError, make_scores, read_metadata
 from visalign.rewards.base.failure import Naming, failure_reasons
@@ -39,8 +39,6 @@ class Frames:
         RewardError: frames below 1, or a reward that compares inside groups.
     """
 
-    takes_clips = True
-
     def __init__(
         self,
         reward: PointwiseReward | str,
@@ -53,8 +51,10 @@ class Frames:
 
         if isinstance(frames, bool) or not isinstance(frames, int) or frames < 1:
             raise RewardError(f"frames is {frames!r}; give how many of a clip are judged, at least 1.")
-        self.reward = load_reward(reward, run_device=device, **options) if isinstance(reward, str) else reward
-        if getattr(self.reward, "needs_group", False):
+        if isinstance(reward, str):
+            reward = load_reward(reward, run_device=device, **options)
+        self.reward = with_capabilities(reward)
+        if self.reward.capabilities.needs_group:
             raise RewardError(
                 f"{self.reward.name} compares the images of a group, so single frames have no score. "
                 "Give a judge of one image."
@@ -62,12 +62,13 @@ class Frames:
         self.frames, self.name = frames, f"{self.reward.name}_frames"
         self.unit, self.range = self.reward.unit, self.reward.range
         self.higher_is_better = self.reward.higher_is_better
-        self.needs_prompt = getattr(self.reward, "needs_prompt", True)
+        needs_prompt = self.reward.capabilities.needs_prompt
+        self.capabilities = RewardCapabilities(takes_clips=True, needs_prompt=needs_prompt)
 
     @property
     def identity(self) -> Identity | None:
         """The reward's own, with the number of frames."""
-        own = getattr(self.reward, "identity", None)
+        own = self.reward.identity
         if not isinstance(own, Identity):
             return None
         return Identity(judge=self.name, model=own.digest, options={"frames": self.frames})

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from visalign.core.rewards.uncertainty import bhattacharyya_overlap, penalise
-from visalign.interfaces import Metadata, PointwiseReward, Scores
+from visalign.interfaces import Metadata, PointwiseReward, RewardCapabilities, Scores, with_capabilities
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure import Naming
 from visalign.rewards.base.identity import Identity
@@ -76,7 +76,11 @@ class UncertaintyUsed:
                 f"strength is {strength}, reference {reference}; needed are finite, strength ≥ 0."
             )
         self._compares = how == "bhattacharyya" and over == "batch"
-        self.needs_batch = self._compares or getattr(reward, "needs_batch", False)
+        reward = with_capabilities(reward)
+        self.capabilities = RewardCapabilities(
+            needs_group=reward.capabilities.needs_group,
+            needs_batch=self._compares or reward.capabilities.needs_batch,
+        )
         if how == "bhattacharyya" and (pool is not None or remember) == self._compares:
             raise ValueError(
                 'bhattacharyya needs a pool: give pool=(means, stds), or remember=True, or over="batch" '
@@ -102,15 +106,10 @@ class UncertaintyUsed:
         self.pool: deque[tuple[float, float]] = deque((tuple(pair) for pair in start), maxlen=pool_size)
 
     @property
-    def needs_group(self) -> bool:
-        """Whether the reward compares inside groups."""
-        return getattr(self.reward, "needs_group", False)
-
-    @property
     def identity(self) -> Identity | None:
         """What the scores depend on; None where the reward has none, or other samples move the scores."""
-        found = getattr(self.reward, "identity", None)
-        if not isinstance(found, Identity) or self.remember or self.needs_batch:
+        found = self.reward.identity
+        if not isinstance(found, Identity) or self.remember or self.capabilities.needs_batch:
             return None
         pool = hashlib.sha256(repr(self._start).encode()).hexdigest()[:32] if self._start else ""
         used = {"how": self.how, "strength": self.strength, "reference": self.reference, "pool": pool}

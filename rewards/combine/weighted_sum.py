@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from visalign.interfaces import Metadata, PointwiseReward, Scores
+from visalign.interfaces import Metadata, RewardCapabilities, Scores, with_capabilities
 from visalign.rewards.base.contract import (
     RewardError,
     make_scores,
@@ -75,9 +75,14 @@ class WeightedSum:
         """
         _check_weights(rewards)
         name = name or ("weighted_sum" if self.noun == "image" else "weighted_text_sum")
-        self.name, self.rewards = name, dict(rewards)
-        images = [label for label, (one, _) in rewards.items() if not getattr(one, "takes_clips", False)]
-        if self.takes_clips and images:
+        self.name = name
+        self.rewards = {
+            label: (with_capabilities(reward), weight) for label, (reward, weight) in rewards.items()
+        }
+        needs = {label: reward.capabilities for label, (reward, _) in self.rewards.items()}
+        images = [label for label, one in needs.items() if not one.takes_clips]
+        takes_clips = len(images) < len(needs)
+        if takes_clips and images:
             raise ValueError(
                 f"{name} would add judges of clips and of images: {', '.join(images)} takes no clip. Let "
                 "the reward 'frames' ask it, with frames=1 for the middle frame."
@@ -93,43 +98,24 @@ class WeightedSum:
             )
         self.unit = _unit(self._normalise, units)
         self.range = self._total_range()
-        self.constraints = {label: self._bound(label, value) for label, value in (bounds or {}).items()}
-        """label -> bound of its part "label.weighted"."""
-        self.advantage_weights = dict(advantage_weights or {})
-        """label -> λ of its part "label.std"."""
-        _check_strengths(name, self.advantage_weights, list(units))
-        if self.constraints and self.constraints.keys() >= units.keys():
+        constraints = {label: self._bound(label, value) for label, value in (bounds or {}).items()}
+        _check_strengths(name, advantage_weights or {}, list(units))
+        if constraints and constraints.keys() >= units.keys():
             raise ValueError(f"{name} has a bound on every term, so nothing is maximised; leave one without.")
-
-    @property
-    def term_weights(self) -> dict[str, float]:
-        """Label -> weight of the terms that are added; the part "label.weighted" is each by itself."""
-        return {label: weight for label, (_, weight) in self.rewards.items() if weight}
-
-    @property
-    def recorded_terms(self) -> dict[str, float]:
-        """Label -> 1, or -1 where lower is better, of the terms of weight 0."""
-        return {
-            label: 1.0 if reward.higher_is_better else -1.0
-            for label, (reward, weight) in self.rewards.items()
-            if not weight
-        }
-
-    @property
-    def needs_group(self) -> bool:
-        """Whether a term compares inside groups, so that the metadata must name them."""
-        return any(getattr(reward, "needs_group", False) for reward, _ in self.rewards.values())
-
-    @property
-    def needs_batch(self) -> bool:
-        """Whether a score depends on all that are judged in the same call."""
-        several = (getattr(reward, "needs_batch", False) for reward, _ in self.rewards.values())
-        return self._normalise == "batch" or any(several)
-
-    @property
-    def takes_clips(self) -> bool:
-        """Whether the terms judge clips, as `Frames` does."""
-        return any(getattr(reward, "takes_clips", False) for reward, _ in self.rewards.values())
+        terms = self.rewards.items()
+        self.capabilities = RewardCapabilities(
+            needs_group=any(one.needs_group for one in needs.values()),
+            needs_batch=self._normalise == "batch" or any(one.needs_batch for one in needs.values()),
+            takes_clips=takes_clips,
+            term_weights={label: weight for label, (_, weight) in terms if weight},
+            recorded_terms={
+                label: 1.0 if reward.higher_is_better else -1.0
+                for label, (reward, weight) in terms
+                if not weight
+            },
+            constraints=constraints,
+            advantage_weights=dict(advantage_weights or {}),
+        )
 
     def gradient_terms(self) -> Iterator[tuple[str, Any, float, float]]:
         """(label, reward, w_m d_m / std_m, mean_m) of the terms w_m d_m (r_m − mean_m) / std_m.
@@ -149,7 +135,7 @@ class WeightedSum:
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Judge with every reward and add up; images are read once for all of them."""
-        if self.takes_clips:
+        if self.capabilities.takes_clips:
             rows = list(range(len(prompts)))
             asked = list(prompts), without_group(read_metadata(self.name, metadata, len(rows), noun="clip"))
             return self.add_up(lambda reward: reward.score(images, *asked), rows, [None] * len(rows))
@@ -159,8 +145,8 @@ class WeightedSum:
         texts = [request.prompts[row] for row in usable]
         records = [request.metadata[row] for row in usable]
 
-        def judge(reward: PointwiseReward) -> Scores:
-            known = records if getattr(reward, "needs_group", False) else without_group(records)
+        def judge(reward: Any) -> Scores:
+            known = records if reward.capabilities.needs_group else without_group(records)
             return reward.score(loaded, list(texts), list(known))
 
         return self.add_up(judge, usable, request.images.reasons)
@@ -179,7 +165,7 @@ class WeightedSum:
             with Naming(label):
                 answer = judge(reward)
             scores = _spread(_checked(label, answer, len(usable), self.noun), usable, len(reasons))
-            if label in self.advantage_weights:
+            if label in self.capabilities.advantage_weights:
                 scores, _ = with_deviation(label, scores)
             parts[label] = scores.value
             stds = {} if scores.std is None else {"std": scores.std}

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.interfaces import Metadata, Scores
+from visalign.interfaces import Metadata, RewardCapabilities, Scores
 from visalign.rewards.base.clips import listed_clips, read_clip
 from visalign.rewards.base.contract import (
     RewardError,
@@ -137,7 +137,7 @@ class VideoAlign:
     name = "video_align"
     range = (-math.inf, math.inf)
     higher_is_better = True
-    takes_clips = True
+    capabilities = RewardCapabilities(takes_clips=True)
 
     def __init__(
         self,

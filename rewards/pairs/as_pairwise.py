@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from visalign.core.preference.uncertainty import log_win_probability
-from visalign.interfaces import Metadata, PairwiseReward, PointwiseReward, Preferences, Scores
+from visalign.interfaces import (
+    Metadata,
+    PairwiseReward,
+    PointwiseReward,
+    Preferences,
+    Scores,
+    with_capabilities,
+)
 from visalign.rewards.base.contract import Request, RewardError, read_pairs, read_request
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.identity import Identity
@@ -62,7 +69,7 @@ class PairsFromScores:
     def __init__(self, reward: PointwiseReward, *, link: Link = "auto", floor: float = 0.0) -> None:
         if link not in LINKS:
             raise ValueError(f"link is {link!r}; allowed are {', '.join(LINKS)}.")
-        self.reward, self.floor = reward, floor
+        self.reward, self.floor = with_capabilities(reward), floor
         self.name = f"{reward.name}_compared"
         is_logit = any(word in reward.unit.lower() for word in LOGIT_WORDS)
         self.link = ("logistic" if is_logit else "normal") if link == "auto" else link
@@ -70,7 +77,7 @@ class PairsFromScores:
     @property
     def identity(self) -> Identity | None:
         """What the preferences depend on; None where the reward does not say."""
-        found = getattr(self.reward, "identity", None)
+        found = self.reward.identity
         if not isinstance(found, Identity):
             return None
         return replace(found, options={**found.options, "compared_by": self.link})

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from visalign.core import group_pairs, win_rates
-from visalign.interfaces import Metadata, PairwiseReward, Scores
+from visalign.interfaces import Metadata, PairwiseReward, RewardCapabilities, Scores, with_capabilities
 from visalign.rewards.base.contract import (
     GROUP_KEY,
     Request,
@@ -38,9 +38,9 @@ class GroupWinRate:
 
     A group is the images of one `metadata["group_id"]`, which trainers fill in: two groups may have the same
     prompt. Where no record has the key it is the images of one prompt, or of one edit. By definition a score
-    depends on the group (`needs_group`): give `score` whole groups, never parts of them. Without a budget
-    each pair of distinct images is asked once, and by default in both orders, the two log-odds averaged: ½
-    (ℓ_ij − ℓ_ji), so that a judge's liking for one side cancels. With a budget the pairs are chosen in rounds
+    depends on the group: give `score` whole groups, never parts of them. Without a budget each pair of
+    distinct images is asked once, and by default in both orders, the two log-odds averaged: ½ (ℓ_ij − ℓ_ji),
+    so that a judge's liking for one side cancels. With a budget the pairs are chosen in rounds
     (`visalign.core.preference.pairing`), the position bias is a fitted parameter, and the value is the win
     rate that the fit expects against all others.
 
@@ -56,7 +56,7 @@ class GroupWinRate:
     unit = "win rate"
     range = (0.0, 1.0)
     higher_is_better = True
-    needs_group = True
+    capabilities = RewardCapabilities(needs_group=True)
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class GroupWinRate:
             judge: the pairwise judge.
             rule: "own" as above, or "published", which sets both_orders, hard and budget itself.
             both_orders: ask each pair in both orders (without a budget); None does so unless the judge says
-                that it averages both itself (its attribute `both_orders`).
+                that it averages both itself (`RewardCapabilities.both_orders`).
             hard: count p > ½ as a win, p < ½ as a loss; otherwise the probability itself is the share of a
                 win. With both orders the averaged answer is what is decided.
             budget: share of the G(G − 1)/2 pairs of a group that may be asked as single calls, in (0, 1];
@@ -99,11 +99,11 @@ class GroupWinRate:
             raise ValueError(
                 "hard with a budget: the fit's win rates are expected ones; leave one of them out."
             )
-        self.judge, self.hard = judge, hard
-        self.both_orders = not getattr(judge, "both_orders", False) if both_orders is None else both_orders
+        self.judge, self.hard = with_capabilities(judge), hard
+        self.both_orders = not self.judge.capabilities.both_orders if both_orders is None else both_orders
         self.budget, self.group_key = budget, group_key
         self.name = name or f"{judge.name}_win_rate"
-        self.identity = getattr(judge, "identity", None)
+        self.identity = self.judge.identity
         self.calls = 0
         """Comparisons asked since the reward was made."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from visalign.core.preference.pairing import Method, next_pairs
 from visalign.core.preference.ranking import Model, RankingFit, fit_ranking
-from visalign.interfaces import PairwiseReward, PointwiseReward, Scores
+from visalign.interfaces import PairwiseReward, PointwiseReward, Scores, with_capabilities
 from visalign.rewards.base.contract import Request, RewardError, read_request
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.images import as_contract
@@ -107,16 +107,15 @@ def rank(
         raise ValueError(f"budget is {budget}; allowed are shares of n(n − 1)/2 in (0, 2].")
     if not 0 < level < 1:
         raise ValueError(f"level is {level}; allowed are probabilities between 0 and 1, e.g. 0.9.")
-    name = getattr(judge, "name", type(judge).__name__)
-    request = read_request(name, images, [prompt] * len(images), [metadata] * len(images))
+    if not isinstance(judge, PointwiseReward | PairwiseReward):
+        raise TypeError(
+            f"{type(judge).__name__} has neither score nor compare, so it is no judge; see "
+            "visalign.interfaces.PointwiseReward and PairwiseReward."
+        )
+    request = read_request(judge.name, images, [prompt] * len(images), [metadata] * len(images))
     if isinstance(judge, PointwiseReward):
         return _rank_scores(judge, request, level)
-    if isinstance(judge, PairwiseReward):
-        return _rank_pairs(judge, request, budget=budget, level=level, method=method, model=model)
-    raise TypeError(
-        f"{name} has neither score nor compare, so it is no judge; see visalign.interfaces.PointwiseReward "
-        "and PairwiseReward."
-    )
+    return _rank_pairs(judge, request, budget=budget, level=level, method=method, model=model)
 
 
 def _rank_scores(judge: PointwiseReward, request: Request, level: float) -> Ranking:
@@ -237,7 +236,7 @@ def ask_in_rounds(
     odds = [torch.zeros(0, dtype=torch.float64) for _ in sets]
     reasons: list[list[str | None]] = [[] for _ in sets]
     is_done = [False] * len(sets)
-    both = not getattr(asker.judge, "both_orders", False)
+    both = not with_capabilities(asker.judge).capabilities.both_orders
     while True:
         new = []
         for at, members in enumerate(sets):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from visalign.core import both_orders
-from visalign.interfaces import Metadata, Preferences, Scores
+from visalign.interfaces import Metadata, Preferences, RewardCapabilities, Scores
 from visalign.rewards.base.contract import (
     Request,
     make_scores,
@@ -223,6 +223,7 @@ class RewardDancePairs(_YesNoJudge):
                 order with the left one second.
         """
         self.both_orders = both_orders
+        self.capabilities = RewardCapabilities(both_orders=both_orders)
         options = {"both_orders": both_orders}
         super().__init__(model, short=PAIR, long=PAIR_EXPLAIN, device=device, options=options, **asking)
 

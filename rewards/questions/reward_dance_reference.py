@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from visalign.core import group_pairs
-from visalign.interfaces import Metadata, PairwiseReward, Scores
+from visalign.interfaces import Metadata, PairwiseReward, Scores, with_capabilities
 from visalign.rewards.base.contract import make_scores, read_request
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import as_contract, load_images
@@ -55,14 +55,14 @@ class ReferenceReward:
     ) -> None:
         if value not in UNITS:
             raise ValueError(f"value is {value!r}; allowed are {', '.join(UNITS)}.")
-        self.judge, self.references, self.value = judge, dict(references or {}), value
+        self.judge, self.references, self.value = with_capabilities(judge), dict(references or {}), value
         self.name = name or f"{judge.name}_reference"
         self.unit, self.range = UNITS[value]
 
     @property
     def identity(self) -> Identity | None:
         """What the scores depend on, the given references too; None where the judge does not say."""
-        found = getattr(self.judge, "identity", None)
+        found = self.judge.identity
         if not isinstance(found, Identity):
             return None
         shown = {prompt: _digests(images) for prompt, images in sorted(self.references.items())}

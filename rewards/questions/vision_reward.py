@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from visalign.interfaces import Metadata, PointwiseReward, Scores
+from visalign.interfaces import Metadata, PointwiseReward, Scores, with_capabilities
 from visalign.rewards.base.contract import Request, make_scores, prompt_problem, read_request, scatter
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.identity import Identity
@@ -101,7 +101,7 @@ class VisionReward:
         self._read = YesNoReader(self.engine, self.template, **words)
         self.answers, self.max_unanswered = answers, max_unanswered
         rule = self.checklist.rule
-        self.alignment = alignment if rule.has_alignment else None
+        self.alignment = with_capabilities(alignment) if rule.has_alignment and alignment else None
         if rule.has_alignment and self.alignment is None:
             self.alignment = RewardDance(self.engine, value="prob", **words)
         self.range = _range(rule, self.alignment)
@@ -118,7 +118,7 @@ class VisionReward:
             "questions": self.checklist.questions,
             "rule": repr(self.checklist.rule),
             "answers": self.answers,
-            "alignment": repr(getattr(self.alignment, "identity", getattr(self.alignment, "name", None))),
+            "alignment": repr(self.alignment and (self.alignment.identity or self.alignment.name)),
             "min_mass": self.min_mass,
             **self._read.spellings,
         }

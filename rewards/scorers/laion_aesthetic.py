@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visalign.interfaces import Metadata, Scores
+from visalign.interfaces import Metadata, RewardCapabilities, Scores
 from visalign.rewards.base.contract import RewardError, make_scores, read_request, scatter
 from visalign.rewards.base.identity import Identity, fingerprint
 from visalign.rewards.clip.loading import TRANSFORMERS
@@ -42,7 +42,7 @@ class LaionAesthetic(ClipJudge):
     """
 
     name = "laion_aesthetic"
-    needs_prompt = False
+    capabilities = RewardCapabilities(needs_prompt=False)
     unit = "rating 1-10"
     range = INFINITE
 

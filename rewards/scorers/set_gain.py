@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from visalign.core import frechet_distance, frechet_gains, vendi_gains, vendi_score
-from visalign.interfaces import Metadata, Scores
+from visalign.interfaces import Metadata, RewardCapabilities, Scores
 from visalign.rewards.base.contract import (
     GROUP_KEY,
     RewardError,
@@ -56,7 +56,6 @@ class VendiGain:
     unit = "Vendi score"
     range = (float("-inf"), float("inf"))
     higher_is_better = True
-    needs_group = True
 
     def __init__(
         self,
@@ -70,7 +69,7 @@ class VendiGain:
             raise ValueError(f"{self.name}: over is {over!r}; allowed are 'group' and 'batch'.")
         check_options(self.name, ClipTowers, {"model": model, "device": device, **towers})
         self.towers = ClipTowers(model, device=device, **{"batch_size": 64, **towers})
-        self.needs_batch = over == "batch"
+        self.capabilities = RewardCapabilities(needs_group=True, needs_batch=over == "batch")
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Gains of B images; each record has the key "group_id".
@@ -85,7 +84,7 @@ class VendiGain:
                 f"({GROUP_KEY!r}). Train on it (rewards.terms); vendi_score and frechet_distance of "
                 "visalign.core measure sets."
             )
-        labels = [0] * len(request) if self.needs_batch else group_labels(self.name, request)
+        labels = [0] * len(request) if self.capabilities.needs_batch else group_labels(self.name, request)
         reasons = list(request.images.reasons)
         rows, found = self.towers.image_features(request, reasons)
         gains, whole = torch.full((2, len(rows)), torch.nan, dtype=torch.float64)

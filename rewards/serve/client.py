@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visalign.interfaces import Metadata, Preferences, Scores
+from visalign.interfaces import Metadata, Preferences, RewardCapabilities, Scores
 from visalign.rewards.base.contract import RewardError, answer_of, columns_of, read_request, scatter
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import load_images
@@ -136,7 +136,8 @@ class RemoteReward:
         low, high = card.get("range", ("-inf", "inf"))
         self.range = (float(low), float(high))
         self.higher_is_better = bool(card.get("higher_is_better", True))
-        self.needs_group = bool(card.get("needs_group"))
+        self.capabilities = RewardCapabilities(needs_group=bool(card.get("needs_group")))
+        self.identity: Identity | None = None
         if card.get("identity"):
             self.identity = Identity(judge=self.name, model="remote", weights=str(card["identity"]))
 
@@ -367,8 +368,7 @@ class RemoteReward:
 
     def _check_judge(self, server: _Server, digest: str) -> None:
         """Refuse answers of another judge than the one whose card was read."""
-        known = getattr(self, "identity", None)
-        if digest != ("" if known is None else known.weights):
+        if digest != ("" if self.identity is None else self.identity.weights):
             raise _OtherJudge(
                 f"The server at {server.url} serves another judge, or another version of it, than "
                 f"{self.name!r} as it was when this client began. Make a new RemoteReward."

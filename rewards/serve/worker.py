@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences, Scores
+from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences, Scores, with_capabilities
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure import Attempt
 
@@ -253,9 +253,10 @@ def _serve(link: Connection, name: str, options: dict[str, Any], threads: int | 
         return
 
 
-def judge_card(judge: PointwiseReward | PairwiseReward) -> dict[str, Any]:
+def judge_card(judge: Any) -> dict[str, Any]:
     """What a client must know of a judge: JSON values."""
-    identity = getattr(judge, "identity", None)
+    judge = with_capabilities(judge)
+    identity = judge.identity
     card: dict[str, Any] = {
         "name": judge.name,
         "scores": isinstance(judge, PointwiseReward),
@@ -263,7 +264,7 @@ def judge_card(judge: PointwiseReward | PairwiseReward) -> dict[str, Any]:
         "identity": None if identity is None else identity.digest,
         "model": None if identity is None else identity.model,
         "revision": None if identity is None else identity.revision or None,
-        "needs_group": bool(getattr(judge, "needs_group", False)),
+        "needs_group": judge.capabilities.needs_group,
     }
     if isinstance(judge, PointwiseReward):
         low, high = judge.range

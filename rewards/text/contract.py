@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from visalign.interfaces import Metadata, Prompt, Scores
+from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores
 from visalign.rewards.base.contract import make_scores, read_metadata
 
 
@@ -46,6 +46,7 @@ class TextRule:
     unit: str
     range = (0.0, 1.0)
     higher_is_better = True
+    capabilities = RewardCapabilities()
     judge: Callable[[str, Mapping[str, Any]], TextVerdict]
     """What the rule says of one completion."""
 

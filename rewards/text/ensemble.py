@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from visalign.interfaces import Metadata, Prompt, Scores, TextReward
+from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores, TextReward
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.combine.ensemble import Ensemble
 
@@ -71,8 +71,11 @@ class TextEnsemble(Ensemble):
             calibration=calibration,
             name=name,
         )
-        self.needs_group = any(getattr(each, "needs_group", False) for each in loaded.values())
-        self.needs_batch = any(getattr(each, "needs_batch", False) for each in loaded.values())
+        needs = [member.capabilities for member in self.members.values()]
+        self.capabilities = RewardCapabilities(
+            needs_group=any(each.needs_group for each in needs),
+            needs_batch=any(each.needs_batch for each in needs),
+        )
 
     def score(
         self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None

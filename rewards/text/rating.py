@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from visalign.core.preference.fidelity import FLOOR, answer_statistics, fidelity_rewards
-from visalign.interfaces import Metadata, Prompt, Scores
+from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import FORMS, first_word
 from visalign.rewards.reading.verdicts import OPTIONS, verdict
@@ -74,7 +74,7 @@ class RatingReward:
         self.name, self.rule, self.form, self.floor = name, rule, form, floor
         self.prefilled, self.range = prefilled, (0.0, 1.0 + form)
         self.reader, self.low, self.high = FORMS[reads]
-        self.needs_batch = rule != "regression"
+        self.capabilities = RewardCapabilities(needs_batch=rule != "regression")
 
     def score(
         self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None

@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 
 from visalign.core.rewards.fusion import neighbour_weights, reward_fusion
 from visalign.data.sets.prompt_files import load_prompts
-from visalign.interfaces import Metadata, Prompt, Scores, TextReward
+from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores, TextReward, with_capabilities
 from visalign.rewards.base.contract import RewardError, make_scores
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.text.neighbours import hashed_ngrams, prompt_text
@@ -79,11 +79,11 @@ class RewardFusion:
             reward = load_text_reward(reward, run_device=device, **options)
         elif options:
             raise ValueError(f"reward_fusion: {', '.join(options)}: options are of a reward given by name.")
-        self.reward, self.threshold, self.top = reward, threshold, top
+        self.reward, self.threshold, self.top = with_capabilities(reward), threshold, top
         self.name, self.unit, self.range = f"{reward.name}_fused", reward.unit, reward.range
         self.higher_is_better = reward.higher_is_better
-        self.needs_batch = getattr(reward, "needs_batch", False)
-        self.needs_group = getattr(reward, "needs_group", False)
+        needs = self.reward.capabilities
+        self.capabilities = RewardCapabilities(needs_group=needs.needs_group, needs_batch=needs.needs_batch)
         records = load_prompts(pool) if isinstance(pool, str | Path) else pool
         whole = [record if isinstance(record, Mapping) else {"prompt": record} for record in records]
         if not whole:

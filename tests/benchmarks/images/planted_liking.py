@@ -47,7 +47,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 from visalign.config import load_config, resolve_config
-from visalign.interfaces import Metadata, Preferences, Scores
+from visalign.interfaces import Metadata, Preferences, RewardCapabilities, Scores
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig
 from visalign.rewards import load_reward, make_scores, read_request
 from visalign.rewards.base.contract import Request, group_labels, read_pairs
@@ -119,7 +119,8 @@ class Votes:
 class Tied:
     """1 for each image of a group that the verifier finds all equally good, else 0."""
 
-    name, unit, range, higher_is_better, needs_group = "tied", "1 = nothing to choose", (0, 1), True, True
+    name, unit, range, higher_is_better = "tied", "1 = nothing to choose", (0, 1), True
+    capabilities = RewardCapabilities(needs_group=True)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         request = read_request(self.name, images, prompts, metadata)

@@ -110,7 +110,7 @@ def test_batch_scales_are_refused_with_several_processes() -> None:
 def test_a_bound_is_refused_where_no_sum_is_learnt_from() -> None:
     given = "rewards={terms: {shapes_verifier: {}, clip_score: {bound: 0.7}}, allow_mixed_units: true}"
     reward: Any = prepare(config(given), 1).reward
-    assert reward.constraints == {"clip_score": 0.7}
+    assert reward.capabilities.constraints == {"clip_score": 0.7}
     with pytest.raises(UserError, match=r"gdpo takes each reward by itself"):
         prepare(config(given, "objective.algorithm=gdpo"), 1)
 
@@ -118,7 +118,7 @@ def test_a_bound_is_refused_where_no_sum_is_learnt_from() -> None:
 def test_rewards_of_sets_want_whole_sets_and_stay_out_of_the_evaluation() -> None:
     given = config("rewards.terms={vendi_gain: {}}")
     reward: Any = prepare(given, 3).reward
-    assert reward.needs_group and "vendi_gain" not in prepare(given, 1).rewards
+    assert reward.capabilities.needs_group and "vendi_gain" not in prepare(given, 1).rewards
     with pytest.raises(UserError, match=r"3 and there are 2 processes: some group would be spread"):
         prepare(given, 2)
     given = config("rewards.terms={variety: {name: vendi_gain, options: {over: batch}}}")

@@ -29,7 +29,7 @@ from tests.support.judges.hackable import (
 )
 from visalign.errors import UserError
 from visalign.evaluation.probes.catalogue import PAIR_PROBES, Sample, chosen
-from visalign.interfaces import Preferences
+from visalign.interfaces import Preferences, RewardCapabilities
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.probe.job import probe_reward, probes_for, write_probe
 from visalign.pipelines.probe.reference import Reference, read_reference, shapes_reference_set
@@ -138,7 +138,7 @@ def test_a_judge_that_averages_both_orders_itself_is_asked_once_and_its_own_bias
     assert judge.asked == 2 * 40 * (2 + 1 + 3), "twice real pairs, then once each"
 
     class OnlySaysSo(PrefersTheLeft):
-        both_orders = True
+        capabilities = RewardCapabilities(both_orders=True)
 
     unproved = tried(OnlySaysSo(1.5), ["position"])
     assert not unproved["reference"]["one_order"] and verdicts(unproved)["position"] == "fails"

@@ -22,6 +22,7 @@ from visalign.evaluation.pages.base import plain
 from visalign.evaluation.pages.sample_page import sample_page
 from visalign.flow.rollout import rollout
 from visalign.flow.search import ZeroOrderSearch
+from visalign.interfaces import RewardCapabilities
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.sample import job
 from visalign.pipelines.score.image_rows import find_images, image_rows
@@ -133,7 +134,7 @@ def test_of_many_draws_one_batch_and_the_best_are_in_memory(search, compares, tm
         return torch.from_numpy(made)
 
     class Judge(Brightness):
-        needs_group, needs_batch = compares == "group", compares == "batch"
+        capabilities = RewardCapabilities(needs_group=compares == "group", needs_batch=compares == "batch")
 
         def score(self, images, prompts, metadata=None):
             asked.append(len(images))

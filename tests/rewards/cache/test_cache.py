@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from visalign.interfaces import Preferences, Scores
+from visalign.interfaces import Preferences, RewardCapabilities, Scores
 from visalign.rewards import check_reward, load_reward
 from visalign.rewards.base.contract import RewardError, make_scores, read_request
 from visalign.rewards.base.identity import Identity
@@ -271,8 +271,8 @@ def test_refused(tmp_path: Path):
     with pytest.raises(RewardError, match=r"'nameless' has no identity.*Give one: identity=Identity"):
         CachedReward(Nameless(), cache)
     CachedReward(Nameless(), cache, identity=Identity(judge="nameless", model="1"))
-    grouped = Mean()
-    grouped.needs_group = True  # type: ignore[attr-defined]
+    grouped: Any = Mean()
+    grouped.capabilities = RewardCapabilities(needs_group=True)
     with pytest.raises(RewardError, match="against its group, so a score means nothing by itself"):
         CachedReward(grouped, cache)
     with pytest.raises(ValueError, match="4 images and 1 prompts"):

@@ -208,7 +208,7 @@ def test_contract():
     rewards = {"small": (JpegSize(prefer="smaller"), 1.0), "again": (JpegSize(quality=20), 2.0)}
     assert len(check_reward(WeightedSum(rewards))) == 11
     over_batch = WeightedSum(rewards, normalise="batch")
-    assert over_batch.needs_batch and len(check_reward(over_batch)) == 10
+    assert over_batch.capabilities.needs_batch and len(check_reward(over_batch)) == 10
     with pytest.raises(RewardError, match="an image alone scores otherwise than in a batch"):
         check_reward(lambda images, **_: [float(len(images))] * len(images))
 

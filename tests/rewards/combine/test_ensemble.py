@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.judges.brightness import Brightness, grey
-from visalign.interfaces import Scores
+from visalign.interfaces import RewardCapabilities, Scores
 from visalign.rewards import RewardError, check_reward, load_images
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.combine.ensemble import Ensemble
@@ -154,8 +154,8 @@ def test_identities_follow_members_and_rules() -> None:
     # What a rolling pool gives depends on earlier calls, so that no identity is true of it.
     earlier = UncertaintyUsed(Named("m", std=0.1), how="bhattacharyya", remember=True)
     others = UncertaintyUsed(Named("m", std=0.1), how="bhattacharyya", over="batch")
-    assert earlier.identity is None and not earlier.needs_batch
-    assert others.identity is None and others.needs_batch
+    assert earlier.identity is None and not earlier.capabilities.needs_batch
+    assert others.identity is None and others.capabilities.needs_batch
 
 
 def test_ensembles_keep_the_contract() -> None:
@@ -246,9 +246,10 @@ def test_uncertainty_keeps_the_contract_and_needs_a_std() -> None:
     with pytest.raises(RewardError, match="'brightness' gives no standard deviation"):
         UncertaintyUsed(Brightness()).score(grey([0.5]), ["p"])
     compares: Any = Fixed(1, std=0.1)
-    compares.needs_group = compares.needs_batch = True
-    wrapped = UncertaintyUsed(compares)
-    assert wrapped.needs_group and wrapped.needs_batch and not UncertaintyUsed(Fixed(1)).needs_batch
+    compares.capabilities = RewardCapabilities(needs_group=True, needs_batch=True)
+    wrapped = UncertaintyUsed(compares).capabilities
+    assert wrapped.needs_group and wrapped.needs_batch
+    assert not UncertaintyUsed(Fixed(1)).capabilities.needs_batch
 
 
 @pytest.mark.parametrize(

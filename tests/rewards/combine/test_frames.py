@@ -108,7 +108,7 @@ def test_clips_in_sums_and_caches(tmp_path: Path):
         for at, path in enumerate(paths):
             Image.effect_noise((8, 8), level * (at + 1)).save(path)
         seen.append(float(kept.score([paths], ["p"]).value))
-    assert kept.takes_clips and seen[0] != seen[1]
+    assert kept.capabilities.takes_clips and seen[0] != seen[1]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from scipy.integrate import quad
 from scipy.stats import norm
 
 from tests.support.judges.brightness import Brightness, BrightnessPairs, grey
-from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences
+from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences, RewardCapabilities
 from visalign.rewards import FunctionReward, RewardError, WeightedSum, check_reward
 from visalign.rewards.pairs.as_pairwise import as_pairwise, logistic_odds
 from visalign.rewards.pairs.as_pointwise import GroupWinRate, as_pointwise
@@ -111,7 +111,7 @@ def test_round_robin_by_hand() -> None:
     assert scores.value.tolist() == pytest.approx(expected, abs=1e-5)  # the bias has cancelled
     assert len(judge.asked) == len(set(judge.asked)) == 6 == reward.calls and judge.rounds == 1
     assert scores.parts["compared"].tolist() == [2, 2, 2] and scores.unit == "win rate"
-    assert isinstance(reward, PointwiseReward) and reward.needs_group
+    assert isinstance(reward, PointwiseReward) and reward.capabilities.needs_group
 
 
 def test_hard_answers_in_one_order_are_the_published_win_rates() -> None:
@@ -150,8 +150,8 @@ def test_hard_rounds_the_averaged_answer_and_two_minds_are_a_tie() -> None:
 
 
 def test_a_judge_that_averages_both_orders_is_asked_once() -> None:
-    judge = BrightnessPairs(scale=10)
-    judge.both_orders = True  # type: ignore[attr-defined]  # the attribute is optional
+    judge: Any = BrightnessPairs(scale=10)
+    judge.capabilities = RewardCapabilities(both_orders=True)
     reward = as_pointwise(judge)
     scores = reward.score(grey([0.2, 0.5, 0.6]), ["p"] * 3)
     assert len(judge.asked) == 3 and not reward.both_orders and scores.value.argmax() == 2
@@ -193,7 +193,8 @@ def test_two_groups_of_one_prompt_stay_apart_in_a_sum() -> None:
     )
     images = grey([0.1, 0.9, 0.2, 0.8])
     records = [{"group_id": group, "tag": "t"} for group in (0, 1, 1, 0)]
-    assert total.needs_group and total.score(images, ["a"] * 4, records).value.tolist() == [0, 1, 0, 1]
+    assert total.capabilities.needs_group
+    assert total.score(images, ["a"] * 4, records).value.tolist() == [0, 1, 0, 1]
     assert total.score(images, ["a"] * 4).value.tolist() == pytest.approx([0, 1, 1 / 3, 2 / 3])
     assert seen[:4] == [{"tag": "t"}] * 4, "a judge of single images does not see the group"
 

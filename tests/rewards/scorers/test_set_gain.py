@@ -86,7 +86,7 @@ def test_a_sum_hands_the_groups_on(folder: Path) -> None:
     reward = load_reward("vendi_gain", model=folder)
     terms = {"variety": (reward, 2.0), "size": (load_reward("jpeg_size"), 0.0)}
     both = WeightedSum(terms)
-    assert both.needs_group
+    assert both.capabilities.needs_group
     images = make_images(6)
     expected = reward.score(images, PROMPTS, RECORDS)
     scores = both.score(images, PROMPTS, RECORDS)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from visalign.interfaces import Scores
+from visalign.interfaces import RewardCapabilities, Scores
 from visalign.pipelines.shared.sections import RewardsConfig, RewardTerm
 from visalign.pipelines.text.parts import text_sum
 from visalign.rewards import RewardError, TextEnsemble, TextFunctionReward, WeightedTextSum
@@ -95,9 +95,9 @@ def test_a_member_that_raises_or_answers_too_little_is_named() -> None:
 
 def test_what_an_ensemble_must_have_together_it_passes_on() -> None:
     compares: Any = Doubtful()
-    compares.needs_group, compares.needs_batch = True, False
-    made = TextEnsemble({"a": compares, "b": Doubtful()})
-    assert made.needs_group and not made.needs_batch
+    compares.capabilities = RewardCapabilities(needs_group=True)
+    needs = TextEnsemble({"a": compares, "b": Doubtful()}).capabilities
+    assert needs.needs_group and not needs.needs_batch
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,9 @@ def test_a_term_uses_the_deviation_and_a_certain_score_stays(term: dict[str, Any
             found.reason is not None and found.reason[2] == "a: the judge gave no standard deviation for it"
         )
     assert found.parts["a.std"][:2].tolist() == [0, 2]
-    assert total.advantage_weights == ({"a": 1.0} if term.get("uncertainty") == "advantage" else {})
+    assert total.capabilities.advantage_weights == (
+        {"a": 1.0} if term.get("uncertainty") == "advantage" else {}
+    )
 
 
 def test_without_a_deviation_nothing_can_be_weighed() -> None:

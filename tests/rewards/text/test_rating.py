@@ -47,7 +47,7 @@ def test_other_rules_by_hand():
     binary = RatingReward("binary").score(*given()).value.view(3, 3)
     assert binary[1].tolist() == pytest.approx([1.0, 0.75, 0.75]) and binary[0, 1] == 1.0
     regression = RatingReward("regression")
-    assert not regression.needs_batch and RatingReward().needs_batch
+    assert not regression.capabilities.needs_batch and RatingReward().capabilities.needs_batch
     assert float(regression.score(*given()).value.view(3, 3)[1, 0]) == 0.875
 
 

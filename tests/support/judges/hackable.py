@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from visalign.interfaces import PointwiseReward, Preferences, Scores
+from visalign.interfaces import PointwiseReward, Preferences, RewardCapabilities, Scores
 from visalign.rewards.base.contract import make_scores, read_request
 from visalign.rewards.base.images import load_images
 from visalign.rewards.statistics import brightness, saturation
@@ -118,7 +118,7 @@ class PrefersTheLeft(ComparesBy):
 class AveragesBothOrders(PrefersTheLeft):
     """The same, asked in both orders and averaged by itself, as the packaged judges do."""
 
-    both_orders = True
+    capabilities = RewardCapabilities(both_orders=True)
 
     def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Any = None) -> Preferences:
         there, back = self.log_odds(left, right, prompts), self.log_odds(right, left, prompts)

@@ -15,7 +15,7 @@ from tests.support.training.images import Brightness, ToyPolicy, toy_trainer
 from visalign.core.surrogates.ratio_check import RatioError
 from visalign.errors import UserError
 from visalign.flow.rollout import rollout
-from visalign.interfaces import Scores
+from visalign.interfaces import RewardCapabilities, Scores
 from visalign.training import (
     METRICS,
     FlowGRPO,
@@ -354,7 +354,7 @@ def test_a_reward_that_compares_within_groups_is_told_which_they_are(tmp_path):
     seen = []
 
     class Grouped(Brightness):
-        needs_group = True
+        capabilities = RewardCapabilities(needs_group=True)
 
         def score(self, images, prompts, metadata=None):
             seen.append(

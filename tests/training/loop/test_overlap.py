@@ -13,7 +13,7 @@ import torch
 from tests.support.training.images import Brightness, ToyPolicy, outcome, toy_trainer
 from tests.support.training.text import Letters, toy_policy, toy_text_trainer, weights_of
 from visalign.errors import UserError
-from visalign.interfaces import Scores
+from visalign.interfaces import RewardCapabilities, Scores
 from visalign.text import Branching, ToolPolicy, ToolUse
 from visalign.training.loop.judging import RewardFailure, RewardScorer, concatenate_scores
 from visalign.training.loop.metrics import read_metrics
@@ -59,11 +59,15 @@ def test_stretches_change_no_sample_no_score_and_no_weight(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    ("more", "sizes"),
-    [({}, [10, 10, 10, 9, 9]), ({"needs_group": True}, [16, 8, 8, 8, 8]), ({"needs_batch": True}, [48])],
+    ("capabilities", "sizes"),
+    [
+        (RewardCapabilities(), [10, 10, 10, 9, 9]),
+        (RewardCapabilities(needs_group=True), [16, 8, 8, 8, 8]),
+        (RewardCapabilities(needs_batch=True), [48]),
+    ],
 )
-def test_a_stretch_holds_what_its_judge_compares(tmp_path, more, sizes):
-    judge = listening("images", **more)
+def test_a_stretch_holds_what_its_judge_compares(tmp_path, capabilities, sizes):
+    judge = listening("images", capabilities=capabilities)
     toy_trainer(tmp_path, reward=judge, rollout={"overlap": 5}, run={"iterations": 1}).train()
     assert [size for _, size in judge.calls] == sizes
 

@@ -50,9 +50,8 @@ def test_where_lower_is_better_the_bound_is_a_ceiling() -> None:
     low.higher_is_better = False
     terms: Any = {"light": (low, 2.0), "red": (Loud(), 1.0)}
     normalise = {"light": (0.1, 0.5), "red": (0.0, 1.0)}
-    assert WeightedSum(terms, normalise=normalise, bounds={"light": 0.4}).constraints == {
-        "light": pytest.approx(-2.0 * (0.4 - 0.1) / 0.5)
-    }
+    total = WeightedSum(terms, normalise=normalise, bounds={"light": 0.4})
+    assert total.capabilities.constraints == {"light": pytest.approx(-2.0 * (0.4 - 0.1) / 0.5)}
 
 
 @pytest.mark.parametrize("name", ["flow_grpo", "diffusion_nft"])

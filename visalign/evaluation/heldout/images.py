@@ -16,7 +16,7 @@ from torch.nn.functional import interpolate
 from visalign.data.sets.prompt_files import record_key
 from visalign.errors import UserError
 from visalign.flow.rollout import asked_of, decoded, middle_frames, rollout
-from visalign.interfaces import DiffusionPolicy, PointwiseReward
+from visalign.interfaces import DiffusionPolicy, PointwiseReward, with_capabilities
 from visalign.seeds import sample_seed
 
 from .correctness import Tally, check_asked, tags_of
@@ -73,7 +73,7 @@ def evaluate(
     kept = kept[(kept >= 0) & (kept < len(prompts))]
     tally = Tally(correctness=correctness, samples="images")
     with _inference(policy):
-        clips = [name for name, reward in rewards.items() if getattr(reward, "takes_clips", False)]
+        clips = [name for name, r in rewards.items() if with_capabilities(r).capabilities.takes_clips]
         for rows, frames, images in _drawn(policy, metadata, drawn, sigmas, batch_size, bool(clips), solver):
             own = kept[(kept >= rows.start) & (kept < rows.stop)] - rows.start
             thumbnails.extend(_as_bytes(images[own], image_side))

@@ -16,7 +16,7 @@ from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
 from visalign.flow.rollout import asked_of, decoded, rollout
 from visalign.flow.trajectory import Trajectory, end_points, joined_trajectories
-from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores
+from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores, with_capabilities
 from visalign.seeds import sample_seed
 from visalign.training.loop.algorithm import Algorithm, Context
 from visalign.training.loop.judging import (
@@ -188,7 +188,7 @@ class ImageSource:
         batch = self.sampler.batch(iteration, process.process_index, process.num_processes)
         records = [dict(self.records[i]) for i in batch.prompt_index.tolist()]
         group = batch.group_id.tolist()
-        if getattr(self.reward, "needs_group", False):  # win rates: a prompt may stand in two groups
+        if self.reward.capabilities.needs_group:  # win rates: a prompt may stand in two groups
             for record, label in zip(records, group, strict=True):
                 record["group_id"] = label
         if self.stored is not None:
@@ -274,7 +274,7 @@ class ImageSource:
         """Images [b, 3, H, W], or clips [b, F, 3, H, W] for a judge of clips, on the CPU."""
         with clock.phase("decode"), torch.no_grad(), self.accelerator.autocast():
             chunks = latents.split(min(self.rollout.batch_size, len(latents)))
-            clips = getattr(self.reward, "takes_clips", False)
+            clips = self.reward.capabilities.takes_clips
             return torch.cat([decoded(self.policy, chunk, clips=clips).float().cpu() for chunk in chunks])
 
     def _ask(
@@ -380,6 +380,7 @@ class ImageAlgorithm(Algorithm):
         stored: Stored | None = None,
     ) -> None:
         self.sharding = sharding
+        reward = with_capabilities(reward)
         self.policy, self.seed, self.reward = policy, seed, reward
         self.settings = objective or DiffusionObjectiveSettings(algorithm=self.usual)
         self.rollout = rollout or RolloutSettings()

@@ -26,7 +26,7 @@ from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
 from visalign.flow.parametrization import preserving_scale
 from visalign.flow.rollout import asked_of, velocity_of
-from visalign.interfaces import Condition, Scores
+from visalign.interfaces import Condition, DifferentiableReward, DifferentiableSum, Scores
 from visalign.seeds import sample_seed
 from visalign.training.loop.algorithm import Collected, Context
 from visalign.training.loop.judging import check_failures, reward_metrics
@@ -286,9 +286,8 @@ def ascent_for_run(objective: DiffusionObjectiveSettings, rollout: RolloutSettin
 
 def terms_of(reward: Any) -> Iterator[tuple[str, Any, float, float]]:
     """(label, reward r, weight w, mean m) of the w (r − m) that a reward adds up, or of itself."""
-    weighted = getattr(reward, "gradient_terms", None)
-    if weighted is not None:
-        yield from weighted()
+    if isinstance(reward, DifferentiableSum):
+        yield from reward.gradient_terms()
     else:
         yield reward.name, reward, 1.0 if reward.higher_is_better else -1.0, 0.0
 
@@ -300,7 +299,7 @@ def check_differentiable(reward: Any) -> None:
         UserError: naming the term.
     """
     for label, term, *_ in terms_of(reward):
-        if not callable(getattr(term, "score_with_gradient", None)):
+        if not isinstance(term, DifferentiableReward):
             raise UserError(
                 f"The reward {label!r} ({type(term).__name__}) has no gradient in the pixels, through which "
                 "objective.algorithm would train. Take one with score_with_gradient(images, prompts), as the "

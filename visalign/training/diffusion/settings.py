@@ -165,7 +165,8 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
         Raises:
             UserError: with what to set instead.
         """
-        if not getattr(reward, "constraints", {}):
+        constraints = reward.capabilities.constraints
+        if not constraints:
             return
         name = f"objective.algorithm={self.algorithm}"
         why = {
@@ -177,7 +178,7 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
         for reason, there in why.items():
             if there:
                 raise UserError(
-                    f"rewards.terms has a bound ({', '.join(reward.constraints)}), which moves the weight of "
+                    f"rewards.terms has a bound ({', '.join(constraints)}), which moves the weight of "
                     f"that term, and {reason}. Take flow_grpo, grpo_guard, diffusion_nft, awm or ram with "
                     "one advantage of the sum, or set the bound to null."
                 )

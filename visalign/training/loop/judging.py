@@ -16,7 +16,7 @@ from torch import Tensor
 
 from visalign.core.groups.labels import group_index, group_sum
 from visalign.errors import UserError
-from visalign.interfaces import Scores
+from visalign.interfaces import Scores, with_capabilities
 
 from .algorithm import Context
 
@@ -60,7 +60,7 @@ class RewardScorer:
     """
 
     def __init__(self, reward: Any, *, what: str, beside: bool) -> None:
-        self.reward, self._what = reward, what
+        self.reward, self._what = with_capabilities(reward), what
         self._thread = None
         if beside:  # a thread begins on the first GPU, whichever this process works on
             same = (
@@ -91,9 +91,9 @@ class RewardScorer:
             count: wanted.
             whole_groups: cut no group.
         """
-        if getattr(self.reward, "needs_batch", False):
+        if self.reward.capabilities.needs_batch:
             count = 1
-        alone = not (whole_groups or getattr(self.reward, "needs_group", False))
+        alone = not (whole_groups or self.reward.capabilities.needs_group)
         begins = [i for i in range(len(group)) if alone or i == 0 or group[i] != group[i - 1]]
         parts = torch.tensor(begins).tensor_split(min(count, len(begins)))
         return list(torch.arange(len(group)).tensor_split([int(part[0]) for part in parts[1:]]))
@@ -180,7 +180,7 @@ def check_failures(scores: Scores, valid: Tensor, limit: float, name: str) -> No
 
 def reward_weights(reward: Any) -> dict[str, float]:
     """Label -> weight of what a reward adds up, as `visalign.rewards.WeightedSum` does; of another itself."""
-    return dict(getattr(reward, "term_weights", None) or {reward.name: 1.0})
+    return dict(reward.capabilities.term_weights or {reward.name: 1.0})
 
 
 def reward_columns(reward: Any, scores: Scores) -> Tensor:
@@ -199,8 +199,7 @@ def score_metrics(
     """What an iteration's judged samples say: the reward, its parts, and the rewards that are only recorded.
 
     Args:
-        reward: that `value` is of; with `recorded_terms`, label -> sign, as `visalign.rewards.WeightedSum`
-            has them.
+        reward: that `value` is of; its `capabilities.recorded_terms` are recorded.
         value: [B] float64, what is optimised.
         valid: bool [B].
         group: [B] integer labels.
@@ -208,7 +207,7 @@ def score_metrics(
     """
     found = reward_metrics(value, valid, group)
     found |= {f"reward_part/{name}": float(part.nanmean()) for name, part in parts.items()}
-    for label, sign in getattr(reward, "recorded_terms", {}).items():
+    for label, sign in reward.capabilities.recorded_terms.items():
         recorded = sign * parts[label]
         own = reward_metrics(recorded, recorded.isfinite(), group)
         found[f"recorded/{label}"] = own["reward_mean"]
@@ -271,9 +270,7 @@ class NegatedReward:
     def __init__(self, reward: Any) -> None:
         self.name, self.unit = reward.name, reward.unit
         self.range = (-reward.range[1], -reward.range[0])
-        self.needs_group = getattr(reward, "needs_group", False)
-        self.needs_batch = getattr(reward, "needs_batch", False)
-        self.takes_clips = getattr(reward, "takes_clips", False)
+        self.capabilities, self.identity = reward.capabilities, None
         self._reward = reward
 
     def score(self, samples: Any, prompts: Sequence[Any], metadata: Any = None) -> Any:
@@ -284,4 +281,5 @@ class NegatedReward:
 
 def as_higher_is_better(reward: Any) -> Any:
     """The reward itself where higher is better, else its negative."""
+    reward = with_capabilities(reward)
     return reward if reward.higher_is_better else NegatedReward(reward)

@@ -26,14 +26,14 @@ class RewardConstraints:
     it holds.
 
     Args:
-        reward: with `constraints`, label -> c_k, as `visalign.rewards.WeightedSum` has them.
+        reward: with `capabilities.constraints`, label -> c_k, as `visalign.rewards.WeightedSum` has them.
         rate: η, per unit of the weighted term.
 
     Altman, Constrained Markov decision processes, 1999; updates as in RCPO, arXiv 1805.11074, section 4.
     """
 
     def __init__(self, reward: Any, rate: float) -> None:
-        self.bounds: Mapping[str, float] = getattr(reward, "constraints", {})
+        self.bounds: Mapping[str, float] = reward.capabilities.constraints
         self.labels, self.rate = list(reward_weights(reward)), rate
 
     def apply(

@@ -177,7 +177,7 @@ def certainty(said: Mapping[str, Tensor], valid: Tensor, strengths: Mapping[str,
 
 def _weighed(trajectories: Trajectories, kept: _Kept, reward: Any) -> Trajectories:
     """With the loss of each sample weighed by what its reward is sure of, where the reward asks for that."""
-    strengths = getattr(reward, "advantage_weights", {})
+    strengths = reward.capabilities.advantage_weights
     if not strengths:
         return trajectories
     certain = certainty(kept.said, kept.valid, strengths).to(trajectories.weight)
