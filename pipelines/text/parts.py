@@ -449,7 +449,7 @@ def syncing(
         return None
     from accelerate import utils
 
-    from visalign.adapters.server.weights import rewriting
+    from visalign.adapters.server.weights import replace_weights
     from visalign.training.loop.sharding import unsharded_state
 
     folder = Path(server.model_folder or output / "server_adapter")
@@ -465,12 +465,12 @@ def syncing(
             last[:] = [iteration]
             with unsharded_state(policy.module), no_loading_bars():
                 if accelerator.is_main_process:
-                    with rewriting(folder) as aside:
+                    with replace_weights(folder) as aside:
                         (policy.model.save_pretrained if server.model_folder else policy.save)(aside)
                     if server.model_folder:
                         generator.reload(folder)
                     else:
                         generator.sync(folder, server_folder=server.server_folder)
-            generator.model, generator.given = utils.broadcast_object_list([generator.model, generator.given])
+            generator.model, generator.weights_folder = utils.broadcast_object_list([generator.model, generator.weights_folder])
 
     return sync

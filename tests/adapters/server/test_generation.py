@@ -16,7 +16,7 @@ from tests.support.models.language import tiny_model, tiny_tokenizer
 from tests.support.servers.completions import TinyServer, serving
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
-from visalign.adapters.server.completions import Completion, CompletionRequest, first_end
+from visalign.adapters.server.completions import Completion, CompletionRequest, find_end
 from visalign.adapters.server.generator import ServerGenerator
 from visalign.adapters.server.requests import check_processed
 from visalign.adapters.server.rollout import rescored
@@ -197,7 +197,7 @@ def test_a_gap_that_precision_does_not_explain_is_an_error(policy, server) -> No
     found = drawn(generator(policy, server))
     assert rescored(found, policy).largest_gap < 1e-4
     other = CausalLMPolicy(tiny_model(seed=1), tiny_tokenizer())
-    message = r"lie [\d.]+ nats from the policy's on average, and 0\.5 are .* other weights \(call sync"
+    message = r"differ by [\d.]+ nats from the policy's on average; 0\.5 is .* other weights \(call sync"
     with pytest.raises(ServerError, match=message):
         rescored(found, other)
     assert rescored(found, other, allowed_gap=None).mean_gap > 0.5
@@ -209,9 +209,9 @@ def test_a_gap_that_precision_does_not_explain_is_an_error(policy, server) -> No
         ("raw_logprobs", Sampling(temperature=0.7), r"temperature=0\.7.*Start vLLM .*processed_logprobs"),
         ("raw_logprobs", Sampling(top_k=5), r"top_k=5.* draws from another distribution"),
         ("raw_logprobs", Sampling(top_p=0.9), r"top_p=0\.9.* correction would be wrong"),
-        ("processed_logprobs", Sampling(top_p=0.9), r"top_p=0\.9 without top_k leaves .*=20\), and all"),
+        ("processed_logprobs", Sampling(top_p=0.9), r"top_p=0\.9 without top_k leaves .*=20\); the ratio"),
         ("processed_logprobs", Sampling(top_k=21), r"top_k=21 leaves more tokens .*raise vLLM's --max-logp"),
-        ("processed_logprobs", Sampling(temperature=0.005), r"is 0\.005; vLLM draws with 0\.01 instead"),
+        ("processed_logprobs", Sampling(temperature=0.005), r"is 0\.005; vLLM samples with 0\.01 instead"),
     ],
 )
 def test_sampling_whose_log_probs_the_server_does_not_give_is_refused(
@@ -226,7 +226,7 @@ def test_a_server_that_gives_raw_log_probs_is_found_out(policy, server) -> None:
     claimed = generator(policy, server, logprobs_mode="processed_logprobs")
     for sampling in (Sampling(temperature=0.7), Sampling(top_k=5)):
         with pytest.raises(
-            ServerError, match=r"do not follow the temperature .*becomes 1\.00 of what it was"
+            ServerError, match=r"do not follow the temperature .*changes by 1\.00"
         ):
             drawn(claimed, sampling)
     assert server.completions == []
@@ -256,22 +256,22 @@ def changed(reply: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 BAD = [
-    ({"token_ids": None, "tokens": ["a", "b"]}, r"has text and no token ids\. .*from 0\.10\.2 on, SGLang"),
+    ({"token_ids": None, "tokens": ["a", "b"]}, r"has text but no token ids\. .*from 0\.10\.2 on, SGLang"),
     ({"token_ids": lambda ids: ids[:-1]}, r"token_ids \(2 tokens\) and logprobs\.tokens \(3\) disagree"),
-    ({"token_ids": [5, -1, 5], "tokens": None}, r"token_ids holds \[5, -1, 5\], which are no token ids"),
-    ({"token_ids": [5, 64, 5], "tokens": None}, r"drew token 64, and the policy has 64 tokens"),
-    ({"token_ids": [], "tokens": []}, r"has 0 tokens; at least 1 and at most 3 were asked for"),
-    ({"token_ids": [5] * 4, "tokens": None}, r"has 4 tokens; at least 1 and at most 3"),
+    ({"token_ids": [5, -1, 5], "tokens": None}, r"token_ids is \[5, -1, 5\]; it must be a list"),
+    ({"token_ids": [5, 64, 5], "tokens": None}, r"sampled token 64, but the policy has 64 tokens"),
+    ({"token_ids": [], "tokens": []}, r"has 0 tokens; 1 to 3 were requested"),
+    ({"token_ids": [5] * 4, "tokens": None}, r"has 4 tokens; 1 to 3"),
     ({"token_logprobs": lambda p: p[:-1]}, r"there are 2 token_logprobs for 3 tokens"),
     ({"token_logprobs": None}, r"there are no token_logprobs for 3 tokens"),
     ({"token_logprobs": [-1.0, None, -1.0]}, r"log-prob of token 1 is missing \(None\)"),
     ({"token_logprobs": [-1.0, -1.0, math.nan]}, r"log-prob of token 2 is NaN"),
     ({"token_logprobs": [3.5, -1.0, -1.0]}, r"token 0 is 3\.5, above 0\. The server gives logits"),
-    ({"token_logprobs": [-1.0, -9999.0, -1.0]}, r"token 1 was drawn, and its log-prob is -9999"),
+    ({"token_logprobs": [-1.0, -9999.0, -1.0]}, r"token 1 was sampled, but its log-prob is -9999"),
     ({"logprobs": None}, r"the answer has no logprobs.*--max-logprobs of at least 1"),
     ({"finish_reason": "abort"}, r"finish_reason is 'abort'; only \"stop\" and \"length\""),
     ({"finish_reason": None}, r"finish_reason is None"),
-    ({"finish_reason": "stop"}, r"the server stopped, and its 3 tokens end with \d+, .*name them in eos_ids"),
+    ({"finish_reason": "stop"}, r"the server stopped, but its 3 tokens end with \d+, .*name them in eos_ids"),
     ({"prompt_token_ids": lambda ids: [0, *ids]}, r"another prompt than it was sent: 2 tokens instead of 1"),
 ]
 
@@ -287,13 +287,13 @@ def test_a_completion_that_cannot_be_trusted_is_refused(policy, server, fields, 
 @pytest.mark.parametrize(
     ("top", "message"),
     [
-        (None, r"top_logprobs does not list .* 3 tokens, and with top_k or top_p"),
-        ([{"a": -0.1}] * 3, r"token 0 holds 'a': -0\.1; with top_k tokens must be named by id"),
-        ([{"token_id:5": None}] * 3, r"holds 'token_id:5': None"),
-        ([{"token_id:5": 0.0}] * 3, r"the 1 tokens listed at token 0 have the probability 1\.0000"),
+        (None, r"top_logprobs does not list .* 3 tokens, which top_k and top_p need"),
+        ([{"a": -0.1}] * 3, r"token 0 has 'a': -0\.1; with top_k tokens must be named by id"),
+        ([{"token_id:5": None}] * 3, r"has 'token_id:5': None"),
+        ([{"token_id:5": 0.0}] * 3, r"the 1 tokens listed at token 0 have a total probability of 1\.0000"),
         (
             [{f"token_id:{k}": math.log(1 / 20) for k in range(19)}] * 3,
-            r"the 19 tokens listed at token 0 have the probability 0\.9500 .* more tokens than the 20",
+            r"the 19 tokens listed at token 0 have a total probability of 0\.9500 .* more tokens than the 20",
         ),
         (
             [{f"token_id:{k}": math.log(0.5 if k == 0 else 0.5 / 63) for k in range(64)}] * 3,
@@ -301,7 +301,7 @@ def test_a_completion_that_cannot_be_trusted_is_refused(policy, server, fields, 
         ),
         (
             [{f"token_id:{k}": math.log([0.5, 0.3][k] if k < 2 else 0.2 / 62) for k in range(64)}] * 3,
-            r"the 64 tokens listed at token 0 .* those that could be drawn are 2 and ties",
+            r"the 64 tokens listed at token 0 .* the 2 that could be sampled, and ties",
         ),
     ],
 )
@@ -333,9 +333,9 @@ def test_the_tokens_that_could_be_drawn_must_be_known(policy, server, top, messa
     ],
 )
 def test_a_completion_ends_where_stop_says_whatever_came_after(ids, finish, expected) -> None:
-    request = CompletionRequest(url="u", sample=0, prompt=[5], limit=9, listed=1)
+    request = CompletionRequest(url="u", sample=0, prompt=[5], limit=9, top_logprobs=1)
     completion = Completion(ids=ids, log_prob=[-1.0] * len(ids), finish=finish, sets=[])
-    found = first_end(
+    found = find_end(
         completion,
         request,
         ends=(1,),
@@ -363,10 +363,10 @@ def test_what_a_server_draws_after_the_end_is_cut_off(policy, server) -> None:
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        ({"choices": []}, r"the answer has 0 choices, and one was asked for"),
+        ({"choices": []}, r"the answer has 0 choices; one was requested"),
         ({"object": "error"}, r"the answer has no list of choices"),
-        ("<html>", r"answered with what is no JSON \(Expecting value.*: <html>\. Check that base_url"),
-        ([], r"answered with no JSON object: \[\]"),
+        ("<html>", r"did not answer with JSON \(Expecting value.*: <html>\. Check that base_url"),
+        ([], r"did not answer with a JSON object: \[\]"),
     ],
 )
 def test_a_reply_of_another_form_is_refused(policy, server, reply, message) -> None:
@@ -403,7 +403,9 @@ def test_passing_failures_are_tried_again(policy, server) -> None:
     found = drawn(generator(policy, server), prompts=["a"], num_generations=1)
     assert found.text == before.text and len(server.completions) == 5
     server.failures = [(503, "loading", {})] * 9
-    message = rf"POST {server.url}/completions failed 3 times, the last time so: 503 .*: loading\. Check that"
+    message = (
+        rf"POST {server.url}/completions failed 3 times, the last time with: 503 .*: loading\. Check that"
+    )
     with pytest.raises(ServerError, match=message):
         drawn(generator(policy, server, retries=2), prompts=["a"], num_generations=1)
     assert len(server.failures) == 6
@@ -469,7 +471,7 @@ def test_the_key_is_sent_and_never_shown(policy, server) -> None:
     with pytest.raises(ServerError, match=r"answered 401 .*Unauthorized Give api_key the key that") as caught:
         drawn(generator(policy, server, api_key="sk-other"))
     assert "sk-other" not in str(caught.value)
-    with pytest.raises(UserError, match=r"api_key holds characters .* a line break perhaps") as caught:
+    with pytest.raises(UserError, match=r"api_key contains characters .* such as a line break") as caught:
         generator(policy, server, api_key="sk-other\n")
     assert "sk-other" not in str(caught.value)
 
@@ -489,7 +491,7 @@ def test_a_model_that_is_not_served(policy, server) -> None:
         ),
         ({"base_url": "http://"}, r"base_url is 'http://'"),
         ({"base_url": "http://h:99999"}, r"base_url is 'http://h:99999'.*\(Port out of range"),
-        ({"base_url": "http://me:pw@h/v1"}, r"^base_url for h holds a user name.* a key goes into"),
+        ({"base_url": "http://me:pw@h/v1"}, r"^base_url for h contains a user name.* a key goes into"),
         ({"base_url": "http://h/v1?key=1"}, r"^base_url for h .* after \? or #\."),
         ({"logprobs_mode": "raw_logits"}, r"logprobs_mode is 'raw_logits'; .* give no log-probs"),
         ({"timeout": 0}, r"timeout is 0; it must be at least 0\.001"),
@@ -582,7 +584,7 @@ def test_a_whole_model_is_read_anew_from_the_folder_of_the_server(tmp_path) -> N
             weight.mul_(1.1)
     with serving(tiny_policy()) as server:
         source = generator(policy, server)
-        with pytest.raises(UserError, match=r"holds no weights \(\*\.safetensors\)"):
+        with pytest.raises(UserError, match=r"contains no weights \(\*\.safetensors\)"):
             source.reload(tmp_path)
         policy.save(tmp_path)
         with pytest.raises(ServerError, match=r"404 .*VLLM_SERVER_DEV_MODE=1.*from the folder"):
@@ -600,7 +602,7 @@ def test_a_whole_model_is_read_anew_from_the_folder_of_the_server(tmp_path) -> N
 
 def test_an_adapter_that_is_not_taken(policy, server, tmp_path) -> None:
     source = generator(policy, server)
-    with pytest.raises(UserError, match=r"holds no LoRA adapter .* that the server was started on"):
+    with pytest.raises(UserError, match=r"contains no LoRA adapter .* that the server was started on"):
         source.sync(tmp_path)
     moved(0.1, tmp_path / "one")
     with pytest.raises(

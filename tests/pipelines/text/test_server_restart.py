@@ -17,7 +17,7 @@ from tests.support.servers.completions import TinyServer, serving
 from tests.support.training.text import Letters, toy_policy, toy_text_trainer
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.adapters.server.generator import ServerGenerator
-from visalign.adapters.server.weights import rewriting
+from visalign.adapters.server.weights import replace_weights
 from visalign.pipelines.text.config import ServerConfig
 from visalign.pipelines.text.parts import syncing
 from visalign.remote import ServerConnection, ServerError
@@ -91,7 +91,7 @@ def steady(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return whole, texts, metrics
 
 
-@pytest.mark.filterwarnings("ignore:.*is away")
+@pytest.mark.filterwarnings("ignore:.*is unavailable")
 @pytest.mark.parametrize(("place", "number"), [(ASKED, 12), (ASKED, 17), ("hand over", 1), ("hand over", 2)])
 def test_a_run_is_that_of_a_server_that_stayed(steady: Any, place: str, number: int, tmp_path: Path) -> None:
     """Killed among an iteration's completions, before its first, or as it gets new weights."""
@@ -148,7 +148,7 @@ def test_a_server_that_answered_once_is_waited_for(status: int, patience: float,
         server.failures = [(status, "loading", {})] * 6
         if waits:
             with pytest.warns(
-                UserWarning, match=r"is away: 503 .*: loading\. It is waited for, 60 s at most"
+                UserWarning, match=r"is unavailable: 503 .*: loading\. Waiting for at most 60 s"
             ):
                 link.tell("/reset_prefix_cache", {})
             return
@@ -167,7 +167,7 @@ def test_what_never_answered_is_not_waited_for_and_patience_ends() -> None:
         link.get("models")
         begin = time.monotonic()
         with (
-            pytest.warns(UserWarning, match="is away"),
+            pytest.warns(UserWarning, match="is unavailable"),
             pytest.raises(ServerError, match=r"failed \d+ times"),
         ):
             link.tell("/reset_prefix_cache", {})
@@ -187,11 +187,11 @@ def test_weights_are_renamed_into_their_folder(tmp_path: Path) -> None:
         (folder / name).write_text("old")
     cache.write_text("kept")
     (folder / "model.safetensors").symlink_to(cache)
-    with pytest.raises(KeyboardInterrupt), rewriting(folder) as aside:
+    with pytest.raises(KeyboardInterrupt), replace_weights(folder) as aside:
         (aside / "model.safetensors").write_text("ha")
         raise KeyboardInterrupt
     assert (folder / "model.safetensors").read_text() == "kept"
-    with rewriting(folder) as aside:
+    with replace_weights(folder) as aside:
         assert not any(aside.iterdir())
         (aside / "model.safetensors").write_text("new")
         (aside / "templates").mkdir()

@@ -324,7 +324,7 @@ def test_the_first_process_hands_the_adapters_over_and_all_ask_for_them(
 ) -> None:
     done: list[str] = []
     generator = SimpleNamespace(
-        model="base", given=None, sync=lambda folder, server_folder: done.append("sync")
+        model="base", weights_folder=None, sync=lambda folder, server_folder: done.append("sync")
     )
     policy: Any = SimpleNamespace(save=lambda folder: done.append("save"), module=nn.Identity())
     monkeypatch.setattr("accelerate.utils.broadcast_object_list", lambda given: ["visalign-1", "here"])
@@ -332,7 +332,7 @@ def test_the_first_process_hands_the_adapters_over_and_all_ask_for_them(
     process: Any = SimpleNamespace(is_main_process=first)
     sync = syncing(config, policy, generator, tmp_path, process)
     sync(1)
-    assert (generator.model, generator.given) == ("visalign-1", "here")
+    assert (generator.model, generator.weights_folder) == ("visalign-1", "here")
     assert done == (["save", "sync"] if first else [])
     generator.model = "kept"
     sync(2)
@@ -342,7 +342,7 @@ def test_the_first_process_hands_the_adapters_over_and_all_ask_for_them(
 def test_a_whole_model_is_handed_over_in_the_folder_of_the_server(tmp_path: Path) -> None:
     done: list[str] = []
     generator = SimpleNamespace(
-        model="base", given=None, reload=lambda folder: done.append(f"reload {folder.name}")
+        model="base", weights_folder=None, reload=lambda folder: done.append(f"reload {folder.name}")
     )
     model = SimpleNamespace(save_pretrained=lambda folder: (folder / "model.safetensors").touch())
     policy: Any = SimpleNamespace(model=model, module=nn.Identity())

@@ -108,7 +108,7 @@ FAILURES = {
         (400, {"object": "error", "message": "longer than the context"}, {}),
         "400 .*longer than the context",
     ),
-    "text": ("<html>", "what is no JSON"),
+    "text": ("<html>", "did not answer with JSON"),
     "list": ([1], "no JSON object"),
     "choices": ({"choices": []}, "no choices"),
     "missing": ({"id": "x"}, "no choices"),
@@ -168,7 +168,7 @@ def test_pauses_grow_and_their_jitter_follows_the_seed(monkeypatch):
     async def noted(pause: float) -> None:
         pauses.append(pause)
 
-    monkeypatch.setattr("visalign.remote.connection.asyncio.sleep", noted)
+    monkeypatch.setattr("visalign.remote.asyncio.sleep", noted)
 
     def drawn(seed: int, jitter: float) -> list[float | None]:
         pauses.clear()
@@ -337,5 +337,5 @@ def test_drawing_refused(options, message):
 
 
 def test_another_number_of_images_is_refused():
-    with pytest.raises(RewardError, match="1 slots for pictures and got 2"):
+    with pytest.raises(RewardError, match="1 slots for images and got 2"):
         chat_messages(SHOW, Query(images=list(images(2)), prompt="a"), ImageUrls())

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completions of a text policy drawn by vLLM or another OpenAI-compatible server, for off-policy training.
+"""Sample completions on vLLM or another OpenAI-compatible server, for off-policy training.
 
 The server is the rollout policy μ: `rollout.log_prob` holds its log-probs, the policy under training computes
-its own (`rescored`), and their ratio corrects for what lies between the two: kernels, precision, weights.
-That holds if the server's log-probs are of the distribution it drew from, which this file sees to:
+its own (`rescored`), and their ratio corrects for different kernels, precision and weights. That is valid
+only if the server's log-probs belong to the distribution it samples from:
 
-- vLLM gives log-probs of the raw logits by default (`--logprobs-mode raw_logprobs`). They are those of the
-  draw at temperature 1 without top_k and top_p, and no others: temperature divides logits, so it cannot be
-  put into a log-prob afterwards. For all else the server must run with `--logprobs-mode processed_logprobs`
-  (vLLM from 0.10.2 on) and `logprobs_mode` must say so; one probe of two tokens checks it.
-- The tokens that top_k and top_p left are read from the server's list of the most probable tokens, which is
-  whole if its probabilities add up to 1. Hence top_p goes with a top_k of at most `max_logprobs` only.
+- By default vLLM gives log-probs of the raw logits (`--logprobs-mode raw_logprobs`). They are right only at
+  temperature 1 without top_k and top_p, and a log-prob cannot be rescaled afterwards. Otherwise the server
+  must run with `--logprobs-mode processed_logprobs` (vLLM 0.10.2 or later) and `logprobs_mode` must say so; a
+  probe of two tokens checks it.
+- The tokens that top_k and top_p keep are read from the server's list of most probable tokens, which is
+  complete if its probabilities sum to 1. So top_p needs a top_k of at most `max_logprobs`.
 - Everything that the server would take from its own defaults (penalties, min_p, end tokens) is sent.
 
-What a server does not say is NaN: the entropy, or with top_k `full_log_prob`.
+Unknown numbers are NaN: the entropy, or with top_k `full_log_prob`.
 """
 
 from __future__ import annotations
@@ -40,36 +40,36 @@ from .weights import adapter_name, load_adapter, reload_weights, served_models, 
 
 
 class ServerGenerator:
-    """Generates completions on a server, with the signature of `TextPolicy.generate`; sends nothing before.
+    """Generate completions on a server, with the signature of `TextPolicy.generate`.
 
     Args:
-        base_url: as OpenAI clients take it, "http://host:8000/v1".
-        model: the name under which the server serves the policy's model (vLLM: --served-model-name).
-        tokenizer: of the model.
-        api_key: sent as a bearer token.
-        prompts: how prompts become tokens; by default as `CausalLMPolicy` does it.
-        logprobs_mode: what the server's log-probs are of; vLLM's default unless it was started otherwise.
-        max_logprobs: log-probs per token that the server lists at most (vLLM: --max-logprobs). Beside a
-            top_k it should leave some room, since tokens that tie with the k-th can be drawn too.
-        eos_ids: end tokens of the model; by default the tokenizer's. `StoppingCriteria.eos_ids` goes before.
-        vocabulary: tokens of the policy; an id beyond is an error. None does not look.
-        context_length: tokens of prompt and completion together; by default what the server says.
-        max_prompt_tokens: longest prompt; None is what the context leaves for one token more.
-        long_prompts: a longer prompt is an error ("refuse"), or gives masked samples with the stop
-            reason "prompt too long" ("mask").
-        parallel: requests under way at once; each is one sample.
-        timeout: seconds that the server may be silent.
-        retries: attempts after the first, for connection errors, 429 and 5xx alone.
-        backoff: seconds before the second attempt, doubled from one to the next.
-        patience: seconds for which a server that has answered once may be away, as it is while it is
-            started anew. It then gets again what `sync` or `reload` gave it.
+        base_url: As for OpenAI clients, "http://host:8000/v1".
+        model: Name of the policy's model on the server (vLLM: --served-model-name).
+        tokenizer: Tokenizer of the model.
+        api_key: Bearer token.
+        prompts: Encoder of prompts; by default that of `CausalLMPolicy`.
+        logprobs_mode: Meaning of the server's log-probs, as it was started.
+        max_logprobs: Log-probs per token that the server lists at most (vLLM: --max-logprobs). Leave some
+            room above top_k, since tokens that tie with the k-th can be sampled too.
+        eos_ids: End tokens; by default the tokenizer's. `StoppingCriteria.eos_ids` takes precedence.
+        vocabulary: Number of the policy's token ids, beyond which an id is an error. None skips the check.
+        context_length: Tokens of prompt and completion together; by default the server's.
+        max_prompt_tokens: Longest prompt; None leaves room for one token in the context.
+        long_prompts: "refuse" raises for a longer prompt; "mask" gives masked samples with the stop reason
+            "prompt too long".
+        parallel: Requests in flight, one per sample.
+        timeout: Seconds that the server may be silent.
+        retries: Attempts after the first, for connection errors, 429 and 5xx.
+        backoff: Seconds before the second attempt, doubled each time.
+        patience: Seconds for which a server that has answered once may be unavailable while it restarts; it
+            is then given its weights again.
 
     Raises:
-        UserError: an argument out of range.
+        UserError: Argument out of range.
     """
 
-    given: str | None = None
-    """The folder, as the server sees it, of the weights that it was given; None: those of its start."""
+    weights_folder: str | None = None
+    """Folder, as the server sees it, of the weights last sent; None: those it was started with."""
 
     def __init__(
         self,
@@ -112,23 +112,23 @@ class ServerGenerator:
         self.eos_ids = None if eos_ids is None else tuple(eos_ids)
         self.vocabulary = vocabulary
         self.max_prompt_tokens, self.long_prompts = max_prompt_tokens, long_prompts
-        self._context, self._looked, self._probed = context_length, False, False
+        self._context, self._asked_context, self._probed = context_length, False, False
 
     @classmethod
     def for_policy(cls, policy: CausalLMPolicy, base_url: str, model: str, **options: Any) -> ServerGenerator:
-        """A generator that tokenizes, ends and limits as the policy does.
+        """Create a generator with the policy's tokenizer, end tokens and limits.
 
         Args:
-            policy: under training.
-            base_url: of the server.
-            model: its name there.
-            **options: of the constructor: logprobs_mode, api_key, ...
+            policy: Policy under training.
+            base_url: Address of the server.
+            model: Name of the model on the server.
+            **options: Other arguments of the constructor.
 
         Raises:
-            UserError: an option out of range, or no end token.
+            UserError: Option out of range, or no end token.
         """
         embedding: Any = policy.model.get_input_embeddings()
-        own: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             "prompts": policy.prompts,
             "vocabulary": embedding.weight.shape[0],
             "context_length": policy.context_length,
@@ -136,8 +136,8 @@ class ServerGenerator:
             "long_prompts": policy.long_prompts,
         }
         if "eos_ids" not in options:
-            own["eos_ids"] = end_tokens(policy.model, policy.tokenizer, StoppingCriteria())
-        return cls(base_url, model, policy.tokenizer, **{**own, **options})
+            defaults["eos_ids"] = end_tokens(policy.model, policy.tokenizer, StoppingCriteria())
+        return cls(base_url, model, policy.tokenizer, **{**defaults, **options})
 
     def generate(
         self,
@@ -153,16 +153,16 @@ class ServerGenerator:
     ) -> TextRollout:
         """Complete P prompts G times each, as `CausalLMPolicy.generate` does; images are refused.
 
-        Each sample is a request with its own seed; how far a seed repeats its completion is up to the server.
+        Each sample is a request with its own seed; whether a seed repeats its completion is up to the server.
 
         Returns:
-            The rollout. NaN where the server does not say: `entropy` without top_k, `full_log_prob` with it;
-            `rescored` gives the policy's entropy.
+            Rollout of B samples. NaN: `entropy` without top_k, `full_log_prob` with it; `rescored` gives the
+            policy's entropy.
 
         Raises:
-            UserError: counts that do not fit, a prompt that cannot be encoded or is too long, no end token,
-                or a way of sampling whose log-probs this server does not give.
-            ServerError: what the server said, or that it said nothing; with the URL.
+            UserError: Mismatched counts, a prompt that cannot be encoded or is too long, no end token, or
+                sampling whose log-probs this server does not give.
+            ServerError: Failure of the server, with the URL.
         """
         if images is not None:
             raise UserError("Generation by a server sends token ids and reads no images. Leave images out.")
@@ -182,53 +182,54 @@ class ServerGenerator:
             seeds=draw_seeds(seeds, count) if isinstance(seeds, int) else check_seeds(seeds),
             after=after,
         )
-        found = self._completions(batch, sampling, stopping, ends, longest, context)
+        completed = self._complete(batch, sampling, stopping, ends, longest, context)
         return server_rollout(
-            found, batch, self.tokenizer, sampling=sampling, stopping=stopping, ends=ends, longest=longest
+            completed, batch, self.tokenizer, sampling=sampling, stopping=stopping, ends=ends, longest=longest
         )
 
     def sync(self, folder: str | Path, *, server_folder: str | None = None) -> str:
         """Let a vLLM server load the LoRA adapter that `policy.save(folder)` wrote, and generate with it.
 
-        The adapter before is unloaded. The folder stays as it is until the next `sync`: a server that was
-        started anew is given it again.
+        The previous adapter is unloaded. Keep the folder until the next `sync`: a restarted server is given
+        it again.
 
         Args:
-            folder: with adapter_config.json and the adapter's weights.
-            server_folder: the same folder as the server sees it, where that is another path.
+            folder: Folder with adapter_config.json and the adapter's weights.
+            server_folder: Path of the same folder on the server, if it differs.
 
         Returns:
-            The adapter's name on the server, from now on `model`.
+            Name of the adapter on the server, from now on `model`.
 
         Raises:
-            UserError: a folder without an adapter.
-            ServerError: the server refused; says how it must be started.
+            UserError: No adapter in the folder.
+            ServerError: The server refused; says how it must be started.
         """
         name = adapter_name(Path(folder))
         if name == self.model:
             return name
-        self.given = server_folder or str(Path(folder).resolve())
-        load_adapter(self._connection, name, self.given)
-        before, self.model = self.model, name
-        if before != self.base_model:
-            unload_adapter(self._connection, before)
+        self.weights_folder = server_folder or str(Path(folder).resolve())
+        load_adapter(self._connection, name, self.weights_folder)
+        previous, self.model = self.model, name
+        if previous != self.base_model:
+            unload_adapter(self._connection, previous)
         return name
 
     def reload(self, folder: str | Path) -> None:
-        """Let a vLLM server read the whole model anew that was saved into the folder it was started on.
+        """Let a vLLM server reload the whole model from the folder that it was started on.
 
         Raises:
-            UserError: a folder without a model's weights.
-            ServerError: the server refused; says how it must be started.
+            UserError: No weights in the folder.
+            ServerError: The server refused; says how it must be started.
         """
         if not any(Path(folder).glob("*.safetensors")):
             raise UserError(
-                f"{folder} holds no weights (*.safetensors). Save the model there and start the server on it."
+                f"{folder} contains no weights (*.safetensors). Save the model there and start the server on "
+                "it."
             )
-        self.given = str(folder)
+        self.weights_folder = str(folder)
         reload_weights(self._connection)
 
-    def _completions(
+    def _complete(
         self,
         batch: PromptBatch,
         sampling: Sampling,
@@ -237,7 +238,7 @@ class ServerGenerator:
         longest: int | None,
         context: int | None,
     ) -> dict[int, tuple[CompletionRequest, Completion]]:
-        """Sample -> its request and the completion, for every sample whose prompt is not too long."""
+        """Return request and completion by sample, for every sample whose prompt is not too long."""
         requests = []
         for sample in range(len(batch.seeds)):
             ids = batch.ids[sample // batch.generations]
@@ -252,74 +253,71 @@ class ServerGenerator:
                     sample=sample,
                     prompt=[*ids, *begun],
                     limit=room,
-                    listed=self.max_logprobs if sampling.truncates else 1,
+                    top_logprobs=self.max_logprobs if sampling.truncates else 1,
                     top_k=sampling.top_k if sampling.truncates else 0,
                     vocabulary=self.vocabulary,
                 )
             )
         bodies = [
             request_body(
-                a,
+                request,
                 model=self.model,
                 sampling=sampling,
                 stopping=stopping,
                 ends=ends,
-                seed=_seed(batch, a.sample),
+                seed=_completion_seed(batch, request.sample),
             )
-            for a in requests
+            for request in requests
         ]
         probe = requests[0].prompt if requests and needs_processed(sampling) else None
-        replies = self._answers(bodies, probe)
-        return {a.sample: (a, read_completion(reply, a)) for a, reply in zip(requests, replies, strict=True)}
+        replies = zip(requests, self._post(bodies, probe), strict=True)
+        return {request.sample: (request, read_completion(reply, request)) for request, reply in replies}
 
-    def _answers(
+    def _post(
         self, bodies: Sequence[Mapping[str, Any]], probe: Sequence[int] | None
     ) -> list[Mapping[str, Any]]:
-        """The answers to all requests, each under the weights that the server was given.
+        """Post all requests; a server that restarted meanwhile gets the weights and all requests again.
 
-        A server that was started anew does not know its adapter (404); that it reads a whole model anew shows
-        by its having been away. It gets the weights again, and all requests, once more.
+        A restarted server answers 404 for its adapter; with a whole model only the outage shows.
         """
-        absences, is_whole = self._connection.absences, self.model == self.base_model
+        outages, is_whole = self._connection.outages, self.model == self.base_model
         try:
-            answers = self._asked(bodies, probe)
-            if self.given is None or not is_whole or self._connection.absences == absences:
+            answers = self._post_once(bodies, probe)
+            if self.weights_folder is None or not is_whole or self._connection.outages == outages:
                 return answers
         except ServerError as error:
-            if self.given is None or is_whole or error.status != 404:
+            if self.weights_folder is None or is_whole or error.status != 404:
                 raise
         if is_whole:
             reload_weights(self._connection)
         else:
-            load_adapter(self._connection, self.model, str(self.given))
-        return self._asked(bodies, probe)
+            load_adapter(self._connection, self.model, str(self.weights_folder))
+        return self._post_once(bodies, probe)
 
-    def _asked(
+    def _post_once(
         self, bodies: Sequence[Mapping[str, Any]], probe: Sequence[int] | None
     ) -> list[Mapping[str, Any]]:
-        """The answers to all requests, behind the probe's of the log-probs."""
         if probe is not None and not self._probed:
             self._probed = check_processed(self._connection, self.model, probe)
         return self._connection.post_all("completions", bodies, parallel=self.parallel)
 
     def _ends(self, stopping: StoppingCriteria) -> tuple[int, ...]:
-        """The tokens that end a completion."""
+        """Return the ids that end a completion."""
         if stopping.eos_ids is not None:
             return stopping.eos_ids
         if self.eos_ids is not None:
             return self.eos_ids
-        own: Any = self.tokenizer.eos_token_id
-        if own is None:
+        eos: Any = self.tokenizer.eos_token_id
+        if eos is None:
             raise UserError(
                 "The tokenizer has no end-of-sequence token, so no completion would end by itself. Give "
-                "eos_ids, or StoppingCriteria(eos_ids=()) if completions end by stop strings and length "
-                "alone."
+                "eos_ids, or StoppingCriteria(eos_ids=()) to end by stop strings and length only."
             )
-        return (own,)
+        return (eos,)
 
     def _context_length(self) -> int | None:
-        """Tokens of prompt and completion together, asked for once; the model must be one that is served."""
-        if not self._looked:
+        """Return the context length, asking the server once; raises if it does not serve the model."""
+        if not self._asked_context:
             cards = served_models(self._connection)
             if cards and self.base_model not in cards:
                 raise ServerError(
@@ -327,19 +325,18 @@ class ServerGenerator:
                     f"{self.base_model!r}. {suggestion(self.base_model, cards)}Give one of them as model."
                 )
             card = cards.get(self.base_model, {})
-            said = card.get("max_model_len") or cards.get(str(card.get("parent")), {}).get("max_model_len")
-            self._context = _smallest(self._context, said if isinstance(said, int) else None)
-            self._looked = True
+            parent = cards.get(str(card.get("parent")), {})
+            limit = card.get("max_model_len") or parent.get("max_model_len")
+            self._context = _smallest(self._context, limit if isinstance(limit, int) else None)
+            self._asked_context = True
         return self._context
 
 
-def _seed(batch: PromptBatch, sample: int) -> int:
-    """Of what is drawn behind the tokens that it begins with: not with the numbers that these came of."""
+def _completion_seed(batch: PromptBatch, sample: int) -> int:
+    """Derive the seed of a continuation, so that it does not repeat the draws of its beginning."""
     begun, seed = len(batch.begun(sample)), batch.seeds[sample]
     return sample_seed(seed, begun) if begun else seed
 
 
 def _smallest(*limits: int | None) -> int | None:
-    """The smallest of the limits that there are."""
-    known = [limit for limit in limits if limit is not None]
-    return min(known) if known else None
+    return min((limit for limit in limits if limit is not None), default=None)

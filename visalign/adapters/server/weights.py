@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New weights for a vLLM server: an adapter under a name made from its bytes, or its folder read anew."""
+"""Give a vLLM server new weights: a LoRA adapter named after its bytes, or a reload of its folder."""
 
 from __future__ import annotations
 
@@ -19,92 +19,91 @@ _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def adapter_files(folder: Path) -> tuple[Path, Path]:
-    """The config and the weights of an adapter in a folder as peft's `save_pretrained` writes it."""
+    """Return the config and weights files of a LoRA adapter as peft's `save_pretrained` writes them."""
     weights = [folder / name for name in _WEIGHTS if (folder / name).is_file()]
     if not (folder / _CONFIG).is_file() or not weights:
         raise UserError(
-            f"{folder} holds no LoRA adapter ({_CONFIG} and {' or '.join(_WEIGHTS)}). Give the folder that "
-            "policy.save wrote of a policy with lora=text_lora(). A whole model goes into the folder that "
-            "the server was started on: see `reload`."
+            f"{folder} contains no LoRA adapter ({_CONFIG} and {' or '.join(_WEIGHTS)}). Give the folder "
+            "that policy.save wrote for a policy with lora=text_lora(). Save a whole model into the folder "
+            "that the server was started on, and call `reload`."
         )
     return folder / _CONFIG, weights[0]
 
 
 def adapter_name(folder: Path) -> str:
-    """A name that two adapters share only if their bytes are the same.
+    """Name an adapter by a hash of its files.
 
-    vLLM's prefix cache goes by the adapter's name: under one name for all it would hand out what it computed
-    with the weights before (vllm-project/vllm, issues 30931 and 42125). A resumed run finds its own again.
+    vLLM's prefix cache goes by the adapter's name: a fixed name would return results of earlier weights
+    (vllm-project/vllm, issues 30931 and 42125). A resumed run finds its adapter again.
     """
     digest = hashlib.sha256()
     for file in adapter_files(folder):
-        with file.open("rb") as opened:
-            digest.update(hashlib.file_digest(opened, "sha256").digest())
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
     return f"visalign-{digest.hexdigest()[:16]}"
 
 
 @contextmanager
-def rewriting(folder: Path) -> Iterator[Path]:
-    """A folder to write weights into, whose files are renamed into `folder` at the end, in place of all
-    weights there: no file is ever half written, whenever the process is killed.
+def replace_weights(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder to write weights into; at the end its files replace the weights in `folder`.
 
-    The folder itself stays, since a server in a container may have it mounted.
+    Files are renamed one by one, so that none is ever half written. The folder itself stays, since a server
+    in a container may have it mounted.
     """
-    aside = folder / ".writing"
-    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
-    aside.mkdir(parents=True)
-    yield aside
-    umask_permissions(aside)
-    written = {file.relative_to(aside) for file in aside.rglob("*") if file.is_file()}
+    temporary = folder / ".writing"
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
+    temporary.mkdir(parents=True)
+    yield temporary
+    umask_permissions(temporary)
+    written = {file.relative_to(temporary) for file in temporary.rglob("*") if file.is_file()}
     for file in sorted(written):
         (folder / file).parent.mkdir(exist_ok=True)
-        os.replace(aside / file, folder / file)
-    shutil.rmtree(aside)
-    for stale in folder.glob("*.safetensors*"):  # of a model that was cut otherwise, with its index
+        os.replace(temporary / file, folder / file)
+    shutil.rmtree(temporary)
+    for stale in folder.glob("*.safetensors*"):  # shards of an earlier save, and its index
         if stale.relative_to(folder) not in written:
             stale.unlink()
 
 
-def load_adapter(connection: ServerConnection, name: str, where: str) -> None:
-    """Let the server load an adapter from the folder as the server sees it; one that is loaded already under
-    its name has the same bytes and stays.
+def load_adapter(connection: ServerConnection, name: str, server_folder: str) -> None:
+    """Let the server load an adapter from `server_folder`, a path as the server sees it.
+
+    An adapter already loaded under this name has the same bytes and stays.
     """
     try:
-        connection.tell("load_lora_adapter", {"lora_name": name, "lora_path": where})
+        connection.post("load_lora_adapter", {"lora_name": name, "lora_path": server_folder})
     except ServerError as error:
         if error.status == 400 and name in served_models(connection):
             return
         raise ServerError(
-            f"{error} vLLM takes adapters at run time if it was started with --enable-lora, a "
+            f"{error} vLLM accepts adapters at run time if it was started with --enable-lora, a "
             "--max-lora-rank of at least the adapter's and the environment variable "
-            f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and if it can read {where}.",
+            f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and if it can read {server_folder}.",
             status=error.status,
         ) from error
 
 
 def unload_adapter(connection: ServerConnection, name: str) -> None:
-    """Let the server forget an adapter; one that it has forgotten already is no error."""
+    """Let the server unload an adapter, if it still has it."""
     try:
-        connection.tell("unload_lora_adapter", {"lora_name": name})
+        connection.post("unload_lora_adapter", {"lora_name": name})
     except ServerError as error:
         if error.status not in (400, 404):
             raise
 
 
 def reload_weights(connection: ServerConnection) -> None:
-    """Let the server read its folder anew, and forget what it computed with the weights before.
-
-    These are vLLM's own calls of development mode, which it has for waking from sleep.
+    """Let the server read its folder again and drop its prefix cache, by vLLM's development-mode calls.
 
     Raises:
-        ServerError: the server has no such calls, or could not read the folder; says how to start it.
+        ServerError: The server lacks these calls or could not read the folder; says how to start it.
     """
     try:
-        connection.tell("/collective_rpc", {"method": "reload_weights"})
-        connection.tell("/reset_prefix_cache", {})
+        connection.post("/collective_rpc", {"method": "reload_weights"})
+        connection.post("/reset_prefix_cache", {})
     except ServerError as error:
         raise ServerError(
-            f"{error} vLLM reads whole models anew if it was started with the environment variable "
+            f"{error} vLLM reloads whole models if it was started with the environment variable "
             "VLLM_SERVER_DEV_MODE=1, on a network that only you reach, from the folder that the weights are "
             "written to.",
             status=error.status,
@@ -112,7 +111,7 @@ def reload_weights(connection: ServerConnection) -> None:
 
 
 def served_models(connection: ServerConnection) -> dict[str, dict[str, object]]:
-    """What /v1/models lists, by name; empty for a server without such a list."""
+    """Return the entries of /v1/models by name; empty for a server without that endpoint."""
     try:
         listed = connection.get("models").get("data")
     except ServerError as error:

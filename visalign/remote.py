@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to an OpenAI-compatible server: JSON over HTTP, retries, many at a time, errors with the URL."""
+"""Client for OpenAI-compatible servers, with retries and parallel requests."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ import httpx
 from visalign.errors import UserError
 
 CONNECT_SECONDS = 10.0
-"""Longest wait for a connection; an answer may take `timeout`."""
-LONGEST_PAUSE = 60.0
-"""Longest wait before another attempt, in seconds, whatever the server's Retry-After says."""
-AWAY = (None, 502, 503, 504)
-"""Statuses of a server that is away: no connection, one that broke off, or a proxy that says so."""
+"""Longest wait for a connection, in seconds; an answer may take `timeout`."""
+MAX_BACKOFF = 60.0
+"""Longest wait before a retry, in seconds, whatever the server's Retry-After says."""
+UNAVAILABLE = (None, 502, 503, 504)
+"""Statuses of an unavailable server: no or a broken connection (None), or a proxy's word."""
 HINTS = {
     401: "Give api_key the key that the server was started with.",
     403: "Give api_key the key that the server was started with.",
     404: "Check base_url (the API is at …/v1) and the name of the model.",
 }
-"""What to do about a status."""
+"""Advice by HTTP status."""
 
 T = TypeVar("T")
 
 
 class ServerError(UserError):
-    """What a server said or failed to say; the message names the URL, `status` is that of an HTTP answer."""
+    """Failure of a server; the message names the URL, `status` is the HTTP status if there was an answer."""
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
 
 
-class _PassingError(Exception):
-    """A failure that another attempt may not meet."""
+class _RetryableError(Exception):
+    """Failure that a retry may not meet; `pause` is the server's Retry-After in seconds."""
 
     def __init__(self, message: str, *, status: int | None = None, pause: float | None = None) -> None:
         super().__init__(message)
@@ -52,28 +52,26 @@ class _PassingError(Exception):
 
 
 class ServerConnection:
-    """Sends requests to one server.
+    """Send requests to one server.
 
-    Connection errors, 429 and 5xx are tried again with pauses that double; every other failure is final, a
-    server that stays silent for `timeout` included: it would be silent again. `absences` counts how often
-    an attempt found the server away: it may have been started anew since.
+    Connection errors, 429 and 5xx are retried with doubling pauses. All other failures are final, and so is a
+    server that stays silent for `timeout`: it would be silent again. `outages` counts attempts that found the
+    server unavailable, after which it may have been restarted.
 
     Args:
-        base_url: as OpenAI clients take it, "http://host:8000/v1"; a URL without a path gets "/v1".
-        api_key: sent as a bearer token; never part of a message.
-        timeout: seconds that the server may be silent.
-        retries: attempts after the first.
-        backoff: seconds before the second attempt; doubled from one to the next. Retry-After goes before.
-        jitter: share of a pause that is drawn at random, 0 to 1, so that many requests that failed together
-            do not come back together.
-        seed: of that draw.
-        deadline: seconds that one attempt may take in all, for a server that sends a byte now and then; None
-            leaves it to `timeout`.
-        patience: seconds for which a server that has answered once may be away (no connection, 502, 503,
-            504) while it is started anew, which counts as no attempt.
+        base_url: As for OpenAI clients, "http://host:8000/v1"; a URL without a path gets "/v1".
+        api_key: Bearer token; never part of a message.
+        timeout: Seconds that the server may be silent.
+        retries: Attempts after the first.
+        backoff: Seconds before the second attempt, doubled each time. Retry-After takes precedence.
+        jitter: Random share of a pause, 0 to 1, so that requests that failed together do not return together.
+        seed: Seed of the jitter.
+        deadline: Seconds for one whole attempt, against servers that trickle bytes; None for no limit.
+        patience: Seconds for which a server that has answered once may be unavailable while it restarts,
+            without using up a retry.
 
     Raises:
-        UserError: an address that is none, or a number out of range.
+        UserError: Invalid address, key or number.
     """
 
     def __init__(
@@ -101,42 +99,40 @@ class ServerConnection:
                 raise UserError(f"{name} is {value}; it must be at least {least}.")
         if jitter > 1:
             raise UserError(f"jitter is {jitter}; it is a share of a pause, 0 to 1.")
-        self._address = _address(base_url)
+        self._address = _check_address(base_url)
         self.base_url = base_url
         self.timeout, self.retries, self.backoff = timeout, retries, backoff
         self.jitter, self.seed, self.deadline, self.patience = jitter, seed, deadline, patience
-        self.absences, self._has_answered, self._is_told = 0, False, False
+        self.outages, self._has_answered, self._warned = 0, False, False
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             if not (api_key.isascii() and api_key.isprintable()):
                 raise UserError(
-                    "api_key holds characters that no HTTP header may hold, a line break perhaps. Give the "
-                    "key alone."
+                    "api_key contains characters that no HTTP header can carry, such as a line break. Give "
+                    "the key alone."
                 )
             self._headers["Authorization"] = f"Bearer {api_key}"
-        # the system's certificates, as other clients take them
+        # the system's certificates, as other clients use them
         self._tls = ssl.create_default_context() if base_url.startswith("https") else False
 
     def url(self, path: str) -> str:
-        """The whole address of `path`, e.g. "completions"; "/health" stands at the server's root."""
+        """Return the full address of `path`; one with a leading slash is relative to the server's root."""
         if path.startswith("/"):
             return str(httpx.URL(self._address).copy_with(raw_path=path.encode()))
         return f"{self._address}/{path}"
 
     def get(self, path: str) -> Mapping[str, Any]:
-        """The JSON object at `path`; `ServerError` of any failure, after the retries, here and below."""
-        return self._object(self._run(lambda client: self._send(client, "GET", path)), path)
+        """Return the JSON object at `path`; raises `ServerError` once the retries are spent."""
+        return self._parse_object(self._run(lambda client: self._send(client, "GET", path)), path)
 
-    def tell(self, path: str, body: Mapping[str, Any]) -> None:
-        """Post an object whose answer is its status alone."""
+    def post(self, path: str, body: Mapping[str, Any]) -> None:
+        """Post an object and ignore the answer's body; raises `ServerError` for a status of failure."""
         self._run(lambda client: self._send(client, "POST", path, json.dumps(body).encode()))
 
     def post_all(
         self, path: str, bodies: Sequence[Mapping[str, Any]], *, parallel: int
     ) -> list[Mapping[str, Any]]:
-        """The JSON objects of the answers to several requests, in their order, `parallel` under way at once
-        at most; at the first failure the others are given up.
-        """
+        """Post several objects, `parallel` at once; the first failure cancels the rest and is raised."""
 
         def raise_failure(answer: Mapping[str, Any] | ServerError) -> None:
             if isinstance(answer, ServerError):
@@ -153,34 +149,36 @@ class ServerConnection:
         parallel: int,
         on_done: Callable[[Mapping[str, Any] | ServerError], object] | None = None,
     ) -> list[Mapping[str, Any] | ServerError]:
-        """Post several objects, some at a time; a failure is the answer of its request and stops no other.
+        """Post several objects in parallel; a failed request does not affect the others.
 
         Args:
-            path: e.g. "chat/completions".
-            bodies: one per request.
-            parallel: requests under way at once, at most.
-            on_done: gets each answer or error as it comes, in no set order; what it raises ends the call,
-                and the requests still under way are given up.
+            path: For example "chat/completions".
+            bodies: One JSON object per request.
+            parallel: Largest number of requests in flight.
+            on_done: Called with each answer or error as it arrives, in any order; if it raises, the remaining
+                requests are cancelled.
 
         Returns:
-            The JSON object or the error of each request, in the order of the requests.
+            JSON object or error of each request, in the order of `bodies`.
         """
 
         async def ask_all(client: httpx.AsyncClient) -> list[Mapping[str, Any] | ServerError]:
-            room = asyncio.Semaphore(max(1, parallel))
+            slots = asyncio.Semaphore(max(1, parallel))
 
             async def ask(index: int) -> Mapping[str, Any] | ServerError:
                 try:
-                    async with room:
+                    async with slots:
                         payload = json.dumps(bodies[index]).encode()
-                        return self._object(await self._send(client, "POST", path, payload, index), path)
+                        return self._parse_object(
+                            await self._send(client, "POST", path, payload, index), path
+                        )
                 except ServerError as error:
                     return error
 
             tasks = [asyncio.create_task(ask(index)) for index in range(len(bodies))]
             try:
-                for done in asyncio.as_completed(tasks):
-                    answer = await done
+                for finished in asyncio.as_completed(tasks):
+                    answer = await finished
                     if on_done is not None:
                         on_done(answer)
                 return [task.result() for task in tasks]
@@ -192,13 +190,13 @@ class ServerConnection:
         return self._run(ask_all)
 
     def _run(self, work: Callable[[httpx.AsyncClient], Coroutine[Any, Any, T]]) -> T:
-        """Run in a thread's own event loop, since the caller may stand in one; it ends with the caller."""
-        running: list[Callable[[], object]] = []
+        """Run in an event loop of its own thread, since the caller may already be inside one."""
+        cancel: list[Callable[[], object]] = []
 
         async def main() -> T:
             task, loop = asyncio.current_task(), asyncio.get_running_loop()
             assert task is not None  # inside asyncio.run
-            running.append(lambda: loop.call_soon_threadsafe(task.cancel))
+            cancel.append(lambda: loop.call_soon_threadsafe(task.cancel))
             async with httpx.AsyncClient(
                 headers=self._headers,
                 timeout=httpx.Timeout(self.timeout, connect=min(CONNECT_SECONDS, self.timeout)),
@@ -209,56 +207,55 @@ class ServerConnection:
                 return await work(client)
 
         with ThreadPoolExecutor(1) as pool:
-            found = pool.submit(asyncio.run, main())
+            future = pool.submit(asyncio.run, main())
             try:
-                return found.result()
-            finally:
-                if not found.done() and running:
-                    running[0]()
+                return future.result()
+            finally:  # an interrupted caller must not leave requests running
+                if not future.done() and cancel:
+                    cancel[0]()
 
     async def _send(
         self, client: httpx.AsyncClient, method: str, path: str, payload: bytes | None = None, index: int = 0
     ) -> bytes:
         draw = random.Random(self.seed * 1_000_003 + index)
-        pause, attempts, failures, since = self.backoff, 0, 0, None
+        pause, attempts, failures, outage_start = self.backoff, 0, 0, None
         while True:
             try:
                 return await self._attempt(client, method, path, payload)
-            except _PassingError as failure:
+            except _RetryableError as failure:
                 attempts += 1
-                since = self._away_since(since, failure)
-                waits = since is not None and time.monotonic() - since < self.patience and self._has_answered
-                failures += not waits
-                if not waits and self.retries < (failures if since is None else attempts):
+                outage_start = self._note_outage(outage_start, failure)
+                in_outage = outage_start is not None and self._has_answered
+                patient = in_outage and time.monotonic() - outage_start < self.patience
+                failures += not patient
+                if not patient and self.retries < (failures if outage_start is None else attempts):
                     raise ServerError(
-                        f"{method} {self.url(path)} failed {attempts} times, the last time so: {failure}. "
+                        f"{method} {self.url(path)} failed {attempts} times, the last time with: {failure}. "
                         f"Check that the server runs, its log, and base_url ({self.base_url}).",
                         status=failure.status,
                     ) from failure
-                asked_for = (
-                    pause * (1 - self.jitter * draw.random()) if failure.pause is None else failure.pause
-                )
-                await asyncio.sleep(min(asked_for, LONGEST_PAUSE))
+                jittered = pause * (1 - self.jitter * draw.random())
+                await asyncio.sleep(min(jittered if failure.pause is None else failure.pause, MAX_BACKOFF))
                 pause *= 2
 
-    def _away_since(self, since: float | None, failure: _PassingError) -> float | None:
-        """When a request first found the server away, in monotonic seconds; None: it is there."""
-        if failure.status not in AWAY:
+    def _note_outage(self, start: float | None, failure: _RetryableError) -> float | None:
+        """Return when this request first found the server unavailable (monotonic seconds), or None."""
+        if failure.status not in UNAVAILABLE:
             return None
-        self.absences += 1
-        if self.patience and self._has_answered and not self._is_told:
-            self._is_told = True
+        self.outages += 1
+        if self.patience and self._has_answered and not self._warned:
+            self._warned = True
             warnings.warn(
-                f"{self.base_url} is away: {failure}. It is waited for, {self.patience:g} s at most "
+                f"{self.base_url} is unavailable: {failure}. Waiting for at most {self.patience:g} s "
                 "(patience).",
                 stacklevel=2,
             )
-        return time.monotonic() if since is None else since
+        return time.monotonic() if start is None else start
 
     async def _attempt(
         self, client: httpx.AsyncClient, method: str, path: str, payload: bytes | None
     ) -> bytes:
-        """The body of an answer whose status says that all is well."""
+        """Send once and return the body of a successful answer."""
         try:
             async with asyncio.timeout(self.deadline):
                 response = await client.request(method, self.url(path), content=payload)
@@ -273,45 +270,45 @@ class ServerConnection:
                 "longer need a larger timeout or a smaller max_new_tokens; many at once, a smaller parallel."
             ) from error
         except httpx.TransportError as error:
-            first = list(_causes(error))[-1]
-            if any(isinstance(cause, ssl.SSLError) for cause in _causes(error)):
+            causes = list(_causes(error))
+            if any(isinstance(cause, ssl.SSLError) for cause in causes):
                 raise ServerError(
-                    f"{self.url(path)} could not be reached over TLS: {first}. Check https or http in "
+                    f"{self.url(path)} could not be reached over TLS: {causes[-1]}. Check https or http in "
                     "base_url and the server's certificate."
                 ) from error
-            met = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-            what = "no connection" if met else "the connection broke off"
-            raise _PassingError(f"{what} ({_named(first)})") from error
+            refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            problem = "no connection" if refused else "the connection broke off"
+            raise _RetryableError(f"{problem} ({_describe(causes[-1])})") from error
         status = response.status_code
-        if status not in AWAY:
-            self._has_answered, self._is_told = True, False
+        if status not in UNAVAILABLE:
+            self._has_answered, self._warned = True, False
         if response.is_success:
             return response.content
-        said = f"{status} {response.reason_phrase}: {_complaint(response.content)}"
+        message = f"{status} {response.reason_phrase}: {_error_text(response.content)}"
         if status == 429 or status >= 500:
-            after = response.headers.get("Retry-After", "").strip()  # its other form, a date, is passed over
-            raise _PassingError(said, status=status, pause=float(after) if after.isdigit() else None)
+            after = response.headers.get("Retry-After", "").strip()  # its other form, a date, is ignored
+            raise _RetryableError(message, status=status, pause=float(after) if after.isdigit() else None)
         hint = HINTS.get(status, "")
         raise ServerError(
-            f"{method} {self.url(path)} answered {said}{' ' if hint else ''}{hint}", status=status
+            f"{method} {self.url(path)} answered {message}{' ' if hint else ''}{hint}", status=status
         )
 
-    def _object(self, raw: bytes, path: str) -> Mapping[str, Any]:
+    def _parse_object(self, raw: bytes, path: str) -> Mapping[str, Any]:
         try:
-            read = json.loads(raw)
+            value = json.loads(raw)
         except ValueError as error:
             raise ServerError(
-                f"{self.url(path)} answered with what is no JSON ({error}): {_short(raw)}. Check that "
+                f"{self.url(path)} did not answer with JSON ({error}): {_shorten(raw)}. Check that "
                 f"base_url ({self.base_url}) is the API of an OpenAI-compatible server."
             ) from error
-        if isinstance(read, dict):
-            return read
-        raise ServerError(f"{self.url(path)} answered with no JSON object: {_short(raw)}.")
+        if isinstance(value, dict):
+            return value
+        raise ServerError(f"{self.url(path)} did not answer with a JSON object: {_shorten(raw)}.")
 
 
-def _address(base_url: str) -> str:
-    """A base URL, checked, without a slash at its end."""
-    wrong = (
+def _check_address(base_url: str) -> str:
+    """Return the base URL without a trailing slash."""
+    invalid = (
         f"base_url is {base_url!r}; it must be the http or https address of a server's API, e.g. "
         '"http://localhost:8000/v1".'
     )
@@ -319,43 +316,43 @@ def _address(base_url: str) -> str:
     try:
         _ = parts.port
     except ValueError as error:
-        raise UserError(f"{wrong} ({error}.)") from error
+        raise UserError(f"{invalid} ({error}.)") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(wrong)
+        raise UserError(invalid)
     if parts.query or parts.fragment or parts.username is not None:
         raise UserError(
-            f"base_url for {parts.hostname} holds a user name, or something after ? or #. Leave these out; a "
-            "key goes into api_key."
+            f"base_url for {parts.hostname} contains a user name, or something after ? or #. Leave these "
+            "out; a key goes into api_key."
         )
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}"
 
 
-def _complaint(raw: bytes) -> str:
-    """What an error answer says, from the places where servers put it."""
+def _error_text(raw: bytes) -> str:
+    """Extract the message of an error answer from the fields in which servers put it."""
     try:
-        read = json.loads(raw)
+        value = json.loads(raw)
     except ValueError:
-        return _short(raw)
-    error = read.get("error", read) if isinstance(read, dict) else read
+        return _shorten(raw)
+    error = value.get("error", value) if isinstance(value, dict) else value
     if isinstance(error, dict):
-        error = next((error[k] for k in ("message", "detail") if error.get(k)), error)
-    return _short((error if isinstance(error, str) else json.dumps(error)).encode())
+        error = next((error[key] for key in ("message", "detail") if error.get(key)), error)
+    return _shorten((error if isinstance(error, str) else json.dumps(error)).encode())
 
 
-def _short(raw: bytes) -> str:
+def _shorten(raw: bytes) -> str:
     text = raw.decode("utf-8", "replace").strip()
     return text[:400] + " …" * (len(text) > 400) if text else "(nothing)"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it came from, down to the system's own."""
+    """Yield an error and its causes, down to the operating system's."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
-def _named(error: BaseException) -> str:
-    said = str(error)
+def _describe(error: BaseException) -> str:
+    text = str(error)
     if isinstance(error, OSError) and error.errno and not isinstance(error, ssl.SSLError):
-        said = f"[Errno {error.errno}] {os.strerror(error.errno)}"
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+        text = f"[Errno {error.errno}] {os.strerror(error.errno)}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
