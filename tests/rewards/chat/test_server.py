@@ -109,7 +109,7 @@ FAILURES = {
         "400 .*longer than the context",
     ),
     "text": ("<html>", "did not answer with JSON"),
-    "list": ([1], "no JSON object"),
+    "list": ([1], "answer with a JSON object"),
     "choices": ({"choices": []}, "no choices"),
     "missing": ({"id": "x"}, "no choices"),
     "message": ({"choices": [{"finish_reason": "stop"}]}, "no message"),
