@@ -471,6 +471,8 @@ def syncing(
                         generator.reload(folder)
                     else:
                         generator.sync(folder, server_folder=server.server_folder)
-            generator.model, generator.weights_folder = utils.broadcast_object_list([generator.model, generator.weights_folder])
+            generator.model, generator.weights_folder = utils.broadcast_object_list(
+                [generator.model, generator.weights_folder]
+            )
 
     return sync

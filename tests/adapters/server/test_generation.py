@@ -225,9 +225,7 @@ def test_sampling_whose_log_probs_the_server_does_not_give_is_refused(
 def test_a_server_that_gives_raw_log_probs_is_found_out(policy, server) -> None:
     claimed = generator(policy, server, logprobs_mode="processed_logprobs")
     for sampling in (Sampling(temperature=0.7), Sampling(top_k=5)):
-        with pytest.raises(
-            ServerError, match=r"do not follow the temperature .*changes by 1\.00"
-        ):
+        with pytest.raises(ServerError, match=r"do not follow the temperature .*changes by 1\.00"):
             drawn(claimed, sampling)
     assert server.completions == []
     drawn(claimed, Sampling())  # the two are one here
