@@ -594,7 +594,7 @@ def test_a_whole_model_is_read_anew_from_the_folder_of_the_server(tmp_path) -> N
         assert [path for path, _ in server.asked[-2:]] == ["/collective_rpc", "/reset_prefix_cache"]
         assert rescored(drawn(source), policy).largest_gap < 1e-4
         server.failures = [(400, COMPLAINT, {})]
-        with pytest.raises(ServerError, match="400 Bad Request: max_tokens is too large vLLM reads whole"):
+        with pytest.raises(ServerError, match="400 Bad Request: max_tokens is too large vLLM reloads whole"):
             source.reload(tmp_path)
 
 
