@@ -125,24 +125,27 @@ def choices() -> str:
         "selection": stages.SELECTIONS,
         "entropy_term": importlib.import_module(f"{core}.entropy_stage").ENTROPY_TERMS,
     }
-    unshown = importlib.import_module(f"{core}.options").TENSORS
     rows = []
     for stage, table_of in tables.items():
         for name, chosen in table_of.items():
-            said = (inspect.getdoc(chosen.function) or "").split("\n\n")
-            sections = [i for i, part in enumerate(said) if part.startswith(SECTIONS)]
-            lead, tail = (said[: sections[0]], said[sections[-1] + 1 :]) if sections else (said[:1], said[1:])
-            own = inspect.getdoc(chosen.apply) if chosen.apply is not chosen.function else None
-            options = {
-                option.name: option.default
-                for function in (chosen.function, chosen.apply)
-                for option in inspect.signature(function).parameters.values()
-                if option.kind is option.KEYWORD_ONLY and option.name not in unshown
-            }
-            given = [n if v is inspect.Parameter.empty else f"{n}={v}" for n, v in options.items()]
-            cells = (prose(" ".join([*lead, own or ""])), ", ".join(map(code, given)), prose(" ".join(tail)))
+            lead, tail = [], []
+            for function in _documented(chosen):
+                parts = (inspect.getdoc(function) or "").split("\n\n")
+                sections = [i for i, part in enumerate(parts) if part.startswith(SECTIONS)]
+                lead += parts[: sections[0]] if sections else parts[:1]
+                tail += parts[sections[-1] + 1 :] if sections else parts[1:]
+            options = [n if v is inspect.Parameter.empty else f"{n}={v}" for n, v in chosen.options.items()]
+            cells = (prose(" ".join(lead)), ", ".join(map(code, options)), prose(" ".join(tail)))
             rows.append((stage, code(name), *cells))
     return table(("stage", "choice", "what it does", "options", "paper, and what differs from it"), rows)
+
+
+def _documented(stage: Any) -> Iterator[Any]:
+    """The function of a stage, and those of its computed inputs that have options."""
+    yield stage.function
+    for source in stage.inputs.values():
+        if not isinstance(source, str) and source.options:
+            yield from _documented(source)
 
 
 SECTIONS = ("Args:", "Returns:", "Raises:", "Example:")

@@ -15,7 +15,7 @@ from visalign.flow.rollout import asked_of
 from visalign.pipelines.shared.parts import Records, ends_by, evenly_spaced
 from visalign.training.diffusion.cost import forward_equivalents_per_image, planned_passes
 from visalign.training.diffusion.images import check_sizes
-from visalign.training.policy.settings import away_from_reference
+from visalign.training.policy.settings import reads_reference_log_prob
 
 from .config import FlowGRPOConfig
 from .inputs import prepare
@@ -134,7 +134,7 @@ def _asked_again(config: FlowGRPOConfig) -> int:
     if config.objective.regression is not None or config.objective.ascent is not None:
         return 0
     row = config.objective.build(length=1)
-    return bool(row.kl_in_reward or away_from_reference(row)) + (row.importance_sampling is not None)
+    return bool(row.kl_in_reward or reads_reference_log_prob(row)) + (row.importance_sampling is not None)
 
 
 def _expected(

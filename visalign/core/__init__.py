@@ -24,7 +24,6 @@ from visalign.core.objective.explain import explain
 from visalign.core.objective.invariance import check_invariance
 from visalign.core.objective.loss_statistics import LossStatistics
 from visalign.core.objective.objective import Objective
-from visalign.core.objective.peers import diff_presets
 from visalign.core.surrogates.aggregation import aggregate, count_step
 from visalign.core.surrogates.kl import gaussian_kl, kl_penalty
 from visalign.core.surrogates.off_policy import importance_weights
@@ -62,7 +61,6 @@ ROOMS = {
     "objective.explain": "Explanation",
     "objective.invariance": "InvarianceReport",
     "objective.loss_statistics": "loss_statistics no_statistics",
-    "objective.peers": "PEERS",
     "preference.bradley_terry": (
         "average_pairs bradley_terry_loss margin_ranking_loss outcome_loss soft_labels tie_log_prob "
         "vote_shares"
@@ -156,7 +154,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "NAMED", "ROOMS", "Loss", "LossStatistics", "Objective", "PolicyOutput", "Prepared", "Trajectories",
-    "aggregate", "check_decisions", "check_invariance", "count_step", "diff_presets", "explain",
+    "aggregate", "check_decisions", "check_invariance", "count_step", "explain",
     "fused_log_prob_entropy", "gae", "gaussian_kl", "gaussian_log_prob", "group_advantages",
     "guard_log_ratio", "importance_weights", "kl_penalty", "log_prob_entropy", "log_ratio",
     "named_objective", "ppo_clip", "ratio_level", "token_log_probs", "value_loss",

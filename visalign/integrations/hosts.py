@@ -8,8 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from visalign.core import NAMED, Objective, check_decisions
-from visalign.core.objective.entropy_stage import ENTROPY_TERMS, remembers
-from visalign.core.objective.stages import ADVANTAGES, SELECTIONS, SURROGATES
+from visalign.core.objective.entropy_stage import remembers
 
 INSTALL = {
     "verl": "verl 0.9.1 was tested: python -m pip install verl==0.9.1",
@@ -42,28 +41,17 @@ def host(module: str) -> Any:
 def asked_by(objective: Objective) -> dict[str, str]:
     """What a row asks for beside tokens, groups and rewards: field of `Trajectories` or `PolicyOutput` -> the
     choice that asks for it."""
-    o, found = objective, {}
-    found |= dict.fromkeys(ADVANTAGES[o.advantage].needs, f"advantage={o.advantage!r}")
-    found |= dict.fromkeys(SURROGATES[o.surrogate].needs, f"surrogate={o.surrogate!r}")
-    if o.selection is not None:
-        found |= dict.fromkeys(SELECTIONS[o.selection].needs, f"selection={o.selection!r}")
-    if o.kl or o.kl_in_reward:
-        found["ref_log_prob"] = f"kl={o.kl:g}" if o.kl else f"kl_in_reward={o.kl_in_reward:g}"
-    if o.entropy:
-        found |= dict.fromkeys(ENTROPY_TERMS[o.entropy_term].needs, f"entropy_term={o.entropy_term!r}")
+    o = objective
+    needs = {**o.output_needs(), **o.trajectory_needs()}
+    if o.kl:
+        needs["ref_log_prob"] = f"kl={o.kl:g}"
     if {"low_end", "high_end"} & o.selection_options.keys():
-        found["iteration"] = f"selection={o.selection!r}"
+        needs["iteration"] = f"selection={o.selection!r}"
     if (name := remembers(o)) is not None:
-        found["entropy_before"] = repr(name)
-    if o.importance_sampling is not None:
-        found["rollout_log_prob"] = "importance_sampling"
-    if o.value:
-        found["value"] = f"value={o.value:g}"
-    if o.ptx:
-        found["ptx_weight"] = f"ptx={o.ptx:g}"
+        needs["entropy_before"] = repr(name)
     if o.surrogate_options.get("divergence") == "exact":
-        found["divergence"] = "divergence='exact'"
-    return found
+        needs["divergence"] = "divergence='exact'"
+    return needs
 
 
 def refuse_what_is_missing(name: str, objective: Objective, given: Collection[str], where: str) -> None:

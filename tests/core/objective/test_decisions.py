@@ -11,7 +11,7 @@ import torch
 from tests.support.core import objectives, step, step_for
 from visalign.core.objective.algorithms import NAMED, named_objective
 from visalign.core.objective.data import PolicyOutput
-from visalign.core.objective.decisions import TEXT_ROW, check_decisions
+from visalign.core.objective.decisions import TOKEN_SUBSTITUTES, check_decisions
 from visalign.core.objective.explain import explain
 
 NOT_ON_STEPS = {
@@ -43,7 +43,7 @@ NOT_ON_STEPS = {
 @pytest.mark.parametrize("name", NAMED)
 def test_every_row_runs_on_denoising_steps_or_is_refused_with_its_substitute(name: str) -> None:
     if name in NOT_ON_STEPS:
-        with pytest.raises(ValueError, match=rf"The row '{name}' with .*{NOT_ON_STEPS[name]}"):
+        with pytest.raises(ValueError, match=rf"The algorithm '{name}' with .*{NOT_ON_STEPS[name]}"):
             check_decisions(NAMED[name], "denoising_steps", name=name)
         return
     check_decisions(NAMED[name], "denoising_steps", name=name)
@@ -61,18 +61,19 @@ def test_every_row_runs_on_denoising_steps_or_is_refused_with_its_substitute(nam
 
 @pytest.mark.parametrize("name", NAMED)
 def test_every_row_runs_on_tokens_or_is_refused_with_its_substitute(name: str) -> None:
-    if name not in TEXT_ROW:
+    if name not in TOKEN_SUBSTITUTES:
         check_decisions(NAMED[name], "tokens", name=name)
         return
-    with pytest.raises(ValueError, match=rf"The row '{name}' .*tokens.*Take {TEXT_ROW[name][:8]}"):
+    substitute = TOKEN_SUBSTITUTES[name][:8]
+    with pytest.raises(ValueError, match=rf"The algorithm '{name}' .*tokens.*Take {substitute}"):
         check_decisions(NAMED[name], "tokens", name=name)
-    assert TEXT_ROW[name].split("'")[1] in NAMED
+    assert TOKEN_SUBSTITUTES[name].split("'")[1] in NAMED
 
 
 def test_a_head_that_the_caller_supplies_is_not_missed() -> None:
-    check_decisions(NAMED["flowrl"], "denoising_steps", given=("log_z",))
+    check_decisions(NAMED["flowrl"], "denoising_steps", available=("log_z",))
     with pytest.raises(ValueError, match="denoising steps of fixed variance"):
-        check_decisions(named_objective("grpo", entropy=0.1), "denoising_steps", given=("log_z",))
+        check_decisions(named_objective("grpo", entropy=0.1), "denoising_steps", available=("log_z",))
     with pytest.raises(ValueError, match=r"decisions must be one of tokens, denoising_steps; got 'steps'"):
         check_decisions(NAMED["grpo"], "steps")  # type: ignore[arg-type]
 

@@ -270,10 +270,9 @@ def test_versions_and_memory():
         (
             DiffusionObjectiveSettings,
             {"changes": {"surrogate_options": {"eps_low": 0.0}}},
-            r"eps_low of surrogate_options is 0\.0; it must be above 0",
+            r"eps_low must be a number in \(0, 1\]; got 0\.0",
         ),
         (DiffusionObjectiveSettings, {"changes": {"kl": -1.0}}, r"kl is -1\.0; it must be at least 0"),
-        (DiffusionObjectiveSettings, {"ratio_bound": 0.0}, r"ratio_bound is 0\.0; it must be above 0"),
         (DiffusionObjectiveSettings, {"step_weights": [1.0, -1.0]}, "finite and not negative"),
         (OptimizerSettings, {"lr": 0.0}, r"optimizer\.lr is 0\.0; it must be above 0"),
         (OptimizerSettings, {"lr": float("inf")}, r"optimizer\.lr is inf; it must be above 0 and finite"),

@@ -170,7 +170,6 @@ def test_each_regression_takes_gdpo(name, tmp_path):
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
-        ({"balance_every": 0}, "objective.balance_every is 0"),
         (
             {"algorithm": "gdpo"},
             "has advantage='gdpo': it weighs advantages, advantage='group'. Take flow_grpo",

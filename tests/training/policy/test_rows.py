@@ -95,8 +95,8 @@ def test_what_means_nothing_is_refused_with_what_to_take_instead(kind: Any, name
     [
         ({"advantage_options": {"scale": "grop"}}, "scale must be one of group, batch, none; got 'grop'"),
         ({"advantage_options": {"baseline": "median"}}, "baseline must be one of mean, leave_one_out"),
-        ({"advantage_clamp": -1.0}, "bound must be positive; got -1.0"),
-        ({"surrogate_options": {"eps_low": "small"}}, "eps_low of surrogate_options is small"),
+        ({"advantage_clamp": -1.0}, "advantage_clamp is -1.0; the bound must be positive"),
+        ({"surrogate_options": {"eps_low": "small"}}, r"eps_low must be a number in \(0, 1\]; got \'small\'"),
         ({"off_policy_delta": -1.0}, "delta must be ≥ 0"),
         ({"value": 1.0}, "value=1.0 needs returns to fit"),
         ({"advantage": "given", "advantage_options": {}}, "needs Trajectories.advantage, which is None"),
@@ -111,9 +111,9 @@ def test_values_that_a_stage_refuses_are_refused_with_the_settings(kind: Any, ch
 @pytest.mark.parametrize(
     ("row", "options", "message"),
     [
-        ("rank_bonus", {"stride": 0}, "stride must be at least 1 token; got 0"),
-        ("rank_bonus", {"rate": 7.0}, r"rate must lie in \[0, 1\]"),
-        ("par", {"references": 0}, "references must be at least 1 completion; got 0"),
+        ("rank_bonus", {"stride": 0}, r"stride must be a whole number in \[1, inf\); got 0"),
+        ("rank_bonus", {"rate": 7.0}, r"rate must be a number in \[0, 1\]; got 7\.0"),
+        ("par", {"references": 0}, r"references must be a whole number in \[1, inf\); got 0"),
     ],
 )
 def test_what_looks_at_nothing_is_refused_before_there_is_any(row: str, options: Any, message: str):

@@ -461,10 +461,9 @@ def test_ptx_without_texts_is_refused(tmp_path):
         ({"changes": {"surrogate_options": {"eps_hihg": 0.1}}}, "eps_hihg"),
         ({"changes": {"importance_sampling": {"level": "token", "hihg": 2.0}}}, "Did you mean 'high'"),
         ({"changes": {"importance_sampling": {"level": "token"}}}, "missing: mode, high"),
-        ({"epochs": 0}, "epochs is 0"),
         ({"heads_lr": 0.0}, "heads_lr is 0.0"),
         ({"target_kl": 0.1}, "adapts the penalty of the surrogate ppo_kl, and grpo has ppo_clip"),
-        ({"algorithm": "flow_dppo"}, "The row 'flow_dppo'.*Take 'dppo_kl'"),
+        ({"algorithm": "flow_dppo"}, "The algorithm 'flow_dppo'.*Take 'dppo_kl'"),
     ],
 )
 def test_objective_settings_are_refused_by_name(settings, message):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The named algorithms: one row each, with the defaults of its paper."""
+"""Named algorithms: one objective each, with the defaults of its paper."""
 
 from __future__ import annotations
 
@@ -412,25 +412,22 @@ NAMED: dict[str, Objective] = {
         kl=0.0,
     ),
 }
-"""Name -> row. The numbers are the papers' defaults; where a paper gives none, they are the usual ones."""
-
-_RENAMED = {"correction": "importance_sampling"}
-"""Field of an earlier version -> its name now."""
+"""Name -> objective. The numbers are the papers' defaults, or the usual ones where a paper gives none."""
 
 
 def named_objective(name: str, **changes: Any) -> Objective:
-    """A row of `NAMED` with changes.
+    """Look up an algorithm of `NAMED` and apply changes.
 
     Args:
         name: a key of `NAMED`.
-        changes: fields of `Objective`; a mapping is merged into the row's, unless the choice it belongs to is
-            changed too: then it replaces it.
+        changes: fields of `Objective`; a mapping is merged into the algorithm's, or replaces it if the choice
+            that it belongs to is changed too.
 
     Returns:
         The objective.
 
     Raises:
-        ValueError: an unknown name or field, with the nearest one, or what `Objective` refuses.
+        ValueError: an unknown name or field, with the nearest one, or a value that `Objective` refuses.
 
     >>> named_objective("dapo", surrogate_options={"eps_high": 0.3}).surrogate_options
     {'eps_low': 0.2, 'eps_high': 0.3}
@@ -439,23 +436,24 @@ def named_objective(name: str, **changes: Any) -> Objective:
         raise ValueError(
             f"there is no algorithm {name!r}. {suggestion(name, NAMED)}Choose one of: {', '.join(NAMED)}."
         )
-    row = NAMED[name]
-    known = {item.name for item in fields(Objective)}
+    base, allowed = NAMED[name], {item.name for item in fields(Objective)}
     for key in changes:
-        if key not in known:
-            now = f"It is called {_RENAMED[key]!r} now. " if key in _RENAMED else suggestion(key, known)
+        if key not in allowed:
             raise ValueError(
-                f"an objective has no field {key!r}. {now}Its fields: {', '.join(sorted(known))}."
+                f"an objective has no field {key!r}. {suggestion(key, allowed)}Its fields: "
+                f"{', '.join(sorted(allowed))}."
             )
     merged = {
-        key: _merge(row, key, value, changes) if isinstance(value, Mapping) else value
+        key: _merge(base, key, value, changes) if isinstance(value, Mapping) else value
         for key, value in changes.items()
     }
-    return replace(row, **merged)
+    return replace(base, **merged)
 
 
-def _merge(row: Objective, key: str, value: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The row's options with the changed ones; alone if they are for another choice."""
+def _merge(
+    base: Objective, key: str, options: Mapping[str, Any], changes: Mapping[str, Any]
+) -> dict[str, Any]:
     choice = key.removesuffix("_options")
-    changed = choice != key and choice in changes and changes[choice] != getattr(row, choice)
-    return {**({} if changed else getattr(row, key) or {}), **value}
+    # the options of another choice mean nothing to this one
+    is_other = choice != key and choice in changes and changes[choice] != getattr(base, choice)
+    return {**({} if is_other else getattr(base, key) or {}), **options}

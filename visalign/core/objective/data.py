@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes into an objective and what comes out: the rollout's tensors, the policy's, the loss."""
+"""Inputs and outputs of an objective: `Trajectories`, `PolicyOutput`, `Prepared`, `Loss`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,23 @@ from visalign.core.surrogates.aggregation import Counts
 from .loss_statistics import LossStatistics, no_statistics
 
 Decisions = Literal["tokens", "denoising_steps"]
-"""What the T decisions of [B, T] are."""
+"""Meaning of the axis T: generated tokens, or denoising steps."""
+
+PER_DECISION = (
+    *("old_log_prob", "process_reward", "ref_log_prob", "rollout_log_prob", "value", "entropy"),
+    *("expected_score", "nucleus_entropy", "step", "uniform", "loss_weight"),
+)
+"""Fields of `Trajectories` that are [B, T]."""
+PER_SAMPLE = ("valid", "greedy_reward", "metric", "bundle", "likelihood")
+"""Fields of `Trajectories` that are [B]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectories:
-    """Every sample of one optimizer step as the rollout left it; B samples of at most T decisions.
+    """Samples of one optimizer step as the rollout left them; B samples of at most T decisions.
 
-    With several devices: of all of them. These tensors are small beside the model; gather them, prepare, and
-    take the rows of the device.
+    With several devices: the samples of all of them. These tensors are small next to the model; gather them,
+    prepare, and take the rows of the device.
     """
 
     weight: Tensor
@@ -38,15 +46,15 @@ class Trajectories:
     reward_weights: Sequence[float] = ()
     """M numbers, for rewards [B, M]."""
     process_reward: Tensor | None = None
-    """[B, T] added to the reward of each decision (`span_rewards` makes it from steps)."""
+    """[B, T] added to the reward of each decision (`span_rewards` spreads the rewards of steps)."""
     advantage: Tensor | None = None
     """[B] or [B, T], for advantage="given"."""
     valid: Tensor | None = None
-    """bool [B]; False: the sample's reward failed. It takes no part in anything."""
+    """bool [B]; False: the sample's reward failed, and the sample is left out everywhere."""
     ref_log_prob: Tensor | None = None
     """[B, T] log π_ref."""
     rollout_log_prob: Tensor | None = None
-    """[B, T] log μ of what really sampled (another engine or precision), for the off-policy correction."""
+    """[B, T] log μ of the sampling engine (another engine or precision), for the off-policy correction."""
     value: Tensor | None = None
     """[B, T] V of the rollout."""
     entropy: Tensor | None = None
@@ -56,19 +64,19 @@ class Trajectories:
     nucleus_entropy: Tensor | None = None
     """[B, T] nats, of the same policy inside its nucleus, for entropy_term="siren"."""
     entropy_before: float | None = None
-    """What `entropy_memory` keeps of earlier rollouts; None at the first."""
+    """Result of `entropy_memory` for the earlier rollouts; None at the first."""
     step: Tensor | None = None
-    """[B, T] int64, which step of its sample a decision belongs to, −1 none, for advantage="empg"."""
+    """[B, T] int64, step of its sample that a decision belongs to, −1 none, for advantage="empg"."""
     bundle: Tensor | None = None
-    """[B] int64, which samples are scored together, one to each of some prompts, for advantage="riskpo"."""
+    """[B] int64, number of the bundle that a sample is scored in, for advantage="riskpo"."""
     rank: Tensor | None = None
     """[B, 3] `rank_dynamics` of each sample's hidden states, for advantage="rank_bonus"."""
     rank_average: tuple[float, float, float] | None = None
-    """What `rank_average` tracked over the earlier rollouts; None at the first."""
+    """Moving average of `rank_average` over the earlier rollouts; None at the first."""
     quantiles: tuple[float, float] | None = None
-    """What `riskpo_quantiles` tracked over the earlier rollouts; None at the first."""
+    """Result of `riskpo_quantiles` for the earlier rollouts; None at the first."""
     greedy_reward: Tensor | None = None
-    """[B] reward of the greedy completion to the same prompt, for ReMax."""
+    """[B] reward of the greedy completion of the same prompt, for ReMax."""
     reference_reward: Tensor | None = None
     """[B, M] rewards of M completions of the reference to the same prompt, for advantage="par"."""
     likelihood: Tensor | None = None
@@ -84,45 +92,34 @@ class Trajectories:
     ptx_weight: Tensor | None = None
     """[B', T'] weights of the step's pretraining tokens, for PPO-ptx."""
     iteration: int = 0
-    """Rollouts before this one, for bounds that move."""
+    """Number of rollouts before this one, for bounds that move."""
     decisions: Decisions = "tokens"
-    """What T counts."""
+    """Meaning of the axis T."""
 
     def __post_init__(self) -> None:
         shape = self.weight.shape
         if len(shape) != 2:
             raise ValueError(f"weight must be [B, T]; got shape {tuple(shape)}.")
-        for name in (
-            "old_log_prob",
-            "process_reward",
-            "ref_log_prob",
-            "rollout_log_prob",
-            "value",
-            "entropy",
-            "expected_score",
-            "nucleus_entropy",
-            "step",
-            "uniform",
-            "loss_weight",
-        ):
-            _same(name, getattr(self, name), shape)
-        for name in ("valid", "greedy_reward", "metric", "bundle", "likelihood"):
-            _same(name, getattr(self, name), shape[:1])
-        if self.reward is not None:
-            if self.reward.ndim not in (1, 2) or self.reward.shape[0] != shape[0]:
+        for names, expected in ((PER_DECISION, shape), (PER_SAMPLE, shape[:1])):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and value.shape != expected:
+                    raise ValueError(
+                        f"{name} must have shape {tuple(expected)}, as weight has it; got "
+                        f"{tuple(value.shape)}."
+                    )
+        for name, axes in (("reward", "[B] or [B, M]"), ("reference_reward", "[B, M]")):
+            value = getattr(self, name)
+            if value is not None and (value.ndim not in (1, 2) or value.shape[0] != shape[0]):
                 raise ValueError(
-                    f"reward must be [B] or [B, M] with B = {shape[0]} as in weight {tuple(shape)}; got "
-                    f"shape {tuple(self.reward.shape)}."
+                    f"{name} must be {axes} with B = {shape[0]} as in weight {tuple(shape)}; got shape "
+                    f"{tuple(value.shape)}."
                 )
-            rewards = self.reward.shape[1] if self.reward.ndim == 2 else 0
-            if len(self.reward_weights) != rewards:
-                raise ValueError(
-                    f"reward {tuple(self.reward.shape)} needs {rewards} reward_weights; got "
-                    f"{len(self.reward_weights)}."
-                )
-        if self.reference_reward is not None and self.reference_reward.shape[:1] != shape[:1]:
+        columns = self.reward.shape[1] if self.reward is not None and self.reward.ndim == 2 else 0
+        if self.reward is not None and len(self.reward_weights) != columns:
             raise ValueError(
-                f"reference_reward must be [{shape[0]}, M]; got shape {tuple(self.reference_reward.shape)}."
+                f"reward {tuple(self.reward.shape)} needs {columns} reward_weights; got "
+                f"{len(self.reward_weights)}."
             )
         if self.advantage is not None and self.advantage.shape not in (shape, shape[:1]):
             raise ValueError(
@@ -131,39 +128,28 @@ class Trajectories:
             )
 
     def rows(self, index: Tensor | slice) -> Trajectories:
-        """The samples `index` (integers, booleans or a slice); ptx_weight stays whole."""
-        rows = torch.arange(self.weight.shape[0])[index.cpu() if isinstance(index, Tensor) else index]
-        whole = (
-            "group",
-            "reward_weights",
-            "ptx_weight",
-            "decisions",
-            "entropy_before",
-            "rank_average",
-            "quantiles",
-            "iteration",
-        )
-        held = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in whole}
-        picked = {name: value[rows.to(value.device)] for name, value in held.items() if value is not None}
-        labels = self.group
-        group = (
-            labels[rows.to(labels.device)]
-            if isinstance(labels, Tensor)
-            else [labels[i] for i in rows.tolist()]
-        )
-        return replace(self, group=group, **picked)
+        """Select the samples `index` (integers, booleans or a slice); ptx_weight stays whole."""
+        rows = torch.arange(len(self.weight))[index.cpu() if isinstance(index, Tensor) else index]
+        tensors = {
+            f.name: value[rows.to(value.device)]
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor) and f.name != "ptx_weight"
+        }
+        if not isinstance(self.group, Tensor):
+            return replace(self, group=[self.group[i] for i in rows.tolist()], **tensors)
+        return replace(self, **tensors)
 
     def present(self) -> Tensor:
-        """bool [B]: samples whose every number that is needed is there."""
-        known = torch.ones_like(self.weight[:, 0], dtype=torch.bool) if self.valid is None else self.valid
+        """bool [B]: samples that are valid and whose single reward is finite."""
+        present = torch.ones_like(self.weight[:, 0], dtype=torch.bool) if self.valid is None else self.valid
         if self.reward is not None and self.reward.ndim == 1:
-            known = known & torch.isfinite(self.reward)
-        return known.bool()
+            present = present & torch.isfinite(self.reward)
+        return present.bool()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyOutput:
-    """What the policy under training says of a micro-batch; b of the B samples, in the order of its rows."""
+    """Outputs of the policy under training for a micro-batch of b samples, in the order of its rows."""
 
     log_prob: Tensor
     """[b, T] log π, differentiable."""
@@ -183,12 +169,12 @@ class PolicyOutput:
     ptx_log_prob: Tensor | None = None
     """[b', T'] log π of pretraining tokens, differentiable."""
     ptx_weight: Tensor | None = None
-    """[b', T'] their weights."""
+    """[b', T'] weights of the pretraining tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """All that is settled before the first micro-batch: advantages, selections, denominators.
+    """Everything that is fixed before the first micro-batch: advantages, selections, denominators.
 
     Nothing here has a gradient. `rows` takes the part of a micro-batch.
     """
@@ -206,13 +192,13 @@ class Prepared:
     keep: Tensor | None = None
     """bool [B, T]: False takes the decision's loss out and leaves the counts."""
     selected: Tensor | None = None
-    """bool [B, T]: decisions that bear a penalty (KL-Cov)."""
+    """bool [B, T]: decisions with a penalty (KL-Cov)."""
     loss_weight: Tensor | None = None
     """[B, T] factor of the policy's loss; 0 where absent."""
     entropy_weight: Tensor | None = None
     """[B, T] factor of each decision's entropy in the entropy term."""
     entropy_level: Tensor | None = None
-    """[B, n] what it is held at."""
+    """[B, n] target levels of the entropy term, the same in each row."""
     returns: Tensor | None = None
     """[B, T] targets of the value function."""
     ref_log_prob: Tensor | None = None
@@ -220,22 +206,18 @@ class Prepared:
     ptx_counts: Counts | None = None
 
     def rows(self, index: Tensor | slice) -> Prepared:
-        """The part that belongs to the samples `index` (integers, booleans, or a slice)."""
-        per_row = (f.name for f in fields(self) if f.name not in ("counts", "ptx_counts"))
-        held = {name: getattr(self, name) for name in per_row}
-        return replace(self, **{name: value[index] for name, value in held.items() if value is not None})
+        """Select the samples `index` (integers, booleans, or a slice)."""
+        return replace(self, **{k: v[index] for k, v in vars(self).items() if isinstance(v, Tensor)})
 
     def to(self, device: torch.device) -> Prepared:
-        """The same on another device."""
-        held = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {name: value.to(device) for name, value in held.items() if isinstance(value, Tensor)}
-        counts = {name: value.to(device) for name, value in held.items() if isinstance(value, Counts)}
-        return replace(self, **moved, **counts)
+        """Move all tensors to a device."""
+        moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor | Counts)}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A micro-batch's share of the step's loss; shares add up to the loss of the whole step."""
+    """Share of a micro-batch in the step's loss; shares add up to the loss of the whole step."""
 
     total: Tensor
     """0-dim, to be minimised: Σ coefficient · term."""
@@ -244,14 +226,7 @@ class Loss:
     decisions: Mapping[str, Tensor] = field(default_factory=dict)
     """Term -> loss per decision [b, T], not weighted."""
     statistics: LossStatistics = field(default_factory=no_statistics)
-    """Of the ratio and the clip; `plus` adds micro-batches."""
-
-
-def _same(name: str, value: Tensor | None, shape: torch.Size) -> None:
-    if value is not None and value.shape != shape:
-        raise ValueError(
-            f"{name} must have shape {tuple(shape)}, as weight has it; got {tuple(value.shape)}."
-        )
+    """Ratio and clip of this micro-batch; `plus` adds micro-batches."""
 
 
 def check_finite(name: str, value: Tensor, weight: Tensor) -> None:
@@ -262,12 +237,11 @@ def check_finite(name: str, value: Tensor, weight: Tensor) -> None:
     """
     bad = ~torch.isfinite(value.detach()) & (weight != 0)
     if bool(bad.any()):
-        places = bad.nonzero().tolist()
-        rows = sorted({row for row, _ in places})
-        shown = ", ".join(map(str, rows[:8])) + (", …" if len(rows) > 8 else "")
-        row, column = places[0]
+        (row, column), *_ = positions = bad.nonzero().tolist()
+        rows = sorted({i for i, _ in positions})
+        listed = ", ".join(map(str, rows[:8])) + (", …" if len(rows) > 8 else "")
         raise ValueError(
-            f"{name} is not finite at {len(places)} present decisions of {len(rows)} rows ({shown}); first "
-            f"is row {row}, decision {column}: {float(value[row, column])}. Set their weight to 0, or the "
-            "sample's valid to False."
+            f"{name} is not finite at {len(positions)} present decisions of {len(rows)} rows ({listed}); "
+            f"first is row {row}, decision {column}: {float(value[row, column])}. Set their weight to 0, or "
+            "the sample's valid to False."
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the entropy term of an objective may be: what is settled over the whole step, and its loss.
+"""Entropy terms of an objective: what each prepares over the whole step, and its loss.
 
-A rule that looks at earlier steps finds what it keeps of them in `Trajectories.entropy_before`, which
-`entropy_memory` makes; a trainer holds it from one rollout to the next, and in its checkpoints.
+A rule that looks at earlier steps reads `Trajectories.entropy_before`, the result of `entropy_memory`; a
+trainer keeps it from one rollout to the next, and in its checkpoints.
 """
 
 from __future__ import annotations
@@ -27,101 +27,98 @@ from visalign.core.tokens.entropy_terms import (
 
 from .data import PolicyOutput, Prepared, Trajectories
 from .options import Stage
-from .stages import ares_threshold
+from .reward_stage import ares_threshold
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
-    """What an entropy term settles before the first micro-batch."""
+class EntropyTarget:
+    """Tensors that an entropy term fixes before the first micro-batch."""
 
     weight: Tensor | None = None
     """[B, T] factor of each decision's entropy."""
     level: Tensor | None = None
-    """[B, n] numbers that it is held at, the same in each row."""
+    """[B, n] target levels, the same in each row."""
 
 
-def _bonus(_t: Trajectories, _advantage: Tensor, _weight: Tensor, _counts: Counts) -> Held:
-    return Held()
+def bonus() -> EntropyTarget:
+    """Reward entropy: −c H of each decision, averaged as the policy's loss is."""
+    return EntropyTarget()
 
 
-def _siren(
-    t: Trajectories,
-    _advantage: Tensor,
+def siren(
+    nucleus_entropy: Tensor,
     weight: Tensor,
     counts: Counts,
+    entropy_before: float | None,
     *,
     p: float = 0.8,
     quantile: float = 0.8,
-) -> Held:
-    """Hold the nucleus entropy of peak tokens where it began: L = β (H_agg − H_anchor)².
+) -> EntropyTarget:
+    """Hold the nucleus entropy of peak tokens at its first value: L = β (H_agg − H_anchor)².
 
-    H_agg and peaks are of the policy that the rollout was made by, for all its updates; `p` is that of the
+    H_agg and the peaks are those of the policy that made the rollout, for all its updates; `p` is that of the
     nucleus in which the entropies were taken, and `quantile` each completion's own.
 
     SIREN, arXiv 2509.25133. Deviation from the released code: its H_agg and its anchor are a micro-batch's.
     """
-    entropy = t.nucleus_entropy
-    assert entropy is not None
-    peaks = peak_entropy(torch.ones_like(entropy), weight, siren_keep(entropy, weight, quantile=quantile))
-    measured = aggregate(_times(entropy, peaks), weight, "seq_mean_token_mean", counts)
-    anchor = measured if t.entropy_before is None else t.entropy_before
-    return Held(weight=peaks, level=(measured - anchor).expand(len(weight), 1))
+    peaks = siren_peaks(nucleus_entropy, weight, quantile=quantile)
+    measured = aggregate(_product(nucleus_entropy, peaks), weight, "seq_mean_token_mean", counts)
+    anchor = measured if entropy_before is None else entropy_before
+    return EntropyTarget(weight=peaks, level=(measured - anchor).expand(len(weight), 1))
 
 
-def _epo(
-    t: Trajectories,
-    _advantage: Tensor,
+def siren_peaks(nucleus_entropy: Tensor, weight: Tensor, *, quantile: float) -> Tensor:
+    """[B, T] weights of SIREN's peak tokens."""
+    keep = siren_keep(nucleus_entropy, weight, quantile=quantile)
+    return peak_entropy(torch.ones_like(nucleus_entropy), weight, keep)
+
+
+def epo(
     weight: Tensor,
-    _counts: Counts,
+    entropy_before: float | None,
     *,
     low: float = 0.8,
     high: float = 1.2,
     smoothing: float = 0.1,
-) -> Held:
-    """κ_l and κ_r of the mean entropy of the rollouts before, and λ_s: one number for the whole run in place
-    of the paper's schedules over turns and epochs."""
-    if not (0 <= low <= high and smoothing >= 0):
-        raise ValueError(f"0 ≤ low ≤ high and smoothing ≥ 0 must hold; got {low=}, {high=}, {smoothing=}.")
-    before = torch.nan if t.entropy_before is None else t.entropy_before
+) -> EntropyTarget:
+    """Reward entropy, and penalise it outside [κ_l, κ_r] times the mean entropy of the earlier rollouts.
+
+    κ_l = low, κ_r = high and λ_s = smoothing: one number for the whole run, not the paper's schedules over
+    turns and epochs.
+
+    EPO, arXiv 2509.22576.
+    """
+    before = torch.nan if entropy_before is None else entropy_before
     edges = torch.tensor([low * before, high * before], dtype=torch.float64, device=weight.device)
-    return Held(weight=torch.full_like(weight, smoothing), level=edges.expand(len(weight), 2))
+    return EntropyTarget(weight=torch.full_like(weight, smoothing), level=edges.expand(len(weight), 2))
 
 
-def _tea(
-    t: Trajectories,
-    advantage: Tensor,
-    weight: Tensor,
-    _counts: Counts,
-    *,
-    tau: float = 1.0,
-    cap: float | None = 100.0,
-) -> Held:
-    statistics = covariance_statistics(t.old_log_prob, advantage, weight)
-    covariance = token_covariance(t.old_log_prob, advantage, weight, statistics)
-    return Held(weight=tea_weights(covariance, weight, tau=tau, cap=cap))
+def tea(
+    old_log_prob: Tensor, advantage: Tensor, weight: Tensor, *, tau: float = 1.0, cap: float | None = 100.0
+) -> EntropyTarget:
+    """Reward entropy weighted by `tea_weights` of each token's covariance: −c Σ w H over the step.
+
+    TEA in Light-IF, arXiv 2508.03178.
+    """
+    statistics = covariance_statistics(old_log_prob, advantage, weight)
+    covariance = token_covariance(old_log_prob, advantage, weight, statistics)
+    return EntropyTarget(weight=tea_weights(covariance, weight, tau=tau, cap=cap))
 
 
 ENTROPY_TERMS: dict[str, Stage] = {
-    "bonus": Stage(entropy_bonus, _bonus),
-    "siren": Stage(_siren, _siren, ("nucleus_entropy",)),
-    "epo": Stage(entropy_band_penalty, _epo),
-    "tea": Stage(tea_weights, _tea),
+    "bonus": Stage(bonus),
+    "siren": Stage(siren),
+    "epo": Stage(epo),
+    "tea": Stage(tea),
 }
-"""Name -> what it settles over the step; `Objective.entropy` is its coefficient."""
-
-
-def remembers(objective: Any) -> str | None:
-    """What of an `Objective` keeps something of earlier rollouts: "siren", "epo", "ares", or None."""
-    if objective.advantage == "ares":
-        return "ares"
-    term = objective.entropy_term if objective.entropy else None
-    return term if term in ("siren", "epo") else None
+"""Name -> `EntropyTarget`; `Objective.entropy` is its coefficient. Fields: `Trajectories`, with the step's
+final `advantage` and `weight`, [B, T] each, and its `counts`."""
 
 
 def entropy_loss(
     name: str, coefficient: float, rows: Prepared, policy: PolicyOutput, mode: Mode
 ) -> tuple[Tensor, Mode]:
-    """Loss of each decision [b, T], and how it is aggregated.
+    """Compute the loss of each decision [b, T], and how it is aggregated.
 
     bonus: −c H. siren: β(H_agg − anchor)². epo: −c(H − λ_s pen). tea: −c Σ w H, over the step.
 
@@ -129,28 +126,37 @@ def entropy_loss(
         name: a key of `ENTROPY_TERMS`.
         coefficient: c, or SIREN's β.
         rows: prepared, of these samples.
-        policy: with their entropies.
-        mode: of the row.
+        policy: outputs with their entropies.
+        mode: aggregation of the objective.
     """
-    held, level = rows.entropy_weight, rows.entropy_level
+    weight, level = rows.entropy_weight, rows.entropy_level
     if name == "siren":
-        assert policy.nucleus_entropy is not None and held is not None and level is not None
-        peaks = _times(policy.nucleus_entropy, held)
+        assert policy.nucleus_entropy is not None and weight is not None and level is not None
+        peaks = _product(policy.nucleus_entropy, weight)
         return anchored_entropy_loss(peaks, level, 0.0, coefficient=coefficient), "seq_mean_token_mean"
     assert policy.entropy is not None
     if name == "tea":
-        assert held is not None
-        return entropy_bonus(_times(policy.entropy, held), coefficient), "token_sum"
+        assert weight is not None
+        return entropy_bonus(_product(policy.entropy, weight), coefficient), "token_sum"
     loss = entropy_bonus(policy.entropy, coefficient)
     if name == "epo":
-        assert held is not None and level is not None
+        assert weight is not None and level is not None
         penalty = entropy_band_penalty(policy.entropy, rows.weight, level[:, :1], level[:, 1:])
-        loss = loss + coefficient * held * penalty
+        loss = loss + coefficient * weight * penalty
     return loss, mode
 
 
+def remembers(objective: Any) -> str | None:
+    """Name the rule of an `Objective` that reads earlier rollouts: "siren", "epo", "ares", or None."""
+    if objective.advantage == "ares":
+        return "ares"
+    return (
+        objective.entropy_term if objective.entropy and objective.entropy_term in ("siren", "epo") else None
+    )
+
+
 def entropy_memory(objective: Any, t: Trajectories, before: Sequence[float]) -> list[float]:
-    """What a row keeps of the rollouts so far: [what the next one goes by, how many there were].
+    """Update the number that a rule keeps of the rollouts so far.
 
     SIREN keeps H_agg of the first, EPO the mean of the mean entropies of all, ARES a moving average (0.99) of
     the threshold.
@@ -158,24 +164,23 @@ def entropy_memory(objective: Any, t: Trajectories, before: Sequence[float]) -> 
     Args:
         objective: an `Objective` that `remembers`.
         t: a whole rollout.
-        before: what was kept of those before it, empty at the beginning.
+        before: result for the rollouts before it, empty at the beginning.
 
     Returns:
-        Two numbers; `before` where the rollout has nothing to say.
+        [the number, how many rollouts it is of]; `before` if this rollout has no present decision.
     """
-    name, options = remembers(objective), objective.entropy_term_options
+    name = remembers(objective)
     assert t.entropy is not None
     weight = torch.where(t.present()[:, None], t.weight, 0.0)
     counts = count_step(weight)
     if name == "ares":
-        known = ("window", "quantile")
-        given = {key: objective.advantage_options[key] for key in known if key in objective.advantage_options}
-        now = float(ares_threshold(t, **given))
+        options = {k: v for k, v in objective.advantage_options.items() if k in ("window", "quantile")}
+        now = float(ares_threshold(t.entropy, weight, **options))
     elif name == "siren":
         assert t.nucleus_entropy is not None
-        held = _siren(t, weight, weight, counts, **options).weight
-        assert held is not None
-        now = float(aggregate(_times(t.nucleus_entropy, held), weight, "seq_mean_token_mean", counts))
+        quantile = objective.entropy_term_options.get("quantile", ENTROPY_TERMS["siren"].options["quantile"])
+        peaks = siren_peaks(t.nucleus_entropy, weight, quantile=quantile)
+        now = float(aggregate(_product(t.nucleus_entropy, peaks), weight, "seq_mean_token_mean", counts))
     else:
         now = float(aggregate(t.entropy, weight, "token_mean", counts))
     if math.isnan(now):
@@ -185,6 +190,6 @@ def entropy_memory(objective: Any, t: Trajectories, before: Sequence[float]) -> 
     return [mean + share * (now - mean), count + 1]
 
 
-def _times(entropy: Tensor, factor: Tensor) -> Tensor:
-    """Their product; 0, without gradient, where the factor is 0."""
+def _product(entropy: Tensor, factor: Tensor) -> Tensor:
+    # 0, without gradient, where the factor is 0: an absent entropy may be NaN
     return torch.where(factor != 0, entropy, 0.0) * factor

@@ -11,7 +11,7 @@ from torch import Tensor
 from visalign.core.surrogates.off_policy import off_policy_mask
 from visalign.core.surrogates.ratios import log_ratio, ratio_level
 
-from .data import PolicyOutput, Prepared, Trajectories
+from .data import PolicyOutput, Trajectories
 from .objective import Objective
 
 CAUSES = {
@@ -29,33 +29,24 @@ CAUSES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Where the gradient goes; `str` is a table with a conclusion."""
+    """Cause of each decision's gradient; `str` is a table with a conclusion."""
 
     cause: Tensor
-    """[B, T] int64, place of the decision's cause in `CAUSES`."""
+    """[B, T] int64, index of the decision's cause in `CAUSES`."""
     counts: dict[str, int]
-    """Cause -> decisions."""
+    """Cause -> number of decisions."""
     gradient: Tensor
     """[B, T] ∂(policy term)/∂log π, selections, corrections and averaging included."""
-    kl_gradient: Tensor | None
-    """[B, T] ∂(KL term)/∂log π."""
     ratio: Tensor
     """[B, T] exp of the log-ratio at the level of the objective; 1 where absent."""
-    effective_range: tuple[float, float] | None
-    """Smallest and largest ratio among the live decisions; None without one."""
-    raised: float
-    """Share of Σ|gradient| that raises the probability of what was sampled."""
     loss: dict[str, float]
     """Term -> value."""
     conclusion: str
-    """Why the gradient is zero or small, in words; what most decisions do otherwise."""
+    """Main cause of a zero gradient, or the share of decisions that carry gradient."""
 
     def __str__(self) -> str:
         total = max(1, sum(self.counts.values()))
-        lines = [
-            f"{name:<20}{number:>9}  {number / total:>6.1%}  {CAUSES[name]}"
-            for name, number in self.counts.items()
-        ]
+        lines = [f"{k:<20}{n:>9}  {n / total:>6.1%}  {CAUSES[k]}" for k, n in self.counts.items()]
         terms = ", ".join(f"{name} {value:.4g}" for name, value in self.loss.items())
         return "\n".join([*lines, f"loss: {terms}", self.conclusion])
 
@@ -65,97 +56,68 @@ def explain(objective: Objective, trajectories: Trajectories, policy: PolicyOutp
 
     Args:
         objective: the objective.
-        trajectories: of the whole step.
-        policy: numbers of all its samples; their values are used, not their graph.
-
-    Returns:
-        The explanation.
+        trajectories: samples of the whole step.
+        policy: outputs for all samples; their values are used, not their graph.
 
     Raises:
         ValueError: as `Objective.prepare` and `Objective.loss` do.
     """
-    prepared = objective.prepare(trajectories)
+    t, prepared = trajectories, objective.prepare(trajectories)
     leaf = policy.log_prob.detach().clone().requires_grad_()
     loss = objective.loss(prepared, replace(policy, log_prob=leaf))
-    gradient = _gradient(loss.terms["policy"], leaf)
-    kl_gradient = _gradient(loss.terms["kl"], leaf) if "kl" in loss.terms else None
-    own = log_ratio(leaf.detach(), trajectories.old_log_prob, trajectories.weight)
-    levelled = ratio_level(own, prepared.weight, objective.level)
-    cause = _causes(objective, trajectories, prepared, own, gradient)
-    live = cause == list(CAUSES).index("live")
-    ratio = levelled.exp()
-    pushed = gradient.abs().sum()
-    counts = {name: int((cause == i).sum()) for i, name in enumerate(CAUSES)}
+    (gradient,) = torch.autograd.grad(
+        loss.terms["policy"] + 0 * leaf.nan_to_num().sum(), leaf, retain_graph=True
+    )
+    token_ratio = log_ratio(leaf.detach(), t.old_log_prob, t.weight)
+    ratio = ratio_level(token_ratio, prepared.weight, objective.level).exp()
+    causes = {
+        "absent": t.weight == 0,
+        "no reward": ~t.present()[:, None],
+        "no signal": (prepared.advantage == 0) & (gradient == 0),
+        "left out": prepared.weight == 0,
+        "clipped": gradient == 0,
+    }
+    if prepared.selected is not None:
+        causes["no signal"] = causes["no signal"] & ~prepared.selected
+    if prepared.keep is not None:
+        causes["left out"] = causes["left out"] | ~prepared.keep
+    if prepared.loss_weight is not None:
+        causes["left out"] = causes["left out"] | (prepared.loss_weight == 0)
+    if objective.off_policy_delta is not None:
+        kept = off_policy_mask(
+            token_ratio, prepared.advantage, prepared.weight, delta=objective.off_policy_delta
+        )
+        causes["off-policy mask"] = ~kept.reshape(len(kept), -1)
+    if prepared.importance_weight is not None:
+        causes["importance weight 0"] = prepared.importance_weight == 0
+    names = list(CAUSES)
+    cause = torch.full(t.weight.shape, names.index("live"), dtype=torch.int64)
+    for name in reversed(names):  # the first of CAUSES is written last and wins
+        if name in causes:
+            cause[causes[name].expand(cause.shape)] = names.index(name)
+    counts = {name: int((cause == i).sum()) for i, name in enumerate(names)}
     return Explanation(
         cause=cause,
         counts=counts,
         gradient=gradient,
-        kl_gradient=kl_gradient,
         ratio=ratio,
-        effective_range=(float(ratio[live].min()), float(ratio[live].max())) if bool(live.any()) else None,
-        raised=float((-gradient).clamp(min=0).sum() / pushed) if float(pushed) > 0 else 0.0,
         loss={name: float(value.detach()) for name, value in loss.terms.items()},
-        conclusion=_conclusion(counts, ratio[live], kl_gradient),
+        conclusion=_conclude(counts, ratio[cause == names.index("live")], bool(objective.kl)),
     )
 
 
-def _gradient(term: Tensor, leaf: Tensor) -> Tensor:
-    if not term.requires_grad:
-        return torch.zeros_like(leaf)
-    (found,) = torch.autograd.grad(term, leaf, retain_graph=True, allow_unused=True)
-    return torch.zeros_like(leaf) if found is None else found
-
-
-def _causes(
-    objective: Objective, t: Trajectories, prepared: Prepared, own: Tensor, gradient: Tensor
-) -> Tensor:
-    names = list(CAUSES)
-    cause = torch.full(t.weight.shape, names.index("live"), dtype=torch.int64)
-
-    def mark(name: str, where: Tensor) -> None:
-        cause[where] = names.index(name)
-
-    mark("clipped", gradient == 0)
-    if prepared.importance_weight is not None:
-        mark("importance weight 0", prepared.importance_weight == 0)
-    if objective.off_policy_delta is not None:
-        kept = off_policy_mask(own, prepared.advantage, prepared.weight, delta=objective.off_policy_delta)
-        mark(
-            "off-policy mask",
-            ~kept.expand(cause.shape) if kept.ndim == 2 else ~kept[:, None].expand(cause.shape),
-        )
-    if prepared.keep is not None:
-        mark("left out", ~prepared.keep)
-    if prepared.loss_weight is not None:
-        mark("left out", prepared.loss_weight == 0)
-    mark("left out", (prepared.weight == 0) & (t.weight != 0))
-    penalised = torch.zeros_like(cause, dtype=torch.bool) if prepared.selected is None else prepared.selected
-    silent = (prepared.advantage == 0) & ~penalised & (gradient == 0)
-    mark("no signal", silent)
-    mark("no reward", ~t.present()[:, None].expand(cause.shape))
-    mark("absent", t.weight == 0)
-    return cause
-
-
-def _conclusion(counts: dict[str, int], ratio: Tensor, kl_gradient: Tensor | None) -> str:
-    present = sum(number for name, number in counts.items() if name != "absent")
-    pull = kl_gradient is not None and bool((kl_gradient != 0).any())
-    also = " The KL term still pulls towards the reference." if pull else ""
+def _conclude(counts: dict[str, int], ratio: Tensor, has_kl: bool) -> str:
+    present = sum(counts.values()) - counts["absent"]
     if present == 0:
         return "The gradient is zero: no decision is present."
     if counts["live"] == 0:
         most = max((name for name in counts if name not in ("absent", "live")), key=lambda name: counts[name])
+        pull = " The KL term still pulls towards the reference." if has_kl else ""
         return (
             f"The policy's gradient is zero: {counts[most]} of {present} present decisions are {most!r} "
-            f"({CAUSES[most]}).{also}"
+            f"({CAUSES[most]}).{pull}"
         )
-    share = counts["live"] / present
-    spread = (
-        ""
-        if bool((ratio != 1).any())
-        else " Every ratio is exactly 1: the data are on-policy, nothing clips."
-    )
-    return (
-        f"{share:.1%} of {present} present decisions carry gradient, at ratios {float(ratio.min()):.4g} to "
-        f"{float(ratio.max()):.4g}.{spread}"
-    )
+    share = f"{counts['live'] / present:.1%} of {present} present decisions carry gradient"
+    if bool((ratio == 1).all()):
+        return f"{share}. Every ratio is exactly 1: the data are on-policy, nothing clips."
+    return f"{share}, at ratios {float(ratio.min()):.4g} to {float(ratio.max()):.4g}."

@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages of rewards that are shaped, or scored together with those of other samples.
-
-Each takes the trajectories, their rewards [B], and what the KL costs, [B] or 0, which is taken off what it
-made of the rewards.
-"""
+"""Advantages of rewards that are shaped, or scored together with those of other samples."""
 
 from __future__ import annotations
-
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -15,76 +9,144 @@ from torch import Tensor
 from visalign.core.advantages import hidden_states
 from visalign.core.advantages.group import Baseline, Scale, group_advantages
 from visalign.core.advantages.risk import bundle_scores, riskpo_advantages, track_quantile
-from visalign.core.checks import check_choice, check_share
+from visalign.core.groups.group_statistics import group_mean
+from visalign.core.groups.labels import Labels, group_index
+from visalign.core.rewards.entropy import (
+    difficulty_entropy_reward,
+    difficulty_of,
+    phase_entropy_reward,
+    window_entropy,
+)
 from visalign.core.rewards.likelihood import Likelihood, jepo_credit
 from visalign.core.rewards.shaping import preference_as_reward
+from visalign.core.tokens.statistics import masked_quantile
 
 from .data import Trajectories
 
 
-def par(
-    t: Trajectories,
+def pear(
     reward: Tensor,
-    cost: Tensor | float,
+    entropy: Tensor,
+    step: Tensor,
+    weight: Tensor,
+    group: Labels,
+    valid: Tensor | None,
+    *,
+    alpha: float = 1.0,
+    right_at: float = 1.0,
+    scale: Scale = "group",
+) -> Tensor:
+    """Compute the group's advantage of `phase_entropy_reward`; the first step is the thinking.
+
+    PEAR, arXiv 2510.08026.
+    """
+    shaped = phase_entropy_reward(reward, entropy, step > 0, weight, alpha=alpha, right_at=right_at)
+    return group_advantages(shaped, group, scale=scale, valid=valid)
+
+
+def ares(
+    reward: Tensor,
+    entropy: Tensor,
+    weight: Tensor,
+    present_weight: Tensor,
+    present: Tensor,
+    entropy_before: float | None,
+    group: Labels,
+    valid: Tensor | None,
+    *,
+    window: int = 4,
+    quantile: float = 0.95,
+    right_at: float = 1.0,
+    scale: Scale = "group",
+) -> Tensor:
+    """Compute the group's advantage of the reward plus `difficulty_entropy_reward`.
+
+    Windows count above a threshold, that of the earlier rollouts (at first the rollout's own); their target
+    is the mean count of the samples of the same difficulty.
+
+    ARES, arXiv 2510.08457, its reward alone; the window is ours.
+    """
+    threshold = entropy_before
+    if threshold is None:
+        threshold = ares_threshold(entropy, present_weight, window=window, quantile=quantile)
+    mean, exists = window_entropy(entropy, weight, window=window)
+    count = (exists & (mean > threshold)).sum(1).double()
+    index, groups = group_index(group, len(reward), reward.device)
+    right = present & (reward >= right_at)
+    difficulty = difficulty_of(group_mean(right.double(), present, index, groups)[index])
+    target = group_mean(count, present, difficulty, 3)[difficulty]
+    shaped = reward + difficulty_entropy_reward(count, target, right, difficulty).to(reward.dtype)
+    return group_advantages(shaped, group, scale=scale, valid=valid)
+
+
+def ares_threshold(entropy: Tensor, weight: Tensor, *, window: int = 4, quantile: float = 0.95) -> Tensor:
+    """Compute the quantile of a rollout's window entropies; 0-dim float64, NaN without a window."""
+    mean, exists = window_entropy(entropy, weight, window=window)
+    return masked_quantile(mean, exists.double(), quantile)
+
+
+def par(
+    raw_reward: Tensor,
+    kl_cost: Tensor | float,
+    reference_reward: Tensor,
+    group: Labels,
+    valid: Tensor | None,
     *,
     k: float = 1.0,
     references: int = 1,
     scale: Scale = "group",
 ) -> Tensor:
-    """The group's advantage of R′_b = mean_m σ(k (R_b − R_bm)), R_bm the rewards of `references` completions
-    of the start policy.
+    """Compute the group's advantage of R′_b = mean_m σ(k (R_b − R_bm)).
+
+    R_bm are the rewards of `references` completions of the start policy.
 
     PAR, arXiv 2502.18770.
     """
-    if references < 1:
-        raise ValueError(f"references must be at least 1 completion; got {references}.")
-    assert t.reference_reward is not None
-    given = tuple(t.reference_reward.shape)
-    if given[1] != references:
-        raise ValueError(f"reference_reward must be [B, {references}]; got {given}.")
-    made = preference_as_reward(reward, t.reference_reward, k=k) - cost
-    gain = group_advantages(made, t.group, scale=scale, valid=t.valid)
-    return torch.where(torch.isfinite(made), gain, torch.nan)
+    if reference_reward.shape[1] != references:
+        raise ValueError(f"reference_reward must be [B, {references}]; got {tuple(reference_reward.shape)}.")
+    shaped = preference_as_reward(raw_reward, reference_reward, k=k) - kl_cost
+    gain = group_advantages(shaped, group, scale=scale, valid=valid)
+    return torch.where(torch.isfinite(shaped), gain, torch.nan)
 
 
 def likelihood(
-    t: Trajectories,
-    reward: Tensor,
-    cost: Tensor | float,
+    likelihood: Tensor,
+    kl_cost: Tensor | float,
+    group: Labels,
+    valid: Tensor | None,
     *,
     kind: Likelihood = "log_prob",
     scale: Scale = "none",
     baseline: Baseline = "leave_one_out",
 ) -> Tensor:
-    """The group's advantage of R_i = log π(a* | prompt, z_i), of the record's answer a* after the completion
-    z_i; `kind` as in `likelihood_reward`.
+    """Compute the group's advantage of R_i = log π(a* | prompt, z_i).
 
-    Likelihood-based reward designs, arXiv 2602.03979. The judge's reward plays no part, and the gradient of
-    R itself is left out.
+    a* is the record's answer after the completion z_i; a trainer reads `kind`, see `likelihood_reward`. The
+    task's reward plays no part, and the gradient of R itself is left out.
+
+    Likelihood-based reward designs, arXiv 2602.03979.
     """
-    assert t.likelihood is not None
-    check_choice("kind", kind, get_args(Likelihood))
-    made = t.likelihood - cost
-    gain = group_advantages(made, t.group, scale=scale, baseline=baseline, valid=t.valid)
-    return torch.where(torch.isfinite(made), gain, torch.nan)
+    shaped = likelihood - kl_cost
+    gain = group_advantages(shaped, group, scale=scale, baseline=baseline, valid=valid)
+    return torch.where(torch.isfinite(shaped), gain, torch.nan)
 
 
-def jepo(t: Trajectories, reward: Tensor, cost: Tensor | float) -> Tensor:
+def jepo(likelihood: Tensor, kl_cost: Tensor | float, group: Labels, present: Tensor) -> Tensor:
     """A_i = log mean_j exp ℓ_j − log mean_{j≠i} exp ℓ_j, ℓ_i = log π(a* | prompt, z_i) as in likelihood.
 
-    JEPO in arXiv 2602.03979. The judge's reward plays no part, and the gradient of the bound itself is left
-    out.
+    The task's reward plays no part, and the gradient of the bound itself is left out.
+
+    JEPO in arXiv 2602.03979.
     """
-    assert t.likelihood is not None
-    known = torch.isfinite(t.likelihood) & t.present()
-    credit = jepo_credit(torch.where(known, t.likelihood, torch.nan), t.group)[1]
-    return torch.where(known, credit - cost, torch.nan)
+    usable = torch.isfinite(likelihood) & present
+    credit = jepo_credit(torch.where(usable, likelihood, torch.nan), group)[1]
+    return torch.where(usable, credit - kl_cost, torch.nan)
 
 
 def riskpo(
-    t: Trajectories,
     reward: Tensor,
-    cost: Tensor | float,
+    bundle_index: Tensor,
+    quantiles: tuple[float, float] | None,
     *,
     bundle: int = 5,
     rate: float = 0.1,
@@ -94,15 +156,15 @@ def riskpo(
     natural_baseline: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
-    """A = (ω CVaR(S) + RVaR(S))/(ω + 1)/std(S), S the scores of bundles of samples to `bundle` prompts each.
+    """A = (ω CVaR(S) + RVaR(S))/(ω + 1)/std(S), S the scores of bundles of samples of `bundle` prompts each.
 
-    RiskPO, arXiv 2510.00911; see `mixed_value_at_risk`.
     The quantiles are those that `riskpo_quantiles` tracked over the earlier rollouts (`rate` is its η), at
     first this one's own.
+
+    RiskPO, arXiv 2510.00911; see `mixed_value_at_risk`.
     """
-    assert t.bundle is not None
-    score, index = bundle_scores(reward - cost, t.bundle, size=bundle)
-    low, high = t.quantiles or _own_quantiles(score, (level_down, level_up))
+    score, index = bundle_scores(reward, bundle_index, size=bundle)
+    low, high = quantiles or _score_quantiles(score, (level_down, level_up))
     return riskpo_advantages(
         score,
         low,
@@ -125,47 +187,46 @@ def riskpo_quantiles(
     level_up: float = 0.8,
     **_others: object,
 ) -> tuple[float, float]:
-    """What RiskPO goes by in the next rollout, the lower and the upper quantile of the scores of bundles.
+    """Track the lower and the upper quantile of the scores of bundles, for RiskPO's next rollout.
 
     Args:
-        t: a whole rollout, with the quantiles that it went by; None at the first.
-        reward: [B] of it, see `sample_reward`.
-        bundle: as the others an option of advantage="riskpo".
+        t: a whole rollout, with the quantiles of the earlier ones; None at the first.
+        reward: [B] its rewards, see `sample_reward`.
+        bundle: option of advantage="riskpo", as are the following.
         rate: η of `track_quantile`.
-        level_down: of the lower one.
-        level_up: of the upper one.
+        level_down: level of the lower quantile.
+        level_up: level of the upper quantile.
     """
     assert t.bundle is not None
     score, _ = bundle_scores(reward, t.bundle, size=bundle)
-    before = t.quantiles or _own_quantiles(score, (level_down, level_up))
+    before = t.quantiles or _score_quantiles(score, (level_down, level_up))
     low = float(track_quantile(before[0], score, level=level_down, rate=rate))
     return low, max(low, float(track_quantile(before[1], score, level=level_up, rate=rate)))
 
 
 def rank_bonus(
-    t: Trajectories,
     reward: Tensor,
-    cost: Tensor | float,
+    rank: Tensor,
+    rank_average: tuple[float, float, float] | None,
+    group: Labels,
+    valid: Tensor | None,
     *,
     kappa: float = 2.0,
     stride: int = 40,
     rate: float = 0.3,
     scale: Scale = "group",
 ) -> Tensor:
-    """The group's advantage and VERL's bonus (`hidden_states.rank_bonus`); the average is that which
-    `rank_average` tracked over the earlier rollouts by `rate`, and `stride` that of `rank_dynamics`.
+    """Add VERL's bonus (`hidden_states.rank_bonus`) to the group's advantage.
+
+    A trainer reads `rate`, that of `rank_average` over the earlier rollouts, and `stride` of `rank_dynamics`.
 
     VERL, arXiv 2509.23808.
     """
-    assert t.rank is not None
-    check_share(rate=rate)
-    if stride < 1:
-        raise ValueError(f"stride must be at least 1 token; got {stride}.")
-    gain = group_advantages(reward - cost, t.group, scale=scale, valid=t.valid)
-    return hidden_states.rank_bonus(gain, t.rank, t.rank_average, kappa=kappa)
+    gain = group_advantages(reward, group, scale=scale, valid=valid)
+    return hidden_states.rank_bonus(gain, rank, rank_average, kappa=kappa)
 
 
-def _own_quantiles(score: Tensor, levels: tuple[float, float]) -> tuple[float, float]:
-    known = score[torch.isfinite(score)]
-    low, high = (float(known.quantile(level)) if len(known) else 0.0 for level in levels)
+def _score_quantiles(score: Tensor, levels: tuple[float, float]) -> tuple[float, float]:
+    finite = score[torch.isfinite(score)]
+    low, high = (float(finite.quantile(level)) if len(finite) else 0.0 for level in levels)
     return low, high

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names that an `Objective` may pick at each stage, and the functions behind them."""
+"""Names that an `Objective` may pick at each stage, and the functions behind them.
+
+A new choice is one function, whose parameters are named like fields of the step, and one entry of a table.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from visalign.core.advantages import baselines, returns, rules
 from visalign.core.advantages.combine import gdpo_advantages, normalise_then_sum, weighted_sum
-from visalign.core.advantages.copo import consistency_entropy, copo_advantages, copo_weight
+from visalign.core.advantages.copo import consistency_entropy, copo_advantages
+from visalign.core.advantages.copo import copo_weight as copo_weight_of
 from visalign.core.advantages.entropy import (
     aem_advantages,
     empg_advantages,
@@ -22,48 +25,97 @@ from visalign.core.advantages.entropy import (
     step_entropy,
 )
 from visalign.core.advantages.group import Scale, group_advantages, whiten
-from visalign.core.groups.group_statistics import group_mean
-from visalign.core.groups.labels import group_index
-from visalign.core.rewards.entropy import (
-    difficulty_entropy_reward,
-    difficulty_of,
-    phase_entropy_reward,
-    window_entropy,
-)
+from visalign.core.groups.labels import Labels
 from visalign.core.rewards.terms import kl_in_reward, place_terminal
 from visalign.core.surrogates import balance, forms, off_policy, weighted
 from visalign.core.surrogates.ppo import ppo_clip
 from visalign.core.tokens import selection, selection_rules, steer
 from visalign.core.tokens.entropy import entrocraft_direction, entrocraft_keep
-from visalign.core.tokens.statistics import masked_quantile, weighted_mean
+from visalign.core.tokens.statistics import weighted_mean
 
-from .data import PolicyOutput, Prepared, Trajectories
+from .data import Trajectories
 from .options import Stage
-from .reward_stage import jepo, likelihood, par, rank_bonus, riskpo
+from .reward_stage import ares, jepo, likelihood, par, pear, rank_bonus, riskpo
 
 
-@dataclass(frozen=True, kw_only=True)
-class SurrogateInputs:
-    """What a surrogate may use; [b, T] each."""
+class AdvantageInputs:
+    """Fields that an advantage function may take: those of the trajectories, and rewards after their KL cost.
 
-    log_ratio: Tensor
-    """At the level of the objective."""
-    policy: PolicyOutput
-    rows: Prepared
+    Args:
+        t: trajectories of the rollout.
+        kl_in_reward: β of −β k1 in the reward.
+    """
+
+    def __init__(self, t: Trajectories, kl_in_reward: float) -> None:
+        self.t, self.beta = t, kl_in_reward
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.t, name)
+
+    @property
+    def reward(self) -> Tensor:
+        """[B], see `sample_reward`."""
+        return sample_reward(self.t, self.beta)
+
+    @property
+    def decision_reward(self) -> Tensor:
+        """[B, T], see `decision_reward`."""
+        return decision_reward(self.t, self.beta)
+
+    @property
+    def raw_reward(self) -> Tensor:
+        """[B] reward without the KL cost."""
+        return sample_reward(self.t, 0.0)
+
+    @property
+    def kl_cost(self) -> Tensor | float:
+        """[B] β Σ_t k1, to be taken off a shaped reward; 0 without it."""
+        return self.raw_reward - self.reward if self.beta else 0.0
+
+    @property
+    def rewards(self) -> Tensor:
+        """[B, M] several rewards; NaN where a sample is not valid."""
+        reward = self.t.reward
+        if reward is None or reward.ndim != 2:
+            shape = "None" if reward is None else f"shape {tuple(reward.shape)}"
+            raise ValueError(
+                f"this advantage needs Trajectories.reward [B, M] of several rewards; got {shape}."
+            )
+        return _drop_invalid(self.t, reward)
+
+    @property
+    def outcome_reward(self) -> Tensor:
+        """[B] reward without the process rewards."""
+        outcome = decision_reward(self.t, self.beta, process=False)
+        return _single_reward(self.t) if not self.beta else _sum_over_decisions(self.t, outcome)
+
+    @property
+    def length(self) -> Tensor:
+        """[B] number of present decisions."""
+        return (self.t.weight != 0).sum(1)
+
+    @property
+    def present(self) -> Tensor:
+        """bool [B], see `Trajectories.present`."""
+        return self.t.present()
+
+    @property
+    def present_weight(self) -> Tensor:
+        """[B, T] weight, 0 for samples that take no part."""
+        return self.t.weight * self.t.present()[:, None]
 
 
 def sample_reward(t: Trajectories, beta: float) -> Tensor:
-    """[B] reward of each sample: the weighted sum, plus process rewards, minus β Σ_t k1."""
+    """Compute the reward of each sample, [B]: the weighted sum, plus process rewards, minus β Σ_t k1."""
     if beta == 0 and t.process_reward is None:
-        return _scalar(t)
-    scalar = _scalar(t)  # a completion whose every decision is masked keeps its reward
-    return scalar + (decision_reward(t, beta) - place_terminal(scalar, t.weight)).sum(1)
+        return _single_reward(t)
+    return _sum_over_decisions(t, decision_reward(t, beta))
 
 
-def decision_reward(t: Trajectories, beta: float) -> Tensor:
-    """[B, T]: the reward at the last decision, plus process rewards, minus β k1."""
-    result = place_terminal(_scalar(t), t.weight)
-    if t.process_reward is not None:
+def decision_reward(t: Trajectories, beta: float, *, process: bool = True) -> Tensor:
+    """Compute rewards [B, T]: the sample's reward at the last decision, plus process rewards, minus β k1."""
+    result = place_terminal(_single_reward(t), t.weight)
+    if process and t.process_reward is not None:
         result = result + torch.where(t.weight != 0, t.process_reward.detach().to(result.dtype), 0.0)
     if beta:
         assert t.ref_log_prob is not None
@@ -71,332 +123,201 @@ def decision_reward(t: Trajectories, beta: float) -> Tensor:
     return result
 
 
-def _scalar(t: Trajectories) -> Tensor:
+def _sum_over_decisions(t: Trajectories, reward: Tensor) -> Tensor:
+    # a completion whose every decision is masked keeps its reward
+    single = _single_reward(t)
+    return single + (reward - place_terminal(single, t.weight)).sum(1)
+
+
+def _single_reward(t: Trajectories) -> Tensor:
     if t.reward is None:
         raise ValueError("this advantage needs Trajectories.reward, [B] or [B, M]; got None.")
-    return _known(t, weighted_sum(t.reward, t.reward_weights) if t.reward.ndim == 2 else t.reward)
+    return _drop_invalid(t, weighted_sum(t.reward, t.reward_weights) if t.reward.ndim == 2 else t.reward)
 
 
-def _matrix(t: Trajectories) -> Tensor:
-    if t.reward is None or t.reward.ndim != 2:
-        given = "None" if t.reward is None else f"shape {tuple(t.reward.shape)}"
-        raise ValueError(f"this advantage needs Trajectories.reward [B, M] of several rewards; got {given}.")
-    return _known(t, t.reward)
-
-
-def _known(t: Trajectories, reward: Tensor) -> Tensor:
-    """NaN, which takes no part in anything, where a sample is not valid."""
+def _drop_invalid(t: Trajectories, reward: Tensor) -> Tensor:
     if t.valid is None:
         return reward
     valid = t.valid.to(reward.device).bool()
     return torch.where(valid if reward.ndim == 1 else valid[:, None], reward, torch.nan)
 
 
-Advantages = tuple[Tensor, Tensor | None]
-"""Advantages [B] or [B, T], and returns [B, T] where a value function is fitted."""
+def group_advantage(reward: Tensor, group: Labels, valid: Tensor | None, *, scale: Scale = "group") -> Tensor:
+    """Compute the group's advantage [B] that a rule starts from."""
+    return group_advantages(reward, group, scale=scale, valid=valid)
 
 
-def _of_reward(function: Callable[..., Tensor]) -> Callable[..., Advantages]:
-    def apply(t: Trajectories, beta: float, **options: Any) -> Advantages:
-        return function(sample_reward(t, beta), t.group, valid=t.valid, **options), None
-
-    return apply
+def present_advantage(advantage: Tensor, present: Tensor) -> Tensor:
+    """Replace the advantage of samples that take no part by NaN."""
+    return torch.where(present, advantage, torch.nan)
 
 
-def _shaped(function: Callable[..., Tensor]) -> Callable[..., Advantages]:
-    def apply(t: Trajectories, beta: float, **options: Any) -> Advantages:
-        reward = sample_reward(t, 0.0)
-        return function(t, reward, reward - sample_reward(t, beta) if beta else 0.0, **options), None
-
-    return apply
+def reference_log_ratio(old_log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
+    """Compute log π_old/π_ref, [B, T]."""
+    return old_log_prob - ref_log_prob
 
 
-def _gain(t: Trajectories, beta: float, scale: Scale) -> Tensor:
-    return group_advantages(sample_reward(t, beta), t.group, scale=scale, valid=t.valid)
+def sample_log_ratio(log_ratio: Tensor, weight: Tensor) -> Tensor:
+    """Sum log π_old/π_ref over the present decisions, [B]; NaN without one: no pair learns from it."""
+    total = torch.where(weight != 0, log_ratio, 0.0).sum(1)
+    return torch.where((weight != 0).any(1), total, torch.nan)
 
 
-def _opo(t: Trajectories, beta: float, **options: Any) -> Advantages:
-    length = (t.weight != 0).sum(1)
-    return baselines.opo_advantages(sample_reward(t, beta), length, t.group, valid=t.valid, **options), None
+def mean_entropy(entropy: Tensor, present_weight: Tensor) -> Tensor:
+    """Average the entropy over the present decisions, [B]; NaN without one."""
+    inside = present_weight != 0
+    return torch.where(inside, entropy, 0.0).sum(1) / inside.sum(1)
 
 
-def _gdpo(t: Trajectories, _beta: float, **options: Any) -> Advantages:
-    return gdpo_advantages(_matrix(t), t.reward_weights, t.group, **options), None
+def copo_weight(reward: Tensor, group: Labels, *, gamma: float = 20.0, rho: float = 0.2) -> Tensor:
+    """Weigh groups by the entropy of their answers.
+
+    Samples of one reward share an answer, and there are fewer of them than in the paper: ρ is 0.2 nats,
+    which one differing sample of 16 exceeds, and not 1.5.
+    """
+    known, answer = torch.isfinite(reward), torch.unique(reward, return_inverse=True)[1]
+    entropy = consistency_entropy(answer, group, known.double())
+    return copo_weight_of(entropy.nan_to_num(), gamma=gamma, rho=rho)
 
 
-def _normalise_then_sum(t: Trajectories, _beta: float, **options: Any) -> Advantages:
-    return normalise_then_sum(_matrix(t), t.reward_weights, t.group, **options), None
-
-
-def _gae(
-    t: Trajectories,
-    beta: float,
+def whitened_gae(
+    decision_reward: Tensor,
+    value: Tensor,
+    weight: Tensor,
     *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
     whitened: bool = True,
     ddof: int = 0,
     temperature: float = 0.3,
-    **options: Any,
-) -> Advantages:
-    """By `temperature` a trainer makes one V of several critics (`soft_minimum`)."""
-    assert t.value is not None
-    advantage, target = returns.gae(decision_reward(t, beta), t.value, t.weight, **options)
-    return whiten(advantage, t.weight != 0, ddof=ddof) if whitened else advantage, target
+) -> tuple[Tensor, Tensor]:
+    """Compute advantages by generalised advantage estimation, whitened over the rollout, and returns.
+
+    GAE, arXiv 1506.02438, see `gae`. `temperature` is read by a trainer that reduces several critics to one V
+    (`soft_minimum`).
+    """
+    advantage, target = returns.gae(decision_reward, value, weight, gamma=gamma, lam=lam)
+    return whiten(advantage, weight != 0, ddof=ddof) if whitened else advantage, target
 
 
-def _remax(t: Trajectories, beta: float) -> Advantages:
-    assert t.greedy_reward is not None
-    return returns.remax_advantages(decision_reward(t, beta), t.greedy_reward, t.weight), None
-
-
-def _reinforce_pp(t: Trajectories, beta: float, **options: Any) -> Advantages:
-    return returns.reinforce_pp_advantages(decision_reward(t, beta), t.weight, **options), None
-
-
-def _reinforce_pp_baseline(t: Trajectories, beta: float, **options: Any) -> Advantages:
-    made = returns.reinforce_pp_baseline_advantages
-    return made(sample_reward(t, beta), t.group, t.weight, valid=t.valid, **options), None
-
-
-def _canon(t: Trajectories, beta: float, **options: Any) -> Advantages:
-    assert t.metric is not None
-    return rules.conditional_advantages(sample_reward(t, beta), t.metric, t.group, **options), None
-
-
-def _copo(
-    t: Trajectories,
-    beta: float,
+def empg(
+    advantage: Tensor,
+    entropy: Tensor,
+    step: Tensor,
+    weight: Tensor,
     *,
-    gamma: float = 20.0,
-    rho: float = 0.2,
-    eps: float = 1e-6,
-    ddof: int = 1,
-    between_ddof: int = 0,
-) -> Advantages:
-    """Samples of one reward share an answer, and there are fewer of them than in the paper: ρ is 0.2 nats,
-    which one of 16 samples that differs passes, and not 1.5."""
-    reward = sample_reward(t, beta)
-    known = torch.isfinite(reward)
-    entropy = consistency_entropy(torch.unique(reward, return_inverse=True)[1], t.group, known.double())
-    weight = copo_weight(entropy.nan_to_num(), gamma=gamma, rho=rho)
-    return copo_advantages(reward, t.group, weight, eps=eps, ddof=ddof, between_ddof=between_ddof), None
+    k: float = 1.0,
+    k_bonus: float = 1.0,
+    zeta: float = 0.1,
+    centre: bool = True,
+    eps: float = 1e-8,
+) -> Tensor:
+    """Compute `empg_advantages`; the steps of a completion stand for the turns of the paper's agents."""
+    of_steps = step_entropy(entropy, step, weight)
+    gain = empg_advantages(advantage, *of_steps, k=k, k_bonus=k_bonus, zeta=zeta, centre=centre, eps=eps)
+    return torch.where(weight != 0, gain.gather(1, step.clamp(min=0)), 0.0)
 
 
-def _steps(t: Trajectories, _beta: float, **options: Any) -> Advantages:
-    assert t.process_reward is not None
-    return group_advantages(t.process_reward, t.group, valid=t.valid, **options), None
+def group_returns(advantage: Tensor, process_reward: Tensor, weight: Tensor) -> Tensor:
+    """A_t = A_i + Σ_{s≥t} r_s: the group's advantage plus the process rewards that are still to come."""
+    return advantage[:, None] + returns.discounted_returns(process_reward, weight)
 
 
-def _prl(t: Trajectories, beta: float, *, scale: Scale = "group", **options: Any) -> Advantages:
-    assert t.ref_log_prob is not None
-    away = t.old_log_prob - t.ref_log_prob
-    return rules.prl_advantages(_gain(t, beta, scale), away, t.weight, **options), None
+def given(advantage: Tensor) -> Tensor:
+    """Take Trajectories.advantage as it is."""
+    return advantage
 
 
-def _online_dpo(t: Trajectories, kl_in_reward: float, **options: Any) -> Advantages:
-    assert t.ref_log_prob is not None
-    present = t.weight != 0
-    away = torch.where(present, t.old_log_prob - t.ref_log_prob, 0.0).sum(1)
-    away[~present.any(1)] = torch.nan  # masked, it cannot be learnt from in a pair
-    return rules.online_dpo_advantages(sample_reward(t, kl_in_reward), away, t.group, **options), None
-
-
-def _aem(t: Trajectories, beta: float, *, scale: Scale = "group", **options: Any) -> Advantages:
-    assert t.entropy is not None
-    present = (t.weight != 0) & t.present()[:, None]
-    mean = torch.where(present, t.entropy, 0.0).sum(1) / present.sum(1)  # NaN, missing, without a token
-    return aem_advantages(_gain(t, beta, scale), mean, t.group, **options), None
-
-
-def _entropy_aware(t: Trajectories, beta: float, *, scale: Scale = "group", **options: Any) -> Advantages:
-    assert t.entropy is not None
-    weight = t.weight * t.present()[:, None]
-    return entropy_aware_advantages(_gain(t, beta, scale), t.entropy, weight, **options), None
-
-
-def _empg(t: Trajectories, beta: float, *, scale: Scale = "group", **options: Any) -> Advantages:
-    """The steps of a completion stand for the turns of the paper's agents."""
-    assert t.entropy is not None and t.step is not None
-    gain = torch.where(t.present(), _gain(t, beta, scale), torch.nan)
-    made = empg_advantages(gain, *step_entropy(t.entropy, t.step, t.weight), **options)
-    return torch.where(t.weight != 0, made.gather(1, t.step.clamp(min=0)), 0.0), None
-
-
-def _perplexity(t: Trajectories, beta: float, *, scale: Scale = "group", **options: Any) -> Advantages:
-    gain = torch.where(t.present(), _gain(t, beta, scale), torch.nan)
-    return perplexity_advantages(gain, t.old_log_prob, t.weight, t.group, **options), None
-
-
-def _position(t: Trajectories, beta: float, *, scale: Scale = "group", **options: Any) -> Advantages:
-    return position_advantages(_gain(t, beta, scale), t.weight, **options), None
-
-
-def _pear(t: Trajectories, beta: float, *, scale: Scale = "group", **options: Any) -> Advantages:
-    """The first step is the thinking, what follows it the answer."""
-    assert t.entropy is not None and t.step is not None
-    shaped = phase_entropy_reward(sample_reward(t, beta), t.entropy, t.step > 0, t.weight, **options)
-    return group_advantages(shaped, t.group, scale=scale, valid=t.valid), None
-
-
-def ares_threshold(t: Trajectories, *, window: int = 4, quantile: float = 0.95) -> Tensor:
-    """The quantile of all entropies of windows of a rollout; 0-dim float64, NaN without a window."""
-    assert t.entropy is not None
-    found, there = window_entropy(t.entropy, t.weight * t.present()[:, None], window=window)
-    return masked_quantile(found, there.double(), quantile)
-
-
-def _ares(
-    t: Trajectories,
-    beta: float,
-    *,
-    window: int = 4,
-    quantile: float = 0.95,
-    right_at: float = 1.0,
-    scale: Scale = "group",
-) -> Advantages:
-    """Threshold: the earlier rollouts' (at first its own); target: the mean of the same difficulty."""
-    assert t.entropy is not None
-    reward, present = sample_reward(t, beta), t.present()
-    before = t.entropy_before
-    threshold = ares_threshold(t, window=window, quantile=quantile) if before is None else before
-    found, there = window_entropy(t.entropy, t.weight, window=window)
-    count = (there & (found > threshold)).sum(1).double()
-    index, groups = group_index(t.group, len(reward), reward.device)
-    right = present & (reward >= right_at)
-    difficulty = difficulty_of(group_mean(right.double(), present, index, groups)[index])
-    target = group_mean(count, present, difficulty, 3)[difficulty]
-    shaped = reward + difficulty_entropy_reward(count, target, right, difficulty).to(reward.dtype)
-    return group_advantages(shaped, t.group, scale=scale, valid=t.valid), None
-
-
-def _group_returns(t: Trajectories, beta: float, **options: Any) -> Advantages:
-    """A_t = A_i + Σ_{s≥t} r_s: the group's, and the rewards of single decisions that are to come."""
-    assert t.process_reward is not None
-    outcome = sample_reward(replace(t, process_reward=None), beta)
-    made = group_advantages(outcome, t.group, valid=t.valid, **options)[:, None]
-    return made + returns.discounted_returns(t.process_reward, t.weight), None
-
-
-def _given(t: Trajectories, _beta: float) -> Advantages:
-    assert t.advantage is not None
-    return t.advantage, None
-
-
-def _plain(function: Callable[..., Tensor]) -> Stage:
-    return Stage(function, _of_reward(function))
-
+_GROUP = Stage(group_advantage)
+_PRESENT = Stage(present_advantage, advantage=_GROUP)
+_MEAN_ENTROPY = Stage(mean_entropy)
+_REFERENCE = Stage(reference_log_ratio)
+_MATRIX: dict[str, Any] = {"weights": "reward_weights"}
 
 ADVANTAGES = {
-    "group": _plain(group_advantages),
-    "gdpo": Stage(gdpo_advantages, _gdpo),
-    "normalise_then_sum": Stage(normalise_then_sum, _normalise_then_sum),
-    "opo": Stage(baselines.opo_advantages, _opo),
-    "gpg": _plain(baselines.gpg_advantages),
-    "pass_at_k": _plain(baselines.pass_at_k_advantages),
-    "best_of_group": _plain(baselines.best_of_group_advantages),
-    "gae": Stage(returns.gae, _gae, ("value",)),
-    "remax": Stage(returns.remax_advantages, _remax, ("greedy_reward",)),
-    "reinforce_pp": Stage(returns.reinforce_pp_advantages, _reinforce_pp),
-    "reinforce_pp_baseline": Stage(returns.reinforce_pp_baseline_advantages, _reinforce_pp_baseline),
-    "canon": Stage(rules.conditional_advantages, _canon, ("metric",)),
-    "copo": Stage(copo_advantages, _copo),
-    "steps": Stage(group_advantages, _steps, ("process_reward",)),
-    "prl": Stage(rules.prl_advantages, _prl, ("ref_log_prob",)),
-    "online_dpo": Stage(rules.online_dpo_advantages, _online_dpo, ("ref_log_prob",)),
-    "aem": Stage(aem_advantages, _aem, ("entropy",)),
-    "entropy_aware": Stage(entropy_aware_advantages, _entropy_aware, ("entropy",)),
-    "empg": Stage(empg_advantages, _empg, ("entropy", "step")),
-    "perplexity": Stage(perplexity_advantages, _perplexity),
-    "position": Stage(position_advantages, _position),
-    "pear": Stage(phase_entropy_reward, _pear, ("entropy", "step")),
-    "ares": Stage(difficulty_entropy_reward, _ares, ("entropy",)),
-    "par": Stage(par, _shaped(par), ("reference_reward",)),
-    "likelihood": Stage(likelihood, _shaped(likelihood), ("likelihood",)),
-    "jepo": Stage(jepo, _shaped(jepo), ("likelihood",)),
-    "riskpo": Stage(riskpo, _shaped(riskpo), ("bundle",)),
-    "rank_bonus": Stage(rank_bonus, _shaped(rank_bonus), ("rank",)),
-    "group_returns": Stage(group_advantages, _group_returns, ("process_reward",)),
-    "given": Stage(_given, _given, ("advantage",)),
+    "group": Stage(group_advantages),
+    "gdpo": Stage(gdpo_advantages, **_MATRIX),
+    "normalise_then_sum": Stage(normalise_then_sum, **_MATRIX),
+    "opo": Stage(baselines.opo_advantages),
+    "gpg": Stage(baselines.gpg_advantages),
+    "pass_at_k": Stage(baselines.pass_at_k_advantages),
+    "best_of_group": Stage(baselines.best_of_group_advantages),
+    "gae": Stage(whitened_gae),
+    "remax": Stage(returns.remax_advantages, reward="decision_reward", baseline="greedy_reward"),
+    "reinforce_pp": Stage(returns.reinforce_pp_advantages, reward="decision_reward"),
+    "reinforce_pp_baseline": Stage(returns.reinforce_pp_baseline_advantages),
+    "canon": Stage(rules.conditional_advantages),
+    "copo": Stage(copo_advantages, weight=Stage(copo_weight)),
+    "steps": Stage(group_advantages, reward="process_reward"),
+    "prl": Stage(rules.prl_advantages, advantage=_GROUP, log_ratio=_REFERENCE),
+    "online_dpo": Stage(rules.online_dpo_advantages, log_ratio=Stage(sample_log_ratio, log_ratio=_REFERENCE)),
+    "aem": Stage(aem_advantages, advantage=_GROUP, entropy=_MEAN_ENTROPY),
+    "entropy_aware": Stage(entropy_aware_advantages, advantage=_GROUP, weight="present_weight"),
+    "empg": Stage(empg, advantage=_PRESENT),
+    "perplexity": Stage(perplexity_advantages, advantage=_PRESENT, log_prob="old_log_prob"),
+    "position": Stage(position_advantages, advantage=_GROUP),
+    "pear": Stage(pear),
+    "ares": Stage(ares),
+    "par": Stage(par),
+    "likelihood": Stage(likelihood),
+    "jepo": Stage(jepo),
+    "riskpo": Stage(riskpo, bundle_index="bundle"),
+    "rank_bonus": Stage(rank_bonus),
+    "group_returns": Stage(group_returns, advantage=Stage(group_advantages, reward="outcome_reward")),
+    "given": Stage(given),
 }
-"""Name -> how rewards become advantages."""
+"""Name -> function from rewards to advantages [B] or [B, T], or to (advantages, returns [B, T])."""
 
 
-def _of_ratio(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda i, **options: function(i.log_ratio, i.rows.advantage, **options)
+def decision_divergence(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    exact: Tensor | None,
+    *,
+    divergence: Literal["tv", "kl", "exact"] = "tv",
+) -> Tensor:
+    """Measure D(π_old, π) of each decision, [b, T]: `binary_tv`, `binary_kl` or PolicyOutput.divergence."""
+    if divergence != "exact":
+        return {"tv": weighted.binary_tv, "kl": weighted.binary_kl}[divergence](log_prob, old_log_prob)
+    if exact is None:
+        raise ValueError("divergence='exact' needs PolicyOutput.divergence, [b, T]; got None.")
+    return exact
 
 
-def _of_log_prob(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def apply(i: SurrogateInputs, **options: Any) -> Tensor:
-        return function(i.policy.log_prob, i.log_ratio, i.rows.advantage, weight=i.rows.weight, **options)
-
-    return apply
-
-
-def _ppo_kl(i: SurrogateInputs, **options: Any) -> Tensor:
-    return forms.ppo_kl(i.log_ratio, i.rows.advantage, kl=i.policy.divergence, **options)
+def sample_mean_advantage(advantage: Tensor, weight: Tensor) -> Tensor:
+    """Average the advantage over a row's present decisions, [b]: FlowRL's reward."""
+    present = weight != 0
+    return torch.where(present, advantage, 0.0).sum(1) / present.sum(1).clamp(min=1)
 
 
-def _gmpo(i: SurrogateInputs, **options: Any) -> Tensor:
-    return forms.gmpo(i.log_ratio, i.rows.advantage, i.rows.weight, **options)
-
-
-def _policy_gradient(i: SurrogateInputs) -> Tensor:
-    return weighted.reinforce(i.policy.log_prob, i.rows.advantage, weight=i.rows.weight)
-
-
-def _weighted_policy_gradient(i: SurrogateInputs) -> Tensor:
-    given = i.policy.log_prob, i.rows.advantage, i.log_ratio
-    return weighted.reinforce(*given, weight=i.rows.weight)
-
-
-def _dppo(i: SurrogateInputs, *, divergence: str = "tv", **options: Any) -> Tensor:
-    measures = {"tv": weighted.binary_tv, "kl": weighted.binary_kl}
-    if divergence == "exact":
-        if i.policy.divergence is None:
-            raise ValueError("divergence='exact' needs PolicyOutput.divergence, [b, T]; got None.")
-        measured = i.policy.divergence
-    elif divergence in measures:
-        measured = measures[divergence](i.policy.log_prob, i.rows.old_log_prob)
-    else:
-        raise ValueError(f"divergence must be one of tv, kl, exact; got {divergence!r}.")
-    return weighted.dppo(i.log_ratio, i.rows.advantage, measured, weight=i.rows.weight, **options)
-
-
-def _flow_balance(i: SurrogateInputs, *, weighted: bool = True, **options: Any) -> Tensor:
-    assert i.policy.log_z is not None and i.rows.ref_log_prob is not None
-    present = i.rows.weight != 0
-    # R̂_i: the mean advantage of the row
-    reward = torch.where(present, i.rows.advantage, 0.0).sum(1) / present.sum(1).clamp(min=1)
-    return balance.flow_balance(
-        i.policy.log_prob,
-        i.rows.ref_log_prob,
-        i.policy.log_z,
-        reward,
-        i.rows.weight,
-        log_ratio=i.log_ratio if weighted else None,
-        **options,
-    )
+def importance_log_ratio(log_ratio: Tensor, *, weighted: bool = True) -> Tensor | None:
+    """Return the log-ratio whose importance weight `flow_balance` clips, or None for no weight."""
+    return log_ratio if weighted else None
 
 
 SURROGATES = {
-    "ppo_clip": Stage(ppo_clip, _of_ratio(ppo_clip)),
-    "ppo_kl": Stage(forms.ppo_kl, _ppo_kl),
-    "gradient_keeping_clip": Stage(forms.gradient_keeping_clip, _of_ratio(forms.gradient_keeping_clip)),
-    "sapo": Stage(forms.sapo, _of_ratio(forms.sapo)),
-    "gmpo": Stage(forms.gmpo, _gmpo),
-    "reinforce": Stage(weighted.reinforce, _policy_gradient),
-    "weighted_reinforce": Stage(weighted.reinforce, _weighted_policy_gradient),
-    "cispo": Stage(weighted.cispo, _of_log_prob(weighted.cispo)),
-    "vespo": Stage(weighted.vespo, _of_log_prob(weighted.vespo)),
-    "dppo": Stage(weighted.dppo, _dppo),
-    "dro": Stage(balance.dro, _of_log_prob(balance.dro)),
-    "flow_balance": Stage(balance.flow_balance, _flow_balance, ("log_z", "ref_log_prob")),
+    "ppo_clip": Stage(ppo_clip),
+    "ppo_kl": Stage(forms.ppo_kl, kl="divergence"),
+    "gradient_keeping_clip": Stage(forms.gradient_keeping_clip),
+    "sapo": Stage(forms.sapo),
+    "gmpo": Stage(forms.gmpo),
+    "reinforce": Stage(weighted.reinforce, log_ratio=None),
+    "weighted_reinforce": Stage(weighted.reinforce),
+    "cispo": Stage(weighted.cispo),
+    "vespo": Stage(weighted.vespo),
+    # without log π, dppo's gradient goes through the log-ratio of the objective's level
+    "dppo": Stage(weighted.dppo, log_prob=None, divergence=Stage(decision_divergence, exact="divergence")),
+    "dro": Stage(balance.dro),
+    "flow_balance": Stage(
+        balance.flow_balance, reward=Stage(sample_mean_advantage), log_ratio=Stage(importance_log_ratio)
+    ),
 }
-"""Name -> loss per decision."""
+"""Name -> loss per decision. Fields: `Prepared`, `PolicyOutput`, and `log_ratio` at the objective's level."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selected:
-    """What a selection changes; None: nothing."""
+    """Changes that a selection makes; None is no change."""
 
     weight: Tensor | None = None
     keep: Tensor | None = None
@@ -404,50 +325,47 @@ class Selected:
     loss_weight: Tensor | None = None
 
 
-def _top_entropy(
-    t: Trajectories, _advantage: Tensor, weight: Tensor, *, denominator: str = "all", **options: Any
+def top_entropy(
+    entropy: Tensor, weight: Tensor, thresholds: Any, *, denominator: Literal["all", "kept"] = "all"
 ) -> Selected:
-    """The paper's mean counts all tokens: 1/Σ|o_i| Σ 1[H ≥ H_ρ] ℓ; "kept" counts those that are left."""
-    assert t.entropy is not None
-    if denominator not in ("all", "kept"):
-        raise ValueError(f"denominator of top_entropy must be 'all' or 'kept'; got {denominator!r}.")
-    found = selection.top_entropy_thresholds(t.entropy, weight, **options)
-    keep = selection.top_entropy_keep(t.entropy, weight, found)
+    """Keep the tokens of the highest entropy: 1/Σ|o_i| Σ 1[H ≥ H_ρ] ℓ.
+
+    The paper's mean counts all tokens; denominator="kept" counts those that are left.
+    """
+    keep = selection.top_entropy_keep(entropy, weight, thresholds)
     return Selected(keep=keep) if denominator == "all" else Selected(weight=weight * keep)
 
 
-def _clip_cov(t: Trajectories, advantage: Tensor, weight: Tensor, **options: Any) -> Selected:
-    assert t.uniform is not None
-    given = (t.old_log_prob, advantage, weight, t.uniform)
-    found = selection.clip_cov_thresholds(*given, **options)
-    return Selected(keep=selection.clip_cov_keep(*given, found))
+def clip_cov(
+    old_log_prob: Tensor, advantage: Tensor, weight: Tensor, uniform: Tensor, thresholds: Any
+) -> Selected:
+    """Drop the loss of a random share of the decisions of high covariance."""
+    return Selected(keep=selection.clip_cov_keep(old_log_prob, advantage, weight, uniform, thresholds))
 
 
-def _kl_cov(t: Trajectories, advantage: Tensor, weight: Tensor, **options: Any) -> Selected:
-    given = (t.old_log_prob, advantage, weight)
-    found = selection.kl_cov_thresholds(*given, **options)
-    return Selected(penalised=selection.kl_cov_select(*given, found))
+def kl_cov(old_log_prob: Tensor, advantage: Tensor, weight: Tensor, thresholds: Any) -> Selected:
+    """Penalise the decisions of the highest covariance; see `KL_COV_PENALTY`."""
+    return Selected(penalised=selection.kl_cov_select(old_log_prob, advantage, weight, thresholds))
 
 
-def _clip_b(t: Trajectories, advantage: Tensor, weight: Tensor, **options: Any) -> Selected:
-    assert t.entropy is not None
-    score = selection_rules.entropy_discriminator(t.old_log_prob, t.entropy)
-    found = selection_rules.clip_b_thresholds(score, weight, **options)
-    return Selected(weight=weight * selection_rules.clip_b_keep(score, advantage, weight, found))
+def clip_b(score: Tensor, advantage: Tensor, weight: Tensor, thresholds: Any) -> Selected:
+    """Leave out decisions whose entropy discriminator is outside its band."""
+    return Selected(weight=weight * selection_rules.clip_b_keep(score, advantage, weight, thresholds))
 
 
-def _clip_v(t: Trajectories, advantage: Tensor, weight: Tensor, **options: Any) -> Selected:
-    assert t.entropy is not None and t.expected_score is not None
-    score = selection_rules.entropy_discriminator(t.old_log_prob, t.entropy)
-    given = (score, t.expected_score, advantage, weight)
-    found = selection_rules.clip_v_thresholds(*given, **options)
-    return Selected(weight=weight * selection_rules.clip_v_keep(*given, found))
+def clip_v(
+    score: Tensor, expected_score: Tensor, advantage: Tensor, weight: Tensor, thresholds: Any
+) -> Selected:
+    """Leave out decisions whose centred entropy discriminator is outside its band."""
+    keep = selection_rules.clip_v_keep(score, expected_score, advantage, weight, thresholds)
+    return Selected(weight=weight * keep)
 
 
-def _entrocraft(
-    t: Trajectories,
+def entrocraft(
     advantage: Tensor,
     weight: Tensor,
+    entropy: Tensor,
+    iteration: int,
     *,
     low: float = 0.5,
     high: float = 0.7,
@@ -455,46 +373,47 @@ def _entrocraft(
     high_end: float | None = None,
     over: int = 1,
 ) -> Selected:
-    """The band of the mean token entropy goes from (low, high) to (low_end, high_end), where they are given,
-    in so many iterations."""
-    assert t.entropy is not None
-    ends = low if low_end is None else low_end, high if high_end is None else high_end
-    if not (low <= high and ends[0] <= ends[1] and over >= 1):
-        raise ValueError(
-            "entrocraft needs low ≤ high at both ends, in nats, and over ≥ 1 iterations; got low="
-            f"{low}, high={high}, low_end={ends[0]}, high_end={ends[1]}, over={over}."
-        )
-    share = min(1.0, t.iteration / over)
-    band = [start + share * (end - start) for start, end in zip((low, high), ends, strict=True)]
-    monitor = weighted_mean(t.entropy.detach().double(), (weight != 0).double())
+    """Leave out samples that would move the mean token entropy away from its band.
+
+    The band goes from (low, high) to (low_end, high_end), where they are given, in `over` iterations.
+    """
+    share = min(1.0, iteration / over)
+    band = [
+        start + share * ((start if end is None else end) - start)
+        for start, end in ((low, low_end), (high, high_end))
+    ]
+    monitor = weighted_mean(entropy.detach().double(), (weight != 0).double())
     return Selected(weight=weight * entrocraft_keep(advantage, entrocraft_direction(monitor, *band)))
 
 
-def _steer(
-    t: Trajectories, advantage: Tensor, weight: Tensor, *, decay: steer.Decay = "linear", **options: Any
-) -> Selected:
-    """Ω of the first update, where π is π_old."""
-    assert t.entropy is not None
-    change = steer.steer_change(t.old_log_prob, t.old_log_prob, t.entropy, advantage, weight)
-    found = steer.steer_thresholds(change, weight, **options)
-    return Selected(loss_weight=steer.steer_weights(change, weight, found, decay=decay))
+def steer_loss(change: Tensor, weight: Tensor, thresholds: Any, *, decay: steer.Decay = "linear") -> Selected:
+    """Weigh the loss by the entropy change Ω of the first update, where π is π_old."""
+    return Selected(loss_weight=steer.steer_weights(change, weight, thresholds, decay=decay))
 
+
+_AT_START: dict[str, Any] = {"log_prob": "old_log_prob"}
+_SCORE = Stage(selection_rules.entropy_discriminator, **_AT_START)
+_CHANGE = Stage(steer.steer_change, **_AT_START)
 
 SELECTIONS = {
-    "top_entropy": Stage(selection.top_entropy_thresholds, _top_entropy, ("entropy",)),
-    "clip_cov": Stage(selection.clip_cov_thresholds, _clip_cov, ("uniform",)),
-    "kl_cov": Stage(selection.kl_cov_thresholds, _kl_cov),
-    "clip_b": Stage(selection_rules.clip_b_thresholds, _clip_b, ("entropy",)),
-    "clip_v": Stage(selection_rules.clip_v_thresholds, _clip_v, ("entropy", "expected_score")),
-    "entrocraft": Stage(entrocraft_keep, _entrocraft, ("entropy",)),
-    "steer": Stage(steer.steer_thresholds, _steer, ("entropy",)),
+    "top_entropy": Stage(top_entropy, thresholds=Stage(selection.top_entropy_thresholds)),
+    "clip_cov": Stage(
+        clip_cov, thresholds=Stage(selection.clip_cov_thresholds, noise="uniform", **_AT_START)
+    ),
+    "kl_cov": Stage(kl_cov, thresholds=Stage(selection.kl_cov_thresholds, **_AT_START)),
+    "clip_b": Stage(clip_b, score=_SCORE, thresholds=Stage(selection_rules.clip_b_thresholds, score=_SCORE)),
+    "clip_v": Stage(
+        clip_v,
+        score=_SCORE,
+        thresholds=Stage(selection_rules.clip_v_thresholds, score=_SCORE, expected="expected_score"),
+    ),
+    "entrocraft": Stage(entrocraft),
+    "steer": Stage(steer_loss, change=_CHANGE, thresholds=Stage(steer.steer_thresholds, change=_CHANGE)),
 }
-"""Name -> which decisions are left out of the mean, lose their loss or a part of it, or bear a penalty."""
+"""Name -> `Selected`. Fields: `Trajectories`, with the step's final `advantage` and `weight`, [B, T] each."""
 
-IMPORTANCE_SAMPLING = {
-    "importance_weights": Stage(off_policy.importance_weights, off_policy.importance_weights)
-}
-"""The off-policy correction; `Objective.importance_sampling` holds its options."""
+IMPORTANCE_WEIGHTS = Stage(off_policy.importance_weights)
+"""Off-policy correction; `Objective.importance_sampling` holds its options."""
 
-PENALTIES = {"kl_cov": Stage(selection.kl_cov_penalty, selection.kl_cov_penalty)}
-"""Name -> the penalty of what a selection picks."""
+KL_COV_PENALTY = Stage(selection.kl_cov_penalty)
+"""Penalty of the decisions that selection="kl_cov" picks; its options are among the selection's."""

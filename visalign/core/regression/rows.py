@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,7 +22,6 @@ from visalign.errors import suggestion
 from .groupwise import gdro_loss
 from .losses import (
     Weighting,
-    covariance_guidance,
     crd_loss,
     level_weight,
     matching_error,
@@ -54,71 +54,76 @@ class PairOutput:
     """[N, ...] `covariance_guidance` of each sample's group."""
 
 
-def _nft(pairs: PairOutput, signal: Tensor, **options: Any) -> Tensor:
-    return nft_loss(pairs.v, _anchor(pairs), pairs.target, pairs.sigma, signal, **options)
-
-
-def _ram(pairs: PairOutput, signal: Tensor, **options: Any) -> Tensor:
-    return ram_loss(pairs.v, _anchor(pairs), pairs.target, signal, **options)
-
-
-def _covariance(pairs: PairOutput, signal: Tensor, *, scale: float = 1.0) -> Tensor:
+def covariance_loss(
+    v: Tensor, anchor: Tensor, guidance: Tensor, sigma: Tensor, *, scale: float = 1.0
+) -> Tensor:
     """|v − (v_anchor + s · covariance)|²; the signal is in the covariance already."""
-    assert pairs.guidance is not None
-    gamma = torch.full_like(pairs.sigma, scale)
-    return matching_loss(pairs.v, _anchor(pairs), pairs.guidance, gamma, torch.ones_like(gamma))
+    gamma = torch.full_like(sigma, scale)
+    return matching_loss(v, anchor, guidance, gamma, torch.ones_like(gamma))
 
 
-def _distil(pairs: PairOutput, signal: Tensor) -> Tensor:
+def distillation_loss(v: Tensor, anchor: Tensor, target: Tensor, sigma: Tensor) -> Tensor:
     """|v − v_expert|², whatever the reward."""
-    nothing = torch.zeros_like(pairs.sigma)
-    return matching_loss(pairs.v, _anchor(pairs), pairs.target, nothing, torch.ones_like(nothing))
+    zero = torch.zeros_like(sigma)
+    return matching_loss(v, anchor, target, zero, torch.ones_like(zero))
 
 
-def _elbo(error: Tensor, anchor_error: Tensor, signal: Tensor, **options: Any) -> Tensor:
-    # log r = −(e − e_old)
-    return ppo_clip(anchor_error.detach() - error, signal, **options)
+def error_log_ratio(error: Tensor, anchor_error: Tensor) -> Tensor:
+    """log r = −(e − e_old)."""
+    return anchor_error.detach() - error
 
 
-def _weighted(error: Tensor, anchor_error: Tensor, signal: Tensor) -> Tensor:
+def weighted_error(error: Tensor, signal: Tensor) -> Tensor:
+    """Error times the sample's weight."""
     return signal * error
 
 
-def _crd(
-    error: Tensor, anchor_error: Tensor, signal: Tensor, *, bound: float = 5.0, **options: Any
+def bounded_crd_loss(
+    error: Tensor,
+    anchor_error: Tensor,
+    signal: Tensor,
+    *,
+    bound: float = 5.0,
+    beta: float = 1.0,
+    temperature: float | None = None,
+    form: Literal["mse", "bce"] = "mse",
 ) -> Tensor:
-    return bound * crd_loss(error, anchor_error, reward_probability(signal, bound=bound), **options)
+    """Compute `crd_loss` of advantages: `bound` times that of their `reward_probability`."""
+    reward = reward_probability(signal, bound=bound)
+    return bound * crd_loss(error, anchor_error, reward, beta=beta, temperature=temperature, form=form)
 
 
-def _dpo(
-    error: Tensor, anchor_error: Tensor, signal: Tensor, *, soft: bool = False, **options: Any
+def pair_preference_loss(
+    error: Tensor, anchor_error: Tensor, signal: Tensor, *, soft: bool = False, beta: float = 2000.0
 ) -> Tensor:
+    """Compute `preference_loss` of two samples, the better first; `soft` takes the signal as the label."""
     label = signal[:1] if soft else None
-    return preference_loss(error[None], anchor_error[None], label=label, **options)[0]
+    return preference_loss(error[None], anchor_error[None], label=label, beta=beta)[0]
 
 
-def _gdro(error: Tensor, anchor_error: Tensor, signal: Tensor, **options: Any) -> Tensor:
-    return gdro_loss(error[None], anchor_error[None], signal[None], **options)[0]
-
-
-def _anchor(pairs: PairOutput) -> Tensor:
-    assert pairs.anchor is not None
-    return pairs.anchor
+def group_gdro_loss(
+    error: Tensor, anchor_error: Tensor, signal: Tensor, *, beta: float, gamma: float, tau: float = 0.05
+) -> Tensor:
+    """Compute `gdro_loss` of the samples of one group."""
+    return gdro_loss(error[None], anchor_error[None], signal[None], beta=beta, gamma=gamma, tau=tau)[0]
 
 
 ON_VELOCITIES = {
-    "nft": Stage(nft_loss, _nft),
-    "ram": Stage(ram_loss, _ram),
-    "covariance": Stage(covariance_guidance, _covariance),
-    "distil": Stage(matching_loss, _distil),
+    "nft": Stage(nft_loss, v_old="anchor", advantage="signal"),
+    "ram": Stage(ram_loss, v_ref="anchor", advantage="signal"),
+    "covariance": Stage(covariance_loss),
+    "distil": Stage(distillation_loss),
 }
 """Losses of single pairs on the velocity itself."""
-ON_ERRORS = {"elbo": Stage(ppo_clip, _elbo), "weighted": Stage(_weighted, _weighted)}
+ON_ERRORS = {
+    "elbo": Stage(ppo_clip, log_ratio=Stage(error_log_ratio), advantage="signal"),
+    "weighted": Stage(weighted_error),
+}
 """Losses of single pairs on their `matching_error`."""
 OF_GROUPS = {
-    "crd": Stage(crd_loss, _crd),
-    "dpo": Stage(preference_loss, _dpo),
-    "gdro": Stage(gdro_loss, _gdro),
+    "crd": Stage(bounded_crd_loss),
+    "dpo": Stage(pair_preference_loss),
+    "gdro": Stage(group_gdro_loss),
 }
 """Losses that compare the errors of several samples of a prompt at one noise level."""
 LOSSES = {**ON_VELOCITIES, **ON_ERRORS, **OF_GROUPS}
@@ -329,12 +334,13 @@ class Regression:
             signal: [N].
         """
         signal = signal.to(pairs.sigma.dtype)
-        apply = LOSSES[self.loss].apply
         if self.loss in ON_VELOCITIES:
-            loss = apply(pairs, signal, **self.loss_options)
+            step = SimpleNamespace(**vars(pairs), signal=signal)
+            loss = LOSSES[self.loss](step, self.loss_options)
             return loss if self.loss == "nft" else level_weight(pairs.sigma, self._weighting) * loss
         error, anchor_error = self.errors(pairs)
-        return apply(error, anchor_error, signal, **self.loss_options)
+        step = SimpleNamespace(error=error, anchor_error=anchor_error, signal=signal)
+        return LOSSES[self.loss](step, self.loss_options)
 
     @property
     def _weighting(self) -> Any:
@@ -357,7 +363,8 @@ class Regression:
             anchor_error: [K].
             signal: [K].
         """
-        return LOSSES[self.loss].apply(error, anchor_error, signal.to(error.dtype), **self.loss_options)
+        step = SimpleNamespace(error=error, anchor_error=anchor_error, signal=signal.to(error.dtype))
+        return LOSSES[self.loss](step, self.loss_options)
 
 
 _BATCH = {"scale": "batch", "ddof": 0}

@@ -40,7 +40,7 @@ from visalign.seeds import sample_seed
 from visalign.training.loop.algorithm import Collected, Context
 from visalign.training.loop.judging import RolloutPrefetcher, reward_weights
 from visalign.training.loop.processes import no_sync_unless_last
-from visalign.training.policy.settings import MATRIX_ADVANTAGES, away_from_reference
+from visalign.training.policy.settings import MATRIX_ADVANTAGES, reads_reference_log_prob
 from visalign.training.policy.update import (
     PolicyStep,
     backward,
@@ -122,7 +122,7 @@ class FlowGRPO(ImageAlgorithm):
 
     def _needs_reference(self) -> bool:
         objective = self.objective
-        return objective.kl > 0 or bool(objective.kl_in_reward) or away_from_reference(objective)
+        return objective.kl > 0 or bool(objective.kl_in_reward) or reads_reference_log_prob(objective)
 
     @property
     def ratio_bound(self) -> float | None:  # type: ignore[override]  # an attribute elsewhere; here it follows the size
@@ -234,7 +234,7 @@ class FlowGRPO(ImageAlgorithm):
     def _ask_again(self, experience: Experience, micro_batch: int) -> None:
         """Add what the policy or the reference says of the steps, where the objective asks for it."""
         more: dict[str, Tensor] = {}
-        if self.objective.kl_in_reward or away_from_reference(self.objective):
+        if self.objective.kl_in_reward or reads_reference_log_prob(self.objective):
             with self.reference.applied():
                 more["ref_log_prob"] = self._log_probs(experience, micro_batch)
         if self.objective.importance_sampling is not None:

@@ -83,7 +83,7 @@ def image_rows() -> list[str]:
 
 def _means_something(name: str) -> bool:
     try:
-        check_decisions(NAMED[name], "denoising_steps", name=name, given=["metric"])
+        check_decisions(NAMED[name], "denoising_steps", name=name, available=["metric"])
     except ValueError:
         return False
     return True

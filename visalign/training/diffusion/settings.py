@@ -30,8 +30,9 @@ from visalign.training.loop.optimizer import at_least, choice
 from visalign.training.policy.settings import (
     MATRIX_ADVANTAGES,
     ObjectiveSettings,
+    Positive,
     check_stale,
-    merged_changes,
+    merge_changes,
 )
 from visalign.training.policy.update import couples_decisions
 
@@ -66,7 +67,7 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     experts: dict[str, str] | None = None
     """Of algorithm=opd: tag of the prompts, or "*" for all that are not named -> folder of the trained
     policy (a run's lora/ or model/) whose velocity is learnt there; made with the same model settings."""
-    ratio_bound: float | None = None
+    ratio_bound: Positive | None = None
     """Largest |log r| allowed at the run's first update, where r must be 1. null: 1e-5, times the
     latent's numbers where the ratio sums over them; networks in bfloat16 may need more."""
 
@@ -117,7 +118,7 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
             return None
         try:
             row = named_regression(
-                self.algorithm, **merged_changes(self.rows.get(self.algorithm, {}), self.changes)
+                self.algorithm, **merge_changes(self.rows.get(self.algorithm, {}), self.changes)
             )
         except (ValueError, TypeError) as error:
             raise UserError(f"objective: {error}") from error
@@ -154,7 +155,7 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
             return None
         try:
             return named_ascent(
-                self.algorithm, **merged_changes(self.rows.get(self.algorithm, {}), self.changes)
+                self.algorithm, **merge_changes(self.rows.get(self.algorithm, {}), self.changes)
             )
         except (ValueError, TypeError) as error:
             raise UserError(f"objective: {error}") from error

@@ -16,7 +16,7 @@ from visalign.text.steps import StepReading
 from visalign.text.tool_calls import Tool, ToolUse
 from visalign.text.tools import Branching
 from visalign.training.loop.optimizer import above_zero, at_least, choice
-from visalign.training.policy.settings import ObjectiveSettings, check_overlap, check_stale
+from visalign.training.policy.settings import ObjectiveSettings, Positive, check_overlap, check_stale
 
 from .dynamic_groups import DynamicGroups
 
@@ -321,7 +321,7 @@ class TextObjectiveSettings(ObjectiveSettings):
     kl_threshold: float | None = None
     """Nats per token from the reference from which on the KL term acts (SAFE, `gate_threshold`); only for
     safe. null: 0.3."""
-    ratio_bound: float | None = 0.01
+    ratio_bound: Positive | None = 0.01
     """Largest |log r| at the first update, where r must be 1; raise it under autocast, null switches the
     check off."""
 

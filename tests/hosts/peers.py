@@ -1,45 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How public trainers' algorithms of the same name differ from the papers', as data: `diff_presets`.
+"""Public trainers' algorithms: their defaults as an `Objective`, and notes on what no objective can say.
 
-What a peer does otherwise stands in its row where an `Objective` can say it, and in words where it cannot.
-Versions: TRL 1.16.0, verl 0.8.0.dev (and main of August 2026 where said), OpenRLHF 0.10, FlowRL and Flow-GRPO
-as released. A note begins with what happens, not with a verdict.
+Versions: TRL 1.16.0, verl 0.8.0.dev (and main of August 2026 where stated), OpenRLHF 0.10, FlowRL and
+Flow-GRPO as released.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-from visalign.errors import suggestion
-
-from .algorithms import NAMED, named_objective
-from .objective import Objective
+from visalign.core import Objective, named_objective
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A peer's algorithm: its defaults as a row, and what no row can say."""
+    """Defaults of a peer's algorithm, and notes on its other differences from the paper."""
 
     objective: Objective
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class PresetDifference:
-    """What two presets do differently."""
-
-    first: str
-    second: str
-    fields: dict[str, tuple[Any, Any]]
-    """Field, or field.option -> (value in the first, value in the second)."""
-    notes: tuple[str, ...]
-    """What the fields do not show."""
-
-    def __str__(self) -> str:
-        rows = [f"{name}: {a!r} -> {b!r}" for name, (a, b) in self.fields.items()]
-        rows += [f"* {note}" for note in self.notes]
-        return "\n".join([f"{self.first} -> {self.second}", *(rows or ["no difference"])])
 
 
 _VERL_GROUP = {"eps": 1e-6, "singleton": "raw"}
@@ -47,7 +25,7 @@ _MICRO_BATCH = (
     "Means and the top share are taken per micro-batch: with one sample each, Clip-Cov picks nothing."
 )
 _RECOMPUTED = (
-    "The covariances are taken anew at each update, from the log-probs of the policy as it then is; here "
+    "The covariances are computed again at each update, from the log-probs of the policy as it then is; here "
     "they are settled before the first one, from those of the rollout."
 )
 _TRL = (
@@ -64,8 +42,7 @@ _VERL_GAE = {"ddof": 1, "gamma": 1.0, "lam": 1.0}
 
 PEERS: dict[str, Preset] = {
     "trl:grpo": Preset(
-        replace(named_objective("grpo", kl=0.0), source="TRL 1.16.0, loss_type='grpo'", empty="keep"),
-        _TRL,
+        replace(named_objective("grpo", kl=0.0), source="TRL 1.16.0, loss_type='grpo'", empty="keep"), _TRL
     ),
     "trl:dapo": Preset(
         replace(
@@ -165,7 +142,7 @@ PEERS: dict[str, Preset] = {
             surrogate_options={"eps_low": 0.2, "eps_high": 0.2},
             aggregation="seq_mean_token_mean",
         ),
-        ("A clipped ratio of the whole sequence stands where the paper has none.",),
+        ("A clipped ratio of the whole sequence is used where the paper has none.",),
     ),
     "verl:ppo": Preset(
         replace(
@@ -220,7 +197,7 @@ PEERS: dict[str, Preset] = {
     ),
     "verl:dr_grpo": Preset(
         replace(named_objective("dr_grpo"), source="verl 0.8.0.dev, seq-mean-token-sum-norm"),
-        ("1/B is missing: duplicating the batch doubles the loss (mended in verl 0.10).",),
+        ("1/B is missing: duplicating the batch doubles the loss (fixed in verl 0.10).",),
     ),
     "verl:gmpo": Preset(
         replace(named_objective("gmpo"), source="verl, policy loss geo_mean", advantage_options=_VERL_GROUP),
@@ -235,7 +212,7 @@ PEERS: dict[str, Preset] = {
     ),
     "verl:reinforce_pp": Preset(
         replace(named_objective("reinforce_pp", advantage_options={"ddof": 1}), source="verl 0.8.0.dev"),
-        ("Rewards do not reach the decisions before a masked span (mended in verl 0.10).",),
+        ("Rewards do not reach the decisions before a masked span (fixed in verl 0.10).",),
     ),
     "verl:clip_cov": Preset(
         replace(named_objective("clip_cov"), source="verl 0.8.0.dev", advantage_options=_VERL_GROUP),
@@ -278,56 +255,3 @@ PEERS: dict[str, Preset] = {
     ),
 }
 """peer:algorithm -> its defaults."""
-
-
-def diff_presets(first: str, second: str) -> PresetDifference:
-    """Say how two algorithms differ: ours against a public trainer's of the same name, or any two.
-
-    Args:
-        first: a key of `NAMED` or of `PEERS`.
-        second: a key of `NAMED` or of `PEERS`.
-
-    Returns:
-        The fields with different values, and the second's notes (the first's too if it is a peer's).
-
-    Raises:
-        ValueError: an unknown name, with the nearest one.
-
-    >>> print(*str(diff_presets("cispo", "trl:cispo")).splitlines()[:3], sep="\\n")
-    cispo -> trl:cispo
-    surrogate_options.bound_high: 5.0 -> 0.2
-    * epsilon_high is the bound itself, not its distance from 1: every weight is cut at 0.2.
-    """
-    a, b = _preset(first), _preset(second)
-    left, right = _flat(a.objective), _flat(b.objective)
-    names = [*left, *(name for name in right if name not in left)]
-    different = {
-        name: (left.get(name), right.get(name)) for name in names if left.get(name) != right.get(name)
-    }
-    notes = tuple(dict.fromkeys((*a.notes, *b.notes))) if first != second else ()
-    return PresetDifference(first, second, different, notes)
-
-
-def _preset(name: str) -> Preset:
-    if name in NAMED:
-        return Preset(NAMED[name])
-    if name not in PEERS:
-        known = [*NAMED, *PEERS]
-        raise ValueError(
-            f"there is no preset {name!r}. {suggestion(name, known)}Choose one of: {', '.join(known)}."
-        )
-    return PEERS[name]
-
-
-def _flat(objective: Objective) -> dict[str, Any]:
-    """Fields and options; the source is no difference."""
-    flat: dict[str, Any] = {}
-    for item in fields(objective):
-        value = getattr(objective, item.name)
-        if item.name == "source":
-            continue
-        if isinstance(value, dict):
-            flat |= {f"{item.name}.{key}": option for key, option in value.items()}
-        else:
-            flat[item.name] = value
-    return flat
