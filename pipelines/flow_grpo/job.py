@@ -23,10 +23,9 @@ from visalign.pipelines.shared.parts import build_accelerator, evenly_spaced
 from visalign.training.loop.algorithm import Counters
 
 from .config import FlowGRPOConfig, PrefGRPOConfig
-from .footprint import estimate
 from .inputs import prepare
 from .parts import build_drift, build_evaluator, build_policy
-from .plan import plan
+from .plan import estimate, plan
 from .stored_pairs import stored_latents
 
 __all__ = ["FlowGRPOConfig", "PrefGRPOConfig", "TrainingInterrupted", "estimate", "plan", "run"]

@@ -1,45 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Flow-GRPO job would do and cost, without doing it: batch arithmetic, forward-equivalents,
-expected time."""
+"""Plan of an image run: batch arithmetic, forward-equivalents, memory by part, timed or estimated hours."""
 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
 
 from visalign.adapters.catalogue import has_two_halves
 from visalign.data.assets import resolve_model
+from visalign.errors import UserError
 from visalign.flow.rollout import asked_of
 from visalign.pipelines.shared.parts import Records, ends_by, evenly_spaced
+from visalign.pipelines.shared.plan import (
+    GB,
+    dtype_name,
+    hours_by_device,
+    judge_bytes,
+    on_each_device,
+    trained_memory,
+    weight_bytes,
+)
 from visalign.training.diffusion.cost import forward_equivalents_per_image, planned_passes
 from visalign.training.diffusion.images import check_sizes
 from visalign.training.policy.settings import reads_reference_log_prob
 
 from .config import FlowGRPOConfig
-from .inputs import prepare
+from .inputs import Inputs, prepare
 from .parts import build_policy
 
 PROBE = 32
 """Samples in the passes that are timed."""
+NOT_COUNTED = (
+    "kernels' workspaces, the allocator's gaps, activations of sampling, of the autoencoder and of judges"
+)
 
 
 def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
-    """Batch arithmetic, cost and expected seconds of a job, in groups; without `measure` no model is loaded
-    and `time` is left out."""
-    import os
+    """Compute batch arithmetic and cost of a job, with `measure` its seconds from passes of the loaded model."""
+    groups, inputs = _arithmetic(config)
+    if not measure:
+        return groups
+    batch = groups["batch"]
+    images = batch["images_per_iteration"] / batch["processes"]
+    return {**groups, "time": _timed_run(config, inputs.records, images, groups["evaluation"]["images"])}
 
-    rollout, optimizer = config.rollout, config.optimizer
+
+def estimate(config: FlowGRPOConfig) -> dict[str, Any]:
+    """Compute batch arithmetic, memory, forward-equivalents and hours by device without loading a model."""
+    groups, inputs = _arithmetic(config)
+    return {**groups, **_footprint(config, inputs, groups["evaluation"]["images"])}
+
+
+def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
+    rollout, optimizer, evaluation = config.rollout, config.optimizer, config.evaluation
     world = int(os.environ.get("WORLD_SIZE", "1"))
     inputs = prepare(config, world)
-    heldout = inputs.heldout
+    heldout = len(inputs.heldout)
     images = rollout.prompts_per_iteration * rollout.group_size
     pairs = round(images * trained_per_image(config))
     updates = config.objective.epochs * optimizer.updates_per_iteration
-    some = len(evenly_spaced(heldout, config.evaluation.prompts_on_the_way))
-    visits = config.run.iterations // config.evaluation.every if config.evaluation.every else 0
-    evaluation_images = 2 * len(heldout) * len(config.evaluation.seeds) + visits * some
+    during = len(evenly_spaced(inputs.heldout, evaluation.prompts_on_the_way))
+    evaluations = config.run.iterations // evaluation.every if evaluation.every else 0
     groups: dict[str, Any] = {
         "batch": {
             "processes": world,
@@ -57,112 +84,106 @@ def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
         },
         "cost": {"forward_equivalents_per_image": planned_cost(config)},
         "evaluation": {
-            "heldout_prompts": len(heldout),
+            "heldout_prompts": heldout,
             "heldout_prompts_trained_on": inputs.seen,
-            "seeds": len(config.evaluation.seeds),
-            "evaluations_on_the_way": visits,
-            "images": evaluation_images,
+            "seeds": len(evaluation.seeds),
+            "evaluations_on_the_way": evaluations,
+            "images": 2 * heldout * len(evaluation.seeds) + evaluations * during,
         },
     }
-    if measure:
-        groups["time"] = _expected(config, inputs.records, images / world, evaluation_images)
-    return groups
+    return groups, inputs
 
 
 def planned_cost(config: FlowGRPOConfig, trained_share: float = 1.0) -> float:
-    """Forward-equivalents per image; what a run counts when `trained_share` of its samples have a signal."""
-    ascent = config.objective.ascent
-    free = _sampled(config) if ascent is None else ascent.counted(config.rollout.steps)[0]
-    if config.objective.credit == "turning_points":
-        free += config.rollout.completed_per_image
-    terms, every = config.rewards.terms.values(), config.objective.balance_every
-    rewards = 0 if every is None else sum(term.weight > 0 for term in terms)
+    """Compute the forward-equivalents per image of a run in which `trained_share` of the samples train."""
+    rollout, objective = config.rollout, config.objective
+    sampled = _sampled(config) if objective.ascent is None else objective.ascent.counted(rollout.steps)[0]
+    if objective.credit == "turning_points":
+        sampled += rollout.completed_per_image
+    rewards = sum(term.weight > 0 for term in config.rewards.terms.values()) if objective.balance_every else 0
     return forward_equivalents_per_image(
-        steps=free,
+        steps=sampled,
         trained=trained_per_image(config),
         guided=_passes(config, None) > 1,
-        reference=_others(config),
+        reference=_other_policies(config),
         trained_share=trained_share,
-        epochs=config.objective.epochs,
-        asked_again=_asked_again(config),
-        guided_rollout=None
-        if config.rollout.guidance is None
-        else _passes(config, config.rollout.guidance) > 1,
-        measured=rewards / (every or 1) / config.optimizer.updates_per_iteration,
+        epochs=objective.epochs,
+        asked_again=_passes_before_update(config),
+        guided_rollout=None if rollout.guidance is None else _passes(config, rollout.guidance) > 1,
+        measured=rewards / (objective.balance_every or 1) / config.optimizer.updates_per_iteration,
     )
 
 
+def trained_per_image(config: FlowGRPOConfig) -> float:
+    """Count the steps, or noise levels, of an image that train in an epoch; shared ones count once."""
+    regression, ascent = config.objective.regression, config.objective.ascent
+    if ascent is not None:
+        return ascent.counted(config.rollout.steps)[1]
+    if regression is None or regression.visited:
+        return config.rollout.pairs_per_image
+    return regression.level_count(config.rollout.steps)
+
+
 def _passes(config: FlowGRPOConfig, guidance: float | None) -> int:
-    """Passes of the network under guidance of this scale; None is the model's own."""
+    """Passes of the network at a guidance scale; None is the model's own."""
     scale = config.model.guidance if guidance is None else guidance
     return 1 + has_two_halves(resolve_model(config.model.path), config.model.adapter, scale)
 
 
 def _sampled(config: FlowGRPOConfig) -> float:
-    """Denoising steps that an image costs; stored ones none."""
+    """Denoising steps that an image costs; stored images cost none."""
     return config.rollout.sampled_per_image if config.data.pairs is None else 0.0
 
 
-def trained_per_image(config: FlowGRPOConfig) -> float:
-    """Steps, or noise levels, of an image that are trained on in an epoch; what images have in common counts
-    once."""
-    row, ascent, steps = config.objective.regression, config.objective.ascent, config.rollout.steps
-    if ascent is not None:
-        return ascent.counted(steps)[1]
-    return config.rollout.pairs_per_image if row is None or row.visited else row.level_count(steps)
-
-
-def _others(config: FlowGRPOConfig) -> float:
-    """Other policies that each pair costs a pass of."""
-    row, ascent = config.objective.regression, config.objective.ascent
+def _other_policies(config: FlowGRPOConfig) -> float:
+    """Passes of other policies (reference, old, expert) that each trained pair costs."""
+    regression, ascent = config.objective.regression, config.objective.ascent
     if ascent is not None:
         return float(ascent.kl > 0)
-    if row is None:
+    if regression is None:
         return float(config.objective.build(length=1).kl > 0)
-    updates = config.objective.epochs * config.optimizer.updates_per_iteration
     return planned_passes(
-        row,
-        updates,
+        regression,
+        config.objective.epochs * config.optimizer.updates_per_iteration,
         own=_passes(config, None),
-        reference=_passes(config, row.reference_guidance),
+        reference=_passes(config, regression.reference_guidance),
         iterations=config.run.iterations,
     )
 
 
-def _asked_again(config: FlowGRPOConfig) -> int:
+def _passes_before_update(config: FlowGRPOConfig) -> int:
     """Passes over all trained steps before the update, see `FlowGRPO.collect`."""
     if config.objective.regression is not None or config.objective.ascent is not None:
         return 0
-    row = config.objective.build(length=1)
-    return bool(row.kl_in_reward or reads_reference_log_prob(row)) + (row.importance_sampling is not None)
+    objective = config.objective.build(length=1)
+    in_reward = objective.kl_in_reward or reads_reference_log_prob(objective)
+    return bool(in_reward) + (objective.importance_sampling is not None)
 
 
-def _expected(
-    config: FlowGRPOConfig, records: Records, images: float, evaluation_images: int
-) -> dict[str, Any]:
-    """Seconds from timed passes with their basis, and which limit ends the run; rewards come on top."""
-    import torch
+# Seconds, from passes of the loaded model
 
+
+def _timed_run(config: FlowGRPOConfig, records: Records, images: float, evaluated: int) -> dict[str, Any]:
+    """Extrapolate timed passes to `images` per iteration and `evaluated` images; rewards come on top."""
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     cuda = config.run.device == "auto" and torch.cuda.is_available()
     policy: Any = build_policy(config.model, torch.device("cuda" if cuda else "cpu"), config.seed)
     check_sizes(policy, config.rollout)
-    some = records[:PROBE]
-    sample, _, decode = own = _timed(policy, some)
-    evaluation = evaluation_images * ((config.evaluation.steps or config.rollout.steps) * sample + decode)
-    found = []
+    probe = records[:PROBE]
+    sample, _, decode = own_size = _seconds_per_sample(policy, probe)
+    evaluation = evaluated * ((config.evaluation.steps or config.rollout.steps) * sample + decode)
+    by_size = []
     for size in config.rollout.image_sizes or []:
         policy.image_size = size
-        found.append(_timed(policy, some))
-    sample, train, decode = (sum(each) / len(each) for each in zip(*(found or [own]), strict=True))
-    per_step = _asked_again(config) * sample + config.objective.epochs * (train + _others(config) * sample)
-    per_image = _sampled(config) * sample + decode + trained_per_image(config) * per_step
-    iteration = images * per_image
-    total = config.run.iterations * iteration
-    if config.run.max_seconds is not None:
-        total = min(total, config.run.max_seconds)
-    basis = f"fastest of 3 passes of {len(some)} samples, just now on {policy.device.type}"
+        by_size.append(_seconds_per_sample(policy, probe))
+    by_size = by_size or [own_size]
+    sample, train, decode = (sum(seconds) / len(by_size) for seconds in zip(*by_size, strict=True))
+    per_step = _passes_before_update(config) * sample
+    per_step += config.objective.epochs * (train + _other_policies(config) * sample)
+    iteration = images * (_sampled(config) * sample + decode + trained_per_image(config) * per_step)
+    total = min(config.run.iterations * iteration, config.run.max_seconds or math.inf)
+    basis = f"fastest of 3 passes of {len(probe)} samples, just now on {policy.device.type}"
     if not cuda:
         basis += f" with {torch.get_num_threads()} threads"
     return {
@@ -174,10 +195,8 @@ def _expected(
     }
 
 
-def _timed(policy: Any, records: Records) -> tuple[float, float, float]:
-    """Seconds that a sample takes of a pass, of one with backward, and of decoding."""
-    import torch
-
+def _seconds_per_sample(policy: Any, records: Records) -> tuple[float, float, float]:
+    """Time a forward, a forward with backward, and a decoding, per sample."""
     condition = policy.encode(asked_of(policy, records))
     count = len(condition)
     x = torch.randn(count, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
@@ -193,14 +212,15 @@ def _timed(policy: Any, records: Records) -> tuple[float, float, float]:
         for _, parameter in policy.trainable_parameters():
             parameter.grad = None
 
-    sample, train, decode = (_seconds(f) / count for f in (forward, both, lambda: policy.decode(x)))
-    return sample, train, decode
+    def decode() -> None:
+        policy.decode(x)
+
+    sample, train, decoding = (_fastest(work) / count for work in (forward, both, decode))
+    return sample, train, decoding
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    """Seconds of one call: the fastest of three after a first one that warms up."""
-    import torch
-
+def _fastest(work: Callable[[], None]) -> float:
+    """Time a call: the fastest of three after one that warms up."""
     times = []
     for _ in range(4):
         begin = time.perf_counter()
@@ -209,3 +229,153 @@ def _seconds(work: Callable[[], object]) -> float:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
     return min(times[1:])
+
+
+# Memory and hours, from shapes alone
+
+
+class Pass(NamedTuple):
+    """A velocity of the network without weights."""
+
+    flops: float
+    """Operations of a pass for one sample."""
+    held: int
+    """Bytes of activations that its backward needs."""
+    largest_block: int
+    """Bytes of those that checkpointing computes again at once."""
+
+
+def _footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[str, Any]:
+    """Compute memory in GB, operations and hours of a run on each device, in groups.
+
+    Operations and stored activations are counted on the policy's own velocity on the meta device. On tiny
+    pipelines of five families the operations equal those of a real velocity; the bytes are within 6 % of it,
+    and 20 % less where the CPU's attention keeps its probabilities. Autocast's cast copies are counted by the
+    CPU's list of operations; a GPU has norms in float32 besides.
+    """
+    from visalign.adapters.hollow import hollow_pipelines
+
+    world, rollout = int(os.environ.get("WORLD_SIZE", "1")), config.rollout
+    images = rollout.prompts_per_iteration * rollout.group_size
+    pairs_per_update = images * trained_per_image(config) / world / config.optimizer.updates_per_iteration
+    pairs = min(config.optimizer.micro_batch, math.ceil(pairs_per_update))
+    try:
+        with hollow_pipelines() as trace:
+            policy, own_size, trained = _hollow_passes(config, inputs.records[0], pairs, trace)
+    except (RuntimeError, TypeError) as error:
+        raise UserError(
+            f"visalign plan follows a model by shapes alone, and {config.model.path} asks for numbers there "
+            f"({str(error).splitlines()[0]}). `visalign train CONFIG --dry-run` loads it and times passes."
+        ) from error
+    memory, later = _memory(config, policy, inputs, images / world, trained)
+    cost = planned_cost(config)
+    run = cost * images * config.run.iterations
+    recomputed = trained_per_image(config) * images * config.run.iterations * config.objective.epochs
+    evaluation = evaluated * (config.evaluation.steps or rollout.steps) * (1 + _guided(policy))
+    flops = math.fsum(velocity.flops for velocity in trained) / len(trained)
+    checkpointed = any(velocity.largest_block for velocity in trained)
+    operations = (run + recomputed * checkpointed) * flops + evaluation * own_size.flops
+    return {
+        "model": {
+            "trained_parameters": sum(w.numel() for _, w in policy.trainable_parameters()),
+            "operations_per_forward": flops,
+            "latent": list(policy.latent_shape),
+        },
+        "memory_in_GB": {**memory, "not_counted": ", ".join([NOT_COUNTED, *later])},
+        "forward_equivalents": {
+            "per_image": cost,
+            "per_iteration": cost * images,
+            "of_the_run": run,
+            "of_evaluation": evaluation,
+        },
+        "hours": hours_by_device(operations / world, memory["in_all"]),
+    }
+
+
+def _hollow_passes(
+    config: FlowGRPOConfig, record: Any, pairs: int, trace: Any
+) -> tuple[Any, Pass, list[Pass]]:
+    """Build the policy without weights, at its largest training size, and trace a velocity of `pairs`.
+
+    Returns:
+        (policy, pass at its own size, pass at each size that it is trained at).
+    """
+    autocast = "bfloat16" if config.model.autocast == "auto" else config.model.autocast  # as GPUs have it
+    model = replace(config.model, compile=False, autocast=autocast)  # compiling changes no size
+    policy: Any = build_policy(model, torch.device("cpu"), config.seed)
+    check_sizes(policy, config.rollout)
+
+    def velocity() -> Pass:
+        condition = policy.encode(asked_of(policy, [record] * pairs))
+        trace.clear()
+        count, x = policy.forward_count, torch.zeros(pairs, *policy.latent_shape, dtype=policy.storage_dtype)
+        before = count.forward + count.forward_backward
+        policy.velocity(x, torch.full((pairs,), 0.5), condition)
+        flops = sum(n for part, n in trace.flops.items() if part in _networks(policy))
+        passes = max(1, count.forward + count.forward_backward - before)
+        return Pass(flops=flops / passes, held=trace.held, largest_block=trace.largest_block)
+
+    own_size = velocity()
+    if (sizes := config.rollout.image_sizes) is None:
+        return policy, own_size, [own_size]
+    by_size = {}
+    for size in sizes:
+        policy.image_size = size
+        by_size[size] = velocity()
+    policy.image_size = max(by_size, key=by_size.__getitem__)
+    return policy, own_size, [by_size[size] for size in sizes]
+
+
+def _networks(policy: Any) -> list[str]:
+    return list(getattr(policy, "networks", ["transformer"]))
+
+
+def _guided(policy: Any) -> bool:
+    """Return whether a velocity takes two passes."""
+    return policy.guided if hasattr(policy, "guided") else policy.guidance != 1
+
+
+def _memory(
+    config: FlowGRPOConfig, policy: Any, inputs: Inputs, images: float, trained: list[Pass]
+) -> tuple[dict[str, float], list[str]]:
+    """Compute the GB on each device by part, and name the rewards whose networks are loaded later."""
+    from visalign.training.diffusion.merging import mergeable_adapters
+
+    objective, rollout, optimizer = config.objective, config.rollout, config.optimizer
+    weights = [weight for _, weight in policy.trainable_parameters()]
+    trained_ids = {id(weight) for weight in weights}
+    memory: dict[str, float] = {}
+    for name, part in policy.pipe.components.items():
+        if isinstance(part, torch.nn.Module) and (size := weight_bytes(part, trained_ids)):
+            memory[f"{name}, {dtype_name(part, trained_ids)}"] = size / GB
+    regression = objective.regression
+    updates = objective.epochs * optimizer.updates_per_iteration
+    keeps_old = (
+        regression is not None and regression.anchor == "old" and (regression.keeps_old or updates > 1)
+    )
+    copies = (config.model.lora is None) + keeps_old + len(set((objective.experts or {}).values()))
+    memory |= trained_memory(weights, ema=bool(optimizer.ema_decay), copies=copies)
+
+    # rollout records: the latents as stored, and per recorded step x and x' as stored and the mean in float32
+    recorded = objective.ascent is None if regression is None else regression.visited
+    steps = (rollout.sde_window or len(rollout.stochastic)) if recorded else 0
+    width = policy.storage_dtype.itemsize
+    memory["rollout_records"] = (
+        images * math.prod(policy.latent_shape) * (width + steps * (2 * width + 4)) / GB
+    )
+
+    ascent = objective.ascent
+    graphs = 1 if ascent is None or ascent.stop_range else min(ascent.last, rollout.steps)
+    largest, block = max(v.held for v in trained), max(v.largest_block for v in trained)
+    activations = memory["activations_of_a_micro_batch"] = (largest * graphs + block) / GB
+    if rollout.merge_adapters:  # merged weights exist only while sampling, when no activations are held
+        merged = sum(layer.get_base_layer().weight.nbytes for layer in mergeable_adapters(policy.module))
+        memory["merged_adapters"] = max(0.0, merged / GB - activations)
+    divided = {*_networks(policy), "trained_weights"}
+    network = [name for name in memory if name.partition(", ")[0] in divided]
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    memory = on_each_device(memory, network, world=world, sharding=config.run.sharding, spare=activations)
+    judges, later = judge_bytes({**inputs.rewards, "the sum": inputs.reward})
+    memory["judges"] = judges / GB
+    memory["in_all"] = math.fsum(memory.values())
+    return memory, later

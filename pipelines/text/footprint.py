@@ -12,26 +12,23 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from visalign.data.assets import resolve_model
-from visalign.pipelines.shared.devices import hours_by_device, tokens_by_device
-from visalign.pipelines.shared.memory import (
+from visalign.pipelines.shared.plan import (
     GB,
     dtype_name,
+    hours_by_device,
     judge_bytes,
     on_each_device,
+    tokens_by_device,
     trained_memory,
     weight_bytes,
 )
 from visalign.precision import autocast_dtype
-from visalign.training.loop.optimizer import AdamWSettings
 
 from .config import TextConfig
 from .parts import TextInputs, prompt_encoder, text_adapters
 
 PROMPTS = 256
 """Training prompts that are measured."""
-NOT_COUNTED_OF_STEPS = (
-    "kernels' workspaces, the allocator's gaps, activations of what is frozen and of measuring"
-)
 NOT_COUNTED = "kernels' workspaces, the allocator's gaps, activations of generation and of judges"
 
 
@@ -130,38 +127,6 @@ def _tokens(rows: int, length: int) -> torch.Tensor:
 def _mask(length: int) -> torch.Tensor:
     """A whole one, without which transformers looks at the positions' numbers."""
     return torch.ones(1, 1, length, length, dtype=torch.bool, device="meta")
-
-
-def step_footprint(
-    network: Any, rows: int, length: int, pace: AdamWSettings, *, sharding: bool
-) -> dict[str, Any]:
-    """Memory in GB of the training of a token classifier on each device, in groups.
-
-    Args:
-        network: on the meta device, in training mode.
-        rows: texts of an update.
-        length: tokens of each.
-        pace: whether weights are averaged.
-        sharding: FSDP2.
-    """
-    from visalign.adapters.hollow import traced_network
-
-    world, trained = (
-        int(os.environ.get("WORLD_SIZE", "1")),
-        [w for w in network.parameters() if w.requires_grad],
-    )
-    with traced_network(network) as trace:
-        ids = _tokens(math.ceil(rows / world), length)
-        network(input_ids=ids, attention_mask=_mask(length), use_cache=False)
-    memory = _stays(network, trained, ema=bool(pace.ema_decay))
-    activations = trace.held / GB
-    memory = on_each_device(memory, _shared(memory), world=world, sharding=sharding, spare=activations)
-    memory["activations_of_an_update"] = activations
-    memory["in_all"] = math.fsum(memory.values())
-    return {
-        "model": {"trained_parameters": sum(w.numel() for w in trained), "longest_record": length},
-        "memory_in_GB": {**memory, "not_counted": NOT_COUNTED_OF_STEPS},
-    }
 
 
 def asks_reference(config: TextConfig) -> bool:

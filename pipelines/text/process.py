@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from visalign.training import TrainResult
     from visalign.training.process.trainer import StepTexts
 
-__all__ = ["TextProcessConfig", "estimate", "plan", "run"]
+__all__ = ["TextProcessConfig", "plan", "run"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -247,28 +247,6 @@ class ProcessRun(JudgeRun):
             "records_left_out": left_out,
             "samples": result.counters.samples,
         }
-
-
-def estimate(config: TextProcessConfig) -> Mapping[str, Any]:
-    """Memory on each device beside what is learnt from; no weight is read, and every record counts as the
-    longest."""
-    import torch
-    from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer
-
-    from visalign.adapters.causal_lm.loading import from_pretrained
-
-    from .footprint import step_footprint
-
-    folder, dtype = str(resolve_model(config.model.path)), getattr(torch, config.model.dtype)
-    loaded = from_pretrained(AutoConfig, folder, num_labels=_labels(config))
-    with torch.device("meta"):
-        model: Any = AutoModelForTokenClassification.from_config(loaded, dtype=dtype).train()
-    _freeze(config, model)
-    texts = _texts(config, model, from_pretrained(AutoTokenizer, folder), _read(config)[0])
-    longest = max((len(tokens.ids) for tokens, _ in texts.texts), default=1)
-    rows = min(config.data.batch, len(texts.texts))
-    found = step_footprint(model, rows, longest, config.optimizer, sharding=config.run.sharding)
-    return {**plan(config), **found}
 
 
 def plan(config: TextProcessConfig) -> Mapping[str, Any]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from .judges import TrainedJudge
 
-__all__ = ["JUDGE", "TrainRewardConfig", "estimate", "plan", "run"]
+__all__ = ["JUDGE", "TrainRewardConfig", "plan", "run"]
 
 
 def run(config: TrainRewardConfig, output: Path, resume: bool = False) -> dict[str, Any]:
@@ -131,13 +131,6 @@ class RewardRun(JudgeRun):
         """Beside the judge."""
         card = reward_card(self.config, summary, self.examples, notes)
         write_atomic(folder / "README.md", card.encode())
-
-
-def estimate(config: TrainRewardConfig) -> Mapping[str, Any]:
-    """Memory on each device beside what is learnt from; no model is loaded."""
-    from .footprint import footprint
-
-    return {**plan(config), **footprint(config, prepare_reward(config).train, build_judge)}
 
 
 def plan(config: TrainRewardConfig) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from visalign.adapters.pipeline import quantization
 from visalign.errors import UserError
 from visalign.flow.replay import ratio_check
 from visalign.flow.rollout import rollout
-from visalign.pipelines.shared.memory import weight_bytes
+from visalign.pipelines.shared.plan import weight_bytes
 
 LORA = LoraSettings(rank=2, alpha=4)
 SIZES = {"sd15": (32, 16), "flux": (16, 8), "sd3": (16, 16), "flux3": (16, 8), "qwen_image_21": (16, 8)}

@@ -10,20 +10,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from tests.support.models.language import save_tiny_language_model
 from tests.support.training.text import toy_policy, toy_text_trainer
-from visalign.adapters.hollow import stored
 from visalign.config import load_config
 from visalign.errors import UserError
-from visalign.pipelines.shared.memory import GB, weight_bytes
 from visalign.pipelines.text.config import TextGRPOConfig
 from visalign.pipelines.text.parts import build_process
-from visalign.pipelines.text.process import TextProcessConfig, _freeze, _read, _texts, estimate, plan, run
+from visalign.pipelines.text.process import TextProcessConfig, _read, plan, run
 from visalign.rewards import ProcessRewardModel
 from visalign.training.loop.metrics import read_metrics
-from visalign.training.loop.optimizer import TrainedWeights
 
 TEXTS = ["a", "b", "a\nb", "b\na", "a\na", "b\nb", "a\nb\na", "b\nb\na"]
 JUDGED = [
@@ -184,36 +180,3 @@ def test_what_it_would_do_and_what_it_refuses(inputs: Path, tmp_path: Path) -> N
             run(_config(inputs, f"data.train={file}"), tmp_path / "bad")
     with pytest.raises(UserError, match=r"AutoModelForTokenClassification cannot load .* Correct the path"):
         run(_config(inputs, f"model.path={tmp_path}/nothing"), tmp_path / "bad")
-
-
-@pytest.mark.parametrize("train", ["full", "head"])
-def test_a_plan_is_what_the_classifier_holds(inputs, train, monkeypatch):
-    config = _config(inputs, f"model.train={train}", "optimizer.ema_decay=0.5")
-    memory: Any = estimate(config)["memory_in_GB"]
-    model: Any = AutoModelForTokenClassification.from_pretrained(inputs / "model", num_labels=1).train()
-    _freeze(config, model)
-    moving = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
-    weights = TrainedWeights(moving, config.optimizer)
-    for _, weight in moving:
-        weight.grad = torch.ones_like(weight)
-    weights.step()
-    moments = [s[k] for s in weights.optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
-    assert memory["adamw_moments"] * GB == pytest.approx(sum(m.numel() * 4 for m in moments), rel=1e-12)
-    trained = sum(4 * weight.numel() for _, weight in moving)
-    for part in ("trained_weights", "gradients", "averaged_weights"):
-        assert memory[part] * GB == pytest.approx(trained, rel=1e-12)
-    frozen = weight_bytes(model, {id(weight) for _, weight in moving})
-    assert memory.get("frozen_weights, float32", frozen / GB) * GB == pytest.approx(frozen, rel=1e-12)
-    assert ("frozen_weights, float32" in memory) == (train == "head")
-    texts = _texts(config, model, AutoTokenizer.from_pretrained(inputs / "model"), _read(config)[0])
-    longest = max(texts.rows, key=lambda row: len(texts.texts[row][0].ids))
-    with stored({weight.untyped_storage()._cdata for weight in model.parameters()}) as held:
-        texts.judge([longest] * 8)
-    assert 0.8 <= memory["activations_of_an_update"] * GB / sum(held.values()) <= 1.1
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    divided: Any = estimate(_config(inputs, f"model.train={train}", "run.sharding=true"))["memory_in_GB"]
-    assert divided["adamw_moments"] == memory["adamw_moments"] / 2 and "network_gathered" in divided
-    half = divided["activations_of_an_update"] / memory["activations_of_an_update"]
-    assert half == pytest.approx(0.5, rel=0.01)
-    parts = [value for name, value in divided.items() if name not in ("in_all", "not_counted")]
-    assert divided["in_all"] == pytest.approx(sum(parts))

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory by part and hours by device of a run, for the plans of all jobs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+GB = 1e9
+PEAK_SHARE = 0.215
+"""Share of the peak that whole iterations of Flow-GRPO reached on one H200 (SD3.5-medium's size, batch 16).
+Measure yours: `visalign train CONFIG --dry-run`."""
+
+
+class Device(NamedTuple):
+    """Figures of a vendor's data sheet."""
+
+    peak: float
+    """Operations a second in dense bfloat16 with float32 sums."""
+    memory: float
+    """GB."""
+    bandwidth: float
+    """Bytes a second of its memory."""
+
+
+DEVICES = {
+    "RTX 4090": Device(165e12, 24, 1008e9),
+    "L40S": Device(362e12, 48, 864e9),  # the sheet's 733 is with sparsity, as 1,979 and 4,500 below
+    "A100 80 GB": Device(312e12, 80, 2039e9),
+    "H100 SXM": Device(989e12, 80, 3350e9),
+    "H200 SXM": Device(989e12, 141, 4800e9),
+    "B200": Device(2250e12, 180, 8000e9),
+    "MI300X": Device(1307e12, 192, 5300e9),
+}
+
+
+def hours_by_device(operations: float, memory: float) -> dict[str, float | str]:
+    """Estimate the hours of a run on one device of each kind, or state that it does not fit."""
+    hours: dict[str, float | str] = {}
+    for name, device in DEVICES.items():
+        value = operations / (device.peak * PEAK_SHARE) / 3600
+        fits = memory <= device.memory
+        hours[name] = value if fits else f"{value:.3g}, but {memory:.0f} GB do not fit {device.memory:.0f} GB"
+    basis = f"{PEAK_SHARE:.1%} of the data sheet's dense bfloat16 peak, as measured on one H200 with"
+    return hours | {"basis": f"{basis} SD3.5-medium at batch 16; rewards are not counted"}
+
+
+def tokens_by_device(rows: int, read: float) -> dict[str, float | str]:
+    """Bound the tokens a second of growing completions on one device of each kind.
+
+    Args:
+        rows: completions that grow together.
+        read: bytes that a step reads: all weights, and the keys and values so far.
+    """
+    tokens: dict[str, float | str] = {n: rows * device.bandwidth / read for n, device in DEVICES.items()}
+    return tokens | {"basis": "each step reads weights, keys and values once at the data sheet's bandwidth"}
+
+
+def weight_bytes(part: nn.Module, without: Collection[int] = ()) -> int:
+    """Sum the bytes of parameters and buffers, each once, but for those whose `id` is in `without`."""
+    values = {id(v): v for v in [*part.parameters(), *part.buffers()] if id(v) not in without}
+    return sum(map(_stored_bytes, values.values()))
+
+
+def _stored_bytes(value: Any) -> int:
+    """Bytes of a tensor, or of the tensors that make up a quantized one (bitsandbytes keeps scales too)."""
+    if is_traceable_wrapper_subclass(value):
+        return sum(_stored_bytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+    state, scales = getattr(value, "quant_state", None), ()
+    if state is not None:
+        nested = (state.offset, state.state2.absmax, state.state2.code) if state.nested else ()
+        scales = (state.absmax, state.code, *nested)
+    return value.numel() * value.element_size() + sum(map(_stored_bytes, scales))
+
+
+def dtype_name(part: nn.Module, without: Collection[int] = ()) -> str:
+    """Return the dtype that most of a part's parameters have, such as bfloat16."""
+    sizes: dict[str, int] = {}
+    for value in part.parameters():
+        if id(value) not in without:
+            name = str(value.dtype).removeprefix("torch.")
+            sizes[name] = sizes.get(name, 0) + value.numel()
+    return max(sizes, key=lambda name: sizes[name]) if sizes else "trained"
+
+
+TRAINED = (
+    "trained_weights",
+    "float32_masters",
+    "gradients",
+    "adamw_moments",
+    "averaged_weights",
+    "reference_and_old_policy",
+)
+"""The parts of `trained_memory`."""
+
+
+def trained_memory(trained: Sequence[Tensor], *, ema: bool, copies: int) -> dict[str, float]:
+    """Compute the GB of trained weights and of what AdamW and the averages keep for them.
+
+    Args:
+        trained: the parameters.
+        ema: whether they are averaged.
+        copies: float32 copies that the algorithm keeps: a reference, an old policy.
+    """
+    numbers = sum(weight.numel() for weight in trained)
+    stored = sum(weight.numel() * weight.element_size() for weight in trained)
+    masters = 4 * sum(weight.numel() for weight in trained if weight.element_size() < 4)
+    sizes = stored, masters, stored, 8 * numbers, 4 * numbers * ema, 4 * numbers * copies
+    return {name: size / GB for name, size in zip(TRAINED, sizes, strict=True)}
+
+
+def on_each_device(
+    memory: Mapping[str, float], network: Collection[str], *, world: int, sharding: bool, spare: float = 0.0
+) -> dict[str, float]:
+    """Compute the GB that each of several processes holds, by part.
+
+    DDP holds everything, and the gradients once more in its buckets. FSDP2 holds a share of the network and
+    of its training state, and gathers the whole network while sampling.
+
+    Args:
+        memory: parts of a run in one process.
+        network: the parts that are weights of the trained network, frozen ones too.
+        world: processes.
+        sharding: FSDP2 in place of DDP.
+        spare: GB of `memory` that are free while sampling.
+    """
+    if world == 1:
+        return dict(memory)
+    if not sharding:
+        return {**memory, "gradients_exchanged": memory["gradients"]}
+    divided = {*network, *TRAINED}
+    parts = {name: size / world if name in divided else size for name, size in memory.items()}
+    return parts | {"network_gathered": max(0.0, sum(memory[name] for name in network) - spare)}
+
+
+def judge_bytes(judges: Mapping[str, Any]) -> tuple[int, list[str]]:
+    """Sum the bytes of the rewards' networks, each once, and name the rewards that load theirs later."""
+    networks: dict[int, nn.Module] = {}
+    later = []
+    for label, judge in judges.items():
+        loaded = list(_networks(judge, set()))
+        networks |= {id(network): network for network in loaded}
+        if not loaded and "device" in inspect.signature(type(judge)).parameters:
+            later.append(f"the network of {label}")
+    return sum(weight_bytes(network) for network in networks.values()), later
+
+
+def _networks(value: Any, visited: set[int]) -> Iterator[nn.Module]:
+    """Yield the modules in the attributes and containers of an object of this package."""
+    if id(value) in visited:
+        return
+    visited.add(id(value))
+    if isinstance(value, nn.Module):
+        yield value
+        return
+    inner: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        inner = value.values()
+    elif isinstance(value, list | tuple):
+        inner = value
+    elif type(value).__module__.startswith("visalign"):
+        inner = getattr(value, "__dict__", {}).values()
+    for entry in inner:
+        yield from _networks(entry, visited)
