@@ -42,7 +42,7 @@ NOT_COUNTED = (
 
 
 def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
-    """Compute batch arithmetic and cost of a job, with `measure` its seconds from timed passes of the model."""
+    """Compute batch arithmetic and cost of a job, and with `measure` its seconds from timed passes."""
     groups, inputs = _arithmetic(config)
     if not measure:
         return groups
