@@ -43,7 +43,7 @@ def test_a_reason_names_the_faults_of_each_image():
     pair = replace(PAIRS[0], record=record, left=right, right=wrong)
     assert pair.reason == "picture 1: textured; picture 2: expected 2 circle, found 0, blurred, flat"
     faint = replace(pair, right=right.distorted("jpeg", 0.2))
-    assert faint.reason == "image 1: textured; image 2: textured"
+    assert faint.reason == "picture 1: textured; picture 2: textured"
 
 
 def test_a_pair_is_a_function_of_its_number():
