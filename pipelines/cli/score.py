@@ -33,7 +33,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from visalign.pipelines.score.on_ray import Done
+    from visalign.pipelines.score.on_ray import RayResult
 
 
 class Format(enum.StrEnum):
@@ -105,7 +105,7 @@ def score(
         _check_files(output, page, tables, resume)
         from visalign.data.sets.columns import parse_map
         from visalign.pipelines.score.image_rows import image_rows
-        from visalign.pipelines.score.log import part_of
+        from visalign.pipelines.score.log import partial_path
         from visalign.pipelines.score.report import file_tables, score_summary, write_score_page
         from visalign.pipelines.score.score import score_rows, takes_clips
         from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each, with_cache
@@ -119,7 +119,7 @@ def score(
         clips = any(map(takes_clips, loaded.values()))
         table = image_rows(images, prompt, needs_prompt=any_needs_prompt(loaded), names=names, clips=clips)
         rewards = with_cache(loaded, cache)
-        part = None if kept is None else part_of(kept)
+        part = None if kept is None else partial_path(kept)
         with scoring(part, rewards, len(table), resume=resume) as keeping, clean_output():
             rows = score_rows(table, rewards, batch_size=batch_size, **keeping)
         show_scores(rows, _form(form, output), output)
@@ -159,10 +159,10 @@ def _on_ray(
     resume: bool,
     workers: int,
     address: str | None,
-) -> Done:
+) -> RayResult:
     from visalign.data.sets.columns import parse_map
     from visalign.pipelines.score.on_ray import loaded_ray, score_on_ray
-    from visalign.pipelines.score.parts import Asking
+    from visalign.pipelines.score.parts import ScoringOptions
     from visalign.pipelines.score.score import takes_clips
     from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each
     from visalign.rewards.catalogue import load_reward
@@ -176,13 +176,13 @@ def _on_ray(
         loaded = load_each(reward, asked["options"], load_reward)
     needs_prompt, names = any_needs_prompt(loaded), parse_map(columns)
     clips = any(map(takes_clips, loaded.values()))
-    asking = Asking(rewards=reward, needs_prompt=needs_prompt, names=names, clips=clips, **asked)
+    options = ScoringOptions(rewards=reward, needs_prompt=needs_prompt, names=names, clips=clips, **asked)
     with Progress(console=Console(stderr=True), transient=True) as progress, clean_output():
         bar = progress.add_task("scoring", total=None)
         found = score_on_ray(
             images,
             output,
-            asking,
+            options,
             loaded,
             resume=resume,
             workers=workers,
@@ -225,4 +225,4 @@ def scoring(
     with nullcontext() if path is None else RowLog(path, rewards, resume=resume) as log:
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("scoring", total=total)
-            yield {"keeper": log, "on_batch": lambda count: progress.advance(task, count)}
+            yield {"store": log, "on_batch": lambda count: progress.advance(task, count)}

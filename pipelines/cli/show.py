@@ -324,10 +324,10 @@ def number(value: Any) -> str:
 def tell_whose(judges: Mapping[str, Any], prompts: Sequence[str]) -> None:
     """A line per judge on the error stream: whose numbers these are, and whether it belongs there."""
     from visalign.evaluation.pages.base import says_whose
-    from visalign.pipelines.score.whose import foreign, whose
+    from visalign.pipelines.score.provenance import domain_note, provenance
 
     console = Console(stderr=True)
     for label, judge in judges.items():
-        console.print(Text(says_whose(label, whose(judge))), soft_wrap=True)
-        if caution := foreign(judge, prompts):
+        console.print(Text(says_whose(label, provenance(judge))), soft_wrap=True)
+        if caution := domain_note(judge, prompts):
             console.print(Text(f"! {label}: {caution}"), soft_wrap=True)

@@ -25,10 +25,9 @@ from visalign.evaluation.pages.table_files import FOLDER, write_tables
 from visalign.evaluation.rewards.agreement import LEVEL, agreement, parted, prompts_apart
 from visalign.interfaces import PointwiseReward
 from visalign.pipelines.score.image_rows import ImageRow, image_rows
-from visalign.pipelines.score.log import judge_identity
-from visalign.pipelines.score.report import shown_images
+from visalign.pipelines.score.provenance import provenance, reward_identity
+from visalign.pipelines.score.report import load_shown_images
 from visalign.pipelines.score.score import ScoreRow, score_rows
-from visalign.pipelines.score.whose import whose
 from visalign.pipelines.shared.run_folder import pretty
 
 RESULT, PAGE, ROWS = "agreement.json", "agreement.html", "scores.jsonl"
@@ -92,7 +91,7 @@ def agree_rewards(
     seed: int = 0,
     batch_size: int = 32,
     on_batch: Callable[[int], object] | None = None,
-    keeper: Any = None,
+    store: Any = None,
 ) -> dict[str, Any]:
     """Score a set by several rewards, or read their scores (`columns`, as `read_set` kept them), and compare
     their orders.
@@ -115,7 +114,7 @@ def agree_rewards(
         raise UserError(f"The set has {len(rows)} images; a rank correlation needs at least 3.")
     table = {name: [_column_row(name, row) for row in rows] for name in columns}
     if rewards:
-        scored = score_rows(rows, rewards, batch_size=batch_size, on_batch=on_batch, keeper=keeper)
+        scored = score_rows(rows, rewards, batch_size=batch_size, on_batch=on_batch, store=store)
         table |= {label: scored[place :: len(rewards)] for place, label in enumerate(rewards)}
     judges = dict.fromkeys(columns, _Column()) | dict(rewards)
     records = [_reward_record(label, judge, table[label]) for label, judge in judges.items()]
@@ -162,7 +161,7 @@ def write_agreement(folder: Path, result: Mapping[str, Any]) -> Path:
     names = dict.fromkeys(shown["image"] for pair in result["pairs"] for shown in pair["parted"])
     write_atomic(folder / RESULT, pretty(result))
     write_tables(folder / FOLDER, file_tables(result))
-    return write_atomic(folder / PAGE, agree_page(result, shown_images(names)))
+    return write_atomic(folder / PAGE, agree_page(result, load_shown_images(names)))
 
 
 class _Column:
@@ -288,9 +287,9 @@ def _reward_record(label: str, reward: Any, rows: Sequence[ScoreRow]) -> dict[st
         "label": label,
         "unit": reward.unit,
         "higher_is_better": reward.higher_is_better,
-        "model": None if isinstance(reward, _Column) else judge_identity(reward).model,
-        "digest": None if isinstance(reward, _Column) else judge_identity(reward).digest,
-        "whose": None if isinstance(reward, _Column) else whose(reward),
+        "model": None if isinstance(reward, _Column) else reward_identity(reward).model,
+        "digest": None if isinstance(reward, _Column) else reward_identity(reward).digest,
+        "whose": None if isinstance(reward, _Column) else provenance(reward),
         "judged": len(known),
         "failed": len(rows) - len(known),
         "reasons": {reason: reasons.count(reason) for reason in list(dict.fromkeys(reasons))[:3]},

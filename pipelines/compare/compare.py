@@ -15,8 +15,8 @@ from visalign.core.preference.ranking import MAX_LOG_ODDS
 from visalign.errors import UserError
 from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences, Scores
 from visalign.pipelines.score.image_rows import require_still, require_text_name
-from visalign.pipelines.score.log import number
-from visalign.pipelines.score.whose import foreign, whose
+from visalign.pipelines.score.provenance import domain_note, provenance
+from visalign.pipelines.score.score import finite_or_none
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.images import load_images
@@ -84,8 +84,8 @@ def compare_images(
                 entries.append(_scored(label, judge, images, prompt))
             else:
                 entries.append(_compared(label, judge, images, prompt))
-            entries[-1]["whose"] = whose(judge)
-            entries[-1]["notes"] += filter(None, [foreign(judge, [prompt])])
+            entries[-1]["whose"] = provenance(judge)
+            entries[-1]["notes"] += filter(None, [domain_note(judge, [prompt])])
     votes: dict[str, list[str]] = {}
     for entry in entries:
         votes.setdefault(entry["winner"], []).append(entry["label"])
@@ -156,7 +156,7 @@ def _moved(judge: PointwiseReward, images: Sequence[Tensor], prompt: str, values
     """The largest change of a score under changes that nobody sees: one pixel to the side, one grey level."""
     copies = [copy for image in images for copy in (image.roll(1, -1), (image + 1 / 255).clamp(0, 1))]
     scores = judge.score(copies, [prompt] * 4, [None] * 4)
-    known = [number(value) for value in scores.value]
+    known = [finite_or_none(value) for value in scores.value]
     moves = [abs(v - values[k // 2]) for k, v in enumerate(known) if v is not None]
     return max(moves, default=0.0)
 
@@ -172,13 +172,13 @@ def _probability(judge: PointwiseReward, better: float, spread: float) -> float 
 
 
 def _side(scores: Scores, row: int, reason: str | None) -> dict[str, Any]:
-    value = number(scores.value[row]) if reason is None else None
+    value = finite_or_none(scores.value[row]) if reason is None else None
     if reason is None and value is None:
         reason = "the reward gave no finite number"
     return {
         "value": value,
-        "std": None if scores.std is None else number(scores.std[row]),
-        "parts": {name: number(part[row]) for name, part in scores.parts.items()},
+        "std": None if scores.std is None else finite_or_none(scores.std[row]),
+        "parts": {name: finite_or_none(part[row]) for name, part in scores.parts.items()},
         "text": scores.text[row] if scores.text else None,
         "reason": reason,
     }
@@ -235,10 +235,10 @@ def _order(said: Preferences, row: int) -> dict[str, Any]:
         reason = "the judge gave no finite number"
     return {
         "left": SIDES[row],
-        "prob": None if value is None else number(said.prob[row]),
+        "prob": None if value is None else finite_or_none(said.prob[row]),
         "log_odds": value,
-        "std": None if said.std is None or value is None else number(said.std[row]),
-        "parts": {name: number(part[row]) for name, part in said.parts.items()},
+        "std": None if said.std is None or value is None else finite_or_none(said.std[row]),
+        "parts": {name: finite_or_none(part[row]) for name, part in said.parts.items()},
         "text": said.text[row] if said.text else None,
         "reason": None if value is not None else reason,
     }

@@ -9,9 +9,9 @@ from typing import Any
 
 from visalign.evaluation.pages.rank_page import SHOWN, rank_page
 from visalign.interfaces import PairwiseReward, PointwiseReward
-from visalign.pipelines.score.log import number
-from visalign.pipelines.score.report import shown_images
-from visalign.pipelines.score.whose import foreign, whose
+from visalign.pipelines.score.provenance import domain_note, provenance
+from visalign.pipelines.score.report import load_shown_images
+from visalign.pipelines.score.score import finite_or_none
 from visalign.rewards.pairs.ranking import Ranking
 
 
@@ -43,9 +43,9 @@ def ranking_record(
             {
                 "place": place if row in judged else None,
                 "image": names[row],
-                "score": number(found.score[row]),
-                "low": number(found.low[row]),
-                "high": number(found.high[row]),
+                "score": finite_or_none(found.score[row]),
+                "low": finite_or_none(found.low[row]),
+                "high": finite_or_none(found.high[row]),
                 "reason": None if row in judged else found.reason[row] or "not judged",
             }
             | ({"calls": own[names[row]]} if is_pairwise else {})
@@ -55,8 +55,8 @@ def ranking_record(
         "prompt": prompt,
         "judge": reward,
         "unit": found.unit,
-        "whose": whose(judge),
-        "caution": foreign(judge, [prompt]),
+        "whose": provenance(judge),
+        "caution": domain_note(judge, [prompt]),
         "higher_is_better": is_pairwise or judge.higher_is_better,
         "level": found.level,
         "calls": found.calls,
@@ -70,7 +70,7 @@ def ranking_record(
 
 def ranking_page(result: Mapping[str, Any]) -> str:
     """The page of a ranking, with its best images inside."""
-    return rank_page(result, shown_images(row["image"] for row in result["images"][:SHOWN]))
+    return rank_page(result, load_shown_images(row["image"] for row in result["images"][:SHOWN]))
 
 
 def _asked(found: Ranking, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -79,6 +79,6 @@ def _asked(found: Ranking, names: Sequence[str]) -> list[dict[str, Any]]:
         return []
     calls = zip(found.pairs.tolist(), found.answers.prob.tolist(), found.answers.reasons, strict=True)
     return [
-        {"left": names[left], "right": names[right], "prob": number(prob), "reason": reason}
+        {"left": names[left], "right": names[right], "prob": finite_or_none(prob), "reason": reason}
         for (left, right), prob, reason in calls
     ]

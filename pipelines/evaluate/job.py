@@ -35,9 +35,8 @@ from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.evaluation.rewards.preferences import evaluate_preferences
 from visalign.evaluation.rewards.quality import evaluate_quality
 from visalign.interfaces import PointwiseReward
-from visalign.pipelines.score.log import judge_identity
-from visalign.pipelines.score.report import shown_images
-from visalign.pipelines.score.whose import foreign, whose
+from visalign.pipelines.score.provenance import domain_note, provenance, reward_identity
+from visalign.pipelines.score.report import load_shown_images
 from visalign.pipelines.shared.reward_options import load_each, with_cache
 from visalign.pipelines.shared.run_folder import check_run_folder, pretty
 
@@ -137,7 +136,7 @@ def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> di
     asked = {judge.name: judge for judge in judges.values()}
     for report in reports:
         if (judge := asked.get(report["judge"]["name"])) is not None:
-            identity = judge_identity(judge)
+            identity = reward_identity(judge)
             report["judge"]["identity"] = {"model": identity.model, "digest": identity.digest}
     for report, entry in zip(reports, whole, strict=True):
         report["worst"] = worst_records(source, entry)
@@ -146,14 +145,14 @@ def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> di
     asked = source.pairs if isinstance(source, PreferenceSet) else source.records
     prompts = [row.prompt or "" for row in asked]
     for name, judge in judges.items():
-        if caution := foreign(judge, prompts):
+        if caution := domain_note(judge, prompts):
             findings.append(Finding(kind="packaged judge", count=1, message=f"{name}: {caution}"))
     findings += [Finding(kind="no report", count=1, message=f"{f['judge']}: {f['error']}") for f in failed]
     result = {
         "format": "visalign evaluation 1",
         "set": _set_record(source, options, findings),
         "judges": reports,
-        "whose": {name: whose(judge) for name, judge in judges.items()},
+        "whose": {name: provenance(judge) for name, judge in judges.items()},
         "comparisons": comparisons,
         "leaderboard": leaderboard(source, whole, comparisons, options.settings),
         "fusion": fusion,
@@ -174,7 +173,7 @@ def write_result(folder: Path, result: dict[str, Any]) -> None:
     write_tables(folder / FOLDER, file_tables(result))
     fields = ("image", "image_left", "image_right")
     names = [row[key] for judge in result["judges"] for row in judge["worst"] for key in fields if key in row]
-    images = shown_images(dict.fromkeys(names))
+    images = load_shown_images(dict.fromkeys(names))
     write_atomic(folder / PAGE, evaluation_page(result, images=images))
 
 

@@ -19,7 +19,9 @@ from visalign.errors import UserError
 from visalign.evaluation.rewards.pair_scores import PairScores, from_probabilities, from_scores
 from visalign.evaluation.rewards.quality import QualityScores, from_values
 from visalign.interfaces import PairwiseReward, PointwiseReward
-from visalign.pipelines.score.log import Logged, ScoreLog, judge_identity, number, score_key
+from visalign.pipelines.score.log import Logged, ScoreLog, score_key
+from visalign.pipelines.score.provenance import reward_identity
+from visalign.pipelines.score.score import finite_or_none
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure import FailureAlarm, Naming, failure_reasons
 
@@ -131,7 +133,7 @@ def _ask(
     judge: Any, wanted: Sequence[tuple[_Unit, ...]], asking: Asking, one_batch: Batch
 ) -> list[tuple[Logged, ...]]:
     """The answer of every unit; each distinct one is asked once, and those in the log are not asked again."""
-    log = ScoreLog(asking.log, {judge.name: judge_identity(judge)}, Logged)
+    log = ScoreLog(asking.log, {judge.name: reward_identity(judge)}, Logged)
     alarm = FailureAlarm(judge.name, asking.max_failure_rate, least=50)
     keys = [tuple(unit.key for unit in units) for units in wanted]
     distinct = dict(zip((k for own in keys for k in own), (u for own in wanted for u in own), strict=True))
@@ -198,10 +200,10 @@ def _compared(
 
 
 def _logged(value: Any, reason: str | None, std: Any) -> Logged:
-    found = number(value)
+    found = finite_or_none(value)
     if reason is not None or found is None:
         return Logged(value=None, reason=reason or f"the judge returned {float(value):g}, which is no score")
-    return Logged(value=found, std=None if std is None else number(std))
+    return Logged(value=found, std=None if std is None else finite_or_none(std))
 
 
 def _column(rows: Sequence[tuple[Logged, ...]], place: int, name: str) -> NDArray[np.float64]:

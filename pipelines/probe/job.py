@@ -20,7 +20,7 @@ from visalign.evaluation.pages.table_files import FOLDER, write_tables
 from visalign.evaluation.probes import response as answer
 from visalign.evaluation.probes.catalogue import Probe, chosen, examples
 from visalign.interfaces import PairwiseReward, PointwiseReward
-from visalign.pipelines.score.log import judge_identity
+from visalign.pipelines.score.provenance import reward_identity
 from visalign.pipelines.shared.run_folder import pretty
 
 from .reference import Reference
@@ -85,7 +85,7 @@ def probe_reward(
         reports.append(
             answer.probe_report(probe, [subject.level(probe, level, seed) for level in probe.levels])
         )
-    identity = judge_identity(judge)
+    identity = reward_identity(judge)
     return {
         "format": "visalign probe 1",
         "judge": {

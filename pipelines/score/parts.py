@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Very many images as files of their own: tables, WebDataset's tar files, folders, read batch by batch.
+"""Image collections file by file for `--engine ray`: tables, WebDataset's tar files, folders, in batches.
 
 Light to import, since every process that reads does.
 """
@@ -25,72 +25,78 @@ from .image_rows import IMAGE_ENDINGS, ImageRow, find_images, table_row, with_pr
 TARS = (".tar", ".tar.gz", ".tgz")
 """WebDataset's files: neighbours of one name are a sample, `7.jpg` with `7.txt` (prompt) and `7.json`."""
 TOGETHER, BYTES = 8, 16 << 20
-"""Batches that a worker is given at a time, and bytes of images from which they are fewer: handing them over
-costs as much as a small judge."""
+"""Most batches per hand-over to a worker, and bytes of images from which they are fewer: a hand-over costs as
+much as a small reward."""
 IMAGES = 1024
-"""Loose images whose scores stand in one file."""
+"""Single images per file of scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asking:
-    """How rows are read and judged."""
+class ScoringOptions:
+    """Options of reading and scoring rows."""
 
     rewards: Sequence[str]
     options: Sequence[str] = ()
-    """Of the rewards, as `load_each` takes them."""
+    """Options of the rewards, as `load_each` takes them."""
     prompt: str | None = None
     needs_prompt: bool = True
     names: Mapping[str, str] = field(default_factory=dict)
     """Our name of a table's column -> the table's."""
     batch_size: int = 32
     clips: bool = False
-    """Whether folders of numbered frames are clips, as of `find_images`."""
+    """Whether folders of numbered frames are clips, as in `find_images`."""
+
+    @property
+    def default_prompt(self) -> str | None:
+        """Prompt of rows without one; None where they are refused."""
+        return self.prompt if self.needs_prompt else self.prompt or ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A table, a tar file, or loose images, all by absolute paths."""
+    """A table, a tar file, or single images, all by absolute paths."""
 
     source: Path | tuple[Path, ...]
     output: str
-    """The file of its scores, under the folder of all."""
+    """File of its scores, relative to the output folder."""
 
 
-def parts_of(items: Sequence[Path], *, clips: bool = False) -> list[Part]:
-    """What is to be scored, file by file.
+def find_parts(items: Sequence[Path], *, clips: bool = False) -> list[Part]:
+    """List the files to score.
 
     Args:
-        items: Tables, tar files, folders, images. A folder that holds Parquet or tar files, at any depth, is
-            read as these alone; else as the images in it.
-        clips: As of `find_images`.
+        items: Tables, tar files, folders, images. Of a folder that holds Parquet or tar files, at any depth,
+            only these are read; else the images in it.
+        clips: As in `find_images`.
 
     Raises:
         UserError: Nothing was named, a folder holds none of these, or two files would have one output.
     """
-    found: dict[str, Path] = {}
-    loose: list[Path] = []
-    for item in (given.absolute() for given in items):
+    tables: dict[str, Path] = {}
+    others: list[Path] = []
+    for item in (item.absolute() for item in items):
         inside = sorted(
             path
             for path in item.rglob("*")
             if _is_table(path, (".parquet",)) and "/." not in f"/{path.relative_to(item)}"
         )
-        for path in inside or ([item] if _is_table(item, tuple(READERS)) else []):
+        if not inside and not _is_table(item, tuple(READERS)):
+            others.append(item)
+            continue
+        for path in inside or [item]:
             name = str(path.relative_to(item)) if inside else path.name
             name = name if name.endswith(".parquet") else f"{name}.parquet"
-            if found.setdefault(name, path) != path:
+            if tables.setdefault(name, path) != path:
                 raise UserError(
-                    f"The scores of '{found[name]}' and of '{path}' would both be '{name}'. Name the folder "
+                    f"The scores of '{tables[name]}' and of '{path}' would both be '{name}'. Name the folder "
                     "that holds both, or score them one after the other."
                 )
-        if not inside and not _is_table(item, tuple(READERS)):
-            loose.append(item)
-    parts = [Part(source=path, output=name) for name, path in found.items()]
-    images = find_images(loose, clips=clips) if loose or not items else []
+    parts = [Part(source=path, output=name) for name, path in tables.items()]
+    images = find_images(others, clips=clips) if others or not items else []
     for start in range(0, len(images), IMAGES):
         name = f"images-{start // IMAGES:05}.parquet"
-        if name in found:
-            raise UserError(f"The scores of '{found[name]}' and of images would both be '{name}'. Rename it.")
+        if name in tables:
+            raise UserError(f"The scores of '{tables[name]}' and of images would be '{name}'. Rename it.")
         parts.append(Part(source=tuple(images[start : start + IMAGES]), output=name))
     return parts
 
@@ -99,28 +105,23 @@ def _is_table(path: Path, endings: tuple[str, ...]) -> bool:
     return path.name.lower().endswith((*endings, *TARS)) and path.is_file()
 
 
-def check_part(part: Part, asking: Asking) -> None:
-    """Refuse a part whose first row shows that it cannot be read; no image is opened.
-
-    Raises:
-        UserError: It lacks a column, a prompt, or is damaged; the message says which.
-    """
+def check_part(part: Part, options: ScoringOptions) -> None:
+    """Refuse a part whose first row lacks a column or a prompt, or is damaged; no image is opened."""
     if isinstance(part.source, tuple):
-        with_prompt(part.source[0], asking.prompt, asking.needs_prompt)
+        with_prompt(part.source[0], options.prompt, options.needs_prompt)
         return
     if part.source.suffix.lower() == ".parquet":
-        first: Row | None = dict.fromkeys(columns_of(part.source))
+        first: Row | None = dict.fromkeys(parquet_columns(part.source))
     else:
-        first = next((row for _, row, _ in _given(part.source, asking)), None)
+        first = next((row for _, row, _ in _read_rows(part.source, options)), None)
     if first is not None:
-        needed = ("image",) if _prompt(asking) is not None else ("image", "prompt")
-        purpose = "a table of images"
-        row = rename_columns(part.source, first, asking.names)
-        require_columns(part.source, row, needed, purpose=purpose)
+        needed = ("image",) if options.default_prompt is not None else ("image", "prompt")
+        row = rename_columns(part.source, first, options.names)
+        require_columns(part.source, row, needed, purpose="a table of images")
 
 
-def rows_of(part: Part, asking: Asking) -> Iterator[ImageRow]:
-    """The images of a part, those of Parquet and tar files with their content, read as they are asked for.
+def read_part(part: Part, options: ScoringOptions) -> Iterator[ImageRow]:
+    """Read the images of a part lazily, those of Parquet and tar files with their content.
 
     A row that is no image with a prompt has its reason instead.
 
@@ -130,56 +131,48 @@ def rows_of(part: Part, asking: Asking) -> Iterator[ImageRow]:
     if isinstance(part.source, tuple):
         for path in part.source:
             try:
-                yield with_prompt(path, asking.prompt, asking.needs_prompt)
+                yield with_prompt(path, options.prompt, options.needs_prompt)
             except UserError as error:
                 yield ImageRow(image=str(path), prompt="", reason=str(error))
         return
     path = part.source
-    for number, given, member in _given(path, asking):
+    for number, columns, member in _read_rows(path, options):
         try:
-            row = rename_columns(path, given, asking.names)
+            row = rename_columns(path, columns, options.names)
             content = row.get("image")
             if member is not None and isinstance(content, bytes):
                 row["image"] = f"{path}/{member}"
             if isinstance(content, dict):
                 content = content.get("bytes")
-            made = table_row(path, number, row, _prompt(asking))
-            yield replace(made, content=content) if isinstance(content, bytes) else made
+            image = table_row(path, number, row, options.default_prompt)
+            yield replace(image, content=content) if isinstance(content, bytes) else image
         except UserError as error:
             yield ImageRow(image=f"{path}#{member or number}", prompt="", reason=str(error))
 
 
-def _prompt(asking: Asking) -> str | None:
-    return asking.prompt if asking.needs_prompt else asking.prompt or ""
-
-
-def _given(path: Path, asking: Asking) -> Iterator[tuple[int, Row, str | None]]:
-    """(number, row, name of the sample in a tar file) as they stand in a file."""
+def _read_rows(path: Path, options: ScoringOptions) -> Iterator[tuple[int, Row, str | None]]:
+    """Read (number, row, name of the sample in a tar file) of a file."""
     if path.name.lower().endswith(TARS):
-        yield from _samples(path)
+        yield from _read_tar(path)
         return
-    wanted = [asking.names.get(name, name) for name in ("image", "prompt", "metadata")]
-    yield from ((number, row, None) for number, row in read_rows(path, columns=wanted))
+    columns = [options.names.get(name, name) for name in ("image", "prompt", "metadata")]
+    yield from ((number, row, None) for number, row in read_rows(path, columns=columns))
 
 
-def columns_of(path: Path) -> list[str]:
-    """The columns of a Parquet file, by its end alone.
-
-    Raises:
-        UserError: It is none, or is damaged.
-    """
+def parquet_columns(path: Path) -> list[str]:
+    """List the columns of a Parquet file from its footer, or refuse a damaged one."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         return pyarrow.parquet.read_schema(path).names
     except (pyarrow.ArrowException, OSError) as error:
-        said = " ".join(str(error).split())
-        raise UserError(f"'{path}' cannot be read as Parquet: {said}. It may be cut short.") from error
+        message = " ".join(str(error).split())
+        raise UserError(f"'{path}' cannot be read as Parquet: {message}. It may be cut short.") from error
 
 
-def _samples(path: Path) -> Iterator[tuple[int, Row, str]]:
-    """Samples of a WebDataset file: the keys of `.json`, `.txt` as prompt, and the bytes of an image."""
+def _read_tar(path: Path) -> Iterator[tuple[int, Row, str]]:
+    """Read WebDataset samples: the keys of `.json`, `.txt` as prompt, and the bytes of an image."""
     number, name, row = 0, "", {}
     try:
         with tarfile.open(path, "r|*") as tar:
@@ -194,15 +187,15 @@ def _samples(path: Path) -> Iterator[tuple[int, Row, str]]:
                 number, name = number + (not row), folder + slash + stem
                 file = tar.extractfile(member)
                 content = b"" if file is None else file.read()
-                row |= _member(f".{ending.lower()}", content, row) or {"key": name}
+                row |= _read_member(f".{ending.lower()}", content, row) or {"key": name}
         if row:
             yield number, row, name
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         raise UserError(f"'{path}' cannot be read as a tar file: {error}. It may be cut short.") from error
 
 
-def _member(ending: str, content: bytes, row: Row) -> Row:
-    """What a file of a sample adds to its row; what cannot be read stays text, and is refused there."""
+def _read_member(ending: str, content: bytes, row: Row) -> Row:
+    """Read the columns that a file adds to its sample; unreadable JSON stays text, refused later."""
     if ending in IMAGE_ENDINGS:
         return {"image": content} if not isinstance(row.get("image"), bytes) else {}
     text = content.decode(errors="replace")
@@ -216,23 +209,22 @@ def _member(ending: str, content: bytes, row: Row) -> Row:
     return {"metadata": text}
 
 
-def read_batches(item: Row, asking: Asking) -> Iterator[Row]:
-    """A part in whole batches, some at a time, which a worker judges; each part begins anew."""
-    part: Part = pickle.loads(item["part"])
-    rows, start, number = rows_of(part, asking), 0, 0
-    more: Row = {"place": item["place"], "unread": "", "is_last": False}
+def read_batches(item: Row, options: ScoringOptions) -> Iterator[Row]:
+    """Read a part in groups of whole batches, which a worker scores; each part starts a new group."""
+    rows, start, number = read_part(pickle.loads(item["part"]), options), 0, 0
+    common: Row = {"place": item["place"], "unread": "", "is_last": False}
     try:
-        given = list(islice(rows, asking.batch_size))
+        group = list(islice(rows, options.batch_size))
         while True:
-            after = list(islice(rows, asking.batch_size))
-            held = sum(len(row.content or b"") for row in given)
-            if after and len(given) < TOGETHER * asking.batch_size and held < BYTES:
-                given += after
+            following = list(islice(rows, options.batch_size))
+            size = sum(len(row.content or b"") for row in group)
+            if following and len(group) < TOGETHER * options.batch_size and size < BYTES:
+                group += following
                 continue
-            told = {"number": number, "start": start, "is_last": not after}
-            yield more | told | {"rows": pickle.dumps(given)}
-            if not after:
+            position = {"number": number, "start": start, "is_last": not following}
+            yield common | position | {"rows": pickle.dumps(group)}
+            if not following:
                 return
-            number, start, given = number + 1, start + len(given), after
+            number, start, group = number + 1, start + len(group), following
     except UserError as error:
-        yield more | {"number": number, "start": start, "rows": pickle.dumps([]), "unread": str(error)}
+        yield common | {"number": number, "start": start, "rows": pickle.dumps([]), "unread": str(error)}

@@ -29,7 +29,8 @@ from visalign.pipelines.cli.app import app
 from visalign.pipelines.evaluate.columns import column_scores
 from visalign.pipelines.evaluate.job import EvaluateOptions, evaluate
 from visalign.pipelines.evaluate.scores import Asking, judge_pairs, judge_quality
-from visalign.pipelines.score.log import Logged, ScoreLog, judge_identity, score_key
+from visalign.pipelines.score.log import Logged, ScoreLog, score_key
+from visalign.pipelines.score.provenance import reward_identity
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.catalogue import load_judge
@@ -207,7 +208,7 @@ def test_a_function_that_was_edited_is_another_judge(tmp_path: Path) -> None:
     path, digests = tmp_path / "mine.py", set()
     for factor in (1, 2):
         path.write_text(f"def mine(images, prompts, metadata):\n    return [{factor}.0 for _ in images]\n")
-        digests.add(judge_identity(load_judge(f"{path}:mine")).digest)
+        digests.add(reward_identity(load_judge(f"{path}:mine")).digest)
     assert len(digests) == 2
 
 

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.score.image_rows import find_images, image_rows, numbered_frames
 from visalign.pipelines.score.log import score_key
-from visalign.pipelines.score.parts import Asking, parts_of, rows_of
-from visalign.pipelines.score.report import shown_images
+from visalign.pipelines.score.parts import ScoringOptions, find_parts, read_part
+from visalign.pipelines.score.report import load_shown_images
 from visalign.pipelines.score.score import score_rows
 from visalign.rewards import load_reward
 
@@ -145,15 +145,15 @@ def test_another_frame_is_another_score(clips: Path) -> None:
     before = score_key(["clips/roll"], "p", None)
     grey(77, (9, 9)).save(clips / "roll/f_4.png")
     assert score_key(["clips/roll"], "p", None) != before
-    shown = shown_images(["clips/roll", "clips/still.png"])
+    shown = load_shown_images(["clips/roll", "clips/still.png"])
     assert shown["clips/roll"] is not None and shown["clips/roll"] == shown["clips/still.png"]
 
 
 def test_files_of_scores_take_clips_alike(clips: Path) -> None:
     judge = {"frames": load_reward("frames", reward="saturation")}
-    asking = Asking(rewards=["frames"], needs_prompt=False, clips=True)
-    [part] = parts_of([clips], clips=True)
-    there = score_rows(list(rows_of(part, asking)), judge)
+    asking = ScoringOptions(rewards=["frames"], needs_prompt=False, clips=True)
+    [part] = find_parts([clips], clips=True)
+    there = score_rows(list(read_part(part, asking)), judge)
     assert there == score_rows(image_rows([clips], needs_prompt=False, clips=True), judge) and len(there) == 5
     content = (clips / "move.gif").read_bytes()
     [row] = image_rows([clips / "move.gif"], needs_prompt=False)

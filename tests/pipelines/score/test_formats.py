@@ -72,7 +72,7 @@ def test_what_should_not_be_opened_in_a_folder_is_a_row_with_its_reason(images: 
     assert all(rows[name]["value"] is not None for name in "abc") and Path("x.html").is_file()
 
 
-def test_large_images_are_held_one_after_the_other(samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_images_are_held_one_after_the_other(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Sizes:
         name, unit, range, higher_is_better = "sizes", "", (0.0, 1.0), True
         batches: ClassVar[list[int]] = []
@@ -82,7 +82,7 @@ def test_large_images_are_held_one_after_the_other(samples: Path, monkeypatch: p
             return load_reward("saturation").score(images, prompts, metadata)
 
     monkeypatch.setenv("VISALIGN_MAX_PIXELS", "150")  # of which two images of 64 are left
-    table = image_rows([samples], needs_prompt=False)
+    table = image_rows([images], needs_prompt=False)
     rows = score_rows(table, {"sizes": Sizes()})
     assert Sizes.batches == [2, 1] and [Path(row.image).stem for row in rows] == ["a", "b", "c"]
     alone = score_rows(table, {"saturation": load_reward("saturation")}, batch_size=1)

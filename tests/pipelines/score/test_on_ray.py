@@ -25,21 +25,28 @@ from visalign.pipelines.score import on_ray, parts
 from visalign.pipelines.score.image_rows import ImageRow, image_rows
 from visalign.pipelines.score.on_ray import (
     DEATHS,
-    Judge,
-    Tries,
+    Attempts,
+    Scorer,
     check_address,
-    finished,
+    finished_parts,
+    input_digest,
     score_on_ray,
-    shares,
-    state_of,
+    worker_resources,
     write_scores,
 )
-from visalign.pipelines.score.parts import Asking, Part, check_part, parts_of, read_batches, rows_of
+from visalign.pipelines.score.parts import (
+    Part,
+    ScoringOptions,
+    check_part,
+    find_parts,
+    read_batches,
+    read_part,
+)
 from visalign.pipelines.score.score import ScoreRow, score_rows
 from visalign.rewards import load_reward
 from visalign.versions import missing_extra
 
-ASKING = Asking(rewards=["saturation"], batch_size=3)
+ASKING = ScoringOptions(rewards=["saturation"], batch_size=3)
 
 
 def image(level: int) -> bytes:
@@ -71,17 +78,17 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_each_file_has_its_scores_and_loose_images_theirs(data: Path) -> None:
-    parts = parts_of([Path("tables"), Path("images")])
+    parts = find_parts([Path("tables"), Path("images")])
     assert [part.output for part in parts] == ["a.parquet", "deep/b.tar.parquet", "images-00000.parquet"]
     assert parts[0].source == data / "tables/a.parquet" and len(parts[2].source) == 7  # type: ignore[arg-type]
     (data / "tables/deep/a.parquet").write_bytes(b"")
     with pytest.raises(UserError, match=r"of '.*tables/a\.parquet' and of '.*deep/a\.parquet' would both be"):
-        parts_of([Path("tables/a.parquet"), Path("tables/deep/a.parquet")])
+        find_parts([Path("tables/a.parquet"), Path("tables/deep/a.parquet")])
 
 
 def test_rows_are_those_of_the_local_engine_with_reasons_for_the_rest(data: Path) -> None:
-    table, tar, loose = parts_of([Path("tables"), Path("images")])
-    rows = list(rows_of(table, ASKING))
+    table, tar, loose = find_parts([Path("tables"), Path("images")])
+    rows = list(read_part(table, ASKING))
     broken = rows.pop(3)
     assert broken.reason == "'prompt' is missing, needed is a text." and broken.image.endswith("a.parquet#4")
     written = pyarrow.parquet.read_table("tables/a.parquet").to_pylist()
@@ -94,21 +101,21 @@ def test_rows_are_those_of_the_local_engine_with_reasons_for_the_rest(data: Path
     assert score_rows(rows, reward) == score_rows(local, reward)
     assert score_rows(rows, reward)[2].reason == f"'{rows[2].image}' holds no image that can be read."
 
-    one, two, three, four = rows_of(tar, ASKING)
+    one, two, three, four = read_part(tar, ASKING)
     assert one.image == f"{tar.source}/x/1" and one.prompt == "a wall" and one.content == image(9)
     assert two.reason == "'prompt' is missing, needed is a text."
     assert three.prompt == "two" and three.metadata == {"prompt": "two", "tag": "counting"}
     assert four.reason == "'image' is missing, needed is a path."
-    mapped = Asking(rewards=[], names={"prompt": "tag"})
-    assert [row.prompt for row in rows_of(tar, mapped)][2] == "counting"
-    beside = Asking(rewards=[], needs_prompt=False)
-    assert list(rows_of(loose, beside)) == image_rows([data / "images"], needs_prompt=False)
+    mapped = ScoringOptions(rewards=[], names={"prompt": "tag"})
+    assert [row.prompt for row in read_part(tar, mapped)][2] == "counting"
+    beside = ScoringOptions(rewards=[], needs_prompt=False)
+    assert list(read_part(loose, beside)) == image_rows([data / "images"], needs_prompt=False)
 
 
 def test_batches_are_the_same_however_they_are_spread_and_say_which_is_the_last(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [table] = parts_of([Path("tables/a.parquet")])
+    [table] = find_parts([Path("tables/a.parquet")])
     item = {"place": 5, "part": pickle.dumps(table)}
 
     def spread() -> list[Any]:
@@ -125,7 +132,7 @@ def test_batches_are_the_same_however_they_are_spread_and_say_which_is_the_last(
     last = list(read_batches(item | {"part": pickle.dumps(Part(source=cut, output=""))}, ASKING))[-1]
     assert "cut.tar' cannot be read as a tar file" in last["unread"] and not last["is_last"]
     pyarrow.parquet.write_table(pyarrow.table({"image": [], "prompt": []}), "none.parquet")
-    item["part"] = pickle.dumps(parts_of([Path("none.parquet")])[0])
+    item["part"] = pickle.dumps(find_parts([Path("none.parquet")])[0])
     assert [(b["is_last"], pickle.loads(b["rows"])) for b in read_batches(item, ASKING)] == [(True, [])]
 
 
@@ -137,12 +144,12 @@ class Raises:
 
 
 def test_a_worker_gives_scores_or_words_and_gives_up_what_kills_it(data: Path) -> None:
-    [part] = parts_of([Path("images")])
+    [part] = find_parts([Path("images")])
     rows = image_rows([data / "images"], "a wall")
-    tries = Tries()
+    tries = Attempts()
     item = {"place": 0, "start": 0, "is_last": True, "unread": "", "rows": pickle.dumps(rows)}
     batch = pyarrow.Table.from_pylist([item])
-    judge = Judge(ASKING, ".", tries.begin)
+    judge = Scorer(ASKING, ".", tries.begin)
     judge._rewards = {"saturation": load_reward("saturation")}
     for _ in range(DEATHS + 1):  # of each batch but the last it is known that it ended well
         found = pickle.loads(judge(batch)["rows"][0])
@@ -152,37 +159,37 @@ def test_a_worker_gives_scores_or_words_and_gives_up_what_kills_it(data: Path) -
         tries.begin(0, 3)
     given_up = pickle.loads(judge(batch)["rows"][0])
     assert [row.value is None for row in given_up] == [False] * 3 + [True] * 4
-    judge = Judge(ASKING, "no/such/folder", lambda *_: 1)
+    judge = Scorer(ASKING, "no/such/folder", lambda *_: 1)
     judge._rewards = {"raises": Raises()}
     assert "Reward 'raises' raised KeyError: 'weights'" in judge(batch)["stop"][0]
     assert part.output == "images-00000.parquet"
 
 
 def test_finished_files_stay_and_changed_ones_are_scored_again(data: Path) -> None:
-    parts, output = parts_of([Path("tables"), Path("images")]), data / "out"
+    parts, output = find_parts([Path("tables"), Path("images")]), data / "out"
     rows = score_rows(image_rows([data / "images"], "a wall"), {"saturation": load_reward("saturation")})
     rows.append(ScoreRow(image="x", reward="r", value=None, unit="", reason="why", parts={"half": 0.5}))
     kept = {"judges": {"saturation": "1"}}
-    assert finished(output, parts, ASKING, kept["judges"]) == set()
+    assert finished_parts(output, parts, ASKING, kept["judges"]) == set()
     for part in parts[:2]:
-        write_scores(output / part.output, rows, kept | {"input": state_of(part, ASKING)})
+        write_scores(output / part.output, rows, kept | {"input": input_digest(part, ASKING)})
     read = [row.get("value") for _, row in read_rows(output / "a.parquet")]
     assert read == [row.value for row in rows]
     last = pyarrow.parquet.read_table(output / "a.parquet").to_pylist()[-1]
     assert last["value"] is None and last["reason"] == "why" and last["parts"] == [("half", 0.5)]
-    assert finished(output, parts, ASKING, kept["judges"]) == {0, 1}
+    assert finished_parts(output, parts, ASKING, kept["judges"]) == {0, 1}
     with tarfile.open("tables/deep/b.tar", "a") as tar:
         tar.add("images/1.png")
-    assert finished(output, parts, ASKING, kept["judges"]) == {0}
-    with pytest.raises(UserError, match=r"holds scores of saturation, which are other judges or other vers"):
-        finished(output, parts, ASKING, {"saturation": "2"})
+    assert finished_parts(output, parts, ASKING, kept["judges"]) == {0}
+    with pytest.raises(UserError, match=r"holds scores of saturation, which are other rewards or other vers"):
+        finished_parts(output, parts, ASKING, {"saturation": "2"})
     pyarrow.parquet.write_table(pyarrow.table({"x": [1]}), output / "a.parquet")
     with pytest.raises(UserError, match=r"a\.parquet' holds no scores of ours"):
-        finished(output, parts, ASKING, kept["judges"])
+        finished_parts(output, parts, ASKING, kept["judges"])
 
 
 def test_what_cannot_be_scored_is_refused_before_anything_is(data: Path) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"image": ["1.png"], "prompt": ["a"]}), "bad.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"file": ["1.png"], "prompt": ["a"]}), "bad.parquet")
     rewards = {"saturation": load_reward("saturation")}
 
     def refused(*items: str, output: str = "out", **more: Any) -> str:
@@ -207,7 +214,7 @@ def test_what_cannot_be_scored_is_refused_before_anything_is(data: Path) -> None
 
 def _head(path: str, **asking: Any) -> str:
     with pytest.raises(UserError) as error:
-        check_part(parts_of([Path(path)])[0], Asking(rewards=[], **asking))
+        check_part(find_parts([Path(path)])[0], ScoringOptions(rewards=[], **asking))
     return str(error.value)
 
 
@@ -244,8 +251,8 @@ def test_the_command_line_names_the_extra_and_keeps_engines_apart(
 
 
 def test_workers_leave_half_of_the_processors_to_reading() -> None:
-    assert shares(4, {"CPU": 4})["num_cpus"] == 0.5
-    assert shares(8, {"CPU": 64, "GPU": 3}) == {"num_cpus": 1.0, "num_gpus": 1 / 3}
+    assert worker_resources(4, {"CPU": 4})["num_cpus"] == 0.5
+    assert worker_resources(8, {"CPU": 64, "GPU": 3}) == {"num_cpus": 1.0, "num_gpus": 1 / 3}
 
 
 MINE = """

@@ -19,7 +19,7 @@ from visalign.errors import UserError
 from visalign.interfaces import Scores
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.score.image_rows import ImageRow, find_images, image_rows
-from visalign.pipelines.score.log import RowLog, part_of
+from visalign.pipelines.score.log import RowLog, partial_path
 from visalign.pipelines.score.score import score_rows
 from visalign.pipelines.shared.reward_options import reward_options
 from visalign.rewards.base.identity import Identity
@@ -74,7 +74,7 @@ def visalign(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["score", *arguments])
 
 
-def rows_of(path: str) -> list[dict[str, Any]]:
+def read_part(path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
@@ -202,7 +202,7 @@ def test_ctrl_c_loses_nothing_and_resume_asks_for_the_rest_alone(light: Light) -
     base = ("images", "-p", "x", "-r", "light", "-o", "out.jsonl", "-f", "jsonl", "--batch-size", "2")
     stopped = visalign(*base)
     assert stopped.exit_code == 130 and "--resume" in stopped.output
-    assert not Path("out.jsonl").exists() and len(rows_of("out.jsonl.part")) == 1 + 4
+    assert not Path("out.jsonl").exists() and len(read_part("out.jsonl.part")) == 1 + 4
     again = visalign(*base)
     assert (
         again.exit_code == 2
@@ -214,7 +214,7 @@ def test_ctrl_c_loses_nothing_and_resume_asks_for_the_rest_alone(light: Light) -
     done = visalign(*base, "--resume")
     assert done.exit_code == 0, done.output
     assert len(light.asked) == 2 and not Path("out.jsonl.part").exists()
-    assert [row["value"] for row in rows_of("out.jsonl")] == pytest.approx([0.0, 0.4, 0.8, 0.2, 0.6, 1.0])
+    assert [row["value"] for row in read_part("out.jsonl")] == pytest.approx([0.0, 0.4, 0.8, 0.2, 0.6, 1.0])
     whole = visalign("images", "-p", "x", "-r", "light", "-f", "jsonl")
     assert whole.stdout.splitlines() == Path("out.jsonl").read_text().splitlines(), (
         "equal to a run without a stop"
@@ -232,7 +232,7 @@ def test_scores_of_another_version_are_not_continued(light: Light) -> None:
 
 
 def test_a_working_file_that_is_none_of_ours(light: Light, tmp_path: Path) -> None:
-    path = part_of(tmp_path / "out.json")
+    path = partial_path(tmp_path / "out.json")
     path.write_text('{"other": 1}\n')
     with pytest.raises(UserError, match="holds no scores of ours"):
         RowLog(path, {"light": light}, resume=True)
@@ -249,13 +249,13 @@ def test_a_working_file_that_is_none_of_ours(light: Light, tmp_path: Path) -> No
 def test_failed_rows_are_tried_again(light: Light, tmp_path: Path) -> None:
     table = [ImageRow(image="images/0.png", prompt="a"), ImageRow(image="gone.png", prompt="b")]
     with RowLog(tmp_path / "x.part", {"light": light}, resume=False) as log:
-        first = score_rows(table, {"light": light}, keeper=log)
-        assert len(rows_of(str(tmp_path / "x.part"))) == 1 + 2, "on disk before it is closed"
+        first = score_rows(table, {"light": light}, store=log)
+        assert len(read_part(str(tmp_path / "x.part"))) == 1 + 2, "on disk before it is closed"
     assert first[1].reason == "no such image file: gone.png"
     Image.new("RGB", (4, 4), "white").save("gone.png")
     light.asked = []
     with RowLog(tmp_path / "x.part", {"light": light}, resume=True) as log:
-        second = score_rows(table, {"light": light}, keeper=log)
+        second = score_rows(table, {"light": light}, store=log)
     assert light.asked == ["b"] and second[1].value == 1.0 and second[0] == first[0]
 
 
@@ -280,10 +280,10 @@ def test_all_failed_is_said(light: Light) -> None:
     [
         (
             "t.csv",
-            "image,prompt\na.png,x\n",
+            "file,prompt\na.png,x\n",
             "'t.csv' lacks the column 'image', needed for a table of images.",
         ),
-        ("t.csv", "image,prompt\na.png,x\n", "Found: image, prompt."),
+        ("t.csv", "file,prompt\na.png,x\n", "Found: file, prompt."),
         ("t.csv", "image,text\na.png,x\n", "lacks the column 'prompt'"),
         ("t.csv", "image,prompt\n", "'t.csv' holds no row."),
         ("t.jsonl", '{"image": [3], "prompt": "x"}', "Row 1 of 't.jsonl': 'image' is [3], needed is a path."),
@@ -318,4 +318,4 @@ def test_bad_options_are_refused_by_message(light: Light) -> None:
     done = visalign("images", "-p", "x", "-r", "light", "--resume")
     assert done.exit_code == 2 and "Add --output FILE." in done.output
     done = visalign("images", "-r", "light")
-    assert done.exit_code == 2 and "put a prompt into '0.txt' beside it" in " ".join(done.output.split())
+    assert done.exit_code == 2 and "put a prompt into '0.txt' next to the image" in " ".join(done.output.split())

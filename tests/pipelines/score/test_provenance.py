@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tests.support.hub import COMMIT, hub
 from tests.support.models.clip import save_tiny_transformers_clip
 from visalign.pipelines.cli.app import app
-from visalign.pipelines.score.whose import foreign, judge_identity, whose
+from visalign.pipelines.score.provenance import domain_note, provenance, reward_identity
 from visalign.rewards import load_reward
 from visalign.rewards.serve.worker import judge_card
 
@@ -36,7 +36,7 @@ def test_a_packaged_judge_says_where_it_does_not_belong(command, image, tmp_path
         options = ["-r", "clip_score", "--option", "model=shapes-clip", "--output", str(tmp_path / "p.html")]
     found = CliRunner().invoke(app, [command, *images, "-p", "a cat on a mat", *options])
     assert found.exit_code == 0, found.output
-    identity = judge_identity(load_reward("clip_score", model="shapes-clip"))
+    identity = reward_identity(load_reward("clip_score", model="shapes-clip"))
     caution = "1 of 1 prompts, such as 'a cat on a mat', are not of the world of shapes"
     page = (tmp_path / "p.html").read_text()
     assert identity.line in found.stderr and caution in found.stderr and "(packaged: " in found.stderr
@@ -48,17 +48,17 @@ def test_a_packaged_judge_says_where_it_does_not_belong(command, image, tmp_path
 
 def test_it_keeps_quiet_at_home_and_of_other_models(tmp_path):
     packaged = load_reward("clip_score", model="shapes-clip")
-    assert foreign(packaged, ["two red circles", "", "a blue square left of a green triangle"]) is None
+    assert domain_note(packaged, ["two red circles", "", "a blue square left of a green triangle"]) is None
     other = load_reward("clip_score", model=save_tiny_transformers_clip(tmp_path / "clip"))
-    assert foreign(other, ["a cat on a mat"]) is None and "packaged" not in whose(other)
+    assert domain_note(other, ["a cat on a mat"]) is None and "packaged" not in provenance(other)
 
 
 def test_the_revision_of_a_hub_model_is_told_and_is_no_part_of_the_digest(tmp_path, monkeypatch):
     folder = save_tiny_transformers_clip(tmp_path / "clip")
     hub(monkeypatch, {"a/b": folder})
     fetched: Any = load_reward("clip_score", model="a/b")
-    assert f"a/b, revision {COMMIT[:12]}, identity {fetched.identity.digest[:12]}" in whose(fetched)
-    assert fetched.identity.differences(judge_identity(load_reward("clip_score", model=folder)))[:1] == [
+    assert f"a/b, revision {COMMIT[:12]}, identity {fetched.identity.digest[:12]}" in provenance(fetched)
+    assert fetched.identity.differences(reward_identity(load_reward("clip_score", model=folder)))[:1] == [
         "model"
     ]
     card = judge_card(fetched)

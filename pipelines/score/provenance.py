@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provenance of scores: model, revision and identity of each reward, and its domain."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from visalign.data.assets import PACKAGED
+from visalign.data.shapes.prompts import parse_prompt
+from visalign.interfaces import PointwiseReward, with_capabilities
+from visalign.rewards.base.identity import Identity
+
+
+def provenance(reward: Any) -> str:
+    """Describe a reward in a line: model, revision or fingerprint of the weights, digest of the identity."""
+    identity = reward_identity(reward)
+    toy = " (packaged: it knows only visalign's world of shapes)" if _packaged(identity.model) else ""
+    return f"{identity.line}{toy}"
+
+
+def domain_note(reward: Any, prompts: Iterable[str]) -> str | None:
+    """Warn where a packaged reward is asked about prompts outside of the shapes world."""
+    packaged = _packaged(reward_identity(reward).model)
+    distinct = [prompt for prompt in dict.fromkeys(prompts) if packaged and prompt.strip()]
+    outside = [prompt for prompt in distinct if not _is_shapes_prompt(prompt)]
+    if not outside:
+        return None
+    return (
+        f"{len(outside)} of {len(distinct)} prompts, such as {outside[0][:60]!r}, are not of the world of "
+        f"shapes that {', '.join(packaged)} was trained on: these numbers mean nothing. Give published "
+        "weights as model."
+    )
+
+
+def reward_identity(reward: Any) -> Identity:
+    """Return a reward's own identity, or one from its name, unit, class and source file where it has none.
+
+    Other inputs of such a reward, weights or settings, are unknown: give it an identity to include them.
+    """
+    identity = with_capabilities(reward).identity
+    if isinstance(identity, Identity):
+        return identity
+    kind = f"{type(reward).__module__}:{type(reward).__qualname__}"
+    options = {"unit": reward.unit if isinstance(reward, PointwiseReward) else "probability"}
+    digest = hashlib.sha256()  # of the files of the class, and of the user's function in it
+    for part in (type(reward), getattr(reward, "_function", None)):
+        with suppress(TypeError, OSError):  # built in, or created on the fly: there is no file
+            digest.update(Path(inspect.getfile(part)).read_bytes())  # type: ignore[arg-type]
+    return Identity(judge=reward.name, model=kind, weights=digest.hexdigest(), options=options)
+
+
+def _packaged(model: str) -> list[str]:
+    """List the packaged models among those that an identity names."""
+    words = model.replace("×", " ").replace("+", " ").replace("/", " ").split()
+    return [name for name in PACKAGED if name in words]
+
+
+def _is_shapes_prompt(prompt: str) -> bool:
+    try:
+        parse_prompt(prompt)
+    except ValueError:
+        return False
+    return True
