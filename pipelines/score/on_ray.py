@@ -210,7 +210,9 @@ def score_on_ray(
     if parents := [item for item in items if item.is_dir() and output.is_relative_to(item.absolute())]:
         raise UserError(f"The output '{output}' lies in '{parents[0]}', which is to be scored. Give another.")
     check_run_folder(output, resume=resume)
-    if batch_rewards := [label for label, r in rewards.items() if with_capabilities(r).capabilities.needs_batch]:
+    if batch_rewards := [
+        label for label, r in rewards.items() if with_capabilities(r).capabilities.needs_batch
+    ]:
         raise UserError(
             f"{', '.join(batch_rewards)} judges all images of a call together, and --engine ray judges them "
             "in batches of each file. Leave --engine ray out."
