@@ -7,6 +7,7 @@ import io
 import json
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -84,7 +85,8 @@ def quickstart(
     seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
 ) -> None:
     """Improve the packaged text-to-image model in a few minutes on a CPU, and show what changed."""
-    _train(QUICKSTART, [f"seed={seed}"], output, resume=False, then="visalign train shapes_flow_grpo")
+    then = ["visalign", "train", "shapes_flow_grpo"]
+    _train(QUICKSTART, [f"seed={seed}"], output, resume=False, next_command=then)
 
 
 @command()
@@ -143,7 +145,12 @@ def _show_plan(config: str, overrides: list[str]) -> None:
 
 
 def _train(
-    config: str, overrides: list[str], output: Path | None, *, resume: bool, then: str | None = None
+    config: str,
+    overrides: list[str],
+    output: Path | None,
+    *,
+    resume: bool,
+    next_command: Sequence[str] = (),
 ) -> None:
     with user_messages():
         from visalign.pipelines.jobs import load_job
@@ -156,9 +163,9 @@ def _train(
         folder = output_folder(output, Path(config).stem, resume=resume)
         job = load_job(config, overrides)
     with user_messages(resume=resume_command(config, overrides, folder)), quiet_loading():
-        job.run(job.config, output=folder, resume=resume)
+        summary = job.run(job.config, output=folder, resume=resume)
         if int(os.environ.get("RANK", "0")) == 0:
-            show_summary(Console(), folder, then=then)
+            show_summary(Console(), folder, summary, next_command or summary.next_command)
 
 
 command()(plan)

@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import io
-import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.panel import Panel
@@ -21,7 +19,6 @@ from rich.text import Text
 
 from visalign.atomic import write_atomic
 from visalign.config import config_folder, list_configs
-from visalign.data.sets.prompt_files import record_key
 from visalign.escaping import escape_control
 
 if TYPE_CHECKING:
@@ -104,18 +101,16 @@ def show_plan(console: Console, plan: Mapping[str, Any]) -> None:
         console.print(table)
 
 
-def show_summary(console: Console, folder: Path, *, then: str | None = None) -> None:
-    """The closing panel of a run: held-out numbers before and after, what lies where, what to do next: `then`
-    or what the results are for.
-    """
-    path = folder / "summary.json"
-    summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+def show_summary(
+    console: Console, folder: Path, summary: Mapping[str, Any], next_command: Sequence[str]
+) -> None:
+    """Print the closing panel of a run: held-out numbers before and after, files, the next command."""
     parts: list[RenderableType] = []
     if summary.get("before") and summary.get("after"):
         parts.append(before_after(summary["before"], summary["after"]))
     parts += [Text(line) for line in (gain_line(summary), cost_line(summary)) if line]
     files = "\n".join(f"  {path}" for path in result_files(folder))
-    parts += [Text(f"\nResults:\n{files}"), Text(f"\nNext:\n  {then or next_command(folder)}")]
+    parts += [Text(f"\nResults:\n{files}"), Text(f"\nNext:\n  {shlex.join(next_command)}")]
     console.print(Panel(Group(*parts), title="Done", title_align="left", border_style="green"))
 
 
@@ -205,79 +200,6 @@ def result_files(folder: Path) -> list[str]:
     }
     found = [f"{folder / name}  ({what})" for name, what in wanted.items() if (folder / name).exists()]
     return found or [str(folder)]
-
-
-def next_command(folder: Path) -> str:
-    """What to do with a run's results: draw images, sample or train on completions, measure a judge."""
-    lora, model = folder / "lora", folder / "model"
-    if (folder / "dataset.jsonl").exists():
-        made_by = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        return shlex.join(["visalign", "train", "text_sft", *_learnt_from_samples(folder, made_by)])
-    if (folder / "judge" / "config.json").exists() and (folder / "config.yaml").exists():
-        made_by = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        if made_by.get("pipeline") == "text_process":
-            keys = {"model": folder / "judge", "separator": json.dumps(made_by["data"]["separator"])}
-            keys |= {"replaces": "true"} if made_by["learns"] == "outcomes" else {}
-            return shlex.join(
-                ["visalign", "train", "text_ppo", *(f"process.{key}={value}" for key, value in keys.items())]
-            )
-    if (model / "config.json").exists():
-        made_by = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        if "rating" in made_by.get("rewards", {}).get("terms", {}):
-            judge = ["-r", "visual_quality_r1", "--option", f"model={model}"]
-            return shlex.join(["visalign", "evaluate", str(made_by["data"]["heldout"]), *judge])
-        return shlex.join(["visalign", "train", "text_sample", f"model.path={model}"])
-    if (lora / "adapter_config.json").exists():
-        return f"Open {folder / 'report.html'}"
-    if lora.exists() or model.exists():
-        made_by = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        base, asked = str(made_by["model"]["path"]), _asked_of(made_by)
-        drawn = ["--model", base, "--lora", str(lora)] if lora.exists() else ["--model", str(model)]
-        drawn += [*_as_trained(made_by["model"]), "--output", str(folder / "images")]
-        return f"visalign sample {asked} " + shlex.join(drawn)
-    return "visalign evaluate --help"
-
-
-def _asked_of(made_by: Mapping[str, Any]) -> str:
-    """What to draw: a prompt of the shapes world, or of a run on edits its file, which names the sources."""
-    heldout = str((made_by.get("data") or {}).get("heldout"))
-    if heldout.endswith(".jsonl"):
-        try:
-            with open(heldout, encoding="utf-8-sig") as lines:
-                if any(len(record_key(json.loads(line))) > 1 for line in lines if line.strip()):
-                    return f"{shlex.quote(heldout)} --seeds 0"
-        except (OSError, ValueError, KeyError, TypeError):
-            return '"a red circle"'  # moved or changed since
-    return '"a red circle"'
-
-
-def _as_trained(model: Mapping[str, Any]) -> list[str]:
-    """Options of `visalign sample` under which images are as in the run's evaluation."""
-    given = {name: model.get(name) for name in ("adapter", "guidance", "image_size")}
-    own = model.get("options") or {}
-    given |= {name: own.get(name) for name in ("negative_prompt", "num_frames", "call")}
-    found = [f"{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
-    return [word for option in found for word in ("--option", option)]
-
-
-def _learnt_from_samples(folder: Path, made_by: Mapping[str, Any]) -> list[str]:
-    """Keys of text_sft for what text_sample kept: its model, and where it asked about images its question
-    and rewards."""
-    from visalign.pipelines.text.config import TextModelConfig
-
-    model, data = made_by["model"]["path"], made_by["data"]
-    keys = [f"data.train={folder / 'dataset.jsonl'}"]
-    if model != TextModelConfig().path:
-        keys.insert(0, f"model.path={model}")
-    if data["question"] is not None:
-        terms = made_by["rewards"]["terms"].items()
-        rewards = {label: {k: term[k] for k in ("name", "options") if term[k]} for label, term in terms}
-        keys += [
-            f"data.heldout={data['train'] if data['train'].startswith('shapes:') else 'HELDOUT'}",
-            f"data.question={json.dumps(data['question'])}",
-            f"evaluation={json.dumps({'rewards': rewards, 'correctness': None})}",
-        ]
-    return keys
 
 
 def show_scores(rows: Sequence[ScoreRow], form: str, output: Path | None) -> None:

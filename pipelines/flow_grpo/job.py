@@ -10,6 +10,7 @@ from typing import Any
 from visalign.adapters.catalogue import family_of
 from visalign.adapters.model_folder import pipeline_index
 from visalign.data.assets import resolve_model
+from visalign.data.sets.prompt_files import record_key
 from visalign.pipelines.shared.grids import SampleGrids
 from visalign.pipelines.shared.job import (
     PolicyRun,
@@ -19,7 +20,8 @@ from visalign.pipelines.shared.job import (
     result_folder,
     run_job,
 )
-from visalign.pipelines.shared.parts import build_accelerator, evenly_spaced
+from visalign.pipelines.shared.parts import Records, build_accelerator, evenly_spaced
+from visalign.pipelines.shared.run_folder import RunSummary
 from visalign.training.loop.algorithm import Counters
 
 from .config import FlowGRPOConfig, PrefGRPOConfig
@@ -31,7 +33,7 @@ from .stored_pairs import stored_latents
 __all__ = ["FlowGRPOConfig", "PrefGRPOConfig", "TrainingInterrupted", "estimate", "plan", "run"]
 
 
-def run(config: FlowGRPOConfig, output: Path, resume: bool = False) -> dict[str, Any]:
+def run(config: FlowGRPOConfig, output: Path, resume: bool = False) -> RunSummary:
     """Run the job; see `visalign.pipelines.shared.job.run_job`."""
     return run_job(config, output, resume, _build)
 
@@ -91,10 +93,24 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         heldout=inputs.heldout,
         samples="images",
         load_code=load_code(config, output),
+        next_command=sample_command(config, output, inputs.heldout),
         counts=_counts,
         seen=inputs.seen,
         grids=grids,
     )
+
+
+def sample_command(config: FlowGRPOConfig, output: Path, heldout: Records) -> list[str]:
+    """Build the `visalign sample` command whose images are as in the run's evaluation."""
+    model, result = config.model, str(result_folder(config, output))
+    edits = config.data.heldout.endswith(".jsonl") and any(len(record_key(record)) > 1 for record in heldout)
+    prompts = [config.data.heldout, "--seeds", "0"] if edits else ["a red circle"]  # edits need their sources
+    weights = ["--model", result] if model.lora is None else ["--model", model.path, "--lora", result]
+    options = {name: getattr(model, name) for name in ("adapter", "guidance", "image_size")}
+    options |= {name: model.options.get(name) for name in ("negative_prompt", "num_frames", "call")}
+    words = [f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None]
+    flags = [word for option in words for word in ("--option", option)]
+    return ["visalign", "sample", *prompts, *weights, *flags, "--output", str(output / "images")]
 
 
 def _counts(counters: Counters) -> dict[str, Any]:

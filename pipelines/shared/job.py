@@ -25,7 +25,7 @@ from visalign.training.loop.runtime import peak_memory_bytes
 from visalign.versions import versions
 
 from .parts import Records, check_alike, evenly_spaced, heldout_metrics, no_loading_bars
-from .run_folder import check_unchanged, claimed, summary_json, write_beginning, write_once
+from .run_folder import RunSummary, check_unchanged, claimed, summary_json, write_beginning, write_once
 from .sections import FREE_KEYS
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ class Job(ABC):
     trainer: Trainer
     fingerprints: Mapping[str, str]
     """What was read -> SHA-256 of its content: a resume on other content is refused."""
+    next_command: Sequence[str]
+    """Command line that uses the result."""
 
     @abstractmethod
     def before(self) -> Any:
@@ -81,7 +83,7 @@ class Job(ABC):
         }
 
 
-def run_job(config: Any, output: Path, resume: bool, build: Callable[[Any, Path], Job]) -> dict[str, Any]:
+def run_job(config: Any, output: Path, resume: bool, build: Callable[[Any, Path], Job]) -> RunSummary:
     """Run a job; nothing is written before everything that can be checked has been.
 
     Args:
@@ -104,9 +106,7 @@ def run_job(config: Any, output: Path, resume: bool, build: Callable[[Any, Path]
         return _run_claimed(config, output, resume, build)
 
 
-def _run_claimed(
-    config: Any, output: Path, resume: bool, build: Callable[[Any, Path], Job]
-) -> dict[str, Any]:
+def _run_claimed(config: Any, output: Path, resume: bool, build: Callable[[Any, Path], Job]) -> RunSummary:
     import torch
 
     if config.run.threads is not None:
@@ -131,7 +131,7 @@ def _run_claimed(
         accelerator.end_training()
 
 
-def _work(job: Job, resume: bool) -> dict[str, Any]:
+def _work(job: Job, resume: bool) -> RunSummary:
     begin = time.perf_counter()
     before = job.before()
     measuring = time.perf_counter() - begin
@@ -143,7 +143,7 @@ def _work(job: Job, resume: bool) -> dict[str, Any]:
         raise TrainingInterrupted(result.signal or signal.SIGINT)
     summary = job.after(before, result, measuring)
     job.trainer.accelerator.wait_for_everyone()
-    return summary
+    return RunSummary(summary, job.next_command)
 
 
 def build_trainer(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from visalign.errors import UserError, suggestion
-from visalign.interfaces import with_capabilities
 
 from .run_folder import check_place
 
@@ -69,6 +68,8 @@ def reward_options(items: Sequence[str], names: Sequence[str]) -> dict[str, dict
 
 def load_each(names: Sequence[str], options: Sequence[str], load: Callable[..., Any]) -> dict[str, Any]:
     """Name -> reward, each loaded once with its options (as `reward_options` takes them)."""
+    from visalign.interfaces import with_capabilities
+
     unique = list(dict.fromkeys(names))
     chosen = reward_options(options, unique)
     return {name: with_capabilities(load(name, **chosen[name])) for name in unique}

@@ -26,6 +26,16 @@ FINGERPRINTS = "inputs.json"
 """File of a run folder: what was read -> SHA-256 of its content."""
 
 
+class RunSummary(dict[str, Any]):
+    """Content of a run's summary.json, with the command line that uses the result."""
+
+    next_command: tuple[str, ...]
+
+    def __init__(self, content: Mapping[str, Any], next_command: Sequence[str]) -> None:
+        super().__init__(content)
+        self.next_command = tuple(next_command)
+
+
 def dated_folder(name: str) -> Path:
     """`runs/NAME-YYYYmmdd-HHMMSS` under the current folder; not created."""
     return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"

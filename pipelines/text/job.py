@@ -153,7 +153,19 @@ def text_run(
         load_code=load_code(config, output, sees=policy.processor is not None),
         counts=lambda c: {**said(c), "samples": c.samples, "tokens": c.tokens},
         seen=seen,
+        next_command=_next_command(config, output),
     )
+
+
+def _next_command(config: Any, output: Path) -> list[str]:
+    """Build the command that measures, or samples from, what was trained."""
+    if config.model.lora is not None:
+        return ["visalign", "diagnose", str(output)]
+    model = result_folder(config, output)
+    if "rating" in getattr(getattr(config, "rewards", None), "terms", {}):  # a judge that was trained to rate
+        option = ["--option", f"model={model}"]
+        return ["visalign", "evaluate", str(config.data.heldout), "-r", "visual_quality_r1", *option]
+    return ["visalign", "train", "text_sample", f"model.path={model}"]
 
 
 def load_code(config: Any, output: Path, *, sees: bool = False) -> str:

@@ -5,6 +5,7 @@ labels of steps; measured on held-out prompts before and after, and saved as `pr
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, field
 from dataclasses import dataclass as plain_dataclass
@@ -16,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from visalign.data.assets import resolve_model
 from visalign.data.sets.tables import read_rows
 from visalign.errors import UserError
-from visalign.pipelines.shared.job import JudgeRun, build_trainer, run_job
+from visalign.pipelines.shared.job import JUDGE, JudgeRun, build_trainer, run_job
 from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by, no_loading_bars
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.pipelines.shared.sections import ConvexDAConfig, Count, Dtype, Natural, PolicyRunConfig, Share
@@ -193,7 +194,15 @@ def _build(config: TextProcessConfig, output: Path) -> ProcessRun:
         tokenizer=tokenizer,
         measure=measure,
         heldout=len(heldout.rows),
+        next_command=_next_command(config, output),
     )
+
+
+def _next_command(config: TextProcessConfig, output: Path) -> list[str]:
+    """Build the command that trains a policy with this judge of steps."""
+    keys = {"model": output / JUDGE, "separator": json.dumps(config.data.separator)}
+    keys |= {"replaces": "true"} if config.learns == "outcomes" else {}
+    return ["visalign", "train", "text_ppo", *(f"process.{key}={value}" for key, value in keys.items())]
 
 
 def _labels(config: TextProcessConfig) -> int:

@@ -22,6 +22,7 @@ from visalign.errors import UserError
 from visalign.interfaces import Scores
 from visalign.pipelines.shared.parts import Records
 from visalign.pipelines.shared.run_folder import (
+    RunSummary,
     check_unchanged,
     claimed,
     fingerprint,
@@ -179,7 +180,7 @@ class _Inputs(NamedTuple):
     reward: Any
 
 
-def run(config: TextSampleConfig, output: Path, resume: bool = False) -> dict[str, Any]:
+def run(config: TextSampleConfig, output: Path, resume: bool = False) -> RunSummary:
     """Run the job; nothing is written before everything that can be checked has been.
 
     Args:
@@ -297,7 +298,7 @@ def _sample_point(config: TextSampleConfig, inputs: _Inputs, policy: Any, place:
 
 def _select(
     config: TextSampleConfig, inputs: _Inputs, completions: Completions, output: Path, begin: float
-) -> dict[str, Any]:
+) -> RunSummary:
     """Choose, write the dataset and the summary."""
     rule = config.selection
     free = may_be_chosen(completions, truncated=rule.truncated)
@@ -330,7 +331,25 @@ def _select(
     }
     text = summary_json(summary)
     write_atomic(output / "summary.json", text.encode("utf-8"))
-    return json.loads(text)
+    return RunSummary(json.loads(text), ["visalign", "train", "text_sft", *_sft_keys(config, output)])
+
+
+def _sft_keys(config: TextSampleConfig, output: Path) -> list[str]:
+    """Build keys of text_sft for the dataset: its model and, of images, its question and rewards."""
+    keys = [f"data.train={output / DATASET}"]
+    if config.model.path != TextModelConfig().path:
+        keys.insert(0, f"model.path={config.model.path}")
+    if config.data.question is not None:
+        terms = config.rewards.terms.items()
+        entries = {label: {"name": term.name, "options": term.options} for label, term in terms}
+        rewards = {label: {k: v for k, v in entry.items() if v} for label, entry in entries.items()}
+        heldout = config.data.train if config.data.train.startswith("shapes:") else "HELDOUT"
+        keys += [
+            f"data.heldout={heldout}",
+            f"data.question={json.dumps(config.data.question)}",
+            f"evaluation={json.dumps({'rewards': rewards, 'correctness': None})}",
+        ]
+    return keys
 
 
 def plan(config: TextSampleConfig) -> dict[str, Any]:

@@ -39,6 +39,20 @@ READERS = {
     "hp": "visalign.rewards.scorers.hp.Hp",
 }
 
+"""Kind of a model -> what reads it."""
+
+NAMES = {
+    "hpsv3": "hpsv3",
+    "yes_no": "reward_dance",
+    "pair": "reward_dance_pairs",
+    "rating": "visual_quality_r1",
+    "critique": None,  # judges the answers of another reward
+    "checklist": "vision_reward",
+    "ict": "ict",
+    "hp": "hp",
+}
+"""Kind of a model -> name of its reward in the catalogue."""
+
 
 def reward_card(
     config: TrainRewardConfig, summary: Mapping[str, Any], examples: int, notes: Sequence[str] = ()

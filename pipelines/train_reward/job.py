@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from visalign.atomic import write_atomic
 from visalign.pipelines.shared.job import JUDGE, JudgeRun, build_trainer, run_job
 from visalign.pipelines.shared.parts import build_accelerator, ends_by
-from visalign.pipelines.shared.run_folder import check_unchanged
+from visalign.pipelines.shared.run_folder import RunSummary, check_unchanged
 
-from .card import reward_card
+from .card import NAMES, reward_card
 from .config import ChecklistModel, HpModel, Hpsv3Model, IctModel, TrainRewardConfig
 from .inputs import prepare_reward
 from .measure import Measure
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["JUDGE", "TrainRewardConfig", "plan", "run"]
 
 
-def run(config: TrainRewardConfig, output: Path, resume: bool = False) -> dict[str, Any]:
+def run(config: TrainRewardConfig, output: Path, resume: bool = False) -> RunSummary:
     """Run the job; see `visalign.pipelines.shared.job.run_job`."""
 
     def build(config: TrainRewardConfig, output: Path) -> RewardRun:
@@ -77,6 +77,7 @@ def _build(config: TrainRewardConfig, output: Path, resume: bool) -> RewardRun:
         measure=measure,
         heldout=measure.size,
         examples=len(inputs.train),
+        next_command=evaluate_command(config, output),
     )
 
 
@@ -100,6 +101,14 @@ def build_judge(config: TrainRewardConfig, device: torch.device) -> TrainedJudge
 
     judge = Hpsv3Judge if isinstance(model, Hpsv3Model) else AnswerJudge
     return judge(model, seed, device)  # type: ignore[arg-type]  # of its own kind
+
+
+def evaluate_command(config: TrainRewardConfig, output: Path) -> list[str]:
+    """Build the command that measures the trained reward on the held-out set."""
+    reward, source = NAMES[config.model.kind], config.data.heldout
+    if reward is None or source is None:
+        return ["visalign", "evaluate", "--help"]
+    return ["visalign", "evaluate", source, "-r", reward, "--option", f"model={output / JUDGE}"]
 
 
 @dataclass(frozen=True, kw_only=True)

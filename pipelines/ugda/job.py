@@ -33,10 +33,17 @@ from visalign.evaluation.pages.ugda_page import ugda_page
 from visalign.pipelines.collect.store import Plan, VoteStore
 from visalign.pipelines.collect.tasks import Form, Task, read_tasks
 from visalign.pipelines.collect.votes import exported, images_of, votes_of, write_rows
+from visalign.pipelines.flow_grpo.job import sample_command
 from visalign.pipelines.jobs import Job, load_job
 from visalign.pipelines.sample.job import SampleSettings, sample_images
 from visalign.pipelines.shared.parts import build_records
-from visalign.pipelines.shared.run_folder import claimed, summary_json, write_beginning, write_once
+from visalign.pipelines.shared.run_folder import (
+    RunSummary,
+    claimed,
+    summary_json,
+    write_beginning,
+    write_once,
+)
 from visalign.rewards.catalogue import load_judge, load_reward
 from visalign.rewards.combine.ensemble import Ensemble
 from visalign.seeds import sample_seed
@@ -77,7 +84,7 @@ def plan(config: UGDAConfig) -> dict[str, Any]:
     }
 
 
-def run(config: UGDAConfig, output: Path, resume: bool = False) -> dict[str, Any]:
+def run(config: UGDAConfig, output: Path, resume: bool = False) -> RunSummary:
     """Run the rounds; with `resume` go on where the folder ends.
 
     Raises:
@@ -98,7 +105,8 @@ def run(config: UGDAConfig, output: Path, resume: bool = False) -> dict[str, Any
             "after": rounds[-1]["policy"]["after"],
         }
         write_once(output / SUMMARY, summary_json(summary))
-    return summary
+    last = output / f"round_{config.rounds - 1:02d}" / "policy"
+    return RunSummary(summary, sample_command(policy, last, []))
 
 
 def _round(

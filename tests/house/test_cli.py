@@ -55,14 +55,13 @@ class Toy:
         self.calls: list[tuple[ToyConfig, Path, bool]] = []
         self.fail: Callable[[], object] = lambda: None
 
-    def run(self, config: ToyConfig, output: Path, resume: bool) -> None:
+    def run(self, config: ToyConfig, output: Path, resume: bool) -> run_folder.RunSummary:
         self.calls.append((config, output, resume))
         output.mkdir(parents=True, exist_ok=True)
         (output / "partial").touch()
         self.fail()
         (output / "report.html").write_text("<html></html>")
         (output / "lora").mkdir()
-        (output / "config.yaml").write_text("model: {path: tiny}\n")
         numbers = {
             "before": {"accuracy": 0.5, "by_category": {"two_objects": 0.25}},
             "after": {"accuracy": 0.625, "by_category": {"two_objects": 0.75}},
@@ -70,6 +69,7 @@ class Toy:
             "gain": {"estimate": 0.125, "low": 0.1, "high": 0.15, "level": 0.95},
         }
         (output / "summary.json").write_text(json.dumps(numbers))
+        return run_folder.RunSummary(numbers, ["visalign", "sample", "a red circle"])
 
     def plan(self, config: ToyConfig) -> dict[str, Any]:
         return {
@@ -140,6 +140,7 @@ def test_train_runs_the_configuration_with_its_overrides(toy: Toy) -> None:
     assert "Held-out accuracy +12.5 points, 95% interval +10.0 to +15.0" in result.stdout
     assert "Cost: 5:18 min." in result.stdout
     assert "out/report.html" in result.stdout and "out/lora" in result.stdout
+    assert "visalign sample 'a red circle'" in result.stdout
 
 
 def test_quickstart_writes_to_a_dated_folder_and_names_the_next_command(toy: Toy) -> None:
@@ -410,13 +411,13 @@ def _table(files: list[Path]) -> list[ImageRow]:
     return [ImageRow(image=str(file), prompt="x") for file in files]
 
 
-def test_a_valid_score_that_is_no_number_is_a_row_with_its_reason(samples: Path) -> None:
+def test_a_valid_score_that_is_no_number_is_a_row_with_its_reason(images: Path) -> None:
     class Wild(Brightness):
         def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
             value = torch.tensor([float("nan"), float("inf"), 0.5])
             return Scores(value=value, valid=torch.ones(3, dtype=torch.bool), unit="grey")
 
-    files = find_images([samples])
+    files = find_images([images])
     rows = score.score_rows(_table(files), {"wild": Wild()})
     assert [row.value for row in rows] == [None, None, 0.5]
     assert [row.reason for row in rows] == [

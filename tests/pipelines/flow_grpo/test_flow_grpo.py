@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.config import load_config
 from visalign.errors import UserError
-from visalign.pipelines.cli.show import before_after, next_command, result_files, show_summary
-from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, TrainingInterrupted, plan, run
+from visalign.pipelines.cli.show import before_after, result_files, show_summary
+from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, TrainingInterrupted, plan, run, sample_command
 from visalign.pipelines.flow_grpo.plan import planned_cost
 from visalign.pipelines.shared.parts import evenly_spaced
 from visalign.pipelines.text.sft import TextSFTConfig
@@ -164,7 +164,7 @@ def test_a_run_out_of_time_resumes_to_the_same_result(inputs, tmp_path):
 
 def test_the_closing_panel_shows_what_the_run_wrote(finished):
     console = Console(record=True, width=400, file=io.StringIO())
-    show_summary(console, finished[0])
+    show_summary(console, finished[0], finished[1], finished[1].next_command)
     text = console.export_text()
     assert "GB of memory at most" in text and "Next:" in text and f"--lora {finished[0] / 'lora'}" in text
     assert "held-out accuracy" in text
@@ -174,73 +174,53 @@ def test_the_closing_panel_shows_what_the_run_wrote(finished):
     assert "a (x)" in text and "accuracy" not in text and "blur" not in text
 
 
-@pytest.mark.parametrize(
-    ("left", "then"),
-    [
-        (["dataset.jsonl"], "visalign train text_sft model.path=my/sd3 data.train={0}/dataset.jsonl"),
-        (["model/config.json", "judge/x"], "visalign train text_sample model.path={0}/model"),
-        (["lora/adapter_config.json"], "Open {0}/report.html"),
-        (["lora/x"], 'visalign sample "a red circle" --model my/sd3 --lora {0}/lora --output {0}/images'),
-        (
-            ["model/model_index.json"],
-            'visalign sample "a red circle" --model {0}/model --output {0}/images',
-        ),
-        (["judge/judge.json"], "visalign evaluate --help"),
-    ],
-)
-def test_what_to_do_next_fits_what_the_run_made(tmp_path, left, then):
-    (tmp_path / "config.yaml").write_text("model: {path: my/sd3}\ndata: {question: null}")
-    for name in left:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    assert next_command(tmp_path) == then.format(tmp_path)
-
-
-def test_a_run_on_edits_is_drawn_from_with_its_sources(tmp_path):
-    (tmp_path / "lora").mkdir()
-    prompts = tmp_path / "my prompts.jsonl"
-    model = "{path: m, image_size: [16, 8], guidance: null, options: {call: {a: false}, lora_path: x}}"
-    (tmp_path / "config.yaml").write_text(f"model: {model}\ndata: {{heldout: '{prompts}'}}")
+def test_the_next_command_samples_as_the_run_evaluates(tmp_path):
+    config = _config(tmp_path, "model.path=my/sd3", "model.guidance=null")
+    lora, images = f"--lora {tmp_path}/lora", f"--output {tmp_path}/images"
+    assert (
+        shlex.join(sample_command(config, tmp_path, []))
+        == f"visalign sample 'a red circle' --model my/sd3 {lora} {images}"
+    )
+    options = "{path: m, image_size: [16, 8], options: {call: {a: false}, lora_path: x}, lora: null}"
+    whole = _config(tmp_path, f"model={options}", "data.heldout=my prompts.jsonl")
     as_trained = "--option 'image_size=[16, 8]' --option 'call={\"a\": false}'"
-    for source, asked in (("cup.png", f"'{prompts}' --seeds 0"), ("coco", '"a red circle"')):
-        prompts.write_text("\n" + json.dumps({"prompt": "make it blue", "source": source}) + "\n")
-        drawn = f"--model m --lora {tmp_path}/lora {as_trained} --output {tmp_path}/images"
-        assert next_command(tmp_path) == f"visalign sample {asked} {drawn}"
-    for changed in ("", "{", "[1]", '{"text": 1}'):
-        prompts.write_text(changed)
-        assert next_command(tmp_path).startswith('visalign sample "a red circle" --model m')
+    for source, prompts in (("cup.png", "'my prompts.jsonl' --seeds 0"), (None, "'a red circle'")):
+        record = {"prompt": "make it blue"} | ({} if source is None else {"source": source})
+        command = shlex.join(sample_command(whole, tmp_path, [record]))
+        assert command == f"visalign sample {prompts} --model {tmp_path}/model {as_trained} {images}"
 
 
 def test_answers_about_images_are_learnt_by_what_gave_them(tmp_path):
-    (tmp_path / "dataset.jsonl").touch()
-    terms = "terms: {rating: {name: null, options: {rule: regression}, weight: 1.0}}"
+    from visalign.pipelines.text.sample import TextSampleConfig, _sft_keys
+
     for source, heldout in (("shapes:quality", "shapes:quality"), ("rated.jsonl", "HELDOUT")):
-        data = f"data: {{train: '{source}', question: 'Rate: 1'}}"
-        (tmp_path / "config.yaml").write_text(f"model: {{path: shapes-vlm}}\n{data}\nrewards: {{{terms}}}")
-        command = shlex.split(next_command(tmp_path))
-        assert command[:4] == ["visalign", "train", "text_sft", "model.path=shapes-vlm"]
-        made = load_config(TextSFTConfig, None, command[3:])
+        given = ["model.path=shapes-vlm", f"data.train={source}", "data.question='Rate: 1'"]
+        given += ["rewards.terms={rating: {options: {rule: regression}}}"]
+        keys = _sft_keys(load_config(TextSampleConfig, None, given), tmp_path)
+        assert keys[0] == "model.path=shapes-vlm"
+        made = load_config(TextSFTConfig, None, keys)
         assert made.data.train == f"{tmp_path}/dataset.jsonl"
         assert (made.data.heldout, made.data.question) == (heldout, "Rate: 1")
         assert made.evaluation.rewards["rating"].options == {"rule": "regression"}
 
 
 def test_a_judge_of_steps_goes_to_a_policy(tmp_path):
-    (tmp_path / "judge").mkdir()
-    (tmp_path / "judge/config.json").touch()
-    for learns, more in (("outcomes", " process.replaces=true"), ("labels", "")):
-        said = f'pipeline: text_process\nlearns: {learns}\ndata: {{separator: ", "}}'
-        (tmp_path / "config.yaml").write_text(said)
-        keys = f"process.model={tmp_path}/judge 'process.separator=\", \"'"
-        assert next_command(tmp_path) == f"visalign train text_ppo {keys}{more}"
+    from visalign.pipelines.text.process import TextProcessConfig, _next_command
+
+    for learns, more in (("outcomes", ["process.replaces=true"]), ("labels", [])):
+        given = ["data={train: x.jsonl, separator: ', '}", f"learns={learns}"]
+        command = _next_command(load_config(TextProcessConfig, None, given), tmp_path)
+        keys = [f"process.model={tmp_path}/judge", 'process.separator=", "']
+        assert command == ["visalign", "train", "text_ppo", *keys, *more]
 
 
 def test_a_model_that_learnt_to_rate_is_evaluated_as_a_judge(tmp_path):
-    (tmp_path / "config.yaml").write_text("data: {heldout: x.jsonl}\nrewards: {terms: {rating: {weight: 1}}}")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").touch()
-    then = f"visalign evaluate x.jsonl -r visual_quality_r1 --option model={tmp_path}/model"
-    assert next_command(tmp_path) == then
+    from visalign.pipelines.text.config import TextGRPOConfig
+    from visalign.pipelines.text.job import _next_command
+
+    given = ["model.lora=null", "data.heldout=x.jsonl", "rewards.terms={rating: {}}"]
+    command = shlex.join(_next_command(load_config(TextGRPOConfig, None, given), tmp_path))
+    assert command == f"visalign evaluate x.jsonl -r visual_quality_r1 --option model={tmp_path}/model"
 
 
 def test_metrics_hold_parts_and_heldout(finished):

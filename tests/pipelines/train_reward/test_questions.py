@@ -52,17 +52,14 @@ def test_adapters_that_find_no_layer_are_refused(kind):
 
 def test_the_closing_panel_shows_what_was_measured_and_where_the_judge_is(tmp_path):
     numbers = {"mae": 0.5, "srcc": 0.25, "mass_low": 0.9}
-    (tmp_path / "summary.json").write_text(
-        json.dumps({"before": numbers, "after": {**numbers, "mae": 0.375}})
-    )
     (tmp_path / "judge").mkdir()
     console = Console(record=True, width=200, file=io.StringIO())
-    show_summary(console, tmp_path, then="visalign configs")
+    summary = {"before": numbers, "after": {**numbers, "mae": 0.375}}
+    show_summary(console, tmp_path, summary, ["visalign", "configs"])
     text = console.export_text()
     assert "held-out SRCC" in text and "held-out accuracy" not in text and "-0.125" in text
     assert f"{tmp_path / 'judge'}  (the judge and its card" in text
-    (tmp_path / "summary.json").write_text(json.dumps({"before": {}, "after": {}}))
-    show_summary(console, tmp_path, then="visalign configs")
+    show_summary(console, tmp_path, {"before": {}, "after": {}}, ["visalign", "configs"])
     assert "before" not in console.export_text()
 
 
