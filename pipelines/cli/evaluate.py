@@ -119,7 +119,7 @@ def _run(options: EvaluateOptions) -> None:
 
 def show_evaluation(console: Console, result: Mapping[str, Any]) -> None:
     """What an evaluation found: one column per judge."""
-    from visalign.evaluation.pages.base import says_whose
+    from visalign.evaluation.pages.base import provenance_sentence
     from visalign.evaluation.pages.reward_page import comparison_lines, evaluation_tables, fusion_line
 
     about, judges = result["set"], result["judges"]
@@ -128,7 +128,7 @@ def show_evaluation(console: Console, result: Mapping[str, Any]) -> None:
     for finding in about["findings"]:
         console.print(Text(f"  {finding['message']}"))
     for name, told in (result.get("whose") or {}).items():
-        console.print(Text(says_whose(name, told)), soft_wrap=True)
+        console.print(Text(provenance_sentence(name, told)), soft_wrap=True)
     names = [escape(judge["judge"]["name"]) for judge in judges]
     tables = [table for tables in evaluation_tables(result).values() for table in tables]
     for entry in sorted(tables, key=lambda table: bool(table.columns)):

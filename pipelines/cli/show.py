@@ -245,11 +245,11 @@ def number(value: Any) -> str:
 
 def tell_whose(judges: Mapping[str, Any], prompts: Sequence[str]) -> None:
     """A line per judge on the error stream: whose numbers these are, and whether it belongs there."""
-    from visalign.evaluation.pages.base import says_whose
+    from visalign.evaluation.pages.base import provenance_sentence
     from visalign.pipelines.score.provenance import domain_note, provenance
 
     console = Console(stderr=True)
     for label, judge in judges.items():
-        console.print(Text(says_whose(label, provenance(judge))), soft_wrap=True)
+        console.print(Text(provenance_sentence(label, provenance(judge))), soft_wrap=True)
         if caution := domain_note(judge, prompts):
             console.print(Text(f"! {label}: {caution}"), soft_wrap=True)

@@ -218,7 +218,7 @@ def _of_pairs(
         return {"alpha": alpha, "disputed": [], "split": 0, "with_two": 0, "by_name": {}, "notes": notes}
     table = RatioTable(index, clusters)
     for name, mine in own.items():
-        table.add(name, *agreement.against_the_rest(mine, votes - mine))
+        table.add(name, *agreement.majority_credit(mine, votes - mine))
     rest = table.intervals(**settings.drawing(), level=settings.level)
     fit = _fit(first, order)
     spoken = list(dict.fromkeys(vote.annotator for vote in first))

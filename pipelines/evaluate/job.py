@@ -24,10 +24,10 @@ from visalign.data.sets.records import PreferenceSet, QualitySet, mix_sides
 from visalign.data.sets.sources import join_scores, load_source
 from visalign.errors import UserError
 from visalign.evaluation.rewards.comparison import (
+    add_holm,
     compare_on_preferences,
     compare_on_quality,
     leaderboard,
-    settle,
     worst_records,
 )
 from visalign.evaluation.rewards.fusion import fuse_preferences, fuse_quality
@@ -268,7 +268,7 @@ def _comparisons(
             found.append(_kind(source).compare(source, first, second, settings))
         except ValueError as error:  # no pair that both decided: the reports stand without it
             failed.append({"judge": f"{first.name} against {second.name}", "error": str(error)})
-    settle(found, level=settings.level)
+    add_holm(found, level=settings.level)
     return found, failed
 
 

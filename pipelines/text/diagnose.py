@@ -17,7 +17,7 @@ from visalign.errors import UserError
 from visalign.evaluation.heldout.correctness import valid_of, verdict
 from visalign.evaluation.heldout.text import prompt_text
 from visalign.evaluation.statistics.diversity import starc_distance, support_metrics
-from visalign.evaluation.statistics.intervals import clustered_wilson
+from visalign.evaluation.statistics.intervals import share_interval
 from visalign.evaluation.statistics.two_policies import (
     advantage_at_stake,
     best_of_n_curve,
@@ -339,7 +339,7 @@ def _greedy(
     first, second = (judge.judged(rollout, records, 1).reward[:, 0] for rollout in (greedy, noisy))
     shares = {"near_tie": near.double(), "changed": 1 - torch.tensor(same).double()}
     return {
-        **{name: clustered_wilson(value.numpy(), names).to_dict() for name, value in shares.items()},
+        **{name: share_interval(value.numpy(), names).to_dict() for name, value in shares.items()},
         "reward": mean_interval(first, generator=generator).to_dict(),
         "reward_change": mean_interval(second - first, generator=generator).to_dict(),
         "reward_change_abs": mean_interval((second - first).abs(), generator=generator).to_dict(),

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from visalign.evaluation.statistics.agreement import credits_of, ranking_pairs
-from visalign.evaluation.statistics.calibration import brier, nll, reliability
+from visalign.evaluation.statistics.agreement import policy_credit
+from visalign.evaluation.statistics.calibration import both_sides, brier, nll, reliability
 from visalign.evaluation.statistics.correlations import kendall, plcc, rmse, srcc
-from visalign.evaluation.statistics.selective import BoundedRewards, ensemble_summary
 
 Outputs = dict[str, Any]
 
@@ -22,21 +21,46 @@ def _array(case: Any, name: str) -> np.ndarray:
 
 
 def _rate(policy: str, margin: np.ndarray, label: np.ndarray) -> float:
-    credit, count = credits_of(policy, margin, label)
+    credit, count = policy_credit(policy, margin, label)
     return credit.sum() / count.sum()
 
 
 def _bounds(case: Any) -> Outputs | None:
+    """Calibration of rewards [N, 2] with lower and upper bounds, and how often the two intervals part."""
     rewards = _array(case, "rewards")
     if rewards.ndim != 3 or rewards.shape[1:] != (2, 3):
         return None
-    mean, lower, upper = (rewards[:, :, k] for k in range(3))
-    bounded = BoundedRewards(mean=mean, lower=lower, upper=upper)
-    return bounded.statistics(bins=int(case.params.get("n_bins", 20)))
+    (mean, lower, upper), bins = np.moveaxis(rewards, 2, 0), int(case.params.get("n_bins", 20))
+    gaps = (mean[:, 0] - mean[:, 1], lower[:, 0] - upper[:, 1], upper[:, 0] - lower[:, 1])
+    point, low, high = (1 / (1 + np.exp(-gap)) for gap in gaps)
+    p, y = both_sides(point, np.ones_like(point))
+    curve = reliability(p, y, bins=bins)
+    below = _one_sided(reliability(np.concatenate([low, 1 - high]), y, bins=bins), -1)
+    above = _one_sided(reliability(np.concatenate([high, 1 - low]), y, bins=bins), 1)
+    right = float(np.mean(mean[:, 0] > mean[:, 1]))
+    sure = [float(np.mean(lower[:, k] > upper[:, 1 - k])) for k in (0, 1)]
+    found = {"win_rate": right, "ece": curve.ece, "mce": curve.mce, "brier_score": float(brier(p, y).mean())}
+    found |= {"elce": below[0], "mlce": below[1], "euce": above[0], "muce": above[1]}
+    found |= {"confident_true_rate": sure[0], "confident_false_rate": sure[1]}
+    found |= {"unconfident_true_rate": right - sure[0], "unconfident_false_rate": 1 - right - sure[1]}
+    for beta in (0.0, 0.01, 0.2, 1.0):
+        weights = [(1 - beta) * whole + beta for whole in (right, 1 - right)]
+        parts = [part / weight if weight else 0.0 for part, weight in zip(sure, weights, strict=True)]
+        found[f"ranking/{beta}"] = parts[0] - parts[1]
+    return found
+
+
+def _one_sided(curve: Any, sign: int) -> tuple[float, float]:
+    gap = np.maximum(sign * curve.gap, 0.0)
+    return float(np.nansum(curve.count * gap) / curve.count.sum()), float(np.nanmax(gap))
 
 
 def _ensemble(case: Any) -> Outputs:
-    return dict(ensemble_summary(_array(case, "members"), beta=float(case.params.get("beta", 2.0))))
+    members, beta = _array(case, "members"), float(case.params.get("beta", 2.0))
+    mean, std = members.mean(1), members.std(1, ddof=1)
+    found = {"mean": mean, "std": std, "lower": mean - beta * std, "upper": mean + beta * std}
+    found |= {"min": members.min(1), "max": members.max(1)}
+    return found | {"median": np.sort(members, axis=1)[:, (members.shape[1] - 1) // 2]}
 
 
 def _correlations(case: Any) -> Outputs:
@@ -64,11 +88,16 @@ def _binary(case: Any) -> Outputs:
     return found
 
 
+def _ranking_pairs(scores: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    i, j = np.triu_indices(len(scores), k=1)
+    return scores[i] - scores[j], (np.sign(truth[i] - truth[j]) + 1) / 2
+
+
 def _ranking(case: Any) -> Outputs:
     prediction, truth = _array(case, "prediction"), _array(case, "ground_truth")
-    margin, label = ranking_pairs(prediction, truth)
-    as_ranks = ranking_pairs(prediction, -truth)
-    credit, count = credits_of("calc_ImageReward", margin, label)
+    margin, label = _ranking_pairs(prediction, truth)
+    as_ranks = _ranking_pairs(prediction, -truth)
+    credit, count = policy_credit("calc_ImageReward", margin, label)
     untied = label != 0.5
     return {
         "inversion_score": _rate("inversion_score", margin, label),
@@ -87,7 +116,7 @@ def _pickscore(case: Any) -> Outputs:
     p0, y = _array(case, "prob0"), _array(case, "label0")
     found = []
     for threshold in case.inputs["thresholds"]:
-        credit, count = credits_of("PickScore", p0 - (1 - p0), y, float(threshold))
+        credit, count = policy_credit("PickScore", p0 - (1 - p0), y, float(threshold))
         found.append(credit.sum() / count.sum())
     return {"accuracy": found}
 

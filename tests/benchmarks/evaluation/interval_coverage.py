@@ -39,10 +39,9 @@ from visalign.evaluation.rewards.judged_pairs import IntervalSettings, judged_pa
 from visalign.evaluation.rewards.pair_scores import PairScores, from_scores
 from visalign.evaluation.rewards.people import people_numbers
 from visalign.evaluation.rewards.preferences import evaluate_preferences
-from visalign.evaluation.rewards.quality import evaluate_quality, fitted_plcc, from_values
-from visalign.evaluation.statistics.agreement import HEADLINE, POLICIES, credits_of
-from visalign.evaluation.statistics.correlations import fit_logistic
-from visalign.evaluation.statistics.intervals import RatioTable, clustered_wilson, paired_bootstrap
+from visalign.evaluation.rewards.quality import evaluate_quality, from_values
+from visalign.evaluation.statistics.agreement import HEADLINE, POLICIES, policy_credit
+from visalign.evaluation.statistics.intervals import RatioTable, paired_bootstrap, share_interval
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
@@ -103,8 +102,8 @@ def shares(
     table = RatioTable(index, prompts)
     for name, policy in POLICIES.items():
         if not policy.has_threshold:
-            table.add(name, *credits_of(name, margin, said.mean(1)))
-    credit, count = credits_of(HEADLINE, margin, said.mean(1))
+            table.add(name, *policy_credit(name, margin, said.mean(1)))
+    credit, count = policy_credit(HEADLINE, margin, said.mean(1))
     parts = {f"generator {g}": (made == g).any(1) for g in range(3)}
     parts |= {"one generator": made[:, 0] == made[:, 1], "two generators": made[:, 0] != made[:, 1]}
     for name, rows in parts.items():
@@ -183,16 +182,6 @@ def quality(
     return report | {"comparison": compare_on_quality(records, one, two, settings)}
 
 
-def fits(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int) -> dict[str, Any]:
-    """What `quality` has on the PLCC after the fits alone: cheaper."""
-    mos, x, _, index = ratings(rng, prompts, each)
-    found = {parameters: fit_logistic(x, mos, parameters) for parameters in (4, 5)}
-    return {
-        f"plcc_logistic{parameters}": fitted_plcc(x, mos, fit, index, settings).to_dict()
-        for parameters, fit in found.items()
-    }
-
-
 def agree(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int) -> dict[str, Any]:
     """How far two rewards agree."""
     _, x, other, index = ratings(rng, prompts, each)
@@ -213,7 +202,7 @@ def heldout(
     draw = Shared(rng, prompts, each)
     before, after = draw() > 0.3, draw() > -0.5
     change = paired_bootstrap(before, after, draw.index, **settings.drawing())
-    found = {"before": clustered_wilson(before, draw.index), "after": clustered_wilson(after, draw.index)}
+    found = {"before": share_interval(before, draw.index), "after": share_interval(after, draw.index)}
     return {name: number.to_dict() for name, number in (found | {"change": change}).items()}
 
 
@@ -270,7 +259,7 @@ def _together(records: Any, judges: list[Any], settings: IntervalSettings) -> di
 
 
 MAKES: dict[str, Callable[..., dict[str, Any]]] = {
-    **{"shares": shares, "people": people, "pairs": pairs, "fits": fits, "quality": quality},
+    **{"shares": shares, "people": people, "pairs": pairs, "quality": quality},
     **{"agree": agree, "heldout": heldout},
     **{"judges_pairs": judges_pairs, "judges_quality": judges_quality},
 }
@@ -280,7 +269,7 @@ WORLDS: dict[str, tuple[str, int, int]] = {
     f"{name}-{kind}": (name, each, 100 if (name, kind) == ("heldout", "clustered") else prompts)
     for name in MAKES
     for kind, (each, prompts) in SIZES.items()
-    if name in ("fits", "quality") or not kind.endswith("30")
+    if name == "quality" or not kind.endswith("30")
 }
 """Name -> what is simulated, pairs or images of a prompt, prompts."""
 

@@ -257,7 +257,7 @@ def test_a_text_run_has_the_same_page_with_completions(tmp_path: Path) -> None:
     page = report(tmp_path, before, after)
     assert "6 of 24 completions were correct before training, 18 of 24 after it" in page.text
     assert "each completed twice with the same seeds" in page.text and "+50.0 points" in page.text
-    assert "image" not in page.text.lower() and "noise" not in page.text and page.all("img") == []
+    assert "kept for this page" not in page.text and "noise" not in page.text and page.all("img") == []
     assert page.source.count("<script") == 1 and "<think>" not in page.source, "completions are escaped"
     improved = galleries(before, after, compare(before, after))[1]["pairs"]
     assert len(improved) == 10, "each prompt once"

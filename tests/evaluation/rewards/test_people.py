@@ -55,10 +55,6 @@ def test_five_votes_of_80_percent_and_a_perfect_judge(named: bool) -> None:
     # 0.8 · (P(4 or 3 of 4) + ½ P(2 of 4)) + 0.2 · its counterpart: 0.8 · 0.896 + 0.2 · 0.104
     assert people["single_vote"]["low"] < 0.7376 < people["single_vote"]["high"]
     assert people["alpha"]["low"] < 1 - 0.32 / 0.5 < people["alpha"]["high"]
-    assert [entry["name"] for entry in people["annotators"]] == ([f"a{k}" for k in range(5)] if named else [])
-    for entry in people["annotators"]:
-        assert entry["votes"] == 400 and entry["rest"]["low"] < 0.7376 < entry["rest"]["high"]
-        assert entry["judge"]["low"] < 0.8 < entry["judge"]["high"]
 
 
 @pytest.mark.parametrize("voters", [1, 2, 3, 4, 5])

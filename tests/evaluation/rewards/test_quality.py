@@ -11,7 +11,7 @@ from scipy import stats
 
 from visalign.data.sets.records import QualityRecord, QualitySet
 from visalign.errors import UserError
-from visalign.evaluation.rewards.comparison import compare_on_quality, leaderboard, settle
+from visalign.evaluation.rewards.comparison import add_holm, compare_on_quality, leaderboard
 from visalign.evaluation.rewards.fusion import fuse_quality
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.evaluation.rewards.quality import evaluate_quality, from_values
@@ -112,7 +112,7 @@ def test_a_fusion_and_a_leaderboard_keep_the_images_of_a_prompt_together() -> No
     spans = []
     for records in (wide, narrow):
         comparison = compare_on_quality(records, judges[0], judges[1], FAST)
-        settle([comparison], level=0.95)
+        add_holm([comparison], level=0.95)
         board = leaderboard(records, judges, [comparison], FAST)
         assert board is not None
         spans.append(sum(row["high"] - row["low"] for row in board["rows"]))
@@ -125,10 +125,10 @@ def test_judges_that_share_nothing_or_say_one_value_are_no_crash() -> None:
     records, half = quality(mos, prompt), np.arange(160) < 80
     first = from_values("a", "x", np.where(half, x, np.nan))
     second = from_values("b", "x", np.where(half, np.nan, x))
-    with pytest.raises(ValueError, match="a and b judged 0 images both"):
+    with pytest.raises(ValueError, match="a and b both scored 0 images"):
         compare_on_quality(records, first, second, FAST)
     flat = from_values("flat", "x", np.ones(160))
     assert leaderboard(records, [first, flat], [], FAST) is None
     silent = from_values("silent", "x", np.full(160, np.nan))
-    with pytest.raises(UserError, match="silent judged nothing of the set"):
+    with pytest.raises(UserError, match="silent scored nothing of the set"):
         fuse_quality(records, [first, silent])

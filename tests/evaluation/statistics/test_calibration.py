@@ -19,7 +19,7 @@ from visalign.evaluation.statistics.calibration import (
     reliability,
     win_probability,
 )
-from visalign.evaluation.statistics.selective import auroc, ensemble_summary, risk_coverage, weighted_auroc
+from visalign.evaluation.statistics.selective import auroc, risk_coverage, weighted_auroc
 
 
 def test_reliability_by_hand() -> None:
@@ -28,7 +28,6 @@ def test_reliability_by_hand() -> None:
     assert found.confidence.tolist() == pytest.approx([0.15, 0.85])
     assert found.frequency.tolist() == [0.5, 1.0]
     assert found.ece == pytest.approx(0.5 * 0.35 + 0.5 * 0.15) and found.mce == pytest.approx(0.35)
-    assert found.overconfidence == (0.0, 0.0) and found.underconfidence[1] == pytest.approx(0.35)
 
 
 def test_a_probability_on_an_edge_goes_up_and_empty_bins_are_nan() -> None:
@@ -57,8 +56,6 @@ def test_win_probability_is_the_integral() -> None:
         assert win_probability([mean], [spread])[0] == pytest.approx(expected, abs=2e-7)
     assert win_probability([1.0], [2.0], link="probit")[0] == pytest.approx(stats.norm.cdf(0.5))
     assert win_probability([0.0, 1.0], [0.0, 0.0], link="probit").tolist() == [0.5, 1.0]
-    with pytest.raises(ValueError, match="allowed are 'logistic' and 'probit'"):
-        win_probability([1.0], link="tanh")
 
 
 def test_temperature_is_found_and_useless_logits_are_said_to_be() -> None:
@@ -66,11 +63,11 @@ def test_temperature_is_found_and_useless_logits_are_said_to_be() -> None:
     true = rng.normal(0, 2, 20_000)
     y = (rng.random(20_000) < 1 / (1 + np.exp(-true))).astype(float)
     found = fit_temperature(3 * true, y)
-    assert found.value == pytest.approx(3.0, rel=0.05) and not found.bounded
+    assert found.value == pytest.approx(3.0, rel=0.05)
     assert found.nll == pytest.approx(float(nll(found.apply(3 * true), y).mean()), abs=1e-9)
     against = fit_temperature(-true, y)
     assert math.isinf(against.value) and against.apply([5.0])[0] == 0.5
-    assert fit_temperature([1.0, -1.0], [1.0, 0.0]).bounded  # separable: ever colder
+    assert fit_temperature([1.0, -1.0], [1.0, 0.0]).value == pytest.approx(1e-4)  # separable: ever colder
 
 
 def test_cross_fitting_uses_the_other_folds() -> None:
@@ -82,8 +79,6 @@ def test_cross_fitting_uses_the_other_folds() -> None:
     assert other.value > 2 * one.value
     assert found[fold == 0].tolist() == other.apply(z[fold == 0]).tolist()
     assert found[fold == 1].tolist() == one.apply(z[fold == 1]).tolist()
-    with pytest.raises(ValueError, match="at least two folds"):
-        cross_fitted_temperature(z, y, np.zeros(4, dtype=int))
 
 
 def test_auroc_counts_pairs() -> None:
@@ -110,14 +105,6 @@ def test_risk_coverage_by_hand() -> None:
 def test_equal_certainty_is_answered_in_random_order() -> None:
     found = risk_coverage([1.0, 1.0, 1.0, 1.0], [1, 0, 0, 0])
     assert found.coverage.tolist() == [1.0] and found.area == pytest.approx(0.25) and found.at(0.3) == 0.25
-
-
-def test_ensembles() -> None:
-    found = ensemble_summary([[1.0, 2.0, 6.0, 3.0]], beta=1.0)
-    assert found["mean"][0] == 3 and found["median"][0] == 2
-    assert found["upper"][0] - 3 == pytest.approx(np.std([1, 2, 6, 3], ddof=1))
-    with pytest.raises(ValueError, match="M of at least 2"):
-        ensemble_summary([[1.0]])
 
 
 def test_swapped_sides_show_a_bias() -> None:
@@ -148,7 +135,5 @@ def test_bad_probabilities_are_named() -> None:
         reliability([1.2], [1.0])
     with pytest.raises(ValueError, match="not empty"):
         nll([], [])
-    with pytest.raises(ValueError, match="at least 1"):
-        reliability([0.2], [1.0], bins=0)
     with pytest.raises(ValueError, match="for scores give those of both images"):
         from_probabilities("judge", [3.0])

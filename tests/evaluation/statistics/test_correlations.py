@@ -8,7 +8,6 @@ import pytest
 from scipy import special, stats
 
 from visalign.evaluation.statistics.correlations import (
-    RefittedPlcc,
     fit_logistic,
     kendall,
     logistic,
@@ -84,23 +83,6 @@ def test_a_map_that_turns_is_not_called_monotone() -> None:
     assert fit_logistic(x, -rising, 5).monotone
 
 
-@pytest.mark.parametrize("parameters", [4, 5])
-def test_a_refitted_plcc_is_that_of_a_fit_to_the_resample(parameters: int) -> None:
-    """Against Levenberg-Marquardt on repeated samples: the grid reaches it from below."""
-    rng = np.random.default_rng(3)
-    x = rng.normal(size=60)
-    y = np.tanh(1.5 * x) + rng.normal(0, 0.4, 60)
-    fit = fit_logistic(x, y, parameters)
-    refit = RefittedPlcc(x, y, fit)
-    assert refit.draws(refit.products.sum(0)[None])[0, 0] == pytest.approx(fit.plcc, abs=1e-4)
-    weights = rng.multinomial(60, np.full(60, 1 / 60), 6).astype(float)
-    held = weighted_pearson(fit.fitted, y, weights)
-    for row, own, still in zip(weights, refit.draws(weights @ refit.products)[:, 0], held, strict=True):
-        rows = np.repeat(np.arange(60), row.astype(int))
-        theirs = fit_logistic(x[rows], y[rows], parameters).plcc
-        assert theirs - 0.01 < own < theirs + 1e-6 and own >= still - 1e-9
-
-
 def test_logistic_by_hand() -> None:
     assert logistic(np.array([0.5]), 5.0, 1.0, 0.5, 2.0)[0] == pytest.approx(3.0)  # half way
     assert logistic(np.array([0.5]), 8.0, 3.0, 0.5, 2.0, 1.0)[0] == pytest.approx(2.0)  # β4 x + β5
@@ -123,13 +105,9 @@ def test_bad_input_is_named() -> None:
         srcc([1, 2], [1, 2, 3])
     with pytest.raises(ValueError, match="all values of the second side equal 4"):
         plcc([1, 2, 3], [4, 4, 4])
-    with pytest.raises(ValueError, match="at least 2 samples"):
+    with pytest.raises(ValueError, match=r"at least 2; got \(1,\)"):
         kendall([1], [2])
-    with pytest.raises(ValueError, match="leave out what was not judged"):
+    with pytest.raises(ValueError, match="leave out samples without a score"):
         srcc([1, np.nan], [1, 2])
-    with pytest.raises(ValueError, match="usual fits have 4 or 5"):
-        fit_logistic(X, Y, 3)
     with pytest.raises(ValueError, match="more than 5 samples"):
         fit_logistic(X[:5], Y[:5])
-    with pytest.raises(ValueError, match="allowed are 'b' and 'c'"):
-        kendall(X, Y, "a")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two policies on the same problems: hand values, identities, bad input."""
+"""Two policies on the same problems: hand values, identities."""
 
 from __future__ import annotations
 
@@ -63,11 +63,6 @@ def test_a_problem_counts_where_both_have_enough_known_samples() -> None:
     assert points[1].base.estimate == 0 and points[1].tuned.estimate == 1
 
 
-def test_different_problems_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"the same problems; got \(2, 3\) and \(2, 4\)"):
-        pass_at_k_curves(torch.zeros(2, 3), torch.zeros(2, 4), generator=_generator())
-
-
 def test_the_best_of_n_by_hand() -> None:
     reward = torch.tensor([[0.0, 3, 1, 2], [torch.nan, 9, 9, 9]])
     log_prob = torch.tensor([[0.1, 0.2, 0.3, 0.4], [1, 1, 1, 1]]).log()
@@ -88,11 +83,6 @@ def test_the_best_of_n_by_hand() -> None:
     assert best_of_n_curve(reward[1:], log_prob[1:], generator=_generator()) == []
 
 
-def test_rewards_of_other_completions_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"the same completions; got \(2, 3\) and \(2, 4\)"):
-        best_of_n_curve(torch.zeros(2, 3), torch.zeros(2, 4), generator=_generator())
-
-
 def test_the_gap_to_the_second_choice() -> None:
     logits = torch.tensor([[1.0, 4.0, 3.5], [2.0, 2.0, -1.0]], dtype=torch.float64)
     torch.testing.assert_close(runner_up_gap(logits), torch.tensor([0.5, 0.0], dtype=torch.float64))
@@ -102,8 +92,6 @@ def test_the_gap_to_the_second_choice() -> None:
 def test_what_a_clip_took_by_hand() -> None:
     found = clip_bias(torch.tensor([0.0, 0.1, 0.0, 0.1]), torch.tensor([0.0, 0.3, 0.1, 0.0]))
     assert found == pytest.approx({"low": 0.05, "high": 0.1, "net": 0.05, "iterations": 0.75})
-    with pytest.raises(ValueError, match=r"must be \[I\]; got \(0,\) and \(0,\)"):
-        clip_bias(torch.zeros(0), torch.zeros(0))
 
 
 def test_the_advantage_that_a_reward_by_lot_withholds() -> None:

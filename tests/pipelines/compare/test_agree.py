@@ -20,12 +20,12 @@ from visalign.data.sets.sources import shapes_pairs, write_rows
 from visalign.errors import UserError
 from visalign.evaluation.pages.agree_page import agree_page, sentences
 from visalign.evaluation.rewards.agreement import (
+    _within_ranks,
     agreement,
-    parted,
+    largest_disagreements,
+    least_alike_prompts,
     percentiles,
-    prompts_apart,
     same_order,
-    within_ranks,
 )
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.compare.agree_rewards import agree_rewards, read_set, write_agreement
@@ -37,7 +37,7 @@ NAN = math.nan
 
 def test_ranks_within_groups_by_hand() -> None:
     groups = np.array([0, 1, 0, 1, 1, 2])
-    found = within_ranks([5.0, 1.0, 3.0, 1.0, 9.0, 7.0], groups)
+    found = _within_ranks(np.array([5.0, 1.0, 3.0, 1.0, 9.0, 7.0]), groups)
     assert found.tolist() == pytest.approx([0.25, -0.5 / 3, -0.25, -0.5 / 3, 1 / 3, 0.0])
 
 
@@ -95,13 +95,11 @@ def test_what_is_not_judged_or_not_defined_is_left_out_and_said() -> None:
         flat["overall"]["estimate"] is None and flat["note"] == "the first gives all 4 images the same score"
     )
     [few] = agreement(["x", "y"], [[1, NAN, NAN, 4], [1, 2, 3, 5]], prompts)
-    assert few["note"] == "2 images were judged by both; 3 are needed"
+    assert few["note"] == "2 images were scored by both; 3 are needed"
     [alone] = agreement(["x", "y"], [[1, 2, 3, 4], [1, 2, 3, 5]], list("abcd"))
     assert alone["within"]["estimate"] is None and "no prompt has two images" in alone["note"]
     with pytest.raises(ValueError, match=r"values are \(1, 4\); needed are 2 rewards × 4 images"):
         agreement(["x", "y"], [[1, 2, 3, 4]], prompts)
-    with pytest.raises(ValueError, match="takes two rewards or more"):
-        agreement(["x"], [[1, 2, 3, 4]], prompts)
 
 
 def test_few_prompts_are_no_false_certainty() -> None:
@@ -118,10 +116,12 @@ def test_few_prompts_are_no_false_certainty() -> None:
 def test_where_two_part() -> None:
     assert percentiles([3.0, 1.0, NAN, 1.0]).tolist()[:2] == [1.0, 0.25]
     x, y = [0.0, 1.0, 2.0, 3.0, NAN], [3.0, 1.0, 2.0, 0.0, 5.0]
-    rows = parted(x, y, most=2)
+    rows = largest_disagreements(x, y, most=2)
     assert rows == [(3, 1.0, 0.0), (0, 0.0, 1.0)], "both directions take turns"
-    assert parted([1.0, 2.0], [1.0, 2.0]) == []
-    apart = prompts_apart([1.0, 2.0, 1.0, 2.0], [1.0, 2.0, 2.0, 1.0], ["same", "same", "other", "other"])
+    assert largest_disagreements([1.0, 2.0], [1.0, 2.0]) == []
+    apart = least_alike_prompts(
+        [1.0, 2.0, 1.0, 2.0], [1.0, 2.0, 2.0, 1.0], ["same", "same", "other", "other"]
+    )
     assert apart == [{"prompt": "other", "same_choice": 0.0, "pairs": 1}]
 
 

@@ -139,7 +139,7 @@ def test_a_row_without_a_score_is_no_zero(tmp_path: Path) -> None:
     missing = sum("red" in pair.prompt for pair in shapes_pairs(120).pairs)
     assert missing and judge["counts"]["failed"] == missing
     assert judge["counts"]["failures"] == {"no number in the column": missing}
-    assert any("could not be judged" in note for note in judge["notes"])
+    assert any("have no score" in note for note in judge["notes"])
 
 
 def test_the_same_seed_gives_the_same_intervals(tmp_path: Path) -> None:
@@ -162,8 +162,6 @@ def test_exchanged_sides_change_no_number(tmp_path: Path) -> None:
     turned = replace(given, pairs=tuple(pair.swapped() for pair in given.pairs))
     one, two = (evaluate_preferences(part, column_scores(part, "u"), FAST) for part in (given, turned))
     assert one["slices"] == two["slices"]
-    for part in ("identity_alone", "judge_between", "judge_within", "judge_against"):
-        assert one["generators"][part]["estimate"] == pytest.approx(two["generators"][part]["estimate"])
     assert one["agreement"]["half_credit"] == two["agreement"]["half_credit"]
     assert one["calibration"]["ece"]["estimate"] == pytest.approx(two["calibration"]["ece"]["estimate"])
 
@@ -276,7 +274,7 @@ def test_a_judge_that_always_fails_stops_the_run() -> None:
 
     with pytest.raises(RewardError, match=r"above max_failure_rate"):
         judge_pairs(shapes_pairs(60), Broken())
-    with pytest.raises(ValueError, match=r"judged none of 6 pairs"):
+    with pytest.raises(ValueError, match=r"scored none of 6 pairs"):
         evaluate_preferences(shapes_pairs(6), judge_pairs(shapes_pairs(6), Broken()))
 
 
@@ -348,7 +346,7 @@ def test_the_command_writes_a_page_and_refuses_to_overwrite(tmp_path: Path) -> N
     arguments = ["evaluate", given, "-s", "good", "-s", "<b>", "--resamples", "100", "-o", str(out)]
     ran = CliRunner().invoke(app, arguments)
     assert ran.exit_code == 0, ran.output
-    assert "half_credit (headline)" in ran.output and "Which generator?" in ran.output
+    assert "half_credit (headline)" in ran.output and "Calibration" in ran.output
     result = json.loads((out / "evaluation.json").read_text())
     assert result["format"] == "visalign evaluation 1" and len(result["judges"]) == 2
     page = _Page()

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from visalign.atomic import write_atomic
 from visalign.errors import UserError, suggestion
-from visalign.evaluation.statistics.intervals import Interval, clustered_wilson
+from visalign.evaluation.statistics.intervals import Interval, share_interval
 
 _FORMAT = "visalign held-out result 1"
 
@@ -137,7 +137,7 @@ class HeldoutResult:
         """Wilson interval of the accuracy over prompts, of all or of one category (NaN where absent)."""
         rows = self.judged & (np.ones(len(self), dtype=bool) if tag is None else self.rows(tag))
         keys = self.keys
-        return clustered_wilson(self.correct[rows], [keys[k] for k in np.flatnonzero(rows)], level=level)
+        return share_interval(self.correct[rows], [keys[k] for k in np.flatnonzero(rows)], level=level)
 
     def accuracy_of(self, rows: Sequence[int]) -> float:
         """Share of the judged among some samples that are correct; NaN where none was."""

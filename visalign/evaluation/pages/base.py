@@ -57,7 +57,20 @@ def render_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = (plain, number, fixed, signed, change, share, whole, points, span, words, duration, says_whose)
+    filters = (
+        plain,
+        number,
+        fixed,
+        signed,
+        change,
+        share,
+        whole,
+        points,
+        span,
+        words,
+        duration,
+        provenance_sentence,
+    )
     found.filters |= {function.__name__: function for function in filters}
     found.globals |= found.filters | {"rail": rail}
     origin: dict[str, Any] = {
@@ -85,10 +98,10 @@ def model_name(identity: Mapping[str, Any]) -> str:
     return ", ".join(part for part in (model and str(model), digest and f"identity {digest}") if part)
 
 
-def says_whose(label: str, told: str) -> str:
+def provenance_sentence(label: str, told: str) -> str:
     """Whose numbers a judge's are, in a sentence that says no name twice.
 
-    >>> says_whose("hpsv3", "hpsv3: shapes-hpsv3"), says_whose("mine", "hpsv3: FOLDER")
+    >>> provenance_sentence("hpsv3", "hpsv3: shapes-hpsv3"), provenance_sentence("mine", "hpsv3: FOLDER")
     ('hpsv3: shapes-hpsv3.', 'mine is hpsv3: FOLDER.')
     """
     return f"{told}." if told.startswith(f"{label}: ") else f"{label} is {told}."

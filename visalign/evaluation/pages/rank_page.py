@@ -10,7 +10,7 @@ from typing import Any
 
 from scipy import special, stats
 
-from .base import render_page, says_whose, share, short_names, signed
+from .base import provenance_sentence, render_page, share, short_names, signed
 from .table_files import FileTable
 
 SHOWN = 60
@@ -87,7 +87,7 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
 
 def whose(result: Mapping[str, Any]) -> list[str]:
     """Whose numbers these are, and whether the judge belongs there."""
-    told = [says_whose(result["judge"], result["whose"])] if result.get("whose") else []
+    told = [provenance_sentence(result["judge"], result["whose"])] if result.get("whose") else []
     return told + ([result["caution"]] if result.get("caution") else [])
 
 

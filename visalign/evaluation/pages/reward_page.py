@@ -17,13 +17,6 @@ from .table_files import FileTable
 
 Judge = Mapping[str, Any]
 
-CONTROL = {
-    "identity_alone": "Between generators, predicted by their names alone",
-    "judge_between": "Between generators, the judge",
-    "judge_within": "Within one generator, the judge",
-    "judge_against": "Against the usual order of the generators, the judge",
-}
-"""Rows of the control, in the order in which they are read."""
 SIGNALS = {"margin": "the size of its margin", "std": "the std it gives", "both": "margin and std together"}
 STD = {
     "srcc_votes": "Rank correlation of its std with the noise of the votes",
@@ -137,8 +130,7 @@ def evaluation_tables(result: Mapping[str, Any]) -> dict[str, list[JudgeTable]]:
     if any(judge["people"]["single_vote"]["estimate"] is not None for judge in judges):
         found["people"] = [_people(judges)]
     found["calibration"] = [_calibration(judges)]
-    found["slices"] = _slices(judges, "accuracy", "pairs")
-    return found | ({"generators": [_control(judges)]} if any(j["generators"] for j in judges) else {})
+    return found | {"slices": _slices(judges, "accuracy", "pairs")}
 
 
 def fusion_line(result: Mapping[str, Any]) -> str:
@@ -349,18 +341,6 @@ def _people(judges: Sequence[Judge]) -> JudgeTable:
         ("– by the majority of the other votes", lambda j: j["people"]["single_vote"], share),
         ("Krippendorff's alpha", lambda j: j["people"]["alpha"], fixed),
     )
-    for person in judges[0]["people"]["annotators"]:
-        for who, what in (
-            ("judge", f"Votes of {person['name']}, predicted by the judge"),
-            ("rest", "– by the rest"),
-        ):
-            cells = []
-            for judge in judges:
-                theirs = {entry["name"]: entry for entry in judge["people"]["annotators"]}
-                cells.append(_cell(theirs.get(person["name"], {}).get(who), share))
-            rows.append(
-                Row(what=what, detail=f"{person['votes']} votes" if who == "judge" else "", cells=cells)
-            )
     return JudgeTable(title="People", heading="", rows=rows)
 
 
@@ -401,17 +381,6 @@ def _slices(judges: Sequence[Judge], key: str, size: str) -> list[JudgeTable]:
         kind = words(kind)
         tables.append(JudgeTable(title=f"{key} by {kind}", heading=f"By {kind}", rows=rows, scale=scale))
     return tables
-
-
-def _control(judges: Sequence[Judge]) -> JudgeTable:
-    rows = []
-    for key, what in CONTROL.items():
-        parts = [(judge["generators"] or {}).get(key) for judge in judges]
-        cells = [_cell(part, share, f" · {part['pairs']} pairs" if part else "") for part in parts]
-        rows.append(Row(what=what, cells=cells))
-    follows = "How often the judge prefers the usually better generator"
-    rows += _rows(judges, (follows, lambda j: (j["generators"] or {}).get("judge_follows"), share))
-    return JudgeTable(title="Which generator? Accuracy", heading="", rows=rows)
 
 
 def _plots(judge: Judge) -> Iterator[tuple[str, Markup]]:

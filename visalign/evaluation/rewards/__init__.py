@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How good a reward is, measured on votes and quality scores: accuracy, calibration, slices, comparison
-of several.
+"""Quality of a reward on votes and opinion scores: accuracy, calibration, slices, comparison of several.
 
-It needs judgements already made; no judge is loaded here.
+It needs scores that were already computed; no reward is loaded here.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges on one set against one another: who agrees with people more, by how much, where two part."""
+"""Comparison of rewards on one set: which agrees more with people, by how much, and where two differ."""
 
 from __future__ import annotations
 
@@ -11,121 +11,103 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from visalign.data.sets.records import PreferenceSet, QualitySet
-from visalign.evaluation.statistics.comparisons import (
-    cluster_std,
-    holm,
-    mcnemar,
-    power,
-    simultaneous_intervals,
-)
+from visalign.evaluation.statistics.comparisons import cluster_std, holm, mcnemar, power
 from visalign.evaluation.statistics.correlations import srcc, weighted_srcc
 from visalign.evaluation.statistics.intervals import (
-    bootstrap,
+    Interval,
+    RatioTable,
     cluster_index,
-    cluster_sums,
     interval,
     paired_bootstrap,
-    ratio,
     resample_samples,
 )
 
-from .judged_pairs import IntervalSettings, labels_of
+from .judged_pairs import IntervalSettings, pair_labels
 from .pair_scores import PairScores
 from .preferences import headline_credit
-from .quality import QualityScores
+from .quality import QualityScores, opinions
 
 Array = NDArray[np.float64]
+
+WORST = 6
+"""Pairs or images on which a reward is furthest from people that a report keeps."""
 
 
 def compare_on_preferences(
     pairs: PreferenceSet, first: PairScores, second: PairScores, settings: IntervalSettings | None = None
 ) -> dict[str, Any]:
-    """Two judges on the pairs that both judged and people did not tie, prompt by prompt.
+    """Compare two rewards on the pairs that both scored and people did not tie, prompt by prompt.
 
     Returns:
         JSON-able: `difference` (first − second, with its interval), `mcnemar` (the exact test of the same
-        difference on the same pairs, prompts flipped whole), `power` (the pairs that the difference needs),
-        `pairs`, `same_choice` (share of the pairs where both prefer one image), `parted` (at most 20 pairs on
-        which they prefer different images, clearest first).
+        difference, prompts flipped whole), `power` (the pairs that the difference needs), `pairs`,
+        `same_choice` (share of the pairs where both prefer one image), `parted` (at most 20 pairs on which
+        they prefer different images, clearest first).
 
     Raises:
-        ValueError: Lengths differ, or no pair was judged by both.
+        ValueError: No pair was scored by both.
     """
     settings = settings or IntervalSettings()
-    if not len(pairs) == len(first) == len(second):
-        raise ValueError(f"{len(first)} and {len(second)} scores for {len(pairs)} pairs; give one per pair.")
-    label = labels_of(pairs)
-    known = first.judged & second.judged & (label != 0.5)
-    if not known.any():
-        raise ValueError(f"{first.name} and {second.name} have no judged pair in common that people decided.")
-    one, two = (headline_credit(scores, label) for scores in (first, second))
-    difference = paired_bootstrap(
-        two,
-        one,
-        [pair.group for pair in pairs.pairs],
-        **settings.drawing(),
-        level=settings.level,
-    )
-    groups = [pair.group for pair, ok in zip(pairs.pairs, known, strict=True) if ok]
-    std = cluster_std(one[known] - two[known], groups)
-    same = np.sign(first.margin[known]) == np.sign(second.margin[known])
+    label = pair_labels(pairs)
+    shared = first.judged & second.judged & (label != 0.5)
+    if not shared.any():
+        raise ValueError(f"{first.name} and {second.name} have no scored pair in common that people decided.")
+    credits = [headline_credit(scores, label)[shared] for scores in (first, second)]
+    groups = [pair.group for pair, ok in zip(pairs.pairs, shared, strict=True) if ok]
+    difference = paired_bootstrap(credits[1], credits[0], groups, **settings.drawing(), level=settings.level)
+    std = cluster_std(credits[0] - credits[1], groups)
     return {
         "first": first.name,
         "second": second.name,
-        "pairs": int(known.sum()),
+        "pairs": int(shared.sum()),
         "difference": difference.to_dict(),
-        "mcnemar": mcnemar(one[known], two[known], groups),
-        "power": power(difference.estimate, std, int(known.sum()), level=settings.level),
-        "same_choice": float(np.mean(same)),
-        "parted": _parted(pairs, first, second, known, label),
+        "mcnemar": mcnemar(*credits, groups),
+        "power": power(difference.estimate, std, int(shared.sum()), level=settings.level),
+        "same_choice": float(np.mean(np.sign(first.margin[shared]) == np.sign(second.margin[shared]))),
+        "parted": _opposite_choices(pairs, first, second, shared, label),
     }
 
 
 def compare_on_quality(
     records: QualitySet, first: QualityScores, second: QualityScores, settings: IntervalSettings | None = None
 ) -> dict[str, Any]:
-    """Two judges on the images that both judged.
+    """Compare two rewards on the images that both scored.
 
     Returns:
         JSON-able: `difference` of the SRCC (first − second) with its paired interval, `p_value` (Student's t
         of the difference over the deviation of its draws), `power`, `images`, `agreement` (SRCC of the two
-        judges with one another).
+        rewards with one another).
 
     Raises:
-        ValueError: fewer than 2 images that both judged, or a judge that says one value of all of them.
+        ValueError: Fewer than 2 images that both scored, or a reward that gives them all one score.
     """
     settings = settings or IntervalSettings()
-    known = first.judged & second.judged
-    if known.sum() < 2:
+    shared = first.judged & second.judged
+    if shared.sum() < 2:
         raise ValueError(
-            f"{first.name} and {second.name} judged {int(known.sum())} images both; 2 are needed."
+            f"{first.name} and {second.name} both scored {int(shared.sum())} images; 2 are needed."
         )
-    a, b = (s.value[known] * (1 if s.higher_is_better else -1) for s in (first, second))
-    sign = 1 if records.higher_is_better else -1
-    y = np.array([record.mos for record in records.records])[known] * sign
-    index, clusters = cluster_index(np.array(records.groups)[known])
+    a, b, y = first.oriented[shared], second.oriented[shared], opinions(records)[shared]
+    index, clusters = cluster_index(np.array(records.groups)[shared])
     blocks = resample_samples(index, clusters, **settings.drawing())
     draws = np.concatenate([weighted_srcc(a, y, w) - weighted_srcc(b, y, w) for w in blocks])
     estimate = srcc(a, y) - srcc(b, y)
     std = float(np.nanstd(draws))
-    p_value = 2 * float(stats.t.sf(abs(estimate) / std, clusters - 1)) if std and clusters > 1 else 1.0
     return {
         "first": first.name,
         "second": second.name,
-        "images": int(known.sum()),
+        "images": int(shared.sum()),
         "difference": interval(estimate, draws, clusters, level=settings.level).to_dict(),
-        "p_value": p_value,
-        "power": power(estimate, std, int(known.sum()), level=settings.level),
+        "p_value": 2 * float(stats.t.sf(abs(estimate) / std, clusters - 1)) if std and clusters > 1 else 1.0,
+        "power": power(estimate, std, int(shared.sum()), level=settings.level),
         "agreement": srcc(a, b),
     }
 
 
-def settle(comparisons: Sequence[dict[str, Any]], *, level: float) -> None:
-    """Add to each comparison `p_holm`, which holds for all of them together, and whether that is `clear`."""
-    found = holm(
-        [entry["mcnemar"]["p_value"] if "mcnemar" in entry else entry["p_value"] for entry in comparisons]
-    )
-    for entry, p_value in zip(comparisons, found, strict=True):
+def add_holm(comparisons: Sequence[dict[str, Any]], *, level: float) -> None:
+    """Add to each comparison `p_holm`, which holds for all of them together, and `clear`, p < 1 − level."""
+    p_values = [(entry.get("mcnemar") or entry)["p_value"] for entry in comparisons]
+    for entry, p_value in zip(comparisons, holm(p_values), strict=True):
         entry |= {"p_holm": p_value, "clear": p_value < 1 - level}
 
 
@@ -135,26 +117,25 @@ def leaderboard(
     comparisons: Sequence[Mapping[str, Any]],
     settings: IntervalSettings,
 ) -> dict[str, Any] | None:
-    """The judges in order, on the records that all of them judged.
+    """Rank rewards on the records that all of them scored.
 
     Returns:
         JSON-able: `on` (how many records), `of`, `rows`, best first: `judge`, the headline's `estimate` with
-        `low` and `high` that hold for all judges together, and the places that no clear comparison excludes,
-        `best_place` to `worst_place`. None for a single judge, or where no record was judged by all.
+        `low` and `high` that hold for all rewards together (Bonferroni), and the places that no clear
+        comparison excludes, `best_place` to `worst_place`. None for a single reward, or where no record was
+        scored by all.
     """
     if len(scores) < 2:
         return None
-    found = (
-        _credits(source, scores, settings)
+    single = 1 - (1 - settings.level) / len(scores)
+    measured = (
+        _accuracies(source, scores, settings, single)
         if isinstance(source, PreferenceSet)
-        else _srccs(source, scores, settings)
+        else _srccs(source, scores, settings, single)
     )
-    if found is None:
+    if measured is None:
         return None
-    on, estimates, draws, clusters, bounds, left_out = found
-    ends = simultaneous_intervals(
-        estimates, draws, clusters, level=settings.level, bounds=bounds, left_out=left_out
-    )
+    records, numbers = measured
     better, worse = ({entry.name: 0 for entry in scores} for _ in range(2))
     for entry in comparisons:
         if entry["clear"]:
@@ -163,60 +144,48 @@ def leaderboard(
             worse[entry["first" if wins else "second"]] += 1
     rows = [
         {"judge": entry.name}
-        | end.to_dict()
+        | number.to_dict()
+        | {"level": settings.level}
         | {"best_place": 1 + better[entry.name], "worst_place": len(scores) - worse[entry.name]}
-        for entry, end in zip(scores, ends, strict=True)
+        for entry, number in zip(scores, numbers, strict=True)
     ]
     rows.sort(key=lambda row: -(row["estimate"] if row["estimate"] is not None else -np.inf))
-    return {"on": on, "of": len(source), "rows": rows}
+    return {"on": records, "of": len(source), "rows": rows}
 
 
-Joint = tuple[int, Array, Array, int, tuple[float, float], Array | None]
-"""Records, estimates [J], draws [R, J], clusters, bounds of the number, estimates without each cluster."""
-FEW = 300
-"""Clusters up to which the leaderboard of correlations takes the jackknife's deviation."""
-
-
-def _credits(pairs: PreferenceSet, scores: Sequence[PairScores], settings: IntervalSettings) -> Joint | None:
-    credit = np.stack([headline_credit(entry, labels_of(pairs)) for entry in scores], axis=1)
-    known = np.asarray(np.isfinite(credit).all(1), dtype=bool)
-    if not known.any():
+def _accuracies(
+    pairs: PreferenceSet, scores: Sequence[PairScores], settings: IntervalSettings, level: float
+) -> tuple[int, list[Interval]] | None:
+    credit = np.stack([headline_credit(entry, pair_labels(pairs)) for entry in scores])
+    shared = np.asarray(np.isfinite(credit).all(0), dtype=bool)
+    if not shared.any():
         return None
-    index, clusters = cluster_index([p.group for p, ok in zip(pairs.pairs, known, strict=True) if ok])
-    own = credit[known]
-    sums = cluster_sums(np.column_stack([own, np.ones(len(own))]), index, clusters)
-    draws = bootstrap(sums, lambda total: ratio(total[:, :-1], total[:, -1:]), **settings.drawing())
-    return len(own), np.asarray(own.mean(0), dtype=np.float64), draws, clusters, (0.0, 1.0), None
+    table = RatioTable(*cluster_index([p.group for p, ok in zip(pairs.pairs, shared, strict=True) if ok]))
+    for k, row in enumerate(credit[:, shared]):
+        table.add(k, row, np.ones_like(row))
+    return int(shared.sum()), list(table.intervals(**settings.drawing(), level=level).values())
 
 
-def _srccs(records: QualitySet, scores: Sequence[QualityScores], settings: IntervalSettings) -> Joint | None:
-    known = np.asarray(np.stack([entry.judged for entry in scores]).all(0), dtype=bool)
-    if known.sum() < 2:
+def _srccs(
+    records: QualitySet, scores: Sequence[QualityScores], settings: IntervalSettings, level: float
+) -> tuple[int, list[Interval]] | None:
+    shared = np.asarray(np.stack([entry.judged for entry in scores]).all(0), dtype=bool)
+    if shared.sum() < 2:
         return None
-    y = np.array([record.mos for record in records.records])[known] * (1 if records.higher_is_better else -1)
-    values = [entry.value[known] * (1 if entry.higher_is_better else -1) for entry in scores]
+    y, values = opinions(records)[shared], [entry.oriented[shared] for entry in scores]
     if any(np.ptp(column) == 0 for column in (y, *values)):
         return None  # no rank correlation
-    index, clusters = cluster_index(np.array(records.groups)[known])
+    index, clusters = cluster_index(np.array(records.groups)[shared])
     blocks = resample_samples(index, clusters, **settings.drawing())
     draws = np.concatenate([np.stack([weighted_srcc(x, y, w) for x in values], axis=1) for w in blocks])
-    left_out = None
-    if clusters <= FEW:
-        others = (index != np.arange(clusters)[:, None]).astype(np.float64)
-        left_out = np.stack([weighted_srcc(x, y, others) for x in values], axis=1)
-        left_out = left_out if np.isfinite(left_out).all() else None
-    estimates = np.array([srcc(x, y) for x in values])
-    return int(known.sum()), estimates, draws, clusters, (-1.0, 1.0), left_out
-
-
-WORST = 6
-"""Pairs or images on which a judge is furthest from people that a report keeps."""
+    numbers = [interval(srcc(x, y), draws[:, k], clusters, level=level) for k, x in enumerate(values)]
+    return int(shared.sum()), numbers
 
 
 def worst_records(
     source: PreferenceSet | QualitySet, scores: PairScores | QualityScores
 ) -> list[dict[str, Any]]:
-    """Where a judge is furthest from people.
+    """Find the records on which a reward is furthest from people.
 
     Returns:
         JSON-able, at most six, worst first. Of pairs those where it prefers the side that people did not, by
@@ -226,55 +195,45 @@ def worst_records(
     """
     if isinstance(scores, PairScores):
         assert isinstance(source, PreferenceSet)
-        side = 2 * labels_of(source) - 1
         scale = float(np.sqrt(np.nanmean(scores.margin**2))) or 1.0
-        wrong = np.nan_to_num(-side * scores.margin / scale)
+        wrong = np.nan_to_num((1 - 2 * pair_labels(source)) * scores.margin / scale)
         rows = [int(row) for row in np.argsort(-wrong, kind="stable")[:WORST] if wrong[row] > 0]
         return [
-            {
-                **{
-                    name: getattr(source.pairs[row], name) for name in ("prompt", "image_left", "image_right")
-                },
-                "label": float(source.pairs[row].label),
-                "margin": float(scores.margin[row]),
-            }
+            _fields(source.pairs[row], "prompt", "image_left", "image_right")
+            | {"label": float(source.pairs[row].label), "margin": float(scores.margin[row])}
             for row in rows
         ]
     assert isinstance(source, QualitySet)
-    known = np.flatnonzero(scores.judged)
-    mos = np.array([source.records[row].mos for row in known]) * (1 if source.higher_is_better else -1)
-    places = [
-        (stats.rankdata(x) - 0.5) / len(known)
-        for x in (scores.value[known] * (1 if scores.higher_is_better else -1), mos)
-    ]
-    order = np.argsort(-np.abs(places[0] - places[1]), kind="stable")[:WORST]
+    valid = np.flatnonzero(scores.judged)
+    place, place_mos = (
+        (stats.rankdata(x[valid]) - 0.5) / len(valid) for x in (scores.oriented, opinions(source))
+    )
+    order = np.argsort(-np.abs(place - place_mos), kind="stable")[:WORST]
     return [
-        {
-            **{name: getattr(source.records[known[k]], name) for name in ("prompt", "image", "mos")},
-            "score": float(scores.value[known[k]]),
-            "place": float(places[0][k]),
-            "place_mos": float(places[1][k]),
-        }
+        _fields(source.records[valid[k]], "prompt", "image", "mos")
+        | {"score": float(scores.value[valid[k]]), "place": float(place[k]), "place_mos": float(place_mos[k])}
         for k in order.tolist()
     ]
 
 
-def _parted(
-    pairs: PreferenceSet, first: PairScores, second: PairScores, known: NDArray[np.bool_], label: Array
+def _fields(record: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}
+
+
+def _opposite_choices(
+    pairs: PreferenceSet, first: PairScores, second: PairScores, shared: NDArray[np.bool_], label: Array
 ) -> list[dict[str, Any]]:
-    """Pairs on which the judges prefer different images, those first where both margins are large."""
-    apart = known & (np.sign(first.margin) * np.sign(second.margin) < 0)
+    """Find pairs on which the rewards prefer different images, those first where both margins are large."""
+    opposite = shared & (np.sign(first.margin) * np.sign(second.margin) < 0)
     size = np.zeros(len(pairs))
     for scores in (first, second):
-        spread = float(np.std(scores.margin[known])) or 1.0
+        spread = float(np.std(scores.margin[shared])) or 1.0
         size += np.abs(np.nan_to_num(scores.margin)) / spread
-    rows = [int(k) for k in np.argsort(-np.where(apart, size, -1.0), kind="stable")[:20] if apart[k]]
+    rows = [int(k) for k in np.argsort(-np.where(opposite, size, -1.0), kind="stable")[:20] if opposite[k]]
     return [
-        {
-            "pair": row,
-            "prompt": pairs.pairs[row].prompt,
-            "image_left": pairs.pairs[row].image_left,
-            "image_right": pairs.pairs[row].image_right,
+        {"pair": row}
+        | _fields(pairs.pairs[row], "prompt", "image_left", "image_right")
+        | {
             "label": float(label[row]),
             "first": float(first.margin[row]),
             "second": float(second.margin[row]),

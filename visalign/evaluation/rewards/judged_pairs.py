@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The judged pairs of a set as arrays, and how intervals over them are made."""
+"""The scored pairs of a set as arrays, and the settings of intervals over them."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class IntervalSettings:
-    """How intervals are made."""
+    """Settings of the bootstrap and of the reliability diagram."""
 
     seed: int = 0
+    """Random seed."""
     resamples: int = 1_000
+    """Bootstrap draws."""
     level: float = 0.95
+    """Confidence level of the intervals."""
     bins: int = 10
-    """Of the reliability diagram."""
-
-    def generator(self) -> torch.Generator:
-        """A fresh one, so that a number does not depend on what was computed before it."""
-        return torch.Generator().manual_seed(self.seed)
+    """Number of bins in the reliability diagram."""
 
     def drawing(self) -> dict[str, Any]:
-        """What the functions of `visalign.evaluation.statistics.intervals` draw by."""
-        return {"generator": self.generator(), "resamples": self.resamples}
+        """Return `generator` and `resamples` for the functions of `visalign.evaluation.statistics.intervals`.
+
+        The generator is fresh, so that a number does not depend on what was computed before it.
+        """
+        return {"generator": torch.Generator().manual_seed(self.seed), "resamples": self.resamples}
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedPairs:
-    """The pairs of a set that a judge judged, n of N."""
+    """The pairs of a set that have a score, n of N."""
 
     pairs: Sequence[PreferencePair]
     margin: Array
@@ -50,46 +52,42 @@ class JudgedPairs:
     prob: Array
     """[n] probability that the left image is better."""
     std: Array | None
-    """[n] of the margin."""
+    """[n] of the margin; None where some pair has none."""
     index: NDArray[np.int64]
     """[n] number of each pair's prompt."""
     clusters: int
-    """How many prompts there are."""
+    """Number of prompts."""
     rows: NDArray[np.bool_]
-    """[N of the set] which pairs these are."""
+    """[N of the set] True for these pairs."""
 
 
 def judged_pairs(pairs: PreferenceSet, scores: PairScores) -> JudgedPairs:
-    """Leave out the pairs of a set that the judge could not judge; `std` stays only where all have one.
+    """Leave out the pairs of a set that have no score.
 
     Raises:
-        ValueError: Lengths differ, or no pair was judged.
+        ValueError: Lengths differ, or no pair has a score.
     """
     if len(scores) != len(pairs):
-        raise ValueError(f"{len(scores)} scores for {len(pairs)} pairs; one entry per pair is needed.")
+        raise ValueError(f"{len(scores)} scores for {len(pairs)} pairs; one per pair is needed.")
     rows = scores.judged
     if not rows.any():
-        why = next(iter(scores.failures()), "no reason given")
-        raise ValueError(f"{scores.name} judged none of {len(pairs)} pairs; most often because: {why}.")
-    kept = [pair for pair, ok in zip(pairs.pairs, rows, strict=True) if ok]
-    index, clusters = cluster_index([pair.group for pair in kept])
+        reason = next(iter(scores.failures()), "no reason given")
+        raise ValueError(f"{scores.name} scored none of {len(pairs)} pairs; most often because: {reason}.")
+    valid_pairs = [pair for pair, ok in zip(pairs.pairs, rows, strict=True) if ok]
+    index, clusters = cluster_index([pair.group for pair in valid_pairs])
+    has_std = scores.std is not None and np.isfinite(scores.std[rows]).all()
     return JudgedPairs(
-        pairs=kept,
+        pairs=valid_pairs,
         margin=scores.margin[rows],
-        label=labels_of(pairs)[rows],
+        label=pair_labels(pairs)[rows],
         prob=scores.prob[rows],
-        std=_known(scores.std, rows),
+        std=scores.std[rows] if scores.std is not None and has_std else None,
         index=index,
         clusters=clusters,
         rows=rows,
     )
 
 
-def _known(std: Array | None, rows: NDArray[np.bool_]) -> Array | None:
-    """The standard deviations, if all judged pairs have one."""
-    return std[rows] if std is not None and np.isfinite(std[rows]).all() else None
-
-
-def labels_of(pairs: PreferenceSet) -> Array:
-    """[N] share of the people in favour of each left image."""
+def pair_labels(pairs: PreferenceSet) -> Array:
+    """Return the share [N] of the people in favour of each left image."""
     return np.array([pair.label for pair in pairs.pairs], dtype=np.float64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a set whose numbers are looked at one by one: category, generator, resolution, prompt length."""
+"""Slices of a set with numbers of their own: category, generator, resolution, prompt length, split."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from visalign.data.sets.records import PreferenceSet, QualitySet
 
 LARGEST = 24
-"""Values of one kind that are shown; the most frequent are."""
+"""Most frequent values of one kind that get a slice."""
 
 WORDS = (5, 10, 20, 40)
 """Upper ends of the prompt lengths, in words."""
@@ -22,7 +22,7 @@ WORDS = (5, 10, 20, 40)
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """One part."""
+    """One part of a set of N records."""
 
     kind: str
     """ "category", "generator", "resolution", "prompt_length", or "split"."""
@@ -32,7 +32,7 @@ class Slice:
 
 
 def pair_slices(pairs: PreferenceSet) -> list[Slice]:
-    """Parts of a preference set; a kind with a single value is left out.
+    """Slice a preference set; a kind with a single value is left out.
 
     A pair belongs to the slice of each of its generators.
     """
@@ -40,23 +40,25 @@ def pair_slices(pairs: PreferenceSet) -> list[Slice]:
 
 
 def quality_slices(records: QualitySet) -> list[Slice]:
-    """Parts of a quality set; a kind with a single value is left out."""
+    """Slice a quality set; a kind with a single value is left out."""
     return _slices(records.records, ("generator",))
 
 
 def length_name(prompt: str) -> str:
-    """The slice of a prompt's length.
+    """Name the slice of a prompt's length.
 
     >>> length_name("a red circle"), length_name("word " * 41)
     ('1 to 5 words', 'over 40 words')
     """
-    count = len(prompt.split())
-    low = 1
+    count, low = len(prompt.split()), 1
     for high in WORDS:
         if count <= high:
             return f"{low} to {high} words"
         low = high + 1
     return f"over {WORDS[-1]} words"
+
+
+_LENGTHS = tuple(length_name("word " * count) for count in (*WORDS, WORDS[-1] + 1))
 
 
 def _slices(records: Sequence[Any], generators: Sequence[str]) -> list[Slice]:
@@ -67,21 +69,12 @@ def _slices(records: Sequence[Any], generators: Sequence[str]) -> list[Slice]:
         "prompt_length": [(length_name(r.prompt) if r.prompt else None,) for r in records],
         "split": [(record.split,) for record in records],
     }
-    found = []
+    slices = []
     for kind, column in columns.items():
-        names = Counter(name for entry in column for name in set(entry) if name is not None)
+        names = Counter(name for values in column for name in set(values) if name is not None)
         if len(names) < 2:
             continue
-        chosen = [name for name, _ in names.most_common(LARGEST)]
-        order = [length for length in _LENGTHS if length in chosen] if kind == "prompt_length" else chosen
-        number = {name: place for place, name in enumerate(order)}
-        table = np.zeros((len(order), len(column)), dtype=bool)
-        for row, entry in enumerate(column):
-            for name in entry:
-                if name in number:
-                    table[number[name], row] = True
-        found += [Slice(kind=kind, name=name, rows=table[place]) for name, place in number.items()]
-    return found
-
-
-_LENGTHS = tuple(length_name("word " * count) for count in (*WORDS, WORDS[-1] + 1))
+        shown = [name for name, _ in names.most_common(LARGEST)]
+        for name in [length for length in _LENGTHS if length in shown] if kind == "prompt_length" else shown:
+            slices.append(Slice(kind=kind, name=name, rows=np.array([name in values for values in column])))
+    return slices

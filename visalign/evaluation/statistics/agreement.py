@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often a judge agrees with people about pairs, under every tie policy in use, side by side.
+"""Pairwise agreement of a reward with people under every published tie policy, and of people with each other.
 
-The policies differ by points on the same numbers, and bfloat16 scores tie where float32 ones do not; so an
-accuracy without its policy says little. A margin d is what the judge says of a pair (left minus right, or
-log-odds), y = sign(label − ½) what people said. A pair whose margin is NaN was not judged: it is left out of
-every policy and counted.
+The policies differ by points on the same numbers, and bfloat16 scores tie where float32 scores do not, so an
+accuracy without its policy says little. A margin d is the reward's preference in a pair (left minus right, or
+log-odds); y = sign(label − ½) is that of people. Pairs with a NaN margin must be left out before.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Policy:
-    """What a pair earns where somebody ties; where nobody does, 1 for the right side and 0 for the wrong."""
+    """Credit of a pair with a tie on either side; without ties the right side earns 1, the wrong 0."""
 
     meaning: str
     predicted: float | None = 0.0
-    """Credit where the judge ties and people do not; None leaves the pair out."""
+    """Credit where the reward ties and people do not; None leaves the pair out."""
     label: float | None = None
-    """Credit where people tie and the judge does not; None leaves pairs that people tied out."""
+    """Credit where people tie and the reward does not; None leaves pairs that people tied out."""
     both: float = 0.0
     """Credit where both tie, if such pairs are counted."""
     left: bool = False
@@ -59,7 +58,7 @@ POLICIES: Mapping[str, Policy] = {
         both=1.0,
         has_threshold=True,
     ),
-    # The winner of a pair stands on the left there; the share can exceed 1 when many labels tie.
+    # There the winner of a pair is on the left; the share can exceed 1 when many labels tie.
     "HPSv3_strict": Policy(
         "HPSv3 as coded: strict >, predicted ties wrong; a tied label adds to the numerator alone.",
         left=True,
@@ -85,21 +84,21 @@ HEADLINE = "half_credit"
 """Neither rewards nor punishes a coarse score, and needs no threshold."""
 
 
-def credits_of(name: str, margin: Array, label: Array, threshold: float = 0.0) -> tuple[Array, Array]:
-    """Credit and count [N] under a policy: the accuracy is Σ credit / Σ count."""
+def policy_credit(name: str, margin: Array, label: Array, threshold: float = 0.0) -> tuple[Array, Array]:
+    """Return credit and count [N] of pairs under a policy: the accuracy is Σ credit / Σ count."""
     policy = POLICIES[name]
-    tied = np.abs(margin) <= (threshold if policy.has_threshold else 0.0)
-    d, y = np.where(tied, 0.0, np.sign(margin)), np.sign(label - 0.5)
-    of_ties = (
+    predicted_tie = np.abs(margin) <= (threshold if policy.has_threshold else 0.0)
+    d, y = np.where(predicted_tie, 0.0, np.sign(margin)), np.sign(label - 0.5)
+    tied_credit = (
         np.where(d == 0, policy.both, policy.label) if policy.label is not None else policy.left * (d > 0)
     )
-    decided = np.where(d == 0, policy.predicted or 0.0, d * y > 0)
+    decided_credit = np.where(d == 0, policy.predicted or 0.0, d * y > 0)
     counts = np.where(y == 0, policy.label is not None, (d != 0) | (policy.predicted is not None))
-    return np.where(y == 0, of_ties, decided).astype(float), counts.astype(float)
+    return np.where(y == 0, tied_credit, decided_credit).astype(float), counts.astype(float)
 
 
 def best_tie_threshold(margin: ArrayLike, label: ArrayLike, *, half: bool = False) -> float:
-    """The threshold on |d| that maximises the three-class accuracy (or PickScore's, with half credit).
+    """Find the threshold on |d| that maximises the three-class accuracy (or PickScore's, with half credit).
 
     Args:
         margin: [N]; NaN are left out.
@@ -107,83 +106,72 @@ def best_tie_threshold(margin: ArrayLike, label: ArrayLike, *, half: bool = Fals
         half: Give ½ where exactly one of label and prediction ties.
 
     Returns:
-        The smallest best one among 0 and the values of |d|. Chosen on the pairs it is used on, it flatters
-        the judge: tune it on a validation split, or say so.
+        The smallest best threshold among 0 and the values of |d|. It flatters a reward on the pairs it was
+        chosen on: tune it on a validation split, or say so.
     """
     margins, labels = np.asarray(margin, dtype=np.float64), np.asarray(label, dtype=np.float64)
-    known = np.isfinite(margins)
-    size, y = np.abs(margins[known]), np.sign(labels[known] - 0.5)
-    if not len(size):
+    valid = np.isfinite(margins)
+    if not valid.any():
         return 0.0
-    right = np.sign(margins[known]) == y
-    lost = np.where(y == 0, 0.5 if half else 0.0, right)  # credit while the pair is not predicted to tie
-    won = np.where(y == 0, 1.0, 0.5 if half else 0.0)
+    size, y = np.abs(margins[valid]), np.sign(labels[valid] - 0.5)
+    without_tie = np.where(y == 0, 0.5 if half else 0.0, np.sign(margins[valid]) == y)
+    with_tie = np.where(y == 0, 1.0, 0.5 if half else 0.0)
     order = np.argsort(size, kind="stable")
-    total = lost.sum() + np.cumsum((won - lost)[order])
-    last = np.append(size[order][1:] != size[order][:-1], True)
-    values, totals = size[order][last], total[last]
-    if values[0] > 0:
-        values, totals = np.append(0.0, values), np.append(lost.sum(), totals)
-    return float(values[np.argmax(totals)])
+    # credit with the k smallest margins predicted as ties, for every k that ends a block of equal margins
+    total = np.append(without_tie.sum(), without_tie.sum() + np.cumsum((with_tie - without_tie)[order]))
+    thresholds = np.append(0.0, size[order])
+    ends = np.append(thresholds[1:] != thresholds[:-1], True)
+    return float(thresholds[ends][np.argmax(total[ends])])
 
 
-def ranking_pairs(prediction: ArrayLike, truth: ArrayLike) -> tuple[Array, Array]:
-    """Every pair of a ranked list: margins of n scores, labels (0, ½, 1) of what people said, [n(n−1)/2].
-
-    Higher is better on both sides: negate ranks.
-    """
-    scores, said = np.asarray(prediction, dtype=np.float64), np.asarray(truth, dtype=np.float64)
-    i, j = np.triu_indices(len(scores), k=1)
-    return scores[i] - scores[j], (np.sign(said[i] - said[j]) + 1) / 2
-
-
-def against_the_rest(said: Array, rest: Array) -> tuple[Array, Array]:
-    """Credit and count [N] of single votes, each predicted by the majority of others; a tie there earns ½.
+def majority_credit(votes: Array, voters: Array) -> tuple[Array, Array]:
+    """Return credit and count [N] of single votes predicted by the majority of `voters`; a tie earns ½.
 
     Args:
-        said: [N, 3] votes for left, right, tie that are predicted one by one; votes for a tie are not.
-        rest: [N, 3] the votes that predict each of them. Where there are none, nothing is counted.
+        votes: [N, 3] votes for left, right, tie; those for a tie are not predicted.
+        voters: [N, 3] the votes that predict them. Without any, nothing is counted.
     """
-    ahead = np.sign(rest[:, 0] - rest[:, 1])
-    known = rest.sum(1) > 0
-    credit = said[:, 0] * (1 + ahead) / 2 + said[:, 1] * (1 - ahead) / 2
-    return credit * known, (said[:, 0] + said[:, 1]) * known
+    majority = np.sign(voters[:, 0] - voters[:, 1])
+    counted = voters.sum(1) > 0
+    credit = votes[:, 0] * (1 + majority) / 2 + votes[:, 1] * (1 - majority) / 2
+    return credit * counted, (votes[:, 0] + votes[:, 1]) * counted
 
 
 def leave_one_out(votes: Array) -> tuple[Array, Array]:
-    """Credit and count [N] of the votes [N, 3] (left, right, tie), each against the others of its pair.
+    """Return credit and count [N] of votes [N, 3] (left, right, tie), each against the others of its pair.
 
     Σ credit / Σ count is how often other people predict one person's vote: ½ for people who flip coins,
-    however many they are, where agreement with a majority that holds the vote itself would be 1, ¾, ¾, 11/16
+    however many there are. Agreement with a majority that includes the vote itself would be 1, ¾, ¾, 11/16
     for one to four of them. Pairs with a single vote count nowhere.
     """
-    parts = []
+    credit, count = np.zeros(len(votes)), np.zeros(len(votes))
     for side in (0, 1):
-        said = np.zeros_like(votes)
-        said[:, side] = votes[:, side]
-        parts.append(against_the_rest(said, np.maximum(votes - np.eye(3)[side], 0.0)))
-    return parts[0][0] + parts[1][0], parts[0][1] + parts[1][1]
+        one_side = np.zeros_like(votes)
+        one_side[:, side] = votes[:, side]
+        side_credit, side_count = majority_credit(one_side, np.maximum(votes - np.eye(3)[side], 0.0))
+        credit, count = credit + side_credit, count + side_count
+    return credit, count
 
 
 def alpha_sums(votes: Array) -> Array:
-    """[N, 3] what `alpha_of_sums` needs of each pair's votes [N, 3] (left, right, tie), summed over pairs.
+    """Return the terms [N, 3] of `alpha_of_sums` for votes [N, 3] (left, right, tie), to sum over pairs.
 
     Disagreement Σ_{c≠k} n_c n_k / (m − 1) of the m votes, votes for a side, votes for a tie; 0 where m < 2.
     """
     count = votes.sum(1)
-    apart = ratio(count**2 - (votes**2).sum(1), count - 1)
-    table = np.stack([apart, votes[:, 0] + votes[:, 1], votes[:, 2]], axis=1)
+    disagreement = ratio(count**2 - (votes**2).sum(1), count - 1)
+    table = np.stack([disagreement, votes[:, 0] + votes[:, 1], votes[:, 2]], axis=1)
     return np.where((count >= 2)[:, None], table, 0.0)
 
 
 def alpha_of_sums(sums: Array) -> Array:
-    """Krippendorff's α [R] for nominal votes, from sums [R, 3] of `alpha_sums`; NaN where nothing varies.
+    """Compute Krippendorff's α [R] for nominal votes from sums [R, 3] of `alpha_sums`; NaN without variation.
 
     α = 1 − (n − 1) Σ_u Σ_{c≠k} n_uc n_uk / (m_u − 1) / Σ_{c≠k} n_c n_k, over the pairs and their mirror
-    images, as which image stood on the left means nothing.
+    images, as it means nothing which image was on the left.
 
     Source: Krippendorff, Content Analysis (2004), 11.3.
     """
-    apart, sides, ties = 2 * sums[:, 0], sums[:, 1], 2 * sums[:, 2]
+    disagreement, sides, ties = 2 * sums[:, 0], sums[:, 1], 2 * sums[:, 2]
     total = 2 * sides + ties
-    return 1 - ratio((total - 1) * apart, total**2 - 2 * sides**2 - ties**2)
+    return 1 - ratio((total - 1) * disagreement, total**2 - 2 * sides**2 - ties**2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy before and after training on the same problems: pass@k, and what reward costs in KL."""
+"""A policy before and after training on the same problems: pass@k, and KL against reward."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class AttemptsPoint:
     base: Interval
     tuned: Interval
     change: Interval
-    """Tuned less base, problem by problem."""
+    """Tuned minus base, problem by problem."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BestOfPoint:
-    """What the best of n completions of a policy is worth, and how far from the policy it is."""
+    """Reward of the best of n completions of a policy, and its distance from the policy."""
 
     n: int
     reward: Interval
@@ -38,68 +38,59 @@ class BestOfPoint:
 
 
 def doublings(most: int) -> list[int]:
-    """1, 2, 4, ... and `most` itself."""
+    """Return 1, 2, 4, ... and `most` itself."""
     steps = [2**i for i in range(most.bit_length())]
     return steps if steps[-1] == most else [*steps, most]
 
 
 def pass_at_k_curves(base: Tensor, tuned: Tensor, *, generator: torch.Generator) -> list[AttemptsPoint]:
-    """pass@k of two policies at k = 1, 2, 4, ..., n, exact over the subsets of n samples.
+    """Compute pass@k of two policies at k = 1, 2, 4, ..., n, exact over the subsets of n samples.
 
     Args:
-        base: [P, n] 1 where a sample solves its problem, 0 where not, NaN where nobody knows.
-        tuned: [P, n] of the same problems. A problem counts at the k for which both have so many known ones.
-        generator: of the bootstrap over problems.
+        base: [P, n] 1 where a sample solves its problem, 0 where not, NaN where unknown.
+        tuned: [P, n] of the same problems. A problem counts at the k for which both have k known samples.
+        generator: For the bootstrap over problems.
 
     Returns:
         A point per k for which some problem has k known samples of both.
 
     Yue et al., Does Reinforcement Learning Really Incentivize Reasoning Capacity, arXiv 2504.13837, figure 2.
     """
-    if base.ndim != 2 or base.shape != tuned.shape or not base.numel():
-        raise ValueError(
-            "base and tuned must be [P, n], the samples of the same problems; got "
-            f"{tuple(base.shape)} and {tuple(tuned.shape)}."
-        )
     points = []
     for k in doublings(base.shape[1]):
-        both = torch.stack([pass_at_k(x.isfinite().sum(1), x.nansum(1), k) for x in (base, tuned)])
-        both = both[:, both.isfinite().all(0)]
-        if not both.numel():
+        solved = torch.stack([pass_at_k(x.isfinite().sum(1), x.nansum(1), k) for x in (base, tuned)])
+        solved = solved[:, solved.isfinite().all(0)]
+        if not solved.numel():
             break
-        first, second = both
-        points.append(
-            AttemptsPoint(
-                k=k,
-                base=mean_interval(first, generator=generator),
-                tuned=mean_interval(second, generator=generator),
-                change=mean_interval(second - first, generator=generator),
-            )
+        base_k, tuned_k, change = (
+            mean_interval(values, generator=generator)
+            for values in (solved[0], solved[1], solved[1] - solved[0])
         )
+        points.append(AttemptsPoint(k=k, base=base_k, tuned=tuned_k, change=change))
     return points
 
 
 def crossing(points: Sequence[AttemptsPoint]) -> tuple[int | None, bool]:
-    """The first k at which the curve that led is behind, and whether the intervals show it.
+    """Find the first k at which the curve that led is behind, and whether the intervals show it.
 
     Returns:
         (k or None, True where one change before k and one from k on lie on opposite sides of 0 with their
         whole intervals). Curves that touch, or that meet at 1, have not crossed.
     """
     changes = [round(point.change.estimate, 12) for point in points]  # equal curves differ by rounding
-    led = next((value for value in changes if value), 0.0)
-    place = next((i for i, value in enumerate(changes) if value * led < 0), None)
-    if place is None:
+    lead = next((value for value in changes if value), 0.0)
+    turn = next((i for i, value in enumerate(changes) if value * lead < 0), None)
+    if turn is None:
         return None, False
     before, after = (
         any(point.change.excludes_zero and point.change.estimate * sign > 0 for point in part)
-        for part, sign in ((points[:place], led), (points[place:], -led))
+        for part, sign in ((points[:turn], lead), (points[turn:], -lead))
     )
-    return points[place].k, before and after
+    return points[turn].k, before and after
 
 
 def best_of_n_curve(reward: Tensor, log_prob: Tensor, *, generator: torch.Generator) -> list[BestOfPoint]:
-    """Reward and KL of the best of 1, 2, 4, ..., N completions of a policy.
+    """Compute reward and KL of the best of 1, 2, 4, ..., N completions of a policy.
 
     The reward is exact over all subsets. The KL is estimated from N/n picks of a prompt, each the first best
     of n neighbours.
@@ -107,24 +98,19 @@ def best_of_n_curve(reward: Tensor, log_prob: Tensor, *, generator: torch.Genera
     Args:
         reward: [P, N], any unit; prompts with a NaN are left out.
         log_prob: [P, N] log π(y) of the whole completion.
-        generator: of the bootstrap over prompts.
+        generator: For the bootstrap over prompts.
 
     Returns:
         A point per n; nothing where no prompt has all its rewards.
 
     Gao et al., Scaling Laws for Reward Model Overoptimization, arXiv 2210.10760; Beirami et al., 2401.01879.
     """
-    if reward.ndim != 2 or reward.shape != log_prob.shape:
-        raise ValueError(
-            "reward and log_prob must be [P, N], the same completions; got "
-            f"{tuple(reward.shape)} and {tuple(log_prob.shape)}."
-        )
-    known = reward.isfinite().all(1)
-    reward, log_prob, points = reward[known], log_prob[known], []
-    for n in doublings(reward.shape[1]) if known.any() else []:
+    complete = reward.isfinite().all(1)
+    reward, log_prob, points = reward[complete], log_prob[complete], []
+    for n in doublings(reward.shape[1]) if complete.any() else []:
         blocks = reward.shape[1] // n
-        paid, likely = (values[:, : blocks * n].unflatten(1, (blocks, n)) for values in (reward, log_prob))
-        picked = likely.gather(2, paid.argmax(2, keepdim=True))
+        rewards, log_probs = (x[:, : blocks * n].unflatten(1, (blocks, n)) for x in (reward, log_prob))
+        picked = log_probs.gather(2, rewards.argmax(2, keepdim=True))
         points.append(
             BestOfPoint(
                 n=n,
@@ -137,18 +123,18 @@ def best_of_n_curve(reward: Tensor, log_prob: Tensor, *, generator: torch.Genera
 
 
 def matching_n(points: Sequence[BestOfPoint], reward: float) -> int | None:
-    """The first n whose best completion is worth `reward`; None where none is."""
+    """Find the first n whose best completion earns `reward`; None where none does."""
     return next((point.n for point in points if point.reward.estimate >= reward), None)
 
 
 def mean_interval(values: Tensor, *, generator: torch.Generator) -> Interval:
-    """The mean of a number per prompt [P], with its interval over prompts; NaN is left out."""
-    one = values.double().numpy()
-    return paired_bootstrap(0 * one, one, list(range(len(one))), generator=generator)
+    """Compute the mean of a number per prompt [P] with its interval over prompts; NaN are left out."""
+    numbers = values.double().numpy()
+    return paired_bootstrap(0 * numbers, numbers, range(len(numbers)), generator=generator)
 
 
 def runner_up_gap(log_p: Tensor) -> Tensor:
-    """How far the second choice is behind the first: log p₍₁₎ − log p₍₂₎, which is the gap of their logits.
+    """Compute log p₍₁₎ − log p₍₂₎, the gap between the two largest logits.
 
     Args:
         log_p: [*, V] log-probs or logits, V ≥ 2.
@@ -161,7 +147,7 @@ def runner_up_gap(log_p: Tensor) -> Tensor:
 
 
 def clip_bias(low: Tensor, high: Tensor) -> dict[str, float]:
-    """What a clip took away, by the sign of the advantage, over I iterations.
+    """Summarise the share of decisions clipped over I iterations, by the sign of the advantage.
 
     Args:
         low: [I] share of decisions with A < 0 that the clip left without gradient.
@@ -171,28 +157,22 @@ def clip_bias(low: Tensor, high: Tensor) -> dict[str, float]:
         `low` and `high`, the means; `net`, high − low, above 0 where the clip held back more of what raises a
         completion's probability than of what lowers it; `iterations`, the share with a clip of either sign.
 
-    After Chen et al., arXiv 2512.16912, on clipping under rewards by lot.
+    After Chen et al., arXiv 2512.16912, on clipping under random rewards.
     """
-    if low.ndim != 1 or low.shape != high.shape or not len(low):
-        raise ValueError(f"low and high must be [I]; got {tuple(low.shape)} and {tuple(high.shape)}.")
-    under, over = float(low.double().mean()), float(high.double().mean())
-    return {
-        "low": under,
-        "high": over,
-        "net": over - under,
-        "iterations": float((low + high > 0).double().mean()),
-    }
+    mean_low, mean_high = float(low.double().mean()), float(high.double().mean())
+    clipped = float((low + high > 0).double().mean())
+    return {"low": mean_low, "high": mean_high, "net": mean_high - mean_low, "iterations": clipped}
 
 
 def advantage_at_stake(right: Tensor, samples: int) -> Tensor:
-    """Σ over right completions of r − mean(r) = n_c (G − n_c)/G: what a reward by lot withholds from them.
+    """Compute Σ over right completions of r − mean(r) = n_c (G − n_c)/G: what a random reward withholds.
 
     Args:
         right: [P] n_c, right completions of a prompt.
         samples: G.
 
     Returns:
-        [P] float64; under rewards by lot the expectation of the same sum is 0.
+        [P] float64; under random rewards the expectation of the same sum is 0.
 
     Chen et al., arXiv 2512.16912, on random rewards.
     """
