@@ -19,36 +19,36 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LabelConfig:
-    """Which pairs of samples are labelled, and by whom."""
+    """Selection of the pairs to label, and the labeller."""
 
     prompts: Count = 75
     """Training prompts that each round samples, drawn anew."""
     images: Annotated[int, Field(ge=2)] = 4
     """Samples of each; the pairs among them are what may be labelled."""
     first: Count = 150
-    """Pairs of the first round, drawn by lot, as there is no ensemble yet."""
+    """Pairs of the first round, drawn at random, as there is no ensemble yet."""
     more: Count = 75
     """Pairs of each later round at most, where both shares leave so many."""
     select: Literal["ugda", "uncertainty", "random"] = "ugda"
-    """ugda: half of the pairs by the ensemble's variance, of these half by influence; uncertainty: by the
-    variance alone; random: by lot."""
+    """Selection rule. ugda: half of the pairs by the ensemble's variance, of these half by influence;
+    uncertainty: by the variance alone; random."""
     uncertain: Share = 0.5
     """Share of the pairs that is kept by the ensemble's variance of their difference."""
     influential: Share = 0.5
     """Share of these that is kept by the influence on the policy."""
     by: str = "truth"
-    """Who labels: truth (the verifier of the shapes world), people (visalign collect), or a judge's name."""
+    """Labeller: truth (the verifier of the shapes world), people (visalign collect), or a judge's name."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of that judge."""
+    """Options of that judge."""
     votes: Count = 1
-    """Wanted of each pair where people label."""
+    """Votes wanted for each pair where people label."""
     max_failure_rate: Share = 0.1
     """Share of a round's pairs that a labeller may fail on before the run stops."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PartConfig:
-    """One of the jobs of a round."""
+    """A job of a round."""
 
     config: str
     """A packaged configuration or a YAML file."""
@@ -58,14 +58,14 @@ class PartConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EnsembleConfig(PartConfig):
-    """The judges."""
+    """The ensemble of judges."""
 
     config: str = "shapes_reward_dance"
-    """How a member learns: a configuration of train_reward on pairs."""
+    """Training of a member: a configuration of train_reward on pairs."""
     members: Annotated[int, Field(ge=2)] = 3
     """Judges, each from another seed."""
     judge: str = "reward_dance"
-    """The name under which a member is loaded."""
+    """Catalogue name that loads a member."""
     diversity: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Weight of what keeps the adapters of each member apart from those of the members before it, as
     model.diversity of train_reward; 0: they differ by their seeds alone."""
@@ -73,7 +73,7 @@ class EnsembleConfig(PartConfig):
     """OCRM's weights of earlier rounds' pairs for the policy of this one; null: all labels count alike."""
 
 
-TAKEN = {
+SET_BY_ROUND = {
     "ensemble": ("data.train", "data.heldout", "data.off_policy", "model.diversity", "seed"),
     "policy": ("rewards", "seed", "data.pairs"),
 }
@@ -93,22 +93,22 @@ class UGDAConfig:
     pipeline: ClassVar[str] = "ugda"
 
     seed: Natural = 0
-    """Of prompts, lots and members."""
+    """Random seed of prompts, selection and members."""
     rounds: Count = 2
-    """The first labels by lot."""
+    """Number of rounds; the first labels at random."""
     labels: LabelConfig = field(default_factory=LabelConfig)
-    """What is labelled."""
+    """Labelled pairs."""
     ensemble: EnsembleConfig = field(default_factory=EnsembleConfig)
-    """What judges, and learns from the labels."""
+    """Judges that learn from the labels."""
     policy: PartConfig = field(default_factory=lambda: PartConfig(config="shapes_quickstart"))
-    """How the policy learns: a configuration of flow_grpo; its rewards.terms become the ensemble."""
+    """Training of the policy: a configuration of flow_grpo; its rewards.terms become the ensemble."""
 
     def __post_init__(self) -> None:
         for name, part in (("ensemble", self.ensemble), ("policy", self.policy)):
             wrong = [
                 change
                 for change in part.changes
-                if any(change.startswith(key) or key.startswith(f"{change}.") for key in TAKEN[name])
+                if any(change.startswith(key) or key.startswith(f"{change}.") for key in SET_BY_ROUND[name])
             ]
             if wrong:
                 raise UserError(f"{name}.changes sets {', '.join(wrong)}, which each round sets itself.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pairs of samples are labelled: where the ensemble is unsure, and where its word moves the policy."""
+"""Selection of pairs to label: where the ensemble is uncertain, and where labels move the policy."""
 
 from __future__ import annotations
 
@@ -32,69 +32,60 @@ class Candidate:
 
     task: Task
     margin: float | None = None
-    """What the ensemble says: mean of the left image minus that of the right one."""
+    """Ensemble mean of the left image's score minus that of the right one."""
     deviation: float | None = None
     """Standard deviation of that margin between the members."""
     influence: float | None = None
-    """Of both images on the policy, the sum of their sizes."""
+    """Sum of the sizes of both images' influence on the policy."""
 
     def row(self) -> dict[str, Any]:
-        """As the queue has it."""
+        """Return the row of the queue."""
         left, right = self.task.images
-        said = {"margin": self.margin, "deviation": self.deviation, "influence": self.influence}
-        found = {"prompt": self.task.prompt, "image_left": left, "image_right": right}
-        return found | {name: value for name, value in said.items() if value is not None}
+        measures = {"margin": self.margin, "deviation": self.deviation, "influence": self.influence}
+        row = {"prompt": self.task.prompt, "image_left": left, "image_right": right}
+        return row | {name: value for name, value in measures.items() if value is not None}
 
 
-def candidates(
-    tasks: Sequence[Task],
-    ensemble: Ensemble | None = None,
-    sampling: SampleSettings | None = None,
-    *,
-    seed: int = 0,
+def score_candidates(
+    tasks: Sequence[Task], ensemble: Ensemble, sampling: SampleSettings, *, seed: int = 0
 ) -> list[Candidate]:
-    """Pairs with margin, deviation and influence; with none of them where there is no ensemble.
-
-    A pair with an image that a member could not judge is left out.
+    """Compute margin, deviation and influence of pairs; pairs that a member cannot judge are left out.
 
     Args:
         tasks: pairs of images that `sample_images` made, PROMPT_SEED.png.
-        ensemble: of the reward.
-        sampling: how they were made, by the policy whose influence is asked for.
-        seed: of the noise at which gradients are taken, and of the sketches.
+        ensemble: members of the reward.
+        sampling: settings by which the policy made the images.
+        seed: seed of the noise at which gradients are taken, and of the sketches.
     """
-    if ensemble is None or sampling is None:
-        return [Candidate(task=task) for task in tasks]
-    images = list(dict.fromkeys(image for task in tasks for image in task.images))
+    prompt_of = {image: task.prompt for task in tasks for image in task.images}
+    images, prompts = list(prompt_of), list(prompt_of.values())
     row = {image: number for number, image in enumerate(images)}
-    prompts = {image: task.prompt for task in tasks for image in task.images}
-    said = [prompts[image] for image in images]
-    members = member_scores(ensemble, images, said)
-    advantage = group_advantages(members.mean(0), said, ddof=0)
-    moved = image_influence(sampling, images, said, advantage, seed=seed).abs()
-    found = []
+    members = member_scores(ensemble, images, prompts)
+    advantage = group_advantages(members.mean(0), prompts, ddof=0)
+    influence = image_influence(sampling, images, prompts, advantage, seed=seed).abs()
+    candidates = []
     for task in tasks:
         left, right = (row[image] for image in task.images)
-        gap = members[:, left] - members[:, right]
-        if bool(gap.isfinite().all()):
-            found.append(
+        margins = members[:, left] - members[:, right]
+        if bool(margins.isfinite().all()):
+            candidates.append(
                 Candidate(
                     task=task,
-                    margin=float(gap.mean()),
-                    deviation=float(gap.std()),
-                    influence=float(moved[left] + moved[right]),
+                    margin=float(margins.mean()),
+                    deviation=float(margins.std()),
+                    influence=float(influence[left] + influence[right]),
                 )
             )
-    return found
+    return candidates
 
 
 def member_scores(ensemble: Ensemble, images: Sequence[str], prompts: Sequence[str]) -> Tensor:
-    """[M, N] scores of each member, float64; NaN where one could not judge."""
+    """Score images with each member: [M, N] float64, NaN where it could not judge."""
     parts: list[list[Tensor]] = [[] for _ in ensemble.members]
     for start in range(0, len(images), 64):
-        some, asked = list(images[start : start + 64]), list(prompts[start : start + 64])
+        batch, texts = list(images[start : start + 64]), list(prompts[start : start + 64])
         for number, member in enumerate(ensemble.members.values()):
-            scores = member.score(some, asked, [None] * len(some))
+            scores = member.score(batch, texts, [None] * len(batch))
             parts[number].append(torch.where(scores.valid, scores.value.double(), torch.nan).cpu())
     return torch.stack([torch.cat(part) for part in parts])
 
@@ -107,7 +98,7 @@ def image_influence(
     *,
     seed: int = 0,
 ) -> Tensor:
-    """[N] influence of each sample's reward on the policy that made it.
+    """Compute the influence [N] of each sample's reward on the policy that made it.
 
     The gain of a sample is minus its matching error, mean over `LEVELS` levels of |v_θ − (ε − x0)|²,
     which stands in for its log-prob as in the policy's own regressions; x0 is drawn again by prompt and seed.
@@ -127,28 +118,28 @@ def image_influence(
 def log_ratios(
     made: SampleSettings, now: SampleSettings, images: Sequence[str], prompts: Sequence[str], *, seed: int = 0
 ) -> Tensor:
-    """[N] ln π_now/π_made of samples, −D/2 times the difference of their matching errors; D a latent's size.
+    """Estimate ln π_now/π_made [N] of samples: −D/2 · (error_now − error_made), D the size of a latent.
 
     Errors are means over the same `LEVELS` levels and noises, |v_θ − (ε − x0)|² per number: the flow's
     evidence bound with each level's weight 1, in place of log-probs, which sampling without noise has not.
 
     Args:
-        made: how the samples were made, by the policy that made them.
-        now: the policy of today.
-        images: of the samples, PROMPT_SEED.png.
+        made: sampling of the policy that made the samples.
+        now: sampling of the present policy.
+        images: files of the samples, PROMPT_SEED.png.
         prompts: [N].
-        seed: of the noise.
+        seed: seed of the noise.
     """
     policy = load_sampler(made)
     latents = _redrawn(policy, made, images, prompts)
 
     def errors(policy: DiffusionPolicy) -> Tensor:
         with torch.no_grad():
-            found = [
+            values = [
                 _matching_error(policy, prompt, latent, sample_seed(seed, "off_policy", number))
                 for number, (prompt, latent) in enumerate(zip(prompts, latents, strict=True))
             ]
-        return torch.stack(found).double().cpu()
+        return torch.stack(values).double().cpu()
 
     before = errors(policy)
     return -latents[0].numel() / 2 * (errors(load_sampler(now)) - before)
@@ -157,7 +148,7 @@ def log_ratios(
 def _redrawn(
     policy: DiffusionPolicy, sampling: SampleSettings, images: Sequence[str], prompts: Sequence[str]
 ) -> Tensor:
-    """[N, C, H, W] latents of samples that the policy made, drawn again by prompt and seed."""
+    """Draw the latents [N, C, H, W] of samples again, by prompt and seed."""
     sigmas = policy.sigmas(sampling.steps, timestep_schedule=sampling.timestep_schedule)
     draws = [int(Path(image).stem.rpartition("_")[2]) for image in images]
     seeds = [sample_seed("sample", prompt, draw, 0) for prompt, draw in zip(prompts, draws, strict=True)]
@@ -174,6 +165,7 @@ def _redrawn(
 
 
 def _matching_error(policy: DiffusionPolicy, prompt: str, latent: Tensor, seed: int) -> Tensor:
+    """Compute the mean over `LEVELS` noise levels of |v_θ − (ε − x0)|²."""
     x0 = latent.float().expand(LEVELS, *latent.shape)
     seeds = [sample_seed(seed, "noise", level) for level in range(LEVELS)]
     noise = initial_noise(seeds, policy.latent_shape).to(x0)
@@ -185,24 +177,24 @@ def _matching_error(policy: DiffusionPolicy, prompt: str, latent: Tensor, seed: 
     return (v - (noise - x0)).square().mean()
 
 
-def selected(
-    found: Sequence[Candidate], count: int, *, uncertain: float, influential: float
+def select_ugda(
+    candidates: Sequence[Candidate], count: int, *, uncertain: float, influential: float
 ) -> list[Candidate]:
-    """The most uncertain share, of these the most influential share, of these the first `count`.
+    """Keep the most uncertain share, of these the most influential share, of these the first `count`.
 
     Sun et al., UGDA, ICLR 2025: half by the variance of the ensemble, then half by the gradient influence.
     """
-    unsure = sorted(found, key=lambda c: -(c.deviation or 0.0))[: math.ceil(uncertain * len(found))]
-    moving = sorted(unsure, key=lambda c: -(c.influence or 0.0))[: math.ceil(influential * len(unsure))]
-    return moving[:count]
+    unsure = most_uncertain(candidates, math.ceil(uncertain * len(candidates)))
+    influence = sorted(unsure, key=lambda c: -(c.influence or 0.0))
+    return influence[: math.ceil(influential * len(unsure))][:count]
 
 
-def most_uncertain(found: Sequence[Candidate], count: int) -> list[Candidate]:
-    """Those on whose margin the ensemble differs most."""
-    return sorted(found, key=lambda c: -(c.deviation or 0.0))[:count]
+def most_uncertain(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+    """Keep the pairs on whose margin the members differ most."""
+    return sorted(candidates, key=lambda c: -(c.deviation or 0.0))[:count]
 
 
-def by_lot(found: Sequence[Candidate], count: int, *, seed: int) -> list[Candidate]:
-    """So many, each as likely."""
+def draw_candidates(candidates: Sequence[Candidate], count: int, *, seed: int) -> list[Candidate]:
+    """Draw pairs uniformly, without repeats."""
     draw = torch.Generator().manual_seed(seed % 2**63)
-    return [found[place] for place in torch.randperm(len(found), generator=draw)[:count].tolist()]
+    return [candidates[i] for i in torch.randperm(len(candidates), generator=draw)[:count].tolist()]

@@ -32,12 +32,12 @@ from visalign.pipelines.collect.tasks import Task, read_tasks
 from visalign.pipelines.sample.job import SampleSettings, sample_images
 from visalign.pipelines.ugda.selection import (
     Candidate,
-    by_lot,
-    candidates,
+    draw_candidates,
     log_ratios,
     member_scores,
     most_uncertain,
-    selected,
+    score_candidates,
+    select_ugda,
 )
 from visalign.rewards.catalogue import load_reward
 from visalign.rewards.combine.ensemble import Ensemble
@@ -95,10 +95,10 @@ def chosen(arm: str, found: list[Candidate], count: int, seed: int) -> list[Cand
     if arm == "none":
         return []
     if arm == "random":
-        return by_lot(found, count, seed=seed)
+        return draw_candidates(found, count, seed=seed)
     if arm == "uncertainty":
         return most_uncertain(found, count)
-    return selected(found, count, uncertain=0.5, influential=0.5)
+    return select_ugda(found, count, uncertain=0.5, influential=0.5)
 
 
 def fitted(folder: Path, rows: list[dict[str, Any]], seed: int, *, weighed: bool) -> Ensemble:
@@ -142,7 +142,7 @@ def one_seed(output: Path, seed: int, first: int, more: int) -> dict[str, np.nda
     said = truth(test)
     apart = [task for task, word in zip(test, said, strict=True) if word != 0.5]
     before = ensemble_of([start / "members" / str(member) for member in range(MEMBERS)])
-    found = candidates(tasks, before, sampling(lora), seed=seed)
+    found = score_candidates(tasks, before, sampling(lora), seed=seed)
     word = dict(zip([c.task.images for c in found], truth([c.task for c in found]), strict=True))
     old = [json.loads(line) for line in (start / "pairs.jsonl").read_text().splitlines()]
     for row in old:

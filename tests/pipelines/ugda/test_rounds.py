@@ -25,14 +25,14 @@ from visalign.pipelines.collect.tasks import Form, Task
 from visalign.pipelines.sample.job import SampleSettings, load_sampler, sample_images
 from visalign.pipelines.train_reward.config import OffPolicyConfig
 from visalign.pipelines.ugda.config import EnsembleConfig, LabelConfig, PartConfig, UGDAConfig
-from visalign.pipelines.ugda.job import WaitingForVotes, _judge_job, _sampling, plan, run
+from visalign.pipelines.ugda.job import WaitingForVotes, _judge_job, plan, run, sample_settings
 from visalign.pipelines.ugda.selection import (
     Candidate,
     _redrawn,
-    by_lot,
+    draw_candidates,
     member_scores,
     most_uncertain,
-    selected,
+    select_ugda,
 )
 from visalign.rewards.combine.ensemble import Ensemble
 
@@ -47,18 +47,23 @@ def test_half_by_deviation_then_half_by_influence():
     found = [candidate(n, d, i) for n, (d, i) in enumerate(
         [(1, 999), (2, 50), (3, 1), (4, 1), (5, 10), (6, 40), (7, 20), (8, 30)]
     )]  # fmt: skip
-    chosen = selected(found, 75, uncertain=0.5, influential=0.5)
+    chosen = select_ugda(found, 75, uncertain=0.5, influential=0.5)
     assert [c.task.prompt for c in chosen] == ["p5", "p7"]
-    assert selected(found, 1, uncertain=0.5, influential=0.5) == chosen[:1]
-    alone = selected(found, 75, uncertain=0.5, influential=1.0)
+    assert select_ugda(found, 1, uncertain=0.5, influential=0.5) == chosen[:1]
+    alone = select_ugda(found, 75, uncertain=0.5, influential=1.0)
     assert {c.task.prompt for c in alone} == {"p4", "p5", "p6", "p7"}
     assert [c.task.prompt for c in most_uncertain(found, 2)] == ["p7", "p6"], "influence has no say"
 
 
-def test_by_lot_is_of_the_seed():
+def test_a_random_selection_depends_on_the_seed():
     found = [candidate(n, 0, 0) for n in range(40)]
-    assert by_lot(found, 10, seed=1) == by_lot(found, 10, seed=1) != by_lot(found, 10, seed=2)
-    assert len(by_lot(found, 99, seed=1)) == 40
+    first, again, other = (draw_candidates(found, 10, seed=seed) for seed in (1, 1, 2))
+    assert first == again != other
+        draw_candidates(found, 10, seed=1)
+        == draw_candidates(found, 10, seed=1)
+        != draw_candidates(found, 10, seed=2)
+    )
+    assert len(draw_candidates(found, 99, seed=1)) == 40
 
 
 def test_members_are_asked_apart_and_failures_are_nan(tmp_path):
@@ -161,7 +166,7 @@ def test_the_page_and_the_plan(tmp_path):
 def test_samples_are_of_the_policys_size():
     changes = {"model.image_size": [32, 64], "model.guidance": 2.0}
     given = UGDAConfig(policy=PartConfig(config="shapes_grpo_guard", changes=changes))
-    assert _sampling(given, None).options == {"guidance": 2.0, "image_size": (32, 64)}
+    assert sample_settings(given, None).options == {"guidance": 2.0, "image_size": (32, 64)}
 
 
 def test_samples_are_drawn_again_as_they_were_made(tmp_path):
@@ -195,19 +200,19 @@ def test_what_is_refused(tmp_path):
 
 
 def test_labellers_that_fail_are_counted_and_stop_the_run(tmp_path):
-    from visalign.pipelines.ugda.job import _check_labelled, _truth
+    from visalign.pipelines.ugda.job import check_failures, vote_truth
 
     good, bad = tmp_path / "good.png", tmp_path / "bad.png"
     Image.new("RGB", (64, 64)).save(good)
     bad.write_bytes(b"no image")
     tasks = [Task(prompt="a red circle", images=(str(good), str(bad)))]
     store = VoteStore.make(tmp_path / "v.sqlite", tasks, Form(), Plan())
-    reasons = _truth(store)
+    reasons = vote_truth(store)
     assert len(reasons) == 1 and not store.votes(), "what cannot be read is no label"
     config = tiny(tmp_path, by="hpsv3")
-    _check_labelled(config, reasons, 10)
+    check_failures(config, reasons, 10)
     with pytest.raises(UserError, match=r"'hpsv3' could not label 1 of 9 pairs; at most 10% .*good\.png"):
-        _check_labelled(config, reasons, 9)
+        check_failures(config, reasons, 9)
     store.close()
 
 
