@@ -49,7 +49,7 @@ from visalign.training.text.sampling_grid import (
     sample_point,
     with_hint,
 )
-from visalign.training.text.sampling_statistics import failure_reasons, may_be_chosen, statistics
+from visalign.training.text.sampling_statistics import failure_reasons, selectable_completions, statistics
 from visalign.training.text.selection import (
     accepted_completions,
     best_of_group,
@@ -280,11 +280,11 @@ def _sample_point(config: TextSampleConfig, inputs: _Inputs, policy: Any, place:
         )
     scores = Scores(
         value=completions.reward,
-        valid=completions.judged,
+        valid=completions.scored,
         unit=inputs.reward.unit,
         reason=list(completions.reason),
     )
-    check_failures(scores, completions.judged, rollout.max_failure_rate, inputs.reward.name)
+    check_failures(scores, completions.scored, rollout.max_failure_rate, inputs.reward.name)
     save_point(path, completions)
     mean, seconds = float(completions.reward.nanmean()), time.perf_counter() - begin
     console.print(
@@ -301,7 +301,7 @@ def _select(
 ) -> RunSummary:
     """Choose, write the dataset and the summary."""
     rule = config.selection
-    free = may_be_chosen(completions, truncated=rule.truncated)
+    free = selectable_completions(completions, truncated=rule.truncated)
     left = free & worth_learning(completions, free, threshold=rule.threshold, skip_solved=rule.skip_solved)
     chosen = sorted(chosen_completions(rule, completions, left), key=lambda i: (completions.prompt[i], i))
     if not chosen:
@@ -319,7 +319,7 @@ def _select(
         "reward_mean": float(rewards.mean()),
         "length_mean": sum(completions.tokens[i] for i in chosen) / len(chosen),
         "completions": len(completions),
-        "failed": int((~completions.judged).sum()),
+        "failed": int((~completions.scored).sum()),
         "failure_reasons": failure_reasons(completions),
         "truncated": int(completions.truncated.sum()),
         "accepted": int((free & (completions.reward >= rule.threshold)).sum()),

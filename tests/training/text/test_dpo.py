@@ -92,7 +92,7 @@ def _gradient(algorithm: DPO, micro_batch: int) -> tuple[dict[str, float], torch
     context = Context(
         counters=Counters(), optimizer=OptimizerSettings(micro_batch=micro_batch), clock=PhaseClock()
     )
-    found = algorithm.backward(None, algorithm.trained.completions.batch(0), context)
+    found = algorithm.backward(None, algorithm.data.completions.batch(0), context)
     return found, torch.cat([p.grad.flatten() for _, p in policy.trainable_parameters()])
 
 
@@ -109,7 +109,7 @@ def test_the_loss_is_dpos_by_the_models_own_logits():
     with torch.no_grad():
         ref = [[_said(policy, p["prompt"], p[side]) for side in ("chosen", "rejected")] for p in PAIRS]
     algorithm = _dpo(policy, beta=0.3)
-    torch.testing.assert_close(algorithm.trained.ref, torch.tensor(ref), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(algorithm.data.ref, torch.tensor(ref), rtol=1e-5, atol=1e-5)
     _moved(policy)
     found, gradient = _gradient(algorithm, micro_batch=2)
     policy.model.zero_grad()
@@ -167,13 +167,13 @@ def test_the_reference_point_is_of_mismatched_answers_of_the_whole_batch():
     policy = _policy()
     algorithm = _dpo(policy, size=10, row="kto")
     _moved(policy)
-    algorithm.trained.ref[:, 1] -= 9.0  # a reference that thinks less of them, so that the point is above 0
+    algorithm.data.ref[:, 1] -= 9.0  # a reference that thinks less of them, so that the point is above 0
     found, _ = _gradient(algorithm, micro_batch=3)
     records = with_mismatched(policy, VOTES)
     assert all(r["mismatched"] != r["completion"] for r in records)
     with torch.no_grad():
         now = torch.stack([_said(policy, r["prompt"], r["mismatched"]) for r in records])
-    gained = float((now - algorithm.trained.ref[:, 1]).mean())
+    gained = float((now - algorithm.data.ref[:, 1]).mean())
     assert found["kl"] == pytest.approx(gained, rel=1e-4) and gained > 1
 
 
@@ -181,7 +181,7 @@ def test_with_adapters_the_reference_is_the_model_without_them(tmp_path):
     policy = _policy(lora=text_lora(rank=4, seed=0))
     trainer = _trainer(tmp_path, 2, policy=policy)
     trainer.train()
-    answers = trainer.algorithm.trained
+    answers = trainer.algorithm.data
     with torch.no_grad(), policy.reference():
         said = policy.log_probs(answers.completions.rows(range(5))).log_prob.sum(1)
     torch.testing.assert_close(answers.ref, said.view(2, -1).T, rtol=1e-5, atol=1e-5)
@@ -205,14 +205,14 @@ def test_a_label_moves_once_per_visit_of_its_pair(row):
     policy = _policy()
     _moved(policy)
     every = _dpo(policy, row=row, label_rate=0.3, label_smoothing=0.1)
-    answers = every.trained.completions
+    answers = every.data.completions
     if row == "sigmoid":
-        every.trained.ref[:, 0] -= 2.0
+        every.data.ref[:, 0] -= 2.0
     _gradient(every, micro_batch=2)
     with torch.no_grad():
         said = policy.log_probs(answers.rows(range(5)))
     better, worse = (
-        implicit_reward(said.log_prob[rows].sum(1), every.trained.ref[:, side], length, row=row)
+        implicit_reward(said.log_prob[rows].sum(1), every.data.ref[:, side], length, row=row)
         for side, rows in enumerate((slice(0, 5), slice(5, 10)))
         for length in [answers.rows(range(5)).loss_mask[rows].sum(1)]
     )
@@ -222,8 +222,8 @@ def test_a_label_moves_once_per_visit_of_its_pair(row):
     torch.testing.assert_close(_gradient(every, 64)[0]["label"], float(once.mean()), rtol=1e-4, atol=1e-5)
 
     twice = _dpo(policy, size=7, row=row, label_rate=0.3, label_smoothing=0.1)
-    twice.trained.ref[:] = every.trained.ref
-    again = torch.tensor(twice.trained.completions.batch(0).group[:7]).bincount()
+    twice.data.ref[:] = every.data.ref
+    again = torch.tensor(twice.data.completions.batch(0).group[:7]).bincount()
     assert sorted(again.tolist()) == [1, 1, 1, 2, 2]
     _gradient(twice, micro_batch=2)
     wanted = torch.where(again == 2, once + 0.3 * (torch.sigmoid(better - worse) - once), once)

@@ -34,7 +34,7 @@ def test_a_token_that_right_completions_do_not_have_strays_farthest() -> None:
     strange = made.rows(torch.tensor([0, 0]))
     strange.completion_ids[1, 2] = (int(strange.completion_ids[1, 2]) + 7) % policy.model.config.vocab_size
     states = dict(learnt._states(strange))
-    usual, changed = (learnt._strays(states[i], 5) for i in (0, 1))
+    usual, changed = (learnt._deviation(states[i], 5) for i in (0, 1))
     assert int((changed - usual).argmax()) >= 3 and float(changed.max()) > 2 * float(usual.max())
     assert torch.equal(changed[:3], usual[:3])  # states before the token are what they were
     cost = learnt.score_rollout(strange).tokens()

@@ -17,12 +17,12 @@ from visalign.training.text.sampling_grid import (
     join_completions,
     with_hint,
 )
-from visalign.training.text.sampling_statistics import failure_reasons, may_be_chosen, statistics
+from visalign.training.text.sampling_statistics import failure_reasons, selectable_completions, statistics
 from visalign.training.text.selection import (
     accepted_completions,
     best_of_group,
     every_valid,
-    same_completion,
+    normalised_text,
     worth_learning,
 )
 
@@ -74,15 +74,15 @@ def test_accepted_completions_reach_the_threshold_and_no_group_has_more_than_its
 def test_different_completions_go_before_repeats():
     text = ["1 + 1 = 2", "1 + 1  = 2", "two", "1 + 1 =\n2", "2"]
     assert (
-        same_completion(text[0])
-        == same_completion(text[1])
-        == same_completion(text[3])
-        != same_completion(text[4])
+        normalised_text(text[0])
+        == normalised_text(text[1])
+        == normalised_text(text[3])
+        != normalised_text(text[4])
     )
     reward, group = torch.ones(5), [0] * 5
     for seed in range(20):
         three = accepted_completions(reward, group, text, threshold=1.0, per_group=3, seed=seed)
-        assert {same_completion(text[i]) for i in three} == {"1 + 1 = 2", "two", "2"}
+        assert {normalised_text(text[i]) for i in three} == {"1 + 1 = 2", "two", "2"}
         four = accepted_completions(reward, group, text, threshold=1.0, per_group=4, seed=seed)
         assert len(four) == 4 and {2, 4} < set(four)  # the repeat fills up
 
@@ -184,7 +184,7 @@ def test_a_hint_stands_behind_the_prompt_with_the_records_fields():
 
 def test_statistics_by_hand():
     completions = _completions()
-    free = may_be_chosen(completions, truncated=False)
+    free = selectable_completions(completions, truncated=False)
     assert free.tolist() == [True] * 5 + [False, False, True]
     found = statistics(completions, free, threshold=1.0)
     assert (found["completions"], found["judged"], found["failed"], found["truncated"]) == (8, 7, 1, 1)
@@ -204,14 +204,14 @@ def test_statistics_by_hand():
 
 def test_cut_completions_count_as_accepted_where_they_are_wanted():
     completions = _completions()
-    free = may_be_chosen(completions, truncated=True)
+    free = selectable_completions(completions, truncated=True)
     found = statistics(completions, free, threshold=0.5)
     assert found["accepted"] == 4 and found["prompts_accepted"] == 1.0
 
 
 def test_statistics_of_nothing_are_unknown():
     completions = _completions().rows([5])
-    found = statistics(completions, may_be_chosen(completions, truncated=True), threshold=1.0)
+    found = statistics(completions, selectable_completions(completions, truncated=True), threshold=1.0)
     assert math.isnan(found["acceptance_rate"]) and math.isnan(found["pass_at_k"][1])
     assert found["failed"] == 1 and math.isnan(found["best_of_n"][1]["reward"])
 

@@ -13,7 +13,7 @@ from tests.support.training.images import outcome
 from tests.support.training.text import Letters, toy_text_trainer
 from visalign.core import PolicyOutput, Trajectories, named_objective
 from visalign.rewards import WeightedTextSum
-from visalign.training.text.collect import certainty
+from visalign.training.text.collect import uncertainty_weights
 
 
 class Doubtful(Letters):
@@ -41,7 +41,7 @@ def _sum(reward: Any, strength: float | None = 1.0) -> WeightedTextSum:
 def test_a_factor_is_the_product_over_rewards_and_failed_samples_move_no_median():
     said = {"part/a.std": torch.tensor([0.0, 1, 2, 90]), "part/b.std": torch.tensor([3.0, 3, 3, 0])}
     valid = torch.tensor([True, True, True, False])
-    found = certainty(said, valid, {"a": 2.0, "b": 1.0})
+    found = uncertainty_weights(said, valid, {"a": 2.0, "b": 1.0})
     wanted = [math.exp(-1), math.exp(-3), math.exp(-5), 0]
     torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How likely the policy holds the reference answer after what it wrote."""
+"""Likelihood of the reference answer after a completion, as its reward."""
 
 from __future__ import annotations
 
@@ -20,29 +20,25 @@ from .parts import TextParts
 
 
 def check_answers(objective: Objective, records: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse records without an answer, if the objective looks at its likelihood.
-
-    Raises:
-        UserError: names the first one.
-    """
+    """Refuse records without an answer, if the objective uses its likelihood."""
     if "likelihood" in ADVANTAGES[objective.advantage].needs:
         for record in records:
             reference_answer(record)
 
 
 def reference_answer(record: Mapping[str, Any]) -> str:
-    """The answer whose likelihood is the reward.
+    """Return the answer whose likelihood is the reward.
 
     Raises:
         UserError: the record has none.
     """
-    wanted = record.get("answer")
-    if not isinstance(wanted, str) or not wanted:
+    answer = record.get("answer")
+    if not isinstance(answer, str) or not answer:
         raise UserError(
             f'The record of the prompt {str(record["prompt"])[:60]!r} has no text "answer" '
-            f"(it is {wanted!r}), whose likelihood is the reward. Give every record one, or take 'grpo'."
+            f"(it is {answer!r}), whose likelihood is the reward. Give every record one, or use 'grpo'."
         )
-    return wanted
+    return answer
 
 
 def answer_likelihood(
@@ -52,16 +48,16 @@ def answer_likelihood(
     prefix: str,
     kind: Likelihood,
 ) -> Tensor:
-    """`likelihood_reward` of each record's answer after the completion, by the present weights.
+    """Compute `likelihood_reward` of each record's answer after the completion, by the present weights.
 
-    The policy reads the prompt, the completion up to the first `prefix`, and `prefix`; what it wrote is
-    tokenised anew. The answer's tokens are scored at temperature 1, over the whole vocabulary.
+    The policy reads the prompt, the completion up to the first `prefix`, and `prefix`; the completion is
+    tokenized again. The answer's tokens are scored at temperature 1, over the whole vocabulary.
 
     Args:
         parts: the policy, with its tokenizer.
         rollout: B completions.
         records: group label -> record with the text "answer".
-        prefix: what the answer follows.
+        prefix: text before the answer.
         kind: see `likelihood_reward`.
 
     Returns:
@@ -74,38 +70,41 @@ def answer_likelihood(
     """
     if not len(rollout):
         return torch.zeros(0)
-    read, answer = [], []
+    contexts, answers = [], []
     for row, label in enumerate(rollout.group):
         prompt = rollout.prompt_ids[row][rollout.prompt_mask[row] != 0].tolist()
-        read.append(prompt + _ids(parts, rollout.text[row].split(prefix)[0] + prefix))
-        answer.append(_ids(parts, reference_answer(records[label])))
-    room = getattr(parts.policy, "context_length", None)
-    fits = [room is None or len(a) + len(b) <= room for a, b in zip(read, answer, strict=True)]
-    short = [(a, b) if fit else (a[:1], b[:1]) for a, b, fit in zip(read, answer, fits, strict=True)]
-    scored = _given(rollout, [a for a, _ in short], [b for _, b in short])
-    found = likelihood_reward(parts.policy.log_probs(scored).log_prob.cpu(), scored.loss_mask, kind=kind)
-    return torch.where(torch.tensor(fits), found, torch.nan)
+        contexts.append(prompt + _ids(parts, rollout.text[row].split(prefix)[0] + prefix))
+        answers.append(_ids(parts, reference_answer(records[label])))
+    limit = getattr(parts.policy, "context_length", None)
+    fits = [limit is None or len(c) + len(a) <= limit for c, a in zip(contexts, answers, strict=True)]
+    contexts = [ids if fit else ids[:1] for ids, fit in zip(contexts, fits, strict=True)]
+    answers = [ids if fit else ids[:1] for ids, fit in zip(answers, fits, strict=True)]
+    scored = _with_tokens(rollout, contexts, answers)
+    reward = likelihood_reward(parts.policy.log_probs(scored).log_prob.cpu(), scored.loss_mask, kind=kind)
+    return torch.where(torch.tensor(fits), reward, torch.nan)
 
 
 def _ids(parts: TextParts, text: str) -> list[int]:
     return list(parts.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _given(rollout: TextRollout, read: Sequence[list[int]], answer: Sequence[list[int]]) -> TextRollout:
-    """The rollout with other prompts and completions; padded ids are 0."""
-    width, size = max(map(len, read)), max(map(len, answer))
-    blank = torch.zeros(len(read), size)
+def _with_tokens(
+    rollout: TextRollout, prompts: Sequence[list[int]], completions: Sequence[list[int]]
+) -> TextRollout:
+    """Replace prompts and completions of a rollout; padded ids are 0."""
+    width, size = max(map(len, prompts)), max(map(len, completions))
+    zeros = torch.zeros(len(prompts), size)
     return replace(
         rollout,
-        prompt_ids=torch.tensor([[0] * (width - len(ids)) + ids for ids in read]),
-        prompt_mask=torch.tensor([[0.0] * (width - len(ids)) + [1.0] * len(ids) for ids in read]),
-        completion_ids=torch.tensor([ids + [0] * (size - len(ids)) for ids in answer]),
-        loss_mask=torch.tensor([[1.0] * len(ids) + [0.0] * (size - len(ids)) for ids in answer]),
-        log_prob=blank,
-        full_log_prob=blank,
-        entropy=blank,
+        prompt_ids=torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts]),
+        prompt_mask=torch.tensor([[0.0] * (width - len(ids)) + [1.0] * len(ids) for ids in prompts]),
+        completion_ids=torch.tensor([ids + [0] * (size - len(ids)) for ids in completions]),
+        loss_mask=torch.tensor([[1.0] * len(ids) + [0.0] * (size - len(ids)) for ids in completions]),
+        log_prob=zeros,
+        full_log_prob=zeros,
+        entropy=zeros,
         sampling=Sampling(),
         kept=None,
         shared=None,
-        routes=None,  # they are of other tokens
+        routes=None,  # they belong to other tokens
     )

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One iteration's completions: sample, judge, keep the groups with signal.
+"""Collect an iteration's completions: sample, score, and select the groups with signal.
 
-Each process makes and judges a stretch of the samples; what is said of them goes to all, which keep the same
-groups.
+Each process samples and scores a part of the completions; all get the scores, and select the same groups.
 """
 
 from __future__ import annotations
@@ -31,168 +30,9 @@ from visalign.training.policy.settings import MATRIX_ADVANTAGES
 from .completion_statistics import distinct_pairs, repetition
 from .dynamic_groups import DynamicGroups
 from .parts import Records, TextParts
-from .self_imitation import Replayed
+from .self_imitation import Replay
 from .settings import TextRolloutSettings
-from .trajectories import bundle_index, engine_gap, trajectories_of
-
-
-@dataclass(kw_only=True)
-class TextExperience:
-    """What an iteration learns from."""
-
-    rollout: TextRollout
-    """Of this process's b samples, T tokens wide."""
-    trajectories: Trajectories
-    """[B, T] of all processes, in the order of one, on the CPU."""
-    shares: Shares
-    """Who holds which of the B."""
-    features: Tensor | None
-    """[b, H] of the prompts, for a log-partition head."""
-    signal: dict[str, float] = field(default_factory=dict)
-    replayed: Sequence[Replayed | None] | None = None
-    """What each update learns from again."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Round:
-    rollout: TextRollout
-    """Of this process's b samples."""
-    records: Records
-    """Of the same."""
-    shares: Shares
-    """Who holds which of the round's B."""
-    group: list[int]
-    """Of all B, as everything below."""
-    reward: Tensor
-    """[B], or [B, M] where the objective normalises the terms one by one."""
-    valid: Tensor
-    tokens: Tensor
-    """[B, T] int64, −1 where there is none."""
-    said: Mapping[str, Tensor]
-    """Name -> [B] float64: value, length, truncated, entropy (summed over tokens), and part/NAME."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """A round's completions, which are being judged."""
-
-    rollout: TextRollout
-    """Of this process's b samples, as everything below."""
-    records: Records
-    shares: Shares
-    group: list[int]
-    """Of all B."""
-    verdicts: Sequence[Callable[[], Scores]]
-    """Of one stretch of samples after the other."""
-
-
-def collect(
-    parts: TextParts,
-    write: Callable[[int], Written],
-    groups: DynamicGroups | None,
-    iteration: int,
-    settings: TextRolloutSettings,
-    objective: Objective,
-    clock: PhaseClock,
-) -> Collected:
-    """Make, judge and prepare the completions of an iteration; `write` has those of a round by its number.
-
-    Returns:
-        The experience, None where dynamic sampling found no group with signal; and counts of all that was
-        made, dropped groups included.
-
-    Raises:
-        RewardFailure: the reward returned something else than scores, or failed too often.
-        UserError: who wrote the completions is too far from the policy.
-        BudgetSpent: dynamic sampling with when_spent "stop".
-    """
-    if groups is None:
-        rounds = [_judged(parts, write(iteration), settings, objective, clock)]
-        one = rounds[0]
-        kept = _Kept(one.rollout, one.shares, one.group, one.reward, one.valid, one.said)
-    else:
-        rounds = []
-        while groups.wants_more:
-            made = _judged(parts, write(groups.round), settings, objective, clock)
-            payload = dict.fromkeys(made.group, len(rounds))
-            groups.feed(made.group, made.said["value"].float(), made.valid, payload=payload)
-            rounds.append(made)
-        kept = _taken(groups, rounds)
-    metrics = _metrics(parts.reward, rounds)
-    if groups is not None:
-        metrics |= {f"groups/{key}": float(getattr(groups.last, key)) for key in GROUP_COUNTS}
-    tokens = int(sum(float(made.said["length"].sum()) for made in rounds))
-    samples = sum(len(made.group) for made in rounds)
-    if kept is None:
-        return Collected(experience=None, samples=samples, tokens=tokens, metrics=metrics)
-    rollout, own = kept.rollout, kept.shares.own
-    with clock.phase("replay"), torch.no_grad():
-        rollout = cast("Any", parts.policy).with_routes(rollout) if settings.routing_replay else rollout
-        asked = {g: record for r in rounds for g, record in zip(r.rollout.group, r.records, strict=True)}
-        said = trajectories_of(parts, rollout, kept.reward[own], kept.valid[own], settings, objective, asked)
-        features = None if parts.log_partition is None else parts.log_partition.features(rollout)
-    trajectories = _weighed(replace(_of_all(said, kept), iteration=iteration), kept, parts.reward)
-    if objective.selection == "clip_cov":
-        generator = torch.Generator().manual_seed(sample_seed(parts.seed, "uniform", iteration))
-        uniform = torch.rand(trajectories.weight.shape, generator=generator)
-        trajectories = replace(trajectories, uniform=uniform)
-    if objective.advantage == "riskpo":
-        size = objective.advantage_options.get("bundle", 5)
-        trajectories = replace(trajectories, bundle=bundle_index(kept.group, size))
-    if trajectories.rollout_log_prob is not None:
-        metrics["engine_gap"] = engine_gap(trajectories, settings.allowed_gap)
-        metrics["entropy"] = _mean_entropy(trajectories)  # the policy's: another engine may not say
-    experience = TextExperience(
-        rollout=rollout, trajectories=trajectories, shares=kept.shares, features=features
-    )
-    return Collected(experience=experience, samples=samples, tokens=tokens, metrics=metrics)
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """The B samples that are trained on; reward, valid and said as in `_Round`."""
-
-    rollout: TextRollout
-    shares: Shares
-    group: list[int]
-    reward: Tensor
-    valid: Tensor
-    said: Mapping[str, Tensor]
-
-
-def certainty(said: Mapping[str, Tensor], valid: Tensor, strengths: Mapping[str, float]) -> Tensor:
-    """[B] factors of the advantages, the product over rewards of `relative_uncertainty_weight`.
-
-    Args:
-        said: with "part/LABEL.std", [B].
-        valid: bool [B]; of the others the factor is 0.
-        strengths: label -> λ.
-    """
-    found = valid.double()
-    for label, strength in strengths.items():
-        std = torch.where(valid, said[f"part/{label}.std"].double(), torch.nan)
-        found = torch.where(valid, found * relative_uncertainty_weight(std, strength=strength), 0.0)
-    return found
-
-
-def _weighed(trajectories: Trajectories, kept: _Kept, reward: Any) -> Trajectories:
-    """With the loss of each sample weighed by what its reward is sure of, where the reward asks for that."""
-    strengths = reward.capabilities.advantage_weights
-    if not strengths:
-        return trajectories
-    certain = certainty(kept.said, kept.valid, strengths).to(trajectories.weight)
-    return replace(trajectories, loss_weight=certain[:, None].expand_as(trajectories.weight).contiguous())
-
-
-def _of_all(own: Trajectories, kept: _Kept) -> Trajectories:
-    """[b, T] of this process -> [B, T] of all."""
-    if len(kept.shares.places) == 1:
-        return own
-    held = {f.name: getattr(own, f.name) for f in fields(own) if f.name != "group"}
-    tensors = {name: value for name, value in held.items() if isinstance(value, Tensor)}
-    found: dict[str, Any] = {name: kept.shares.gather_all(value) for name, value in tensors.items()}
-    return replace(own, group=kept.group, **found)
-
+from .trajectories import build_trajectories, bundle_index, engine_gap
 
 TOOL_METRICS = {
     "tool_calls": "tools/calls",
@@ -200,97 +40,203 @@ TOOL_METRICS = {
     "tool_failed": "tools/failed",
     "branched": "tools/branched",
 }
-"""Of a sample -> the mean that is logged."""
+"""Column of `ToolTrace` counts -> metric, its mean."""
 GROUP_COUNTS = ("rounds", "generated", "kept", "dropped_right", "dropped_wrong", "dropped_flat", "surplus")
 """Counts of `DynamicGroups` that are logged."""
 
 
-def write(
+@dataclass(kw_only=True)
+class TextExperience:
+    """Scored completions of an iteration, for its updates."""
+
+    rollout: TextRollout
+    """This process's b samples, T tokens wide."""
+    trajectories: Trajectories
+    """[B, T] of all processes, in the order of one, on the CPU."""
+    shares: Shares
+    """Owner of each of the B samples."""
+    features: Tensor | None
+    """[b, H] of the prompts, for a log-partition head."""
+    signal: dict[str, float] = field(default_factory=dict)
+    """Metrics of the advantages."""
+    replays: Sequence[Replay | None] | None = None
+    """Self-imitation's replay of each update."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingRound:
+    """Completions of a round that are being scored."""
+
+    rollout: TextRollout
+    """This process's b samples."""
+    records: Records
+    """[b] prompt records."""
+    shares: Shares
+    """Owner of each of the round's B samples."""
+    group: list[int]
+    """[B] labels."""
+    scores: Sequence[Callable[[], Scores]]
+    """Functions that wait for the scores of consecutive chunks of the b samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scored:
+    """Scored samples of a round, or those that are trained on."""
+
+    rollout: TextRollout
+    """This process's b samples."""
+    shares: Shares
+    """Owner of each of the B samples."""
+    group: list[int]
+    """[B] labels."""
+    reward: Tensor
+    """[B], or [B, M] where the objective normalises the terms one by one."""
+    valid: Tensor
+    """bool [B]."""
+    columns: Mapping[str, Tensor]
+    """name -> [B] float64: value, length, truncated, entropy (summed over tokens), and part/NAME."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Round(_Scored):
+    records: Records
+    """[b] prompt records."""
+    tokens: Tensor
+    """[B, T] int64, −1 for none."""
+
+
+def sample_completions(
     parts: TextParts, sampler: PromptSampler, number: int, settings: TextRolloutSettings, clock: PhaseClock
-) -> Written:
-    """P prompts, G completions each, written and handed to the judge, a stretch after the other; some of them
-    by this process."""
-    process, size = parts.accelerator, settings.group_size
+) -> PendingRound:
+    """Sample this process's share of P prompts with G completions each, and send each chunk to the reward."""
     batch = sampler.batch(number)
-    shares = Shares.of_groups(len(batch), size, process, whole_groups=parts.branches)
+    shares = Shares.of_groups(len(batch), settings.group_size, parts.accelerator, whole_groups=parts.branches)
     group = batch.group_id[shares.own].tolist()
-    made, kept, verdicts = [], [], []
-    for places in parts.judging.chunks(group, settings.overlap, whole_groups=parts.branches):
-        at = shares.own[places]
-        # where it has as many of each group, it names a prompt once; else once for each sample
-        counts = batch.group_id[at].unique_consecutive(return_counts=True)[1]
-        times = int(counts[0]) if bool((counts == counts[0]).all()) else 1
-        records = [parts.records[i] for i in batch.prompt_index[at].tolist()]
+    rollouts, all_records, scores = [], [], []
+    for chunk in parts.scorer.chunks(group, settings.overlap, whole_groups=parts.branches):
+        index = shares.own[chunk]
+        # A prompt is named once for all its samples if every group has as many; else once for each sample.
+        counts = batch.group_id[index].unique_consecutive(return_counts=True)[1]
+        repeats = int(counts[0]) if bool((counts == counts[0]).all()) else 1
+        records = [parts.records[i] for i in batch.prompt_index[index].tolist()]
         with clock.phase("rollout"), torch.no_grad():
             rollout = parts.generator.generate(
-                [record["prompt"] for record in records[::times]],
-                seeds=[sample_seed(parts.seed, "sample", i) for i in batch.sample_id[at].tolist()],
-                num_generations=times,
+                [record["prompt"] for record in records[::repeats]],
+                seeds=[sample_seed(parts.seed, "sample", i) for i in batch.sample_id[index].tolist()],
+                num_generations=repeats,
                 sampling=settings.sampling,
                 stopping=settings.stopping(),
-                group=batch.group_id[at][::times].tolist(),
+                group=batch.group_id[index][::repeats].tolist(),
             )
         with clock.phase("reward"):
-            verdicts.append(parts.judging.ask(list(rollout.text), records))
-        made.append(rollout)
-        kept += records
-    return Written(
-        rollout=made[0] if len(made) == 1 else join_rollouts(made),
-        records=kept,
+            scores.append(parts.scorer.ask(list(rollout.text), records))
+        rollouts.append(rollout)
+        all_records += records
+    return PendingRound(
+        rollout=rollouts[0] if len(rollouts) == 1 else join_rollouts(rollouts),
+        records=all_records,
         shares=shares,
         group=batch.group_id.tolist(),
-        verdicts=verdicts,
+        scores=scores,
     )
 
 
-def _judged(
+def collect(
     parts: TextParts,
-    written: Written,
+    sample_round: Callable[[int], PendingRound],
+    groups: DynamicGroups | None,
+    iteration: int,
+    settings: TextRolloutSettings,
+    objective: Objective,
+    clock: PhaseClock,
+) -> Collected:
+    """Collect the completions of an iteration; `sample_round` samples a round by its number.
+
+    Returns:
+        The experience, None where dynamic sampling found no group with signal; and counts of all samples,
+        dropped groups included.
+
+    Raises:
+        RewardFailure: the reward returned no valid scores, or failed too often.
+        UserError: the generator's log-probs are too far from the policy's.
+        BudgetSpent: dynamic sampling with when_spent "stop".
+    """
+    rounds: list[_Round] = []
+    if groups is None:
+        rounds.append(_score(parts, sample_round(iteration), settings, objective, clock))
+        selected: _Scored | None = rounds[0]
+    else:
+        while groups.wants_more:
+            scored = _score(parts, sample_round(groups.round), settings, objective, clock)
+            groups.feed(scored.group, scored.columns["value"].float(), scored.valid, payload=scored)
+            rounds.append(scored)
+        selected = _select(groups)
+    metrics = _metrics(parts.reward, rounds)
+    if groups is not None:
+        metrics |= {f"groups/{name}": float(getattr(groups.last, name)) for name in GROUP_COUNTS}
+    tokens = int(sum(float(scored.columns["length"].sum()) for scored in rounds))
+    samples = sum(len(scored.group) for scored in rounds)
+    experience = None
+    if selected is not None:
+        records = {g: record for r in rounds for g, record in zip(r.rollout.group, r.records, strict=True)}
+        experience = _experience(parts, selected, records, iteration, settings, objective, clock)
+        if experience.trajectories.rollout_log_prob is not None:
+            metrics["engine_gap"] = engine_gap(experience.trajectories, settings.allowed_gap)
+            # the policy's entropy: another engine may not report any
+            metrics["entropy"] = _mean_entropy(experience.trajectories)
+    return Collected(experience=experience, samples=samples, tokens=tokens, metrics=metrics)
+
+
+def _score(
+    parts: TextParts,
+    pending: PendingRound,
     settings: TextRolloutSettings,
     objective: Objective,
     clock: PhaseClock,
 ) -> _Round:
-    """A round's completions with what the judge says of all processes' samples."""
-    rollout, shares = written.rollout, written.shares
+    """Wait for the scores of a round and exchange them among the processes."""
+    rollout, shares = pending.rollout, pending.shares
     with clock.phase("reward"):
-        scores = without_failed(concatenate_scores([verdict() for verdict in written.verdicts]), rollout)
+        scores = without_failed(concatenate_scores([wait() for wait in pending.scores]), rollout)
     length = rollout.loss_mask.sum(1)
-    own = {
-        "value": scores.value,
-        "valid": scores.valid.cpu() & scores.value.isfinite().cpu() & rollout.generated,
-        # a prompt that was too long is no failure of the reward
-        "skipped": torch.tensor([reason == "prompt too long" for reason in rollout.stop_reason]),
-        "length": length,
-        "width": torch.full_like(length, rollout.loss_mask.shape[1]),  # a tool's answers count in no length
-        "truncated": rollout.truncated,
-        "entropy": (rollout.entropy * rollout.loss_mask).sum(1),
-        **({} if rollout.tools is None else tool_counts(rollout.tools)),
-        **({} if scores.std is None else {"part/std": scores.std}),
-        **{f"part/{name}": part for name, part in scores.parts.items()},
-    }
-    said = shares.table(own)
-    valid, skipped = said.pop("valid") != 0, said.pop("skipped") != 0
+    columns = shares.table(
+        {
+            "value": scores.value,
+            "valid": scores.valid.cpu() & scores.value.isfinite().cpu() & rollout.generated,
+            # a prompt that was too long is no failure of the reward
+            "skipped": torch.tensor([reason == "prompt too long" for reason in rollout.stop_reason]),
+            "length": length,
+            # tool answers count in the width and not in the length
+            "width": torch.full_like(length, rollout.loss_mask.shape[1]),
+            "truncated": rollout.truncated,
+            "entropy": (rollout.entropy * rollout.loss_mask).sum(1),
+            **({} if rollout.tools is None else tool_columns(rollout.tools)),
+            **({} if scores.std is None else {"part/std": scores.std}),
+            **{f"part/{name}": part for name, part in scores.parts.items()},
+        }
+    )
+    valid, skipped = columns.pop("valid") != 0, columns.pop("skipped") != 0
     check_failures(scores, valid | skipped, settings.max_failure_rate, parts.reward.name)
-    width = int(said.pop("width").max())
-    reward = said["value"].float()
+    width = int(columns.pop("width").max())
+    reward = columns["value"].float()
     if objective.advantage in MATRIX_ADVANTAGES:
         reward = shares.gather_all(reward_columns(parts.reward, scores).float())
     if parts.accelerator.num_processes > 1:
         rollout = join_rollouts([rollout], length=width)
     return _Round(
         rollout=rollout,
-        records=written.records,
+        records=pending.records,
         shares=shares,
-        group=written.group,
+        group=pending.group,
         reward=reward,
         valid=valid,
         tokens=shares.gather_all(torch.where(rollout.loss_mask != 0, rollout.completion_ids, -1)),
-        said=said,
+        columns=columns,
     )
 
 
-def tool_counts(traces: Sequence[ToolTrace]) -> dict[str, Tensor]:
-    """[B] each, of what is logged of a tool."""
+def tool_columns(traces: Sequence[ToolTrace]) -> dict[str, Tensor]:
+    """Tabulate tool calls, name -> [B]."""
     return {
         "tool_calls": torch.tensor([float(trace.calls) for trace in traces]),
         "tool_cut": torch.tensor([float(trace.cut) for trace in traces]),
@@ -299,47 +245,117 @@ def tool_counts(traces: Sequence[ToolTrace]) -> dict[str, Tensor]:
     }
 
 
-def _taken(groups: DynamicGroups, rounds: Sequence[_Round]) -> _Kept | None:
-    """The samples of the groups that the step trains on, in the order of the groups."""
+def _select(groups: DynamicGroups) -> _Scored | None:
+    """Select the samples of the groups that the updates train on, in the order of the groups."""
     taken = groups.take()
     if not taken:
         return None
-    made = [rounds[group.payload] for group in taken]
-    chosen = list(zip(made, [group.index for group in taken], strict=True))
-    own = [each.rollout.rows(place[place >= 0]) for each, i in chosen for place in [each.shares.local[i]]]
-    return _Kept(
-        join_rollouts(own),
-        Shares.of_owners(torch.cat([r.shares.owner[i] for r, i in chosen]), made[0].shares.accelerator),
-        [r.group[i] for r, index in chosen for i in index.tolist()],
-        torch.cat([r.reward[i] for r, i in chosen]),
-        torch.cat([group.valid for group in taken]),
-        {n: torch.cat([r.said[n][i] for r, i in chosen]) for n in made[0].said if n.endswith(".std")},
+    pairs: list[tuple[_Round, Tensor]] = [(group.payload, group.index) for group in taken]
+    rollouts = []
+    for scored, index in pairs:
+        local = scored.shares.local[index]
+        rollouts.append(scored.rollout.rows(local[local >= 0]))
+    stds = [name for name in pairs[0][0].columns if name.endswith(".std")]
+    owner = torch.cat([scored.shares.owner[index] for scored, index in pairs])
+    return _Scored(
+        rollout=join_rollouts(rollouts),
+        shares=Shares.of_owners(owner, pairs[0][0].shares.accelerator),
+        group=[scored.group[i] for scored, index in pairs for i in index.tolist()],
+        reward=torch.cat([scored.reward[index] for scored, index in pairs]),
+        valid=torch.cat([group.valid for group in taken]),
+        columns={name: torch.cat([scored.columns[name][index] for scored, index in pairs]) for name in stds},
     )
 
 
-def _mean_entropy(trajectories: Trajectories) -> float:
-    entropy, weight = trajectories.entropy, trajectories.weight
-    return math.nan if entropy is None else float((entropy * weight).sum() / weight.sum().clamp(min=1))
+def _experience(
+    parts: TextParts,
+    selected: _Scored,
+    records: Mapping[Any, Mapping[str, Any]],
+    iteration: int,
+    settings: TextRolloutSettings,
+    objective: Objective,
+    clock: PhaseClock,
+) -> TextExperience:
+    """Compute the inputs of the objective for the selected samples."""
+    shares, rollout = selected.shares, selected.rollout
+    with clock.phase("replay"), torch.no_grad():
+        if settings.routing_replay:
+            rollout = cast("Any", parts.policy).with_routes(rollout)
+        local = build_trajectories(
+            parts,
+            rollout,
+            selected.reward[shares.own],
+            selected.valid[shares.own],
+            settings,
+            objective,
+            records,
+        )
+        features = None if parts.log_partition is None else parts.log_partition.features(rollout)
+    t = replace(_gather(local, selected), iteration=iteration)
+    if strengths := parts.reward.capabilities.advantage_weights:
+        weights = uncertainty_weights(selected.columns, selected.valid, strengths).to(t.weight)
+        t = replace(t, loss_weight=weights[:, None].expand_as(t.weight).contiguous())
+    if objective.selection == "clip_cov":
+        generator = torch.Generator().manual_seed(sample_seed(parts.seed, "uniform", iteration))
+        t = replace(t, uniform=torch.rand(t.weight.shape, generator=generator))
+    if objective.advantage == "riskpo":
+        size = objective.advantage_options.get("bundle", 5)
+        t = replace(t, bundle=bundle_index(selected.group, size))
+    return TextExperience(rollout=rollout, trajectories=t, shares=shares, features=features)
+
+
+def uncertainty_weights(
+    columns: Mapping[str, Tensor], valid: Tensor, strengths: Mapping[str, float]
+) -> Tensor:
+    """Compute factors [B] of the advantages, the product over rewards of `relative_uncertainty_weight`.
+
+    Args:
+        columns: with "part/LABEL.std", [B].
+        valid: bool [B]; the factor of invalid samples is 0.
+        strengths: label -> λ.
+    """
+    weights = valid.double()
+    for label, strength in strengths.items():
+        std = torch.where(valid, columns[f"part/{label}.std"].double(), torch.nan)
+        weights = torch.where(valid, weights * relative_uncertainty_weight(std, strength=strength), 0.0)
+    return weights
+
+
+def _gather(local: Trajectories, selected: _Scored) -> Trajectories:
+    """Gather [b, T] of this process into [B, T] of all."""
+    if selected.shares.accelerator.num_processes == 1:
+        return local
+    gathered: dict[str, Any] = {"group": selected.group}
+    for name in [f.name for f in fields(local) if f.name != "group"]:
+        if isinstance(value := getattr(local, name), Tensor):
+            gathered[name] = selected.shares.gather_all(value)
+    return replace(local, **gathered)
+
+
+def _mean_entropy(t: Trajectories) -> float:
+    return (
+        math.nan if t.entropy is None else float((t.entropy * t.weight).sum() / t.weight.sum().clamp(min=1))
+    )
 
 
 def _metrics(reward: Any, rounds: Sequence[_Round]) -> dict[str, float]:
-    """Statistics of all completions that were made, those of dropped groups included."""
-    names = dict.fromkeys(name for made in rounds for name in made.said)
-    absent = [torch.full_like(made.said["value"], math.nan) for made in rounds]
-    said = {
-        n: torch.cat([m.said.get(n, none) for m, none in zip(rounds, absent, strict=True)]) for n in names
+    """Compute statistics of all samples, those of dropped groups included."""
+    names = dict.fromkeys(name for scored in rounds for name in scored.columns)
+    missing = [torch.full_like(scored.columns["value"], math.nan) for scored in rounds]
+    columns = {
+        name: torch.cat([r.columns.get(name, nan) for r, nan in zip(rounds, missing, strict=True)])
+        for name in names
     }
-    valid = torch.cat([made.valid for made in rounds])
-    value, length = said["value"], said["length"]
-    group = torch.tensor([label for made in rounds for label in made.group])
-    parts = {name.removeprefix("part/"): part for name, part in said.items() if name.startswith("part/")}
-    tools = [name for name in said if name in TOOL_METRICS]
+    valid = torch.cat([scored.valid for scored in rounds])
+    length = columns["length"]
+    group = torch.tensor([label for scored in rounds for label in scored.group])
+    parts = {name.removeprefix("part/"): part for name, part in columns.items() if name.startswith("part/")}
     return {
-        **{TOOL_METRICS[name]: float(said[name].mean()) for name in tools},
-        **score_metrics(reward, value, valid, group, parts),
-        "diversity": fmean(distinct_pairs(made.tokens, torch.tensor(made.group)) for made in rounds),
-        "repetition": float(torch.cat([repetition(made.tokens) for made in rounds]).nanmean()),
+        **{TOOL_METRICS[name]: float(columns[name].mean()) for name in columns if name in TOOL_METRICS},
+        **score_metrics(reward, columns["value"], valid, group, parts),
+        "diversity": fmean(distinct_pairs(scored.tokens, torch.tensor(scored.group)) for scored in rounds),
+        "repetition": float(torch.cat([repetition(scored.tokens) for scored in rounds]).nanmean()),
         "length_mean": float(length.mean()),
-        "truncated_share": float(said["truncated"].mean()),
-        "entropy": float(said["entropy"].sum()) / max(float(length.sum()), 1.0),
+        "truncated_share": float(columns["truncated"].mean()),
+        "entropy": float(columns["entropy"].sum()) / max(float(length.sum()), 1.0),
     }

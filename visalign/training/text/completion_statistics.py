@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What completions look like, whatever they are worth: how often they repeat themselves, and one another."""
+"""Repetition within completions and diversity within groups."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch.nn.functional import pad
 
 
 def repetition(tokens: Tensor) -> Tensor:
-    """[B] share of a completion's runs of four tokens that it had before; NaN of fewer than four tokens.
+    """Compute the share [B] of a completion's 4-grams that occurred before; NaN below four tokens.
 
     Args:
         tokens: [B, T] int64, −1 where there is none.
 
     seq-rep-4 of Welleck et al., arXiv 1908.04319, section 6.
     """
-    return 1 - _distinct(_joined(_joined(tokens, 1), 2))
+    return 1 - _distinct(_pair_ids(_pair_ids(tokens, 1), 2))
 
 
 def distinct_pairs(tokens: Tensor, group: Tensor) -> float:
-    """Different pairs of neighbouring tokens over all pairs of a group's completions, mean over groups.
+    """Compute distinct bigrams over all bigrams of a group's completions, mean over groups.
 
     Args:
         tokens: [B, T] int64, −1 where there is none.
@@ -31,22 +31,22 @@ def distinct_pairs(tokens: Tensor, group: Tensor) -> float:
 
     distinct-2 of Li et al., arXiv 1510.03055, section 5.
     """
-    pairs = _joined(tokens, 1)
+    pairs = _pair_ids(tokens, 1)
     shares = [_distinct(pairs[group == label].reshape(1, -1)) for label in group.unique()]
     return float(torch.cat(shares).nanmean())
 
 
-def _joined(ids: Tensor, apart: int) -> Tensor:
-    """[B, T − apart] a number for each two ids so far apart, equal where both are; −1 where one lacks."""
+def _pair_ids(ids: Tensor, apart: int) -> Tensor:
+    """Number pairs of ids `apart` positions apart, [B, T − apart]; −1 where one is missing."""
     first, second = ids[:, :-apart], ids[:, apart:]
     most = int(ids.max()) + 1 if ids.numel() else 1
-    found = torch.unique(first * most + second, return_inverse=True)[1]
-    return torch.where((first < 0) | (second < 0), -1, found)
+    numbers = torch.unique(first * most + second, return_inverse=True)[1]
+    return torch.where((first < 0) | (second < 0), -1, numbers)
 
 
 def _distinct(ids: Tensor) -> Tensor:
-    """[B] different ids over all ids of each row [B, M], those of −1 apart; NaN where there is none."""
+    """Distinct ids over all ids of each row [B, M] except −1; NaN for none."""
     ordered = ids.sort(1).values
-    fresh = pad(ordered[:, 1:] != ordered[:, :-1], (1, 0), value=True)[:, : ids.shape[1]]
+    is_new = pad(ordered[:, 1:] != ordered[:, :-1], (1, 0), value=True)[:, : ids.shape[1]]
     present = ordered >= 0
-    return (fresh & present).sum(1) / present.sum(1)
+    return (is_new & present).sum(1) / present.sum(1)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RLFR: a flow over the hidden states of right completions; tokens that stray from it are paid less.
+"""RLFR: a flow over the hidden states of right completions penalises tokens that deviate from it.
 
 For each of some depths a small network v(x_t, t) learns to carry noise ε to the states h of right
-completions, x_t = (1 − t) ε + t h. What a token strays from it (`flow_deviation`, the mean of the depths)
-becomes a reward of that token (`flow_rewards`).
+completions, x_t = (1 − t) ε + t h. A token's deviation (`flow_deviation`, the mean of the depths) becomes its
+reward (`flow_rewards`).
 
-Deviations from arXiv 2510.10201, as far as it is known here: the flow begins untrained, learns from the run's
-own right completions alone, and pays nothing during `warmup`; states are those of the reference model, whose
-meaning does not move with the policy, normalised one by one. Each process learns from its own completions,
-with gradients that are averaged over all: another number of processes gives other draws.
+Deviations from arXiv 2510.10201, as far as it is known here: the flow starts untrained, learns from the run's
+own right completions alone, and penalises nothing during `warmup`; states are those of the reference model,
+whose meaning does not move with the policy, normalised one by one. Each process learns from its own
+completions, with gradients averaged over all: another number of processes gives other draws.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from visalign.text import TextPolicy, TextRollout
 from visalign.training.policy.reference import Reference
 
 from .settings import LatentFlowSettings
-from .trajectories import states_of
+from .trajectories import hidden_states_of
 
 KEY = "latent_flow"
-"""Where a checkpoint keeps the networks."""
+"""File stem of the networks in a checkpoint."""
 
 
 @dataclass
@@ -45,19 +45,19 @@ class TokenRewards:
     """[B] bool."""
 
     def tokens(self, place: Any = "last") -> Tensor:
-        """[B, T]: a token is a step of its own, wherever a step's reward stands."""
+        """Return the rewards [B, T]; each token is a step."""
         return self.reward
 
 
 class LatentFlow:
-    """A `ProcessJudge` that learns from the run's right completions.
+    """`ProcessReward` that learns from the run's right completions.
 
     Args:
         policy: with `hidden_states`.
-        reference: whose states are looked at.
+        reference: model whose states are used.
         settings: of networks and rewards.
-        seed: of weights and noise.
-        accelerator: of the processes that learn together.
+        seed: seed of weights and noise.
+        accelerator: processes that learn together.
 
     Raises:
         UserError: a policy without hidden states.
@@ -73,73 +73,71 @@ class LatentFlow:
         accelerator: Accelerator,
     ) -> None:
         self.settings, self._reference, self._seed, self._accelerator = settings, reference, seed, accelerator
-        self._hidden = states_of(policy, "latent_flow")
+        self._hidden = hidden_states_of(policy, "latent_flow")
         size: Any = getattr(policy, "hidden_size", None)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(sample_seed(seed, KEY))
             nets = [_network(size, settings.width) for _ in settings.depths]
         self._nets = nn.ModuleList(nets).to(policy.device)
         self._optimizer = torch.optim.AdamW(self._nets.parameters(), lr=settings.lr, weight_decay=0.0)
-        self._learnt, self._said = 0, dict[str, float]()
+        self._iterations, self._metrics = 0, dict[str, float]()
 
     def score_rollout(self, rollout: TextRollout) -> TokenRewards:
-        """Rewards ≤ 0 of the tokens; zeros during the warm-up."""
-        s, off = self.settings, torch.zeros_like(rollout.loss_mask)
-        if self._learnt >= s.warmup:
+        """Compute rewards ≤ 0 of the tokens; zeros during the warm-up."""
+        s, deviation = self.settings, torch.zeros_like(rollout.loss_mask)
+        if self._iterations >= s.warmup:
             for sample, states in self._states(rollout):
-                off[sample, rollout.loss_mask[sample] != 0] = self._strays(states, rollout.seed[sample])
-        reward = flow_rewards(off, rollout.loss_mask, keep=s.keep, top=s.top, scale=s.scale)
+                deviation[sample, rollout.loss_mask[sample] != 0] = self._deviation(
+                    states, rollout.seed[sample]
+                )
+        reward = flow_rewards(deviation, rollout.loss_mask, keep=s.keep, top=s.top, scale=s.scale)
         return TokenRewards(reward, torch.ones(len(rollout), dtype=torch.bool))
 
     def learn(self, rollout: TextRollout, right: Tensor, iteration: int) -> None:
-        """Some steps of flow matching on the states of right completions; all processes call it.
+        """Take steps of flow matching on the states of right completions; all processes call it.
 
         Args:
             rollout: this process's b samples.
             right: [b] bool.
-            iteration: of the draws.
+            iteration: decides the draws.
         """
-        s, process = self.settings, self._accelerator
-        found = [states for _, states in self._states(rollout.rows(right.nonzero()[:, 0]))]
-        count = torch.tensor([float(sum(len(states) for states in found))], device=process.device)
-        total: Any = process.reduce(count, "sum")
-        if not float(total):
+        accelerator = self._accelerator
+        states = [states for _, states in self._states(rollout.rows(right.nonzero()[:, 0]))]
+        if not self._sum(float(sum(map(len, states)))):
             return
-        states = torch.cat(found) if found else None
-        generator = torch.Generator().manual_seed(
-            sample_seed(self._seed, KEY, iteration, process.process_index)
-        )
-        losses = [self._step(states, generator) for _ in range(s.steps)]
-        self._learnt += 1
-        self._said = {"latent_flow/loss": fmean(losses)}
+        seed = sample_seed(self._seed, KEY, iteration, accelerator.process_index)
+        generator = torch.Generator().manual_seed(seed)
+        joined = torch.cat(states) if states else None
+        losses = [self._step(joined, generator) for _ in range(self.settings.steps)]
+        self._iterations += 1
+        self._metrics = {"latent_flow/loss": fmean(losses)}
 
     def metrics(self) -> dict[str, float]:
-        """Of the last time that it learnt: the mean of (v − (h − ε))² over its steps."""
-        return self._said
+        """Return the mean of (v − (h − ε))² over the last steps."""
+        return self._metrics
 
     def state(self) -> dict[str, Tensor]:
-        """Networks and moments, for a checkpoint."""
+        """Return networks and AdamW's moments, for a checkpoint."""
         moments = self._optimizer.state_dict()["state"]
         return {
-            "learnt": torch.tensor(self._learnt),
+            "learnt": torch.tensor(self._iterations),
             **{f"net.{name}": value.detach().clone() for name, value in self._nets.state_dict().items()},
-            **{f"adam.{i}.{name}": v.clone() for i, held in moments.items() for name, v in held.items()},
+            **{f"adam.{i}.{name}": v.clone() for i, values in moments.items() for name, v in values.items()},
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a checkpoint."""
-        self._learnt = int(state["learnt"])
+        """Continue from a checkpoint."""
+        self._iterations = int(state["learnt"])
         nets = {k.removeprefix("net."): v for k, v in state.items() if k.startswith("net.")}
         self._nets.load_state_dict(nets)
         moments: dict[int, dict[str, Tensor]] = {}
-        for key, value in state.items():
-            if key.startswith("adam."):
-                _, number, name = key.split(".")
-                moments.setdefault(int(number), {})[name] = value.clone()
+        for key in [key for key in state if key.startswith("adam.")]:
+            _, number, name = key.split(".")
+            moments.setdefault(int(number), {})[name] = state[key].clone()
         self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": moments})
 
     def _states(self, rollout: TextRollout) -> Iterator[tuple[int, Tensor]]:
-        """(sample, [T, L, H]), each state of mean 0 and variance 1."""
+        """Yield (sample, states [T, L, H]), each state of mean 0 and variance 1."""
         if not len(rollout):
             return
         with self._reference.applied():
@@ -147,50 +145,49 @@ class LatentFlow:
                 yield sample, layer_norm(states, states.shape[-1:])
 
     @torch.no_grad()
-    def _strays(self, states: Tensor, seed: int) -> Tensor:
-        """[T] mean deviation over the depths of states [T, L, H]."""
+    def _deviation(self, states: Tensor, seed: int) -> Tensor:
+        """Compute the mean deviation [T] over the depths of states [T, L, H]."""
         generator, t = torch.Generator().manual_seed(sample_seed(seed, KEY)), self.settings.time
         noise = torch.randn(states.shape, generator=generator).to(states.device)
-        found = []
+        deviations = []
         for depth, net in enumerate(self._nets):
             h, eps = states[:, depth], noise[:, depth]
-            velocity = net(_at((1 - t) * eps + t * h, torch.full_like(h[:, :1], t)))
-            found.append(flow_deviation(velocity, h, eps, t=t))
-        return torch.stack(found).mean(0).cpu()
+            x_t, time = (1 - t) * eps + t * h, torch.full_like(h[:, :1], t)
+            deviations.append(flow_deviation(net(torch.cat([x_t, time], 1)), h, eps, t=t))
+        return torch.stack(deviations).mean(0).cpu()
 
     def _step(self, states: Tensor | None, generator: torch.Generator) -> float:
-        """One AdamW step on a draw of this process's tokens; its loss."""
+        """Take one AdamW step on a draw of this process's tokens; return the loss."""
         self._optimizer.zero_grad()
-        process, share = self._accelerator, self.settings.batch // self._accelerator.num_processes
+        # zeros give every parameter a gradient in a process without states
         losses = [torch.zeros((), device=p.device) * p.sum() for p in self._nets.parameters()]
         tokens = 0
         if states is not None:
-            tokens = max(1, share)
-            row = torch.randint(len(states), (tokens,), generator=generator)
-            h = states[row.to(states.device)]
+            tokens = max(1, self.settings.batch // self._accelerator.num_processes)
+            h = states[torch.randint(len(states), (tokens,), generator=generator).to(states.device)]
             eps = torch.randn(h.shape, generator=generator).to(h.device)
             t = torch.rand(tokens, 1, generator=generator).to(h.device)
             for depth, net in enumerate(self._nets):
                 end, start = h[:, depth], eps[:, depth]
-                velocity = net(_at((1 - t) * start + t * end, t))
+                velocity = net(torch.cat([(1 - t) * start + t * end, t], 1))
                 losses.append((velocity - (end - start)).square().mean(1).sum() / len(self._nets))
-        total: Any = process.reduce(torch.tensor([float(tokens)], device=process.device), "sum")
-        loss = torch.stack(losses).sum() / float(total)
+        loss = torch.stack(losses).sum() / self._sum(float(tokens))
         loss.backward()
-        if process.num_processes > 1:
+        if self._accelerator.num_processes > 1:
             for parameter in self._nets.parameters():
-                summed: Any = process.reduce(parameter.grad, "sum")
-                parameter.grad = summed
+                gradient: Any = self._accelerator.reduce(parameter.grad, "sum")
+                parameter.grad = gradient
         self._optimizer.step()
-        whole: Any = process.reduce(loss.detach(), "sum")
-        return float(whole)
+        total: Any = self._accelerator.reduce(loss.detach(), "sum")
+        return float(total)
+
+    def _sum(self, value: float) -> float:
+        """Sum over the processes."""
+        total: Any = self._accelerator.reduce(torch.tensor([value], device=self._accelerator.device), "sum")
+        return float(total)
 
 
 def _network(size: int, width: int) -> nn.Module:
-    """v: a state and its time [n, H + 1] -> [n, H]."""
+    """Build v: a state and its time [n, H + 1] -> [n, H]."""
     layers = nn.Linear(size + 1, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU()
     return nn.Sequential(*layers, nn.Linear(width, size))
-
-
-def _at(x: Tensor, t: Tensor) -> Tensor:
-    return torch.cat([x, t], 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a text policy and its heads say with gradient, as one module that processes share."""
+"""Outputs of a text policy and its heads with gradient, as one module that processes share."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .parts import LogPartition, ValueFunction
 
 
 class TextReplay(nn.Module):
-    """The policy's log-probs, the values of its head or of another network, and log Z of completions.
+    """Module that computes log-probs, values and log Z of completions.
 
     Args:
         policy: with `module`.
-        value: whether values are asked for.
-        value_model: whose values are taken in place of the policy's own.
+        value: compute values.
+        value_model: value network used in place of the policy's own head.
         log_partition: FlowRL's.
         nucleus: log-probs of the vocabulary to the nucleus entropy, for SIREN.
     """
 
     may_skip: bool
-    """Whether a forward may leave out trained parameters: experts that no token went to, an eye without an
-    image to see, a head that is not asked."""
+    """Whether a forward may leave out trained parameters: experts without a token, a vision tower without an
+    image, an unused head."""
 
     def __init__(
         self,
@@ -48,10 +48,11 @@ class TextReplay(nn.Module):
         self.value_model: Any = value_model
         self.log_z = None if log_partition is None else log_partition.head
         self._policy, self._nucleus = policy, nucleus
-        blind = getattr(policy, "processor", None) is None
-        idle = getattr(policy, "value_head", None) is not None and (not value or value_model is not None)
+        takes_images = getattr(policy, "processor", None) is not None
+        has_head = getattr(policy, "value_head", None) is not None
+        unused_head = has_head and (not value or value_model is not None)
         experts = any("experts" in name for name, _ in policy.trainable_parameters())
-        self.may_skip = idle or experts or not blind
+        self.may_skip = unused_head or experts or takes_images
 
     def forward(
         self,
@@ -59,40 +60,39 @@ class TextReplay(nn.Module):
         rows: Tensor,
         *,
         features: Tensor | None = None,
-        given: TextRollout | None = None,
-        given_rows: Tensor | None = None,
+        demonstrations: TextRollout | None = None,
+        demonstration_rows: Tensor | None = None,
     ) -> PolicyOutput:
-        """What is said of b completions; of none, zeros that depend on the trained parameters.
+        """Compute the outputs of b completions; for none, zeros that depend on the trained parameters.
 
         Args:
             rollout: B completions.
-            rows: [b] which of them.
+            rows: [b] indices of completions.
             features: [b, H] of the prompts, for log Z.
-            given: pretraining text of PPO-ptx.
-            given_rows: which of it.
+            demonstrations: text of PPO-ptx.
+            demonstration_rows: indices of demonstrations.
         """
         out = self._policy.log_probs(rollout, rows, statistic=self._nucleus)
         log_prob = out.log_prob
-        if not len(rows) and is_divided(self):  # the others wait for its weights
-            log_prob = log_prob + 0.0 * self._policy.log_probs(_token()).log_prob.sum()
-        elif not len(rows):  # the exchange of gradients waits for those of every process
+        if not len(rows) and is_divided(self):  # the other processes wait for its part of the weights
+            log_prob = log_prob + 0.0 * self._policy.log_probs(_one_token()).log_prob.sum()
+        elif not len(rows):  # DDP waits for the gradients of every process
             trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
             for parameter in trained[:1] if self.may_skip else trained:
                 log_prob = log_prob + 0.0 * parameter.sum()
         more: dict[str, Tensor | None] = {}
         if self.value:
-            own = self.value_model is None
-            more["value"] = out.value if own else self.value_model.values(rollout, rows)
+            separate = self.value_model is not None
+            more["value"] = self.value_model.values(rollout, rows) if separate else out.value
         if self.log_z is not None and features is not None:
             more["log_z"] = self.log_z(features)
-        if given is not None and given_rows is not None:
-            more["ptx_log_prob"] = self._policy.log_probs(given, given_rows).log_prob
-            more["ptx_weight"] = given.loss_mask[given_rows].to(log_prob.device)
+        if demonstrations is not None and demonstration_rows is not None:
+            more["ptx_log_prob"] = self._policy.log_probs(demonstrations, demonstration_rows).log_prob
+            more["ptx_weight"] = demonstrations.loss_mask[demonstration_rows].to(log_prob.device)
         return PolicyOutput(log_prob=log_prob, entropy=out.entropy, nucleus_entropy=out.statistic, **more)
 
 
-def _token() -> TextRollout:
-    """One token after another."""
+def _one_token() -> TextRollout:
     zero = torch.zeros(1, 1)
     return TextRollout(
         prompt_ids=zero.long(),
@@ -111,11 +111,11 @@ def _token() -> TextRollout:
     )
 
 
-def spread(replay: TextReplay, accelerator: Accelerator, sharding: bool) -> nn.Module:
-    """The module that the processes share (`shared`), or divide (`shard`).
+def distribute(replay: TextReplay, accelerator: Accelerator, sharding: bool) -> nn.Module:
+    """Share the module among the processes (`share_gradients`), or divide it (`shard`).
 
     Raises:
-        UserError: a forward may leave out weights that the other processes wait for, or see `shard`.
+        UserError: a forward may leave out weights that other processes wait for, or as `shard`.
     """
     if not sharding:
         return share_gradients(replay, accelerator, may_skip=replay.may_skip)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sampled completions are worth: acceptance, pass@k, best-of-n with its KL bound, diversity."""
+"""Statistics of sampled completions: acceptance, pass@k, best-of-n with its KL bound, diversity."""
 
 from __future__ import annotations
 
@@ -14,46 +14,47 @@ from torch import Tensor
 from visalign.core import best_of_n_kl_bound, expected_best_of_k, pass_at_k
 
 from .sampling_grid import Completions
-from .selection import same_completion
+from .selection import normalised_text
 
 
 def failure_reasons(completions: Completions) -> dict[str, int]:
-    """The three commonest reasons of failed judgements, with their counts."""
+    """Count the three commonest reasons of failed rewards."""
     return dict(Counter(reason for reason in completions.reason if reason is not None).most_common(3))
 
 
 def statistics(completions: Completions, selectable: Tensor, *, threshold: float) -> dict[str, Any]:
-    """What the completions are worth: shares, pass@k, best-of-n, diversity; NaN where nothing is known.
+    """Compute shares, pass@k, best-of-n and diversity of completions; NaN where nothing is known.
 
-    A completion is accepted where it may be chosen and its reward is at least the threshold; pass@k says how
-    often k completions to a prompt hold an accepted one. Failed judgements count neither way: pass@k and
-    best-of-n are means over the prompts that have enough judged completions, exact over all subsets of them.
+    A completion is accepted if it is selectable and its reward is at least the threshold; pass@k is the
+    probability that k completions to a prompt hold an accepted one. Failed rewards count neither way: pass@k
+    and best-of-n are means over the prompts with enough scored completions, exact over all subsets of them.
 
     Args:
         completions: B completions of whole prompts.
-        selectable: bool [B], which may be chosen; see `may_be_chosen`.
+        selectable: bool [B]; see `selectable_completions`.
         threshold: smallest reward that is accepted.
 
     Returns:
-        Counts (completions, judged, failed, truncated, accepted), acceptance_rate (of the judged ones),
+        Counts (completions, judged, failed, truncated, accepted), acceptance_rate (of the scored ones),
         prompts_accepted (share of prompts with an accepted completion), reward_mean and reward_std,
         length_mean in tokens, distinct_completions and distinct_accepted per prompt, pass_at_k {k: share} and
-        best_of_n {n: {reward, kl_bound}} for k, n = 1, 2, 4, ... and all completions of a prompt; the bound
-        in nats is to the distribution that was sampled, so it means something where the completions are all
-        of one.
+        best_of_n {n: {reward, kl_bound}} for k, n = 1, 2, 4, ... and all completions of a prompt. The bound
+        in nats is to the distribution that was sampled, so it holds only for completions of one distribution.
     """
-    rows = _by_prompt(completions)
-    size = max(map(len, rows))
-    judged = completions.judged
-    accepted = judged & selectable & (completions.reward >= threshold)
-    table = torch.full((len(rows), size), torch.nan, dtype=torch.float64)
-    for place, row in enumerate(rows):
-        table[place, : len(row)] = completions.reward[row].double()
-    known = torch.tensor([int(judged[row].sum()) for row in rows])
-    right = torch.tensor([int(accepted[row].sum()) for row in rows])
-    reward, total = completions.reward[judged].double(), int(judged.sum())
-    steps = [2**i for i in range(int(math.log2(size)) + 1)]
-    steps = steps if steps[-1] == size else [*steps, size]
+    by_prompt: dict[int, list[int]] = {}
+    for index, prompt in enumerate(completions.prompt):
+        by_prompt.setdefault(prompt, []).append(index)
+    groups = list(by_prompt.values())
+    size = max(map(len, groups))
+    scored = completions.scored
+    accepted = scored & selectable & (completions.reward >= threshold)
+    rewards = torch.full((len(groups), size), torch.nan, dtype=torch.float64)
+    for row, group in enumerate(groups):
+        rewards[row, : len(group)] = completions.reward[group].double()
+    scored_count = torch.tensor([int(scored[group].sum()) for group in groups])
+    accepted_count = torch.tensor([int(accepted[group].sum()) for group in groups])
+    reward, total = completions.reward[scored].double(), int(scored.sum())
+    sizes = sorted({*(2**i for i in range(int(math.log2(size)) + 1)), size})
     return {
         "completions": len(completions),
         "judged": total,
@@ -61,40 +62,32 @@ def statistics(completions: Completions, selectable: Tensor, *, threshold: float
         "truncated": int(completions.truncated.sum()),
         "accepted": int(accepted.sum()),
         "acceptance_rate": float(accepted.sum()) / total if total else math.nan,
-        "prompts_accepted": float((right > 0).double().mean()),
+        "prompts_accepted": float((accepted_count > 0).double().mean()),
         "reward_mean": float(reward.mean()) if total else math.nan,
         "reward_std": float(reward.std(correction=0)) if total else math.nan,
         "length_mean": sum(completions.tokens) / len(completions),
-        "distinct_completions": _distinct(completions, rows, judged),
-        "distinct_accepted": _distinct(completions, rows, accepted),
-        "pass_at_k": {k: float(pass_at_k(known, right, k).nanmean()) for k in steps},
+        "distinct_completions": _distinct(completions, groups, scored),
+        "distinct_accepted": _distinct(completions, groups, accepted),
+        "pass_at_k": {k: float(pass_at_k(scored_count, accepted_count, k).nanmean()) for k in sizes},
         "best_of_n": {
             n: {
-                "reward": float(expected_best_of_k(table, n).nanmean()),
+                "reward": float(expected_best_of_k(rewards, n).nanmean()),
                 "kl_bound": float(best_of_n_kl_bound(n)),
             }
-            for n in steps
+            for n in sizes
         },
     }
 
 
-def may_be_chosen(completions: Completions, *, truncated: bool) -> Tensor:
-    """Bool [B], which completions may become training data: those that were judged and, unless `truncated`
-    ones are wanted, came to an end.
+def selectable_completions(completions: Completions, *, truncated: bool) -> Tensor:
+    """Return bool [B], completions that may become training data: scored and, unless `truncated`, ended.
 
-    Trained on as a whole completion, one that met the length limit teaches to stop anywhere.
+    Training on a truncated completion teaches to stop anywhere.
     """
-    return completions.judged if truncated else completions.judged & ~completions.truncated
+    return completions.scored if truncated else completions.scored & ~completions.truncated
 
 
-def _by_prompt(completions: Completions) -> list[list[int]]:
-    rows: dict[int, list[int]] = {}
-    for place, prompt in enumerate(completions.prompt):
-        rows.setdefault(prompt, []).append(place)
-    return list(rows.values())
-
-
-def _distinct(completions: Completions, rows: Sequence[Sequence[int]], wanted: Tensor) -> float:
-    """Mean over prompts of the number of different texts among the wanted completions."""
-    counts = [len({same_completion(completions.text[i]) for i in row if wanted[i]}) for row in rows]
+def _distinct(completions: Completions, groups: Sequence[Sequence[int]], selected: Tensor) -> float:
+    """Mean over prompts of the number of different texts among the selected completions."""
+    counts = [len({normalised_text(completions.text[i]) for i in group if selected[i]}) for group in groups]
     return sum(counts) / len(counts)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Self-imitation of a text policy (SPEAR): completions that beat their group are kept and learnt from again.
+"""Self-imitation of a text policy (SPEAR): completions that beat their group are stored and replayed.
 
-Where this deviates from the released code: it replays from the first completion that is kept on, and not once
-the buffer is full; it draws an iteration's replay by lot; age and warm-up count iterations.
+Deviations from the released code: it replays from the first stored completion on, not once the buffer is
+full; it draws an iteration's replay at random; age and warm-up count iterations.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from visalign.core.groups.labels import group_index
 from visalign.core.objective.stages import sample_reward
 from visalign.errors import UserError
 from visalign.seeds import sample_seed
-from visalign.text import Sampling, StopReason, TextRollout, TokenSets
+from visalign.text import Sampling, TextRollout, TokenSets
 from visalign.training.loop.algorithm import Context
 from visalign.training.policy.update import PolicyStep
 
 from .settings import SelfImitationSettings, TextRolloutSettings
 
 KEY = "self_imitation"
-"""Where a checkpoint keeps the buffer."""
+"""File stem of the buffer in a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Winner:
-    """A completion of L prompt tokens and T of its own."""
+class StoredCompletion:
+    """A completion of T tokens to a prompt of L."""
 
     prompt: Tensor
     """[L] int32."""
@@ -53,15 +53,15 @@ class Winner:
     reward: Tensor
     """[1] float32."""
     born: Tensor
-    """[1] int32, iterations before the one that made it."""
+    """[1] int32, iterations before the one that sampled it."""
 
 
-_NAMES = tuple(f.name for f in fields(Winner))
+_NAMES = tuple(f.name for f in fields(StoredCompletion))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replayed:
-    """What an update learns from again, the same in all processes."""
+class Replay:
+    """Stored completions of an update, the same in all processes."""
 
     rollout: TextRollout
     """n completions."""
@@ -70,15 +70,15 @@ class Replayed:
 
 
 class SelfImitation:
-    """The buffer of completions with A > 0 and that of the groups' mean rewards, and the loss on the first.
+    """Buffers of completions with A > 0 and of the groups' mean rewards, and the replay's loss.
 
-    c(s) · clipped surrogate of π/π_old under Ã = R − median of the means, of those with Ã > 0.
+    L = c(s) · clipped surrogate of π/π_old under Ã = R − median of the means, over completions with Ã > 0.
 
     Args:
         settings: sizes and pace.
-        row: the run's objective, whose aggregation the loss takes.
-        rollout: how completions are made.
-        seed: of the run.
+        objective: the run's objective, whose aggregation the loss takes.
+        rollout: settings of the rollout.
+        seed: seed of the run.
 
     Raises:
         UserError: the buffer could get larger than allowed.
@@ -87,105 +87,100 @@ class SelfImitation:
     """
 
     def __init__(
-        self, settings: SelfImitationSettings, row: Objective, rollout: TextRolloutSettings, seed: int
+        self, settings: SelfImitationSettings, objective: Objective, rollout: TextRolloutSettings, seed: int
     ) -> None:
         self._settings, self._rollout, self._seed = settings, rollout, seed
-        self.row = settings.build(row)
-        self._winners: deque[Winner] = deque(maxlen=settings.capacity)
+        self.objective = settings.build(objective)
+        self._buffer: deque[StoredCompletion] = deque(maxlen=settings.capacity)
         self._means: deque[float] = deque(maxlen=settings.history)
-        self._said: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
         self._check_size(0)
 
-    def draw(self, t: Trajectories, run: Context, updates: int, epochs: int) -> list[Replayed | None]:
-        """What each update of an iteration replays; None where it is nothing.
+    def draw(self, t: Trajectories, run: Context, updates: int, epochs: int) -> list[Replay | None]:
+        """Draw what each update of an iteration replays; None for nothing.
 
         Args:
-            t: the iteration's own samples, all processes': their groups' mean rewards count already.
-            run: says which iteration it is.
-            updates: of an epoch.
-            epochs: over the same.
+            t: the iteration's own samples of all processes, whose mean rewards count already.
+            run: state of the run.
+            updates: updates of an epoch.
+            epochs: epochs, which replay the same.
         """
-        now, settings = run.counters.iteration, self._settings
+        iteration, settings = run.counters.iteration, self._settings
         self._means.extend(_group_means(t))
-        while self._winners and now - int(self._winners[0].born) > settings.max_age:
-            self._winners.popleft()
-        weight = float(replay_weight(now, warmup=settings.warmup, ceiling=settings.weight))
-        self._said = {"replay/size": float(len(self._winners)), "replay/weight": weight}
-        nothing: list[Replayed | None] = [None] * (updates * epochs)
-        if not (weight and self._winners and self._means):
-            return nothing
-        rewards = torch.cat([winner.reward for winner in self._winners])
-        advantage, keep = replay_advantages(rewards, torch.tensor(list(self._means), dtype=torch.float64))
-        places = keep.nonzero()[:, 0]
-        generator = torch.Generator().manual_seed(sample_seed(self._seed, KEY, now))
-        places = places[torch.randperm(len(places), generator=generator)[: settings.batch or len(t.weight)]]
-        self._said |= {"replay/baseline": float(rewards[0] - advantage[0]), "replay/samples": len(places)}
-        drawn = [
-            self._replayed(part.sort().values, advantage, weight, generator)
-            for part in places.tensor_split(updates)
-        ]
-        return drawn * epochs
-
-    def _replayed(
-        self, places: Tensor, advantage: Tensor, weight: float, generator: torch.Generator
-    ) -> Replayed | None:
-        if not len(places):
-            return None
-        winners = [self._winners[i] for i in places.tolist()]
-        held = {
-            name: pad_sequence([getattr(winner, name) for winner in winners], batch_first=True)
-            for name in ("completion", "weight", "log_prob")
+        while self._buffer and iteration - int(self._buffer[0].born) > settings.max_age:
+            self._buffer.popleft()
+        weight = float(replay_weight(iteration, warmup=settings.warmup, ceiling=settings.weight))
+        self._metrics = {"replay/size": float(len(self._buffer)), "replay/weight": weight}
+        if not (weight and self._buffer and self._means):
+            return [None] * (updates * epochs)
+        rewards = torch.cat([stored.reward for stored in self._buffer])
+        means = torch.tensor(list(self._means), dtype=torch.float64)
+        advantage, keep = replay_advantages(rewards, means)
+        index = keep.nonzero()[:, 0]
+        generator = torch.Generator().manual_seed(sample_seed(self._seed, KEY, iteration))
+        index = index[torch.randperm(len(index), generator=generator)[: settings.batch or len(t.weight)]]
+        self._metrics |= {
+            "replay/baseline": float(rewards[0] - advantage[0]),
+            "replay/samples": len(index),
         }
-        made = Trajectories(
-            weight=held["weight"],
-            old_log_prob=held["log_prob"],
-            group=range(len(winners)),
-            advantage=advantage[places],
-            loss_weight=torch.full_like(held["weight"], weight),
-            uniform=torch.rand(held["weight"].shape, generator=generator),
+        parts = [part.sort().values for part in index.tensor_split(updates)]
+        return [self._replay(part, advantage, weight, generator) for part in parts] * epochs
+
+    def _replay(
+        self, index: Tensor, advantage: Tensor, weight: float, generator: torch.Generator
+    ) -> Replay | None:
+        if not len(index):
+            return None
+        stored = [self._buffer[i] for i in index.tolist()]
+        weights, log_prob = _padded(stored, "weight"), _padded(stored, "log_prob")
+        t = Trajectories(
+            weight=weights,
+            old_log_prob=log_prob,
+            group=range(len(stored)),
+            advantage=advantage[index],
+            loss_weight=torch.full_like(weights, weight),
+            uniform=torch.rand(weights.shape, generator=generator),
         )
-        rollout = _rollout(winners, held, self._rollout.sampling)
-        return Replayed(rollout=rollout, prepared=self.row.prepare(made))
+        return Replay(rollout=_rollout(stored, self._rollout.sampling), prepared=self.objective.prepare(t))
 
     def keep(
-        self, rollout: TextRollout, places: Tensor, t: Trajectories, steps: Sequence[PolicyStep], run: Context
+        self, rollout: TextRollout, index: Tensor, t: Trajectories, steps: Sequence[PolicyStep], run: Context
     ) -> None:
-        """Put the iteration's completions with A > 0 into the buffer, the oldest out.
+        """Store the iteration's completions with A > 0; the oldest leave a full buffer.
 
         Args:
-            rollout: of this process's b samples.
-            places: [b] of these among the B.
-            t: of all B.
+            rollout: this process's b samples.
+            index: [b] positions of these among the B.
+            t: trajectories of all B.
             steps: the iteration's updates.
-            run: says which iteration it is.
+            run: state of the run.
 
         Raises:
             UserError: images in the prompts, or the buffer could get larger than allowed.
         """
         if rollout.images is not None:
             raise UserError(
-                "self_imitation keeps tokens, and these prompts have images. Set self_imitation=null."
+                "self_imitation stores tokens, and these prompts have images. Set self_imitation=null."
             )
-        won = torch.zeros(len(t.weight), dtype=torch.bool)
+        positive = torch.zeros(len(t.weight), dtype=torch.bool)
         for step in steps:
-            own = step.prepared
-            won[step.sample] |= torch.where(own.weight != 0, own.advantage, 0.0).sum(1) > 0
-        won &= t.present() & (t.weight != 0).any(1)
+            prepared = step.prepared
+            positive[step.sample] |= torch.where(prepared.weight != 0, prepared.advantage, 0.0).sum(1) > 0
+        positive &= t.present() & (t.weight != 0).any(1)
         reward = sample_reward(t, 0.0).float()
-        found = [
-            (place, _winner(rollout, row, t, place, reward, run.counters.iteration))
-            for row, place in enumerate(places.tolist())
-            if won[place]
+        local = [
+            (sample, _store(rollout, row, t, sample, reward, run.counters.iteration))
+            for row, sample in enumerate(index.tolist())
+            if positive[sample]
         ]
-        for _, winner in sorted(gather_object(found), key=lambda pair: pair[0]):
-            self._check_size(winner.prompt.nbytes + winner.kept.nbytes + winner.kept_count.nbytes)
-            self._winners.append(winner)
+        for _, stored in sorted(gather_object(local), key=lambda pair: pair[0]):
+            self._check_size(stored.prompt.nbytes + stored.kept.nbytes + stored.kept_count.nbytes)
+            self._buffer.append(stored)
 
-    def _check_size(self, beside: int) -> None:
-        """Refuse what could grow too large if completions were all as long as they may be; `beside` are bytes
-        of a prompt, and of the tokens that could be drawn."""
+    def _check_size(self, more: int) -> None:
+        """Refuse a buffer that could grow too large; `more` are bytes of a prompt and of its token sets."""
         tokens, settings = self._rollout.max_new_tokens, self._settings
-        needed = settings.capacity * (12 * tokens + beside) / 1e6
+        needed = settings.capacity * (12 * tokens + more) / 1e6
         if needed > settings.max_megabytes:
             raise UserError(
                 f"self_imitation.capacity is {settings.capacity} completions of at most {tokens} tokens "
@@ -195,75 +190,79 @@ class SelfImitation:
             )
 
     def metrics(self) -> dict[str, float]:
-        """Of the iteration's replay."""
-        return self._said
+        """Return metrics of the iteration's replay."""
+        return self._metrics
 
     def state(self) -> dict[str, Tensor]:
-        """Both buffers, for a checkpoint."""
-        found = {"means": torch.tensor(list(self._means), dtype=torch.float64)}
+        """Return both buffers, for a checkpoint."""
+        state = {"means": torch.tensor(list(self._means), dtype=torch.float64)}
         for name in _NAMES:
-            parts = [getattr(winner, name) for winner in self._winners]
-            found[name] = torch.cat(parts) if parts else torch.zeros(0)
-            found[f"{name}_length"] = torch.tensor([len(part) for part in parts], dtype=torch.int64)
-        return found
+            parts = [getattr(stored, name) for stored in self._buffer]
+            state[name] = torch.cat(parts) if parts else torch.zeros(0)
+            state[f"{name}_length"] = torch.tensor([len(part) for part in parts], dtype=torch.int64)
+        return state
 
     def load(self, state: Any) -> None:
-        """Go on from a checkpoint's buffers."""
+        """Continue from a checkpoint's buffers."""
         self._means.extend(state["means"].tolist())
-        parts = [state[name].split(state[f"{name}_length"].tolist()) for name in _NAMES]
-        self._winners.extend(
-            Winner(**dict(zip(_NAMES, row, strict=True))) for row in zip(*parts, strict=True)
-        )
+        columns = [state[name].split(state[f"{name}_length"].tolist()) for name in _NAMES]
+        rows = (dict(zip(_NAMES, row, strict=True)) for row in zip(*columns, strict=True))
+        self._buffer.extend(StoredCompletion(**row) for row in rows)
 
 
 def _group_means(t: Trajectories) -> list[float]:
-    """Mean rewards of the groups that have one."""
     reward = sample_reward(t, 0.0).double()
     known = torch.isfinite(reward) & t.present()
     index, groups = group_index(t.group, len(reward))
     return group_mean(reward, known, index, groups)[index[known].unique()].tolist()
 
 
-def _winner(
-    rollout: TextRollout, row: int, t: Trajectories, place: int, reward: Tensor, iteration: int
-) -> Winner:
-    """Sample `row` of a process, which is the `place`-th of all; up to its last token that is trained on."""
-    size = int((t.weight[place] != 0).nonzero().max()) + 1
-    kept = None if rollout.kept is None else rollout.kept.rows(torch.tensor([row]))
-    none = torch.zeros(0, dtype=torch.int32)
-    count = none if kept is None else kept.count[0, :size].int()
-    return Winner(
+def _store(
+    rollout: TextRollout, row: int, t: Trajectories, sample: int, reward: Tensor, iteration: int
+) -> StoredCompletion:
+    """Copy row `row` of this process, sample `sample` of all, up to its last token that is trained on."""
+    size = int((t.weight[sample] != 0).nonzero().max()) + 1
+    kept = count = torch.zeros(0, dtype=torch.int32)
+    if rollout.kept is not None:
+        sets = rollout.kept.rows(torch.tensor([row]))
+        count = sets.count[0, :size].int()
+        kept = sets.ids[: int(count.sum())].clone()
+    return StoredCompletion(
         prompt=rollout.prompt_ids[row][rollout.prompt_mask[row] != 0].int(),
         completion=rollout.completion_ids[row, :size].int(),
-        weight=t.weight[place, :size].float().clone(),
-        log_prob=t.old_log_prob[place, :size].float().clone(),
-        kept=none if kept is None else kept.ids[: int(count.sum())].clone(),
+        weight=t.weight[sample, :size].float().clone(),
+        log_prob=t.old_log_prob[sample, :size].float().clone(),
+        kept=kept,
         kept_count=count,
-        reward=reward[place : place + 1].clone(),
+        reward=reward[sample : sample + 1].clone(),
         born=torch.tensor([iteration], dtype=torch.int32),
     )
 
 
-def _rollout(winners: Sequence[Winner], held: dict[str, Tensor], sampling: Sampling) -> TextRollout:
-    """Stored completions as a rollout whose log-probs can be asked for."""
-    count, blank = len(winners), torch.zeros_like(held["weight"])
-    ended: list[StopReason] = ["eos"] * count
-    prompts = [winner.prompt.flip(0).long() + 1 for winner in winners]
-    padded = pad_sequence(prompts, batch_first=True).flip(1)  # on the left, 0 where there is none
+def _padded(stored: Sequence[StoredCompletion], name: str) -> Tensor:
+    return pad_sequence([getattr(completion, name) for completion in stored], batch_first=True)
+
+
+def _rollout(stored: Sequence[StoredCompletion], sampling: Sampling) -> TextRollout:
+    """Rebuild a rollout whose log-probs can be computed."""
+    count, weight = len(stored), _padded(stored, "weight")
+    zeros = torch.zeros_like(weight)
+    prompts = [completion.prompt.flip(0).long() + 1 for completion in stored]
+    padded = pad_sequence(prompts, batch_first=True).flip(1)  # on the left, with 0
     kept = None
     if sampling.truncates:
-        counts = pad_sequence([winner.kept_count for winner in winners], batch_first=True)
-        kept = TokenSets(torch.cat([winner.kept for winner in winners]), counts.long())
+        ids = torch.cat([completion.kept for completion in stored])
+        kept = TokenSets(ids, _padded(stored, "kept_count").long())
     return TextRollout(
         prompt_ids=(padded - 1).clamp(min=0),
         prompt_mask=(padded != 0).float(),
-        completion_ids=held["completion"].long(),
-        loss_mask=(held["weight"] != 0).float(),
-        log_prob=held["log_prob"],
-        full_log_prob=blank,
-        entropy=blank,
+        completion_ids=_padded(stored, "completion").long(),
+        loss_mask=(weight != 0).float(),
+        log_prob=_padded(stored, "log_prob"),
+        full_log_prob=zeros,
+        entropy=zeros,
         text=[""] * count,
-        stop_reason=ended,
+        stop_reason=["eos" for _ in stored],
         group=range(count),
         prompt=[""] * count,
         seed=[0] * count,

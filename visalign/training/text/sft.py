@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervised fine-tuning on demonstrations: a cold start before reinforcement learning.
 
-The loss of an optimizer step is the mean of −log π over the completions' tokens of its whole batch. The
-prompts' tokens have no loss, every token counts alike whatever completion it stands in, and the denominator
-is that of the batch, so a micro-batch size changes memory and nothing else. (Loops that average the means of
-micro-batches weight the tokens of short completions more.) Update n learns batch n of the stream, so a
-resumed run equals an uninterrupted one; nothing here is drawn at random.
+The loss of an optimizer step is the mean of −log π over the completions' tokens of its whole batch. Prompt
+tokens have no loss, every completion token counts alike, and the denominator is that of the batch, so a
+micro-batch size changes memory and nothing else. (Loops that average the means of micro-batches weight the
+tokens of short completions more.) Update n learns batch n of the stream, so a resumed run equals an
+uninterrupted one; nothing here is drawn at random.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from visalign.training.loop.processes import get_accelerator, no_sync_unless_las
 from visalign.training.loop.sharding import pad_batches, unsharded
 
 from .parts import Demonstrations
-from .replay import TextReplay, spread
+from .replay import TextReplay, distribute
 
 
 class SFT(Algorithm):
-    """Trains a text policy on demonstrations; an `Algorithm` for `Trainer`.
+    """Training of a text policy on demonstrations; an `Algorithm` for `Trainer`.
 
     Args:
         policy: on its device.
         demonstrations: the stream of batches (`visalign.adapters.DemonstrationBatches`); each update takes
             one of its own.
-        accelerator: processes, which share each batch, and trackers. None makes one on the policy's device.
+        accelerator: processes, which share each batch, and trackers. None creates one on the policy's device.
         sharding: divide the model, its gradients and AdamW's moments among the processes (FSDP2).
 
     Raises:
@@ -54,22 +54,22 @@ class SFT(Algorithm):
     ) -> None:
         self.accelerator = get_accelerator(accelerator, policy)
         self.policy, self.demonstrations = policy, demonstrations
-        self.module = spread(TextReplay(policy), self.accelerator, sharding)
+        self.module = distribute(TextReplay(policy), self.accelerator, sharding)
 
     def unsharded(self) -> AbstractContextManager[Any]:
-        """Inside, each process has all of the model."""
+        """Give each process the whole model within the context."""
         return unsharded(self.module)
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """What of the policy is trained."""
+        """Return the policy's trained parameters."""
         return self.policy.trainable_parameters()
 
     def compute_dtype(self) -> torch.dtype:
-        """Of the policy's network."""
+        """Return the dtype of the policy's matrix products."""
         return getattr(self.policy, "compute_dtype", torch.float32)
 
     def collect(self, run: Context) -> Collected:
-        """The next batches of the stream."""
+        """Read the next batches of the stream."""
         first, count = run.counters.updates, run.optimizer.updates_per_iteration
         batches = [self.demonstrations.batch(first + i) for i in range(count)]
         return Collected(
@@ -79,19 +79,19 @@ class SFT(Algorithm):
         )
 
     def backward(self, experience: Any, step: TextRollout, run: Context) -> dict[str, float]:
-        """The mean of −log π over a batch's tokens."""
+        """Add the gradient of the mean of −log π over a batch's tokens."""
         scale = run.counters.loss_scale
         loss = backward_nll(self.module, step, self.accelerator, micro_batch=run.micro_batch, scale=scale)
         return {"loss": loss, "tokens": float((step.loss_mask != 0).sum()), "samples": float(len(step))}
 
     def record(self, experience: Any, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Loss, perplexity and length of the batches."""
-        tokens = sum(each["tokens"] for each in sums)
-        nll = sum(each["loss"] * each["tokens"] for each in sums) / tokens
+        """Return loss, perplexity and length of the batches."""
+        tokens = sum(update["tokens"] for update in sums)
+        nll = sum(update["loss"] * update["tokens"] for update in sums) / tokens
         return {
-            "loss": sum(each["loss"] for each in sums) / len(sums),
+            "loss": sum(update["loss"] for update in sums) / len(sums),
             "perplexity": math.exp(min(nll, 700.0)),
-            "length_mean": tokens / sum(each["samples"] for each in sums),
+            "length_mean": tokens / sum(update["samples"] for update in sums),
         }
 
 
@@ -108,7 +108,7 @@ def backward_nll(
     Args:
         module: `TextReplay` of the policy whose parameters get the gradient, as the processes share it.
         batch: B demonstrations; w is their loss mask [B, T].
-        accelerator: of the processes, each of which takes a part of the batch.
+        accelerator: processes, each of which takes a part of the batch.
         micro_batch: demonstrations that go through the network together; memory only.
         scale: factor of the gradient.
 
@@ -127,13 +127,13 @@ def backward_nll(
     counts = count_step(batch.loss_mask)
     longest_first = live[torch.argsort((batch.loss_mask[live] != 0).sum(1), stable=True, descending=True)]
     world, total = accelerator.num_processes, torch.zeros((), dtype=torch.float64, device=accelerator.device)
-    own = longest_first[accelerator.process_index :: world].split(micro_batch)
-    parts = pad_batches(own, module, accelerator)
-    for number, rows in enumerate(parts):
-        with no_sync_unless_last(module, accelerator, last=number == len(parts) - 1):
+    local = longest_first[accelerator.process_index :: world].split(micro_batch)
+    micro_batches = pad_batches(local, module, accelerator)
+    for number, rows in enumerate(micro_batches):
+        with no_sync_unless_last(module, accelerator, last=number == len(micro_batches) - 1):
             log_prob = module(batch, rows).log_prob
             mask = batch.loss_mask[rows].to(log_prob.device)
             share = aggregate(-log_prob, mask, "token_mean", counts.to(log_prob.device))
-            accelerator.backward(share * (scale * world))  # the mean over the processes of it
+            accelerator.backward(share * (scale * world))  # DDP averages over the processes
         total += share.detach()
     return float(torch.as_tensor(accelerator.reduce(total, "sum")))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A judged rollout as the core takes it: what policy, reference and value function say before the update."""
+"""Convert a scored rollout for the objective core: outputs of policy, reference and value function before the
+update, and what single algorithms need of the records."""
 
 from __future__ import annotations
 
@@ -25,118 +26,178 @@ from visalign.training.loop.judging import reward_weights, score_samples
 from visalign.training.policy.settings import needs_reference
 
 from .answers import answer_likelihood
-from .parts import Generates, TextParts
+from .parts import CompletionGenerator, TextParts
 from .settings import TextRolloutSettings
 
+GroupRecords = Mapping[Hashable, Mapping[str, Any]]
+"""group label -> prompt record."""
 
-def trajectories_of(
+
+def build_trajectories(
     parts: TextParts,
     rollout: TextRollout,
     reward: Tensor,
     valid: Tensor,
     settings: TextRolloutSettings,
     objective: Objective,
-    records: Mapping[Hashable, Mapping[str, Any]],
+    records: GroupRecords,
 ) -> Trajectories:
-    """This process's rollout as the core takes it, with whatever the objective asks for of single samples.
+    """Convert this process's rollout, with every input that the objective needs of single samples.
 
     Args:
-        parts: who is asked.
+        parts: policy, reference, heads.
         rollout: B completions.
         reward: [B], or [B, M] of a sum's terms.
         valid: [B] bool, False where the reward failed.
-        settings: how the completions were made.
+        settings: settings of the rollout.
         objective: says what is needed.
-        records: group label -> prompt record, with what PAR, ReMax and likelihoods ask of it.
+        records: prompt records, for PAR, ReMax and likelihoods.
 
     Raises:
-        RewardFailure: the completions of ReMax or PAR came back with another number of scores.
+        RewardFailure: the completions of ReMax or PAR got another number of scores.
     """
-    policy, more = parts.policy, {}
+    policy, needs = parts.policy, ADVANTAGES[objective.advantage].needs
+    columns: dict[str, Any] = {}
     if needs_reference(objective):
-        with parts.reference.applied():  # which sends tokens where its own router does
-            more["ref_log_prob"] = policy.log_probs(replace(rollout, routes=None)).log_prob.cpu()
+        with parts.reference.applied():  # which routes tokens by its own router
+            columns["ref_log_prob"] = policy.log_probs(replace(rollout, routes=None)).log_prob.cpu()
     recompute = settings.recompute or objective.importance_sampling is not None
-    more |= _now(parts, rollout, objective, recompute)
-    more |= _beside(parts, rollout, records, settings, objective)
+    columns |= _policy_columns(parts, rollout, objective, recompute)
+    columns |= _record_columns(parts, rollout, records, settings, objective)
     if parts.process is not None:
-        more["process_reward"] = torch.zeros_like(rollout.loss_mask)
-        if len(rollout):  # where no sample of this process is trained on, there is nothing to judge
-            made = parts.process.score_rollout(rollout)
-            more["process_reward"], valid = made.tokens("last").float().cpu(), valid & made.valid.cpu()
-    if "step" in ADVANTAGES[objective.advantage].needs:
-        usual = "</think>" if objective.advantage == "pear" else "\n"
-        reading = StepReading(separator=settings.separator or usual)
-        more["step"] = step_index(rollout, parts.tokenizer, reading)
+        columns["process_reward"] = torch.zeros_like(rollout.loss_mask)
+        if len(rollout):  # a process may hold no sample that is trained on
+            steps = parts.process.score_rollout(rollout)
+            columns["process_reward"], valid = steps.tokens("last").float().cpu(), valid & steps.valid.cpu()
+        if getattr(parts.process, "replaces", False):  # the outcome was only to be reported
+            reward = torch.where(reward.isfinite(), 0.0, reward)
+    if "step" in needs:
+        default = "</think>" if objective.advantage == "pear" else "\n"
+        reading = StepReading(separator=settings.separator or default)
+        columns["step"] = step_index(rollout, parts.tokenizer, reading)
     if objective.selection == "clip_v":
-        found = policy.log_probs(rollout, statistic=_expected_score).statistic
-        more["expected_score"] = None if found is None else found.cpu()
+        columns["expected_score"] = _statistic(policy, rollout, _expected_score)
     if (nucleus := nucleus_of(objective)) is not None:
-        found = policy.log_probs(rollout, statistic=nucleus).statistic
-        more["nucleus_entropy"] = None if found is None else found.cpu()
+        columns["nucleus_entropy"] = _statistic(policy, rollout, nucleus)
     if settings.truncated == "mask":
-        more["weight"] = filter_overlong(rollout.weight, rollout.truncated)
+        columns["weight"] = filter_overlong(rollout.weight, rollout.truncated)
     if reward.ndim == 2:
-        more["reward_weights"] = list(reward_weights(parts.reward).values())
-    return rollout.trajectories(_of_the_whole(parts, reward), valid=valid, **more)
+        columns["reward_weights"] = list(reward_weights(parts.reward).values())
+    return rollout.trajectories(reward, valid=valid, **columns)
 
 
-def _of_the_whole(parts: TextParts, reward: Tensor) -> Tensor:
-    """The reward that is added to those of steps: 0 where they take its place; it was reported before."""
-    return (
-        torch.where(reward.isfinite(), 0.0, reward) if getattr(parts.process, "replaces", False) else reward
-    )
-
-
-def _now(parts: TextParts, rollout: TextRollout, objective: Objective, recompute: bool) -> dict[str, Tensor]:
-    """What the policy's weights and the value function say before the update, as far as it is asked for."""
-    more, has_value = dict[str, Tensor](), bool(objective.value) or objective.advantage == "gae"
+def _policy_columns(
+    parts: TextParts, rollout: TextRollout, objective: Objective, recompute: bool
+) -> dict[str, Tensor]:
+    """Outputs of policy and value function before the update, where the objective needs them."""
+    columns, has_value = dict[str, Tensor](), bool(objective.value) or objective.advantage == "gae"
     if recompute or (has_value and parts.value_model is None):
-        now = parts.policy.log_probs(rollout)
+        output = parts.policy.log_probs(rollout)
         if recompute:
-            more |= {"old_log_prob": now.log_prob.cpu(), "entropy": now.entropy.cpu()}
-        if has_value and now.value is not None:
-            more["value"] = now.value.cpu()
+            columns |= {"old_log_prob": output.log_prob.cpu(), "entropy": output.entropy.cpu()}
+        if has_value and output.value is not None:
+            columns["value"] = output.value.cpu()
     if has_value and parts.value_model is not None:
-        more["value"] = parts.value_model.values(rollout).cpu()
-    if "value" in more and more["value"].ndim == 3:
+        columns["value"] = parts.value_model.values(rollout).cpu()
+    if "value" in columns and columns["value"].ndim == 3:
         temperature = objective.advantage_options.get("temperature", 0.3)
-        more["value"] = soft_minimum(more["value"], temperature=temperature)
-    return more
+        columns["value"] = soft_minimum(columns["value"], temperature=temperature)
+    return columns
 
 
-def states_of(policy: TextPolicy, who: str) -> Callable[..., Iterator[tuple[int, Tensor]]]:
-    """The policy's `hidden_states`, see `CausalLMPolicy`.
+def _record_columns(
+    parts: TextParts,
+    rollout: TextRollout,
+    records: GroupRecords,
+    settings: TextRolloutSettings,
+    objective: Objective,
+) -> dict[str, Tensor]:
+    """Rewards of other completions, ranks of hidden states, or the likelihood of the answer, by advantage."""
+    options = objective.advantage_options
+    if objective.advantage == "remax":
+        greedy = Sampling(temperature=0.0)
+        rewards = _prompt_rewards(parts, rollout, records, settings, parts.generator, greedy, 1)
+        return {"greedy_reward": rewards[:, 0]}
+    if objective.advantage == "par":
+        count, generator, sampling = options.get("references", 1), parts.policy_generator, settings.sampling
+        with parts.reference.applied():
+            rewards = _prompt_rewards(parts, rollout, records, settings, generator, sampling, count)
+        return {"reference_reward": rewards}
+    if objective.advantage == "rank_bonus":
+        rank = torch.zeros(len(rollout), 3).double()
+        for sample, states in hidden_states_of(parts.policy, "rank_bonus")(rollout):
+            rank[sample] = rank_dynamics(states[:, 0], stride=options.get("stride", 40)).cpu()
+        return {"rank": rank}
+    if "likelihood" in ADVANTAGES[objective.advantage].needs:
+        kind = options.get("kind", "log_prob")
+        return {"likelihood": answer_likelihood(parts, rollout, records, settings.answer_prefix, kind)}
+    return {}
+
+
+def _prompt_rewards(
+    parts: TextParts,
+    rollout: TextRollout,
+    records: GroupRecords,
+    settings: TextRolloutSettings,
+    generator: CompletionGenerator,
+    sampling: Sampling,
+    count: int,
+) -> Tensor:
+    """Rewards [B, count] of other completions to each group's prompt; NaN where scoring failed."""
+    if not len(rollout):
+        return torch.zeros(0, count)
+    prompts = dict(zip(rollout.group, rollout.prompt, strict=True))
+    labels = list(prompts)
+    other = generator.generate(
+        list(prompts.values()),
+        seeds=[sample_seed(parts.seed, "beside", str(label), i) for label in labels for i in range(count)],
+        num_generations=count,
+        sampling=sampling,
+        stopping=settings.stopping(),
+        group=labels,
+    )
+    metadata = [records[label] for label in labels for _ in range(count)]
+    scores = score_samples(parts.reward, list(other.text), metadata, what="completions")
+    value = torch.where(scores.valid.cpu(), scores.value.cpu(), torch.nan).float().view(len(labels), count)
+    return value[[labels.index(label) for label in rollout.group]]
+
+
+def hidden_states_of(policy: TextPolicy, user: str) -> Callable[..., Iterator[tuple[int, Tensor]]]:
+    """Return the policy's method `hidden_states`, see `CausalLMPolicy`.
 
     Raises:
-        UserError: it has none; `who` asks.
+        UserError: it has none; the message names the `user`.
     """
-    found = getattr(policy, "hidden_states", None)
-    if found is None:
+    method = getattr(policy, "hidden_states", None)
+    if method is None:
         raise UserError(
-            f"{who} looks at hidden states, and {type(policy).__name__} has no method hidden_states. Give it "
-            "one as CausalLMPolicy has, or take 'grpo'."
+            f"{user} needs hidden states, and {type(policy).__name__} has no method hidden_states. Give it "
+            "one as CausalLMPolicy has, or use 'grpo'."
         )
-    return found
+    return method
 
 
 def bundle_index(group: Sequence[int], size: int) -> Tensor:
-    """Bundles for RiskPO: the j-th samples of `size` prompts are one.
+    """Number RiskPO's bundles: the j-th samples of `size` prompts are one.
 
     Args:
         group: B labels.
-        size: prompts in a bundle; N prompts make N // size bundles for each j, at least one, as even as can
-            be.
+        size: prompts in a bundle; N prompts make max(1, N // size) bundles for each j, as even as possible.
 
     Returns:
         [B] int64.
     """
-    seen, number = {label: 0 for label in group}, {label: n for n, label in enumerate(dict.fromkeys(group))}
-    bundles, most, found = max(1, len(seen) // size), len(group), []
+    prompt = {label: n for n, label in enumerate(dict.fromkeys(group))}
+    bundles, seen, index = max(1, len(prompt) // size), dict.fromkeys(group, 0), []
     for label in group:
-        found.append(number[label] * bundles // len(seen) * most + seen[label])
+        index.append(prompt[label] * bundles // len(prompt) * len(group) + seen[label])
         seen[label] += 1
-    return torch.tensor(found)
+    return torch.tensor(index)
+
+
+def _statistic(policy: TextPolicy, rollout: TextRollout, statistic: Any) -> Tensor | None:
+    output = policy.log_probs(rollout, statistic=statistic).statistic
+    return None if output is None else output.cpu()
 
 
 def _expected_score(log_p: Tensor) -> Tensor:
@@ -144,17 +205,17 @@ def _expected_score(log_p: Tensor) -> Tensor:
 
 
 def nucleus_of(objective: Objective) -> Callable[[Tensor], Tensor] | None:
-    """[n, V] log-probs -> [n] entropies of the nucleus, where the row asks for them."""
+    """Return a function of log-probs [n, V] to nucleus entropies [n], where the objective needs them."""
     if not (objective.entropy and objective.entropy_term == "siren"):
         return None
     return partial(nucleus_entropy, p=objective.entropy_term_options.get("p", 0.8))
 
 
 def engine_gap(trajectories: Trajectories, allowed: float) -> float:
-    """Mean |log π_old − log μ| per token, in nats, between the policy and who wrote the completions.
+    """Compute the mean |log π_old − log μ| per token, in nats, between the policy and another engine.
 
     Raises:
-        UserError: more than that.
+        UserError: more than allowed.
     """
     written, present = trajectories.rollout_log_prob, trajectories.weight != 0
     if written is None or not bool(present.any()):
@@ -162,64 +223,9 @@ def engine_gap(trajectories: Trajectories, allowed: float) -> float:
     gap = float((trajectories.old_log_prob - written)[present].abs().mean())
     if not gap <= allowed:
         raise UserError(
-            f"The log-probs of who wrote the completions are {gap:.3g} nats per token away from the "
-            f"policy's, allowed {allowed:.3g} (rollout.allowed_gap). Likely causes: the server still has "
+            f"The log-probs of the engine that wrote the completions are {gap:.3g} nats per token away from "
+            f"the policy's, allowed {allowed:.3g} (rollout.allowed_gap). Likely causes: the server still has "
             "other weights, other log-probs are reported (start it with processed_logprobs), or another "
             "tokenizer."
         )
     return gap
-
-
-def _beside(
-    parts: TextParts,
-    rollout: TextRollout,
-    records: Mapping[Hashable, Mapping[str, Any]],
-    settings: TextRolloutSettings,
-    objective: Objective,
-) -> dict[str, Tensor]:
-    """What the objective asks of the records: rewards of other completions, or how likely the answer is."""
-    given = parts, rollout, records, settings
-    if objective.advantage == "remax":
-        return {"greedy_reward": _rewards(*given, parts.generator, Sampling(temperature=0.0), 1)[:, 0]}
-    if objective.advantage == "par":
-        count = objective.advantage_options.get("references", 1)
-        with parts.reference.applied():
-            return {"reference_reward": _rewards(*given, parts.own_writer, settings.sampling, count)}
-    if objective.advantage == "rank_bonus":
-        rank, stride = torch.zeros(len(rollout), 3).double(), objective.advantage_options.get("stride", 40)
-        for sample, states in states_of(parts.policy, "rank_bonus")(rollout):
-            rank[sample] = rank_dynamics(states[:, 0], stride=stride).cpu()
-        return {"rank": rank}
-    if "likelihood" in ADVANTAGES[objective.advantage].needs:
-        kind = objective.advantage_options.get("kind", "log_prob")
-        return {"likelihood": answer_likelihood(*given[:3], settings.answer_prefix, kind)}
-    return {}
-
-
-def _rewards(
-    parts: TextParts,
-    rollout: TextRollout,
-    records: Mapping[Hashable, Mapping[str, Any]],
-    settings: TextRolloutSettings,
-    writer: Generates,
-    sampling: Sampling,
-    count: int,
-) -> Tensor:
-    """[B, count] rewards of as many completions by `writer` to each sample's prompt, the same for all samples
-    of a group; NaN where one could not be judged."""
-    if not len(rollout):
-        return torch.zeros(0, count)
-    first = {label: place for place, label in reversed(list(enumerate(rollout.group)))}
-    asked = [records[label] for label in first for _ in range(count)]
-    made = writer.generate(
-        [rollout.prompt[i] for i in first.values()],
-        seeds=[sample_seed(parts.seed, "beside", str(label), i) for label in first for i in range(count)],
-        num_generations=count,
-        sampling=sampling,
-        stopping=settings.stopping(),
-        group=list(first),
-    )
-    scores = score_samples(parts.reward, list(made.text), asked, what="completions")
-    value = torch.where(scores.valid.cpu(), scores.value.cpu(), torch.nan).float().view(len(first), count)
-    number = {label: n for n, label in enumerate(first)}
-    return value[[number[label] for label in rollout.group]]

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Declare a section of settings once: ranges and choices in the field types, cross-setting rules in a
+table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import field
+from functools import wraps
+from typing import Annotated, Any, TypeVar, dataclass_transform
+
+from pydantic import Field, ValidationError
+from pydantic.dataclasses import dataclass
+
+from .errors import UserError, suggestion
+from .schema import STRICT
+
+T = TypeVar("T")
+
+MOST = 2**32 - 1
+"""Largest whole number of a setting: products of seeds and sizes must fit into 64 bits."""
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Natural = Annotated[int, Field(ge=0, le=MOST)]
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+Rules = Sequence[tuple[Callable[[Any], Any], str]]
+"""(broken, message): a truthy value of `broken(settings)` refuses them. The message is a format string with
+the settings as `s` and that value as `v`."""
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def settings(section: str) -> Callable[[type[T]], type[T]]:
+    """Make a class a frozen, keyword-only pydantic dataclass whose errors in Python are `UserError`s.
+
+    YAML files and overrides get the messages of `visalign.config.load_config`.
+
+    Args:
+        section: the key of the section in configurations, which messages begin with.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        made: Any = dataclass(frozen=True, kw_only=True, config=STRICT)(cls)
+        validate = made.__init__
+
+        @wraps(validate)
+        def construct(self: Any, **values: Any) -> None:
+            try:
+                validate(self, **values)
+            except ValidationError as error:
+                raise _user_error(section, error, made) from error
+
+        made.__init__ = construct
+        return made
+
+    return decorate
+
+
+def check_rules(values: Any, rules: Rules) -> None:
+    """Refuse settings by the first rule that they break.
+
+    Raises:
+        UserError: the rule's message.
+    """
+    for broken, message in rules:
+        if value := broken(values):
+            raise UserError(message.format(s=values, v=value))
+
+
+def _user_error(section: str, error: ValidationError, schema: Any) -> UserError:
+    """Translate the first finding of pydantic; a rule of the settings comes with its own message."""
+    first = error.errors()[0]
+    own = first.get("ctx", {}).get("error")
+    if isinstance(own, UserError):
+        return own
+    name, allowed = ".".join(map(str, first["loc"])), schema.__dataclass_fields__
+    if first["type"] == "unexpected_keyword_argument":
+        return UserError(
+            f"{section} has no setting {name!r}. {suggestion(name, allowed)}Allowed: {', '.join(allowed)}."
+        )
+    return UserError(f"{section}.{name} is {first['input']!r}. {first['msg']}.")
