@@ -244,17 +244,15 @@ def test_labels_that_move_hold_the_lead_back(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"row": "dpo"}, "loss.row is 'dpo'; it must be one of sigmoid, robust"),
-        ({"beta": -1.0}, "loss: beta must be positive"),
-        ({"row": "ipo", "label_smoothing": 0.1}, "loss: row ipo has no place for wrong labels"),
+        ({"row": "dpo"}, "loss.row is 'dpo'. Input should be 'sigmoid', 'robust'"),
+        ({"beta": -1.0}, "loss.beta is -1.0. Input should be greater than 0"),
+        ({"row": "ipo", "label_smoothing": 0.1}, "loss.row=ipo has no place for wrong labels"),
         ({"row": "robust"}, "loss.row=robust without label_smoothing is sigmoid"),
-        ({"row": "kto", "gamma": 1.0}, "row=kto learns from single votes: gamma, label_smoothing and"),
+        ({"row": "kto", "gamma": 1.0}, "row=kto learns from single votes; gamma, label_smoothing and"),
         ({"row": "kto", "eta": 0.1}, "row=kto learns from single votes"),
-        ({"eta": 0.1}, "loss: row sigmoid has no η"),
-        ({"row": "ipo", "label_rate": 0.1}, "label_rate is 0.1, and loss.row=ipo has no labels .* take sigm"),
-        ({"row": "power", "label_rate": 1.1}, r"loss: rate must lie in \[0, 1\]; got 1.1"),
-        ({"row": "kto", "undesirable_weight": 0.0}, "undesirable_weight must be positive"),
-        ({"desirable_weight": 2.0}, "desirable_weight and undesirable_weight are those of kto"),
+        ({"eta": 0.1}, "loss.row=sigmoid has no η"),
+        ({"row": "ipo", "label_rate": 0.1}, "label_rate is 0.1, and loss.row=ipo has no labels .* use sigm"),
+        ({"desirable_weight": 2.0}, "desirable_weight and undesirable_weight belong to kto"),
     ],
 )
 def test_settings_that_cannot_be(settings, message):

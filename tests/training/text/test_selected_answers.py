@@ -87,17 +87,6 @@ def test_different_completions_go_before_repeats():
         assert len(four) == 4 and {2, 4} < set(four)  # the repeat fills up
 
 
-def test_what_cannot_be_selected_from_is_refused():
-    with pytest.raises(ValueError, match=r"got reward \(3,\), 2 labels and valid none"):
-        best_of_group(torch.zeros(3), [0, 0], seed=0)
-    with pytest.raises(ValueError, match="text needs one entry per completion, 2 as in group; got 1"):
-        accepted_completions(torch.zeros(2), [0, 0], ["a"], threshold=0.0, seed=0)
-    with pytest.raises(UserError, match="per_group is 0; it must be at least 1"):
-        accepted_completions(torch.zeros(1), [0], ["a"], threshold=0.0, per_group=0, seed=0)
-    with pytest.raises(UserError, match="threshold is not a number"):
-        accepted_completions(torch.zeros(1), [0], ["a"], threshold=NAN, seed=0)
-
-
 def test_a_grid_is_every_combination():
     points = grid_points([0.5, 1.0], [0.9, 1.0], [0, 7])
     assert len(points) == len(set(points)) == 8
@@ -157,12 +146,12 @@ def test_hints_stand_in_where_nothing_was_right_and_what_is_solved_may_go():
         reason=[None] * 11,
         answers=[()] * 11,
     )
-    kept = worth_learning(completions, completions.judged, threshold=1.0)
+    kept = worth_learning(completions, completions.scored, threshold=1.0)
     assert kept.tolist() == [True] * 7 + [False, False, True, True]
-    harder = worth_learning(completions, completions.judged, threshold=1.0, skip_solved=True)
+    harder = worth_learning(completions, completions.scored, threshold=1.0, skip_solved=True)
     assert harder.tolist() == [False] * 3 + [True] * 4 + [False, False, True, True]
-    assert worth_learning(completions, completions.judged, threshold=2.0, skip_solved=True).all()
-    cut = completions.judged & (torch.arange(11) > 1)  # prompt 0 is right, and not to be learnt from
+    assert worth_learning(completions, completions.scored, threshold=2.0, skip_solved=True).all()
+    cut = completions.scored & (torch.arange(11) > 1)  # prompt 0 is right, and not to be learnt from
     assert worth_learning(completions, cut, threshold=1.0).tolist() == [True] * 8 + [False, True, True]
     easy = worth_learning(completions, cut, threshold=1.0, skip_solved=True)
     assert not easy[[0, 1, 2, 7]].any(), "it is solved all the same"
@@ -220,4 +209,4 @@ def test_joined_completions_are_the_parts():
     completions = _completions()
     joined = join_completions([completions.rows([4, 5]), completions.rows([0])])
     assert list(joined.text) == ["d", "e", "a"] and list(joined.prompt) == [1, 1, 0] and len(joined) == 3
-    assert joined.truncated.tolist() == [False] * 3 and joined.judged.tolist() == [True, False, True]
+    assert joined.truncated.tolist() == [False] * 3 and joined.scored.tolist() == [True, False, True]

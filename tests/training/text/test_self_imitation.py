@@ -126,10 +126,8 @@ def test_without_weight_the_run_is_the_one_without_replay(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"capacity": 0}, "self_imitation.capacity is 0; it must be"),
-        ({"weight": math.nan}, "self_imitation.weight is nan; it must be at least 0"),
-        ({"cov_share": 1.0}, "self_imitation.cov_share is 1.0; it is a share"),
-        ({"eps_low": 0.0}, "self_imitation.eps_low is 0.0; it must be above 0"),
+        ({"weight": math.nan}, "self_imitation.weight is nan. Input should be"),
+        ({"cov_share": 1.0}, "self_imitation.cov_share is 1.0. Input should be less than 1"),
     ],
 )
 def test_settings_are_refused_by_name(settings, message):
@@ -138,9 +136,9 @@ def test_settings_are_refused_by_name(settings, message):
 
 
 def test_what_cannot_be_replayed_is_refused_by_name(tmp_path):
-    with pytest.raises(UserError, match=r"algorithm=ppo has a value function\. Take 'grpo'"):
+    with pytest.raises(UserError, match=r"algorithm=ppo has a value function\. Use 'grpo'"):
         _trainer(tmp_path, "ppo")
-    with pytest.raises(UserError, match=r"algorithm=flowrl has log Z of the prompt\. Take 'grpo'"):
+    with pytest.raises(UserError, match=r"algorithm=flowrl has log Z of the prompt\. Use 'grpo'"):
         _trainer(tmp_path, "flowrl")
     big = {"capacity": 10**6, "max_megabytes": 50}
     with pytest.raises(UserError, match=r"capacity is 1000000 completions of at most 5 tokens .* 60 MB, and"):

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visalign.errors import UserError
 from visalign.seeds import sample_seed
 
 from .sampling_grid import Completions
@@ -102,20 +101,13 @@ def accepted_completions(
         group: B labels of the prompts.
         text: B completions.
         threshold: smallest reward that is accepted.
-        per_group: most completions of one group; None for no limit.
+        per_group: most completions of one group, at least 1; None for no limit.
         seed: seed of the choice.
         valid: bool [B], False for completions that may not be chosen.
 
     Returns:
         Indices, ascending; none where no completion is good enough.
-
-    Raises:
-        UserError: a limit below 1, or a threshold that is not a number.
     """
-    if per_group is not None and per_group < 1:
-        raise UserError(f"per_group is {per_group}; it must be at least 1, or None for no limit.")
-    if threshold != threshold:
-        raise UserError("threshold is not a number; give the smallest reward that is accepted.")
     chosen: list[int] = []
     for label, index in _groups(group, _present(reward, valid) & (reward >= threshold).cpu()):
         order = [index[i] for i in _generator(seed, "accepted", label).permutation(len(index)).tolist()]
