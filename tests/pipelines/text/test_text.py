@@ -83,7 +83,7 @@ def test_a_run_leaves_numbers_and_a_model_that_transformers_loads(finished):
 def test_a_run_leaves_the_page_of_an_image_run(finished):
     output, summary = finished
     page = html.unescape((output / "report.html").read_text(encoding="utf-8"))
-    said = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)  # the same on every page
+    said = re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)  # the same on every page
     assert "GRPO on tasks-qwen3" in page and "Held-out accuracy" in page and "image" not in said
     after = load_heldout(output / "after.npz")
     assert len(after.completions) == len(after) == 12 and after.completions[0] in page
@@ -244,7 +244,7 @@ def test_a_record_without_the_answer_whose_likelihood_is_asked_is_refused_before
     path = tmp_path / "mine.jsonl"
     path.write_text('{"prompt": "What is 1 + 1?", "answer": "2"}\n{"prompt": "What is 2 + 1?", "answer": 3}')
     with pytest.raises(
-        UserError, match=r"'What is 2 \+ 1\?' has no text \"answer\" \(it is 3\).*or take 'grpo'"
+        UserError, match=r"'What is 2 \+ 1\?' has no text \"answer\" \(it is 3\).*or use 'grpo'"
     ):
         prepare(_grpo(f"data.train={path}", f"objective.algorithm={row}"))
 

@@ -209,7 +209,7 @@ def test_what_the_judge_raises_beside_the_rollout_ends_the_run(tmp_path):
         (lambda f: toy_text_trainer(f, rollout={"staleness": 1}), "grpo takes them for the policy's own"),
         (
             lambda f: toy_text_trainer(f, rollout={"staleness": 1}, objective=CORRECTED, dynamic={}),
-            "dynamic.enabled decides by judgements",
+            "dynamic.enabled decides by scores",
         ),
     ],
 )

@@ -112,7 +112,7 @@ def test_a_spent_budget_takes_fills_or_stops() -> None:
 def play(
     groups: DynamicGroups, rounds: list[list[list[float]]], resume_at: int = -1
 ) -> list[list[ScoredGroup]]:
-    """Feed rounds of groups, and take whenever an update is ready; save and load after `resume_at` updates."""
+    """Feed rounds, take whenever an update is ready; save and load after `resume_at` updates."""
     steps = []
     for number, values in enumerate(rounds):
         named = {(number, i): v for i, v in enumerate(values)}
