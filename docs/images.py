@@ -97,7 +97,7 @@ def save(image: Image.Image, to: Path) -> None:
 
 def voting(browser: Browser) -> None:
     """The page of `visalign collect` with a vote half made, and votes of three who differ in care."""
-    store = VoteStore.make(
+    store = VoteStore.create(
         Path("votes.sqlite"),
         read_tasks(["shapes:pairs"], single=False),
         Form(checklist=("Is every object there?", "Are the colours right?"), boxes=True, text=True),

@@ -93,7 +93,7 @@ def collect(
                 allowed=tuple(voter or ()),
             )
             tasks = read_tasks(sources, single=single, prompt=prompt, per_prompt=per_prompt, seed=seed)
-            store = VoteStore.make(votes, [*tasks, *(gold_tasks(gold) if gold else [])], form, plan)
+            store = VoteStore.create(votes, [*tasks, *(gold_tasks(gold) if gold else [])], form, plan)
         else:
             _only_new(single, slider, question, boxes, text, gold, voter, prompt)
             store = VoteStore(votes)
@@ -152,11 +152,11 @@ def _judge(store: VoteStore, name: str, options: list[str]) -> None:
 
 
 def _export(store: VoteStore, path: Path, model: bool, leave_out: list[str]) -> None:
-    from visalign.pipelines.collect.votes import exported, votes_of, write_rows
+    from visalign.pipelines.collect.votes import export_rows, select_votes, write_rows
     from visalign.pipelines.shared.run_folder import new_file
 
     new_file(path, endings=(".jsonl",))
-    rows = exported(store, votes_of(store, leave_out), model=model)
+    rows = export_rows(store, select_votes(store, leave_out), model=model)
     write_rows(path, rows)
     typer.echo(f"{len(rows)} records: {path}")
 
@@ -165,12 +165,12 @@ def _report(store: VoteStore, path: Path | None, tables: Path | None, leave_out:
     from visalign.atomic import write_atomic
     from visalign.evaluation.pages.votes_page import file_tables, votes_page
     from visalign.evaluation.rewards.judged_pairs import IntervalSettings
-    from visalign.pipelines.collect.votes import report, votes_of, with_images
+    from visalign.pipelines.collect.votes import report, select_votes, with_images
     from visalign.pipelines.shared.run_folder import new_file, pretty
 
     new_file(path, endings=(".html", ".json"))
     new_file(tables)
-    result = report(store, votes_of(store, leave_out), IntervalSettings())
+    result = report(store, select_votes(store, leave_out), IntervalSettings())
     show_report(Console(), result)
     keep_tables(tables, lambda: file_tables(result))
     if path is not None:

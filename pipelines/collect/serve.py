@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of `visalign collect` on this machine, or on all that reach it."""
+"""Run the page of `visalign collect` on this machine, or for all that reach it."""
 
 from __future__ import annotations
 
-import importlib.util
 import secrets
 import socket
 from collections.abc import Callable
 
-from visalign.errors import UserError
-from visalign.pipelines.serve_reward import check_unlocked, is_loopback
+from visalign.pipelines.serve_reward import check_free, is_loopback
 
 from .store import VoteStore
 
@@ -20,49 +18,47 @@ def serve_votes(
     """Serve the page until interrupted.
 
     Args:
-        store: of the votes.
-        host: address to listen on. On one that others reach, new people need the invitation that is a part of
-            the address which `on_ready` is told; it is another at each start, and who has joined stays in.
-        port: to listen on.
-        on_ready: called with the page's address when the server listens.
+        store: The votes.
+        host: Address to listen on. On one that others reach, new voters need the invitation that is a part of
+            the page's address; it is another at each start, and registered voters stay in.
+        port: Port to listen on.
+        on_ready: Called with the page's address when the server listens.
 
     Raises:
-        UserError: the address cannot be listened on, or Starlette or uvicorn is not installed.
+        UserError: The address cannot be listened on.
     """
-    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(
-            f"The page needs {' and '.join(missing)}, which is not installed: python -m pip install "
-            "'visalign[serve]'."
-        )
-    check_unlocked(host, port)
     import uvicorn
 
     from .server import vote_server
 
+    check_free(host, port)
     local = is_loopback(host)
     invite = None if local else secrets.token_urlsafe(9)
-    app = vote_server(
-        store, invite=invite, hosts=["127.0.0.1", "localhost", "[::1]", host] if local else None
-    )
+    hosts = ["127.0.0.1", "localhost", "[::1]", host] if local else None
     config = uvicorn.Config(
-        app, host=host, port=port, log_level="error", limit_concurrency=256, timeout_keep_alive=30, ws="none"
+        vote_server(store, invite=invite, hosts=hosts),
+        host=host,
+        port=port,
+        log_level="error",
+        limit_concurrency=256,
+        timeout_keep_alive=30,
+        ws="none",
     )
     server = uvicorn.Server(config)
-    shown = _own_address() if host in ("0.0.0.0", "::") else host
+    address = _own_address() if host in ("0.0.0.0", "::") else host
     start = server.startup
 
     async def startup(sockets: list[socket.socket] | None = None) -> None:
         await start(sockets=sockets)
         if server.started:
-            on_ready(f"http://{shown}:{port}/" + (f"?invite={invite}" if invite else ""))
+            on_ready(f"http://{address}:{port}/" + (f"?invite={invite}" if invite else ""))
 
     server.startup = startup
     server.run()
 
 
 def _own_address() -> str:
-    """The address by which others reach this machine, as the system would choose it; else its name."""
+    """Find the address by which others reach this machine, as the system would choose it; else its name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing: an address of documentation, RFC 5737

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What votes say: agreement, annotators, soft labels; as numbers, as a page, and as a set to train on."""
+"""Analysis of votes: agreement, annotators, soft labels; as a report and as a set to train on."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from visalign.atomic import write_atomic
+from visalign.data.sets.columns import SIDES
 from visalign.data.sets.image_references import resolve_image
 from visalign.data.sets.records import PreferencePair, QualityRecord
 from visalign.errors import UserError, suggestion
@@ -32,9 +34,8 @@ from visalign.evaluation.statistics.intervals import (
 from visalign.rewards.base.images import load_images
 
 from .store import CHOICES, Vote, VoteStore
-from .tasks import KEPT, Task
+from .tasks import PAIR_COLUMNS, Task
 
-SAID = {"left": 1.0, "right": 0.0, "tie": 0.5}
 MOST_DISPUTED = 12
 """Pairs that the page shows with their images."""
 FORMAT = "visalign votes report 1"
@@ -42,87 +43,76 @@ FORMAT = "visalign votes report 1"
 Array = NDArray[np.float64]
 
 
-def votes_of(store: VoteStore, leave_out: Collection[str] = ()) -> list[Vote]:
-    """The votes that count without those of some voters.
+def select_votes(store: VoteStore, leave_out: Collection[str] = ()) -> list[Vote]:
+    """Return the votes that count, without those of some voters.
 
     Raises:
-        UserError: nobody has such a name, or there is no vote.
+        UserError: Nobody has such a name, or there is no vote.
     """
-    found = store.votes()
-    names = {vote.annotator for vote in found}
+    votes = store.votes()
+    names = {vote.annotator for vote in votes}
     for name in leave_out:
         if name not in names:
             raise UserError(
-                f"Nobody voted as {name!r}. {suggestion(name, names)}Those who did: "
-                f"{', '.join(sorted(names))}."
+                f"Nobody voted as {name!r}. {suggestion(name, names)}Voters: {', '.join(sorted(names))}."
             )
-    kept = [vote for vote in found if vote.annotator not in leave_out]
-    if not kept:
-        raise UserError(f"'{store.path}' holds no vote{' beside those left out' if leave_out else ' yet'}.")
-    return kept
+    selected = [vote for vote in votes if vote.annotator not in leave_out]
+    if not selected:
+        raise UserError(f"'{store.path}' holds no vote{' besides those left out' if leave_out else ' yet'}.")
+    return selected
 
 
 def report(store: VoteStore, votes: Sequence[Vote], settings: IntervalSettings) -> dict[str, Any]:
-    """What the votes say, JSON-able.
+    """Analyse the votes.
 
     Returns:
-        `tasks`, `voted`, `votes`, `people`, `judges`; of pairs `alpha` (Krippendorff's, of left, right, tie),
-        `disputed` tasks and `fit`; of single images `alphas` of the slider and of each question; and
-        `annotators`: name, is_judge, votes, median seconds, `rest` (how often the majority of the others
-        says the same), `repeats` and `gold` (share that was the same, right), and of pairs the share of the
-        left of the screen and the annotator model. `notes` say what is odd.
+        JSON-able: `tasks`, `voted`, `votes`, `people`, `judges`; of pairs `alpha` (Krippendorff's, of left,
+        right, tie) and `disputed` tasks; of single images `alphas` of the slider and of each question; and
+        `annotators`: name, is_judge, votes, median seconds, `rest` (agreement with the majority of the
+        others), `repeats` and `gold` (shares of equal and of right answers), and of pairs the share of the
+        left of the screen and the annotator model. `notes` report what is odd.
     """
     first = [vote for vote in votes if not vote.again and store.tasks[vote.task].gold is None]
-    names = list(dict.fromkeys(vote.annotator for vote in votes))
-    is_pair = len(next(iter(store.tasks.values())).images) == 2
-    measured = (
-        _of_pairs(store, first, names, settings) if is_pair else _of_images(store, first, names, settings)
-    )
-    rest = measured.pop("by_name")
-    entries = []
-    for name in names:
-        own = [vote for vote in votes if vote.annotator == name]
-        seconds = [vote.seconds for vote in own if vote.seconds is not None]
-        entries.append(
-            {
-                "name": name,
-                "is_judge": own[0].is_judge,
-                "votes": len(own),
-                "seconds": median(seconds) if seconds else None,
-                "repeats": _repeats(own).to_dict(),
-                "gold": _gold(store, own).to_dict(),
-                **rest.get(name, {}),
-            }
-        )
+    by_voter: dict[str, list[Vote]] = {}
+    for vote in votes:
+        by_voter.setdefault(vote.annotator, []).append(vote)
+    analyse = _analyse_pairs if store.is_pairs else _analyse_images
+    analysis = analyse(store, first, list(by_voter), settings)
+    statistics, entries = analysis.pop("by_name"), []
+    for name, ballots in by_voter.items():
+        seconds = [vote.seconds for vote in ballots if vote.seconds is not None]
+        entry = {"name": name, "is_judge": ballots[0].is_judge, "votes": len(ballots)}
+        entry |= {"seconds": median(seconds) if seconds else None, "repeats": _repeats(ballots).to_dict()}
+        entries.append({**entry, "gold": _gold(store, ballots).to_dict(), **statistics.get(name, {})})
     people = sum(not entry["is_judge"] for entry in entries)
     if unseen := store.unseen():
-        measured["notes"] = [*measured["notes"], f"{unseen} times an image could not be shown: no votes."]
+        analysis["notes"].append(f"{unseen} times an image could not be shown: no votes.")
     return {
         "format": FORMAT,
-        "pairs": is_pair,
+        "pairs": store.is_pairs,
         "tasks": sum(task.gold is None for task in store.tasks.values()),
         "voted": len({vote.task for vote in first}),
         "votes": len(votes),
         "people": people,
         "judges": len(entries) - people,
         "annotators": entries,
-        **measured,
+        **analysis,
     }
 
 
-def exported(store: VoteStore, votes: Sequence[Vote], *, model: bool = False) -> list[dict[str, Any]]:
-    """Rows of a preference set (pairs) or of a quality set (single images, whose mos is the slider's mean).
+def export_rows(store: VoteStore, votes: Sequence[Vote], *, model: bool = False) -> list[dict[str, Any]]:
+    """Build rows of a preference set (pairs) or of a quality set (single images, mos = mean of the slider).
 
-    Gold tasks and repeats are left out. What else was answered stands in `answers`.
+    Gold tasks and repeats are left out. Other answers go into `answers`.
 
     Args:
-        store: of the votes.
-        votes: `votes_of` it.
-        model: labels of pairs from the annotator model, the probability that a typical one of these voters
-            prefers the left image, in place of the share of the votes.
+        store: The votes' file.
+        votes: Votes from `select_votes`.
+        model: Whether labels of pairs come from the annotator model, the probability that a typical one of
+            these voters prefers the left image, instead of the share of the votes.
 
     Raises:
-        UserError: no vote on what is no gold task; model for single images.
+        UserError: No vote on a task without gold; model for single images.
     """
     by_task: dict[int, list[Vote]] = {}
     for vote in votes:
@@ -130,40 +120,36 @@ def exported(store: VoteStore, votes: Sequence[Vote], *, model: bool = False) ->
             by_task.setdefault(vote.task, []).append(vote)
     if not by_task:
         raise UserError(f"All votes in '{store.path}' are on gold pairs: there is nothing to export.")
-    is_pair = len(store.tasks[next(iter(by_task))].images) == 2
-    if model and not is_pair:
+    if model and not store.is_pairs:
         raise UserError("The annotator model is of pairs, and these votes are on single images.")
     order = sorted(by_task)
-    fit = _fit([vote for task in order for vote in by_task[task]], order) if model else None
-    rows = []
-    for number, task in enumerate(order):
-        soft = None if fit is None else (float(fit.soft_label[number]), float(fit.posterior_std[number]))
-        make = _pair_row(store.tasks[task], by_task[task], soft) if is_pair else _image_row
-        rows.append(make if isinstance(make, dict) else make(store.tasks[task], by_task[task]))
-    return rows
+    if not store.is_pairs:
+        return [_image_row(store.tasks[task], by_task[task]) for task in order]
+    soft: list[tuple[float, float] | None] = [None] * len(order)
+    if model:
+        fit = _fit([vote for task in order for vote in by_task[task]], order)
+        soft = list(zip(fit.soft_label.tolist(), fit.posterior_std.tolist(), strict=True))
+    return [_pair_row(store.tasks[t], by_task[t], label) for t, label in zip(order, soft, strict=True)]
 
 
 def with_images(store: VoteStore, result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The disputed pairs of a report with what the page shows of them."""
-    pairs = []
-    for pair in result.get("disputed", ()):
-        task = store.tasks[pair["task"]]
-        pairs.append({**pair, "prompt": task.prompt, "images": images_of(task)})
-    return pairs
+    """Add prompts and images to the disputed pairs of a report."""
+    tasks = [(pair, store.tasks[pair["task"]]) for pair in result.get("disputed", ())]
+    return [{**pair, "prompt": task.prompt, "images": images_of(task)} for pair, task in tasks]
 
 
 def images_of(task: Task) -> list[dict[str, Any] | None]:
-    """The images of a task as a page shows them; None where one cannot be read."""
-    found = load_images([resolve_image(image) for image in task.images])
-    return [None if image is None else embedded(image, side=256) for image in found.images]
+    """Embed the images of a task for a page; None where one cannot be read."""
+    batch = load_images([resolve_image(image) for image in task.images])
+    return [None if image is None else embedded(image, side=256) for image in batch.images]
 
 
 def _pair_row(task: Task, votes: Sequence[Vote], soft: tuple[float, float] | None) -> dict[str, Any]:
-    said = Counter(vote.answer["choice"] for vote in votes)
-    counts = (said["left"], said["right"], said["tie"])
+    choices = Counter(vote.answer["choice"] for vote in votes)
+    counts = (choices["left"], choices["right"], choices["tie"])
     share = (counts[0] + counts[2] / 2) / sum(counts)
-    known = {name: str(value) for name, value in task.more.items() if name in KEPT}
-    extra = {name: value for name, value in task.more.items() if name not in KEPT}
+    columns = {name: str(value) for name, value in task.more.items() if name in PAIR_COLUMNS}
+    extra = {name: value for name, value in task.more.items() if name not in PAIR_COLUMNS}
     if soft is not None:
         extra |= {"vote_share": share, "difference_std": soft[1]}
     return PreferencePair(
@@ -172,96 +158,92 @@ def _pair_row(task: Task, votes: Sequence[Vote], soft: tuple[float, float] | Non
         image_right=task.images[1],
         label=share if soft is None else soft[0],
         votes=counts if soft is None else None,
-        ballots=tuple((vote.annotator, SAID[vote.answer["choice"]]) for vote in votes),
-        extra=extra | _answers(votes),
-        **known,
+        ballots=tuple((vote.annotator, SIDES[vote.answer["choice"]]) for vote in votes),
+        extra=extra | _other_answers(votes),
+        **columns,
     ).to_row()
 
 
 def _image_row(task: Task, votes: Sequence[Vote]) -> dict[str, Any]:
     grades = [float(vote.answer["slider"]) for vote in votes if "slider" in vote.answer]
-    more = dict(task.more) | _answers(votes)
+    extra = dict(task.more) | _other_answers(votes)
     if not grades:
-        return {"image": task.images[0], "prompt": task.prompt, **more}
+        return {"image": task.images[0], "prompt": task.prompt, **extra}
     std = stdev(grades) if len(grades) > 1 else None
-    return QualityRecord(
-        image=task.images[0], mos=fmean(grades), std=std, prompt=task.prompt, extra=more
-    ).to_row()
+    record = QualityRecord(image=task.images[0], mos=fmean(grades), std=std, prompt=task.prompt, extra=extra)
+    return record.to_row()
 
 
-def _answers(votes: Iterable[Vote]) -> dict[str, Any]:
-    """What was answered beside choice and slider: counts of the checklist, and who boxed and wrote what."""
-    questions: dict[str, list[int]] = {}
-    said = []
+def _other_answers(votes: Iterable[Vote]) -> dict[str, Any]:
+    """Collect the counts [yes, no] of the checklist, and the boxes, texts and probabilities of each voter."""
+    checklist: dict[str, list[int]] = {}
+    answers = []
     for vote in votes:
         for question, yes in vote.answer.get("checklist", {}).items():
-            questions.setdefault(question, [0, 0])[0 if yes else 1] += 1
-        own = {name: vote.answer[name] for name in ("boxes", "text", "prob") if vote.answer.get(name)}
-        said += [{"annotator": vote.annotator, **own}] if own else []
-    found: dict[str, Any] = {"checklist": questions} if questions else {}
-    return found | ({"answers": said} if said else {})
+            checklist.setdefault(question, [0, 0])[0 if yes else 1] += 1
+        marks = {name: vote.answer[name] for name in ("boxes", "text", "prob") if vote.answer.get(name)}
+        answers += [{"annotator": vote.annotator, **marks}] if marks else []
+    return ({"checklist": checklist} if checklist else {}) | ({"answers": answers} if answers else {})
 
 
-def _of_pairs(
+def _analyse_pairs(
     store: VoteStore, first: Sequence[Vote], names: Sequence[str], settings: IntervalSettings
 ) -> dict[str, Any]:
     order = sorted({vote.task for vote in first})
-    row = {task: number for number, task in enumerate(order)}
-    index, clusters = cluster_index([store.tasks[task].prompt for task in order])
-    own = {name: np.zeros((len(order), 3)) for name in names}
-    for vote in first:
-        own[vote.annotator][row[vote.task], CHOICES.index(vote.answer["choice"])] += 1
-    votes = sum(own.values(), np.zeros((len(order), 3)))
     if not order:
-        notes = ["All votes are on gold pairs."]
         alpha = Interval(estimate=math.nan).to_dict()
+        notes = ["All votes are on gold pairs."]
         return {"alpha": alpha, "disputed": [], "split": 0, "with_two": 0, "by_name": {}, "notes": notes}
+    row = {task: index for index, task in enumerate(order)}
+    index, clusters = cluster_index([store.tasks[task].prompt for task in order])
+    by_voter = {name: np.zeros((len(order), 3)) for name in names}
+    for vote in first:
+        by_voter[vote.annotator][row[vote.task], CHOICES.index(vote.answer["choice"])] += 1
+    votes = sum(by_voter.values(), np.zeros((len(order), 3)))
     table = RatioTable(index, clusters)
-    for name, mine in own.items():
-        table.add(name, *agreement.majority_credit(mine, votes - mine))
+    for name, own in by_voter.items():
+        table.add(name, *agreement.majority_credit(own, votes - own))
     rest = table.intervals(**settings.drawing(), level=settings.level)
     fit = _fit(first, order)
-    spoken = list(dict.fromkeys(vote.annotator for vote in first))
     by_name: dict[str, dict[str, Any]] = {}
-    for name in spoken:
-        number = spoken.index(name)
-        sides = [
-            v.answer["choice"] == ("right" if v.swapped else "left")
-            for v in first
-            if v.annotator == name and v.answer["choice"] != "tie"
+    for number, name in enumerate(dict.fromkeys(vote.annotator for vote in first)):
+        on_left = [
+            vote.answer["choice"] == ("right" if vote.swapped else "left")
+            for vote in first
+            if vote.annotator == name and vote.answer["choice"] != "tie"
         ]
         by_name[name] = {
             "rest": rest[name].to_dict(),
-            "ties": float(own[name][:, 2].sum() / own[name].sum()),
-            "left_of_screen": wilson_interval(sum(sides), len(sides), level=settings.level).to_dict(),
+            "ties": float(by_voter[name][:, 2].sum() / by_voter[name].sum()),
+            "left_of_screen": wilson_interval(sum(on_left), len(on_left), level=settings.level).to_dict(),
             "reliability": float(fit.reliability[number]),
             "reliability_std": float(fit.reliability_std[number]),
             "side_bias": float(fit.side_bias[number]),
             "agreement": float(fit.agreement[number]),
         }
     alpha = _alpha(agreement.alpha_sums(votes), agreement.alpha_of_sums, index, clusters, settings)
-    spread = votes.max(1, initial=0) / np.maximum(votes.sum(1), 1)
-    many = [n for n in np.argsort(spread, kind="stable") if votes[n].sum() > 1 and spread[n] < 1]
+    majority = votes.max(1, initial=0) / np.maximum(votes.sum(1), 1)
+    split = [i for i in np.argsort(majority, kind="stable") if votes[i].sum() > 1 and majority[i] < 1]
     disputed = [
-        {"task": order[n], "votes": votes[n].astype(int).tolist(), "soft_label": float(fit.soft_label[n])}
-        for n in many
+        {"task": order[i], "votes": votes[i].astype(int).tolist(), "soft_label": float(fit.soft_label[i])}
+        for i in split[:MOST_DISPUTED]
     ]
     return {
         "alpha": alpha.to_dict(),
-        "disputed": disputed[:MOST_DISPUTED],
-        "split": len(many),
+        "disputed": disputed,
+        "split": len(split),
         "with_two": int((votes.sum(1) > 1).sum()),
         "by_name": by_name,
-        "notes": _pair_notes(votes, first),
+        "notes": _pair_notes(votes),
     }
 
 
-def _pair_notes(votes: Array, first: Sequence[Vote]) -> list[str]:
+def _pair_notes(votes: Array) -> list[str]:
     left, right, ties = votes.sum(0)
     notes = []
-    if len(first) and not left + right:
+    if not left + right:
         notes.append("All votes are ties: they teach a judge nothing, and no agreement can be computed.")
-    elif not ties and not min(left, right) and len(first) > 1:
+    elif not ties and not min(left, right) and left + right > 1:
         side = "left" if left else "right"
         notes.append(f"All votes are for the {side} image of the table: check whether its sides were mixed.")
     if (votes.sum(1) > 1).sum() == 0:
@@ -269,51 +251,46 @@ def _pair_notes(votes: Array, first: Sequence[Vote]) -> list[str]:
     return notes
 
 
-def _of_images(
+def _analyse_images(
     store: VoteStore, first: Sequence[Vote], names: Sequence[str], settings: IntervalSettings
 ) -> dict[str, Any]:
-    """Slider and checklist: α of numbers, and each voter's distance from the mean of the others."""
+    """Compute α of the slider and of each question, and each voter's distance from the mean of the others."""
     order = sorted({vote.task for vote in first})
-    row = {task: number for number, task in enumerate(order)}
-    index, clusters = cluster_index(
-        [store.tasks[task].prompt or store.tasks[task].images[0] for task in order]
-    )
+    row = {task: index for index, task in enumerate(order)}
+    prompts = [store.tasks[task].prompt or store.tasks[task].images[0] for task in order]
+    index, clusters = cluster_index(prompts)
     if clusters < 2:
         index, clusters = np.arange(len(order)), len(order)
-    asked = {
-        "slider": [(v.task, v.annotator, float(v.answer["slider"])) for v in first if "slider" in v.answer]
-    }
+    answers = {"slider": [(v, v.answer["slider"]) for v in first if "slider" in v.answer]}
     for question in store.form.checklist:
-        asked[question] = [
-            (v.task, v.annotator, float(v.answer["checklist"][question]))
-            for v in first
-            if question in v.answer.get("checklist", {})
-        ]
+        marks = [(vote, vote.answer.get("checklist", {}).get(question)) for vote in first]
+        answers[question] = [(vote, mark) for vote, mark in marks if mark is not None]
     alphas = {}
-    for what, said in asked.items():
-        if said:
-            sums = annotators.rating_sums(
-                [value for *_, value in said], [row[task] for task, *_ in said], items=len(order)
-            )
-            alphas[what] = _alpha(sums, annotators.alpha_of_rating_sums, index, clusters, settings).to_dict()
-    grades: dict[int, list[tuple[str, float]]] = {}
-    for task, who, value in asked["slider"]:
-        grades.setdefault(task, []).append((who, value))
+    for question, given in answers.items():
+        if given:
+            values, items = [float(value) for _, value in given], [row[vote.task] for vote, _ in given]
+            sums = annotators.rating_sums(values, items, items=len(order))
+            alpha = _alpha(sums, annotators.alpha_of_rating_sums, index, clusters, settings)
+            alphas[question] = alpha.to_dict()
+    grades: dict[int, dict[str, float]] = {}
+    for vote, value in answers["slider"]:
+        grades.setdefault(vote.task, {})[vote.annotator] = float(value)
     by_name = {}
     for name in names:
-        apart = []
-        for said_of in grades.values():
-            others = [value for who, value in said_of if who != name]
-            apart += [value - fmean(others) for who, value in said_of if who == name and others]
+        gaps = [
+            of_task[name] - fmean(value for other, value in of_task.items() if other != name)
+            for of_task in grades.values()
+            if name in of_task and len(of_task) > 1
+        ]
         by_name[name] = {
-            "above_the_rest": fmean(apart) if apart else None,
-            "apart_from_the_rest": fmean(map(abs, apart)) if apart else None,
+            "above_the_rest": fmean(gaps) if gaps else None,
+            "apart_from_the_rest": fmean(map(abs, gaps)) if gaps else None,
         }
     return {"alphas": alphas, "by_name": by_name, "notes": []}
 
 
 def _alpha(sums: Array, statistic: Any, index: Any, clusters: int, settings: IntervalSettings) -> Interval:
-    """An α with its interval over prompts."""
+    """Compute an α with its interval over prompts."""
     by_prompt = cluster_sums(sums, index, clusters) if len(sums) else sums
     by_prompt = by_prompt[by_prompt[:, 1:].sum(1) > 0]
     if not len(by_prompt):
@@ -324,49 +301,47 @@ def _alpha(sums: Array, statistic: Any, index: Any, clusters: int, settings: Int
 
 def _fit(first: Sequence[Vote], order: Sequence[int]) -> annotators.AnnotatorFit:
     names = list(dict.fromkeys(vote.annotator for vote in first))
-    row = {task: number for number, task in enumerate(order)}
+    row = {task: index for index, task in enumerate(order)}
     return annotators.fit_annotators(
         [row[vote.task] for vote in first],
         [names.index(vote.annotator) for vote in first],
-        [SAID[vote.answer["choice"]] for vote in first],
+        [SIDES[vote.answer["choice"]] for vote in first],
         [-1 if vote.swapped else 1 for vote in first],
         pairs=len(order),
         annotators=len(names),
     )
 
 
-def _repeats(own: Sequence[Vote]) -> Interval:
-    """How often somebody said the same of a task that came twice: choice, checklist, and a slider within half
-    a grade; boxes and words are not compared."""
-    first = {vote.task: vote.answer for vote in own if not vote.again}
-    again = [(first[vote.task], vote.answer) for vote in own if vote.again and vote.task in first]
-    same = [_said_again(one, two) for one, two in again if {*one, *two} & {"choice", "slider", "checklist"}]
+def _repeats(votes: Sequence[Vote]) -> Interval:
+    """Share of a voter's repeated tasks with an equal answer: choice, checklist, and a slider within half a
+    grade; boxes and texts are not compared."""
+    first = {vote.task: vote.answer for vote in votes if not vote.again}
+    pairs = [(first[vote.task], vote.answer) for vote in votes if vote.again and vote.task in first]
+    compared = {"choice", "slider", "checklist"}
+    same = [_same_answer(a, b) for a, b in pairs if (a.keys() | b.keys()) & compared]
     return wilson_interval(sum(same), len(same))
 
 
-def _said_again(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
-    near = ("slider" in one) == ("slider" in two) and abs(one.get("slider", 0) - two.get("slider", 0)) <= 0.5
-    return near and all(one.get(name) == two.get(name) for name in ("choice", "checklist"))
+def _same_answer(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    near = ("slider" in a) == ("slider" in b) and abs(a.get("slider", 0) - b.get("slider", 0)) <= 0.5
+    return near and all(a.get(name) == b.get(name) for name in ("choice", "checklist"))
 
 
-def _gold(store: VoteStore, own: Sequence[Vote]) -> Interval:
-    known = [(store.tasks[vote.task].gold, vote.answer.get("choice")) for vote in own]
-    asked = [(gold, said) for gold, said in known if gold is not None]
-    return wilson_interval(sum(gold == said for gold, said in asked), len(asked))
+def _gold(store: VoteStore, votes: Sequence[Vote]) -> Interval:
+    answers = [(store.tasks[vote.task].gold, vote.answer.get("choice")) for vote in votes]
+    right = [gold == choice for gold, choice in answers if gold is not None]
+    return wilson_interval(sum(right), len(right))
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Rows as a JSONL file, whole or not at all; images below its folder are named from there."""
-    from visalign.atomic import write_atomic
-
+    """Write rows atomically as JSONL; images below the file's folder get relative paths."""
     folder = path.resolve().parent
 
-    def near(value: Any) -> Any:
-        inside = isinstance(value, str) and "://" not in value and Path(value).is_relative_to(folder)
-        return str(Path(value).relative_to(folder)) if inside else value
+    def relative(name: str, value: Any) -> Any:
+        is_path = name.startswith("image") and isinstance(value, str) and "://" not in value
+        return (
+            str(Path(value).relative_to(folder)) if is_path and Path(value).is_relative_to(folder) else value
+        )
 
-    lines = [
-        json.dumps({k: near(v) if k.startswith("image") else v for k, v in row.items()}, ensure_ascii=False)
-        for row in rows
-    ]
+    lines = [json.dumps({k: relative(k, v) for k, v in row.items()}, ensure_ascii=False) for row in rows]
     write_atomic(path, "".join(f"{line}\n" for line in lines))

@@ -33,7 +33,7 @@ from visalign.evaluation.pages.ugda_page import ugda_page
 from visalign.pipelines.collect.judge_votes import judge_votes
 from visalign.pipelines.collect.store import Plan, VoteStore
 from visalign.pipelines.collect.tasks import Form, read_tasks
-from visalign.pipelines.collect.votes import exported, images_of, votes_of, write_rows
+from visalign.pipelines.collect.votes import export_rows, images_of, select_votes, write_rows
 from visalign.pipelines.flow_grpo.job import sample_command
 from visalign.pipelines.jobs import Job, load_job
 from visalign.pipelines.sample.job import SampleSettings, sample_images
@@ -191,7 +191,7 @@ class Round:
                 queue = read_tasks([str(self.folder / QUEUE)], single=False)
                 votes = labels.votes if labels.by == "people" else 1
                 settings = Plan(votes=votes, repeat_every=0, seed=self.config.seed)
-                VoteStore.make(path, queue, Form(), settings).close()
+                VoteStore.create(path, queue, Form(), settings).close()
             store = VoteStore(path)
             try:
                 if labels.by == "people":
@@ -201,7 +201,7 @@ class Round:
                 else:
                     _, reasons = judge_votes(store, load_judge(labels.by, **labels.options), labels.by)
                     check_failures(self.config, reasons, len(store.tasks))
-                write_rows(self.folder / LABELS, exported(store, votes_of(store)))
+                write_rows(self.folder / LABELS, export_rows(store, select_votes(store)))
             finally:
                 store.close()
         return _read_pairs(self.folder / LABELS)
@@ -283,7 +283,7 @@ def vote_truth(store: VoteStore) -> list[str]:
             continue
         left, right = scores.value.tolist()
         answers[number] = {"choice": "tie" if left == right else "left" if left > right else "right"}
-    store.judged("truth", answers)
+    store.add_judge_votes("truth", answers)
     return reasons
 
 

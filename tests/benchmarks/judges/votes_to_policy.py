@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 from visalign.data.shapes.prompts import Record, heldout_prompts, parse_prompt, train_prompts
 from visalign.pipelines.collect.store import Plan, VoteStore
 from visalign.pipelines.collect.tasks import Form, read_tasks
-from visalign.pipelines.collect.votes import exported, votes_of, write_rows
+from visalign.pipelines.collect.votes import export_rows, select_votes, write_rows
 from visalign.rewards.catalogue import load_reward
 
 VOTERS = {"careful": 12.0, "quick": 6.0, "careless": 0.0}
@@ -59,7 +59,7 @@ def images(folder: Path, known: list[Record], prompts: int, seed: int) -> None:
 def collect(folder: Path, path: Path, votes: int, seed: int) -> None:
     """Simulated voters answer what the file of votes hands them."""
     tasks = read_tasks([str(folder)], single=False, per_prompt=IMAGES, seed=seed)[:votes]
-    store = VoteStore.make(path, tasks, Form(), Plan(votes=1, repeat_every=0, seed=seed))
+    store = VoteStore.create(path, tasks, Form(), Plan(votes=1, repeat_every=0, seed=seed))
     images = sorted({image for task in tasks for image in task.images})
     said = {image: task for task in tasks for image in task.images}
     scores = load_reward("shapes_verifier", mode="mixed").score(
@@ -79,7 +79,7 @@ def collect(folder: Path, path: Path, votes: int, seed: int) -> None:
             odds = gamma * (utility[shown.image("left")] - utility[shown.image("right")])
             side = "left" if draws.random() < 1 / (1 + np.exp(-odds)) else "right"
             store.vote(name, shown.assignment, {"choice": side}, client=f"{shown.assignment}", seconds=1.0)
-    write_rows(path.with_suffix(".jsonl"), exported(store, votes_of(store)))
+    write_rows(path.with_suffix(".jsonl"), export_rows(store, select_votes(store)))
     store.close()
 
 

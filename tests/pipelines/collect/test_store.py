@@ -17,7 +17,14 @@ import pytest
 
 from visalign.errors import UserError
 from visalign.pipelines.collect import store as votes_store
-from visalign.pipelines.collect.store import NotYours, Plan, Taken, Unknown, VoteStore, mirrored
+from visalign.pipelines.collect.store import (
+    NameTaken,
+    Plan,
+    UnknownVoter,
+    VoteStore,
+    WrongAssignment,
+    mirror_answer,
+)
 from visalign.pipelines.collect.tasks import Form, Task
 
 
@@ -26,7 +33,7 @@ def made(path: Path, count: int = 12, gold: int = 0, form: Form | None = None, *
         Task(prompt=f"p{n}", images=(f"/l{n}", f"/r{n}"), gold="left" if n < gold else None)
         for n in range(count)
     ]
-    return VoteStore.make(path, tasks, form or Form(), Plan(**plan))
+    return VoteStore.create(path, tasks, form or Form(), Plan(**plan))
 
 
 def answer_all(
@@ -111,20 +118,20 @@ def test_nobody_votes_for_another(tmp_path):
     secret = store.join(" ada ")
     store.join("bob")
     assert store.who(secret) == "ada"
-    with pytest.raises(Taken, match="Somebody votes as 'ada' already"):
+    with pytest.raises(NameTaken, match="Somebody already votes as 'ada'"):
         store.join("ada")
-    with pytest.raises(UserError, match="'eve' is not among those who were asked"):
+    with pytest.raises(UserError, match="'eve' is not among the invited voters"):
         store.join("eve")
     with pytest.raises(UserError, match="A name has 1 to 60 letters; got ''"):
         store.join("  ")
-    with pytest.raises(Unknown, match="You are not known here"):
+    with pytest.raises(UnknownVoter, match="You are not known here"):
         store.who("x")
     shown = given(store, "ada")
-    with pytest.raises(NotYours, match=f"Task {shown.assignment} was not given to bob"):
+    with pytest.raises(WrongAssignment, match=f"Task {shown.assignment} was not given to bob"):
         store.vote("bob", shown.assignment, {"choice": "left"}, client="c", seconds=None)
     store.vote("ada", shown.assignment, {"choice": "left"}, client="c", seconds=None)
     other = given(store, "ada")
-    with pytest.raises(NotYours, match="The vote 'c' is of another task"):
+    with pytest.raises(WrongAssignment, match="The vote 'c' is of another task"):
         store.vote("ada", other.assignment, {"choice": "left"}, client="c", seconds=None)
     assert len(store.votes()) == 1
 
@@ -144,7 +151,7 @@ def test_files_that_are_none(tmp_path):
         VoteStore(other)
     mixed = [Task(prompt="p", images=("/a",)), Task(prompt="p", images=("/a", "/b"))]
     with pytest.raises(UserError, match="pairs or about single images, not about both"):
-        VoteStore.make(tmp_path / "m.sqlite", mixed, Form(), Plan())
+        VoteStore.create(tmp_path / "m.sqlite", mixed, Form(), Plan())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["o.sqlite", "v.sqlite"]
 
 
@@ -199,8 +206,8 @@ def test_a_vote_that_was_answered_for_survives_kill_9(tmp_path):
 def test_an_answer_seen_in_a_mirror():
     answer = {"choice": "left", "boxes": [["left", 0, 0, 1, 1]], "prob": 0.75, "text": "hand"}
     other = {"choice": "right", "boxes": [["right", 0, 0, 1, 1]], "prob": 0.25, "text": "hand"}
-    assert mirrored(answer) == other and mirrored(other) == answer
-    assert mirrored({"choice": "tie"}) == {"choice": "tie"}
+    assert mirror_answer(answer) == other and mirror_answer(other) == answer
+    assert mirror_answer({"choice": "tie"}) == {"choice": "tie"}
 
 
 def test_gold_comes_in_its_turn_where_a_repeat_is_due_too(tmp_path):

@@ -25,7 +25,7 @@ from visalign.pipelines.cli.app import app
 from visalign.pipelines.collect.judge_votes import judge_votes
 from visalign.pipelines.collect.store import Plan, VoteStore
 from visalign.pipelines.collect.tasks import QUALITY_WORDS, Form, Task
-from visalign.pipelines.collect.votes import exported, report, votes_of, with_images, write_rows
+from visalign.pipelines.collect.votes import export_rows, report, select_votes, with_images, write_rows
 
 SETTINGS = IntervalSettings(resamples=200)
 
@@ -46,7 +46,7 @@ def made(tmp_path: Path, count: int = 8, *, single: bool = False, gold: int = 0,
             )
         )
     plan = Plan(votes=0, repeat_every=3, gold_every=2)
-    return VoteStore.make(tmp_path / "v.sqlite", tasks, Form(**form), plan)
+    return VoteStore.create(tmp_path / "v.sqlite", tasks, Form(**form), plan)
 
 
 def vote_all(store: VoteStore, name: str, said) -> None:
@@ -70,7 +70,7 @@ def test_three_voters_by_hand(tmp_path):
     for name in "ab":
         vote_all(store, name, lambda task: {"choice": "right"})
     vote_all(store, "c", lambda task: {"choice": "left" if number_of(task) % 2 else "right"})
-    votes = votes_of(store)
+    votes = select_votes(store)
     found = report(store, votes, SETTINGS)
     # each voter answered 8 pairs and 1 to 3 of them again
     assert found["tasks"] == found["voted"] == 8 and found["votes"] == len(votes) > 24
@@ -91,9 +91,9 @@ def test_three_voters_by_hand(tmp_path):
 def test_gold_is_asked_for_the_voter_alone(tmp_path):
     store = made(tmp_path, gold=2)
     vote_all(store, "a", lambda task: {"choice": "left"})
-    found = report(store, votes_of(store), SETTINGS)
+    found = report(store, select_votes(store), SETTINGS)
     assert found["annotators"][0]["gold"]["estimate"] == 0.0 and found["voted"] == 6
-    assert len(exported(store, votes_of(store))) == 6
+    assert len(export_rows(store, select_votes(store))) == 6
     assert "No pair has two votes" in " ".join(found["notes"])
     assert "All votes are for the left image of the table" in " ".join(found["notes"])
 
@@ -102,10 +102,10 @@ def test_ties_alone_teach_nothing_and_it_is_said(tmp_path):
     store = made(tmp_path)
     for name in "ab":
         vote_all(store, name, lambda task: {"choice": "tie"})
-    found = report(store, votes_of(store), SETTINGS)
+    found = report(store, select_votes(store), SETTINGS)
     assert found["alpha"]["estimate"] is None and found["notes"][0].startswith("All votes are ties")
     path = tmp_path / "ties.jsonl"
-    write_rows(path, exported(store, votes_of(store)))
+    write_rows(path, export_rows(store, select_votes(store)))
     with pytest.raises(UserError, match="All 8 pairs of 'ties' are ties"):
         check_preferences(load_preferences(path))
 
@@ -115,7 +115,7 @@ def test_the_export_is_a_preference_set_with_all_that_was_said(tmp_path):
     vote_all(store, "a", lambda task: {"choice": "right", "text": "dark", "checklist": {"bright?": False}})
     vote_all(store, "b", lambda task: {"choice": "left" if number_of(task) < 2 else "right"})
     path = tmp_path / "votes.jsonl"
-    write_rows(path, exported(store, votes_of(store)))
+    write_rows(path, export_rows(store, select_votes(store)))
     found = load_preferences(path)
     assert [pair.votes for pair in found.pairs[:3]] == [(1, 1, 0), (1, 1, 0), (0, 2, 0)]
     assert [pair.label for pair in found.pairs[:3]] == [0.5, 0.5, 0.0]
@@ -125,31 +125,31 @@ def test_the_export_is_a_preference_set_with_all_that_was_said(tmp_path):
     assert first.extra["checklist"] == {"bright?": [0, 1]}
     assert json.loads(path.read_text().split("\n")[0])["image_left"] == "l0.png"  # goes where its folder goes
     assert check_preferences(found) is not None
-    soft = exported(store, votes_of(store), model=True)
+    soft = export_rows(store, select_votes(store), model=True)
     write_rows(tmp_path / "soft.jsonl", soft)
     labels = [pair.label for pair in load_preferences(tmp_path / "soft.jsonl").pairs]
     assert 0 < labels[2] < labels[0] < 1 and soft[0]["vote_share"] == 0.5
-    only = exported(store, votes_of(store, ["b"]))
+    only = export_rows(store, select_votes(store, ["b"]))
     assert [row["votes"] for row in only] == [[0, 1, 0]] * 8
     with pytest.raises(UserError, match="Nobody voted as 'c'"):
-        votes_of(store, ["c"])
+        select_votes(store, ["c"])
 
 
 def test_grades_of_single_images_become_a_quality_set(tmp_path):
     store = made(tmp_path, single=True, slider=QUALITY_WORDS)
     for name, shift in (("a", 0.0), ("b", 0.5), ("c", 1.0)):
         vote_all(store, name, lambda task, shift=shift: {"slider": 1 + number_of(task) / 4 + shift})
-    found = report(store, votes_of(store), SETTINGS)
+    found = report(store, select_votes(store), SETTINGS)
     assert found["alphas"]["slider"]["estimate"] > 0.5
     a, b, _ = found["annotators"]
     assert a["above_the_rest"] == pytest.approx(-0.75) and b["above_the_rest"] == pytest.approx(0.0)
     path = tmp_path / "quality.jsonl"
-    write_rows(path, exported(store, votes_of(store)))
+    write_rows(path, export_rows(store, select_votes(store)))
     records = load_quality(path).records
     assert records[2].mos == pytest.approx(2.0) and records[2].std == pytest.approx(0.5)
     assert "apart" in votes_page(found, with_images(store, found))
     with pytest.raises(UserError, match="The annotator model is of pairs"):
-        exported(store, votes_of(store), model=True)
+        export_rows(store, select_votes(store), model=True)
     with pytest.raises(UserError, match="A judge votes on pairs"):
         judge_votes(store, Brightness(), "bright")
 
@@ -160,11 +160,13 @@ def test_judges_vote_under_their_own_names_and_go_on(tmp_path):
     assert judge_votes(store, Brightness(), "bright") == (0, [])
     judge_votes(store, BrightnessPairs(), "pairs")
     vote_all(store, "a", lambda task: {"choice": "right"})
-    votes = votes_of(store)
+    votes = select_votes(store)
     assert {v.answer["choice"] for v in votes if v.is_judge} == {"right"}
     found = report(store, votes, SETTINGS)
     assert (found["people"], found["judges"]) == (1, 2)
-    assert [row["votes"] for row in exported(store, votes_of(store, ["bright", "pairs"]))] == [[0, 1, 0]] * 8
+    assert [row["votes"] for row in export_rows(store, select_votes(store, ["bright", "pairs"]))] == [
+        [0, 1, 0]
+    ] * 8
 
 
 class Halting:
@@ -211,7 +213,7 @@ def test_the_command(tmp_path):
         ([str(tmp_path / "none.sqlite")], "There is no file of votes"),
         (
             [file, "--report", str(tmp_path / "s.html"), "--leave-out", "sharpness"],
-            "no vote beside those left",
+            "no vote besides those left",
         ),
     ):
         found = run.invoke(app, ["collect", *arguments])
@@ -250,7 +252,7 @@ def test_repeats_of_a_checklist_are_compared_and_of_words_are_not(tmp_path):
         (tmp_path / name).mkdir()
         store = made(tmp_path / name, single=True, **form)
         vote_all(store, "a", lambda task, answer=answer: answer())
-        (found,) = report(store, votes_of(store), SETTINGS)["annotators"]
+        (found,) = report(store, select_votes(store), SETTINGS)["annotators"]
         if name == "text":
             assert found["repeats"]["estimate"] is None or math.isnan(found["repeats"]["estimate"])
         else:

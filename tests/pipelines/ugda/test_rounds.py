@@ -202,7 +202,7 @@ def test_labellers_that_fail_are_counted_and_stop_the_run(tmp_path):
     Image.new("RGB", (64, 64)).save(good)
     bad.write_bytes(b"no image")
     tasks = [Task(prompt="a red circle", images=(str(good), str(bad)))]
-    store = VoteStore.make(tmp_path / "v.sqlite", tasks, Form(), Plan())
+    store = VoteStore.create(tmp_path / "v.sqlite", tasks, Form(), Plan())
     reasons = vote_truth(store)
     assert len(reasons) == 1 and not store.votes(), "what cannot be read is no label"
     config = tiny(tmp_path, by="hpsv3")
