@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From losses per decision to one number, so that micro-batches sum to exactly the full batch.
+"""Aggregate losses per decision to one number, so that micro-batches sum to exactly the full batch.
 
-The counts in the denominators are taken once over the whole optimizer step (all micro-batches, all devices)
-and handed in; `aggregate` then returns a share. Adding the shares, or calling backward on each, equals one
-big batch, however uneven the parts are. With DDP, which averages gradients over W devices, multiply each
-share by W.
+Denominators are counted once over the whole optimizer step (all micro-batches, all devices) and passed in;
+`aggregate` returns a micro-batch's share. The sum of the shares equals one big batch, however uneven the
+parts. With DDP, which averages gradients over W devices, multiply each share by W.
 
-Counts of parts that hold whole sequences and whole groups add up: `a + b`, or an all-reduce of each field
-(sum; `length` maximum). If a group is split over devices, gather `row_tokens(weight)` and the labels of all
-rows, [N] each, and take `count_step(tokens, group=labels, length=L)` and `row_tokens(tokens, labels)`.
+Counts of parts with whole sequences and groups add up: `a + b`, or an all-reduce of each field (sum; maximum
+for `length`). If a group is split over devices, gather `row_tokens(weight)` and the labels of all rows, [N]
+each, and use `count_step(tokens, group=labels, length=L)` and `row_tokens(tokens, labels)`.
 """
 
 from __future__ import annotations
@@ -35,24 +34,25 @@ MODES: dict[str, str] = {
     "token_sum": "Σ w ℓ",
     "group_token_mean": "mean_g (Σ_{i∈g} Σ_t w ℓ / Σ_{i∈g} n_i)",
 }
-"""Name -> formula. GRPO: seq_mean_token_mean; DAPO as released: token_mean, as written: group_token_mean."""
+"""Formula of each mode. GRPO: seq_mean_token_mean; DAPO as released: token_mean, as written:
+group_token_mean."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Denominators of one optimizer step; 0-dim float64 tensors. `a + b` joins two disjoint parts of it."""
+    """Denominators of one optimizer step, 0-dim float64 tensors; `a + b` merges disjoint parts."""
 
     tokens: Tensor
     """Σ w over all decisions."""
     sequences: Tensor
-    """Sequences B that are averaged over."""
+    """Number of sequences in the average."""
     length: Tensor
-    """L of "dr_grpo": a constant, at most once per step."""
+    """L of "dr_grpo", a constant of the step."""
     groups: Tensor | None = None
-    """Groups with at least one present decision, or all; None when they were not counted."""
+    """Number of groups; None if not counted."""
 
     def __add__(self, other: Counts) -> Counts:
-        """Counts of both parts together; groups must not be split between the parts."""
+        """Merge the counts of two parts; no group may be split between them."""
         return Counts(
             tokens=self.tokens + other.tokens,
             sequences=self.sequences + other.sequences,
@@ -61,10 +61,9 @@ class Counts:
         )
 
     def to(self, device: torch.device) -> Counts:
-        """The same on another device."""
-        held = (self.tokens, self.sequences, self.length)
+        """Move the counts to another device."""
         return Counts(
-            *(count.to(device) for count in held),
+            *(count.to(device) for count in (self.tokens, self.sequences, self.length)),
             groups=None if self.groups is None else self.groups.to(device),
         )
 
@@ -76,19 +75,14 @@ def count_step(
     group: Labels | None = None,
     empty: Literal["drop", "keep"] = "drop",
 ) -> Counts:
-    """Count what one optimizer step (or a part of it, to be added up) holds.
+    """Count tokens, sequences and groups of one optimizer step, or of a part of it.
 
     Args:
-        weight: [B, T], or [N] for decisions that stand alone; 0 for absent decisions, a mask is the special
-            case.
-        length: L of "dr_grpo", in decisions; T when not given. Give the same number for every part.
-        group: [B] labels, for "group_token_mean".
-        empty: whether rows without a present decision count as sequences. The papers' 1/G is over responses
-            of at least one token and leaves this open: "drop" (verl) averages over what takes part, "keep"
-            (TRL) counts them as losses of zero. Groups alike.
-
-    Returns:
-        The counts.
+        weight: [B, T], or [N] for single decisions; 0 for absent ones. A mask is a special case.
+        length: L of "dr_grpo", in decisions, equal for every part; T by default.
+        group: [B] group labels, for "group_token_mean".
+        empty: "drop" (verl) leaves rows and groups without a present decision out of the average; "keep"
+            (TRL) counts them as losses of zero. The papers leave this open.
     """
     check_choice("empty", empty, ("drop", "keep"))
     rows = _rows("weight", weight)
@@ -110,39 +104,35 @@ def count_step(
 
 
 def row_tokens(weight: Tensor, group: Labels | None = None) -> Tensor:
-    """Σ_t w of each row's own sequence, or, with labels, of its whole group; [B] float64.
+    """Compute Σ_t w of each row's sequence or, with labels, of its group; [B] float64.
 
-    Computed over the whole step, sliced like the rows of a micro-batch, and passed to `aggregate` where a
-    micro-batch does not hold the sequence, or the group, as a whole.
+    Compute it over the whole step, slice it like the micro-batches, and pass it to `aggregate` where a
+    micro-batch lacks part of the sequence or group.
     """
-    own = _rows("weight", weight).double().sum(1)
+    row_sum = _rows("weight", weight).double().sum(1)
     if group is None:
-        return own
-    index, number = group_index(group, own.shape[0], own.device)
-    return own.new_zeros(number).index_add(0, index, own)[index]
+        return row_sum
+    index, number = group_index(group, row_sum.shape[0], row_sum.device)
+    return row_sum.new_zeros(number).index_add(0, index, row_sum)[index]
 
 
 def aggregate(
     loss: Tensor, weight: Tensor, mode: Mode, counts: Counts, *, denominator: Tensor | None = None
 ) -> Tensor:
-    """Sum one micro-batch's losses into its exact share of the step's loss.
+    """Aggregate one micro-batch's losses to its exact share of the step's loss, by a formula of `MODES`.
 
-    Positions of weight 0 take no part: their loss may be NaN and gets exactly zero gradient. The formulas are
-    in `MODES`. To reweight steps without renormalising (GRPO-Guard's 1/(−dt)), multiply the loss instead.
+    To reweight steps without renormalizing (GRPO-Guard's 1/(−dt)), multiply the loss instead.
 
     Args:
-        loss: [B, T], or [N] for decisions that stand alone, e.g. flat (image, step) pairs.
-        weight: the same shape, ≥ 0.
-        mode: a key of `MODES`.
-        counts: of the whole step, from `count_step`.
-        denominator: [B] from `row_tokens`; needed by "group_token_mean", and by "seq_mean_token_mean" when a
-            sequence is split over rows or micro-batches. Without it a row is a whole sequence.
+        loss: [B, T], or [N] for single decisions, e.g. (image, step) pairs.
+        weight: The shape of loss, ≥ 0.
+        mode: Key of `MODES`.
+        counts: Counts of the whole step, from `count_step`.
+        denominator: [B] from `row_tokens`; required by "group_token_mean", and by "seq_mean_token_mean" if a
+            sequence is split over rows. Without it a row is a whole sequence.
 
     Returns:
-        0-dim share, in the dtype of loss, float32 or better; 0 with zero gradients when nothing is present.
-
-    Raises:
-        ValueError: shapes that do not fit, an unknown mode, or a denominator or group count that is missing.
+        0-dim share; 0 with zero gradients if nothing is present.
 
     Liu et al., Dr.GRPO, arXiv 2503.20783 (dr_grpo); Yu et al., DAPO, arXiv 2503.14476, eq. 8 and 12
     (group_token_mean as the formulas state it, token_mean as its code averages);
@@ -156,15 +146,14 @@ def aggregate(
         raise ValueError(
             f"denominator needs one entry per row, [{rows.shape[0]}]; got shape {tuple(denominator.shape)}."
         )
-    inside = rows != 0
-    total = (torch.where(inside, values, 0.0) * rows.to(values.dtype)).sum(1)
+    total = (torch.where(rows != 0, values, 0.0) * rows.to(values.dtype)).sum(1)
     if mode in ("seq_mean_token_mean", "group_token_mean"):
         if mode == "group_token_mean" and (counts.groups is None or denominator is None):
             raise ValueError(
                 "group_token_mean needs count_step(weight, group=g) and denominator=row_tokens(weight, g)."
             )
-        own = rows.double().sum(1) if denominator is None else denominator
-        total = total / _nonzero(own).to(values.dtype)
+        tokens = rows.double().sum(1) if denominator is None else denominator
+        total = total / _nonzero(tokens).to(values.dtype)
     # Σ_i (Σ_t w ℓ [/ n_i]) / divisor
     divisors = {
         "token_mean": counts.tokens,
@@ -186,5 +175,5 @@ def _rows(name: str, value: Tensor) -> Tensor:
 
 
 def _nonzero(count: Tensor) -> Tensor:
-    """1 where the count is 0: the numerator is 0 there too."""
+    """Replace 0 by 1; the numerator is 0 there too."""
     return torch.where(count == 0, 1.0, count)

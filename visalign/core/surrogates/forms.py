@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Surrogates of the ratio beside the clip: KL penalty, gradient-keeping clip, soft gate, geometric mean.
+"""Alternatives to PPO's clip: KL penalty, gradient-keeping clip, soft gate, geometric mean.
 
-Like `ppo_clip`: log-ratio and advantage in, one loss per decision out, to be minimised. The log-ratio comes
-from `log_ratio` and `ratio_level`, which put 0 where nothing is; `aggregate` leaves those places out.
+`log_ratio` comes from `ratios.log_ratio` and `ratio_level`, which put 0 at absent decisions.
 """
 
 from __future__ import annotations
@@ -17,74 +16,73 @@ from .ratios import ratio_level
 
 
 def ppo_kl(log_ratio: Tensor, advantage: Tensor, *, beta: float, kl: Tensor | None = None) -> Tensor:
-    """PPO's surrogate with a KL penalty instead of the clip.
+    """Compute PPO's surrogate with a KL penalty instead of the clip.
 
-    ℓ = −r A + β KL(π_old ‖ π). Without an exact divergence it is estimated from the old policy's own samples
-    by r − 1 − log r ≥ 0: unbiased, and so is its gradient r − 1. Adapt β between updates, not here.
+    ℓ = −r A + β KL(π_old ‖ π). Without `kl` the divergence is estimated from the old policy's samples by
+    r − 1 − log r ≥ 0: unbiased, and so is its gradient r − 1. Adapt β between updates, not here.
 
     Args:
         log_ratio: [B] or [B, T], differentiable.
-        advantage: [B], or the shape of log_ratio; detached here.
+        advantage: [B], or the shape of log_ratio.
         beta: β ≥ 0, in units of the advantage per nat.
-        kl: the shape of log_ratio, nats, differentiable: the exact divergence of each decision's distribution
-            where it is known, e.g. `gaussian_kl(mean, mean_old, std)` (symmetric at equal std).
+        kl: The shape of log_ratio, nats, differentiable: exact divergence of each decision where it is known,
+            e.g. `gaussian_kl(mean, mean_old, std)` (symmetric at equal std).
 
     Returns:
-        The shape of log_ratio, float32 or better.
+        Loss per decision, the shape of log_ratio.
 
     Schulman et al., PPO, arXiv 1707.06347, eq. 8.
     """
     value, gain = surrogate_inputs(log_ratio, advantage)
     if not beta >= 0:
         raise ValueError(f"beta must be ≥ 0; got {beta}.")
-    ratio = bounded_ratio(value)
     if kl is None:
         excess = (value - LOG_RATIO_LIMIT).clamp(min=0).detach()
         kl = torch.expm1(value - excess) - value
     check_same(kl=kl, log_ratio=value)
     # −r A + β KL(π_old ‖ π)
-    return -ratio * gain + beta * kl
+    return -bounded_ratio(value) * gain + beta * kl
 
 
 def gradient_keeping_clip(log_ratio: Tensor, advantage: Tensor, *, eps_low: float, eps_high: float) -> Tensor:
-    """PPO's clip whose upper side keeps a bounded gradient.
+    """Compute PPO's clip whose upper side keeps a bounded gradient.
 
-    The value of `ppo_clip`; where A > 0 and r > 1 + ε_high the clipped term is (1 + ε_high)/sg(r) · r, whose
-    gradient is −(1 + ε_high) A ∇log r instead of 0. For A > 0 it is therefore no trust region: add a KL term
-    or take few inner epochs.
+    The value is that of `ppo_clip`. Where A > 0 and r > 1 + ε_high the clipped term is (1 + ε_high)/sg(r) ·
+    r, with gradient −(1 + ε_high) A ∇log r instead of 0. For A > 0 it is therefore no trust region: add a KL
+    term or take few inner epochs.
 
     Args:
         log_ratio: [B] or [B, T], differentiable.
-        advantage: [B], or the shape of log_ratio; detached here.
-        eps_low: the clip's lower bound is 1 − eps_low.
-        eps_high: its upper one 1 + eps_high.
+        advantage: [B], or the shape of log_ratio.
+        eps_low: Distance of the lower bound from 1.
+        eps_high: Distance of the upper bound from 1.
 
     Returns:
-        The shape of log_ratio, float32 or better.
+        Loss per decision, the shape of log_ratio.
 
     Dong et al., Agentic Entropy-Balanced Policy Optimization (AEPO), arXiv 2510.14545.
     """
     clipped = ppo_clip(log_ratio, advantage, eps_low=eps_low, eps_high=eps_high)
     value, gain = surrogate_inputs(log_ratio, advantage)
     above = (gain > 0) & (torch.expm1(value) > eps_high)
-    one = torch.exp(torch.where(above, value - value.detach(), 0.0))
+    one = torch.exp(torch.where(above, value - value.detach(), 0.0))  # value 1, gradient ∇log r
     return torch.where(above, clipped.detach() * one, clipped)
 
 
 def sapo(log_ratio: Tensor, advantage: Tensor, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
-    """Soft adaptive gate in the place of the clip.
+    """Compute the soft adaptive gate of SAPO in place of the clip.
 
     ℓ = −(4/τ) σ(τ (r − 1)) A, τ = τ_pos where A > 0, else τ_neg. The gradient's weight 4 σ(1 − σ) r is 1 at
     r = 1 and fades on both sides; τ_neg > τ_pos makes it fade sooner for A < 0.
 
     Args:
         log_ratio: [B] or [B, T], differentiable.
-        advantage: [B], or the shape of log_ratio; detached here.
-        tau_pos: temperature for A > 0, > 0.
-        tau_neg: temperature for A ≤ 0, > 0.
+        advantage: [B], or the shape of log_ratio.
+        tau_pos: Temperature for A > 0, > 0.
+        tau_neg: Temperature for A ≤ 0, > 0.
 
     Returns:
-        The shape of log_ratio, float32 or better; at r = 1 the value is −2 A/τ.
+        Loss per decision, the shape of log_ratio; −2 A/τ at r = 1.
 
     Soft Adaptive Policy Optimization, arXiv 2511.20347; the definition of its gate f.
     """
@@ -100,21 +98,21 @@ def sapo(log_ratio: Tensor, advantage: Tensor, *, tau_pos: float = 1.0, tau_neg:
 def gmpo(
     log_ratio: Tensor, advantage: Tensor, weight: Tensor, *, eps_low: float = 0.4, eps_high: float = 0.4
 ) -> Tensor:
-    """Geometric mean of the clipped ratios of a sequence.
+    """Compute GMPO: the geometric mean of the clipped ratios of a sequence.
 
     ℓ_it = −s_i A_it, s_i = exp(Σ_t w c_it / Σ_t w), c = min(log r, ε_high) where A > 0 and
-    max(log r, −ε_low) where A < 0: clipped per token, in log space, and only then averaged. The paper's
-    advantage is one per sequence; then ℓ is constant along it, and "seq_mean_token_mean" is the paper's loss.
+    max(log r, −ε_low) where A < 0: clipped per token in log space, then averaged. With the paper's one
+    advantage per sequence ℓ is constant along it, and "seq_mean_token_mean" gives the paper's loss.
 
     Args:
-        log_ratio: [B, T], differentiable; per token, whole sequences.
-        advantage: [B] or [B, T]; detached here.
+        log_ratio: [B, T] of whole sequences, per token, differentiable.
+        advantage: [B] or [B, T].
         weight: [B, T], 0 for absent decisions.
-        eps_low: lower bound in log space, ≥ 0.
-        eps_high: upper bound in log space, ≥ 0.
+        eps_low: Lower bound in log space, ≥ 0.
+        eps_high: Upper bound in log space, ≥ 0.
 
     Returns:
-        [B, T] float32 or better; 0 with exactly zero gradient where weight is 0.
+        Loss per decision, [B, T].
 
     Zhao et al., Geometric-Mean Policy Optimization, arXiv 2507.20673.
     """

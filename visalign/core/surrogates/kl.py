@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divergences between policy and reference: sampled estimators, and exact ones where a closed form exists.
+"""KL divergence between policy and reference: sampled estimators, and closed forms where they exist.
 
-With d = log π(a) − log π_ref(a) of a sampled decision a ~ π, an estimator k(d) has a mean (what a metric or a
-reward sees) and, when it is put into a loss, a gradient k'(d) ∇log π. They estimate different things:
+With d = log π(a) − log π_ref(a) of a sampled decision a ~ π, an estimator k(d) has a mean (seen by a metric
+or a reward) and, inside a loss, a gradient k'(d) ∇log π. The two estimate different things:
 
 | k          | value            | E_π[value]       | k'(d)           | E_π[k'(d) ∇log π]                  |
 |------------|------------------|------------------|-----------------|------------------------------------|
@@ -12,14 +12,14 @@ reward sees) and, when it is put into a loss, a gradient k'(d) ∇log π. They e
 | abs        | |d|              | neither          | sign d          | ∇‖π − π_ref‖₁, twice total variation |
 | low_var_kl | min(k3, 10)      | biased           | k3's, 0 where k3 > 10 | biased                       |
 
-So value and gradient are two arguments of `kl_penalty`. Times a live ratio r = π/π_old, ∇(r k3) = r d ∇log π
-sample by sample: that is k2's gradient with importance weight r, and right off-policy; r k1 has the same
-mean, r k2 and r abs have not.
+So `kl_penalty` takes value and gradient separately. With a live ratio r = π/π_old, ∇(r k3) = r d ∇log π for
+each sample: k2's gradient with importance weight r, correct off-policy. r k1 has the same mean; r k2 and r
+abs do not.
 
-The table is about one decision given what came before. Summed over a sampled sequence, a gradient through the
-decision's own log-probability leaves out how it changes later states; k1 inside the reward does not.
+The table holds for one decision given its past. Summed over a sampled sequence, the gradient through each
+decision's own log-prob ignores its effect on later states; k1 inside the reward does not.
 
-Deviation: e^−d is e^min(−d, 20), in value and slope, so that far-off tokens neither overflow nor lose their
+Deviation: e^−d is e^min(−d, 20), in value and slope, so that distant tokens neither overflow nor lose their
 gradient.
 """
 
@@ -39,9 +39,9 @@ Estimator = Literal["k1", "k2", "k3", "abs", "low_var_kl"]
 Direction = Literal["reverse", "forward"]
 
 LOG_LIMIT = 20.0
-"""Exponentials are e^min(x, 20), as in the surrogates."""
+"""Exponentials are e^min(x, 20), as in `ppo`."""
 VALUE_LIMIT = 10.0
-"""Where "low_var_kl" saturates."""
+"""Value at which "low_var_kl" saturates."""
 
 
 def kl_estimate(
@@ -54,25 +54,25 @@ def kl_estimate(
 ) -> Tensor:
     """Estimate KL(π‖π_ref) from sampled decisions: k(d), or r k(d) for decisions sampled from π_old.
 
-    The formula as written, differentiable as written, for metrics, for the reward and for parity. As a loss
-    its gradient is the last column of the module's table: take `kl_penalty` there.
+    For metrics, rewards and parity. As a loss its gradient is the last column of the module's table: use
+    `kl_penalty` there.
 
     Args:
-        log_prob: log π of the sampled decisions, any shape, differentiable; float16 and bfloat16 are computed
-            in float32.
-        ref_log_prob: the same shape, log π_ref; detached here.
+        log_prob: log π of the sampled decisions, any shape, differentiable.
+        ref_log_prob: The same shape, log π_ref; detached.
         estimator: "k1", "k2", "k3", "abs" or "low_var_kl".
-        log_ratio: the same shape, log π − log π_old, differentiable; the estimate is then multiplied by r.
-        weight: the same shape; where it is 0 the result is 0 and nothing gets a gradient, even from NaN.
+        log_ratio: The same shape, log π − log π_old, differentiable; multiplies the estimate by r.
+        weight: The same shape, 0 for absent decisions.
 
     Returns:
-        Nats per decision, the shape of log_prob, float32 or better.
+        Nats per decision, the shape of log_prob.
 
     Schulman, Approximating KL divergence, 2020 (k1, k2, k3); Shao et al., DeepSeekMath, arXiv 2402.03300,
     eq. 4 (k3); DeepSeek-V3.2, arXiv 2512.02556, section 3.1 (r k3).
     """
+    check_choice("estimator", estimator, get_args(Estimator))
     d, ratio = _inputs(log_prob, ref_log_prob, log_ratio, weight)
-    value, slope = _value_and_slope(d, _known("estimator", estimator))
+    value, slope = _value_and_slope(d, estimator)
     estimate = _straight_through(value, slope, d)
     return estimate if ratio is None else ratio * estimate
 
@@ -86,28 +86,28 @@ def kl_penalty(
     log_ratio: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """KL term of a loss whose value is one estimator and whose gradient is another's.
+    """Compute a KL loss term with the value of one estimator and the gradient of another.
 
-    ℓ = r [k_value(d) + k'_gradient(d) (d − sg d)], the last factor being 0 with gradient ∇log π, and
+    ℓ = r [k_value(d) + k'_gradient(d) (d − sg d)], where d − sg d is 0 with gradient ∇log π, and
     r = sg(π/π_old), 1 without `log_ratio`. The default reports the unbiased k3 and follows ∇KL(π‖π_ref), on
-    samples of π, or of π_old with `log_ratio`; there its gradient is that of r k3 with a live r.
+    samples of π, or of π_old with `log_ratio`; then its gradient is that of r k3 with a live r.
     `gradient="k3"` is GRPO as published, which follows ∇KL(π_ref‖π).
 
     Args:
         log_prob: log π of the sampled decisions, any shape, differentiable.
-        ref_log_prob: the same shape, log π_ref; detached here.
-        value: what the loss shows: "k1", "k2", "k3", "abs" or "low_var_kl".
-        gradient: what the loss follows: "k2", "k3", "abs" or "low_var_kl".
-        log_ratio: the same shape, log π − log π_old; detached here.
-        weight: the same shape; where it is 0 the result is 0 and log_prob gets exactly zero gradient.
+        ref_log_prob: The same shape, log π_ref; detached.
+        value: Estimator of the value: "k1", "k2", "k3", "abs" or "low_var_kl".
+        gradient: Estimator of the gradient: "k2", "k3", "abs" or "low_var_kl".
+        log_ratio: The same shape, log π − log π_old; detached.
+        weight: The same shape, 0 for absent decisions.
 
     Returns:
-        Nats per decision, the shape of log_prob, float32 or better, to be multiplied by β and minimised.
+        Nats per decision, the shape of log_prob, to be multiplied by β.
 
     Raises:
-        ValueError: shapes that differ, an unknown estimator, or "k1" as the gradient.
+        ValueError: Different shapes, an unknown estimator, or "k1" as the gradient.
 
-    The table of the module; Tang and Munos, arXiv 2506.09477; Liu et al., Rethinking KL Regularization in
+    Table of the module; Tang and Munos, arXiv 2506.09477; Liu et al., Rethinking KL Regularization in
     RLHF, arXiv 2510.01555; DeepSeek-V3.2, arXiv 2512.02556, section 3.1.
     """
     if gradient == "k1":
@@ -117,13 +117,15 @@ def kl_penalty(
             "gradient='k2' (∇KL(π‖π_ref)), with value='k1' if k1 is to be shown, or subtract β·k1 from the "
             "reward."
         )
+    check_choice("value", value, get_args(Estimator))
+    check_choice("gradient", gradient, get_args(Estimator))
     d, ratio = _inputs(log_prob, ref_log_prob, log_ratio, weight)
-    shown, _ = _value_and_slope(d, _known("value", value))
-    _, slope = _value_and_slope(d, _known("gradient", gradient))
+    estimate, _ = _value_and_slope(d, value)
+    _, slope = _value_and_slope(d, gradient)
     if ratio is not None:
-        shown, slope = ratio.detach() * shown, ratio.detach() * slope
+        estimate, slope = ratio.detach() * estimate, ratio.detach() * slope
     # r [k_value(d) + k'_gradient(d) (d − sg d)]
-    return _straight_through(shown, slope, d)
+    return _straight_through(estimate, slope, d)
 
 
 def categorical_kl(
@@ -131,21 +133,20 @@ def categorical_kl(
 ) -> Tensor:
     """Compute the exact KL of two categorical distributions over a whole vocabulary.
 
-    "reverse": KL(π‖π_ref) = Σ_v π_v (log π_v − log π_ref,v); "forward": KL(π_ref‖π). No sampling noise, and
-    the gradient is the divergence's own. Log-probabilities are logits too. A few [*N, V] tensors in float32
-    are alive at once. Entries with logit −∞ have probability 0 and add 0 where they are the first argument's;
-    where only the second argument forbids an entry the divergence is infinite.
+    "reverse": KL(π‖π_ref) = Σ_v π_v (log π_v − log π_ref,v); "forward": KL(π_ref‖π). No
+    sampling noise. A few [*N, V] float32 tensors are alive at once. A logit of −∞ is probability 0: it adds 0
+    in the first argument, and makes the divergence infinite in the second alone.
 
     Args:
-        logits: [*N, V] logits or log-probabilities of π, differentiable; divide by the temperature before.
-        ref_logits: the same shape, of π_ref; detached here.
+        logits: [*N, V] logits or log-probabilities of π, differentiable; divide by the temperature first.
+        ref_logits: The same shape, of π_ref; detached.
         direction: "reverse" or "forward".
-        weight: [*N]; where it is 0 the result is 0 and the gradient exactly zero, even from NaN.
+        weight: [*N], 0 for absent decisions.
 
     Returns:
-        [*N] nats, float32 or better, ≥ 0 up to rounding.
+        [*N] nats, ≥ 0 up to rounding.
 
-    Kullback and Leibler, 1951; the quantity that every estimator above estimates.
+    Kullback and Leibler, 1951.
     """
     if direction not in get_args(Direction):
         raise ValueError(
@@ -172,18 +173,17 @@ def gaussian_kl(
 ) -> Tensor:
     """Compute the exact KL(N(μ, std²) ‖ N(μ_ref, std²)) = Σ_d (μ_d − μ_ref,d)²/(2 std²), over D for "mean".
 
-    Zero variance, and its gradient is the gradient of the divergence. Published code often leaves √(−dt) out
-    of std; then early denoising steps count too little (Flow-GRPO's paper has it: ‖Δμ‖²/(2 s² Δt)).
+    Published code often leaves √(−dt) out of std; then early denoising steps count too little (Flow-GRPO's
+    paper has it: ‖Δμ‖²/(2 s² Δt)).
 
     Args:
         mean: [*N, *event] μ, differentiable.
-        mean_ref: [*N, *event] μ of the reference; detached here.
-        std: [*N] total standard deviation of the step, with the √(−dt), > 0; detached here.
-        log_prob_reduction: "mean" or "sum" over the event; the same as in the log-prob, or β changes
-            its meaning.
+        mean_ref: [*N, *event] μ of the reference; detached.
+        std: [*N] total standard deviation of the step, with the √(−dt), > 0; detached.
+        log_prob_reduction: "mean" or "sum" over the event, as in the log-prob; it sets the scale of β.
 
     Returns:
-        [*N] nats (per element for "mean"), float32 or better, ≥ 0.
+        [*N] nats (per element for "mean"), ≥ 0.
 
     Liu et al., Flow-GRPO, arXiv 2505.05470, section 4.
     """
@@ -194,16 +194,16 @@ def gaussian_kl(
 
 
 def velocity_kl(velocity: Tensor, velocity_ref: Tensor) -> Tensor:
-    """Compute mean_d (v_d − v_ref,d)², which is the Gaussian KL of a step without the factor of its σ and dt.
+    """Compute mean_d (v_d − v_ref,d)², the Gaussian KL of a step without its σ and dt.
 
     Args:
         velocity: [N, *event] v, differentiable.
-        velocity_ref: [N, *event] v of the reference; detached here.
+        velocity_ref: [N, *event] v of the reference; detached.
 
     Returns:
-        [N] squared units of v, per element of the event, float32 or better, ≥ 0.
+        [N] squared units of v per element, ≥ 0.
 
-    Zheng et al., DiffusionNFT, arXiv 2509.16117, whose code has it as its KL loss.
+    Zheng et al., DiffusionNFT, arXiv 2509.16117 (the KL loss of its code).
     """
     check_same(velocity=velocity, velocity_ref=velocity_ref)
     dtype = float32_dtype(velocity)
@@ -211,7 +211,7 @@ def velocity_kl(velocity: Tensor, velocity_ref: Tensor) -> Tensor:
 
 
 def _value_and_slope(d: Tensor, estimator: Estimator) -> tuple[Tensor, Tensor]:
-    """(k(d), k'(d)), both without gradient."""
+    """Compute k(d) and k'(d), without gradient."""
     d = d.detach()
     if estimator == "k1":
         return d, torch.ones_like(d)
@@ -227,27 +227,20 @@ def _value_and_slope(d: Tensor, estimator: Estimator) -> tuple[Tensor, Tensor]:
 
 
 def _straight_through(value: Tensor, slope: Tensor, d: Tensor) -> Tensor:
-    """Value `value` with gradient `slope` ∇d; d − sg d is exactly 0."""
+    """Give `value` the gradient slope ∇d; d − sg d is exactly 0."""
     return value + slope * (d - d.detach())
 
 
 def _inputs(
     log_prob: Tensor, ref_log_prob: Tensor, log_ratio: Tensor | None, weight: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """(d, r or None), both 0-gradient and finite where weight is 0."""
+    """Return d and r (or None), finite and without gradient where weight is 0."""
     check_same(log_prob=log_prob, ref_log_prob=ref_log_prob, log_ratio=log_ratio, weight=weight)
     d = float32(log_prob) - float32(ref_log_prob.detach())
-    logs = None
-    if log_ratio is not None:
-        logs = log_ratio.to(d.dtype)
+    logs = None if log_ratio is None else log_ratio.to(d.dtype)
     if weight is not None:
         d = torch.where(weight != 0, d, 0.0)
         logs = None if logs is None else torch.where(weight != 0, logs, 0.0)
     if logs is None:
         return d, None
     return d, torch.exp(logs - (logs - LOG_LIMIT).clamp(min=0).detach())
-
-
-def _known(name: str, estimator: Estimator) -> Estimator:
-    check_choice(name, estimator, get_args(Estimator))
-    return estimator

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SAFE's gate: a KL penalty that acts beyond a threshold, which a controller moves with the reward."""
+"""SAFE's gated KL penalty: active above a threshold that a controller moves with the reward.
+
+SAFE, arXiv 2602.04651, with the constants of its released code. The sign of the error and the conditions of
+the phases are our reading.
+"""
 
 from __future__ import annotations
 
@@ -11,45 +15,38 @@ from visalign.core.checks import check_not_negative, check_positive
 WARMUP = 50
 """Steps of the first phase."""
 TARGET = 0.001
-"""Velocity of the reward that is aimed at, per step."""
+"""Target growth of the reward per step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLGate:
-    """What the gate keeps from step to step."""
+    """State of the gate between steps."""
 
     kl: float = 0.0
     """Moving average (0.9) of the KL to the reference, nats per token."""
     reward: float | None = None
-    """Mean of the last step."""
+    """Mean reward of the last step."""
     velocity: float = 0.0
     """Moving average (0.95) of the reward's changes."""
     error: float = 0.0
-    """velocity − `TARGET`, of the controller."""
+    """velocity − `TARGET`."""
     slope: float = 0.0
     """Change of the error in the last step."""
     integral: float = 0.0
-    """Sum of the errors, held in [−1, 1]."""
+    """Sum of the errors, clamped to [−1, 1]."""
     steps: int = 0
 
 
 def next_gate(gate: KLGate, *, kl: float, reward: float) -> KLGate:
-    """The gate after a step; numbers that are not finite, not measured, move nothing.
-
-    Args:
-        gate: before it.
-        kl: mean KL(π‖π_ref) of the step, nats per token.
-        reward: mean reward of the step.
-
-    SAFE, arXiv 2602.04651, with the numbers of its released code.
-    """
-    known = math.isfinite(reward)
-    change = reward - gate.reward if known and gate.reward is not None else 0.0
+    """Update the gate with a step's mean KL(π‖π_ref) (nats per token) and mean reward; ignores non-finite
+    ones."""
+    measured = math.isfinite(reward)
+    change = reward - gate.reward if measured and gate.reward is not None else 0.0
     velocity = 0.95 * gate.velocity + 0.05 * change
     error = velocity - TARGET
     return KLGate(
         kl=0.9 * gate.kl + 0.1 * kl if math.isfinite(kl) else gate.kl,
-        reward=reward if known else gate.reward,
+        reward=reward if measured else gate.reward,
         velocity=velocity,
         error=error,
         slope=error - gate.error if gate.steps else 0.0,
@@ -59,16 +56,10 @@ def next_gate(gate: KLGate, *, kl: float, reward: float) -> KLGate:
 
 
 def gate_threshold(gate: KLGate, *, base: float = 0.3) -> float:
-    """The KL from which the penalty acts: clip((base + 0.3 e + 0.01 Σe + 0.05 Δe) · phase, base/3, 2 base).
+    """Compute the KL above which the penalty acts: clip((b + 0.3 e + 0.01 Σe + 0.05 Δe) · phase, b/3, 2 b).
 
-    e is how much faster than `TARGET` the reward grows. Phases: 1.5 during the `WARMUP`, 1.2 while the reward
-    grows faster than the target, 0.8 while it stands (|velocity| ≤ target), else 1.
-
-    Args:
-        gate: of the steps so far.
-        base: nats per token; the code's is 0.3, its bounds 0.1 and 0.6.
-
-    SAFE, arXiv 2602.04651. The sign of e and what tells the phases apart are our reading.
+    Phase: 1.5 during the warm-up, 1.2 while the reward grows faster than the target, 0.8 while it stalls
+    (|velocity| ≤ target), else 1. `base` b is in nats per token.
     """
     check_positive(base=base)
     if gate.steps < WARMUP:
@@ -77,23 +68,15 @@ def gate_threshold(gate: KLGate, *, base: float = 0.3) -> float:
         phase = 1.2
     else:
         phase = 0.8 if abs(gate.velocity) <= TARGET else 1.0
-    moved = base + 0.3 * gate.error + 0.01 * gate.integral + 0.05 * gate.slope
-    return min(2 * base, max(base / 3, moved * phase))
+    threshold = base + 0.3 * gate.error + 0.01 * gate.integral + 0.05 * gate.slope
+    return min(2 * base, max(base / 3, threshold * phase))
 
 
 def gated_coefficient(gate: KLGate, entropy: float, *, scale: float = 0.2, base: float = 0.3) -> float:
-    """β of the KL term: scale · max(0, KL − threshold) · max(0.5, 2/(H + 0.1)).
+    """Compute β of the KL term: scale · max(0, KL − threshold) · max(0.5, 2/(H + 0.1)).
 
-    It is the derivative by the KL of the code's penalty, 0.1 (KL − threshold)² · max(0.5, 2/(H + 0.1)), which
-    there is a number without gradient and moves nothing.
-
-    Args:
-        gate: of the steps so far.
-        entropy: H of the policy, nats per token; the lower, the stronger.
-        scale: twice the code's 0.1.
-        base: see `gate_threshold`.
-
-    SAFE, arXiv 2602.04651.
+    This is the derivative by the KL of the code's penalty 0.1 (KL − threshold)² · max(0.5, 2/(H + 0.1)),
+    which has no gradient there. `entropy` H is the policy's, nats per token; `scale` is twice the code's 0.1.
     """
     check_not_negative(scale=scale)
     return scale * max(0.0, gate.kl - gate_threshold(gate, base=base)) * max(0.5, 2 / (entropy + 0.1))

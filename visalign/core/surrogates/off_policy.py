@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Correction for rollouts drawn by another policy: an older one, or the same one in an inference engine.
+"""Correct for rollouts of another policy: an older one, or the same one in an inference engine.
 
-Three policies: the rollout's μ, the π_old from which the clip range is measured, and π. The log-ratio here is
-log π_old − log μ (or log π − log μ where π_old is not recomputed), without gradient.
+Three policies: μ of the rollout, π_old at the center of the clip range, and π. The log-ratio here is
+log π_old − log μ (log π − log μ where π_old is not recomputed), without gradient.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Correction = Literal["truncate", "mask"]
 
 @dataclass(frozen=True)
 class ImportanceWeights:
-    """Weight of each decision and what is left of the batch; no gradient."""
+    """Importance weight of each decision and the decisions kept; no gradient."""
 
     value: Tensor
-    """[B, T] ω; multiply the loss per decision with it. 0 where nothing is, or where it was rejected."""
+    """[B, T] ω, factor of the loss per decision; 0 for absent and rejected ones."""
     keep: Tensor
-    """[B, T] bool. Multiply the aggregation's weight with it to leave the rejected out of the counts."""
+    """[B, T] bool, factor of the aggregation's weight that leaves rejected decisions out of the counts."""
 
 
 def importance_weights(
@@ -41,23 +41,19 @@ def importance_weights(
     high: float,
     low: float = 0.0,
 ) -> ImportanceWeights:
-    """Truncated (TIS) or masked (MIS) importance weights of the rollout.
+    """Compute truncated (TIS) or masked (MIS) importance weights of a rollout.
 
     ω = clip(r, low, high) for "truncate"; ω = r · 1[low ≤ r ≤ high] for "mask". r is the ratio of the token,
-    the geometric mean of the sequence's ("sequence"), or the ratio of the whole sequence ("sequence_sum").
-    The last is the unbiased one; its spread grows with the length, so a fixed bound rejects the long
-    completions first.
+    the geometric mean over the sequence ("sequence"), or the product over it ("sequence_sum"). Only the last
+    is unbiased; its spread grows with the length, so a fixed bound rejects long completions first.
 
     Args:
-        log_ratio: [B, T], log π_old − log μ; detached here.
+        log_ratio: [B, T], log π_old − log μ; detached.
         weight: [B, T], 0 for absent decisions.
         level: "token", "sequence" or "sequence_sum"; public trainers call the last one "sequence".
         mode: "truncate" or "mask".
-        high: largest ratio C; 2 in TIS.
-        low: smallest ratio; 0 in TIS, above 0 in two-sided masks (IcePop).
-
-    Returns:
-        The weights, float32 or better.
+        high: Largest ratio C; 2 in TIS.
+        low: Smallest ratio; 0 in TIS, above 0 in two-sided masks (IcePop).
 
     Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025 (TIS); Liu et
     al., "When speed kills stability", 2025 (MIS, sequence level).
@@ -78,18 +74,18 @@ def importance_weights(
 
 
 def off_policy_mask(log_ratio: Tensor, advantage: Tensor, weight: Tensor, *, delta: float) -> Tensor:
-    """Leave out bad sequences that the current policy would hardly draw.
+    """Mask bad sequences that the current policy is unlikely to generate.
 
     M_i = 0 where A < 0 and −(1/n_i) Σ_t log r_it > δ, else 1.
 
     Args:
-        log_ratio: [B, T], log π − log μ of the rollout; detached here.
+        log_ratio: [B, T], log π − log μ of the rollout; detached.
         advantage: [B] or [B, T].
         weight: [B, T], 0 for absent decisions.
-        delta: δ in nats per decision, ≥ 0.
+        delta: Threshold δ in nats per decision, ≥ 0.
 
     Returns:
-        bool, the shape of advantage: what to keep. Sequences without a present decision are kept.
+        Bool mask of what to keep, the shape of advantage; empty sequences are kept.
 
     DeepSeek-V3.2, arXiv 2512.02556, off-policy sequence masking.
     """
@@ -100,25 +96,25 @@ def off_policy_mask(log_ratio: Tensor, advantage: Tensor, weight: Tensor, *, del
             f"advantage must be [B] or [B, T] for log_ratio {tuple(log_ratio.shape)}; got "
             f"{tuple(advantage.shape)}."
         )
-    own = ratio_level(log_ratio.detach(), weight, "token")
-    scale = weight.to(own.dtype)
+    log_r = ratio_level(log_ratio.detach(), weight, "token")
+    scale = weight.to(log_r.dtype)
     total = scale.sum(1)
-    away = -(own * scale).sum(1) / torch.where(total == 0, 1.0, total) > delta
-    return ~((advantage < 0) & (away if advantage.ndim == 1 else away[:, None]))
+    # −(1/n_i) Σ_t log r_it > δ
+    distant = -(log_r * scale).sum(1) / torch.where(total == 0, 1.0, total) > delta
+    return ~((advantage < 0) & (distant if advantage.ndim == 1 else distant[:, None]))
 
 
 def effective_sample_size(log_weight: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Kish's effective sample size of importance weights: (Σ ω)² / Σ ω².
+    """Compute Kish's effective sample size of importance weights, (Σ ω)² / Σ ω².
 
-    Between 1 and the number of weights; at that number all are equal. Free of the weights' scale, and without
-    overflow.
+    It lies between 1 and the number of weights (all equal), and is free of their scale.
 
     Args:
-        log_weight: any shape, log ω; −∞ for a weight of 0. Per token, or [B] per sequence.
-        weight: the same shape; decisions of weight 0 are not counted, the others count once.
+        log_weight: Any shape, log ω; −∞ for a weight of 0.
+        weight: The same shape; decisions of weight 0 are not counted, others count once.
 
     Returns:
-        0-dim, float32 or better, without gradient; 0 when every weight is 0 or none is present.
+        0-dim, without gradient; 0 if every ω is 0 or none is present.
 
     Kish, Survey Sampling, 1965; Kong, A note on importance sampling, 1992.
     """

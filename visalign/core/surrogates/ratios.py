@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of Gaussian steps and likelihood ratios, at the level of one decision or one sequence.
+"""Log-probs of Gaussian steps, and likelihood ratios per decision or per sequence.
 
-`log_prob_reduction` says how the D elements of one denoising step enter: "sum" is the true log-density,
-"mean" is that divided by D, as in the published Flow-GRPO. A clip range means D times more under "mean": 1e-4
-at D = 65536 is 6.6 nats.
+`log_prob_reduction` combines the D elements of one denoising step: "sum" is the true log-density, "mean"
+divides it by D, as in the published Flow-GRPO. Under "mean" a clip range allows D times more: 1e-4 at D =
+65536 is 6.6 nats.
 """
 
 from __future__ import annotations
@@ -26,30 +26,31 @@ LEVELS: dict[str, str] = {
     "sequence_sum": "Σ_t w log r_it",
     "sequence_token": "sg[log s_i] + log r_it − sg[log r_it]",
 }
-"""Name -> formula. PPO, GRPO: token; GSPO: sequence; whole trajectories: sequence_sum; GSPO-token:
+"""Formula of each level. PPO, GRPO: token; GSPO: sequence; whole trajectories: sequence_sum; GSPO-token:
 sequence_token."""
 
 
 def gaussian_log_prob(
     x: Tensor, mean: Tensor, std: Tensor, *, log_prob_reduction: LogProbReduction
 ) -> Tensor:
-    """Log-density of a diagonal Gaussian with one standard deviation per decision.
+    """Compute the log-density of a Gaussian with one standard deviation per decision.
 
     log p = Σ_d [−(x_d − μ_d)²/(2 std²) − log std − ½ log 2π], divided by D for "mean".
 
     Args:
-        x: [*N, *event], the point; the dimensions beyond those of std are the event.
+        x: [*N, *event]; the dimensions beyond those of std are the event.
         mean: [*N, *event] μ, differentiable.
-        std: [*N] total standard deviation of x', with the √(−dt), > 0; N has at least one dimension.
+        std: [*N] total standard deviation of x', with the √(−dt), > 0.
         log_prob_reduction: "mean" or "sum" over the event.
 
     Returns:
-        [*N], float32 or better.
+        [*N] log-densities.
 
-    Liu et al., Flow-GRPO, arXiv 2505.05470; the density of its SDE step.
+    Liu et al., Flow-GRPO, arXiv 2505.05470 (density of its SDE step).
     """
     x, mean, std = float32(x), float32(mean), float32(std)
     scale = expand_over_event(std, x, mean)
+    # log p = Σ_d [−(x_d − μ_d)²/(2 std²) − log std − ½ log 2π]
     density = -((x - mean) / scale).square() / 2 - scale.log() - math.log(2 * math.pi) / 2
     return reduce_event(density, std.ndim, log_prob_reduction)
 
@@ -59,12 +60,8 @@ def log_ratio(log_prob: Tensor, old_log_prob: Tensor, weight: Tensor | None = No
 
     Args:
         log_prob: [B] or [B, T], differentiable.
-        old_log_prob: the same shape, from the rollout.
-        weight: the same shape; where it is 0 the result is 0 and log_prob gets exactly zero gradient, even if
-            it is NaN.
-
-    Returns:
-        The shape of log_prob, float32 or better.
+        old_log_prob: The same shape, from the rollout.
+        weight: The same shape, 0 for absent decisions.
     """
     check_same(log_prob=log_prob, old_log_prob=old_log_prob, weight=weight)
     difference = float32(log_prob) - float32(old_log_prob).detach()
@@ -74,54 +71,50 @@ def log_ratio(log_prob: Tensor, old_log_prob: Tensor, weight: Tensor | None = No
 
 
 def ratio_level(log_ratio: Tensor, weight: Tensor, level: Level) -> Tensor:
-    """Take the log-ratio of each decision at the level of a token, a sequence, or both.
+    """Convert log-ratios per decision to the level of a token, a sequence, or both, by `LEVELS`.
 
-    The formulas are in `LEVELS`. The result has one entry per decision at every level, so that one surrogate
-    and one aggregation serve all: averaged with "seq_mean_token_mean", a surrogate of the "sequence" level
-    counts once per sequence. "sequence_token" has the value of "sequence", and each decision keeps its own
-    gradient: equal gradients where the advantage is the same for the whole sequence, and a meaning where it
-    is not. Decisions are tokens or denoising steps: the "sequence" level of steps is Flow-GSPO.
+    Every level returns one entry per decision, so that all surrogates and aggregations apply: under
+    "seq_mean_token_mean" the "sequence" level counts once per sequence. "sequence_token" has the value of
+    "sequence", with each decision's own gradient, for advantages that vary along the sequence. The "sequence"
+    level of denoising steps is Flow-GSPO.
 
     Args:
-        log_ratio: [B, T], differentiable; whole sequences.
-        weight: [B, T], 0 for absent decisions; for "sequence_sum" a mask of 0 and 1 gives the true ratio.
-        level: a key of `LEVELS`.
-
-    Returns:
-        [B, T] float32 or better; 0 with exactly zero gradient where weight is 0.
+        log_ratio: [B, T] of whole sequences, differentiable.
+        weight: [B, T], 0 for absent decisions; "sequence_sum" needs a mask of 0 and 1 for the true ratio.
+        level: Key of `LEVELS`.
 
     Zheng et al., GSPO, arXiv 2507.18071, eq. 7 (sequence), eq. 14 (sequence_token).
     """
     check_choice("level", level, LEVELS)
     check_axes(log_ratio=(log_ratio, "B T"), weight=(weight, "B T"))
-    inside = weight != 0
-    own = torch.where(inside, float32(log_ratio), 0.0)
+    present = weight != 0
+    log_r = torch.where(present, float32(log_ratio), 0.0)
     if level == "token":
-        return own
-    scale = weight.to(own.dtype)
-    whole = (own * scale).sum(1, keepdim=True)
+        return log_r
+    scale = weight.to(log_r.dtype)
+    sequence = (log_r * scale).sum(1, keepdim=True)
     if level != "sequence_sum":
         total = scale.sum(1, keepdim=True)
-        whole = whole / torch.where(total == 0, 1.0, total)
+        sequence = sequence / torch.where(total == 0, 1.0, total)
     if level == "sequence_token":
-        whole = whole.detach() + (own - own.detach())
-    return torch.where(inside, whole, 0.0)
+        sequence = sequence.detach() + (log_r - log_r.detach())
+    return torch.where(present, sequence, 0.0)
 
 
 def guard_log_ratio(noise: Tensor, mean: Tensor, mean_old: Tensor, *, batch_dims: int = 1) -> Tensor:
-    """Log-ratio of GRPO-Guard: log r = mean_d(ε_d Δμ_d), with Δμ = μ − μ_old.
+    """Compute GRPO-Guard's log-ratio, log r = mean_d(ε_d Δμ_d), with Δμ = μ − μ_old.
 
-    This is ((log p − log p_old) + mean(Δμ²)/(2 std²))·std per sample, without its cancellation: its
-    distribution is centred at 0 and free of the step's own scale. Every sample uses its own step.
+    It equals ((log p − log p_old) + mean(Δμ²)/(2 std²))·std per sample without the cancellation, and is
+    centered at 0 and free of the step's scale.
 
     Args:
         noise: [*N, *event] ε of the rollout, or (x' − μ_old)/std.
         mean: [*N, *event] μ under the current policy, differentiable.
-        mean_old: [*N, *event] μ under the rollout policy; detached here.
-        batch_dims: how many leading dimensions N has.
+        mean_old: [*N, *event] μ under the rollout policy; detached.
+        batch_dims: Number of leading dimensions N.
 
     Returns:
-        [*N], float32 or better.
+        [*N] log-ratios.
 
     Wang et al., GRPO-Guard, arXiv 2510.22319.
     """
@@ -136,19 +129,12 @@ def guard_log_ratio(noise: Tensor, mean: Tensor, mean_old: Tensor, *, batch_dims
 
 
 def guard_step_weight(dt: Tensor) -> Tensor:
-    """Weight 1/(−dt) that GRPO-Guard puts on the loss of a step; multiply the loss, do not renormalise.
-
-    Args:
-        dt: σ' − σ of each step, < 0, any shape.
-
-    Returns:
-        The shape of dt, float32 or better, > 0.
-    """
+    """Compute GRPO-Guard's loss weight 1/(−dt), for dt = σ' − σ < 0; it is not renormalized."""
     return -1 / float32(dt)
 
 
 def expand_over_event(std: Tensor, *tensors: Tensor) -> Tensor:
-    """View std [*N] as [*N, 1, …] for tensors [*N, *event], after checking that they fit."""
+    """View std [*N] as [*N, 1, …] for tensors [*N, *event]."""
     shape = tensors[0].shape
     if any(t.shape != shape for t in tensors):
         raise ValueError(

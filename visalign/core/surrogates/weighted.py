@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Surrogates of the form ℓ = −sg[ω] A log π: the gradient flows through log π alone, ω only scales it.
+"""Surrogates ℓ = −sg[ω] A log π: the gradient flows through log π only.
 
-What differs is the weight ω: none (REINFORCE, GPG), the ratio, the clipped ratio (CISPO), a smooth function
-of the sequence's ratio (VESPO), or the ratio inside a trust region of the divergence (DPPO).
+The weight ω is 1 (REINFORCE, GPG), the ratio, the clipped ratio (CISPO), a smooth function of the sequence's
+ratio (VESPO), or the ratio inside a trust region of the divergence (DPPO).
 """
 
 from __future__ import annotations
@@ -21,20 +21,18 @@ from .ppo import bounded_ratio, surrogate_inputs
 def reinforce(
     log_prob: Tensor, advantage: Tensor, log_ratio: Tensor | None = None, *, weight: Tensor | None = None
 ) -> Tensor:
-    """REINFORCE, with the importance ratio as a constant weight if it is given.
+    """Compute REINFORCE, optionally weighted by the importance ratio.
 
-    ℓ = −sg[r] A log π, r = 1 without log_ratio. GPG is this without a ratio (its factor α belongs to the
-    advantage).
+    ℓ = −sg[r] A log π, r = 1 without log_ratio. GPG has no ratio (its factor α belongs to the advantage).
 
     Args:
         log_prob: [B] or [B, T] log π, differentiable.
-        advantage: [B], or the shape of log_prob; detached here.
-        log_ratio: the shape of log_prob, any level; detached here, r limited to e^20.
-        weight: the shape of log_prob; where it is 0 the loss is 0 and log_prob gets exactly zero gradient,
-            even if it is NaN.
+        advantage: [B], or the shape of log_prob.
+        log_ratio: The shape of log_prob, any level; detached.
+        weight: The shape of log_prob, 0 for absent decisions.
 
     Returns:
-        The shape of log_prob, float32 or better.
+        Loss per decision, the shape of log_prob.
 
     Williams, Machine Learning 8, 1992; Chu et al., GPG, arXiv 2504.02546.
     """
@@ -51,22 +49,22 @@ def cispo(
     bound_high: float,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """Clipped importance weights: no decision loses its gradient.
+    """Compute CISPO: clipped importance weights, so that no decision loses its gradient.
 
-    ℓ = −sg[clip(r, b_low, b_high)] A log π. The bounds are ratios, not distances from 1, as three conventions
-    share the name: 0 and 1 + ε_high (the paper; 0 and 5 in ScaleRL), 1 − ε_low and 1 + ε_high (0.8 and 1.2 by
-    default in verl), 0 and ε_high (TRL, whose default of 0.2 caps every weight at 0.2).
+    ℓ = −sg[clip(r, b_low, b_high)] A log π. The bounds are ratios, since three conventions exist: 0 and 1 +
+    ε_high (the paper; 0 and 5 in ScaleRL), 1 − ε_low and 1 + ε_high (0.8 and 1.2 by default in verl), 0 and
+    ε_high (TRL, whose default of 0.2 caps every weight at 0.2).
 
     Args:
         log_prob: [B] or [B, T] log π, differentiable.
-        log_ratio: the shape of log_prob, any level; detached here.
-        advantage: [B], or the shape of log_prob; detached here.
-        bound_low: smallest weight, ≥ 0.
-        bound_high: largest weight, ≥ bound_low; infinity: e^20.
-        weight: the shape of log_prob; where it is 0, loss and gradient are exactly 0.
+        log_ratio: The shape of log_prob, any level; detached.
+        advantage: [B], or the shape of log_prob.
+        bound_low: Smallest weight, ≥ 0.
+        bound_high: Largest weight, ≥ bound_low; infinity allows e^20.
+        weight: The shape of log_prob, 0 for absent decisions.
 
     Returns:
-        The shape of log_prob, float32 or better. "token_mean" is the paper's aggregation.
+        Loss per decision, the shape of log_prob; "token_mean" is the paper's aggregation.
 
     MiniMax-M1, arXiv 2506.13585, eq. 4 and 5; ScaleRL, arXiv 2510.13786 (0 and 5).
     """
@@ -88,22 +86,22 @@ def gamma_weight(
     k_neg: float = 3.0,
     lambda_neg: float = 2.0,
 ) -> Tensor:
-    """Weigh a sequence by VESPO's gamma kernel: φ(W) = W^k e^{λ(1 − W)}.
+    """Compute VESPO's gamma kernel of a sequence ratio, φ(W) = W^k e^{λ(1 − W)}.
 
-    φ(1) = 1, its peak is at W = k/λ, and it vanishes for W → 0 and W → ∞. (k, λ) depend on the sign of A.
+    φ(1) = 1, the peak is at W = k/λ, and φ vanishes for W → 0 and W → ∞. (k, λ) depend on the sign of A.
 
     Args:
         log_ratio: [B] or [B, T] log W, of whole sequences.
         advantage: [B], or the shape of log_ratio.
-        k_pos: exponent for A ≥ 0, ≥ 0.
-        lambda_pos: rate for A ≥ 0, ≥ 0.
-        k_neg: exponent for A < 0, ≥ 0.
-        lambda_neg: rate for A < 0, ≥ 0.
+        k_pos: Exponent for A ≥ 0, ≥ 0.
+        lambda_pos: Rate for A ≥ 0, ≥ 0.
+        k_neg: Exponent for A < 0, ≥ 0.
+        lambda_neg: Rate for A < 0, ≥ 0.
 
     Returns:
-        The shape of log_ratio, ≥ 0, without gradient.
+        φ ≥ 0 without gradient, the shape of log_ratio.
 
-    Shen et al., VESPO, arXiv 2602.10693; the kernel φ.
+    Shen et al., VESPO, arXiv 2602.10693.
     """
     parameters = {"k_pos": k_pos, "lambda_pos": lambda_pos, "k_neg": k_neg, "lambda_neg": lambda_neg}
     if not all(value >= 0 for value in parameters.values()):
@@ -127,22 +125,22 @@ def vespo(
     lambda_neg: float = 2.0,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """Policy gradient weighted by a smooth kernel of the whole sequence's ratio.
+    """Compute VESPO: a policy gradient weighted by a smooth kernel of the sequence's ratio.
 
     ℓ = −sg[φ(W)] A log π, W = exp(Σ_t log r), φ from `gamma_weight`.
 
     Args:
         log_prob: [B, T] log π per decision (or [B] per sequence), differentiable.
-        log_ratio: the shape of log_prob: `ratio_level(…, "sequence_sum")`, not length-normalised; detached.
-        advantage: [B], or the shape of log_prob; detached here.
-        k_pos: exponent of W where A ≥ 0.
-        lambda_pos: rate of its decay there.
-        k_neg: exponent of W where A < 0.
-        lambda_neg: rate of its decay there.
-        weight: the shape of log_prob; where it is 0, loss and gradient are exactly 0.
+        log_ratio: The shape of log_prob, from `ratio_level(…, "sequence_sum")`; detached.
+        advantage: [B], or the shape of log_prob.
+        k_pos: Exponent of W for A ≥ 0.
+        lambda_pos: Rate of decay for A ≥ 0.
+        k_neg: Exponent of W for A < 0.
+        lambda_neg: Rate of decay for A < 0.
+        weight: The shape of log_prob, 0 for absent decisions.
 
     Returns:
-        The shape of log_prob, float32 or better.
+        Loss per decision, the shape of log_prob.
 
     Shen et al., VESPO, arXiv 2602.10693.
     """
@@ -164,25 +162,25 @@ def dppo(
     log_prob: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """Policy gradient with a trust region in the divergence instead of the ratio.
+    """Compute DPPO: a policy gradient with a trust region in the divergence instead of the ratio.
 
-    ℓ = −M min(r, cap) A, with the gradient −M min(r, cap) A ∇log π. M = 0 where the policy has already moved
-    the way A pushes (r > 1 for A > 0, r < 1 for A < 0) and D exceeds the limit, else 1. With log_prob the
+    ℓ = −M min(r, cap) A, with gradient −M min(r, cap) A ∇log π. M = 0 where the policy has already moved in
+    the direction of A (r > 1 for A > 0, r < 1 for A < 0) and D exceeds the limit, else 1. With log_prob the
     value is that of the released code, −M sg[min(r, cap)] A log π; the gradient is the same.
 
     Args:
         log_ratio: [B] or [B, T] per decision, differentiable unless log_prob is given.
-        advantage: [B], or the shape of log_ratio; detached here.
-        divergence: the shape of log_ratio, D(π_old, π) of each decision; detached here. Tokens: `binary_tv`
-            or `binary_kl`. Denoising steps: `gaussian_kl`, which makes this Flow-DPPO.
-        limit_low: largest D for A < 0, ≥ 0.
-        limit_high: largest D for A > 0, ≥ 0.
-        cap: largest ratio, > 0.
-        log_prob: the shape of log_ratio, log π, differentiable.
-        weight: the shape of log_prob; where it is 0, loss and gradient are exactly 0.
+        advantage: [B], or the shape of log_ratio.
+        divergence: The shape of log_ratio, D(π_old, π); detached. Tokens: `binary_tv` or `binary_kl`.
+            Denoising steps: `gaussian_kl`, which gives Flow-DPPO.
+        limit_low: Largest D for A < 0, ≥ 0.
+        limit_high: Largest D for A > 0, ≥ 0.
+        cap: Largest ratio, > 0.
+        log_prob: The shape of log_ratio, log π, differentiable.
+        weight: The shape of log_prob, 0 for absent decisions.
 
     Returns:
-        The shape of log_ratio, float32 or better.
+        Loss per decision, the shape of log_ratio.
 
     Qi et al., DPPO, arXiv 2602.04879; Flow-DPPO, arXiv 2606.11025 (one limit, no cap).
     """
@@ -193,28 +191,28 @@ def dppo(
     check_same(divergence=divergence, log_ratio=log_ratio)
     value, gain = surrogate_inputs(log_ratio.detach(), advantage)
     distance = divergence.detach()
-    left = (gain > 0) & (value > 0) & (distance > limit_high)
-    left = left | ((gain < 0) & (value < 0) & (distance > limit_low))
-    # −sg[1[the divergence is within its limit, or falls] min(r, cap)] A log π
-    factor = torch.where(left, 0.0, bounded_ratio(value).clamp(max=cap))
+    outside = (gain > 0) & (value > 0) & (distance > limit_high)
+    outside = outside | ((gain < 0) & (value < 0) & (distance > limit_low))
+    # −sg[M min(r, cap)] A log π
+    factor = torch.where(outside, 0.0, bounded_ratio(value).clamp(max=cap))
     if log_prob is None:
-        moved, _ = surrogate_inputs(log_ratio, advantage)
-        log_prob = 1 + (moved - moved.detach())
+        live, _ = surrogate_inputs(log_ratio, advantage)
+        log_prob = 1 + (live - live.detach())  # value 1, gradient ∇log r
     return _weighted(log_prob, advantage, factor, weight)
 
 
 def binary_tv(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
-    """Total variation between "this token" and "any other" under both policies: D = |π_old − π|.
+    """Compute the total variation of "this token" against "any other", D = |π_old − π|.
 
-    A lower bound of the total variation over the vocabulary. For probabilities only: densities of denoising
-    steps have the exact `gaussian_kl`.
+    It is a lower bound of the total variation over the vocabulary. Denoising steps have the exact
+    `gaussian_kl`.
 
     Args:
-        log_prob: any shape, log π ≤ 0; above 0 by rounding counts as 0.
-        old_log_prob: the same shape, log π_old.
+        log_prob: Any shape, log π ≤ 0 (clamped).
+        old_log_prob: The same shape, log π_old.
 
     Returns:
-        The same shape, in [0, 1], without gradient.
+        D in [0, 1] without gradient, the shape of log_prob.
 
     Qi et al., DPPO, arXiv 2602.04879.
     """
@@ -223,25 +221,26 @@ def binary_tv(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
 
 
 def binary_kl(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
-    """KL between "this token" and "any other" under both policies.
+    """Compute the KL divergence of "this token" against "any other".
 
     D = π_old log(π_old/π) + (1 − π_old) log((1 − π_old)/(1 − π)), a lower bound of KL(π_old ‖ π) over the
-    vocabulary; exact also next to probability 1, without a constant added inside the logarithms.
+    vocabulary; exact also near probability 1.
 
     Args:
-        log_prob: any shape, log π ≤ 0; above 0 by rounding counts as 0.
-        old_log_prob: the same shape, log π_old.
+        log_prob: Any shape, log π ≤ 0 (clamped).
+        old_log_prob: The same shape, log π_old.
 
     Returns:
-        The same shape, nats, ≥ 0, infinite where π is 1 and π_old is not; without gradient.
+        Nats ≥ 0 without gradient, the shape of log_prob; infinite where π is 1 and π_old is not.
 
     Qi et al., DPPO, arXiv 2602.04879.
     """
     new, old = _probabilities(log_prob, old_log_prob)
-    here, other = old.exp(), -torch.expm1(old)
-    kept = torch.where(here == 0, 0.0, here * (old - new))
-    left = torch.where(other == 0, 0.0, other * (_log_complement(old) - _log_complement(new)))
-    return (kept + left).clamp(min=0)
+    this, other = old.exp(), -torch.expm1(old)
+    # π_old log(π_old/π) + (1 − π_old) log((1 − π_old)/(1 − π)), with 0 log 0 = 0
+    this_term = torch.where(this == 0, 0.0, this * (old - new))
+    other_term = torch.where(other == 0, 0.0, other * (_log_complement(old) - _log_complement(new)))
+    return (this_term + other_term).clamp(min=0)
 
 
 def _probabilities(log_prob: Tensor, old_log_prob: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,22 +250,21 @@ def _probabilities(log_prob: Tensor, old_log_prob: Tensor) -> tuple[Tensor, Tens
 
 
 def _log_complement(log_prob: Tensor) -> Tensor:
-    """log(1 − e^x) for x ≤ 0, by the form that is exact on either side of e^x = ½."""
+    """Compute log(1 − e^x) for x ≤ 0, by the form that is accurate on each side of e^x = ½."""
     large = log_prob > -math.log(2)
     return torch.where(large, torch.log(-torch.expm1(log_prob)), torch.log1p(-torch.exp(log_prob)))
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
-    value = log_ratio.detach()
-    return bounded_ratio(float32(value))
+    return bounded_ratio(float32(log_ratio.detach()))
 
 
 def _weighted(log_prob: Tensor, advantage: Tensor, factor: Tensor | None, weight: Tensor | None) -> Tensor:
-    """−sg[ω] A log π, with both sides of the mask kept from NaN."""
+    """Compute −sg[ω] A log π; NaN at absent decisions affects neither value nor gradient."""
     score, gain = surrogate_inputs(log_prob, advantage)
     check_same(log_prob=score, log_ratio=factor, weight=weight)
     coefficient = gain if factor is None else factor.detach() * gain
     if weight is None:
         return -coefficient * score
-    inside = weight != 0
-    return -torch.where(inside, coefficient, 0.0) * torch.where(inside, score, 0.0)
+    present = weight != 0
+    return -torch.where(present, coefficient, 0.0) * torch.where(present, score, 0.0)
