@@ -33,15 +33,15 @@ def face(name: str) -> str:
 def api(name: str) -> str:
     """The reference of a face: what it says of itself, its names by the room that has them.
 
-    A face with more names than one wants to meet at once has the others in `ROOMS`, room -> names.
+    A package with many names lists its further ones in `MODULES`, module -> names.
     """
     module = importlib.import_module(name)
     homes = _homes(module)
-    others = {room: names.split() for room, names in getattr(module, "ROOMS", {}).items()}
+    others = {room: names.split() for room, names in getattr(module, "MODULES", {}).items()}
     rooms: dict[str, list[str]] = {}
     elsewhere = []
     for attribute in module.__all__:
-        if attribute == "ROOMS":
+        if attribute == "MODULES":
             continue
         home = homes[attribute]
         if not home.startswith(f"{name}."):
@@ -51,7 +51,7 @@ def api(name: str) -> str:
         rooms.setdefault(room, []).append(f"{home}.{attribute}")
     parts = [inspect.getdoc(module) or ""]
     if others:
-        parts.append(f"What one meets first comes first; the rest by room, as in `{name}.ROOMS`.")
+        parts.append(f"Main names first; the rest by module, as in `{name}.MODULES`.")
     if elsewhere:
         parts.append(f"Offered here, at home elsewhere: {', '.join(elsewhere)}.")
     for place, names in others.items():

@@ -14,7 +14,7 @@ HEAVY = ("transformers", "diffusers", "accelerate", "scipy", "PIL", "omegaconf",
 
 
 def test_the_first_names_and_those_of_the_rooms_are_there_once() -> None:
-    rooms = [name for names in core.ROOMS.values() for name in names.split()]
+    rooms = [name for names in core.MODULES.values() for name in names.split()]
     assert len(core.__all__) <= 30 and len(set(rooms)) == len(rooms) > 100
     assert not set(rooms) & set(core.__all__)
     for name in rooms:
@@ -26,7 +26,7 @@ def test_the_first_names_and_those_of_the_rooms_are_there_once() -> None:
 def test_torch_is_all_that_it_imports() -> None:
     code = (
         "import sys, visalign.core as c\n"
-        "[getattr(c, n) for names in c.ROOMS.values() for n in names.split()]\n"
+        "[getattr(c, n) for names in c.MODULES.values() for n in names.split()]\n"
         f"print([m for m in {HEAVY!r} if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

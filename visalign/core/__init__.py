@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objective core: pure functions of tensors [B, T], alike for tokens and denoising steps. Torch only.
+"""Objectives as pure functions of tensors [B, T], for tokens and denoising steps alike. Imports torch alone.
 
-B samples, T decisions, `group` any labels, `weight` 0 for what is absent. An `Objective` is a row of choices,
-`named_objective("dapo")` such a row; the names of `__all__` are those one meets first. The rest stands in the
-rooms `advantages`, `rewards`, `surrogates` (ratios, losses, KL, averages), `tokens` (log-probs, entropy,
-selection), `preference` (losses of judges, DPO and kin), `standalone` and `groups`; `from visalign.core
-import NAME` finds those of `ROOMS` too. README.md here has the paper of each function. It needs torch; no
-model, no file and no configuration comes in.
+B samples, T decisions, `group` any labels, `weight` 0 for what is absent. An `Objective` is a set of choices;
+`named_objective("dapo")` is one by name. `__all__` has the main names; `from visalign.core import NAME` finds
+those of `MODULES` too: `advantages`, `rewards`, `surrogates` (ratios, losses, KL, averages), `tokens`
+(log-probs, entropy, selection), `preference` (reward losses, DPO), `regression`. README.md lists the paper of
+each function.
 
-Everywhere: shapes that do not fit, and an argument outside what its entry below `Args` allows, are a
-ValueError that says what was given and what is allowed. A `Raises` below a function names only what is more.
+Everywhere: shapes that do not fit, and arguments outside their range, are a ValueError that says what was
+given and what is allowed.
 """
 
 from importlib import import_module
@@ -33,7 +32,7 @@ from visalign.core.surrogates.value import value_loss
 from visalign.core.tokens.causal_lm import token_log_probs
 from visalign.core.tokens.fused_head import fused_log_prob_entropy, log_prob_entropy
 
-ROOMS = {
+MODULES = {
     "advantages.baselines": "best_of_group_advantages gpg_advantages opo_advantages pass_at_k_advantages",
     "advantages.combine": "gdpo_advantages normalise_then_sum weighted_mean weighted_sum",
     "advantages.copo": "between_group_advantages consistency_entropy copo_advantages copo_weight",
@@ -140,20 +139,20 @@ ROOMS = {
     "tokens.statistics": "ppo_clipped",
     "tokens.steer": "steer_change steer_thresholds steer_weights",
 }
-"""Module -> the names that `visalign.core` gives beside the first ones."""
+"""Module -> further names that `visalign.core` offers."""
 
-_PLACES = {name: module for module, names in ROOMS.items() for name in names.split()}
+_MODULE_OF = {name: module for module, names in MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    """A name of a room."""
-    if name not in _PLACES:
+    """Import a name of `MODULES`."""
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
 
 
 __all__ = [
-    "NAMED", "ROOMS", "Loss", "LossStatistics", "Objective", "PolicyOutput", "Prepared", "Trajectories",
+    "MODULES", "NAMED", "Loss", "LossStatistics", "Objective", "PolicyOutput", "Prepared", "Trajectories",
     "aggregate", "check_decisions", "check_invariance", "count_step", "explain",
     "fused_log_prob_entropy", "gae", "gaussian_kl", "gaussian_log_prob", "group_advantages",
     "guard_log_ratio", "importance_weights", "kl_penalty", "log_prob_entropy", "log_ratio",

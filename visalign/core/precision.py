@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one cast at the border of a function: half precision is computed in float32, float64 stays."""
+"""Cast at the border of a function: half precision is computed in float32, float64 stays."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def float32(value: Tensor) -> Tensor:
-    """The same numbers in float32 or better, differentiable."""
+    """Cast to float32 or better, differentiable."""
     return value.to(float32_dtype(value))
 
 
 def float32_dtype(value: Tensor) -> torch.dtype:
-    """The dtype of such a result."""
+    """Return float32, or the tensor's dtype if it is better."""
     return torch.promote_types(value.dtype, torch.float32)

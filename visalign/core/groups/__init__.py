@@ -1,5 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labels, moments and statistics of groups.
-
-It needs torch alone; no other room comes in.
-"""
+"""Labels, moments and statistics of groups. Imports torch alone."""

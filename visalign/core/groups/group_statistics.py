@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mean, count and extremes of each group, for values [B] and an index [B] in 0 … K − 1 (see `groups`).
+"""Mean, count and extremes of each group, for values [B] and an index [B] in 0 … K − 1 (see `group_index`).
 
 Computed in float64 over the present members alone; absent ones may hold anything.
 """

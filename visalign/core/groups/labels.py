@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups: arbitrary labels made into indices, and sums over them."""
+"""Group labels as indices, and sums over groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def group_index(group: Labels, size: int, device: torch.device | None = None) ->
     Args:
         group: B labels; their order and values carry no meaning, equal labels are one group.
         size: the B that the labels must have.
-        device: where the index is wanted.
+        device: device of the index.
 
     Returns:
         (index [B] int64, number of groups K).
@@ -38,8 +38,8 @@ def group_index(group: Labels, size: int, device: torch.device | None = None) ->
         labels, index = torch.unique(group, return_inverse=True)
         return index.to(device), labels.shape[0]
     if isinstance(group, str) or len(group) != size:
-        given = f"the string {group!r}" if isinstance(group, str) else f"{len(group)} labels"
-        raise ValueError(f"group needs one label per sample, {size} in all; got {given}.")
+        got = f"the string {group!r}" if isinstance(group, str) else f"{len(group)} labels"
+        raise ValueError(f"group needs one label per sample, {size} in all; got {got}.")
     numbers: dict[Hashable, int] = {}
     index = [numbers.setdefault(label, len(numbers)) for label in group]
     return torch.tensor(index, dtype=torch.int64, device=device), len(numbers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Means and deviations over groups of rows: what is missing is left out, equal entries give exact zeros.
+"""Means and deviations over groups of rows: missing entries are left out, equal ones give exact zeros.
 
 Everything here is float64 and two-pass; `values` are [B, T] columns that hold 0 where `mask` is False.
 """
@@ -13,11 +13,7 @@ from .labels import group_min, group_sum
 
 
 def present_entries(values: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Bool of the shape of values: finite and not marked as missing.
-
-    Raises:
-        ValueError: valid is not bool, or not shaped like the first dimensions of values.
-    """
+    """Return a bool tensor of the shape of values: finite and valid."""
     present = torch.isfinite(values)
     if valid is None:
         return present
@@ -30,12 +26,9 @@ def present_entries(values: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 def centre(values: Tensor, mask: Tensor, index: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """(present members of each entry's group, values − group mean), both [B, T].
-
-    The group's smallest value is taken off first: equal values become exact zeros before anything is summed,
-    and a large common offset cannot cost digits.
-    """
+    """Return (present members of each entry's group, values − group mean), both [B, T]."""
     count = group_sum(mask.to(values.dtype), index, groups)
+    # less the smallest: equal values are exact zeros, a large common offset costs no digits
     lowest = group_min(torch.where(mask, values, float("inf")), index, groups)
     shifted = torch.where(mask, values - lowest[index], 0.0)
     mean = group_sum(shifted, index, groups) / count.clamp(min=1)
@@ -50,12 +43,12 @@ def spread(centred: Tensor, mask: Tensor, index: Tensor, groups: int, ddof: int)
 
 
 def divide(centred: Tensor, divisor: Tensor) -> Tensor:
-    """Quotient in which 0/0, equal rewards without eps, is 0."""
+    """Divide; 0/0, equal rewards without eps, is 0."""
     return centred / divisor.clamp(min=torch.finfo(divisor.dtype).tiny)
 
 
 def check_spread(ddof: int, eps: float) -> None:
-    """Refuse a divisor or an eps that no estimator uses."""
+    """Refuse a ddof other than 0 and 1, and an eps that is negative or infinite."""
     if ddof not in (0, 1):
         raise ValueError(f"ddof must be 0 (biased) or 1 (unbiased); got {ddof!r}.")
     if not 0 <= eps < float("inf"):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of CLIP-type judges: PickScore's, and HPSv2's over the several images of a prompt.
+"""Losses of CLIP rewards: PickScore's, and HPSv2's over the several images of a prompt.
 
-HPSv2's pair loss is `bradley_terry_loss` on logit_scale × cosine, summed; it needs nothing of its own.
+HPSv2's pair loss is `bradley_terry_loss` on logit_scale × cosine, summed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from visalign.core.preference.bradley_terry import average_pairs, margin_ranking
 
 
 def paired_cosine(first: Tensor, second: Tensor) -> Tensor:
-    """Cosine of rows, [*] of two [*, D], float32 or better whatever the dtype of the towers.
+    """Compute the cosine of rows, [*] of two [*, D], in float32 or better.
 
     ICT's score is this between image and prompt, without logit scale (arXiv 2507.19002, released code).
 
@@ -27,8 +27,8 @@ def paired_cosine(first: Tensor, second: Tensor) -> Tensor:
         first: [*, D] embeddings, any length but 0.
         second: [*, D].
     """
-    one, other, _, _ = paired_scores(first, second, None)
-    return (F.normalize(one, dim=-1) * F.normalize(other, dim=-1)).sum(-1)
+    first, second, _, _ = paired_scores(first, second, None)
+    return (F.normalize(first, dim=-1) * F.normalize(second, dim=-1)).sum(-1)
 
 
 def pickscore_loss(
@@ -52,7 +52,7 @@ def pickscore_loss(
         left: [N, D] normalised embeddings of the left images.
         right: [N, D].
         label: [N] p, no gradient; 1, ½ or 0 in Pick-a-Pic.
-        pairs_per_prompt: [N] n_i ≥ 1, how many pairs the data set has of the pair's prompt; None means 1.
+        pairs_per_prompt: [N] n_i ≥ 1, number of pairs of the pair's prompt in the data set; None means 1.
         logit_scale: factor of the cosine, exp of the learned parameter (about 100).
         in_batch_negatives: as released, off by default.
 
@@ -63,27 +63,27 @@ def pickscore_loss(
     """
     size = text.shape[0]
     check_axes(text=(text, "N D"), left=(left, "N D"), right=(right, "N D"), label=(label, "N"))
-    many = torch.ones_like(label) if pairs_per_prompt is None else pairs_per_prompt
-    if many.shape != label.shape or not bool(((many >= 1) & (label >= 0) & (label <= 1)).all()):
+    count = torch.ones_like(label) if pairs_per_prompt is None else pairs_per_prompt
+    if count.shape != label.shape or not bool(((count >= 1) & (label >= 0) & (label <= 1)).all()):
         raise ValueError("Each label must lie in [0, 1] and each pairs_per_prompt [N] be at least 1.")
-    words, images, _, _ = paired_scores(torch.cat([text, text]), torch.cat([left, right]), None)
+    texts, images, _, _ = paired_scores(torch.cat([text, text]), torch.cat([left, right]), None)
     prob = label.detach().to(words.dtype)
     shares = torch.stack([prob, 1 - prob])
     if in_batch_negatives:
-        logits = logit_scale * images @ words[:size].T
-        own = torch.arange(size, device=text.device)
-        by_image = -(shares * logits.log_softmax(1).reshape(2, size, size)[:, own, own]).sum(0)
-        by_text = -(shares * logits.T.log_softmax(1).reshape(size, 2, size)[own, :, own].T).sum(0)
+        logits = logit_scale * images @ texts[:size].T
+        pair = torch.arange(size, device=text.device)
+        by_image = -(shares * logits.log_softmax(1).reshape(2, size, size)[:, pair, pair]).sum(0)
+        by_text = -(shares * logits.T.log_softmax(1).reshape(size, 2, size)[pair, :, pair].T).sum(0)
     else:
-        logits = logit_scale * (images * words).sum(1).reshape(2, size)
+        logits = logit_scale * (images * texts).sum(1).reshape(2, size)
         by_image, by_text = None, -(shares * logits.log_softmax(0)).sum(0)
     by_text = by_text - math.log(2) * (prob == 0.5).to(prob.dtype)
     loss = by_text if by_image is None else (by_image + by_text) / 2
-    return average_pairs(loss, 1 / many)
+    return average_pairs(loss, 1 / count)
 
 
 def listwise_choice_loss(score: Tensor, share: Tensor, group: Labels) -> Tensor:
-    """Cross-entropy of which image of a prompt was chosen: −Σ_i q_i ln softmax over the prompt's images.
+    """Compute the cross-entropy of the chosen image of a prompt: −Σ_i q_i ln softmax over the prompt's images.
 
     Args:
         score: [N] scores, logit_scale × cosine; prompts may have different numbers of images.
@@ -122,11 +122,11 @@ def rank_margin_loss(
     margin: float = 1.0,
     mode: Literal["paper", "upstream"] = "paper",
 ) -> Tensor:
-    """Hinge over the pairs of a prompt, whose lead must grow with the difference of their ranks.
+    """Hinge loss over the pairs of a prompt, whose lead must grow with the difference of their ranks.
 
     Mean over pairs i, j of one prompt of max(0, m − (s_j − s_i)(rank_i − rank_j)). "paper": the pairs of two
     different ranks. "upstream", for comparison with the released code alone: every prompt is padded to the
-    largest number of images with score −1 and rank 10, and all i ≥ j count, the diagonal and padding with m.
+    largest number of images with score −1 and rank 10, and all i ≥ j count, the pair and padding with m.
 
     Args:
         score: [N] scores.
@@ -141,13 +141,13 @@ def rank_margin_loss(
     Released code of HPS v2 (arXiv 2306.09341), `RankingLoss`.
     """
     check_choice("mode", mode, ("paper", "upstream"))
-    value, place, _, _ = paired_scores(score, rank, None)
+    value, ranks, _, _ = paired_scores(score, rank, None)
     check_axes(score=(score, "N"))
     index, groups = group_index(group, value.shape[0], value.device)
     losses = []
     for number in range(groups):
-        own = index == number
-        s, r = value[own], place[own].detach()
+        members = index == number
+        s, r = value[members], ranks[members].detach()
         if mode == "upstream":
             short = int(torch.bincount(index).max()) - s.shape[0]
             s, r = F.pad(s, (0, short), value=-1.0), F.pad(r, (0, short), value=10.0)
