@@ -67,7 +67,7 @@ def pickscore_loss(
     if count.shape != label.shape or not bool(((count >= 1) & (label >= 0) & (label <= 1)).all()):
         raise ValueError("Each label must lie in [0, 1] and each pairs_per_prompt [N] be at least 1.")
     texts, images, _, _ = paired_scores(torch.cat([text, text]), torch.cat([left, right]), None)
-    prob = label.detach().to(words.dtype)
+    prob = label.detach().to(texts.dtype)
     shares = torch.stack([prob, 1 - prob])
     if in_batch_negatives:
         logits = logit_scale * images @ texts[:size].T
