@@ -15,7 +15,7 @@ import torch
 from visalign.adapters.catalogue import has_two_halves
 from visalign.data.assets import resolve_model
 from visalign.errors import UserError
-from visalign.flow.rollout import asked_of
+from visalign.flow.rollout import encoder_inputs
 from visalign.pipelines.shared.parts import Records, ends_by, evenly_spaced
 from visalign.pipelines.shared.plan import (
     GB,
@@ -197,7 +197,7 @@ def _timed_run(config: FlowGRPOConfig, records: Records, images: float, evaluate
 
 def _seconds_per_sample(policy: Any, records: Records) -> tuple[float, float, float]:
     """Time a forward, a forward with backward, and a decoding, per sample."""
-    condition = policy.encode(asked_of(policy, records))
+    condition = policy.encode(encoder_inputs(policy, records))
     count = len(condition)
     x = torch.randn(count, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
     x = x.to(policy.device, policy.storage_dtype)
@@ -306,7 +306,7 @@ def _hollow_passes(
     check_sizes(policy, config.rollout)
 
     def velocity() -> Pass:
-        condition = policy.encode(asked_of(policy, [record] * pairs))
+        condition = policy.encode(encoder_inputs(policy, [record] * pairs))
         trace.clear()
         count, x = policy.forward_count, torch.zeros(pairs, *policy.latent_shape, dtype=policy.storage_dtype)
         before = count.forward + count.forward_backward

@@ -19,7 +19,7 @@ from visalign.data.sets.prompt_files import listed_sources, record_key
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.pages.base import PIXELATED_SIDE
 from visalign.evaluation.pages.sample_page import sample_page
-from visalign.flow.rollout import asked_of, decoded, middle_frames, rollout
+from visalign.flow.rollout import decode_images, encoder_inputs, middle_frames, rollout
 from visalign.flow.search import PathSearch, ZeroOrderSearch
 from visalign.flow.steering import steered_rollout
 from visalign.flow.transitions import SOLVERS
@@ -254,7 +254,7 @@ def _drawn(
     together = max(1, settings.batch_size // count)
     for start in range(0, len(asked), together):
         part = [(record, seed, i) for record, seed in asked[start : start + together] for i in range(count)]
-        whose = asked_of(policy, [record for record, _, _ in part])
+        whose = encoder_inputs(policy, [record for record, _, _ in part])
         seeds = [
             sample_seed("sample", *record_key(one), s, i) for one, (_, s, i) in zip(whose, part, strict=True)
         ]
@@ -333,7 +333,7 @@ def _keep_best(best: dict[int, _Draw], made: Tensor, judge: _Judge, rows: slice,
 
 def _decoded(policy: DiffusionPolicy, latents: Tensor, batch_size: int) -> Tensor:
     """Images or videos of latents [N, ...], float32 on the CPU."""
-    made = [decoded(policy, chunk, clips=True).float().cpu() for chunk in latents.split(batch_size)]
+    made = [decode_images(policy, chunk, clips=True).float().cpu() for chunk in latents.split(batch_size)]
     return made[0] if len(made) == 1 else torch.cat(made)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from visalign.core.advantages.group import group_advantages
 from visalign.flow.noise import initial_noise
-from visalign.flow.rollout import asked_of, rollout, velocity_of
+from visalign.flow.rollout import encoder_inputs, rollout, velocity_of
 from visalign.interfaces import DiffusionPolicy
 from visalign.pipelines.collect.tasks import Task
 from visalign.pipelines.sample.job import SampleSettings, load_sampler
@@ -153,7 +153,7 @@ def _redrawn(
     draws = [int(Path(image).stem.rpartition("_")[2]) for image in images]
     seeds = [sample_seed("sample", prompt, draw, 0) for prompt, draw in zip(prompts, draws, strict=True)]
     with torch.no_grad():
-        condition = policy.encode(asked_of(policy, [{"prompt": prompt} for prompt in prompts]))
+        condition = policy.encode(encoder_inputs(policy, [{"prompt": prompt} for prompt in prompts]))
         return rollout(
             policy,
             condition,
@@ -171,7 +171,7 @@ def _matching_error(policy: DiffusionPolicy, prompt: str, latent: Tensor, seed: 
     noise = initial_noise(seeds, policy.latent_shape).to(x0)
     sigma = ((torch.arange(LEVELS) + 0.5) / LEVELS).to(x0)
     wide = sigma.reshape(-1, *[1] * (x0.ndim - 1))
-    condition = policy.encode(asked_of(policy, [{"prompt": prompt}] * LEVELS))
+    condition = policy.encode(encoder_inputs(policy, [{"prompt": prompt}] * LEVELS))
     x = ((1 - wide) * x0 + wide * noise).to(latent.dtype)
     v = velocity_of(policy, x, sigma, condition, policy.times(sigma))
     return (v - (noise - x0)).square().mean()

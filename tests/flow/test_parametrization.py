@@ -74,9 +74,9 @@ def test_a_rollout_of_another_prediction_starts_from_noise_of_its_own_scale(monk
 
 def test_levels_that_do_not_fix_the_velocity_are_refused():
     x = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match=r'"epsilon" does not fix the velocity at σ = 1\. Let the timesteps'):
+    with pytest.raises(ValueError, match=r'"epsilon" leaves the velocity open at σ = 1\. Let the timesteps'):
         velocity_of_prediction(x, x, torch.tensor([0.5, 1.0]), "epsilon")
-    with pytest.raises(ValueError, match='"x0" does not fix the velocity at σ = 0'):
+    with pytest.raises(ValueError, match='"x0" leaves the velocity open at σ = 0'):
         velocity_of_prediction(x, x, torch.tensor([0.0, 1.0]), "x0")
     with pytest.raises(ValueError, match='Unknown prediction "score"; allowed: velocity, epsilon, v, x0'):
         velocity_of_prediction(x, x, torch.tensor([0.0, 1.0]), "score")  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.flow_policies import GaussianPolicy, Shift
 from visalign.flow import PathSearch, ZeroOrderSearch, rollout, timestep_sigmas, velocity_between
-from visalign.flow.search import noised_again
+from visalign.flow.search import renoise
 from visalign.flow.transitions import sde_step
 
 SIGMAS, BEST = timestep_sigmas(10), 0.9
@@ -173,10 +173,10 @@ def test_noised_again_is_the_flow_at_the_higher_level():
     clean, count = 2.0, 200_000
     draw = torch.Generator().manual_seed(0)
     first, second = torch.randn(2, count, 1, generator=draw, dtype=torch.float64)
-    made = noised_again((1 - 0.6) * clean + 0.6 * first, second, sigma, up)
+    made = renoise((1 - 0.6) * clean + 0.6 * first, second, sigma, up)
     assert float(made.mean()) == pytest.approx(0.3 * clean, abs=0.01)
     assert float(made.std()) == pytest.approx(0.7, abs=0.01)
-    assert torch.equal(noised_again(first, second, sigma, torch.tensor(1.0)), second)
+    assert torch.equal(renoise(first, second, sigma, torch.tensor(1.0)), second)
 
 
 def test_the_velocity_of_an_euler_step_is_found_again():
@@ -191,10 +191,10 @@ def test_the_velocity_of_an_euler_step_is_found_again():
     [
         (lambda: ZeroOrderSearch(rounds=0), "rounds is 0; give a whole number of at least 1"),
         (lambda: ZeroOrderSearch(candidates=1.5), "candidates is 1.5; give a whole number"),  # type: ignore[arg-type]
-        (lambda: ZeroOrderSearch(radius=0), "radius is 0; it must be above 0 and at most 1"),
-        (lambda: ZeroOrderSearch(radius="far"), "radius is 'far'; give a number"),  # type: ignore[arg-type]
+        (lambda: ZeroOrderSearch(radius=0), "radius is 0; it must be a number above 0"),
+        (lambda: ZeroOrderSearch(radius="far"), "radius is 'far'; it must be a number"),  # type: ignore[arg-type]
         (lambda: PathSearch(start=0), "start is 0; give a whole number of at least 1"),
-        (lambda: PathSearch(start=2, back=3, forward=5), "back is 3, and the paths have 2 steps"),
+        (lambda: PathSearch(start=2, back=3, forward=5), "back is 3; it must be at most start, 2 steps"),
         (lambda: PathSearch(back=3, forward=3), "no round would get any further"),
         (lambda: searched(PathSearch(start=10)), "start is 10; with 10 steps it must be from 1 to 9"),
         (lambda: searched(PathSearch(), 8, paths=3), "8 samples, groups of 3 paths"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from visalign.flow import steered_rollout
-from visalign.flow.steering import _parents
+from visalign.flow.steering import _draw_parents
 
 PARTICLES, DEVIATION = 2048, 0.5
 
@@ -70,7 +70,7 @@ def test_the_samples_are_those_of_the_tilted_distribution():
 def test_a_particle_has_as_many_children_as_its_weight_says():
     weight = torch.tensor([0.5, 0.25, 0.25, 0.0, 0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
     for seed in range(50):
-        parents = _parents(weight.log(), 4, [seed * 2**56] * 8)
+        parents = _draw_parents(weight.log(), 4, [seed * 2**56] * 8)
         assert parents[:4].bincount(minlength=4).tolist() == [2, 1, 1, 0]
         children = parents[4:].sub(4).bincount(minlength=4)
         assert ((children - 4 * weight[4:]).abs() < 1).all() and children.sum() == 4

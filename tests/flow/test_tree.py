@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tests.support.flow_policies import GaussianPolicy, LinearPolicy, Shift
-from visalign.flow import initial_noise, ratio_check, rollout, step_noise, timestep_sigmas, tree_nodes
-from visalign.flow.trajectory import joined_trajectories
+from tests.support.ratio import ratio_check
+from visalign.flow import initial_noise, rollout, step_noise, timestep_sigmas, tree_nodes
+from visalign.flow.trajectory import concatenate_trajectories
 
 SIGMAS, SEEDS = timestep_sigmas(4), list(range(10, 18))
 GROUP = torch.tensor([7] * 4 + [3] * 4)
@@ -94,7 +95,7 @@ def test_stretches_of_trees_are_those_of_one_rollout():
         )
         for rows in torch.arange(8).split(4)
     ]
-    joined = joined_trajectories(parts)
+    joined = concatenate_trajectories(parts)
     assert torch.equal(joined.node, whole.node) and torch.equal(joined.latents, whole.latents)
 
 
@@ -106,11 +107,11 @@ def test_stretches_of_trees_are_those_of_one_rollout():
         (
             tree_nodes(GROUP, 4, at=[3], children=4),
             {},
-            r"part at step 3, which has no noise.*now \[0, 1, 2\]",
+            r"split at step 3, which has no noise.*now \[0, 1, 2\]",
         ),
         (tree_nodes(GROUP, 4, at=[0], children=4) + 1, {}, "name, for each sample, the first"),
-        (tree_nodes(GROUP, 4, at=[0], children=4).flip(0), {}, "samples that have parted do not meet again"),
-        (torch.zeros(5, 8, dtype=torch.int64), {}, "have their last latent in common"),
+        (tree_nodes(GROUP, 4, at=[0], children=4).flip(0), {}, "samples that have split do not meet again"),
+        (torch.zeros(5, 8, dtype=torch.int64), {}, "share their last latent"),
         (
             tree_nodes(GROUP, 4, at=[0], children=4),
             {"noise": initial_noise(SEEDS, (2, 3, 3))},

@@ -11,7 +11,7 @@ import torch
 
 from visalign.flow import Kernel, diffusers_timestep_sigmas, timestep_sigmas
 from visalign.flow.parametrization import flow_sigma, preserving_scale, velocity_of_prediction
-from visalign.flow.windows import window_places
+from visalign.flow.windows import window_steps
 
 _GRIDS = ("diffusers", "plain")
 _SCHEDULES = {
@@ -105,7 +105,7 @@ def windows(case: Any) -> dict[str, Any] | None:
     if case.variant == "mixgrpo_window_random":
         size, steps = params["group_size"], params["max_timesteps"]
         draws = (np.random.default_rng(seed) for seed in case.inputs["seeds"])
-        return {"start": [window_places(steps, size, 0, order="random", draw=draw)[0] for draw in draws]}
+        return {"start": [window_steps(steps, size, 0, order="random", draw=draw)[0] for draw in draws]}
     order: Any = params.get("sample_strategy", "progressive")
     if not case.variant.startswith("mixgrpo_window") or order not in ("progressive", "decay", "exp_decay"):
         return None
@@ -127,7 +127,7 @@ def windows(case: Any) -> dict[str, Any] | None:
         late = max(0, start - more["threshold"]) if order == "exp_decay" else 0
         return math.ceil(every * math.exp(-more["rate"] * late))
 
-    turn = [window_places(steps, size, i, **more) for i in range(case.inputs["iterations"])]
+    turn = [window_steps(steps, size, i, **more) for i in range(case.inputs["iterations"])]
     own = next((i for i in range(1, len(turn)) if turn[i][0] < turn[i - 1][0]), len(turn))
     runs: list[list[int]] = []
     for iteration in range(case.inputs["iterations"]):

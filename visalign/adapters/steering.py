@@ -15,7 +15,7 @@ from torch import Tensor
 from visalign.errors import UserError
 from visalign.flow.noise import step_noise
 from visalign.flow.parametrization import flow_sigma, preserving_scale
-from visalign.flow.steering import check_steering, resampled
+from visalign.flow.steering import check_steering, resample_particles
 from visalign.flow.transitions import Kernel, velocity_between
 from visalign.seeds import sample_seed
 
@@ -160,7 +160,7 @@ class SteeringCallback:
         v = velocity_between(x, latents.float() * scale_next, sigma, onward)
         assert self._decode is not None
         images = self._decode((x - sigma * v).to(latents.dtype)).float().cpu()
-        parents, self._said = resampled(
+        parents, self._said = resample_particles(
             self._reward(images), self._said, self._strength, self._particles, self._seeds, step
         )
         parents = parents.to(x.device)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flow trajectories: timestep schedules, one SDE kernel and CPS, Gaussian log-probs, rollout and replay.
 
-It needs torch and a `DiffusionPolicy` handed in; no model family, no reward and no objective comes in.
+It needs torch and a `DiffusionPolicy`; it imports no model, reward or objective.
 """
 
 from visalign.core.surrogates.ratio_check import RatioCheck, RatioError, check_log_ratio
@@ -9,7 +9,7 @@ from visalign.seeds import sample_seed
 
 from .noise import initial_noise, step_noise
 from .parametrization import flow_sigma, preserving_scale, velocity_of_prediction
-from .replay import StepStats, ratio_check, replay
+from .replay import StepStats, replay
 from .rollout import rollout
 from .schedules import diffusers_timestep_sigmas, noise_rate, timestep_sigmas
 from .search import PathSearch, ZeroOrderSearch
@@ -35,7 +35,6 @@ __all__ = [
     "initial_noise",
     "noise_rate",
     "preserving_scale",
-    "ratio_check",
     "replay",
     "rollout",
     "sample_seed",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise per sample: each has a seed of its own, so neither its batch nor its device changes its image."""
+"""Noise of single samples: each has its own seed, so neither batch nor device changes its image."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from visalign.seeds import sample_seed
 
 
 def initial_noise(seeds: Sequence[int] | Tensor, shape: Sequence[int]) -> Tensor:
-    """Standard normal noise x_1, row b drawn from a generator seeded with seeds[b].
+    """Draw standard normal noise x_1, row b from a generator seeded with seeds[b].
 
     Equal to what diffusers draws in float32 from `[torch.Generator().manual_seed(s) for s in seeds]`.
 
@@ -22,15 +22,12 @@ def initial_noise(seeds: Sequence[int] | Tensor, shape: Sequence[int]) -> Tensor
 
     Returns:
         [B, *shape] float32 on the CPU, whatever the device of the model: the same image everywhere.
-
-    Raises:
-        ValueError: For a seed that is negative or not an integer.
     """
-    return _normal(checked_seeds(seeds), shape)
+    return _normal(check_seeds(seeds), shape)
 
 
 def step_noise(seeds: Sequence[int] | Tensor, step: int, shape: Sequence[int]) -> Tensor:
-    """Standard normal noise ε of denoising step `step`, independent of `initial_noise` and of other steps.
+    """Draw standard normal noise ε of denoising step `step`, independent of `initial_noise` and other steps.
 
     It depends on the seed and the step alone, so choosing other stochastic steps leaves it as it is.
 
@@ -42,20 +39,16 @@ def step_noise(seeds: Sequence[int] | Tensor, step: int, shape: Sequence[int]) -
     Returns:
         [B, *shape] float32 on the CPU.
     """
-    return _normal([sample_seed("step", seed, step) for seed in checked_seeds(seeds)], shape)
+    return _normal([sample_seed("step", seed, step) for seed in check_seeds(seeds)], shape)
 
 
-def checked_seeds(seeds: Sequence[int] | Tensor) -> list[int]:
-    """The seeds as a list of Python integers.
-
-    Raises:
-        ValueError: For a seed that is negative, too large or not an integer.
-    """
+def check_seeds(seeds: Sequence[int] | Tensor) -> list[int]:
+    """Return seeds as Python integers; a negative, too large or fractional one is a ValueError."""
     values = seeds.tolist() if isinstance(seeds, Tensor) else list(seeds)
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
             raise ValueError(
-                f"Seeds are one integer in [0, 2⁶³) per sample; got {value!r}. sample_seed(...) makes them."
+                f"Seeds are one integer in [0, 2⁶³) per sample; got {value!r}. Use sample_seed(...)."
             )
     return values
 

@@ -14,7 +14,7 @@ from visalign.interfaces import Prediction
 
 
 def flow_sigma(alphas_cumprod: Tensor) -> Tensor:
-    """Noise levels σ of a variance-preserving schedule.
+    """Compute the noise levels σ of a variance-preserving schedule.
 
     σ = √(1 − ᾱ) / (√ᾱ + √(1 − ᾱ))
 
@@ -32,7 +32,7 @@ def flow_sigma(alphas_cumprod: Tensor) -> Tensor:
 
 
 def preserving_scale(sigma: Tensor) -> Tensor:
-    """√((1 − σ)² + σ²): the size of x_σ where x0 and ε have variance 1. x_t = x_σ / scale.
+    """Compute √((1 − σ)² + σ²), the std of x_σ where x0 and ε have variance 1; x_t = x_σ / scale.
 
     Args:
         sigma: Noise levels in [0, 1], any shape.
@@ -41,7 +41,7 @@ def preserving_scale(sigma: Tensor) -> Tensor:
 
 
 def velocity_of_prediction(output: Tensor, x: Tensor, sigma: Tensor, prediction: Prediction) -> Tensor:
-    """The velocity dx/dσ = ε − x0 that a network's output stands for.
+    """Compute the velocity dx/dσ = ε − x0 from a network's output.
 
     With n = √((1 − σ)² + σ²):
     epsilon: (ε − x) / (1 − σ);  x0: (x − x0) / σ;  v: ((2σ − 1) x / n + v) / n.
@@ -50,13 +50,13 @@ def velocity_of_prediction(output: Tensor, x: Tensor, sigma: Tensor, prediction:
         output: [B, ...] of the network: the velocity, ε, v = α ε − s x0, or x0.
         x: [B, ...] latents on the flow, x_σ = (1 − σ) x0 + σ ε (not the scaled ones that the network saw).
         sigma: [B] noise levels; below 1 for "epsilon", above 0 for "x0".
-        prediction: What the output is.
+        prediction: Kind of the output.
 
     Returns:
         [B, ...] in float32, or float64 if x or the output is.
 
     Raises:
-        ValueError: For an unknown prediction, or a level at which the output does not fix the velocity.
+        ValueError: A level at which the output does not determine the velocity.
 
     Source: Salimans and Ho, arXiv 2202.00512 (v); Song et al., DDIM, arXiv 2010.02502, eq. 13.
     """
@@ -73,7 +73,7 @@ def velocity_of_prediction(output: Tensor, x: Tensor, sigma: Tensor, prediction:
     rest = 1 - sigma if prediction == "epsilon" else sigma
     if not bool((rest > 0).all()):
         raise ValueError(
-            f'"{prediction}" does not fix the velocity at σ = {"1" if prediction == "epsilon" else "0"}. '
+            f'"{prediction}" leaves the velocity open at σ = {"1" if prediction == "epsilon" else "0"}. '
             "Let the timesteps start at the schedule's largest σ (flow_sigma), the last step at σ > 0."
         )
     return (output - x) / rest if prediction == "epsilon" else (x - output) / rest

@@ -14,11 +14,12 @@ from torch import Tensor
 from visalign.core.surrogates.ratios import LogProbReduction
 from visalign.interfaces import Condition, DiffusionPolicy
 
-from .noise import checked_seeds, initial_noise, step_noise
+from .noise import check_seeds, initial_noise, step_noise
 from .parametrization import preserving_scale
+from .schedules import LAST_IS_EXACT
 from .trajectory import Trajectory
-from .transitions import LAST_IS_EXACT, Kernel, LogProbForm, ODESolver
-from .tree import checked_nodes
+from .transitions import Kernel, LogProbForm, ODESolver
+from .tree import check_nodes
 
 
 @torch.no_grad()
@@ -42,8 +43,8 @@ def rollout(
 ) -> Trajectory:
     """Denoise B samples; steps in `sde_steps` are stochastic, the others steps of the ODE.
 
-    After every step the latent is rounded to the policy's storage dtype; that is what the next forward sees.
-    The log-probability is taken of the rounded latent, so a replay under unchanged weights finds it again.
+    After every step the latent is rounded to the policy's storage dtype, which is what the next forward sees.
+    The log-probability is that of the rounded latent: a replay under unchanged weights reproduces it.
 
     Args:
         policy: Offers `velocity`, `times`, `latent_shape`, `storage_dtype`, `prediction` and `device`.
@@ -60,10 +61,10 @@ def rollout(
         log_prob: "gaussian" or (schedule "cps") "quadratic".
         sigma_max: Flow-SDE's stand-in for σ = 1; by default sigmas[1], as in the published code.
         batch_size: Samples per forward; all B by default. It changes no noise.
-        nodes: [T + 1, B], see `tree_nodes`: samples of one condition that have their first steps in common,
-            which are made once, by the noise of the first of them. None: each makes its own.
-        solver: of the ODE, see `ODESolver`; it begins anew after a stochastic step.
-        compression: see `visited`.
+        nodes: [T + 1, B], see `tree_nodes`: samples of one condition that share their first steps, which are
+            computed once, with the noise of the first of them. None: each computes its own.
+        solver: Solver of the ODE, see `ODESolver`; it starts again after a stochastic step.
+        compression: See `visited_steps`.
 
     Returns:
         Trajectory on the policy's device.
@@ -72,8 +73,8 @@ def rollout(
         ValueError: For sigmas, sde_steps, seeds, noise or nodes that do not fit, each with what is allowed.
         FloatingPointError: When a final latent is not finite.
     """
-    sigmas = _checked_sigmas(sigmas)
-    steps = _checked_sde_steps(sde_steps, len(sigmas) - 1)
+    sigmas = _check_sigmas(sigmas)
+    steps = _check_sde_steps(sde_steps, len(sigmas) - 1)
     kernel = Kernel(
         schedule=schedule if steps else "none",
         noise_level=noise_level,
@@ -82,34 +83,32 @@ def rollout(
         log_prob=log_prob if steps else "gaussian",
     )
     _check_stochastic(kernel, sigmas, steps)
-    tree = checked_nodes(nodes, len(condition), len(sigmas) - 1, steps)
-    noise = _checked_noise(policy, tree[0], seeds, noise, bool(steps))
+    tree = check_nodes(nodes, len(condition), len(sigmas) - 1, steps)
+    noise = _start_noise(policy, tree[0], seeds, noise, bool(steps))
     times = policy.times(sigmas)
-    trajectory = _empty(policy, first_latents(policy, noise, sigmas), sigmas, times, steps, kernel, tree)
-    drawn = checked_seeds(seeds) if seeds is not None else []
-    size = checked_batch_size(batch_size, len(condition))
-    solvers: dict[int, ODESolver] = {}  # of the chunks, which stay the same between two stochastic steps
-    for k, onward in itertools.pairwise(visited(len(sigmas) - 1, steps, compression)):
+    trajectory = _allocate(policy, first_latents(policy, noise, sigmas), sigmas, times, steps, kernel, tree)
+    seed_list = check_seeds(seeds) if seeds is not None else []
+    size = limit_batch_size(batch_size, len(condition))
+    solvers: dict[int, ODESolver] = {}  # one per chunk; chunks stay the same between two stochastic steps
+    for k, k_next in itertools.pairwise(visited_steps(len(sigmas) - 1, steps, compression)):
         if k in steps:
             solvers.clear()
         for number, rows in enumerate(tree[k].unique().split(size)):
             ode = solvers.setdefault(number, ODESolver(solver))
-            before, after = tree[[k, onward]]
-            _advance(
-                policy, condition, sigmas, times, drawn, trajectory, (before, after), rows, (k, onward), ode
-            )
+            nodes = (tree[k], tree[k_next])
+            _advance(policy, condition, sigmas, times, seed_list, trajectory, nodes, rows, (k, k_next), ode)
     check_finite(trajectory.latents)
     return trajectory
 
 
-def visited(steps: int, sde_steps: Sequence[int], compression: float | None = None) -> list[int]:
-    """Places of a schedule of T steps that a rollout visits, from 0 to T.
+def visited_steps(steps: int, sde_steps: Sequence[int], compression: float | None = None) -> list[int]:
+    """List the indices of a schedule of T steps that a rollout visits, from 0 to T.
 
-    All of them, or with a compression c those up to the end of the last stochastic step, and of the
-    n ODE steps behind it max(1, round(c·n)), evenly over their places (MixGRPO-Flash, arXiv 2507.21802, where
-    the noise levels between them are new, and the last is not 0 if one step is left).
+    All of them, or with a compression c those up to the end of the last stochastic step, and of the n ODE
+    steps after it max(1, round(c·n)), spaced evenly. Deviation: MixGRPO-Flash, arXiv 2507.21802, takes new
+    noise levels for them, of which the last is not 0 if one step is left.
 
-    >>> visited(10, [1, 2], 0.4)
+    >>> visited_steps(10, [1, 2], 0.4)
     [0, 1, 2, 3, 5, 8, 10]
     """
     if compression is None or not sde_steps or sde_steps[-1] + 1 >= steps:
@@ -131,59 +130,59 @@ def complete(
     batch_size: int | None = None,
     solver: str = "euler",
 ) -> Tensor:
-    """Denoise latents from the middle of a schedule on along the ODE, as `rollout` does its ODE steps.
+    """Denoise latents along the ODE from the middle of a schedule on, as `rollout` does its ODE steps.
 
     Args:
-        policy: as in `rollout`.
-        condition: of the B samples.
+        policy: As in `rollout`.
+        condition: Conditions of the B samples.
         x: [B, ...] before step `step`, storage dtype.
-        sigmas: [T + 1], of the whole schedule.
-        step: in [0, T]; T leaves them as they are.
-        until: the step before which to stop; None: the end of the schedule.
-        batch_size: samples per forward; all B by default.
-        solver: see `ODESolver`.
+        sigmas: [T + 1] noise levels of the whole schedule.
+        step: First step, in [0, T]; T leaves the latents as they are.
+        until: Step before which to stop; None: the end of the schedule.
+        batch_size: Samples per forward; all B by default.
+        solver: See `ODESolver`.
 
     Returns:
         [B, ...] storage dtype; clean latents at the end of the schedule.
     """
-    sigmas = _checked_sigmas(sigmas)
-    levels, times, done = sigmas.to(x.device), policy.times(sigmas).to(x.device), []
-    for rows in torch.arange(len(x)).split(checked_batch_size(batch_size, len(x))):
-        part, of_part, ode = x[rows.to(x.device)], condition.select(rows), ODESolver(solver)
+    sigmas = _check_sigmas(sigmas)
+    levels, times, chunks = sigmas.to(x.device), policy.times(sigmas).to(x.device), []
+    for rows in torch.arange(len(x)).split(limit_batch_size(batch_size, len(x))):
+        chunk, chunk_condition, ode = x[rows.to(x.device)], condition.select(rows), ODESolver(solver)
         for k in range(step, len(sigmas) - 1 if until is None else until):
-            sigma, sigma_next = levels[k].expand(len(part)), levels[k + 1].expand(len(part))
-            v = velocity_of(policy, part, sigma, of_part, times[k].expand(len(part)))
-            part = ode.step(part, v, sigma, sigma_next).to(part.dtype)
-        done.append(part)
-    return torch.cat(done)
+            sigma, sigma_next = levels[k].expand(len(chunk)), levels[k + 1].expand(len(chunk))
+            v = velocity_of(policy, chunk, sigma, chunk_condition, times[k].expand(len(chunk)))
+            chunk = ode.step(chunk, v, sigma, sigma_next).to(chunk.dtype)
+        chunks.append(chunk)
+    return torch.cat(chunks)
 
 
-def predicted_clean(trajectory: Trajectory, step: int) -> Tensor:
-    """x̂0 = x − σ v before a stochastic step, [B, ...], storage dtype; the network is not asked again.
-
-    v is read off the step's mean, which is linear in it: μ(x, v) = μ(x, 0) + b v.
+def predict_clean(trajectory: Trajectory, step: int) -> Tensor:
+    """Compute x̂0 = x − σ v before a stochastic step, [B, ...], storage dtype, without a forward.
 
     Args:
         trajectory: B samples.
-        step: which of the S stochastic steps.
+        step: Index among the S stochastic steps.
     """
     x = trajectory.x[:, step].to(trajectory.mean.dtype)
     sigma, sigma_next = (s[step].expand(len(x)) for s in (trajectory.sigma, trajectory.sigma_next))
-    nothing = torch.zeros_like(x)
-    still = trajectory.kernel.step(x, nothing, sigma, sigma_next).mean
-    slope = trajectory.kernel.step(nothing, nothing + 1, sigma, sigma_next).mean
-    v = (trajectory.mean[:, step] - still) / slope
+    # the step's mean is linear in v: μ(x, v) = μ(x, 0) + b v
+    zeros = torch.zeros_like(x)
+    offset = trajectory.kernel.step(x, zeros, sigma, sigma_next).mean
+    slope = trajectory.kernel.step(zeros, zeros + 1, sigma, sigma_next).mean
+    v = (trajectory.mean[:, step] - offset) / slope
     return (x - sigma.reshape(-1, *[1] * (x.ndim - 1)) * v).to(trajectory.latents.dtype)
 
 
 def first_latents(policy: DiffusionPolicy, noise: Tensor, sigmas: Tensor) -> Tensor:
-    """[B, ...] latents before the first step of a schedule, from standard normal noise; storage dtype."""
+    """Turn standard normal noise into the latents [B, ...] before the first step; storage dtype."""
     if policy.prediction != "velocity":  # starts at σ < 1, from noise of variance 1 on the model's scale
         noise = noise * preserving_scale(sigmas[0]).to(noise)
     return noise.to(device=policy.device, dtype=policy.storage_dtype, copy=True)
 
 
 def check_finite(latents: Tensor) -> None:
+    """Raise FloatingPointError unless all latents are finite."""
     if not bool(torch.isfinite(latents).all()):
         raise FloatingPointError(
             f"The rollout ended in latents that are not finite (stored in {latents.dtype}). Look for "
@@ -192,43 +191,39 @@ def check_finite(latents: Tensor) -> None:
         )
 
 
-def asked_of(policy: DiffusionPolicy, records: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
-    """What `policy.encode` is given for records: their prompts, or themselves if it takes a source.
+def encoder_inputs(policy: DiffusionPolicy, records: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
+    """Return the inputs of `policy.encode` for records: their prompts, or the records to an editing policy.
 
     Args:
-        policy: with `takes_source` True where it edits images.
-        records: with "prompt", and "source" where it does.
+        policy: With `takes_source` True if it edits images.
+        records: Each with "prompt", and "source" for an editing policy.
     """
     if getattr(policy, "takes_source", False):
         return records
     return [str(record["prompt"]) for record in records]
 
 
-def decoded(policy: DiffusionPolicy, latents: Tensor, *, clips: bool) -> Tensor:
-    """Images [B, 3, H, W] of latents, or all frames [B, F, 3, H, W] of a model of videos.
+def decode_images(policy: DiffusionPolicy, latents: Tensor, *, clips: bool) -> Tensor:
+    """Decode latents [B, ...] to images [B, 3, H, W], or to all frames [B, F, 3, H, W] of a video model.
 
     Args:
-        policy: with `decode_frames` where it makes videos.
+        policy: With `decode_frames` if it makes videos.
         latents: [B, ...].
-        clips: whether all frames are wanted, as a judge says by `takes_clips`.
+        clips: Decode all frames, for a reward that takes clips.
     """
-    all_frames = getattr(policy, "decode_frames", None)
-    return all_frames(latents) if clips and all_frames is not None else policy.decode(latents)
+    decode_frames = getattr(policy, "decode_frames", None)
+    return decode_frames(latents) if clips and decode_frames is not None else policy.decode(latents)
 
 
-def middle_frames(made: Tensor) -> Tensor:
-    """Images [B, 3, H, W] as they are, and of videos [B, F, 3, H, W] their frames ⌊F / 2⌋."""
-    return made if made.ndim == 4 else made[:, made.shape[1] // 2].contiguous()
+def middle_frames(images: Tensor) -> Tensor:
+    """Return images [B, 3, H, W] as they are, and frame ⌊F / 2⌋ of videos [B, F, 3, H, W]."""
+    return images if images.ndim == 4 else images[:, images.shape[1] // 2].contiguous()
 
 
 def velocity_of(
     policy: DiffusionPolicy, x: Tensor, sigma: Tensor, condition: Condition, time: Tensor | None = None
 ) -> Tensor:
-    """The policy's velocity, refused when it breaks the contract of `DiffusionPolicy.velocity`.
-
-    Raises:
-        ValueError: When the shape is not that of x or the dtype is below float32.
-    """
+    """Call the policy's velocity; another shape than that of x, or a dtype below float32, is a ValueError."""
     v = policy.velocity(x, sigma, condition, time)
     if v.shape != x.shape or v.dtype not in (torch.float32, torch.float64):
         raise ValueError(
@@ -247,37 +242,36 @@ def _advance(
     trajectory: Trajectory,
     nodes: tuple[Tensor, Tensor],
     rows: Tensor,
-    places: tuple[int, int],
+    steps: tuple[int, int],
     ode: ODESolver,
 ) -> None:
-    """Make the step between two of the sigmas for the samples that `rows` stand for, whose latents are in
-    trajectory.latents.
+    """Compute one step of the nodes `rows`, and write it to all samples that share them.
 
-    nodes, [B] each, say who stands for whom before the step and after it.
+    nodes, [B] each: the first sample of each sample's node before the step and after it.
     """
-    (k, onward), kernel, device = places, trajectory.kernel, trajectory.latents.device
-    leaves = torch.isin(nodes[0], rows).nonzero()[:, 0]
-    ends, own = nodes[1][leaves].unique(return_inverse=True)  # where the step leads, and each leaf's
-    parent, own = torch.searchsorted(rows, nodes[0][ends]).to(device), own.to(device)
+    (k, k_next), kernel, device = steps, trajectory.kernel, trajectory.latents.device
+    samples = torch.isin(nodes[0], rows).nonzero()[:, 0]
+    ends, end = nodes[1][samples].unique(return_inverse=True)  # nodes after the step, and each sample's
+    parent, end = torch.searchsorted(rows, nodes[0][ends]).to(device), end.to(device)
     x, levels = trajectory.latents[rows.to(device)], sigmas.to(device)
-    sigma, sigma_next = levels[k].expand(len(x)), levels[onward].expand(len(x))
+    sigma, sigma_next = levels[k].expand(len(x)), levels[k_next].expand(len(x))
     v = velocity_of(policy, x, sigma, condition.select(rows), times.to(device)[k].expand(len(x)))
-    leaves = leaves.to(device)
+    samples = samples.to(device)
     if k not in trajectory.sde_steps:
-        trajectory.latents[leaves] = ode.step(x, v, sigma, sigma_next).to(x.dtype)[own]
+        trajectory.latents[samples] = ode.step(x, v, sigma, sigma_next).to(x.dtype)[end]
         return
     transition = kernel.step(x[parent], v[parent], sigma[parent], sigma_next[parent])
     x_next = transition.sample(step_noise([seeds[i] for i in ends.tolist()], k, x.shape[1:])).to(x.dtype)
     s = trajectory.sde_steps.index(k)
-    trajectory.x[leaves, s] = x[parent][own]
-    trajectory.x_next[leaves, s] = x_next[own]
-    trajectory.mean[leaves, s] = transition.mean[own]
-    trajectory.std[leaves, s] = transition.std[own]
-    trajectory.log_prob[leaves, s] = kernel.log_prob_of(transition, x_next)[own]
-    trajectory.latents[leaves] = x_next[own]
+    trajectory.x[samples, s] = x[parent][end]
+    trajectory.x_next[samples, s] = x_next[end]
+    trajectory.mean[samples, s] = transition.mean[end]
+    trajectory.std[samples, s] = transition.std[end]
+    trajectory.log_prob[samples, s] = kernel.log_prob_of(transition, x_next)[end]
+    trajectory.latents[samples] = x_next[end]
 
 
-def _empty(
+def _allocate(
     policy: DiffusionPolicy,
     latents: Tensor,
     sigmas: Tensor,
@@ -286,7 +280,7 @@ def _empty(
     kernel: Kernel,
     nodes: Tensor,
 ) -> Trajectory:
-    """A trajectory to be filled: allocated once, so chunks are never joined by a copy."""
+    # allocated once: joining chunks would hold everything twice
     count, shape = (len(latents), len(steps)), latents.shape[1:]
     dtype, device = policy.storage_dtype, policy.device
     working = torch.float64 if dtype == torch.float64 else torch.float32
@@ -307,14 +301,14 @@ def _empty(
     )
 
 
-def _checked_noise(
+def _start_noise(
     policy: DiffusionPolicy,
     start: Tensor,
     seeds: Sequence[int] | Tensor | None,
     noise: Tensor | None,
     stochastic: bool,
 ) -> Tensor:
-    """The noise that the samples start from, [B, ...]: as given, or drawn for the firsts, `start` [B]."""
+    """Return the start noise [B, ...]: `noise`, or drawn from the seeds of the first samples `start` [B]."""
     shape, count = tuple(policy.latent_shape), len(start)
     if count == 0:
         raise ValueError("A rollout needs at least one sample; the condition is empty.")
@@ -335,27 +329,25 @@ def _checked_noise(
     return noise
 
 
-def _checked_sigmas(sigmas: Tensor) -> Tensor:
+def _check_sigmas(sigmas: Tensor) -> Tensor:
     sigmas = torch.as_tensor(sigmas).detach().cpu().float()
     falling = sigmas.ndim == 1 and len(sigmas) >= 2 and bool((sigmas[1:] < sigmas[:-1]).all())
     if not falling or sigmas[-1] != 0 or sigmas[0] > 1:
-        shown = [round(value, 4) for value in sigmas.flatten().tolist()]
+        levels = [round(value, 4) for value in sigmas.flatten().tolist()]
         raise ValueError(
             f"sigmas must be at least two noise levels that fall strictly from at most 1 down to 0; got "
-            f"{shown[:12]}{'...' if len(shown) > 12 else ''}. timestep_sigmas(steps, shift=...) makes one."
+            f"{levels[:12]}{'...' if len(levels) > 12 else ''}. Use timestep_sigmas(steps, shift=...)."
         )
     return sigmas
 
 
-def _checked_sde_steps(sde_steps: Sequence[int], total: int) -> tuple[int, ...]:
+def _check_sde_steps(sde_steps: Sequence[int], total: int) -> tuple[int, ...]:
     steps = tuple(operator.index(step) for step in sde_steps)
-    given, mend = list(steps), f"Give rising indices of the {total} steps, 0 to {total - 1}, each once."
-    if any(step < 0 or step >= total for step in steps):
-        raise ValueError(f"sde_steps {given} leave the range of the schedule. {mend}")
-    if len(set(steps)) < len(steps):
-        raise ValueError(f"sde_steps {given} name a step twice. {mend}")
-    if list(steps) != sorted(steps):
-        raise ValueError(f"sde_steps {given} are not sorted. {mend}")
+    if list(steps) != sorted({step for step in steps if 0 <= step < total}):
+        raise ValueError(
+            f"sde_steps must be rising indices of the {total} steps, 0 to {total - 1}, each once; got "
+            f"{list(steps)}."
+        )
     return steps
 
 
@@ -375,8 +367,8 @@ def _check_stochastic(kernel: Kernel, sigmas: Tensor, steps: tuple[int, ...]) ->
         )
 
 
-def checked_batch_size(batch_size: int | None, count: int) -> int:
-    """How many of `count` samples go through at once: what was given, all at most."""
+def limit_batch_size(batch_size: int | None, count: int) -> int:
+    """Limit the samples of a forward to `count`; None takes all."""
     if batch_size is not None and batch_size < 1:
         raise ValueError(
             f"batch_size must be at least 1 sample per forward (None: all {count}); got {batch_size}."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timestep schedules from noise to image, and the noise rate s(σ) that each stochastic schedule injects.
+"""Timestep schedules from noise to image, and the noise rate s(σ) of each stochastic schedule.
 
 The flow is x_σ = (1 − σ) x0 + σ noise with v = noise − x0 = dx/dσ; sampling walks σ from 1 to 0.
 """
@@ -13,10 +13,13 @@ from torch import Tensor
 
 NOISE_SCHEDULES = ("flow", "dance", "none")
 """Noise schedules of the SDE kernel: Flow-SDE, Dance-SDE, and none (the ODE)."""
+LAST_IS_EXACT = ("cps", "ddim")
+"""Kernels that add no noise in the last step (σ' = 0)."""
+KERNELS = (*NOISE_SCHEDULES, *LAST_IS_EXACT)
 
 
 def timestep_sigmas(steps: int, *, shift: float = 1.0) -> Tensor:
-    """Noise levels σ = shift·u / (1 + (shift − 1)·u) at u = 1, 1 − 1/steps, ..., 0.
+    """Compute noise levels σ = shift·u / (1 + (shift − 1)·u) at u = 1, 1 − 1/steps, ..., 0.
 
     Args:
         steps: Number of denoising steps, at least 1.
@@ -24,9 +27,6 @@ def timestep_sigmas(steps: int, *, shift: float = 1.0) -> Tensor:
 
     Returns:
         [steps + 1] float32, strictly falling from 1 to 0.
-
-    Raises:
-        ValueError: For fewer than one step or a shift that is not positive and finite.
 
     Source: Esser et al., arXiv 2403.03206, resolution-dependent shifting of timesteps.
     """
@@ -36,7 +36,7 @@ def timestep_sigmas(steps: int, *, shift: float = 1.0) -> Tensor:
 
 
 def diffusers_timestep_sigmas(steps: int, *, shift: float, num_train_timesteps: int = 1000) -> Tensor:
-    """Sigmas of diffusers' `FlowMatchEulerDiscreteScheduler.set_timesteps(steps)`, which shifts twice.
+    """Compute the sigmas of diffusers' `FlowMatchEulerDiscreteScheduler.set_timesteps(steps)`.
 
     Its end points 1 and 1/num_train_timesteps are shifted once, `steps` levels are spaced evenly between
     them, and every level is shifted again; 0 is appended. So the last level above 0 is small (0.0089 at shift
@@ -49,9 +49,6 @@ def diffusers_timestep_sigmas(steps: int, *, shift: float, num_train_timesteps: 
 
     Returns:
         [steps + 1] float32, from 1 to 0.
-
-    Raises:
-        ValueError: For arguments out of range.
 
     Source: diffusers 0.42 (deviation from `timestep_sigmas` described in diffusers issue 13243).
     """
@@ -67,7 +64,7 @@ def diffusers_timestep_sigmas(steps: int, *, shift: float, num_train_timesteps: 
 
 
 def noise_rate(sigma: Tensor, sigma_max: float, *, schedule: str, noise_level: float) -> Tensor:
-    """Noise rate s(σ) of dx = [v + s²/(2σ)·(x + (1 − σ)v)] dσ + s dw, per √σ.
+    """Compute the noise rate s(σ) of dx = [v + s²/(2σ)·(x + (1 − σ)v)] dσ + s dw, per √σ.
 
     flow: s = a·√(σ/(1 − σ̂)) with σ̂ = `sigma_max` where σ = 1 and σ elsewhere; dance: s = η; none: s = 0.
 
@@ -81,29 +78,38 @@ def noise_rate(sigma: Tensor, sigma_max: float, *, schedule: str, noise_level: f
     Returns:
         s, in shape and dtype of `sigma`. The total std of the next sample is s·√(−dt).
 
-    Raises:
-        ValueError: For an unknown schedule, a negative level or a sigma_max outside [0, 1).
-
     Source: Flow-GRPO, arXiv 2505.05470, σ_t = a√(t/(1 − t)); DanceGRPO, arXiv 2505.07818, constant η.
     """
+    check_noise(schedule, noise_level, sigma_max)
     if schedule not in NOISE_SCHEDULES:
-        raise ValueError(
-            f'Unknown noise schedule "{schedule}": the SDE kernel has {", ".join(NOISE_SCHEDULES)} '
-            "(CPS is a kernel of its own: cps_step)."
-        )
+        raise ValueError(f"{schedule!r} has no noise rate; the SDE kernel has {', '.join(NOISE_SCHEDULES)}.")
     if schedule == "none":
         return torch.zeros_like(sigma)
-    if not (math.isfinite(noise_level) and noise_level >= 0):
-        raise ValueError(f"The noise level must be finite and not negative; got {noise_level}.")
     if schedule == "dance":
         return torch.full_like(sigma, noise_level)
-    if not 0 <= sigma_max < 1:
+    sigma_hat = torch.where(sigma == 1, sigma_max, sigma)
+    return noise_level * torch.sqrt(sigma / (1 - sigma_hat))
+
+
+def check_noise(schedule: str, noise_level: float, sigma_max: float = 0.0) -> None:
+    """Refuse a noise schedule, or a number of it, that no kernel has.
+
+    Args:
+        schedule: "flow", "dance", "none", "cps" or "ddim".
+        noise_level: finite and ≥ 0; at most 1 for "cps" and "ddim".
+        sigma_max: in [0, 1), for "flow".
+    """
+    if schedule not in KERNELS:
+        raise ValueError(f'Unknown noise schedule "{schedule}"; allowed: {", ".join(KERNELS)}.')
+    if schedule in LAST_IS_EXACT and not 0 <= noise_level <= 1:
+        raise ValueError(f"The noise level of {schedule.upper()} must lie in [0, 1]; got {noise_level}.")
+    if schedule != "none" and not 0 <= noise_level < math.inf:
+        raise ValueError(f"The noise level must be finite and not negative; got {noise_level}.")
+    if schedule == "flow" and not 0 <= sigma_max < 1:
         raise ValueError(
             f"sigma_max stands in for σ = 1 under the root of 1 − σ and must lie in [0, 1); got {sigma_max}. "
             "Give the second level of the schedule, as Flow-GRPO does."
         )
-    sigma_hat = torch.where(sigma == 1, sigma_max, sigma)
-    return noise_level * torch.sqrt(sigma / (1 - sigma_hat))
 
 
 def _shifted(u: Tensor, shift: float) -> Tensor:

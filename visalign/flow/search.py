@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search for noise that the reward likes: around the start noise (zero order), and along the paths."""
+"""Search for noise of a higher reward: around the start noise (zero order), and along the paths."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ from visalign.interfaces import Condition, DiffusionPolicy
 from visalign.seeds import sample_seed
 
 from .noise import initial_noise
-from .rollout import check_finite, checked_batch_size, complete, first_latents
+from .rollout import check_finite, complete, first_latents, limit_batch_size
 from .transitions import velocity_between
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroOrderSearch:
-    """Climb from a start noise to neighbours whose images the reward likes better.
+    """Climb from a start noise to neighbours whose images have a higher reward.
 
-    Around the pivot n stand N neighbours  n' = √(1 − ρ²)·n + ρ·ε,  ε ~ N(0, I), start noise like any other.
-    Each is denoised along the ODE, decoded and judged; the best of them and n is the next pivot, K times. A
-    sample costs T (1 + K N) velocities, T steps each, and 1 + K N judged images.
+    The pivot n has N neighbours n' = √(1 − ρ²)·n + ρ·ε, ε ~ N(0, I), which are start noise like any other.
+    Each is denoised along the ODE, decoded and scored; the best of them and n is the next pivot, K times. A
+    sample costs T (1 + K N) velocities and 1 + K N scored images.
 
-    Differs from the paper, which says of neighbours only that they lie at a distance: ours keep the variance;
-    the pivot stays where no neighbour is better, so that more rounds are never worse (the paper may move on);
-    candidates take as many steps as the image that is kept, which is one of them.
+    Deviations from the paper: its neighbours only lie at a distance, ours keep the variance; the pivot stays
+    if no neighbour is better, so that more rounds are never worse; all candidates take the same steps.
 
     Ma et al., Inference-time scaling beyond denoising steps, arXiv 2501.09732, section 3.2.
     """
 
     rounds: int = 3
-    """K, how often the pivot moves."""
+    """K, moves of the pivot."""
     candidates: int = 1
     """N, the neighbours of a round (the paper: 2 or 4)."""
     radius: float = 0.5
@@ -41,13 +40,11 @@ class ZeroOrderSearch:
 
     def __post_init__(self) -> None:
         _at_least(self, rounds=1, candidates=1)
-        if isinstance(self.radius, bool) or not isinstance(self.radius, int | float):
-            raise ValueError(f"radius is {self.radius!r}; give a number above 0, at most 1.")
-        if not 0 < self.radius <= 1:
-            raise ValueError(f"radius is {self.radius}; it must be above 0 and at most 1.")
+        if not isinstance(self.radius, int | float) or not 0 < self.radius <= 1:
+            raise ValueError(f"radius is {self.radius!r}; it must be a number above 0 and at most 1.")
 
     def velocities(self, steps: int) -> int:
-        """What a sample costs on a schedule of T steps: T (1 + K N)."""
+        """Number of velocities per sample on a schedule of T steps: T (1 + K N)."""
         return steps * (1 + self.rounds * self.candidates)
 
     @torch.no_grad()
@@ -61,13 +58,13 @@ class ZeroOrderSearch:
         seeds: Sequence[int],
         batch_size: int | None = None,
     ) -> Tensor:
-        """Search for each sample by itself.
+        """Search for each sample separately.
 
         Args:
             policy: as for `rollout`.
             condition: B samples.
-            reward: images [B, 3, H, W] -> [B], higher is better, NaN where not known, which is never chosen;
-                asked of one candidate of every sample at a time.
+            reward: images [B, 3, H, W] -> [B], higher is better, NaN (unknown) is never chosen; called with
+                one candidate of every sample at a time.
             sigmas: [T + 1], see `rollout`.
             seeds: one per sample; the first pivot is the start noise of `rollout`.
             batch_size: samples per forward and per decoding; all at once by default.
@@ -76,89 +73,86 @@ class ZeroOrderSearch:
             [B, ...] final latents.
 
         Raises:
-            ValueError: the seeds are not one per sample.
             FloatingPointError: a final latent is not finite.
         """
         sigmas = _sigmas_of(sigmas, condition, seeds)
         count, rows = len(condition), torch.arange(len(condition))
         pivot = initial_noise(seeds, policy.latent_shape)
 
-        def tried(noise: Tensor) -> tuple[Tensor, Tensor]:
-            """([n·B, ...] latents, [n, B] values) of n noises for every sample."""
-            each = condition.select(rows.repeat(len(noise) // count))
+        def denoise(noise: Tensor) -> tuple[Tensor, Tensor]:
+            """Return ([n·B, ...] latents, [n, B] values) of n noises for every sample."""
+            repeated = condition.select(rows.repeat(len(noise) // count))
             x = first_latents(policy, noise, sigmas)
-            x = complete(policy, each, x, sigmas=sigmas, step=0, batch_size=batch_size)
-            return x, _judged(policy, x, reward, count, batch_size)
+            x = complete(policy, repeated, x, sigmas=sigmas, step=0, batch_size=batch_size)
+            return x, _score(policy, x, reward, count, batch_size)
 
-        latents, (value,) = tried(pivot)
+        latents, (value,) = denoise(pivot)
         for k in range(self.rounds):
-            fresh = _fresh(seeds, policy.latent_shape, k, self.candidates)
-            around = pivot.repeat(self.candidates, *_ones(pivot))
-            near = (1 - self.radius**2) ** 0.5 * around + self.radius * fresh
-            found, values = tried(near)
-            best, place = values.max(0)
-            better, at = best > value, place * count + rows
+            fresh = _fresh_noise(seeds, policy.latent_shape, k, self.candidates)
+            repeated = pivot.repeat(self.candidates, *_ones(pivot))
+            near = (1 - self.radius**2) ** 0.5 * repeated + self.radius * fresh
+            candidates, values = denoise(near)
+            best, number = values.max(0)
+            better, index = best > value, number * count + rows
             value = torch.maximum(value, best)
-            pivot = torch.where(_rows(better, pivot), near[at], pivot)
-            latents = torch.where(_rows(better, latents), found[at.to(found.device)], latents)
+            pivot = torch.where(_rows(better, pivot), near[index], pivot)
+            latents = torch.where(_rows(better, latents), candidates[index.to(candidates.device)], latents)
         check_finite(latents)
         return latents
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathSearch:
-    """Noise paths that are under way again, denoise them further, and go on with those the reward likes.
+    """Add noise to partly denoised paths, denoise them further, and keep those of the highest reward.
 
-    Of each prompt N paths are denoised along the ODE to step `start`. Then, in rounds, each gets M branches:
+    N paths of each prompt are denoised along the ODE to step `start`. Then, in rounds, each gets M branches:
     noised from σ to the level σ' of `back` steps earlier,
 
         x' = a·x + √(σ'² − (a σ)²)·ε,  a = (1 − σ') / (1 − σ),
 
-    which leaves the flow's marginal as it is, and denoised by `forward` steps; the N best of the N M by the
-    reward of their predicted images x̂0 = x − σ v go on, until the schedule ends. v is that of the last
-    step, so x̂0 costs no pass of the network. A path costs  start + Σ M·(steps of the round)  velocities.
+    which keeps the flow's marginal, and denoised by `forward` steps; the N best of the N M by the reward of
+    their predicted images x̂0 = x − σ v continue, until the schedule ends. v is that of the last step, so x̂0
+    costs no forward. A path costs  start + Σ M·(steps of the round)  velocities.
 
-    Differs from the paper: Δf and Δb are counted in steps; x̂0 comes from the last step in place
-    of one more; the N survivors are handed back, the best first (the paper ends with random search).
+    Deviations from the paper: Δf and Δb are counted in steps; x̂0 comes from the last step, not from one more;
+    the N survivors are returned, the best first (the paper ends with random search).
 
     Ma et al., Inference-time scaling beyond denoising steps, arXiv 2501.09732, section 3.2.
     """
 
     branches: int = 4
-    """M, what each path is continued by; with one path of a group, at least 2."""
+    """M, branches of each path; at least 2 if a group has one path."""
     start: int = 4
     """Steps before the first round, from 1."""
     back: int = 1
     """Δf in steps, at most `start`."""
     forward: int = 3
-    """Δb in steps, above `back`; the last round takes what is left."""
+    """Δb in steps, above `back`; the last round takes the rest."""
 
     def __post_init__(self) -> None:
         _at_least(self, branches=1, start=1, back=1, forward=2)
         if self.back > self.start:
-            raise ValueError(
-                f"back is {self.back}, and the paths have {self.start} steps (start) behind them."
-            )
+            raise ValueError(f"back is {self.back}; it must be at most start, {self.start} steps.")
         if self.forward <= self.back:
             raise ValueError(f"forward is {self.forward}, back {self.back}: no round would get any further.")
 
     def rounds(self, steps: int) -> list[tuple[int, int, int]]:
-        """(step that a round begins at, the one it is noised back to, the one it ends at), until T.
+        """List (first step of a round, the step it is noised back to, its last step), until T.
 
         Raises:
             ValueError: the timestep schedule ends before the first round.
         """
         if self.start >= steps:
             raise ValueError(f"start is {self.start}; with {steps} steps it must be from 1 to {steps - 1}.")
-        found, at = [], self.start
-        while at < steps:
-            end = min(at - self.back + self.forward, steps)
-            found.append((at, at - self.back, end))
-            at = end
-        return found
+        rounds, begin = [], self.start
+        while begin < steps:
+            end = min(begin - self.back + self.forward, steps)
+            rounds.append((begin, begin - self.back, end))
+            begin = end
+        return rounds
 
     def velocities(self, steps: int) -> int:
-        """What a path costs on a schedule of T steps: start + Σ M·(steps of the round)."""
+        """Number of velocities per path on a schedule of T steps: start + Σ M·(steps of the round)."""
         return self.start + self.branches * sum(end - up for _, up, end in self.rounds(steps))
 
     @torch.no_grad()
@@ -177,16 +171,16 @@ class PathSearch:
 
         Args:
             policy: as for `rollout`.
-            condition: B · paths samples, those of a group side by side.
-            reward: images [B · paths, 3, H, W] -> [B · paths], higher is better, NaN where not known, which
-                goes on only where too few could be judged; asked of one branch of every path at a time.
+            condition: B · paths samples, those of a group consecutive.
+            reward: images [B · paths, 3, H, W] -> [B · paths], higher is better, NaN is unknown and continues
+                only if too few are known; called with one branch of every path at a time.
             sigmas: [T + 1], see `rollout`.
             seeds: one per sample.
             paths: N, samples of a group.
             batch_size: samples per forward and per decoding; all at once by default.
 
         Returns:
-            [B · paths, ...] final latents, of a group the best first.
+            [B · paths, ...] final latents, the best of each group first.
 
         Raises:
             ValueError: seeds or groups that do not fit, or nothing to choose from; see `rounds`.
@@ -201,26 +195,26 @@ class PathSearch:
             )
         x = first_latents(policy, initial_noise(seeds, policy.latent_shape), sigmas)
         x = complete(policy, condition, x, sigmas=sigmas, step=0, until=self.start, batch_size=batch_size)
-        each = condition.select(torch.arange(count).repeat(self.branches))
-        for number, (at, up, end) in enumerate(rounds):
-            fresh = _fresh(seeds, policy.latent_shape, number, self.branches)
-            many = noised_again(x.repeat(self.branches, *_ones(x)), fresh, sigmas[at], sigmas[up])
+        repeated = condition.select(torch.arange(count).repeat(self.branches))
+        for number, (begin, up, end) in enumerate(rounds):
+            fresh = _fresh_noise(seeds, policy.latent_shape, number, self.branches)
+            branches = renoise(x.repeat(self.branches, *_ones(x)), fresh, sigmas[begin], sigmas[up])
             before = complete(
-                policy, each, many, sigmas=sigmas, step=up, until=end - 1, batch_size=batch_size
+                policy, repeated, branches, sigmas=sigmas, step=up, until=end - 1, batch_size=batch_size
             )
-            many = complete(
-                policy, each, before, sigmas=sigmas, step=end - 1, until=end, batch_size=batch_size
+            branches = complete(
+                policy, repeated, before, sigmas=sigmas, step=end - 1, until=end, batch_size=batch_size
             )
-            v = velocity_between(before, many, sigmas[end - 1], sigmas[end])
-            clean = (many - sigmas[end].to(v) * v).to(x.dtype)
-            value = _judged(policy, clean, reward, count, batch_size)
-            x = many[_best(value, paths).to(many.device)]
+            v = velocity_between(before, branches, sigmas[end - 1], sigmas[end])
+            clean = (branches - sigmas[end].to(v) * v).to(x.dtype)
+            value = _score(policy, clean, reward, count, batch_size)
+            x = branches[_best(value, paths).to(branches.device)]
         check_finite(x)
         return x
 
 
-def noised_again(x: Tensor, noise: Tensor, sigma: Tensor, sigma_up: Tensor) -> Tensor:
-    """Latents of the flow at σ, noised to σ' > σ: x' = a·x + √(σ'² − (a σ)²)·ε with a = (1 − σ') / (1 − σ).
+def renoise(x: Tensor, noise: Tensor, sigma: Tensor, sigma_up: Tensor) -> Tensor:
+    """Add noise to latents at σ, up to σ' > σ: x' = a·x + √(σ'² − (a σ)²)·ε with a = (1 − σ') / (1 − σ).
 
     Args:
         x: [B, ...] at σ, below 1.
@@ -231,30 +225,30 @@ def noised_again(x: Tensor, noise: Tensor, sigma: Tensor, sigma_up: Tensor) -> T
     Returns:
         [B, ...] in the dtype of x.
     """
-    kept = (1 - sigma_up.double()) / (1 - sigma.double())
-    std = (sigma_up.double().square() - (kept * sigma.double()).square()).sqrt()
+    scale = (1 - sigma_up.double()) / (1 - sigma.double())
+    std = (sigma_up.double().square() - (scale * sigma.double()).square()).sqrt()
     working = torch.promote_types(x.dtype, torch.float32)
-    return (float(kept) * x.to(working) + float(std) * noise.to(x.device, working)).to(x.dtype)
+    return (float(scale) * x.to(working) + float(std) * noise.to(x.device, working)).to(x.dtype)
 
 
-def _judged(
+def _score(
     policy: DiffusionPolicy,
     latents: Tensor,
     reward: Callable[[Tensor], Tensor],
     count: int,
     batch_size: int | None,
 ) -> Tensor:
-    """[n, B] float64 values of [n·B, ...] clean latents, −∞ where not known."""
-    chunks = latents.split(checked_batch_size(batch_size, len(latents)))
+    """Score [n·B, ...] clean latents: [n, B] float64, −∞ where unknown."""
+    chunks = latents.split(limit_batch_size(batch_size, len(latents)))
     images = torch.cat([policy.decode(chunk).float().cpu() for chunk in chunks])
     value = torch.stack([reward(part).double().cpu() for part in images.split(count)])
     return torch.where(value.isfinite(), value, -torch.inf)
 
 
 def _best(value: Tensor, paths: int) -> Tensor:
-    """[B · paths] places of each group's best among its branches, from values [M, B · paths].
+    """Indices [B · paths] of each group's best among its branches, from values [M, B · paths].
 
-    Of equal ones the first branch of each path: where nothing is known, each path goes on.
+    Ties take the first branch of each path: if nothing is known, each path continues.
     """
     branches, count = value.shape
     groups = value.view(branches, -1, paths).transpose(0, 1).flatten(1)  # [B, M · paths]
@@ -263,10 +257,10 @@ def _best(value: Tensor, paths: int) -> Tensor:
     return (branch * count + torch.arange(0, count, paths)[:, None] + path).flatten()
 
 
-def _fresh(seeds: Sequence[int], shape: Sequence[int], number: int, times: int) -> Tensor:
-    """[times · B, *shape] noise of a round, the same for a sample whatever its batch."""
-    drawn = [sample_seed("search", seed, number, i) for i in range(times) for seed in seeds]
-    return initial_noise(drawn, shape)
+def _fresh_noise(seeds: Sequence[int], shape: Sequence[int], number: int, copies: int) -> Tensor:
+    """Draw noise [copies · B, *shape] of a round, the same for a sample whatever its batch."""
+    round_seeds = [sample_seed("search", seed, number, i) for i in range(copies) for seed in seeds]
+    return initial_noise(round_seeds, shape)
 
 
 def _sigmas_of(sigmas: Tensor, condition: Condition, seeds: Sequence[int]) -> Tensor:
@@ -275,8 +269,8 @@ def _sigmas_of(sigmas: Tensor, condition: Condition, seeds: Sequence[int]) -> Te
     return torch.as_tensor(sigmas).cpu().float()
 
 
-def _at_least(search: ZeroOrderSearch | PathSearch, **least: int) -> None:
-    for name, low in least.items():
+def _at_least(search: ZeroOrderSearch | PathSearch, **minima: int) -> None:
+    for name, low in minima.items():
         value = getattr(search, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ValueError(f"{name} is {value!r}; give a whole number of at least {low}.")

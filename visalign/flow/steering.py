@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feynman-Kac steering: samples of a prompt that are resampled on the way by the reward of where they go."""
+"""Feynman-Kac steering: resample the samples of a prompt between steps by the reward of their predictions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from visalign.interfaces import Condition, DiffusionPolicy
 from visalign.seeds import sample_seed
 
 from .noise import initial_noise, step_noise
-from .rollout import check_finite, checked_batch_size, first_latents, velocity_of
+from .rollout import check_finite, first_latents, limit_batch_size, velocity_of
 from .transitions import Kernel, sde_step
 
 
@@ -33,24 +33,23 @@ def steered_rollout(
 ) -> Tensor:
     """Denoise groups of `particles` samples by the SDE and resample each group after some steps.
 
-    After such a step k the image is predicted, x̂0 = x_k − σ_k v, without another pass of the network,
-    decoded and judged: r_k. A particle is drawn again in proportion to exp(λ (r_k − r_prev)); the product
-    along a path is exp(λ r), so the group goes to p(x0) exp(λ r(x0)).
-    Draws are systematic: a particle of weight w among n has ⌊n w⌋ or ⌈n w⌉ children. What the reward cannot
-    judge has no child, unless nothing in its group could be judged.
+    After such a step k the image is predicted, x̂0 = x_k − σ_k v, without another forward, decoded and scored:
+    r_k. Particles are drawn again in proportion to exp(λ (r_k − r_prev)); the product along a path is
+    exp(λ r), so the group approaches p(x0) exp(λ r(x0)). Draws are systematic: a particle of weight w among n
+    has ⌊n w⌋ or ⌈n w⌉ children. Without a reward it has none, unless nothing in its group has one.
 
     Args:
         policy: as for `rollout`.
-        condition: B · particles samples, those of a group side by side.
-        reward: images [B · particles, 3, H, W] -> [B · particles], higher is better, NaN where not known.
+        condition: B · particles samples, those of a group consecutive.
+        reward: images [B · particles, 3, H, W] -> [B · particles], higher is better, NaN is unknown.
         sigmas: [T + 1], see `rollout`.
         seeds: one per sample.
         particles: samples of a group, at least 2.
-        resample_after: steps, rising, in 0 to T − 3: the noise of the next step sets the children apart, and
-            the last step is the ODE's.
+        resample_after: rising steps in 0 to T − 3: the noise of the next step separates the children, and the
+            last step is the ODE's.
         strength: λ, per unit of the reward.
         schedule: "flow", "dance", "cps" or "ddim".
-        noise_level: of the schedule.
+        noise_level: noise level of the schedule.
         batch_size: samples per forward; all by default.
 
     Returns:
@@ -68,68 +67,57 @@ def steered_rollout(
     kernel = Kernel(schedule=schedule, noise_level=noise_level, sigma_max=sigmas[1].item())
     x = first_latents(policy, initial_noise(seeds, policy.latent_shape), sigmas)
     levels, times = sigmas.to(x.device), policy.times(sigmas).to(x.device)
-    chunks = torch.arange(count).split(checked_batch_size(batch_size, count))
-    said = torch.zeros(count, dtype=torch.float64)
+    chunks = torch.arange(count).split(limit_batch_size(batch_size, count))
+    previous = torch.zeros(count, dtype=torch.float64)
     for k in range(steps):
         images = []
         for rows in chunks:
-            part, at = x[rows], (len(rows),)
-            sigma, onward = levels[k].expand(at), levels[k + 1].expand(at)
-            v = velocity_of(policy, part, sigma, condition.select(rows), times[k].expand(at))
+            chunk, shape = x[rows], (len(rows),)
+            sigma, sigma_next = levels[k].expand(shape), levels[k + 1].expand(shape)
+            v = velocity_of(policy, chunk, sigma, condition.select(rows), times[k].expand(shape))
             if k in after:
-                images.append(policy.decode((part - levels[k] * v).to(x.dtype)).float().cpu())
-            if k == steps - 1:  # the written latent keeps no noise
-                moved = sde_step(part, v, sigma, onward, schedule="none").mean
+                images.append(policy.decode((chunk - levels[k] * v).to(x.dtype)).float().cpu())
+            if k == steps - 1:  # the final latent keeps no noise
+                x_next = sde_step(chunk, v, sigma, sigma_next, schedule="none").mean
             else:
-                own = step_noise([seeds[i] for i in rows.tolist()], k, policy.latent_shape)
-                moved = kernel.step(part, v, sigma, onward).sample(own)
-            x[rows] = moved.to(x.dtype)
+                noise = step_noise([seeds[i] for i in rows.tolist()], k, policy.latent_shape)
+                x_next = kernel.step(chunk, v, sigma, sigma_next).sample(noise)
+            x[rows] = x_next.to(x.dtype)
         if k in after:
-            parents, said = resampled(reward(torch.cat(images)), said, strength, particles, seeds, k)
+            value = reward(torch.cat(images))
+            parents, previous = resample_particles(value, previous, strength, particles, seeds, k)
             x = x[parents.to(x.device)]
     check_finite(x)
     return x
 
 
-def resampled(
-    value: Tensor, said: Tensor, strength: float, particles: int, seeds: Sequence[int], step: int
+def resample_particles(
+    value: Tensor, previous: Tensor, strength: float, particles: int, seeds: Sequence[int], step: int
 ) -> tuple[Tensor, Tensor]:
     """Draw the particles of each group again in proportion to exp(λ (r − r_prev)).
 
     Args:
-        value: [M] rewards r of the predicted images, not finite where not known.
-        said: [M] float64, r_prev: what the last resampling knew of each particle; 0 before the first.
+        value: [M] rewards r of the predicted images, not finite where unknown.
+        previous: [M] float64, r_prev, the last known reward of each particle; 0 before the first resampling.
         strength: λ.
-        particles: of a group, side by side.
+        particles: samples of a group, consecutive.
         seeds: [M]; the first of each group decides its draws.
-        step: which step this is, so that no two draw alike.
+        step: index of the step, so that no two steps draw the same.
 
     Returns:
-        [M] the place of each particle's parent, and [M] what is now known of it.
-
-    Raises:
-        ValueError: not one reward per particle.
+        [M] index of each particle's parent, and [M] the parent's last known reward.
     """
     value = value.double().cpu()
-    if value.shape != said.shape:
-        raise ValueError(f"The reward gave {list(value.shape)} values for {len(said)} images; give [B].")
-    parents = _parents(strength * (value - said), particles, [sample_seed("steer", s, step) for s in seeds])
-    return parents, torch.where(value.isfinite(), value, said)[parents]
+    if value.shape != previous.shape:
+        raise ValueError(f"The reward gave {list(value.shape)} values for {len(previous)} images; give [B].")
+    parents = _draw_parents(
+        strength * (value - previous), particles, [sample_seed("steer", s, step) for s in seeds]
+    )
+    return parents, torch.where(value.isfinite(), value, previous)[parents]
 
 
 def check_steering(particles: int, after: Sequence[int], first: int, last: int, strength: float) -> None:
-    """Refuse groups, steps or a strength that nothing can be resampled by.
-
-    Args:
-        particles: of a group.
-        after: the steps.
-        first: the first step that allows it.
-        last: the last one.
-        strength: λ.
-
-    Raises:
-        ValueError: particles, steps or strength out of range.
-    """
+    """Refuse groups of one, a strength that is not positive, and steps outside `first` to `last`."""
     if particles < 2:
         raise ValueError(f"particles is {particles}; groups of at least 2 can be resampled.")
     steps = list(after)
@@ -140,7 +128,7 @@ def check_steering(particles: int, after: Sequence[int], first: int, last: int, 
 
 
 def _check(count: int, seeds: int, particles: int, after: list[int], steps: int, strength: float) -> None:
-    if particles < 2 or count % particles or seeds != count:
+    if count % max(1, particles) or seeds != count:
         raise ValueError(
             f"{count} samples, {seeds} seeds, groups of {particles}: give whole groups of at least 2, "
             "and a seed for each sample."
@@ -148,12 +136,12 @@ def _check(count: int, seeds: int, particles: int, after: list[int], steps: int,
     check_steering(particles, after, 0, steps - 3, strength)
 
 
-def _parents(log_weight: Tensor, particles: int, seeds: Sequence[int]) -> Tensor:
-    """[M] place of each particle's parent, in its own group, by systematic resampling."""
+def _draw_parents(log_weight: Tensor, particles: int, seeds: Sequence[int]) -> Tensor:
+    """Index [M] of each particle's parent in its group, by systematic resampling."""
     groups = log_weight.view(-1, particles)
     known = groups.isfinite()
     groups = torch.where(known, groups, -torch.inf)
-    groups = torch.where(known.any(1, keepdim=True), groups, 0.0)  # nothing known: all alike
+    groups = torch.where(known.any(1, keepdim=True), groups, 0.0)  # nothing known: all equal
     edges = groups.softmax(1).cumsum(1)
     offset = torch.tensor(seeds[::particles], dtype=torch.float64) / 2**63
     points = (torch.arange(particles, dtype=torch.float64) + offset[:, None]) / particles

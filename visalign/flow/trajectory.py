@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rollout leaves behind: final latents, and of each stochastic step all that a replay needs."""
+"""Trajectories: final latents, and everything that a replay needs of each stochastic step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .transitions import Kernel
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """N (sample, step) pairs taken out of a trajectory: what `replay` takes and the rollout's record."""
+    """N (sample, step) pairs of a trajectory: inputs of `replay`, and the rollout's statistics."""
 
     x: Tensor
     """[N, ...] latents that the model saw, storage dtype."""
@@ -25,7 +25,7 @@ class Pairs:
     sigma_next: Tensor
     """[N] float32."""
     time: Tensor
-    """[N] float32, what the network was given beside x."""
+    """[N] float32, time input of the network."""
     log_prob: Tensor
     """[N] float32 of the rollout policy."""
     mean: Tensor
@@ -58,14 +58,14 @@ class Trajectory:
     sigma_next: Tensor
     """[S] float32."""
     time: Tensor
-    """[S] float32, what the network was given: `policy.times` of the schedule."""
+    """[S] float32, time input of the network: `policy.times` of the schedule."""
     sde_steps: tuple[int, ...]
     """The S stochastic steps, as indices into the timestep schedule."""
     kernel: Kernel
     """The kernel of the stochastic steps; `replay` needs the same."""
     node: Tensor
-    """[B, S] int64 on the CPU, the first of the samples that have this step in common: one draw of noise, the
-    same numbers everywhere. Itself where a sample is alone."""
+    """[B, S] int64 on the CPU, the first of the samples that share this step and its noise; the sample
+    itself if it is alone."""
 
     def __len__(self) -> int:
         return self.latents.shape[0]
@@ -76,14 +76,11 @@ class Trajectory:
         return self.latents[0].numel()
 
     def pairs(self, sample: Tensor, step: Tensor) -> Pairs:
-        """The pairs (sample[i], step[i]).
+        """Select the pairs (sample[i], step[i]).
 
         Args:
-            sample: [N] integer, which sample, 0 <= sample < B.
-            step: [N] integer, which of the S stochastic steps, 0 <= step < S (not its index in sigmas).
-
-        Raises:
-            ValueError: For shapes that differ.
+            sample: [N] integers in [0, B).
+            step: [N] integers in [0, S), indices among the stochastic steps (not in sigmas).
         """
         if sample.ndim != 1 or sample.shape != step.shape:
             raise ValueError(
@@ -102,24 +99,24 @@ class Trajectory:
         )
 
     def all_pairs(self) -> tuple[Tensor, Tensor]:
-        """Every (sample, step): two index tensors [B·S], the steps of a sample side by side."""
+        """Return every (sample, step): two index tensors [B·S], the steps of a sample consecutive."""
         samples, steps = torch.arange(len(self)), torch.arange(len(self.sde_steps))
         return samples.repeat_interleave(len(steps)), steps.repeat(len(samples))
 
 
-_OF_SAMPLES = ("latents", "x", "x_next", "log_prob", "mean", "std")
+_PER_SAMPLE = ("latents", "x", "x_next", "log_prob", "mean", "std")
 
 
-def end_points(latents: Tensor) -> Trajectory:
-    """Clean latents [B, ...] that no rollout made, as a trajectory without steps."""
+def trajectory_of_latents(latents: Tensor) -> Trajectory:
+    """Wrap clean latents [B, ...] in a trajectory without steps."""
     count, *shape = latents.shape
-    none, numbers = latents.new_zeros(count, 0, *shape), torch.zeros(0, device=latents.device)
+    empty, numbers = latents.new_zeros(count, 0, *shape), torch.zeros(0, device=latents.device)
     return Trajectory(
         latents=latents,
-        x=none,
-        x_next=none,
+        x=empty,
+        x_next=empty,
         log_prob=numbers.expand(count, 0),
-        mean=none.to(torch.promote_types(latents.dtype, torch.float32)),
+        mean=empty.to(torch.promote_types(latents.dtype, torch.float32)),
         std=numbers.expand(count, 0),
         sigma=numbers,
         sigma_next=numbers,
@@ -130,13 +127,13 @@ def end_points(latents: Tensor) -> Trajectory:
     )
 
 
-def joined_trajectories(parts: Sequence[Trajectory]) -> Trajectory:
-    """Samples of several rollouts over the same steps as those of one."""
+def concatenate_trajectories(parts: Sequence[Trajectory]) -> Trajectory:
+    """Concatenate the samples of several rollouts over the same steps."""
     if len(parts) == 1:
         return parts[0]
-    begins = [sum(map(len, parts[:number])) for number in range(len(parts))]
+    offsets = [sum(map(len, parts[:number])) for number in range(len(parts))]
     return replace(
         parts[0],
-        **{name: torch.cat([getattr(one, name) for one in parts]) for name in _OF_SAMPLES},
-        node=torch.cat([one.node + begin for one, begin in zip(parts, begins, strict=True)]),
+        **{name: torch.cat([getattr(part, name) for part in parts]) for name in _PER_SAMPLE},
+        node=torch.cat([part.node + offset for part, offset in zip(parts, offsets, strict=True)]),
     )

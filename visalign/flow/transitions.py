@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One denoising step as a Gaussian: mean and total std of x' from (x, v, σ, σ'), samples and log-probs.
+"""Denoising steps as Gaussians: mean and total std of x' from (x, v, σ, σ'), samples and log-probs.
 
 Three kernels. `sde_step` is Flow-SDE, Dance-SDE and the ODE: one mean formula, three noise rates. `cps_step`
 is Coefficients-Preserving Sampling, `ddim_step` DDIM with η (DDPO's): both replace part of the predicted
@@ -16,13 +16,10 @@ from torch import Tensor
 
 from visalign.core.surrogates.ratios import LogProbReduction, gaussian_log_prob, reduce_event
 
-from .schedules import NOISE_SCHEDULES, noise_rate
+from .schedules import check_noise, noise_rate
 
-KERNELS = (*NOISE_SCHEDULES, "cps", "ddim")
-LAST_IS_EXACT = ("cps", "ddim")
-"""Kernels that add no noise in the last step (σ' = 0)."""
 Solver = Literal["euler", "dpmpp_2m"]
-"""Of the ODE, see `ODESolver`."""
+"""Solver of the ODE, see `ODESolver`."""
 SOLVERS: tuple[str, ...] = get_args(Solver)
 LogProbForm = Literal["gaussian", "quadratic"]
 
@@ -43,7 +40,7 @@ class Transition:
     def log_prob(
         self, x_next: Tensor, log_prob_reduction: LogProbReduction = "mean", *, form: LogProbForm = "gaussian"
     ) -> Tensor:
-        """Log-probability of x' per row, reduced over the latent's dimensions.
+        """Compute the log-probability of x' per row, reduced over the latent's dimensions.
 
         gaussian: −(x' − μ)²/(2 std²) − log std − ½ log 2π; quadratic: −(x' − μ)², as in the published CPS.
         The quadratic form lacks 1/(2 std²): the exponential of its difference is not a likelihood ratio.
@@ -58,12 +55,11 @@ class Transition:
             [B], differentiable with respect to the mean.
 
         Raises:
-            ValueError: For an unknown form or log_prob_reduction, or (gaussian) a std that is not positive.
+            ValueError: (gaussian) A std that is not positive.
         """
         x_next = x_next.to(self.mean)
         if form == "quadratic":
             return reduce_event(-(x_next - self.mean).square(), 1, log_prob_reduction)
-        _check_known(form, get_args(LogProbForm), "log_prob form")
         if not bool((self.std > 0).all()):
             raise ValueError(
                 f"The log-probability is undefined: the smallest std is {float(self.std.min()):.3g}, allowed "
@@ -75,7 +71,7 @@ class Transition:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """Which step a rollout takes, and how its log-probability is counted: what a replay must not change."""
+    """Kind of a rollout's steps, and the convention of their log-probability; a replay needs the same."""
 
     schedule: str
     """"flow", "dance", "none" (noise schedules of the SDE kernel), "cps" or "ddim"."""
@@ -85,22 +81,21 @@ class Kernel:
     sigma_max: float = 0.0
     """Flow-SDE's stand-in for σ = 1, in [0, 1); the others ignore it."""
     log_prob_reduction: LogProbReduction = "mean"
-    """How the latent's dimensions enter the log-prob: "mean" or "sum"."""
+    """Reduction over the latent's dimensions in the log-prob: "mean" or "sum"."""
     log_prob: LogProbForm = "gaussian"
     """"gaussian", or "quadratic" (CPS as published)."""
 
     def __post_init__(self) -> None:
-        _check_known(self.schedule, KERNELS, "noise schedule")
+        check_noise(self.schedule, self.noise_level, self.sigma_max)
         _check_known(self.log_prob_reduction, get_args(LogProbReduction), "log_prob_reduction")
         _check_known(self.log_prob, get_args(LogProbForm), "log_prob form")
         if self.log_prob == "quadratic" and self.schedule != "cps":
             raise ValueError(
                 f'log_prob="quadratic" is the form of CPS; schedule "{self.schedule}" allows "gaussian" only.'
             )
-        self.std(torch.tensor(1.0), torch.tensor(0.5))  # refuses a level or sigma_max out of range at once
 
     def std(self, sigma: Tensor, sigma_next: Tensor) -> Tensor:
-        """Total std of x' for noise levels σ, σ' of equal shape, in their shape and dtype."""
+        """Compute the total std of x' for noise levels σ, σ' of equal shape, in their shape and dtype."""
         if self.schedule == "cps":
             return _cps_std(sigma_next, self.noise_level)
         if self.schedule == "ddim":
@@ -109,7 +104,7 @@ class Kernel:
         return rate * torch.sqrt(sigma - sigma_next)
 
     def step(self, x: Tensor, v: Tensor, sigma: Tensor | float, sigma_next: Tensor | float) -> Transition:
-        """The transition out of x [B, ...] along v [B, ...]; σ and σ' are scalars or [B]."""
+        """Compute the transition out of x [B, ...] along v [B, ...]; σ and σ' are scalars or [B]."""
         if self.schedule == "cps":
             return cps_step(x, v, sigma, sigma_next, noise_level=self.noise_level)
         if self.schedule == "ddim":
@@ -125,7 +120,7 @@ class Kernel:
         )
 
     def log_prob_of(self, transition: Transition, x_next: Tensor) -> Tensor:
-        """[B] log-probability of x_next [B, ...] under this kernel's convention."""
+        """Compute the log-probability [B] of x_next [B, ...] under this kernel's convention."""
         return transition.log_prob(x_next, self.log_prob_reduction, form=self.log_prob)
 
 
@@ -139,7 +134,7 @@ def sde_step(
     noise_level: float = 0.0,
     sigma_max: float = 0.0,
 ) -> Transition:
-    """Euler–Maruyama step of the reverse SDE with the marginals of the flow.
+    """Take an Euler–Maruyama step of the reverse SDE with the marginals of the flow.
 
     μ = x·(1 + s²/(2σ)·dt) + v·(1 + s²(1 − σ)/(2σ))·dt,  std = s·√(−dt),  dt = σ' − σ, s = `noise_rate`.
     With schedule "none" it is the Euler step of the ODE, x + v·dt, with std 0.
@@ -156,13 +151,10 @@ def sde_step(
     Returns:
         Transition in float32, or float64 if x or v is float64.
 
-    Raises:
-        ValueError: For shapes that do not fit, or arguments that `noise_rate` refuses.
-
     Source: Flow-GRPO, arXiv 2505.05470, the ODE-to-SDE conversion; DanceGRPO, arXiv 2505.07818
     (the same mean with s = η).
     """
-    x, v, sigma, sigma_next = _prepared(x, v, sigma, sigma_next)
+    x, v, sigma, sigma_next = _working(x, v, sigma, sigma_next)
     rate = noise_rate(sigma, sigma_max, schedule=schedule, noise_level=noise_level)
     dt = sigma_next - sigma
     drift = rate**2 / (2 * sigma)
@@ -180,9 +172,6 @@ class ODESolver:
 
     Args:
         name: a key of `SOLVERS`.
-
-    Raises:
-        ValueError: an unknown solver.
 
     Source: Lu et al., DPM-Solver++, arXiv 2211.01095, algorithm 2; diffusers' flow sigmas.
     """
@@ -203,19 +192,19 @@ class ODESolver:
         """
         if self.name == "euler":
             return sde_step(x, v, sigma, sigma_next, schedule="none").mean
-        x, v, sigma, sigma_next = _prepared(x, v, sigma, sigma_next)
+        x, v, sigma, sigma_next = _working(x, v, sigma, sigma_next)
         clean = x - _rows(sigma, x) * v
         h = torch.special.logit(1 - sigma_next) - torch.special.logit(1 - sigma)
-        aim = clean
+        target = clean
         if self._before is not None and bool((sigma_next > 0).all()):
             clean_before, h_before = self._before
-            aim = clean + _rows(h / (2 * h_before), x) * (clean - clean_before)
+            target = clean + _rows(h / (2 * h_before), x) * (clean - clean_before)
         self._before = None if bool(torch.isinf(h).any()) else (clean, h)  # from pure noise h is infinite
-        return _rows(sigma_next / sigma, x) * x - _rows((1 - sigma_next) * torch.expm1(-h), x) * aim
+        return _rows(sigma_next / sigma, x) * x - _rows((1 - sigma_next) * torch.expm1(-h), x) * target
 
 
 def velocity_between(x: Tensor, x_next: Tensor, sigma: Tensor | float, sigma_next: Tensor | float) -> Tensor:
-    """The velocity v = (x' − x) / (σ' − σ) that an Euler step of the ODE took; x̂0 = x − σ v = x' − σ' v.
+    """Compute the velocity of an Euler step of the ODE, v = (x' − x) / (σ' − σ); x̂0 = x − σ v = x' − σ' v.
 
     Rounding of stored latents is enlarged by 1 / (σ − σ').
 
@@ -231,14 +220,14 @@ def velocity_between(x: Tensor, x_next: Tensor, sigma: Tensor | float, sigma_nex
     Raises:
         ValueError: For shapes that do not fit.
     """
-    x, x_next, sigma, sigma_next = _prepared(x, x_next, sigma, sigma_next)
+    x, x_next, sigma, sigma_next = _working(x, x_next, sigma, sigma_next)
     return (x_next - x) / _rows(sigma_next - sigma, x)
 
 
 def cps_step(
     x: Tensor, v: Tensor, sigma: Tensor | float, sigma_next: Tensor | float, *, noise_level: float
 ) -> Transition:
-    """Coefficients-Preserving Sampling: part of the predicted noise is replaced by fresh noise.
+    """Take a step of Coefficients-Preserving Sampling: fresh noise replaces part of the predicted noise.
 
     With x̂0 = x − σv and x̂1 = x + (1 − σ)v:  μ = (1 − σ')·x̂0 + σ' cos(aπ/2)·x̂1,  std = σ' sin(aπ/2).
     In the last step (σ' = 0) std is 0 and the log-probability undefined.
@@ -253,20 +242,18 @@ def cps_step(
     Returns:
         Transition in float32, or float64 if x or v is float64.
 
-    Raises:
-        ValueError: For shapes that do not fit or a level outside [0, 1].
-
     Source: Wang and Yu, Coefficients-Preserving Sampling, arXiv 2509.05952.
     """
-    x, v, sigma, sigma_next = _prepared(x, v, sigma, sigma_next)
-    kept = sigma_next * torch.cos(torch.full_like(sigma_next, noise_level * torch.pi / 2))
-    return _noise_replaced(x, v, sigma, sigma_next, kept, _cps_std(sigma_next, noise_level))
+    check_noise("cps", noise_level)
+    x, v, sigma, sigma_next = _working(x, v, sigma, sigma_next)
+    noise_scale = sigma_next * torch.cos(torch.full_like(sigma_next, noise_level * torch.pi / 2))
+    return _replace_noise(x, v, sigma, sigma_next, noise_scale, _cps_std(sigma_next, noise_level))
 
 
 def ddim_step(
     x: Tensor, v: Tensor, sigma: Tensor | float, sigma_next: Tensor | float, *, eta: float
 ) -> Transition:
-    """DDIM with η, DDPO's kernel, on the flow's scale: η = 1 is ancestral sampling, 0 the ODE.
+    """Take a step of DDIM with η, DDPO's kernel, on the flow's scale: η = 1 is ancestral sampling, 0 the ODE.
 
     With ᾱ = (1 − σ)² / ((1 − σ)² + σ²) and n = √((1 − σ)² + σ²), the variance of eq. 16 and the mean
     of eq. 12, std² = η² (1 − ᾱ')/(1 − ᾱ) (1 − ᾱ/ᾱ')  and  μ = √ᾱ' x̂0 + √(1 − ᾱ' − std²) ε̂,  are, times n':
@@ -283,43 +270,37 @@ def ddim_step(
     Returns:
         Transition in float32, or float64 if x or v is float64.
 
-    Raises:
-        ValueError: For shapes that do not fit or η outside [0, 1].
-
     Source: Song et al., DDIM, arXiv 2010.02502; Black et al., DDPO, arXiv 2305.13301.
     """
-    x, v, sigma, sigma_next = _prepared(x, v, sigma, sigma_next)
+    check_noise("ddim", eta)
+    x, v, sigma, sigma_next = _working(x, v, sigma, sigma_next)
     std = _ddim_std(sigma, sigma_next, eta)
-    kept = (sigma_next.square() - std.square()).clamp_min(0).sqrt()
-    return _noise_replaced(x, v, sigma, sigma_next, kept, std)
+    noise_scale = (sigma_next.square() - std.square()).clamp_min(0).sqrt()
+    return _replace_noise(x, v, sigma, sigma_next, noise_scale, std)
 
 
-def _noise_replaced(
-    x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, kept: Tensor, std: Tensor
+def _replace_noise(
+    x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, noise_scale: Tensor, std: Tensor
 ) -> Transition:
-    """(1 − σ')·x̂0 + kept·x̂1 with x̂0 = x − σv, x̂1 = x + (1 − σ)v."""
+    """(1 − σ')·x̂0 + noise_scale·x̂1 with x̂0 = x − σv, x̂1 = x + (1 − σ)v."""
     clean, noise = x - _rows(sigma, x) * v, x + _rows(1 - sigma, x) * v
-    return Transition(_rows(1 - sigma_next, x) * clean + _rows(kept, x) * noise, std)
+    return Transition(_rows(1 - sigma_next, x) * clean + _rows(noise_scale, x) * noise, std)
 
 
 def _ddim_std(sigma: Tensor, sigma_next: Tensor, eta: float) -> Tensor:
-    if not 0 <= eta <= 1:
-        raise ValueError(f"η of DDIM must lie in [0, 1]; got {eta}.")
     size, size_next = torch.hypot(1 - sigma, sigma), torch.hypot(1 - sigma_next, sigma_next)
     fall = 1 - ((1 - sigma) * size_next / ((1 - sigma_next) * size)).square()
     return eta * sigma_next * size / sigma * fall.clamp_min(0).sqrt()
 
 
 def _cps_std(sigma_next: Tensor, noise_level: float) -> Tensor:
-    if not 0 <= noise_level <= 1:
-        raise ValueError(f"The noise level of CPS must lie in [0, 1]; got {noise_level}.")
     return sigma_next * torch.sin(torch.full_like(sigma_next, noise_level * torch.pi / 2))
 
 
-def _prepared(
+def _working(
     x: Tensor, v: Tensor, sigma: Tensor | float, sigma_next: Tensor | float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Everything in the working dtype, sigmas as [B]."""
+    """Cast to the working dtype, and expand sigmas to [B]."""
     if x.shape != v.shape or x.ndim < 2:
         raise ValueError(
             f"x and v must be latents of one shape [B, ...]; got {tuple(x.shape)} and {tuple(v.shape)}."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps are stochastic in an iteration: a subset, a window anywhere, or a moving one."""
+"""Stochastic steps of an iteration: a random subset, a random window, or a moving one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WindowOrder = Literal["subset", "random", "progressive", "decay", "exp_decay"]
 WINDOW_ORDERS = get_args(WindowOrder)
 
 
-def window_places(
+def window_steps(
     steps: int,
     size: int,
     iteration: int,
@@ -26,32 +26,32 @@ def window_places(
     roll_back: bool = True,
     draw: np.random.Generator | None = None,
 ) -> list[int]:
-    """Places among the steps that may be stochastic, rising.
+    """Choose stochastic steps among the candidates, as rising indices.
 
-    subset: `size` places, each set as likely (Flow-Factory); random: `size` neighbours, each start as
-    likely (Flow-GRPO-Fast, MixGRPO random); progressive: neighbours that start at 0 and move on by `stride`
-    after `every` iterations, shorter at the end, then begin anew (MixGRPO); decay: so too, but a start p
-    stays ⌊every (1 − p/steps) + least p/steps⌋ iterations; exp_decay: a start p above `threshold` stays
+    subset: `size` indices, uniform over sets (Flow-Factory); random: `size` neighbours, uniform over starts
+    (Flow-GRPO-Fast, MixGRPO random); progressive: neighbours that start at 0 and move on by `stride` after
+    `every` iterations, shorter at the end, then start again (MixGRPO); decay: the same, but a start p stays
+    ⌊every (1 − p/steps) + least p/steps⌋ iterations; exp_decay: a start p above `threshold` stays
     ⌈every · exp(−rate (p − threshold))⌉.
 
-    Differs from the published MixGRPO, which after the last window stays one whole turn at an empty one, and
-    for good where it does not begin anew; ours then stays at the last window.
+    Deviation: the published MixGRPO stays one whole turn at an empty window after the last one, and for good
+    without `roll_back`; ours then stays at the last window.
 
     Args:
-        steps: how many there are.
-        size: of the window, 1 to `steps`.
-        iteration: finished ones.
+        steps: number of candidates.
+        size: size of the window, 1 to `steps`.
+        iteration: number of finished iterations.
         order: see above.
-        every: iterations a window stays.
-        stride: places that it moves on.
-        least: of decay; None: a quarter of `every`, at least 1, as published.
+        every: iterations that a window stays.
+        stride: steps that it moves on.
+        least: shortest stay of decay; None: a quarter of `every`, at least 1, as published.
         threshold: see exp_decay.
         rate: see exp_decay.
-        roll_back: whether a moving window begins anew after its last place.
-        draw: for subset and random.
+        roll_back: start a moving window again after its last position.
+        draw: random generator, for subset and random.
 
     Raises:
-        ValueError: for an unknown order, or a size, stay or stride out of range.
+        ValueError: a size, stay or stride out of range.
 
     Source: MixGRPO, arXiv 2507.21802, section 3.2; Flow-GRPO-Fast, arXiv 2505.05470v4.
     """
@@ -64,7 +64,7 @@ def window_places(
         if draw is None:
             raise ValueError(f"The order {order!r} draws: give a numpy Generator.")
         if order == "subset":
-            return sorted(int(place) for place in draw.choice(steps, size, replace=False))
+            return sorted(int(step) for step in draw.choice(steps, size, replace=False))
         start = int(draw.integers(0, steps - size + 1))
         return list(range(start, start + size))
     starts = range(0, steps, stride)
@@ -77,7 +77,7 @@ def window_places(
 def _stay(
     start: int, steps: int, order: str, every: int, least: int | None, threshold: int, rate: float
 ) -> int:
-    """Iterations that a moving window stays at `start`."""
+    """Number of iterations that a moving window stays at `start`."""
     if order == "decay":
         least = max(1, every // 4) if least is None else least
         done = start / steps

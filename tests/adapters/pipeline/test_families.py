@@ -19,13 +19,13 @@ from PIL import Image
 
 from tests.support.models.modular import own_modular_run
 from tests.support.models.pipelines import random_rows, tiny_pipeline, tiny_prompts, trained_weights
+from tests.support.ratio import ratio_check
 from visalign.adapters import LoraSettings, check_adapter
 from visalign.adapters.pipeline.families import FAMILIES
 from visalign.adapters.pipeline.lora import loading_code
 from visalign.adapters.pipeline.policy import PipelinePolicy
 from visalign.errors import UserError
 from visalign.flow.parametrization import preserving_scale
-from visalign.flow.replay import ratio_check
 from visalign.flow.rollout import rollout
 from visalign.vision.pixels import read_pixels
 

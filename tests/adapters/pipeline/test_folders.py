@@ -18,7 +18,7 @@ from visalign.adapters.catalogue import has_two_halves
 from visalign.adapters.pipeline.condition import image_of
 from visalign.adapters.pipeline.families import FAMILIES
 from visalign.errors import UserError
-from visalign.flow.rollout import asked_of, rollout
+from visalign.flow.rollout import encoder_inputs, rollout
 
 
 @pytest.fixture(autouse=True)
@@ -287,13 +287,15 @@ def test_images_to_edit(tmp_path):
     image.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "turned.png", exif=turned)
     assert np.array_equal(np.asarray(image_of(str(tmp_path / "turned.png"))), np.asarray(image))
     records = [{"prompt": "a red circle"}]
-    assert asked_of(policy, records) is records
+    assert encoder_inputs(policy, records) is records
     with pytest.raises(UserError, match=r"FluxKontextPipeline edits an image, and a record has no 'source'"):
         policy.encode(records)
     with pytest.raises(UserError, match=r"The source 'nowhere.png' is no image that can be read"):
         policy.encode([{"prompt": "a", "source": "nowhere.png"}])
     plain, options = tiny_pipeline("sd3")
-    assert asked_of(PipelinePolicy(plain, lora=LoraSettings(rank=2), **options), records) == ["a red circle"]
+    assert encoder_inputs(PipelinePolicy(plain, lora=LoraSettings(rank=2), **options), records) == [
+        "a red circle"
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.source != "none"])

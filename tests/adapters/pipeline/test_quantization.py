@@ -14,11 +14,11 @@ import torch
 from tests.support.models.modular import save_modular, tiny_flux3, tiny_qwen_image_21
 from tests.support.models.pipelines import tiny_folder
 from tests.support.models.sd3 import tiny_sd3_pipeline
+from tests.support.ratio import ratio_check
 from visalign.adapters import LoraSettings, check_adapter, load_policy
 from visalign.adapters.hollow import hollow_pipelines, stored
 from visalign.adapters.pipeline import quantization
 from visalign.errors import UserError
-from visalign.flow.replay import ratio_check
 from visalign.flow.rollout import rollout
 from visalign.pipelines.shared.plan import weight_bytes
 

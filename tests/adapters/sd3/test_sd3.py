@@ -18,9 +18,10 @@ from diffusers import (
 )
 
 from tests.support.models.sd3 import build_tiny_sd3, load_pipeline, tiny_sd3_pipeline
+from tests.support.ratio import ratio_check
 from visalign.adapters import LoraSettings, PipelinePolicy, SD3Policy
 from visalign.errors import UserError
-from visalign.flow import ratio_check, replay, rollout
+from visalign.flow import replay, rollout
 from visalign.flow.schedules import diffusers_timestep_sigmas, timestep_sigmas
 from visalign.interfaces import DiffusionPolicy
 

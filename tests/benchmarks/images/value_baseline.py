@@ -24,7 +24,7 @@ from torch import Tensor
 
 from visalign.config import load_config, resolve_config
 from visalign.core import group_advantages
-from visalign.flow.rollout import predicted_clean
+from visalign.flow.rollout import predict_clean
 from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
 from visalign.pipelines.flow_grpo.inputs import prepare
 from visalign.pipelines.flow_grpo.parts import build_policy
@@ -92,7 +92,7 @@ def learnt(iterations: int, clock: PhaseClock) -> Tensor:
     left = torch.zeros(3, len(steps), dtype=torch.float64)
     for number in range(iterations):
         made = source.collect(number, clock, steps)
-        found = [predicted_clean(made.trajectory, k) for k in range(len(steps))]
+        found = [predict_clean(made.trajectory, k) for k in range(len(steps))]
         others, rest = others_mean(made), made.value - others_mean(made)
         now = []  # per baseline and step [B, d]
         for says in (

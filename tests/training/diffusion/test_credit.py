@@ -10,7 +10,7 @@ import torch
 
 from tests.support.training.images import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
 from visalign.errors import UserError
-from visalign.flow.rollout import complete, predicted_clean, rollout
+from visalign.flow.rollout import complete, predict_clean, rollout
 from visalign.training import (
     DiffusionObjectiveSettings,
     RolloutSettings,
@@ -42,7 +42,7 @@ def test_the_prediction_is_read_off_the_mean(schedule):
     for k in range(2):
         x, sigma = made.x[:, k], made.sigma[k].expand(3)
         expected = x - made.sigma[k] * policy.velocity(x, sigma, condition)
-        torch.testing.assert_close(predicted_clean(made, k), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(predict_clean(made, k), expected, rtol=1e-5, atol=1e-6)
     rest: Any = complete(policy, condition, made.x_next[:, 1], sigmas=sigmas, step=3, batch_size=2)
     assert torch.equal(rest, made.latents)
     assert torch.equal(complete(policy, condition, rest, sigmas=sigmas, step=4), rest)

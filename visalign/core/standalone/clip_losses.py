@@ -83,7 +83,7 @@ def pickscore_loss(
 
 
 def listwise_choice_loss(score: Tensor, share: Tensor, group: Labels) -> Tensor:
-    """Compute the cross-entropy of the chosen image of a prompt: −Σ_i q_i ln softmax over the prompt's images.
+    """Cross-entropy of the chosen image of a prompt: −Σ_i q_i ln softmax over the prompt's images.
 
     Args:
         score: [N] scores, logit_scale × cosine; prompts may have different numbers of images.

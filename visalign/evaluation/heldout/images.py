@@ -15,7 +15,7 @@ from torch.nn.functional import interpolate
 
 from visalign.data.sets.prompt_files import record_key
 from visalign.errors import UserError
-from visalign.flow.rollout import asked_of, decoded, middle_frames, rollout
+from visalign.flow.rollout import decode_images, encoder_inputs, middle_frames, rollout
 from visalign.interfaces import DiffusionPolicy, PointwiseReward, with_capabilities
 from visalign.seeds import sample_seed
 
@@ -68,7 +68,7 @@ def evaluate(
     first, end = (total * (share[0] + more) // share[1] for more in (0, 1))
     metadata = [record for record in records for _ in seeds][first:end]
     prompts, drawn = [str(record["prompt"]) for record in metadata], np.tile(seeds, len(records))[first:end]
-    sources = ["".join(record_key(one)[1:]) for one in asked_of(policy, records)]
+    sources = ["".join(record_key(one)[1:]) for one in encoder_inputs(policy, records)]
     kept, thumbnails = _evenly(total, max_images) - first, []
     kept = kept[(kept >= 0) & (kept < len(prompts))]
     tally = Tally(correctness=correctness, samples="images")
@@ -105,14 +105,14 @@ def _drawn(
     """Batch by batch the rows; all frames of videos [B, F, 3, H, W] where `clips` are wanted, else what
     follows; and the images [B, 3, H, W], float32 in [0, 1] on the CPU.
     """
-    asked = asked_of(policy, records)
+    asked = encoder_inputs(policy, records)
     condition, keys = policy.encode(asked), [record_key(one) for one in asked]
     for start in range(0, len(records), batch_size):
         rows = range(start, min(start + batch_size, len(records)))
         seeds = [sample_seed("heldout", *keys[row], int(drawn[row])) for row in rows]
         part = condition.select(torch.tensor(rows))
         latents = rollout(policy, part, sigmas=sigmas, seeds=seeds, solver=solver).latents
-        frames = decoded(policy, latents, clips=clips).detach().to("cpu", torch.float32)
+        frames = decode_images(policy, latents, clips=clips).detach().to("cpu", torch.float32)
         yield slice(rows.start, rows.stop), frames, middle_frames(frames)
 
 

@@ -31,10 +31,10 @@ from visalign.core.surrogates.kl import gaussian_kl, velocity_kl
 from visalign.core.surrogates.ratios import guard_log_ratio, guard_step_weight
 from visalign.errors import UserError
 from visalign.flow.replay import RATIO_BOUND, replay_pairs
-from visalign.flow.rollout import complete, predicted_clean
+from visalign.flow.rollout import complete, predict_clean
 from visalign.flow.trajectory import Pairs, Trajectory
 from visalign.flow.transitions import Kernel
-from visalign.flow.windows import window_places
+from visalign.flow.windows import window_steps
 from visalign.interfaces import Condition, DiffusionPolicy
 from visalign.seeds import sample_seed
 from visalign.training.loop.algorithm import Collected, Context
@@ -191,7 +191,7 @@ class FlowGRPO(ImageAlgorithm):
         levels = []
         for k, step in enumerate(trajectory.sde_steps):
             if how == "one_step":
-                latents = predicted_clean(trajectory, k)
+                latents = predict_clean(trajectory, k)
             else:
                 with run.clock.phase("rollout"), self.accelerator.autocast():
                     latents = complete(
@@ -438,7 +438,7 @@ def choose_steps(settings: RolloutSettings, seed: int, iteration: int) -> tuple[
     if settings.sde_window is None:
         return sde_steps, tuple(sde_steps.index(step) for step in settings.trained)
     draw = np.random.default_rng(sample_seed(seed, "noise steps", iteration))
-    places = window_places(
+    places = window_steps(
         len(sde_steps),
         settings.sde_window,
         iteration,

@@ -11,7 +11,7 @@ import torch
 
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
-from visalign.flow.rollout import asked_of, velocity_of
+from visalign.flow.rollout import encoder_inputs, velocity_of
 from visalign.interfaces import DiffusionPolicy
 
 
@@ -48,7 +48,7 @@ def check_guidance(policy: DiffusionPolicy, scale: float | None, record: Mapping
     """
     if scale is None or scale == getattr(policy, "guidance", None):
         return
-    condition, count, seen = policy.encode(asked_of(policy, [record])), policy.forward_count, []
+    condition, count, seen = policy.encode(encoder_inputs(policy, [record])), policy.forward_count, []
     x = initial_noise([0], policy.latent_shape).to(policy.device, policy.storage_dtype)
     sigma = policy.sigmas(2)[1:2].to(policy.device)
     for tried in (None, scale):

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
-from visalign.flow.rollout import asked_of, decoded, rollout
-from visalign.flow.trajectory import Trajectory, end_points, joined_trajectories
+from visalign.flow.rollout import decode_images, encoder_inputs, rollout
+from visalign.flow.trajectory import Trajectory, concatenate_trajectories, trajectory_of_latents
 from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores, with_capabilities
 from visalign.seeds import sample_seed
 from visalign.training.loop.algorithm import Algorithm, Context
@@ -206,7 +206,7 @@ class ImageSource:
             looks.append(self._looked_at(shown, clock))
         return Drawn(
             condition=condition,
-            trajectory=joined_trajectories(made),
+            trajectory=concatenate_trajectories(made),
             batch=batch,
             records=records,
             verdicts=verdicts,
@@ -223,7 +223,7 @@ class ImageSource:
             latents = self.stored(own)
         return Drawn(
             condition=condition,
-            trajectory=end_points(latents),
+            trajectory=trajectory_of_latents(latents),
             batch=batch,
             records=own,
             verdicts=[self._ask(latents, own, clock)],
@@ -275,7 +275,9 @@ class ImageSource:
         with clock.phase("decode"), torch.no_grad(), self.accelerator.autocast():
             chunks = latents.split(min(self.rollout.batch_size, len(latents)))
             clips = self.reward.capabilities.takes_clips
-            return torch.cat([decoded(self.policy, chunk, clips=clips).float().cpu() for chunk in chunks])
+            return torch.cat(
+                [decode_images(self.policy, chunk, clips=clips).float().cpu() for chunk in chunks]
+            )
 
     def _ask(
         self, shown: Tensor, records: Sequence[Mapping[str, Any]], clock: PhaseClock
@@ -306,7 +308,7 @@ class ImageSource:
 
     def _encoded(self, records: Sequence[Mapping[str, Any]], clock: PhaseClock) -> Condition:
         with clock.phase("rollout"), torch.no_grad(), self.accelerator.autocast():
-            return self.policy.encode(asked_of(self.policy, records))
+            return self.policy.encode(encoder_inputs(self.policy, records))
 
     def _sample(
         self,

@@ -25,7 +25,7 @@ from visalign.core.surrogates.kl import velocity_kl
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
 from visalign.flow.parametrization import preserving_scale
-from visalign.flow.rollout import asked_of, velocity_of
+from visalign.flow.rollout import encoder_inputs, velocity_of
 from visalign.interfaces import Condition, DifferentiableReward, DifferentiableSum, Scores
 from visalign.seeds import sample_seed
 from visalign.training.loop.algorithm import Collected, Context
@@ -91,7 +91,7 @@ class RewardGradient(ImageAlgorithm):
         batch = self.source.sampler.batch(iteration, process.process_index, process.num_processes)
         records = [dict(self.source.records[i]) for i in batch.prompt_index.tolist()]
         with run.clock.phase("rollout"), torch.no_grad(), process.autocast():
-            condition = self.policy.encode(asked_of(self.policy, records))
+            condition = self.policy.encode(encoder_inputs(self.policy, records))
         group = self.source.gather_all(batch.group_id)
         asked = Asked(
             condition=condition,

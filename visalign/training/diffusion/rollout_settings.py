@@ -13,8 +13,9 @@ from dataclasses import dataclass, fields
 from torch import Tensor
 
 from visalign.errors import UserError
-from visalign.flow.rollout import visited
-from visalign.flow.transitions import LAST_IS_EXACT, SOLVERS
+from visalign.flow.rollout import visited_steps
+from visalign.flow.schedules import LAST_IS_EXACT
+from visalign.flow.transitions import SOLVERS
 from visalign.flow.tree import tree_nodes
 from visalign.flow.windows import WINDOW_ORDERS
 from visalign.training.loop.optimizer import at_least, choice
@@ -242,7 +243,7 @@ class RolloutSettings:
     def sampled_per_image(self) -> float:
         """Denoising steps that an image costs: Σ_k n_k / G over those that are made, n_k = `paths(k)`. With
         a window that begins later it is less."""
-        ways = [visited(self.steps, [window[-1]], self.ode_compression) for window in self._windows]
+        ways = [visited_steps(self.steps, [window[-1]], self.ode_compression) for window in self._windows]
         made = [sum(map(self.paths, way[:-1])) for way in ways]
         return sum(made) / len(made) / self.group_size
 
