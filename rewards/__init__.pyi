@@ -23,7 +23,7 @@ from .chat.unified_reward_pairs import UnifiedRewardPairs as UnifiedRewardPairs
 from .chat.yes_no import YesNoServer as YesNoServer
 from .checks import check_reward as check_reward
 from .checks import check_text_reward as check_text_reward
-from .code.reward import CodeTests as CodeTests
+from .code.code_tests import CodeTests as CodeTests
 from .combine.calibrated import Calibrated as Calibrated
 from .combine.ensemble import Ensemble as Ensemble
 from .combine.frames import Frames as Frames

@@ -87,7 +87,7 @@ TEXT_CATALOGUE: dict[str, Entry] = {
     "random": "visalign.rewards.text.control:RandomReward",
     "rating": "visalign.rewards.text.rating:RatingReward",
     "verdict": "visalign.rewards.text.rating:VerdictReward",
-    "code_tests": "visalign.rewards.code.reward:CodeTests",
+    "code_tests": "visalign.rewards.code.code_tests:CodeTests",
     "reward_model": "visalign.rewards.text.reward_model:RewardModel",
     "reward_fusion": "visalign.rewards.text.reward_fusion:RewardFusion",
     "process_reward": "visalign.rewards.text.process_reward:ProcessRewardModel",

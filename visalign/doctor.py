@@ -139,9 +139,9 @@ def _facts() -> tuple[tuple[str, str], ...]:
 def _sandbox() -> str:
     """What isolates generated code here."""
     try:
-        from visalign.rewards.code.sandbox import run_python
+        from visalign.rewards.code.code_tests import bubblewrap_problem
 
-        return f"isolated by {run_python('').isolation}"
+        return bubblewrap_problem() or "bubblewrap"
     except _BROKEN as error:
         return f"{error}"
 

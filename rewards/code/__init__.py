@@ -1,5 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unit tests of generated code, run in a sandbox.
-
-It needs `base` and a POSIX system; nothing generated runs in this process.
-"""
+"""Unit tests of generated code, run by bubblewrap or a sandbox server; none of it runs in this process."""

@@ -135,7 +135,6 @@ def test_no_block_escapes() -> None:
     [block for block in BLOCKS if block.language == "python" and block.page != README],
     ids=str,
 )
-@pytest.mark.filterwarnings("ignore:The code sandbox runs code with isolation='process'")
 def test_python_blocks(
     block: Block, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

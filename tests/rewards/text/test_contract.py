@@ -16,6 +16,7 @@ from visalign.interfaces import Scores, TextReward
 from visalign.rewards import RewardError
 from visalign.rewards.catalogue import TEXT_CATALOGUE, load_text_reward
 from visalign.rewards.checks import check_text_reward
+from visalign.rewards.code.code_tests import bubblewrap_problem
 from visalign.rewards.text.callables import TextFunctionReward
 from visalign.rewards.text.contract import read_text_request
 
@@ -55,6 +56,8 @@ INPUTS = {
 
 @pytest.mark.parametrize("name", [name for name in TEXT_CATALOGUE if name not in NEED_A_MODEL])
 def test_every_entry_of_the_catalogue_keeps_the_contract(name):
+    if name == "code_tests" and (problem := bubblewrap_problem()):
+        pytest.skip(problem)
     options, inputs = INPUTS[name]
     reward = load_text_reward(name, **options)
     assert isinstance(reward, TextReward)

@@ -1,0 +1,518 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unit tests of generated Python code, run by bubblewrap (`bwrap`) or by a sandbox server.
+
+bubblewrap runs the code without network, without sight of other processes and as nobody; it sees Python and
+the system's libraries read-only and one empty folder in memory. All of it is killed with the run. Where
+neither bubblewrap nor a server works, nothing is run.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, fields
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.text.contract import (
+    TextVerdict,
+    after_marker,
+    read_text_request,
+    shortened,
+    text_scores,
+)
+from visalign.rewards.text.parsing import extract_code, has_fence
+
+TEST_FORMS = '{"stdin", "stdout"}, {"call", "args", "expected"}, "assert ..." or {"inputs", "outputs"}'
+
+
+class UnreadableTests(ValueError):
+    """The tests of a sample cannot be read: the ground truth is missing, the code did not fail."""
+
+
+class NoSandbox(RewardError):
+    """Neither bubblewrap nor a sandbox server runs here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxLimits:
+    """Limits of one run; bubblewrap enforces all, a server the first and the third."""
+
+    wall_seconds: float = 10.0
+    cpu_seconds: int = 10
+    """Per process."""
+    memory_mb: int = 512
+    """Address space per process in MiB."""
+    processes: int = 16
+    """Processes and threads at the same time."""
+    file_mb: int = 16
+    """Size of the folder, and of what is printed, in MiB."""
+    output_bytes: int = 65536
+    """Longest output that can pass a test."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Outcome of one program."""
+
+    stdout: str
+    stderr: str
+    exit_code: int | None
+    """None when it was killed for its time."""
+
+
+@dataclass(frozen=True)
+class TestResult:
+    """Outcome of one test of one completion."""
+
+    __test__ = False  # for pytest: not a test class
+
+    passed: bool
+    remark: str = ""
+
+
+# Runs in the sandbox. Expected values stay outside, so that code cannot read them or equal everything.
+_RUNNER = """
+import json, numbers, os, sys, types
+task = json.load(sys.stdin)
+out, null = os.dup(1), os.open(os.devnull, os.O_RDWR)
+os.dup2(null, 0), os.dup2(null, 1), os.dup2(null, 2)
+def report(**record):
+    os.write(out, (task["nonce"] + json.dumps(record) + "\\n").encode())
+def plain(value):  # subclasses as what they equal: a Counter as a dict, an array as a list
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, dict):
+        return {plain(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        kind = next(k for k in (list, tuple, set, frozenset) if isinstance(value, k))
+        return set(map(plain, value)) if kind is frozenset else kind(map(plain, value))
+    if isinstance(value, numbers.Rational) and not isinstance(value, int):
+        return int(value) if value == int(value) else float(value)
+    kinds = () if type(value) is bool else (str, float, int)
+    return next((kind(value) for kind in kinds if isinstance(value, kind)), value)
+module = sys.modules["solution"] = types.ModuleType("solution")
+scope = module.__dict__
+try:
+    exec(compile(task["code"], "solution.py", "exec"), scope)
+except BaseException as error:
+    report(load_error=f"raised {type(error).__name__}: {error}"[:300])
+    task["tests"] = []
+for number, test in enumerate(task["tests"]):
+    try:
+        value = None
+        if "assert" in test:
+            exec(compile(test["assert"], "test.py", "exec"), scope)
+        elif "eval" in test:
+            value = eval(compile(test["eval"], "test.py", "eval"), scope)
+        else:
+            first, _, method = test["call"].partition(".")
+            function = getattr(scope[first](), method) if method else scope[first]
+            value = function(*test["args"], **test["kwargs"])
+        report(test=number, value=repr(plain(value)))
+    except BaseException as error:
+        report(test=number, error=f"raised {type(error).__name__}: {error}"[:300])
+"""
+_END = "the setup has ended"
+_LONGEST_VALUE = 1 << 20
+
+
+class CodeTests:
+    """Share of the unit tests that the generated code passes, or 1 only where it passes all.
+
+    A record's field holds a list of tests, or one mapping of the last form:
+
+    - {"stdin": text, "stdout": text}: the code is run as a program; trailing blanks do not count;
+    - {"call": "name" or "Class.method", "args": [...], "kwargs": {...}, "expected": JSON value};
+    - "assert f(2) == 4": Python source, or {"assert": source};
+    - {"inputs": [...], "outputs": [...], "fn_name": name or absent}: the layout of APPS.
+
+    Output, the values of calls, and asserts of the form "... == literal" are compared outside the sandbox:
+    the code never meets what is expected. Any other assert runs in the code's process, so that code written
+    to cheat (objects that equal everything) can pass it.
+    """
+
+    range = (0.0, 1.0)
+    higher_is_better = True
+    capabilities = RewardCapabilities()
+
+    def __init__(
+        self,
+        *,
+        field: str = "tests",
+        setup_field: str | None = None,
+        credit: str = "all",
+        after: str | None = None,
+        whole: bool = False,
+        limits: Mapping[str, float] | SandboxLimits | None = None,
+        url: str | None = None,
+        packages: bool = False,
+        workers: int = 4,
+        tolerance: float = 1e-9,
+        name: str = "code_tests",
+    ) -> None:
+        """Choose what counts and what a run may take.
+
+        Args:
+            field: metadata field with the tests.
+            setup_field: metadata field with source that is put before the code (imports, helpers, the head of
+                a function), or None. Where it cannot run, the sample is invalid.
+            credit: "all" (1 where every test passes, else 0) or "share" (passed / tests).
+            after: only code behind the last occurrence of this marker counts, e.g. "</think>".
+            whole: take the whole completion as code where it has no fenced block.
+            limits: of one run, see `SandboxLimits`.
+            url: of a server with the protocol of SandboxFusion, e.g. "http://HOST:8080/run_code"; None runs
+                bubblewrap on this machine.
+            packages: let the code import the packages installed here (bubblewrap only).
+            workers: runs at the same time.
+            tolerance: relative, and absolute below 1, of floats that calls return; asserts compare as Python.
+            name: for messages and logs.
+
+        Raises:
+            ValueError: an option that is not allowed.
+        """
+        given = asdict(limits) if isinstance(limits, SandboxLimits) else dict(limits or {})
+        keys = [entry.name for entry in fields(SandboxLimits)]
+        positive = given.keys() <= {*keys} and all(value > 0 for value in given.values())
+        rules = {
+            f"credit is {credit!r}; allowed are 'all' and 'share'": credit in ("all", "share"),
+            f"workers is {workers!r}; allowed are whole numbers from 1": workers >= 1,
+            f"tolerance is {tolerance!r}; allowed are numbers from 0 to below 1": 0 <= tolerance < 1,
+            f"limits are {given}; allowed are {', '.join(keys)}, each above 0": positive,
+        }
+        if broken := [message for message, holds in rules.items() if not holds]:
+            raise ValueError(f"{name}: {broken[0]}.")
+        run_limits = SandboxLimits(**given)
+        self.name, self.unit = name, "1 = all tests pass" if credit == "all" else "share of tests"
+        self._field, self._setup_field, self._credit = field, setup_field, credit
+        self._after, self._whole, self._workers, self._tolerance = after, whole, workers, tolerance
+        self._output_bytes, self._url = run_limits.output_bytes, url
+        self._execute: Callable[[str, str], Run] = (
+            partial(run_server, url, limits=run_limits)
+            if url
+            else partial(run_bubblewrap, limits=run_limits, packages=packages)
+        )
+
+    def score(
+        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
+    ) -> Scores:
+        """Run the tests of each completion.
+
+        Returns:
+            Scores with the parts "share" and "all"; `text` names the tests that failed. Without tests, or
+            where the sandbox itself broke, a sample is invalid; code that hangs or is missing scores 0.
+
+        Raises:
+            NoSandbox: bubblewrap does not run here and no server is given.
+        """
+        request = read_text_request(self.name, completions, prompts, metadata)
+        if self._url is None and len(request) and (problem := bubblewrap_problem()):
+            raise NoSandbox(problem)
+        setups = request.column(self._setup_field) if self._setup_field else [None] * len(request)
+        with ThreadPoolExecutor(max_workers=self._workers) as pool:
+            judged = list(pool.map(self._judge, request.completions, request.column(self._field), setups))
+        shares = [share for _, share in judged]
+        parts = {"share": shares, "all": [float(share == 1) for share in shares]}
+        return text_scores([verdict for verdict, _ in judged], self.unit, parts=parts)
+
+    def run(self, code: str, tests: Any, setup: str = "") -> list[TestResult]:
+        """Return the result of each test (as in a metadata record) of a piece of Python source."""
+        tests, source = read_tests(tests), f"{setup}\n{code}" if setup else code
+        inside = iter(self._run_inside(source, [test for test in tests if "stdin" not in test]))
+        results = [self._run_program(source, test) if "stdin" in test else next(inside) for test in tests]
+        if setup and not all(result.passed for result in results) and _compiles(setup):
+            alone = self._execute(f"{setup}\nprint({_END!r})", "")
+            if _END not in alone.stdout:
+                last = alone.stderr.strip().rpartition("\n")[2] or "it did not reach its end"
+                raise RewardError(f"the code in {self._setup_field!r} cannot run: {shortened(last)}")
+        return results
+
+    def _run_inside(self, source: str, tests: list[dict[str, Any]]) -> list[TestResult]:
+        if not tests:
+            return []
+        nonce = secrets.token_hex(16)
+        questions = [{key: part for key, part in test.items() if key != "expected"} for test in tests]
+        task = {"nonce": nonce, "code": source, "tests": questions}
+        run = self._execute(_RUNNER, json.dumps(task))
+        records: dict[Any, dict[str, Any]] = {}
+        for line in run.stdout.splitlines():
+            with suppress(ValueError, RecursionError):  # the last line may be cut
+                if line.startswith(nonce) and isinstance(record := json.loads(line[len(nonce) :]), dict):
+                    records.setdefault(str(record.get("test", next(iter(record), ""))), record)
+        ended = "the time was over" if run.exit_code is None else f"the program ended ({run.exit_code})"
+        missing = {"error": f"{ended} before its result"}
+        if load_error := records.get("load_error"):
+            missing = {"error": f"the code {load_error['load_error']}"}
+        return [self._compare(records.get(str(n), missing), test) for n, test in enumerate(tests)]
+
+    def _compare(self, record: Mapping[str, Any], test: Mapping[str, Any]) -> TestResult:
+        if "error" in record or "assert" in test:
+            return TestResult("error" not in record, str(record.get("error", "")))
+        text = str(record.get("value"))
+        try:
+            if len(text) > _LONGEST_VALUE:
+                raise ValueError("too long to be read")
+            value, expected = ast.literal_eval(text), test["expected"]
+            if "call" in test:
+                passed = is_close(as_json(value), as_json(expected), self._tolerance)
+            else:
+                passed = bool(value == expected)
+        except (ValueError, TypeError, SyntaxError, ArithmeticError, MemoryError, RecursionError):
+            passed = False
+        return TestResult(passed, "" if passed else f"it returned {shortened(text)}")
+
+    def _run_program(self, source: str, test: Mapping[str, str]) -> TestResult:
+        run, expected = self._execute(source, test["stdin"]), test["stdout"]
+        if run.exit_code is None:
+            return TestResult(False, "the time was over")
+        if run.exit_code:
+            last = run.stderr.strip().rpartition("\n")[2]
+            return TestResult(False, f"it ended with {run.exit_code}: {shortened(last)}")
+        if len(run.stdout) > self._output_bytes:
+            return TestResult(False, "it printed too much")
+        lines, wanted = (
+            [line.rstrip() for line in text.rstrip().splitlines()] for text in (run.stdout, expected)
+        )
+        return TestResult(lines == wanted, "" if lines == wanted else f"it printed {shortened(run.stdout)}")
+
+    def _judge(self, completion: str, tests: Any, setup: Any) -> tuple[TextVerdict, float]:
+        """Return a verdict with the share of passed tests."""
+        if tests is None:
+            return TextVerdict(reason=f"its metadata has no {self._field!r}"), math.nan
+        code = self._extract(completion)
+        try:
+            tests = read_tests(tests)
+            if not code.strip():
+                missing = "no closed code block" if self._after is None or self._after in completion else None
+                return TextVerdict(value=0.0, remark=missing or f"no {self._after}"), 0.0
+            results = self.run(code, tests, str(setup or ""))
+        except UnreadableTests as error:
+            return TextVerdict(reason=f"the tests in {self._field!r} cannot be read: {error}"), math.nan
+        except RewardError as error:
+            return TextVerdict(reason=str(error)), math.nan
+        share = sum(result.passed for result in results) / len(results)
+        failed = [f"test {n}: {result.remark}" for n, result in enumerate(results, 1) if not result.passed]
+        remark = "; ".join([f"{len(results) - len(failed)} of {len(results)} passed", *failed[:3]])
+        value = share if self._credit == "share" else float(share == 1)
+        return TextVerdict(value=value, remark=remark), share
+
+    def _extract(self, completion: str) -> str:
+        text = after_marker(completion, self._after) or ""
+        code = extract_code(text)
+        return text if code is None and self._whole and not has_fence(text) else code or ""
+
+
+def run_bubblewrap(source: str, stdin: str, *, limits: SandboxLimits, packages: bool = False) -> Run:
+    """Run a Python program in bubblewrap.
+
+    Raises:
+        RewardError: bubblewrap could not start the program.
+    """
+    with tempfile.TemporaryDirectory(prefix="code_tests") as folder, ExitStack() as stack:
+        os.chmod(folder, 0o711)
+        program = Path(folder, "program.py")
+        program.write_text(source, "utf-8", "surrogatepass")
+        program.chmod(0o644)
+        names = ("stdin", "stdout", "stderr", "status")
+        files = {name: stack.enter_context(open(Path(folder, name), "w+b")) for name in names}
+        files["stdin"].write(stdin.encode("utf-8", "surrogatepass"))
+        files["stdin"].seek(0)
+        status = files.pop("status")
+        command = _bubblewrap_command(program, status.fileno(), limits, packages)
+        environment = {"HOME": "/tmp", "TMPDIR": "/tmp", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
+        environment |= {"PYTHONPATH": "/packages"} if packages else {}
+        try:
+            # output goes to files, so that the limit of file sizes bounds it
+            process: Any = subprocess.Popen(command, pass_fds=[status.fileno()], env=environment, **files)
+        except OSError as error:
+            raise RewardError(f"bubblewrap cannot be started: {error}") from error
+        try:
+            exit_code: int | None = process.wait(limits.wall_seconds)
+        except subprocess.TimeoutExpired:
+            exit_code = None
+        finally:
+            process.kill()
+            process.wait()
+        stdout, stderr = (
+            Path(folder, name).read_bytes().decode("utf-8", "replace") for name in ("stdout", "stderr")
+        )
+        # bwrap reports an exit code only where it started the program
+        if exit_code is not None and "exit-code" not in Path(folder, "status").read_text():
+            raise RewardError(f"bubblewrap did not start the program: {stderr.strip()[-300:]}")
+    return Run(stdout=stdout, stderr=stderr, exit_code=exit_code)
+
+
+def _bubblewrap_command(program: Path, status: int, limits: SandboxLimits, packages: bool) -> list[str]:
+    bwrap, as_root = shutil.which("bwrap") or "bwrap", os.geteuid() == 0
+    nobody = ["--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"]
+    isolation = [f"--unshare-{name}" for name in ("pid", "net", "ipc", "uts", "cgroup-try")]
+    isolation += ["--die-with-parent", "--new-session", "--json-status-fd", str(status)]
+    # Python is bound outside its own path, whose parents others than root may not be able to enter
+    folders = {
+        path: path for path in ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
+    }
+    folders |= {sys.base_prefix: "/python"} | (
+        {sysconfig.get_path("purelib"): "/packages"} if packages else {}
+    )
+    binds = [part for source, place in folders.items() for part in ("--ro-bind-try", source, place)]
+    megabyte = 1 << 20
+    size = ["--size", str(limits.file_mb * megabyte), "--perms", "1777", "--tmpfs", "/tmp"]
+    files = ["--proc", "/proc", "--dev", "/dev", *size, "--ro-bind", str(program), "/program.py"]
+    files += ["--remount-ro", "/", "--remount-ro", "/dev", "--chdir", "/tmp", "--"]
+    command = [bwrap, *isolation, *([] if as_root else nobody), *binds, *files]
+    if as_root:
+        # the kernel exempts root from the limit of processes, so root becomes another user first
+        command[1:1] = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        command += [shutil.which("setpriv") or "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+        command += ["--no-new-privs", "--", bwrap, *nobody, "--die-with-parent", "--dev-bind", "/", "/", "--"]
+    command += [shutil.which("prlimit") or "prlimit", f"--cpu={math.ceil(limits.cpu_seconds)}", "--core=0"]
+    command += [f"--as={limits.memory_mb * megabyte}", f"--fsize={limits.file_mb * megabyte}"]
+    python = Path("/python", os.path.relpath(os.path.realpath(sys._base_executable), sys.base_prefix))
+    flags = ["-s", "-P", "-B", *([] if packages else ["-S"])]
+    return [*command, f"--nproc={limits.processes}", str(python), *flags, "/program.py"]
+
+
+@cache
+def bubblewrap_problem() -> str:
+    """Return why no code can be run on this machine and what to do; "" if bubblewrap works."""
+    why = "" if shutil.which("bwrap") else "bwrap is not installed"
+    if not why and os.name == "posix":
+        try:
+            run_bubblewrap("", "", limits=SandboxLimits(wall_seconds=60))
+        except RewardError as error:
+            why = str(error)
+    return why and (
+        f"Generated code runs in bubblewrap or on a sandbox server only, and here {why}. Install bubblewrap "
+        "0.8 or later (apt-get install bubblewrap) on a Linux that permits user namespaces, or give the "
+        "option url, the address of a SandboxFusion server such as http://HOST:8080/run_code."
+    )
+
+
+def run_server(url: str, source: str, stdin: str, *, limits: SandboxLimits) -> Run:
+    """Run a Python program on a server with the protocol of SandboxFusion (POST /run_code).
+
+    Raises:
+        RewardError: the server did not answer, or its sandbox failed.
+    """
+    request = {"code": source, "language": "python", "stdin": stdin, "run_timeout": limits.wall_seconds}
+    request["memory_limit_MB"] = limits.memory_mb
+    try:
+        response = httpx.post(url, json=request, timeout=limits.wall_seconds + 30).raise_for_status().json()
+        result = response.get("run_result") or {}
+        if response.get("status") == "SandboxError" or not result:
+            raise RewardError(f"the sandbox at {url} failed: {shortened(response.get('message'))}")
+    except (httpx.HTTPError, ValueError, AttributeError) as error:
+        raise RewardError(f"the sandbox at {url} gave no result: {type(error).__name__}: {error}") from error
+    exit_code = None if result.get("status") == "TimeLimitExceeded" else int(result.get("return_code") or 0)
+    return Run(stdout=result.get("stdout") or "", stderr=result.get("stderr") or "", exit_code=exit_code)
+
+
+def read_tests(tests: Any) -> list[dict[str, Any]]:
+    """Read tests in any of the forms of `CodeTests`, or a JSON string of one.
+
+    Returns:
+        At least one of {"stdin", "stdout"}, {"call", "args", "kwargs", "expected"}, {"eval", "expected"} and
+        {"assert"}.
+
+    Raises:
+        UnreadableTests: another form, or no test.
+    """
+    if isinstance(tests, str):
+        try:
+            tests = json.loads(tests)
+        except (ValueError, RecursionError):
+            tests = [tests]
+    if isinstance(tests, Mapping) and "inputs" in tests:
+        inputs, outputs, function = tests["inputs"], tests.get("outputs"), tests.get("fn_name")
+        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+            raise UnreadableTests("inputs and outputs must be lists of one length")
+        names = ("args", "expected") if function else ("stdin", "stdout")
+        tests = [dict(zip(names, pair, strict=True)) for pair in zip(inputs, outputs, strict=True)]
+        tests = [test | ({"call": function} if function else {}) for test in tests]
+    if isinstance(tests, Mapping | str) or not isinstance(tests, Sequence) or not tests:
+        raise UnreadableTests(
+            f"{shortened(tests)} is not a list of at least one test; a test is {TEST_FORMS}"
+        )
+    return [_read_test({"assert": test} if isinstance(test, str) else test) for test in tests]
+
+
+def _read_test(test: Any) -> dict[str, Any]:
+    match test:
+        case {"stdin": str(), "stdout": str()} if len(test) == 2:
+            return dict(test)
+        case {"assert": str(source)} if len(test) == 1:
+            try:
+                return _as_comparison(ast.parse(source)) or dict(test)
+            except (SyntaxError, ValueError, RecursionError) as error:
+                raise UnreadableTests(f"{shortened(source)} is not Python ({error})") from error
+        case {"call": str(), "expected": _} | {"eval": str(), "expected": _}:
+            call = {"args": [], "kwargs": {}, **test}
+            plain = isinstance(call["args"], list | tuple) and isinstance(call["kwargs"], Mapping)
+            if plain and set(call) <= {"call", "eval", "args", "kwargs", "expected"}:
+                try:
+                    json.dumps([call["args"], call["kwargs"]])
+                except (TypeError, ValueError) as error:
+                    raise UnreadableTests(
+                        f"the arguments in {shortened(test)} are not JSON ({error})"
+                    ) from error
+                return call
+    raise UnreadableTests(f"{shortened(test)} is not a test; a test is {TEST_FORMS}")
+
+
+def _as_comparison(tree: ast.Module) -> dict[str, Any] | None:
+    """Split "assert EXPRESSION == LITERAL" into the expression and its expected value; else None."""
+    match tree.body:
+        case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]))]:
+            for expression, literal in ((left, right), (right, left)):
+                try:
+                    return {"eval": ast.unparse(expression), "expected": ast.literal_eval(literal)}
+                except (ValueError, TypeError, MemoryError, RecursionError):
+                    continue
+    return None
+
+
+def _compiles(source: str) -> bool:
+    try:
+        ast.parse(source)
+    except SyntaxError:  # the head of a function whose body is the code
+        return False
+    return True
+
+
+def as_json(value: Any) -> Any:
+    """Turn tuples into lists and keys into text, all the way down, as JSON has them."""
+    if isinstance(value, list | tuple):
+        return [as_json(part) for part in value]
+    if isinstance(value, dict):
+        plain = (type(None), bool, int, float)
+        return {json.dumps(k) if isinstance(k, plain) else k: as_json(part) for k, part in value.items()}
+    return value
+
+
+def is_close(value: Any, expected: Any, tolerance: float) -> bool:
+    """Return True if two values are equal, floats within the tolerance."""
+    if isinstance(value, list) and isinstance(expected, list):
+        pairs = zip(value, expected, strict=False)
+        return len(value) == len(expected) and all(is_close(a, b, tolerance) for a, b in pairs)
+    if isinstance(value, dict) and isinstance(expected, dict):
+        same_keys = value.keys() == expected.keys()
+        return same_keys and all(is_close(value[key], expected[key], tolerance) for key in value)
+    if isinstance(value, int | float) and isinstance(expected, int | float):
+        if float in (type(value), type(expected)):
+            return value == expected or math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance)
+    return bool(value == expected)
