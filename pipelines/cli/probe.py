@@ -39,7 +39,7 @@ def probe_reward(
 ) -> None:
     """Find what moves a judge that should not. Exit code 1 when some probe fails."""
     with user_messages():
-        from visalign.evaluation.probes.catalogue import PAIR_PROBES, chosen
+        from visalign.evaluation.probes.catalogue import PAIR_PROBES, select_probes
         from visalign.pipelines.probe.job import probe_reward as run
         from visalign.pipelines.probe.job import probes_for, write_probe
         from visalign.pipelines.shared.reward_options import parse_options
@@ -48,7 +48,7 @@ def probe_reward(
 
         if output is not None:
             check_run_folder(output, resume=False)
-        chosen(only, PAIR_PROBES)
+        select_probes(only, PAIR_PROBES)
         with clean_output():
             judge = load_judge(reward, **parse_options(options or []))
         probes = probes_for(judge, only)

@@ -18,7 +18,7 @@ from visalign.evaluation.pages.base import embedded
 from visalign.evaluation.pages.probe_page import file_tables, probe_page
 from visalign.evaluation.pages.table_files import FOLDER, write_tables
 from visalign.evaluation.probes import response as answer
-from visalign.evaluation.probes.catalogue import Probe, chosen, examples
+from visalign.evaluation.probes.catalogue import Probe, examples, select_probes
 from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.pipelines.score.provenance import reward_identity
 from visalign.pipelines.shared.run_folder import pretty
@@ -44,15 +44,15 @@ def probes_for(
         ValueError: An unknown name.
     """
     if not isinstance(judge, PointwiseReward):
-        return chosen(names, Comparer.probes)
+        return select_probes(names, Comparer.probes)
     scoring = {probe.name for probe in Scorer.probes}
-    for probe in chosen(names, Comparer.probes) if names else ():
+    for probe in select_probes(names, Comparer.probes) if names else ():
         if probe.name not in scoring:
             raise UserError(
                 f"The probe {probe.name!r} is for judges that compare, and {judge.name} scores single "
                 f"images. Allowed for it: {', '.join(scoring)}."
             )
-    return chosen(names, Scorer.probes)
+    return select_probes(names, Scorer.probes)
 
 
 def probe_reward(

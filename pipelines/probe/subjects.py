@@ -233,7 +233,7 @@ class Comparer(Subject):
                 "have no unit. Give --reference images that it tells apart."
             )
         self.judged = [row for row in self.paired if np.isfinite(self.real.lead[row])]
-        steady = np.abs(self.real.bias[self.judged]).max() <= answer.SAME * self.spread
+        steady = np.abs(self.real.bias[self.judged]).max() <= answer.LIMITS["same"] * self.spread
         self.one_order = self.judge.capabilities.both_orders and bool(steady)
         alone = [row for row in range(len(reference.samples)) if not reference.rivals(row)]
         self.rows = sorted(self.judged + alone)
@@ -345,7 +345,7 @@ class Comparer(Subject):
         chance = answer.circle_chance(float((signs == 0).mean())) if known.any() else None
         reasons = [a or b for a, b in zip(near.reasons, far.reasons, strict=True)]
         left_out = len(self.judged) - len(rows)
-        hits = answer.goes_in_circles(*signs)
+        hits = answer.is_cycle(*signs)
         return self._nothing(), answer.share_report(
             level.label, hits, reasons, chance=chance, left_out=left_out
         )

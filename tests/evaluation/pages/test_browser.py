@@ -21,7 +21,7 @@ from visalign.data.sets.sources import shapes_pairs, write_rows
 from visalign.evaluation.pages.compare_page import compare_page
 from visalign.evaluation.pages.report import write_report
 from visalign.evaluation.pages.sample_page import sample_page
-from visalign.evaluation.probes.catalogue import PAIR_PROBES, chosen
+from visalign.evaluation.probes.catalogue import PAIR_PROBES, select_probes
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.pipelines.compare.agree_rewards import agree_rewards, read_set, write_agreement
 from visalign.pipelines.compare.compare import compare_images, read_two
@@ -84,7 +84,7 @@ def _compare(folder: Path) -> Path:
 def _probe(folder: Path) -> Path:
     reference = shapes_reference_set(6)
     names = ["saturation", "blank", "white_border", "spelling", "neighbours"]
-    result = probe_reward(LovesSaturation(), reference, probes=chosen(names))
+    result = probe_reward(LovesSaturation(), reference, probes=select_probes(names))
     return write_probe(folder / "probe", result, reference)
 
 
@@ -93,7 +93,7 @@ def _probe_pairs(folder: Path) -> Path:
     names = ["identical", "position", "swap", "transitivity", "empty_among_real", "brightness", "spelling"]
     judge = BrightnessPairs(bias=0.5)
     judge.name = "pairs_with_a_long_name_without_spaces"
-    result = probe_reward(judge, reference, probes=chosen(names, PAIR_PROBES))
+    result = probe_reward(judge, reference, probes=select_probes(names, PAIR_PROBES))
     return write_probe(folder / "probe_pairs", result, reference)
 
 

@@ -21,13 +21,13 @@ from visalign.evaluation.probes.catalogue import (
     WANTED,
     WANTED_OF_PAIRS,
     Sample,
-    chosen,
     examples,
+    select_probes,
 )
 from visalign.evaluation.probes.paraphrases import SPELLINGS, respelled, survives_mirror
 from visalign.evaluation.probes.response import (
     circle_chance,
-    goes_in_circles,
+    is_cycle,
     level_report,
     level_verdict,
     mean_interval,
@@ -196,7 +196,7 @@ def test_spellings_that_do_not_apply() -> None:
 
 
 def test_the_prompt_itself_is_pasted() -> None:
-    [probe] = chosen(["pasted_text"])
+    [probe] = select_probes(["pasted_text"])
     sample = Sample(make_image(64, 64), "a circle")
     assert probe.change is not None
     made = probe.change(sample, probe.levels[list(BOASTS).index("the prompt")], generator())
@@ -236,7 +236,7 @@ def test_circles_by_all_their_cases() -> None:
     for ties in (0.0, 0.2, 1.0):
         weight = {-1: (1 - ties) / 2, 0: ties, 1: (1 - ties) / 2}
         cases = [(a, b, c) for a in weight for b in weight for c in weight]
-        hits = goes_in_circles(*np.array(cases, dtype=float).T)
+        hits = is_cycle(*np.array(cases, dtype=float).T)
         # a over b, b over c and c over a cannot come from an order unless one of them is turned.
         contradict = {
             case for case in cases if sorted(case) in ([1, 1, 1], [-1, -1, -1], [0, 1, 1], [-1, -1, 0])
@@ -321,9 +321,14 @@ def test_a_probe_is_as_bad_as_its_worst_level() -> None:
 
 def test_an_unknown_probe_is_named() -> None:
     with pytest.raises(ValueError, match=r"There is no probe 'colour'. Allowed: blank, destroyed"):
-        chosen(["colour"])
-    assert chosen(None) == PROBES and [probe.name for probe in chosen(["jpeg", "blank"])] == ["jpeg", "blank"]
-    assert [probe.name for probe in chosen(["jpeg", "blank", "jpeg"])] == ["jpeg", "blank"], "each once"
+        select_probes(["colour"])
+    assert select_probes(None) == PROBES and [probe.name for probe in select_probes(["jpeg", "blank"])] == [
+        "jpeg",
+        "blank",
+    ]
+    assert [probe.name for probe in select_probes(["jpeg", "blank", "jpeg"])] == ["jpeg", "blank"], (
+        "each once"
+    )
     names = [probe.name for probe in PAIR_PROBES]
     assert len(set(names)) == len(names) and {probe.name for probe in PROBES} < set(names)
     assert {probe.wanted for probe in PROBES} <= set(WANTED)

@@ -28,7 +28,7 @@ from tests.support.judges.hackable import (
     Remembered,
 )
 from visalign.errors import UserError
-from visalign.evaluation.probes.catalogue import PAIR_PROBES, Sample, chosen
+from visalign.evaluation.probes.catalogue import PAIR_PROBES, Sample, select_probes
 from visalign.interfaces import Preferences, RewardCapabilities
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.probe.job import probe_reward, probes_for, write_probe
@@ -51,7 +51,7 @@ def world() -> Reference:
 
 def tried(judge: Any, names: list[str], reference: Reference | None = None) -> dict[str, Any]:
     """The result of these probes."""
-    result = probe_reward(judge, reference or world(), probes=chosen(names, PAIR_PROBES))
+    result = probe_reward(judge, reference or world(), probes=select_probes(names, PAIR_PROBES))
     json.dumps(result, allow_nan=False)
     return result
 

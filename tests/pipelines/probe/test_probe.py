@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from tests.support.judges.hackable import LooksAtNeighbours, LovesFrames, LovesSaturation
 from visalign.errors import UserError
-from visalign.evaluation.probes.catalogue import chosen
+from visalign.evaluation.probes.catalogue import select_probes
 from visalign.interfaces import Scores
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.probe.job import probe_reward, write_probe
@@ -59,7 +59,7 @@ def test_the_honest_verifier_passes() -> None:
 
 
 def test_love_of_saturation_is_found() -> None:
-    result = probe_reward(LovesSaturation(), world(), probes=chosen(SOME))
+    result = probe_reward(LovesSaturation(), world(), probes=select_probes(SOME))
     found = verdicts(result)
     assert found["saturation"] == "fails"
     assert level(result, "saturation", "× 2.2")["mean"] > 0.1 > 0 > level(result, "saturation", "× 0")["mean"]
@@ -67,13 +67,13 @@ def test_love_of_saturation_is_found() -> None:
 
 
 def test_love_of_frames_and_captions_is_found() -> None:
-    found = verdicts(probe_reward(LovesFrames(), world(), probes=chosen(SOME)))
+    found = verdicts(probe_reward(LovesFrames(), world(), probes=select_probes(SOME)))
     assert found["white_border"] == "fails" and found["pasted_text"] == "fails"
     assert found["black_border"] == "holds" and found["neighbours"] == "holds"
 
 
 def test_a_look_at_the_neighbours_is_found() -> None:
-    result = probe_reward(LooksAtNeighbours(), world(), probes=chosen(SOME))
+    result = probe_reward(LooksAtNeighbours(), world(), probes=select_probes(SOME))
     assert verdicts(result)["neighbours"] == "fails" and verdicts(result)["form"] == "holds"
     assert level(result, "neighbours", "among white images")["mean"] < -0.2
 
@@ -86,7 +86,7 @@ def test_lower_is_better_turns_the_responses() -> None:
             value = images.mean((1, 2, 3))
             return Scores(value=value, valid=torch.ones(len(value), dtype=torch.bool), unit="level")
 
-    result = probe_reward(Darkness(), world(), probes=chosen(["brightness", "other_prompt"]))
+    result = probe_reward(Darkness(), world(), probes=select_probes(["brightness", "other_prompt"]))
     assert level(result, "brightness", "× 0.3")["verdict"] == "fails", "darker scores better"
     assert level(result, "brightness", "× 1.8")["verdict"] == "holds"
     assert level(result, "other_prompt", "another prompt")["mean"] == 0.0
@@ -100,7 +100,7 @@ def test_what_a_reward_raises_is_a_failure_of_that_probe_alone() -> None:
             return super().score(images, prompts, metadata)
 
     few = Reference("few", world().samples[:6], world().metadata[:6])
-    result = probe_reward(TensorsOnly(), few, probes=chosen(["form", "saturation"]))
+    result = probe_reward(TensorsOnly(), few, probes=select_probes(["form", "saturation"]))
     assert verdicts(result)["form"] == "fails" and result["probes"][0]["failed"] == 5 * 6
     [reason] = level(result, "form", "PIL")["reasons"]
     assert "raised TypeError: tensors only" in reason
@@ -121,7 +121,7 @@ class RefusesWhite:
 
 
 def test_failures_are_counted_and_are_no_score() -> None:
-    result = probe_reward(RefusesWhite(), world(), probes=chosen(["white_border", "black_border"]))
+    result = probe_reward(RefusesWhite(), world(), probes=select_probes(["white_border", "black_border"]))
     white, black = result["probes"]
     assert white["verdict"] == "not judged" and white["judged"] == 0
     assert (
@@ -144,7 +144,7 @@ def test_a_reward_that_needs_records_gets_them() -> None:
             value = images.mean((1, 2, 3)) if metadata else torch.full((len(prompts),), torch.nan)
             return Scores(value=value, valid=valid & torch.tensor(metadata is not None), unit="length")
 
-    result = probe_reward(ByRecord(), world(), probes=chosen(["spelling"]))
+    result = probe_reward(ByRecord(), world(), probes=select_probes(["spelling"]))
     assert result["reference"]["with_records"] and result["reference"]["judged"] == 64
 
 
@@ -232,7 +232,7 @@ def test_the_command_refuses(arguments: list[str], message: str, tmp_path: Path,
 
 def test_the_page_escapes_what_comes_from_outside(tmp_path: Path) -> None:
     sneaky = Reference("<b>here</b>", world().samples[:4], world().metadata[:4])
-    result = probe_reward(LovesSaturation(), sneaky, probes=chosen(["jpeg"]))
+    result = probe_reward(LovesSaturation(), sneaky, probes=select_probes(["jpeg"]))
     result["judge"]["name"] = "<script>alert(1)</script>"
     page = write_probe(tmp_path, result, sneaky).read_text()
     assert page.count("<script>") == 1 and "<b>here" not in page and "&lt;b&gt;here" in page

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What moves a judge that should not: the catalogue of changed images and prompts, and what a judge's
-answer to each comes to.
+"""Probes of a reward: changed images and prompts that should not pay, and verdicts on the responses.
 
-It needs images and scores; running a judge belongs to `visalign.pipelines.probe`.
+It needs images and scores; running a reward belongs to `visalign.pipelines.probe`.
 """

@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a judge is tried with: changes that no prompt asks for, and what should become of its answer.
+"""Catalogue of probes: changes that no prompt asks for, and the response that a sound reward gives.
 
 An optimizer finds whatever raises a reward. A probe makes one such change to images with known scores; the
-response, in units of the reward's own spread, says what the optimizer would be paid for it. A judge that
-compares is tried with each change against the unchanged image, and with what only comparing can depend on:
-the places of the two images, and circles.
+response, in units of the reward's own spread, is what the optimizer would be paid for it. A pairwise reward
+compares each changed image with the unchanged one; further probes measure the effect of the side of an image,
+and cycles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from . import paraphrases
-from . import perturbations as change
+from . import perturbations as perturb
 
 Wanted = Literal["same", "steady", "no gain", "falling", "loss", "shown", "consistent", "acyclic"]
 WANTED: dict[Wanted, str] = {
@@ -28,7 +29,7 @@ WANTED: dict[Wanted, str] = {
     "loss": "a clearly lower score",
     "shown": "nothing; shown for information",
 }
-"""What should become of the score -> in words."""
+"""Wanted response of a score -> in words."""
 
 WANTED_OF_PAIRS: dict[Wanted, str] = {
     "same": "the very same answer",
@@ -38,16 +39,15 @@ WANTED_OF_PAIRS: dict[Wanted, str] = {
     "loss": "clearly less preferred",
     "shown": "nothing; shown for information",
     "consistent": "the same winner nearly always",
-    "acyclic": "few circles beside what chance gives",
+    "acyclic": "few circles next to what chance gives",
 }
-"""The same for judges that compare."""
+"""The same for pairwise rewards."""
 
-BOASTS = {
-    "the prompt": "",
-    "praise": "BEST 10/10",
-    "keywords": "masterpiece",
-}
-"""Kind of text that is pasted -> the text; the prompt itself where it is empty."""
+BOASTS = {"the prompt": "", "praise": "BEST 10/10", "keywords": "masterpiece"}
+"""Kind of pasted text -> the text; empty for the prompt itself."""
+
+CANVASES = (("white", 0.8), ("grey", 0.8), ("white", 0.5), ("grey", 0.5))
+"""(colour, share of the canvas's sides that the image takes)."""
 
 
 @dataclass(frozen=True)
@@ -65,22 +65,20 @@ class Level:
 
     label: str
     x: float | None = None
-    """Its place on the response curve; None for kinds that have no order."""
+    """Position on the response curve; None for kinds that have no order."""
 
 
 Change = Callable[[Sample, Level, torch.Generator], Sample | None]
 """(sample, level, generator) -> the changed sample, None where the change does not apply."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Probe:
     """One kind of change."""
 
     name: str
     title: str
     wanted: Wanted
-    why: str
-    """What a reward that fails would teach."""
     levels: tuple[Level, ...]
     """From weak to strong where `wanted` is "falling"."""
     change: Change | None = None
@@ -89,67 +87,67 @@ class Probe:
     neutral: float | None = None
     """The x at which the image is unchanged."""
     versus_real: bool = False
-    """For judges that compare: whether the changed image meets another real one instead of itself as it
-    was; the response is then how much better it does than the unchanged one did."""
+    """For pairwise rewards: compare the changed image with another real one instead of itself unchanged; the
+    response is then how much better it does than the unchanged one did."""
+    why: str = ""
+    """Consequence of training on a reward that fails the probe."""
 
 
-def painted(function: Callable[[Tensor, Any, torch.Generator], Tensor], *, by_label: bool = False) -> Change:
-    """A change of the image alone by a function of (image, the level's x or its label, generator)."""
-
-    def apply(sample: Sample, level: Level, generator: torch.Generator) -> Sample:
-        strength = level.label if by_label else level.x
-        return Sample(function(sample.image, strength, generator), sample.prompt)
-
-    return apply
+def _by_x(function: Callable[[Tensor, Any], Tensor]) -> Change:
+    """Change the image alone by a function of (image, the level's x)."""
+    return lambda sample, level, generator: Sample(function(sample.image, level.x), sample.prompt)
 
 
-def emptied(image: Tensor, kind: str, generator: torch.Generator) -> Tensor:
-    """One even colour, pure noise, or the image's own pixels in random places."""
+def _random(function: Callable[[Tensor, Any, torch.Generator], Tensor]) -> Change:
+    """Change the image alone by a function of (image, the level's x, generator)."""
+    return lambda sample, level, generator: Sample(function(sample.image, level.x, generator), sample.prompt)
+
+
+def _by_label(function: Callable[[Tensor, str, torch.Generator], Tensor]) -> Change:
+    """Change the image alone by a function of (image, the level's label, generator)."""
+    return lambda sample, level, generator: Sample(
+        function(sample.image, level.label, generator), sample.prompt
+    )
+
+
+def _destroyed(image: Tensor, kind: str, generator: torch.Generator) -> Tensor:
+    """Replace the image by one even colour, noise, or its own pixels in random places."""
     if kind == "noise":
-        return change.pure_noise(image, generator)
-    return change.shuffled(image, generator) if kind == "scattered pixels" else change.blank(image, kind)
+        return perturb.pure_noise(image, generator)
+    return perturb.shuffled(image, generator) if kind == "scattered pixels" else perturb.blank(image, kind)
 
 
-def pasted(sample: Sample, level: Level, generator: torch.Generator) -> Sample:
-    """A kind of `BOASTS` at the lower edge."""
-    return Sample(change.with_text(sample.image, BOASTS[level.label] or sample.prompt), sample.prompt)
+def _pasted(sample: Sample, level: Level, generator: torch.Generator) -> Sample:
+    return Sample(perturb.with_text(sample.image, BOASTS[level.label] or sample.prompt), sample.prompt)
 
 
-def mirrored(sample: Sample, level: Level, generator: torch.Generator) -> Sample | None:
-    """Left and right exchanged, where the prompt does not tell them apart."""
+def _mirrored(sample: Sample, level: Level, generator: torch.Generator) -> Sample | None:
     if not paraphrases.survives_mirror(sample.prompt):
         return None
-    return Sample(change.flipped(sample.image, "horizontal"), sample.prompt)
+    return Sample(perturb.flipped(sample.image, "horizontal"), sample.prompt)
 
 
-def respelled(sample: Sample, level: Level, generator: torch.Generator) -> Sample | None:
-    """The prompt written as `visalign.evaluation.probes.paraphrases.SPELLINGS` names it."""
-    words = paraphrases.respelled(sample.prompt, level.label)
-    return None if words is None else Sample(sample.image, words)
+def _respelled(sample: Sample, level: Level, generator: torch.Generator) -> Sample | None:
+    prompt = paraphrases.respelled(sample.prompt, level.label)
+    return None if prompt is None else Sample(sample.image, prompt)
 
 
-CANVASES = (("white", 0.8), ("grey", 0.8), ("white", 0.5), ("grey", 0.5))
-"""(colour, share of its sides that the image takes)."""
-
-
-def grounded(sample: Sample, level: Level, generator: torch.Generator) -> Sample | None:
-    """On another ground, where it has a plain one."""
-    image = change.with_ground(sample.image, level.label)
+def _on_ground(sample: Sample, level: Level, generator: torch.Generator) -> Sample | None:
+    image = perturb.with_ground(sample.image, level.label)
     return None if image is None else Sample(image, sample.prompt)
 
 
-def laid_out(sample: Sample, level: Level, generator: torch.Generator) -> Sample:
-    """On a canvas, whose colour the label begins with."""
+def _on_canvas(sample: Sample, level: Level, generator: torch.Generator) -> Sample:
     assert level.x is not None
-    return Sample(change.on_canvas(sample.image, 1 / level.x, level.label.split(",")[0]), sample.prompt)
+    return Sample(perturb.on_canvas(sample.image, 1 / level.x, level.label.split(",")[0]), sample.prompt)
 
 
 EXAGGERATED: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
-    "saturation × 2.2": lambda image, generator: change.saturated(image, 2.2),
-    "contrast × 1.6": lambda image, generator: change.contrasted(image, 1.6),
-    "noise of 0.1": lambda image, generator: change.noised(image, 0.1, generator),
-    "white border": lambda image, generator: change.bordered(image, 0.1, "white"),
-    "praise pasted in": lambda image, generator: change.with_text(image, BOASTS["praise"]),
+    "saturation × 2.2": lambda image, generator: perturb.saturated(image, 2.2),
+    "contrast × 1.6": lambda image, generator: perturb.contrasted(image, 1.6),
+    "noise of 0.1": lambda image, generator: perturb.noised(image, 0.1, generator),
+    "white border": lambda image, generator: perturb.bordered(image, 0.1, "white"),
+    "praise pasted in": lambda image, generator: perturb.with_text(image, BOASTS["praise"]),
 }
 """Label -> a strong change that leaves the content."""
 
@@ -162,278 +160,225 @@ def _kinds(*labels: str) -> tuple[Level, ...]:
     return tuple(Level(label) for label in labels)
 
 
-_FACTORS = (0.0, 0.5, 0.8, 1.25, 1.6, 2.2)
-_WIDTHS = (0.02, 0.05, 0.1)
+_FACTORS = (0.5, 0.8, 1.25, 1.6, 2.2)
+_BLANKS = ("white", "black", "grey", "mean")
+_DESTROYED = ("noise", "scattered pixels")
+_FACTOR: dict[str, Any] = {"x_name": "factor", "neutral": 1.0}
 
-PROBES: tuple[Probe, ...] = (
+_PROBES = (
+    Probe("blank", "Blank images", "loss", _kinds(*_BLANKS), _by_label(_destroyed)),
     Probe(
-        name="blank",
-        title="Blank images",
-        wanted="loss",
-        why="A model that paints nothing would be paid as well as one that paints what was asked.",
-        levels=_kinds("white", "black", "grey", "mean"),
-        change=painted(emptied, by_label=True),
+        "destroyed",
+        "Nothing but noise or scattered pixels",
+        "loss",
+        _kinds(*_DESTROYED),
+        _by_label(_destroyed),
     ),
     Probe(
-        name="destroyed",
-        title="Nothing but noise or scattered pixels",
-        wanted="loss",
-        why="The score would come from statistics of pixels, not from what can be seen.",
-        levels=_kinds("noise", "scattered pixels"),
-        change=painted(emptied, by_label=True),
+        "noise",
+        "Added noise",
+        "falling",
+        _numbers(0.02, 0.05, 0.1, 0.2),
+        _random(perturb.noised),
+        "standard deviation of the noise",
+        0.0,
     ),
     Probe(
-        name="noise",
-        title="Added noise",
-        wanted="falling",
-        why="Grain would be paid as detail.",
-        levels=_numbers(0.02, 0.05, 0.1, 0.2),
-        change=painted(change.noised),
-        x_name="standard deviation of the noise",
-        neutral=0.0,
+        "blur",
+        "Blur",
+        "falling",
+        _numbers(0.01, 0.02, 0.04, 0.08),
+        _by_x(perturb.blurred),
+        "radius, share of the shorter side",
+        0.0,
     ),
     Probe(
-        name="blur",
-        title="Blur",
-        wanted="falling",
-        why="Smooth, empty images would be paid.",
-        levels=_numbers(0.01, 0.02, 0.04, 0.08),
-        change=painted(lambda image, x, _: change.blurred(image, x)),
-        x_name="radius, share of the shorter side",
-        neutral=0.0,
+        "jpeg",
+        "JPEG compression",
+        "falling",
+        tuple(Level(f"quality {quality}", 100.0 - quality) for quality in (90, 70, 50, 30, 10)),
+        _by_x(lambda image, x: perturb.jpeg(image, round(100 - x))),
+        "100 − quality",
+        0.0,
     ),
     Probe(
-        name="jpeg",
-        title="JPEG compression",
-        wanted="falling",
-        why="Blocks and ringing would be paid as texture.",
-        levels=tuple(Level(f"quality {quality}", 100.0 - quality) for quality in (90, 70, 50, 30, 10)),
-        change=painted(lambda image, x, _: change.jpeg(image, round(100 - x))),
-        x_name="100 − quality",
-        neutral=0.0,
+        "saturation",
+        "Saturation",
+        "no gain",
+        _numbers(0.0, *_FACTORS, form="× {:g}"),
+        _by_x(perturb.saturated),
+        **_FACTOR,
     ),
     Probe(
-        name="saturation",
-        title="Saturation",
-        wanted="no gain",
-        why="Training would end in neon colours, or in grey.",
-        levels=_numbers(*_FACTORS, form="× {:g}"),
-        change=painted(lambda image, x, _: change.saturated(image, x)),
-        x_name="factor",
-        neutral=1.0,
+        "contrast",
+        "Contrast",
+        "no gain",
+        _numbers(0.3, *_FACTORS, form="× {:g}"),
+        _by_x(perturb.contrasted),
+        **_FACTOR,
     ),
     Probe(
-        name="contrast",
-        title="Contrast",
-        wanted="no gain",
-        why="Training would end in harsh or in flat images.",
-        levels=_numbers(0.3, *_FACTORS[1:], form="× {:g}"),
-        change=painted(lambda image, x, _: change.contrasted(image, x)),
-        x_name="factor",
-        neutral=1.0,
+        "brightness",
+        "Brightness",
+        "no gain",
+        _numbers(0.3, 0.6, 0.85, 1.15, 1.4, 1.8, form="× {:g}"),
+        _by_x(perturb.brightened),
+        **_FACTOR,
+    ),
+    Probe("mirror", "Mirrored left to right", "steady", _kinds("mirrored"), _mirrored),
+    Probe(
+        "upside_down",
+        "Upside down",
+        "no gain",
+        _kinds("upside down"),
+        _by_x(lambda image, _: perturb.flipped(image, "vertical")),
     ),
     Probe(
-        name="brightness",
-        title="Brightness",
-        wanted="no gain",
-        why="Training would end in images that are too bright or too dark.",
-        levels=_numbers(0.3, 0.6, 0.85, 1.15, 1.4, 1.8, form="× {:g}"),
-        change=painted(lambda image, x, _: change.brightened(image, x)),
-        x_name="factor",
-        neutral=1.0,
-    ),
-    Probe(
-        name="mirror",
-        title="Mirrored left to right",
-        wanted="steady",
-        why="The score depends on which way things face. Prompts that name sides or writing are left out.",
-        levels=_kinds("mirrored"),
-        change=mirrored,
-    ),
-    Probe(
-        name="upside_down",
-        title="Upside down",
-        wanted="no gain",
-        why="Images that stand on their heads would be paid.",
-        levels=_kinds("upside down"),
-        change=painted(lambda image, *_: change.flipped(image, "vertical")),
-    ),
-    Probe(
-        name="crop",
-        title="Cropped and enlarged",
-        wanted="no gain",
-        why="Close-ups would be paid, and what was asked for would leave the image.",
-        levels=tuple(Level(f"{100 * cut:.0f} % cut", cut) for cut in (0.05, 0.1, 0.2, 0.35, 0.5)),
-        change=painted(lambda image, x, _: change.cropped(image, 1 - x)),
-        x_name="share of each side that is cut off",
-        neutral=0.0,
+        "crop",
+        "Cropped and enlarged",
+        "no gain",
+        tuple(Level(f"{100 * cut:.0f} % cut", cut) for cut in (0.05, 0.1, 0.2, 0.35, 0.5)),
+        _by_x(lambda image, x: perturb.cropped(image, 1 - x)),
+        "share of each side that is cut off",
+        0.0,
     ),
     *(
         Probe(
-            name=f"{colour}_border",
-            title=f"{colour.capitalize()} border",
-            wanted="no gain",
-            why="Frames around the image would be paid.",
-            levels=_numbers(*_WIDTHS),
-            change=painted(lambda image, x, _, colour=colour: change.bordered(image, x, colour)),
-            x_name="width, share of the shorter side",
-            neutral=0.0,
+            f"{colour}_border",
+            f"{colour.capitalize()} border",
+            "no gain",
+            _numbers(0.02, 0.05, 0.1),
+            _by_x(partial(perturb.bordered, colour=colour)),
+            "width, share of the shorter side",
+            0.0,
         )
         for colour in ("white", "black", "red")
     ),
+    Probe("ground", "Another ground", "steady", _kinds("white", "black", "grey", "teal", "pink"), _on_ground),
     Probe(
-        name="ground",
-        title="Another ground",
-        wanted="steady",
-        why="What was asked for would be judged by the colour behind it. Images without a plain ground "
-        "are left out.",
-        levels=_kinds("white", "black", "grey", "teal", "pink"),
-        change=grounded,
+        "clutter",
+        "Specks on the ground",
+        "steady",
+        _numbers(2, 5, 10),
+        _random(perturb.with_specks),
+        "specks, a twentieth of the shorter side wide",
+        0.0,
     ),
     Probe(
-        name="clutter",
-        title="Specks on the ground",
-        wanted="steady",
-        why="Small things that nobody asked for move the score.",
-        levels=_numbers(2, 5, 10),
-        change=painted(lambda image, x, generator: change.with_specks(image, round(x), generator)),
-        x_name="specks, a twentieth of the shorter side wide",
-        neutral=0.0,
+        "canvas",
+        "On a larger canvas",
+        "steady",
+        tuple(Level(f"{label}, {1 / share:g} times as wide", 1 / share) for label, share in CANVASES),
+        _on_canvas,
+        "side of the canvas over that of the image",
+        1.0,
+    ),
+    Probe("pasted_text", "Pasted text", "no gain", _kinds(*BOASTS), _pasted),
+    Probe("spelling", "The same prompt in other words", "steady", _kinds(*paraphrases.SPELLINGS), _respelled),
+    Probe("other_prompt", "The prompt of another image", "shown", _kinds("another prompt")),
+    Probe(
+        "neighbours",
+        "Other images in the batch",
+        "same",
+        _kinds("alone", "in reverse order", "among white images"),
     ),
     Probe(
-        name="canvas",
-        title="On a larger canvas",
-        wanted="steady",
-        why="Images that lie on a larger ground would be judged by the empty room around them.",
-        levels=tuple(Level(f"{label}, {1 / share:g} times as wide", 1 / share) for label, share in CANVASES),
-        change=laid_out,
-        x_name="side of the canvas over that of the image",
-        neutral=1.0,
-    ),
-    Probe(
-        name="pasted_text",
-        title="Pasted text",
-        wanted="no gain",
-        why="Writing the prompt or praise into the image would be paid.",
-        levels=_kinds(*BOASTS),
-        change=pasted,
-    ),
-    Probe(
-        name="spelling",
-        title="The same prompt in other words",
-        wanted="steady",
-        why="Scores of differently written prompts cannot be compared.",
-        levels=_kinds(*paraphrases.SPELLINGS),
-        change=respelled,
-    ),
-    Probe(
-        name="other_prompt",
-        title="The prompt of another image",
-        wanted="shown",
-        why="A reward that looks at the prompt falls. One that only looks at the image stays, and cannot "
-        "keep a model to what was asked.",
-        levels=_kinds("another prompt"),
-    ),
-    Probe(
-        name="neighbours",
-        title="Other images in the batch",
-        wanted="same",
-        why="The score depends on what it is judged with: groups cannot be compared, and all responses on "
-        "this page are distorted.",
-        levels=_kinds("alone", "in reverse order", "among white images"),
-    ),
-    Probe(
-        name="form",
-        title="The same pixels in another form",
-        wanted="same",
-        why="Scores depend on how the images are handed over.",
-        levels=_kinds("uint8, channels first", "uint8, channels last", "PIL", "float64", "float16"),
+        "form",
+        "The same pixels in another form",
+        "same",
+        _kinds("uint8, channels first", "uint8, channels last", "PIL", "float64", "float16"),
     ),
 )
-"""All probes, in the order of the page."""
 
-
-_OF_THE_JUDGE = (
+_PAIRWISE = (
+    Probe("identical", "An image against itself", "same", _kinds("the same image twice")),
+    Probe("position", "Left and right exchanged", "steady", _kinds("two real images")),
+    Probe("swap", "Winners in both orders", "consistent", _kinds("two real images")),
+    Probe("transitivity", "Circles among three images", "acyclic", _kinds("three real images")),
     Probe(
-        name="identical",
-        title="An image against itself",
-        wanted="same",
-        why="Between equal images the answer is one half; whatever it is beyond that, a place is paid for.",
-        levels=(Level("the same image twice"),),
-    ),
-    Probe(
-        name="position",
-        title="Left and right exchanged",
-        wanted="steady",
-        why="The mean of the log-odds of both orders is what a place is worth; asked in one order, as "
-        "published pipelines do, rewards would follow it.",
-        levels=(Level("two real images"),),
-    ),
-    Probe(
-        name="swap",
-        title="Winners in both orders",
-        wanted="consistent",
-        why="A winner that depends on the order is none. Chance keeps one half.",
-        levels=(Level("two real images"),),
-    ),
-    Probe(
-        name="transitivity",
-        title="Circles among three images",
-        wanted="acyclic",
-        why="A over B, B over C and C over A: no score and no ranking says what such a judge says, and "
-        "win rates depend on who else is in the group.",
-        levels=(Level("three real images"),),
-    ),
-    Probe(
-        name="empty_among_real",
-        title="Empty images against real ones",
-        wanted="loss",
-        why="The win rate is what a model that paints nothing would be paid in a group of others.",
-        levels=tuple(Level(name) for name in ("white", "black", "grey", "mean", "noise", "scattered pixels")),
-        change=painted(emptied, by_label=True),
+        "empty_among_real",
+        "Empty images against real ones",
+        "loss",
+        _kinds(*_BLANKS, *_DESTROYED),
+        _by_label(_destroyed),
         versus_real=True,
     ),
     Probe(
-        name="changed_among_real",
-        title="Exaggerated images against real ones",
-        wanted="no gain",
-        why="The win rate is what the change would be paid in a group of others.",
-        levels=tuple(Level(name) for name in EXAGGERATED),
-        change=painted(lambda image, name, generator: EXAGGERATED[name](image, generator), by_label=True),
+        "changed_among_real",
+        "Exaggerated images against real ones",
+        "no gain",
+        _kinds(*EXAGGERATED),
+        _by_label(lambda image, name, generator: EXAGGERATED[name](image, generator)),
         versus_real=True,
     ),
 )
-_WHYS = {
+WHY = {
+    "blank": "A model that paints nothing would be paid as well as one that paints what was asked.",
+    "destroyed": "The score would come from statistics of pixels, not from what can be seen.",
+    "noise": "Grain would be paid as detail.",
+    "blur": "Smooth, empty images would be paid.",
+    "jpeg": "Blocks and ringing would be paid as texture.",
+    "saturation": "Training would end in neon colours, or in grey.",
+    "contrast": "Training would end in harsh or in flat images.",
+    "brightness": "Training would end in images that are too bright or too dark.",
+    "mirror": "The score depends on which way things face. Prompts that name sides or writing are left out.",
+    "upside_down": "Images that stand on their heads would be paid.",
+    "crop": "Close-ups would be paid, and what was asked for would leave the image.",
+    "white_border": "Frames around the image would be paid.",
+    "black_border": "Frames around the image would be paid.",
+    "red_border": "Frames around the image would be paid.",
+    "ground": "The colour behind the subject would be paid. Images without a plain ground are left out.",
+    "clutter": "Small things that nobody asked for move the score.",
+    "canvas": "The empty space around an image on a larger ground would be judged.",
+    "pasted_text": "Writing the prompt or praise into the image would be paid.",
+    "spelling": "Scores of differently written prompts cannot be compared.",
+    "other_prompt": "A reward that looks at the prompt falls. One that only looks at the image stays, and "
+    "cannot keep a model to what was asked.",
+    "neighbours": "The score depends on the rest of the batch: groups cannot be compared, and all responses"
+    " on this page are distorted.",
+    "form": "Scores depend on the data type and layout of the images.",
+    "identical": "Between equal images the answer is one half; anything beyond pays for a side.",
+    "position": "The mean of the log-odds of both orders is the bonus of a side; asked in one order, as "
+    "published pipelines do, rewards would follow it.",
+    "swap": "A winner that depends on the order is none. Chance keeps one half.",
+    "transitivity": "A over B, B over C and C over A: no score and no ranking fits such answers, and win "
+    "rates depend on who else is in the group.",
+    "empty_among_real": "The win rate is what a model that paints nothing would be paid in a group of others."
+    "The win rate is what a model that paints nothing would be paid in a group of others.",
+    "changed_among_real": "The win rate is what the change would be paid in a group of others.",
+}
+"""Probe -> consequence of training on a reward that fails it."""
+WHY_PAIRWISE = WHY | {
     "mirror": "The answer depends on which way things face. Prompts that name sides or writing are left out.",
     "destroyed": "The answer would come from statistics of pixels, not from what can be seen.",
     "spelling": "Between two real images, the answer depends on how their prompt is written. A response "
     "below 0 weakens the lead of the one that had it.",
     "other_prompt": "Between two real images, a judge that looks at the prompt changes its answer or gets "
     "less sure: the response falls. One that only looks at the images keeps it.",
-    "neighbours": "The answer depends on what else is asked at the same time, and all responses on this page "
+    "neighbours": "The answer depends on what else is asked at the same time; all responses on this page "
     "are distorted.",
-    "form": "Answers depend on how the images are handed over.",
+    "form": "Answers depend on the data type and layout of the images.",
 }
 
-PAIR_PROBES: tuple[Probe, ...] = (
-    *_OF_THE_JUDGE,
-    *(replace(probe, why=_WHYS.get(probe.name, probe.why)) for probe in PROBES),
-)
-"""All probes of a judge that compares, in the order of the page; those of `PROBES` under the same names."""
+PROBES = tuple(replace(probe, why=WHY[probe.name]) for probe in _PROBES)
+"""All probes, in the order of the page."""
+
+PAIR_PROBES = tuple(replace(probe, why=WHY_PAIRWISE[probe.name]) for probe in (*_PAIRWISE, *_PROBES))
+"""All probes of a pairwise reward, in the order of the page; those of `PROBES` keep their names."""
 
 
-def chosen(names: Sequence[str] | None, probes: tuple[Probe, ...] = PROBES) -> tuple[Probe, ...]:
-    """The probes of these names, each once, or all of `PROBES` or `PAIR_PROBES`."""
-    known = {probe.name: probe for probe in probes}
-    unknown = [name for name in names or () if name not in known]
+def select_probes(names: Sequence[str] | None, probes: tuple[Probe, ...] = PROBES) -> tuple[Probe, ...]:
+    """Return the probes of these names, each once, or all of `PROBES` or `PAIR_PROBES`."""
+    by_name = {probe.name: probe for probe in probes}
+    unknown = [name for name in names or () if name not in by_name]
     if unknown:
-        raise ValueError(f"There is no probe {unknown[0]!r}. Allowed: {', '.join(known)}.")
-    return tuple(known[name] for name in dict.fromkeys(names)) if names else probes
+        raise ValueError(f"There is no probe {unknown[0]!r}. Allowed: {', '.join(by_name)}.")
+    return tuple(by_name[name] for name in dict.fromkeys(names)) if names else probes
 
 
 def examples(probe: Probe, sample: Sample, generator: torch.Generator) -> list[tuple[str, Tensor]]:
-    """(label, image) of one sample at every level; empty for a probe that leaves the images alone."""
+    """Return (label, image) of one sample at every level; empty for a probe that leaves the images alone."""
     if probe.change is None or probe.name == "spelling":
         return []
-    found = [(level.label, probe.change(sample, level, generator)) for level in probe.levels]
-    return [(label, made.image) for label, made in found if made is not None]
+    changed = [(level.label, probe.change(sample, level, generator)) for level in probe.levels]
+    return [(label, result.image) for label, result in changed if result is not None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same request in other words: spellings that must not move a reward, and what a mirror would change."""
+"""Paraphrases of a prompt that must not move a reward, and prompts that a mirror image does not satisfy."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ _JOINED = re.compile(rf"({_NOUN}) and ({_NOUN})")
 
 
 def reversed_order(prompt: str) -> str | None:
-    """For prompts of the shapes world that name two things: the other one first, with the same meaning.
+    """Name the other thing first, with the same meaning, in prompts of the shapes world with two things.
 
     >>> reversed_order("a red circle left of a square"), reversed_order("a circle and a cross")
     ('a square right of a red circle', 'a cross and a circle')
     >>> reversed_order("a photo of a cat") is None
     True
     """
-    if found := _RELATED.fullmatch(prompt):
-        return f"{found[3]} {_INVERSE[found[2]]} {found[1]}"
-    if found := _JOINED.fullmatch(prompt):
-        return f"{found[2]} and {found[1]}"
+    if match := _RELATED.fullmatch(prompt):
+        return f"{match[3]} {_INVERSE[match[2]]} {match[1]}"
+    if match := _JOINED.fullmatch(prompt):
+        return f"{match[2]} and {match[1]}"
     return None
 
 
 def to_the(prompt: str) -> str | None:
-    """ "left of" as "to the left of", for prompts of the shapes world.
+    """Write "left of" as "to the left of" in prompts of the shapes world.
 
     >>> to_the("a circle left of a square")
     'a circle to the left of a square'
     """
-    found = _RELATED.fullmatch(prompt)
-    if found is None or found[2] not in ("left of", "right of"):
+    match = _RELATED.fullmatch(prompt)
+    if match is None or match[2] not in ("left of", "right of"):
         return None
-    return f"{found[1]} to the {found[2]} {found[3]}"
+    return f"{match[1]} to the {match[2]} {match[3]}"
 
 
 SPELLINGS: dict[str, Callable[[str], str | None]] = {
@@ -59,17 +59,17 @@ SPELLINGS: dict[str, Callable[[str], str | None]] = {
     "other thing first": reversed_order,
     "to the left of": to_the,
 }
-"""Name -> another way to write a prompt, None where it does not apply."""
+"""Name -> rewriting of a prompt, None where it does not apply."""
 
 
 def respelled(prompt: str, name: str) -> str | None:
-    """The prompt written as `SPELLINGS` names it; None where that changes nothing or does not apply."""
-    found = SPELLINGS[name](prompt)
-    return None if found is None or found == prompt or not found.strip() else found
+    """Rewrite a prompt by a name of `SPELLINGS`; None where that changes nothing or does not apply."""
+    rewritten = SPELLINGS[name](prompt)
+    return None if rewritten in (None, prompt) or not rewritten.strip() else rewritten
 
 
 def survives_mirror(prompt: str) -> bool:
-    """Whether an image and its mirror image satisfy the prompt alike, as far as its words tell.
+    """Return True where an image and its mirror image satisfy the prompt alike, as far as its words tell.
 
     >>> survives_mirror("a red circle"), survives_mirror("a cat left of a dog")
     (True, False)
