@@ -13,7 +13,7 @@ from torch import Tensor
 from visalign.errors import UserError
 from visalign.flow.rollout import velocity_of
 from visalign.interfaces import Condition
-from visalign.training.policy.reference import lent
+from visalign.training.policy.reference import swapped_weights
 
 REST = "*"
 """The tag of all prompts that no other expert is named for."""
@@ -92,7 +92,7 @@ class Experts:
         for folder in sorted(set(asked)):
             rows = torch.tensor([i for i, one in enumerate(asked) if one == folder])
             at = rows.to(x.device)
-            with lent(self._policy, self._weights[folder]):
+            with swapped_weights(self._policy, self._weights[folder]):
                 v = velocity_of(self._policy, x[at], sigma[at], condition.select(rows), time[at])
             found[at] = v.to(found.dtype)
         return found

@@ -317,7 +317,7 @@ class FlowGRPO(ImageAlgorithm):
         self, experience: Experience, step: PolicyStep, size: int
     ) -> Iterator[tuple[Prepared, PolicyOutput]]:
         """Rows and the policy's numbers for them; absent decisions where this process is `idle`."""
-        own = step.own(experience.first, len(experience.trajectory))
+        own = step.local_rows(experience.first, len(experience.trajectory))
         place, decision, times = self._pairs(experience, step, own)
         idle = self.idle(math.ceil(len(place) / size))
         first = torch.zeros(1, dtype=torch.int64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MARBLE: the weights of several rewards found from their gradients while the policy learns."""
+"""MARBLE: weights of several rewards, computed from their gradients while the policy learns."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from visalign.training.loop.judging import reward_weights
 from .update import PolicyStep
 
 KEY = "reward_balance"
-"""Where the counters, and so a checkpoint, keep ᾱ."""
+"""Key of ᾱ in the counters and in a checkpoint."""
 
 
 class RewardBalance:
-    """ᾱ of Ā = Σ_k ᾱ_k A_k, A_k the advantage of reward k alone, every few iterations from one gradient each.
+    """Weights ᾱ of Ā = Σ_k ᾱ_k A_k, A_k the advantage of reward k alone, from one gradient each.
 
     α = argmin over the simplex of ‖Σ_k α_k g_k/‖g_k‖‖², ᾱ ← 0.7 ᾱ + 0.3 α, equal at first. g_k is the
     gradient of the iteration's first update with A_k for the advantage, without the KL term, over all
-    processes. The weights of the sum play no part, and of two rewards each has one half. Combining advantages
-    is combining gradients while the loss is linear in the advantage: in the regressions below their clamp, in
+    processes. The weights of the sum play no part; two rewards have one half each. Combining advantages is
+    combining gradients while the loss is linear in the advantage: in the regressions below their clamp, in
     PPO where no ratio is clipped.
 
     Args:
@@ -50,11 +50,11 @@ class RewardBalance:
             )
 
     def weights(self, run: Context) -> list[float]:
-        """ᾱ, one for each reward."""
+        """Return ᾱ, one number per reward."""
         return run.counters.own.get(KEY) or [1 / len(self.labels)] * len(self.labels)
 
     def is_due(self, run: Context) -> bool:
-        """Whether this iteration measures."""
+        """True if ᾱ is measured in this iteration."""
         return run.counters.iteration % self.every == 0
 
     def measure(
@@ -63,26 +63,27 @@ class RewardBalance:
         named: Sequence[tuple[str, nn.Parameter]],
         gradient: Callable[[Sequence[float]], None],
     ) -> None:
-        """Take the rewards' gradients and move ᾱ; a gradient that is not finite leaves it, and so do those
-        that are all 0.
+        """Measure the rewards' gradients and move ᾱ, unless one is not finite or all are 0.
 
         Args:
-            run: that keeps ᾱ.
-            named: the trained parameters, whose gradients are left empty.
+            run: context that keeps ᾱ.
+            named: trained parameters, whose gradients are cleared.
             gradient: adds the gradient of an update under given weights of the rewards.
         """
         rows = []
-        for one in torch.eye(len(self.labels)).tolist():
-            gradient(one)
+        for weights in torch.eye(len(self.labels)).tolist():
+            gradient(weights)
             rows.append(
                 torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for _, p in named])
             )
             for _, parameter in named:
                 parameter.grad = None
-        found = torch.stack(rows)
-        if bool(torch.isfinite(found).all() & found.any()):
+        gradients = torch.stack(rows)
+        if bool(torch.isfinite(gradients).all() & gradients.any()):
             before = torch.tensor(self.weights(run), dtype=torch.float64)
-            run.counters.own[KEY] = smooth_weights(before, min_norm_weights(found).cpu().double()).tolist()
+            run.counters.own[KEY] = smooth_weights(
+                before, min_norm_weights(gradients).cpu().double()
+            ).tolist()
 
     def prepare(
         self,
@@ -92,15 +93,14 @@ class RewardBalance:
         steps: Callable[[Any], list[PolicyStep]],
         alone: Callable[[Any, Tensor], None],
     ) -> list[PolicyStep]:
-        """The updates of an iteration under ᾱ, which is measured first where that is due.
+        """Prepare the updates of an iteration under ᾱ, which is measured first if due.
 
         Args:
             experience: with `trajectories` of several rewards, and `signal`.
-            run: that keeps ᾱ.
-            named: the trained parameters.
+            run: context that keeps ᾱ.
+            named: trained parameters.
             steps: experience -> its updates.
-            alone: adds the gradient of an experience's update on given samples, without what is not of the
-                rewards.
+            alone: adds the gradient of an experience's update on given samples, of the rewards alone.
         """
 
         def under(weights: Sequence[float]) -> Any:
@@ -109,11 +109,11 @@ class RewardBalance:
         if self.is_due(run) and (first := steps(under(self.weights(run)))[:1]):
             self.measure(run, named, lambda weights: alone(under(weights), first[0].sample))
         experience.trajectories = under(self.weights(run)).trajectories
-        made = steps(experience)
+        updates = steps(experience)
         experience.signal |= self.metrics(run)
-        return made
+        return updates
 
     def metrics(self, run: Context) -> dict[str, float]:
-        """ᾱ by reward."""
+        """Return ᾱ by reward."""
         names = [f"reward_weight/{label}" for label in self.labels]
         return dict(zip(names, self.weights(run), strict=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the reward of one sample moves the policy: gradient influence, aware of Adam, in sketches.
+"""Gradient influence, aware of Adam, in sketches: how far the reward of one sample moves the policy.
 
 The policy learns along u = Σ_y A_y g_y / N, g_y the gradient of what it gains from sample y (its log-prob, or
 minus its matching error) and A_y its advantage, and Adam scales u by P = 1 / (√v + ε). To first order a
@@ -33,16 +33,16 @@ def gradient_sketches(
     seed: int = 0,
     eps: float = 1e-12,
 ) -> Tensor:
-    """[N, size] sketches of √P g_n, float64; whole vectors where there are no more parameters than `size`.
+    """Compute sketches [N, size] of √P g_n, float64; whole vectors if there are at most `size` parameters.
 
     Args:
         gain_of: sample number -> its scalar gain, with gradient.
         count: N.
-        parameters: what is trained, D numbers in all.
+        parameters: trained parameters, D numbers in all.
         second_moment: v of Adam, one tensor for each parameter; None takes the mean of g² over the samples,
             for which gradients are computed twice.
-        size: of a sketch; the error of an inner product is about |a| |b| / √size.
-        seed: of the hash.
+        size: numbers of a sketch; the error of an inner product is about |a| |b| / √size.
+        seed: seed of the hash.
         eps: added to √v; the default is far below the trainers' gradients, whose rms is 5e-9 and more.
 
     Raises:
@@ -55,9 +55,10 @@ def gradient_sketches(
         raise ValueError("second_moment needs one tensor for each parameter, of its shape.")
 
     def gradient(number: int) -> Tensor:
-        found = torch.autograd.grad(gain_of(number), list(parameters), allow_unused=True)
-        parts = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
-        return torch.cat([part.detach().flatten().double() for part in parts])
+        gradients = torch.autograd.grad(
+            gain_of(number), list(parameters), allow_unused=True, materialize_grads=True
+        )
+        return torch.cat([part.detach().flatten().double() for part in gradients])
 
     if second_moment is None:
         v = torch.stack([gradient(0).square()])[0]
@@ -69,19 +70,19 @@ def gradient_sketches(
     root = (v.sqrt() + eps).rsqrt()  # √P
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (len(root),), generator=generator).to(root) * 2 - 1
-    place = torch.randint(0, size, (len(root),), generator=generator).to(root.device)
+    bucket = torch.randint(0, size, (len(root),), generator=generator).to(root.device)
     rows = []
     for number in range(count):
         scaled = root * gradient(number)
         if len(root) > size:
             scaled = torch.zeros(size, dtype=scaled.dtype, device=scaled.device).index_add_(
-                0, place, signs * scaled
+                0, bucket, signs * scaled
             )
         rows.append(scaled)
     return torch.stack(rows)
 
 
 def gradient_influence(sketches: Tensor, advantage: Tensor) -> Tensor:
-    """[N] I_x = g_xᵀ P u from sketches [N, k] and advantages [N]; NaN advantages take no part in u."""
-    known = torch.nan_to_num(advantage.to(sketches), nan=0.0)
-    return sketches @ (sketches.T @ known) / len(sketches)
+    """I_x = g_xᵀ P u, [N], from sketches [N, k] and advantages [N]; NaN advantages are left out of u."""
+    advantage = torch.nan_to_num(advantage.to(sketches), nan=0.0)
+    return sketches @ (sketches.T @ advantage) / len(sketches)

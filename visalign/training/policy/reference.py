@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference that a policy is drawn to, the model before training or the policy at the last reset; and how
-strongly, where a gate decides."""
+"""The reference of a KL term, the model before training or the policy at the last reset; SAFE's gated KL."""
 
 from __future__ import annotations
 
@@ -25,25 +24,24 @@ KEY = "reference"
 
 
 @contextmanager
-def lent(policy: Any, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, the trained parameters hold other weights; a graph built before stays good, as nothing is
-    copied."""
+def swapped_weights(policy: Any, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Swap other weights into the trained parameters; nothing is copied, so older graphs stay valid."""
     named = policy.trainable_parameters()
-    own = [parameter.data for _, parameter in named]
+    original = [parameter.data for _, parameter in named]
     try:
         for name, parameter in named:
             parameter.data = weights[name]
         yield
     finally:
-        for (_, parameter), kept in zip(named, own, strict=True):
-            parameter.data = kept
+        for (_, parameter), data in zip(named, original, strict=True):
+            parameter.data = data
 
 
 class Reference:
-    """θ_ref ← θ every N iterations since the last reset, or once the divergence from it exceeds a bound.
+    """Reset θ_ref ← θ every N iterations, or once the divergence from it exceeds a bound.
 
-    A reference that stays behind pulls a better policy back; one that follows bounds how fast it moves. Until
-    the first reset it is `policy.reference()`, the model before training.
+    An old reference pulls a better policy back; one that follows bounds how fast the policy moves. Until the
+    first reset it is `policy.reference()`, the model before training.
 
     GARDO, arXiv 2512.24138 (its adaptive regularisation).
     """
@@ -55,20 +53,20 @@ class Reference:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the policy is the reference; a graph built before stays good, as nothing is copied."""
+        """Turn the policy into the reference; nothing is copied, so older graphs stay valid."""
         if self._stored is None:
             with self.policy.reference():
                 yield
             return
-        with lent(self.policy, self._stored):
+        with swapped_weights(self.policy, self._stored):
             yield
 
     def finish(self, run: Context, divergence: float | None) -> None:
-        """Reset at the end of an iteration where it is due.
+        """Reset at the end of an iteration if due.
 
         Args:
-            run: keeps the weights for checkpoints.
-            divergence: of the iteration's updates from the reference; None or NaN where none was measured.
+            run: context that keeps the weights for checkpoints.
+            divergence: mean divergence of the iteration's updates from the reference; None or NaN is unknown.
         """
         counters = run.counters
         waited = counters.iteration - counters.own.get(KEY, 0)
@@ -80,7 +78,7 @@ class Reference:
             run.tensors[KEY] = self._stored
 
     def restore(self, run: Context) -> None:
-        """Take up the reference of a checkpoint."""
+        """Load the reference of a checkpoint."""
         stored = run.tensors.get(KEY)
         if stored is not None:
             named = self.policy.trainable_parameters()
@@ -89,7 +87,7 @@ class Reference:
 
 
 class GatedKL:
-    """SAFE's KL term: its coefficient follows what the iterations measure; see `gated_coefficient`.
+    """SAFE's KL term, whose coefficient follows the measured KL; see `gated_coefficient`.
 
     Args:
         base: threshold, nats per token; None is the paper's 0.3.
@@ -99,30 +97,30 @@ class GatedKL:
         self._base = 0.3 if base is None else base
         self._gate, self._entropy = KLGate(), 0.0
 
-    def applied(self, row: Objective) -> Objective:
-        """The row with the present coefficient; its own is the scale."""
-        return replace(row, kl=gated_coefficient(self._gate, self._entropy, scale=row.kl, base=self._base))
+    def applied(self, objective: Objective) -> Objective:
+        """Return the objective with the present coefficient; its own is the scale."""
+        coefficient = gated_coefficient(self._gate, self._entropy, scale=objective.kl, base=self._base)
+        return replace(objective, kl=coefficient)
 
     def move(self, t: Trajectories, kl: float | None) -> None:
-        """Take in an iteration.
+        """Update the gate after an iteration.
 
         Args:
-            t: its samples.
-            kl: mean divergence from the reference that its updates measured; None: none was.
+            t: samples of the iteration.
+            kl: mean divergence of its updates from the reference; None is unknown.
         """
         reward = sample_reward(t, 0.0)
-        known, present = t.present() & torch.isfinite(reward), t.weight != 0
-        mean = float(reward[known].double().mean()) if bool(known.any()) else math.nan
+        valid, present = t.present() & torch.isfinite(reward), t.weight != 0
+        mean = float(reward[valid].double().mean()) if bool(valid.any()) else math.nan
         self._gate = next_gate(self._gate, kl=math.nan if kl is None else kl, reward=mean)
         if t.entropy is not None and bool(present.any()):
             self._entropy = float(t.entropy[present].double().mean())
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, JSON values."""
+        """Return JSON values for a checkpoint."""
         return {**asdict(self._gate), "entropy": self._entropy}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
-        kept = dict(state)
-        self._entropy = kept.pop("entropy")
-        self._gate = KLGate(**kept)
+        """Restore from a checkpoint."""
+        self._entropy = state["entropy"]
+        self._gate = KLGate(**{name: value for name, value in state.items() if name != "entropy"})

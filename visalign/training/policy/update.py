@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The update of a policy by an `Objective`, the same for tokens and for denoising steps.
+"""Update of a policy by an `Objective`, the same for tokens and for denoising steps.
 
-The objective settles advantages, selections and denominators over all samples of an optimizer update, of all
-processes; what a micro-batch holds changes memory, never the update.
+The objective computes advantages, selections and denominators over all samples of an optimizer update, of all
+processes; micro-batches change memory, never the update.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ class PolicyStep:
     """One optimizer update: n of the iteration's B samples, of all processes."""
 
     prepared: Prepared
-    """Of the n samples, on the CPU."""
+    """Prepared tensors of the n samples, on the CPU."""
     sample: Tensor
-    """[n] int64, which of the B samples they are."""
+    """[n] int64, indices among the B samples."""
     live: Tensor
-    """[n] bool: those that have a gradient."""
+    """[n] bool: samples that have a gradient."""
     extra: Any = None
-    """What else the update learns from (PPO-ptx's demonstrations)."""
+    """Further data of the update (PPO-ptx's demonstrations)."""
 
-    def own(self, first: int, size: int) -> Tensor:
-        """[m] places among the n of this process's live samples.
+    def local_rows(self, first: int, size: int) -> Tensor:
+        """Return the indices [m], among the n, of this process's live samples.
 
         Args:
-            first: of this process's samples, among the B.
-            size: how many it has.
+            first: first sample of this process, among the B.
+            size: number of samples of this process.
         """
-        mine = (self.sample >= first) & (self.sample < first + size)
-        return (self.live & mine).nonzero()[:, 0]
+        is_local = (self.sample >= first) & (self.sample < first + size)
+        return (self.live & is_local).nonzero()[:, 0]
 
 
 def prepare_steps(
@@ -60,29 +60,29 @@ def prepare_steps(
     whole_groups: bool,
     extras: Sequence[Any] | None = None,
 ) -> tuple[list[PolicyStep], dict[str, float]]:
-    """Settle the optimizer updates of an iteration; those without any gradient are left out.
+    """Prepare the optimizer updates of an iteration; updates without any gradient are left out.
 
     Args:
-        objective: the row.
-        settings: epochs.
+        objective: the objective.
+        settings: for the number of epochs.
         trajectories: B samples of all processes, on the CPU.
-        updates: per epoch.
-        seed: of the run; the split is drawn from (seed, iteration, epoch).
-        iteration: iterations finished.
+        updates: updates per epoch.
+        seed: seed of the run; the split is drawn from (seed, iteration, epoch).
+        iteration: number of finished iterations.
         whole_groups: keep a group's samples in one update; the advantages are the same either way.
-        extras: what else each update learns from.
+        extras: further data of each update.
 
     Returns:
-        The updates, and what the advantages say of the samples (metrics).
+        The updates, and metrics of the advantages.
     """
     whole = whole_groups or objective.aggregation == "group_token_mean"
     parts = list(split_updates(trajectories.group, settings.epochs, updates, seed, iteration, whole))
     prepared = objective.prepare_steps(trajectories, parts)
-    every = _needs_all(objective)
+    needs_all = _needs_all(objective)
     steps = []
     for number, (sample, rows) in enumerate(zip(parts, prepared, strict=True)):
         live = (rows.weight != 0).any(1)
-        if not every:
+        if not needs_all:
             live &= (rows.advantage != 0).any(1)
         extra = None if extras is None else extras[number]
         if bool(live.any()) or extra is not None:
@@ -95,44 +95,40 @@ def prepare_steps(
 def split_updates(
     group: Any, epochs: int, updates: int, seed: int, iteration: int, whole_groups: bool
 ) -> Iterator[Tensor]:
-    """The samples of each update, ascending, in a new random split for each epoch."""
-    count = len(group)
+    """Yield the samples of each update, ascending, in a new random split for each epoch."""
     labels = group.tolist() if isinstance(group, Tensor) else list(group)
-    places: dict[Any, list[int]] = {}
-    for place, label in enumerate(labels):
-        places.setdefault(label if whole_groups else place, []).append(place)
-    units = list(places.values())
-    assert sum(map(len, units)) == count
+    members: dict[Any, list[int]] = {}
+    for index, label in enumerate(labels):
+        members.setdefault(label if whole_groups else index, []).append(index)
+    units = list(members.values())
     for epoch in range(epochs):
-        draw = np.random.default_rng(sample_seed(seed, "chunks", iteration, epoch))
-        for chosen in np.array_split(draw.permutation(len(units)), updates):
-            if len(chosen):
-                yield torch.tensor(sorted(place for unit in chosen for place in units[int(unit)]))
+        generator = np.random.default_rng(sample_seed(seed, "chunks", iteration, epoch))
+        for chunk in np.array_split(generator.permutation(len(units)), updates):
+            if len(chunk):
+                yield torch.tensor(sorted(index for unit in chunk for index in units[int(unit)]))
 
 
 def _needs_all(objective: Objective) -> bool:
-    """Whether samples with advantage 0 have a gradient too."""
+    """True if samples with advantage 0 have a gradient too."""
     balance = objective.surrogate in ("flow_balance", "ppo_kl", "dro")
     return bool(objective.kl or objective.entropy or objective.value or objective.selection or balance)
 
 
 def couples_decisions(objective: Objective) -> bool:
-    """Whether the loss of a decision depends on the other decisions of its sample, so that a micro-batch
-    has to hold all of them."""
-    surrogates = ("gmpo", "flow_balance")
-    is_level = objective.level != "token"
-    return is_level or objective.surrogate in surrogates or objective.off_policy_delta is not None
+    """True if a decision's loss depends on the others of its sample: micro-batches hold whole samples."""
+    couples = objective.surrogate in ("gmpo", "flow_balance") or objective.off_policy_delta is not None
+    return objective.level != "token" or couples
 
 
 def flat_rows(rows: Prepared, sample: Tensor, decision: Tensor) -> Prepared:
-    """N single decisions as rows of their own, for objectives that do not couple decisions.
+    """Select N single decisions as rows of one decision, for objectives that do not couple decisions.
 
     The denominators are those of the whole update, so the shares of single decisions add up to its loss.
 
     Args:
         rows: n samples, T decisions.
-        sample: [N] places among the n.
-        decision: [N] places among the T.
+        sample: [N] indices among the n.
+        decision: [N] indices among the T.
     """
     changes = {}
     for name, value in vars(rows).items():
@@ -154,15 +150,15 @@ def backward(
     *,
     scale: float,
 ) -> dict[str, float]:
-    """Add the gradient of one optimizer update; its sums over all processes.
+    """Add the gradient of one optimizer update, and sum its statistics over all processes.
 
-    A log-prob that is not finite makes the gradient NaN, so that the update is left out by all processes and
-    counted, and does not end the run.
+    A log-prob that is not finite makes the gradient NaN, so that all processes skip and count the update, and
+    the run continues.
 
     Args:
-        objective: the row.
-        micro_batches: prepared rows with what the policy says of them; the next one is asked for when the
-            last one's backward is done.
+        objective: the objective.
+        micro_batches: prepared rows and the policy's outputs for them; each is computed after the backward of
+            the one before.
         accelerator: of the processes, whose gradients add up.
         scale: factor of the loss.
 
@@ -171,24 +167,24 @@ def backward(
     """
     totals = _Totals()
     for rows, output in micro_batches:
-        known = torch.isfinite(output.log_prob) | (rows.weight == 0)
-        if bool(known.all()):
+        usable = torch.isfinite(output.log_prob) | (rows.weight == 0)
+        if bool(usable.all()):
             loss = objective.loss(rows, output)
-            total, found = loss.total, loss.statistics
+            total, statistics = loss.total, loss.statistics
         else:
-            log_prob = torch.where(known, output.log_prob, rows.old_log_prob)
+            log_prob = torch.where(usable, output.log_prob, rows.old_log_prob)
             loss = objective.loss(rows, replace(output, log_prob=log_prob))
             total = loss.total + output.log_prob.sum() * math.nan
-            found = replace(loss.statistics, largest=loss.statistics.largest * math.nan)
+            statistics = replace(loss.statistics, largest=loss.statistics.largest * math.nan)
         # DDP averages gradients over the processes, and the loss is a sum over them
         accelerator.backward(total * (scale * accelerator.num_processes))
-        totals.statistics = found if totals.statistics is None else totals.statistics.plus(found)
+        totals.statistics = statistics if totals.statistics is None else totals.statistics.plus(statistics)
         for name, term in loss.terms.items():
             totals.terms[name] = totals.terms.get(name, 0.0) + float(term.detach())
-    return _over_processes(totals, accelerator)
+    return _reduce(totals, accelerator)
 
 
-def _over_processes(totals: _Totals, accelerator: Accelerator) -> dict[str, float]:
+def _reduce(totals: _Totals, accelerator: Accelerator) -> dict[str, float]:
     statistics = totals.statistics or no_statistics(accelerator.device)
     terms = torch.tensor(list(totals.terms.values()), dtype=torch.float64, device=accelerator.device)
     if accelerator.num_processes > 1:
@@ -196,16 +192,16 @@ def _over_processes(totals: _Totals, accelerator: Accelerator) -> dict[str, floa
         largest: Any = accelerator.gather(statistics.largest[None])
         statistics = statistics.with_sums(sums[: len(sums) - len(terms)], largest.max())
         terms = sums[len(sums) - len(terms) :]
-    found = {name: float(value) for name, value in vars(statistics).items() if value is not None}
-    return found | {f"loss/{name}": float(value) for name, value in zip(totals.terms, terms, strict=True)}
+    fields = {name: float(value) for name, value in vars(statistics).items() if value is not None}
+    return fields | {f"loss/{name}": float(value) for name, value in zip(totals.terms, terms, strict=True)}
 
 
 def update_metrics(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of an iteration's updates; nothing where none was made."""
+    """Compute the metrics of an iteration's updates; empty without one."""
     if not sums:
         return {}
-    names = dict.fromkeys(name for each in sums for name in each)
-    total = {name: sum(each.get(name, 0.0) for each in sums) for name in names}
+    names = dict.fromkeys(name for update in sums for name in update)
+    total = {name: sum(update.get(name, 0.0) for update in sums) for name in names}
     count = total["decisions"] or math.nan
     terms = [name for name in total if name.startswith("loss/")]
     return {
@@ -213,7 +209,7 @@ def update_metrics(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
         **({name: total[name] / len(sums) for name in terms} if len(terms) > 1 else {}),
         "ratio_mean": 1 + total["shift"] / count,
         "ratio_std": math.sqrt(total["square"] / count),
-        "ratio_max": float(np.max([each["largest"] for each in sums])),
+        "ratio_max": float(np.max([update["largest"] for update in sums])),
         "ratio_floor": sums[0]["largest"],
         "clip_low": total["dead_low"] / count,
         "clip_high": total["dead_high"] / count,
@@ -223,16 +219,16 @@ def update_metrics(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def signal_metrics(prepared: Sequence[Prepared]) -> dict[str, float]:
-    """What the advantages of an epoch's updates say of all samples that were handed in."""
+    """Compute metrics of the advantages of an epoch's updates, over all samples."""
     advantage = torch.cat([p.advantage for p in prepared])
     present = torch.cat([p.weight for p in prepared]) != 0
     any_present = bool(present.any())
-    found = {
+    metrics = {
         "frac_reward_zero_std": 1 - float((advantage != 0).any(1).double().mean()),
         "advantage_abs": float(advantage[present].double().abs().mean()) if any_present else 0.0,
     }
     if prepared[0].returns is not None and prepared[0].value is not None and any_present:
         returns = torch.cat([p.returns for p in prepared if p.returns is not None])
         value = torch.cat([p.value for p in prepared if p.value is not None])
-        found["value_explained"] = float(explained_variance(value, returns, present))
-    return found
+        metrics["value_explained"] = float(explained_variance(value, returns, present))
+    return metrics
