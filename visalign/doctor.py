@@ -139,7 +139,7 @@ def _facts() -> tuple[tuple[str, str], ...]:
 def _sandbox() -> str:
     """What isolates generated code here."""
     try:
-        from visalign.rewards.code.code_tests import bubblewrap_problem
+        from visalign.rewards.code.sandbox import bubblewrap_problem
 
         return bubblewrap_problem() or "bubblewrap"
     except _BROKEN as error:

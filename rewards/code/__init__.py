@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unit tests of generated code, run by bubblewrap or a sandbox server; none of it runs in this process."""
+"""Unit tests of generated code, run by bubblewrap or a sandbox server.
+
+It needs `base` and `text`; generated code never comes into this process.
+"""

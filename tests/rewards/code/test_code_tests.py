@@ -12,7 +12,8 @@ import pytest
 
 from visalign.rewards import CodeTests, RewardError
 from visalign.rewards.code import code_tests
-from visalign.rewards.code.code_tests import SandboxLimits, UnreadableTests, bubblewrap_problem, read_tests
+from visalign.rewards.code.code_tests import UnreadableTests, read_tests
+from visalign.rewards.code.sandbox import SandboxLimits, bubblewrap_problem
 from visalign.rewards.text.parsing import extract_code
 
 QUICK = SandboxLimits(wall_seconds=3, cpu_seconds=2, memory_mb=256, processes=8, file_mb=2)

@@ -16,7 +16,7 @@ from visalign.interfaces import Scores, TextReward
 from visalign.rewards import RewardError
 from visalign.rewards.catalogue import TEXT_CATALOGUE, load_text_reward
 from visalign.rewards.checks import check_text_reward
-from visalign.rewards.code.code_tests import bubblewrap_problem
+from visalign.rewards.code.sandbox import bubblewrap_problem
 from visalign.rewards.text.callables import TextFunctionReward
 from visalign.rewards.text.contract import read_text_request
 
