@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges that remember: a pointwise or pairwise judge with a `ScoreCache` before it."""
+"""Rewards and pairwise judges with a `ScoreCache` in front of them."""
 
 from __future__ import annotations
 
@@ -22,29 +22,72 @@ from visalign.rewards.base.images import animation_length, load_animation
 from .store import ScoreCache, key_of
 
 
-class _Remembering:
-    """What both share: a judge that has an identity, or was given one, and where its answers are kept."""
+class _Cached:
+    """A reward or judge in front of a cache."""
 
     def __init__(self, judge: Any, cache: ScoreCache, *, identity: Identity | None = None) -> None:
-        self.judge, self.cache, self.name = judge, cache, judge.name
-        self._given = identity
-        _identity(judge, identity)
+        self.judge, self.cache, self.name = with_capabilities(judge), cache, judge.name
+        self._identity = identity
+        if self.judge.capabilities.needs_group:
+            raise RewardError(
+                f"Reward {judge.name!r} scores an image against its group, so a score means nothing by "
+                "itself. Cache the judge that it asks instead: CachedJudge(judge, cache)."
+            )
+        if not isinstance(identity or judge.identity, Identity):
+            raise RewardError(
+                f"Reward {judge.name!r} has no identity, so a cache cannot know when its scores change. Give "
+                "one: identity=Identity(judge=..., model=..., options={'version': ...})."
+            )
 
     @property
     def identity(self) -> Identity:
-        """The judge's own at this moment: weights that are trained change it."""
-        return _identity(self.judge, self._given)
+        """Identity of the judge at this moment: training changes it."""
+        return self._identity or self.judge.identity
+
+    def _answer(
+        self, keys: Sequence[bytes | None], ask: Callable[[list[int]], Scores | Preferences], unit: str | None
+    ) -> Any:
+        """Answer all rows from the cache or by `ask`, which gets each unknown content once.
+
+        `unit` is that of scores, None for preferences; a row without a key is always asked.
+        """
+        identity = self.identity
+        entries: dict[Any, Any] = dict(self.cache.get(identity, [key for key in keys if key is not None]))
+        labels = [row if key is None else key for row, key in enumerate(keys)]
+        first_row: dict[bytes | int, int] = {}
+        for row, label in enumerate(labels):
+            if label not in entries:
+                first_row.setdefault(label, row)
+        failures: dict[bytes | int, str] = {}
+        if first_row:
+            answer = ask(list(first_row.values()))
+            reasons = answer.reason or [None] * len(answer)
+            rows = zip(first_row, _entries(answer), answer.valid.tolist(), reasons, strict=True)
+            fresh: dict[bytes | int, dict[str, Any]] = {}
+            for label, entry, valid, reason in rows:
+                if valid:
+                    fresh[label] = entry
+                else:
+                    failures[label] = reason or "no reason given"
+            if self.identity == identity:  # a training step meanwhile makes answers of neither judge
+                self.cache.put(
+                    identity, {key: entry for key, entry in fresh.items() if isinstance(key, bytes)}
+                )
+            entries |= fresh
+        return _from_entries(
+            [entries.get(one) for one in labels], [failures.get(one) for one in labels], unit
+        )
 
 
-class CachedReward(_Remembering):
-    """A pointwise reward whose valid scores are kept on disk; equal content is judged once.
+class CachedReward(_Cached):
+    """A pointwise reward whose valid scores are stored on disk; equal content is scored once.
 
-    A file is known by its bytes, so a known one is not even decoded; pixels given as tensors or PIL images by
-    themselves. Name, unit, range and direction are the reward's own.
+    A file is known by its bytes, so that a known one is not even decoded; tensors and PIL images by their
+    pixels. Name, unit, range and direction are the reward's own.
 
     Args:
         reward: has an `identity`, or one is given.
-        cache: where scores are kept.
+        cache: where scores are stored.
         identity: what the scores depend on, where the reward does not say so itself.
 
     Raises:
@@ -55,44 +98,42 @@ class CachedReward(_Remembering):
         self, reward: PointwiseReward, cache: ScoreCache, *, identity: Identity | None = None
     ) -> None:
         super().__init__(reward, cache, identity=identity)
-        self.reward, self.unit, self.range = reward, reward.unit, reward.range
+        self.reward, self.unit, self.range = self.judge, reward.unit, reward.range
         self.higher_is_better = reward.higher_is_better
-        self.capabilities = reward.capabilities
+        self.capabilities = self.judge.capabilities
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Scores of B images; what is not known yet is asked in one call, each content once."""
-        items, records = _listed(self.name, images, prompts, metadata)
+        """Score B images; the unknown ones are scored in one call."""
+        items, records = _as_lists(self.name, images, prompts, metadata)
 
         def ask(rows: list[int]) -> Scores:
-            told = [prompts[i] for i in rows], [records[i] for i in rows]
-            return self.reward.score(_rows_of(images, items, rows), *told)
+            texts = [prompts[i] for i in rows], [records[i] for i in rows]
+            return self.reward.score(_select(images, items, rows), *texts)
 
-        keys = _keys([items], prompts, records)
-        return _remembered(self, keys, ask, self.unit)
+        return self._answer(_keys([items], prompts, records), ask, self.unit)
 
 
-class CachedJudge(_Remembering):
-    """A pairwise judge whose valid preferences are kept on disk. See `CachedReward`."""
+class CachedJudge(_Cached):
+    """A pairwise judge whose valid preferences are stored on disk; see `CachedReward`."""
 
     def compare(
         self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
     ) -> Preferences:
-        """Preferences of B pairs; the order of a pair is part of its address."""
-        first, records = _listed(self.name, left, prompts, metadata)
-        second, _ = _listed(self.name, right, prompts, metadata)
+        """Compare B pairs; the order of a pair is part of its key."""
+        first, records = _as_lists(self.name, left, prompts, metadata)
+        second, _ = _as_lists(self.name, right, prompts, metadata)
 
         def ask(rows: list[int]) -> Preferences:
-            told = [prompts[i] for i in rows], [records[i] for i in rows]
-            return self.judge.compare(_rows_of(left, first, rows), _rows_of(right, second, rows), *told)
+            texts = [prompts[i] for i in rows], [records[i] for i in rows]
+            return self.judge.compare(_select(left, first, rows), _select(right, second, rows), *texts)
 
-        keys = _keys([first, second], prompts, records)
-        return _remembered(self, keys, ask, None)
+        return self._answer(_keys([first, second], prompts, records), ask, None)
 
 
 def _keys(
     sides: Sequence[Sequence[Any]], prompts: Sequence[str], records: Sequence[Mapping[str, Any] | None]
 ) -> list[bytes | None]:
-    """The address of each row; None where an image cannot be read, which the judge shall explain."""
+    """Compute the key of each row; None where an image cannot be read, which the judge shall explain."""
     contents = zip(*(map(content_digest, side) for side in sides), strict=True)
     return [
         None if None in digests else key_of(digests, prompt, record)
@@ -100,43 +141,8 @@ def _keys(
     ]
 
 
-def _remembered(
-    judge: _Remembering,
-    keys: Sequence[bytes | None],
-    ask: Callable[[list[int]], Scores | Preferences],
-    unit: str | None,
-) -> Any:
-    """The answer to all rows; what is not known is asked about in one call, each key once. `unit` is that of
-    scores, None for preferences.
-    """
-    identity = judge.identity
-    known: dict[Any, Any] = dict(judge.cache.get(identity, [key for key in keys if key is not None]))
-    marks = [row if key is None else key for row, key in enumerate(keys)]
-    first: dict[bytes | int, int] = {}
-    for row, mark in enumerate(marks):
-        if mark not in known:
-            first.setdefault(mark, row)
-    rows = list(first.values())
-    failed: dict[bytes | int, str] = {}
-    if rows:
-        answer = ask(rows)
-        told = answer.reason or [None] * len(answer)
-        fresh: dict[bytes | int, dict[str, Any]] = {}
-        for row, entry, valid, why in zip(rows, _entries(answer), answer.valid.tolist(), told, strict=True):
-            if valid:
-                fresh[marks[row]] = entry
-            else:
-                failed[marks[row]] = why or "no reason given"
-        if judge.identity == identity:  # a step in the middle makes answers of neither
-            judge.cache.put(identity, {key: entry for key, entry in fresh.items() if isinstance(key, bytes)})
-        known |= fresh
-    return _answer([known.get(mark) for mark in marks], [failed.get(mark) for mark in marks], unit)
-
-
 def content_digest(item: Any) -> bytes | None:
-    """SHA-256 of an image's content: of a file's bytes, else of its shape and pixels; None for a file that
-    cannot be read, which the judge shall explain.
-    """
+    """Hash an image's content: a file's bytes, else shape and pixels (SHA-256); None if it cannot be read."""
     if isinstance(item, str | os.PathLike):
         try:
             return hashlib.sha256(b"file" + Path(item).read_bytes()).digest()
@@ -165,22 +171,7 @@ def content_digest(item: Any) -> bytes | None:
     return hashlib.sha256(b"pixels" + head + raw.tobytes()).digest()
 
 
-def _identity(judge: Any, given: Identity | None) -> Identity:
-    if with_capabilities(judge).capabilities.needs_group:
-        raise RewardError(
-            f"Reward {judge.name!r} scores an image against its group, so a score means nothing by itself. "
-            "Cache the judge that it asks instead: CachedJudge(judge, cache)."
-        )
-    found = given or judge.identity
-    if not isinstance(found, Identity):
-        raise RewardError(
-            f"Reward {judge.name!r} has no identity, so a cache cannot know when its scores change. Give "
-            "one: identity=Identity(judge=..., model=..., options={'version': ...})."
-        )
-    return found
-
-
-def _listed(
+def _as_lists(
     name: str, images: Any, prompts: Sequence[str], metadata: Metadata | None
 ) -> tuple[list[Any], list[Mapping[str, Any] | None]]:
     """Single images and records; the lengths are checked, all else is left to the judge."""
@@ -199,13 +190,13 @@ def _listed(
     return items, records
 
 
-def _rows_of(images: Any, items: list[Any], rows: list[int]) -> Any:
-    """The chosen images in the container in which they came: a tensor's layout is checked as a whole."""
+def _select(images: Any, items: list[Any], rows: list[int]) -> Any:
+    """Select images in the container they came in, since the layout of a tensor is checked as a whole."""
     return images[rows] if isinstance(images, Tensor | np.ndarray) else [items[row] for row in rows]
 
 
 def _entries(answer: Scores | Preferences) -> list[dict[str, Any]]:
-    """What is kept of each row: plain numbers and texts."""
+    """Convert each row to plain numbers and texts."""
     columns = {name: column.tolist() for name, column in columns_of(answer).items()}
     main, texts = columns.pop("main"), answer.text or [None] * len(answer)
     optional = {} if isinstance(answer, Scores) else {"log_odds": columns.pop("log_odds", None)}
@@ -221,10 +212,10 @@ def _entries(answer: Scores | Preferences) -> list[dict[str, Any]]:
     ]
 
 
-def _answer(
+def _from_entries(
     entries: Sequence[dict[str, Any] | None], reasons: Sequence[str | None], unit: str | None
 ) -> Scores | Preferences:
-    """The reverse of `_entries`; a row without an entry is invalid."""
+    """Reverse `_entries`; a row without an entry is invalid."""
     rows: list[dict[str, Any]] = [{}] * len(entries)
     for row, entry in enumerate(entries):
         if entry is not None:

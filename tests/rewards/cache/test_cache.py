@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache of judgements: what is asked again, what is never mixed, damage, interruption, many writers."""
+"""The cache of scores: what is asked again, what is never mixed, damage, interruption, many writers."""
 
 from __future__ import annotations
 
 import sqlite3
 import subprocess
 import sys
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,8 @@ from visalign.interfaces import Preferences, RewardCapabilities, Scores
 from visalign.rewards import check_reward, load_reward
 from visalign.rewards.base.contract import RewardError, make_scores, read_request
 from visalign.rewards.base.identity import Identity
-from visalign.rewards.cache import store as score_cache
 from visalign.rewards.cache.reward import CachedJudge, CachedReward, content_digest
-from visalign.rewards.cache.store import FILE, ScoreCache, ScoreFile, key_of
+from visalign.rewards.cache.store import FILE, ScoreCache, key_of
 from visalign.rewards.weights import fingerprints as weights_in_memory
 
 PIXELS = torch.randint(0, 256, (4, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
@@ -127,7 +125,7 @@ def test_everything_that_matters_is_in_the_address(tmp_path: Path):
     later = Mean(version=2)
     CachedReward(later, cache).score(*base)
     assert later.asked == 1, "another version of the judge has other scores"
-    assert len(cache.judges()) == 2 and len(cache) == 7
+    assert len(cache) == 7
     assert key_of([b"ab"], "c", None) != key_of([b"a"], "bc", None)
 
 
@@ -174,30 +172,6 @@ def test_preferences_are_kept_by_order(tmp_path: Path):
     assert not bad.valid[0] and "no such image file" in str((bad.reason or [""])[0])
 
 
-@pytest.mark.parametrize("damage", ["cut", "garbage", "middle"])
-def test_a_damaged_file_is_set_aside_and_begun_anew(tmp_path: Path, damage: str):
-    reward = Mean()
-    cached = CachedReward(reward, ScoreCache(tmp_path))
-    many = torch.randint(
-        0, 256, (300, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
-    )
-    first = cached.score(many, ["a"] * 300)
-    path = tmp_path / FILE
-    with sqlite3.connect(path) as link:
-        link.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    link.close()
-    raw = path.read_bytes()
-    cut = {"cut": raw[: len(raw) // 2], "garbage": b"no database" * 99}
-    path.write_bytes(cut.get(damage, raw[:8192] + b"\xff" * 4096 + raw[12288:]))
-    with pytest.warns(UserWarning, match=rf"was damaged \(.*set aside as '{FILE}.damaged-1' and begun anew"):
-        cache = ScoreCache(tmp_path)
-    assert cache.rebuilt is not None and cache.rebuilt.name == f"{FILE}.damaged-1" and len(cache) == 0
-    second = CachedReward(reward, cache).score(many, ["a"] * 300)
-    assert reward.asked == 600
-    same(first, second)
-    assert ScoreCache(tmp_path).rebuilt is None
-
-
 def test_many_writers_at_once(tmp_path: Path):
     ScoreCache(tmp_path)
 
@@ -222,17 +196,17 @@ def test_a_killed_writer_leaves_a_whole_cache(tmp_path: Path):
         "from visalign.rewards.base.identity import Identity\n"
         f"cache = ScoreCache({str(tmp_path)!r})\n"
         "one = Identity(judge='mean', model='none')\n"
-        "cache.put(one, {b'k': {'value': 1.0}})\n"
-        "link = cache._file.connect()\n"
-        "link.execute('BEGIN IMMEDIATE')\n"
-        "link.execute('INSERT INTO judgements VALUES (?, ?, ?, 0)', (one.digest, b'half', '{}'))\n"
+        "cache.put(one, {b'k': {'value': 1.0, 'parts': {}, 'text': None}})\n"
+        "connection = cache._connect()\n"
+        "connection.execute('BEGIN IMMEDIATE')\n"
+        "connection.execute('INSERT INTO scores VALUES (?, ?, ?)', (one.digest, b'half', '{}'))\n"
         "os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False)
     assert done.returncode == -9
     cache = ScoreCache(tmp_path)
-    assert cache.rebuilt is None and len(cache) == 1
-    assert cache.get(Identity(judge="mean", model="none"), [b"k", b"half"]) == {b"k": {"value": 1.0}}
+    assert len(cache) == 1
+    assert list(cache.get(Identity(judge="mean", model="none"), [b"k", b"half"])) == [b"k"]
 
 
 def test_numbers_come_back_as_they_were(tmp_path: Path):
@@ -245,7 +219,9 @@ def test_numbers_come_back_as_they_were(tmp_path: Path):
     assert cache.get(Identity(judge="b", model="m"), [b"k"]) == {}
 
 
-def test_a_file_that_cannot_be_opened_now_is_not_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_that_cannot_be_opened_is_refused_and_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     with sqlite3.connect(tmp_path / FILE) as link:
         link.execute("PRAGMA user_version = 1")
     link.close()
@@ -253,11 +229,11 @@ def test_a_file_that_cannot_be_opened_now_is_not_set_aside(tmp_path: Path, monke
     monkeypatch.setattr(sqlite3, "connect", lambda path, timeout: plain(path, timeout=0.01))
     holder = plain(tmp_path / FILE)
     holder.execute("BEGIN EXCLUSIVE")
-    with pytest.raises(OSError, match=r"cannot be opened: database is locked. Free or unlock it"):
+    with pytest.raises(OSError, match=r"cannot be opened: database is locked. Free or remove it"):
         ScoreCache(tmp_path)
     holder.close()
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
-    assert ScoreCache(tmp_path).rebuilt is None
+    assert len(ScoreCache(tmp_path)) == 0
 
 
 def test_refused(tmp_path: Path):
@@ -282,7 +258,7 @@ def test_refused(tmp_path: Path):
     with sqlite3.connect(tmp_path / FILE) as link:
         link.execute("PRAGMA user_version = 9")
     link.close()
-    with pytest.raises(ValueError, match="of version 9, this program writes 3"):
+    with pytest.raises(ValueError, match="of version 9, this program writes 4"):
         ScoreCache(tmp_path)
 
 
@@ -313,142 +289,42 @@ def test_a_judge_in_training_is_another_judge_after_each_step(tmp_path: Path):
     assert reward.asked == 8
 
 
-def page(path: Path, table: str) -> int:
-    """Byte at which the first page of a table begins."""
-    with sqlite3.connect(path) as link:
-        link.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        root = link.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (table,)).fetchone()[0]
-        size = link.execute("PRAGMA page_size").fetchone()[0]
-    link.close()
-    return (root - 1) * size
-
-
-def cut(path: Path) -> None:
-    raw = path.read_bytes()
-    path.write_bytes(raw[: len(raw) // 2])
-
-
-def overwrite(path: Path) -> None:
-    path.write_bytes(b"no database" * 999)
-
-
-def spoil(path: Path) -> None:
-    start = page(path, "judgements")
-    raw = path.read_bytes()
-    path.write_bytes(raw[:start] + b"\xff" * 4096 + raw[start + 4096 :])
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def remove(path: Path) -> None:
-    path.unlink()
-
-
-@pytest.mark.parametrize("harm", [cut, overwrite, spoil, empty, remove])
-@pytest.mark.parametrize("first", ["read", "write"])
-def test_damage_while_it_is_in_use_is_mended_with_one_warning(tmp_path: Path, harm: Any, first: str):
+@pytest.mark.parametrize("entry", ["'{'", "x'ff'", '\'{"value": "a", "parts": {}}\'', "'[]'"])
+def test_a_row_that_cannot_be_read_is_computed_again(tmp_path: Path, entry: str):
     reward = Mean()
     cached = CachedReward(reward, ScoreCache(tmp_path))
     expected = cached.score(PIXELS, PROMPTS)
-    path = tmp_path / FILE
-    page(path, "judgements")
-    harm(path)
-    with pytest.warns(UserWarning, match=r"was (damaged|replaced while it was in use) \(") as warned:
-        if first == "write":
-            cached.cache.put(Identity(judge="other", model="m"), {b"k": {"value": 1.0}})
-        for _ in range(2):
-            same(cached.score(PIXELS, PROMPTS), expected)
-    assert len(warned) == 1 and reward.asked == 8, "all is judged once more, and then known again"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert len(ScoreCache(tmp_path)) == 4 + (first == "write")
-    set_aside = sorted(file.name for file in tmp_path.glob("*.damaged-*"))
-    assert set_aside == ([] if harm in (empty, remove) else [f"{FILE}.damaged-1"])
-
-
-def test_an_altered_number_is_judged_again(tmp_path: Path):
-    reward = Mean()
-    cached = CachedReward(reward, ScoreCache(tmp_path))
-    expected = cached.score(PIXELS, PROMPTS)
-    with sqlite3.connect(tmp_path / FILE) as link:
-        link.execute("UPDATE judgements SET said = replace(said, '0.5', '9.5')")
-    link.close()
-    with pytest.warns(UserWarning, match=r"judgements that were altered on the disk \(4 of") as warned:
+    with sqlite3.connect(tmp_path / FILE) as connection:
+        connection.execute(f"UPDATE scores SET entry = {entry}")
+    connection.close()
+    for _ in range(2):
         same(cached.score(PIXELS, PROMPTS), expected)
-    assert len(warned) == 1 and reward.asked == 8
-    same(cached.score(PIXELS, PROMPTS), expected)
     assert reward.asked == 8
 
 
-def full(link: sqlite3.Connection) -> None:
-    link.execute(f"PRAGMA max_page_count = {link.execute('PRAGMA page_count').fetchone()[0]}")
-
-
-def read_only(link: sqlite3.Connection) -> None:
-    link.execute("PRAGMA query_only = 1")
-
-
-def locked(link: sqlite3.Connection) -> None:
-    raise sqlite3.OperationalError("database is locked")
-
-
-@pytest.mark.parametrize(
-    ("limit", "words"),
-    [(full, "database or disk is full"), (read_only, "readonly database"), (locked, "database is locked")],
-)
-def test_a_disk_that_fails_costs_no_score_and_nothing_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: Any, words: str
+@pytest.mark.parametrize("harm", ["damaged", "removed", "locked"])
+def test_a_file_that_fails_in_use_costs_no_score_and_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
 ):
-    many = torch.randint(0, 256, (300, 3, 8, 8), dtype=torch.uint8)
     reward = Mean()
     cached = CachedReward(reward, ScoreCache(tmp_path))
-    known = cached.score(many[:2], ["a"] * 2)
-    plain = ScoreFile.connect
+    expected = cached.score(PIXELS, PROMPTS)
+    if harm == "damaged":
+        for ending in ("-wal", "-shm"):
+            (tmp_path / f"{FILE}{ending}").unlink(missing_ok=True)
+        (tmp_path / FILE).write_bytes(b"no database" * 999)
+    elif harm == "removed":
+        (tmp_path / FILE).unlink()
+    else:
 
-    def limited(file: ScoreFile) -> sqlite3.Connection:
-        link = plain(file)
-        limit(link)
-        return link
+        def locked(*_: Any, **__: Any) -> Any:
+            raise sqlite3.OperationalError("database is locked")
 
-    monkeypatch.setattr(ScoreFile, "connect", limited)
-    with pytest.warns(UserWarning, match=rf"cannot be used now \(.*{words}\). Judgements are kept") as warned:
+        monkeypatch.setattr(sqlite3, "connect", locked)
+    with pytest.warns(UserWarning, match=r"cannot be used \(.*scores are computed and not stored") as warned:
         for _ in range(2):
-            found = cached.score(many, ["a"] * 300)
-            same(found, Mean().score(many, ["a"] * 300))
-            assert torch.equal(found.value[:2], known.value)
-    assert len(warned) == 1
-    assert reward.asked <= 302, "what is kept in memory is not asked again"
-    monkeypatch.setattr(ScoreFile, "connect", plain)
-    cached.cache._rest_until = 0.0
-    cached.score(many[:1], ["another"])
-    assert len(ScoreCache(tmp_path)) == 301, "what was kept is written when the disk is there again"
-    assert not list(tmp_path.glob("*.damaged-*")) and cached.cache._kept == {}
-
-
-def test_a_failing_disk_is_left_alone_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    cache, tried = ScoreCache(tmp_path), []
-
-    def connect(file: ScoreFile) -> sqlite3.Connection:
-        tried.append(1)
-        raise sqlite3.OperationalError("unable to open database file")
-
-    monkeypatch.setattr(ScoreFile, "connect", connect)
-    cached = CachedReward(Mean(), cache)
-    with pytest.warns(UserWarning, match="unable to open database file"):
-        for _ in range(5):
-            cached.score(PIXELS, PROMPTS)
-    assert len(tried) == 1 and len(cache) == 0 and next(iter(cache.judges().values()))["judge"] == "mean"
-
-
-def test_what_is_kept_in_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(score_cache, "_KEPT", 3)
-    monkeypatch.setattr(ScoreFile, "insert", lambda *_: locked(None))  # type: ignore[arg-type]
-    cache, one = ScoreCache(tmp_path), Identity(judge="a", model="m")
-    with pytest.warns(UserWarning, match="is locked"):
-        cache.put(one, {bytes([n]): {"value": float(n)} for n in range(5)})
-    assert [key for _, key in cache._kept] == [b"\x02", b"\x03", b"\x04"]
+            same(cached.score(PIXELS, PROMPTS), expected)
+    assert len(warned) == 1 and reward.asked == 12
 
 
 def test_threads_share_a_cache(tmp_path: Path):
