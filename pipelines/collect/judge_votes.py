@@ -41,9 +41,6 @@ def judge_votes(
 
     Returns:
         Number of new votes, and the reasons of pairs without one.
-
-    Raises:
-        UserError: The file asks about single images.
     """
     if not store.is_pairs:
         raise UserError("A judge votes on pairs, and this file asks about single images. Use visalign score.")

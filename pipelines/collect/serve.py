@@ -23,9 +23,6 @@ def serve_votes(
             the page's address; it is another at each start, and registered voters stay in.
         port: Port to listen on.
         on_ready: Called with the page's address when the server listens.
-
-    Raises:
-        UserError: The address cannot be listened on.
     """
     import uvicorn
 

@@ -164,11 +164,7 @@ class VoteStore:
 
     @staticmethod
     def create(path: Path, tasks: Sequence[Task], form: Form, plan: Plan) -> VoteStore:
-        """Create a file.
-
-        Raises:
-            UserError: It exists, or tasks of pairs and of single images are mixed.
-        """
+        """Create a file."""
         if path.exists():
             raise UserError(f"'{path}' exists. Leave the images out to go on with it, or name another file.")
         if len({len(task.images) for task in tasks}) != 1:
@@ -202,11 +198,7 @@ class VoteStore:
             self._db.close()
 
     def join(self, name: str, *, judge: bool = False) -> str:
-        """Register a voter and return their secret; a judge may register again.
-
-        Raises:
-            UserError: The name is empty, too long or not allowed, or `NameTaken`.
-        """
+        """Register a voter and return their secret; a judge may register again."""
         name = " ".join(name.split())
         if not name or len(name) > MOST_NAME or not name.isprintable():
             raise UserError(f"A name has 1 to {MOST_NAME} letters; got {name[:MOST_NAME]!r}.")
@@ -283,11 +275,7 @@ class VoteStore:
     def vote(
         self, name: str, assignment: int, answer: Mapping[str, Any], *, client: str, seconds: float | None
     ) -> None:
-        """Store an answer, sides as on the screen; the same `client` again changes nothing.
-
-        Raises:
-            WrongAssignment: The assignment is another voter's.
-        """
+        """Store an answer, sides as on the screen; the same `client` again changes nothing."""
         swapped = self.shown(name, assignment).swapped
         text = json.dumps(mirror_answer(answer) if swapped else dict(answer))
         with self._transaction() as db:

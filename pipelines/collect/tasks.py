@@ -89,9 +89,6 @@ def read_tasks(
         per_prompt: Largest number of pairs among the images of one prompt, drawn so that all images appear
             about as often.
         seed: Seed of that draw.
-
-    Raises:
-        UserError: Nothing to ask, missing files, a pair of one image, or a source that cannot be read.
     """
     tasks: list[Task] = []
     rows: list[ImageRow] = []
@@ -115,12 +112,7 @@ def read_tasks(
 
 
 def gold_tasks(source: str) -> list[Task]:
-    """Read pairs with known answers from a preference set.
-
-    Raises:
-        UserError: No preference set, a label that is no side, two labels of one pair, missing files, or a
-            pair of one image.
-    """
+    """Read pairs with known answers from a preference set."""
     pairs = load_source(source)
     if not isinstance(pairs, PreferenceSet):
         raise UserError(f"--gold is '{source}', which holds no pairs; needed are pairs with a label.")

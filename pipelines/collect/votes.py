@@ -44,11 +44,7 @@ Array = NDArray[np.float64]
 
 
 def select_votes(store: VoteStore, leave_out: Collection[str] = ()) -> list[Vote]:
-    """Return the votes that count, without those of some voters.
-
-    Raises:
-        UserError: Nobody has such a name, or there is no vote.
-    """
+    """Return the votes that count, without those of some voters."""
     votes = store.votes()
     names = {vote.annotator for vote in votes}
     for name in leave_out:
@@ -110,9 +106,6 @@ def export_rows(store: VoteStore, votes: Sequence[Vote], *, model: bool = False)
         votes: Votes from `select_votes`.
         model: Whether labels of pairs come from the annotator model, the probability that a typical one of
             these voters prefers the left image, instead of the share of the votes.
-
-    Raises:
-        UserError: No vote on a task without gold; model for single images.
     """
     by_task: dict[int, list[Vote]] = {}
     for vote in votes:

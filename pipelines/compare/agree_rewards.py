@@ -53,9 +53,6 @@ def read_set(
         columns: How the columns of a table are read.
         scores: Names of scores, kept in the rows' metadata: of columns NAME, or NAME_left and NAME_right; or
             of rewards in a table that `visalign score` wrote (image, reward, value).
-
-    Raises:
-        UserError: There is no such set, or it cannot be read.
     """
     layout, colon, _ = source.partition(":")
     known = colon and (source in GENERATED or layout in PAIR_LAYOUTS or layout in QUALITY_LAYOUTS)
@@ -99,10 +96,6 @@ def agree_rewards(
     Returns:
         JSON-able: `set`, `rewards` (unit, direction, counts), `pairs` (as
         `visalign.evaluation.rewards.agreement` has them, with `parted` images and `prompts`), `seconds`.
-
-    Raises:
-        UserError: Fewer than two rewards or three images, or one of the rewards judged nothing.
-        RewardError: A reward raised.
     """
     started = time.perf_counter()
     if len(rewards) + len(columns) < 2:

@@ -35,11 +35,7 @@ RULE = (
 
 
 def read_two(paths: Sequence[Path]) -> list[Tensor]:
-    """The two images [3, H, W] in [0, 1]; sizes may differ.
-
-    Raises:
-        UserError: One of them cannot be read, is an animation, or has a name that is not UTF-8.
-    """
+    """The two images [3, H, W] in [0, 1]; sizes may differ."""
     for path in paths:
         require_text_name(path)
         require_still(path)
@@ -68,10 +64,6 @@ def compare_images(
     Returns:
         JSON-able: `prompt`, `judges` (an entry each), `votes` (winner -> labels), `unsure` (labels), `rule`,
         `summary`.
-
-    Raises:
-        UserError: No judge, or not two images.
-        RewardError: A judge raised, or gave the wrong number of answers.
     """
     if len(images) != 2:
         raise UserError(f"{len(images)} images were given; compare takes two. Use visalign rank for more.")

@@ -25,10 +25,6 @@ def column_scores(pairs: PreferenceSet, name: str, *, higher_is_better: bool = T
 
     Returns:
         What the columns say; a row without a number counts as failed.
-
-    Raises:
-        UserError: There are no such columns (the message lists those that could be meant), or lower is better
-            of a probability.
     """
     known = {column for pair in pairs.pairs for column in pair.extra}
     if {f"{name}_left", f"{name}_right"} <= known:
@@ -63,11 +59,7 @@ def column_scores(pairs: PreferenceSet, name: str, *, higher_is_better: bool = T
 
 
 def quality_column_scores(records: QualitySet, name: str, *, higher_is_better: bool = True) -> QualityScores:
-    """Precomputed scores of a quality set: the column NAME, and NAME_std where it is there.
-
-    Raises:
-        UserError: There is no such column.
-    """
+    """Precomputed scores of a quality set: the column NAME, and NAME_std where it is there."""
     known = {column for record in records.records for column in record.extra}
     if name not in known:
         raise UserError(

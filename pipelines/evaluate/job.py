@@ -109,10 +109,6 @@ def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> di
         JSON-able: `set`, `judges` (a report each), `comparisons` (of every two), `leaderboard`, `fusion`,
         `seconds`.
         Written to `evaluation.json` and `evaluation.html` where an output folder is given.
-
-    Raises:
-        UserError: The set, the columns or the output folder cannot be used.
-        RewardError: A judge cannot be loaded, broke, or failed too often.
     """
     from visalign.rewards.catalogue import load_judge
 
@@ -238,11 +234,7 @@ def _all_scores(
 def _reports(
     source: PreferenceSet | QualitySet, scores: Sequence[Any], settings: IntervalSettings
 ) -> tuple[list[dict[str, Any]], list[Any], list[dict[str, str]]]:
-    """(reports, the scores they are of, and for the other judges why there is no report).
-
-    Raises:
-        UserError: No judge could be reported on.
-    """
+    """(reports, the scores they are of, and for the other judges why there is no report)."""
     reports: list[dict[str, Any]] = []
     whole: list[Any] = []
     failed: list[dict[str, str]] = []

@@ -65,10 +65,6 @@ def judge_pairs(
 
     Returns:
         Scores; what failed is NaN with the judge's reason.
-
-    Raises:
-        RewardError: The judge raised, or failed too often.
-        UserError: The log holds scores of another judge.
     """
     sides = [(pair.image_left, pair.image_right) for pair in pairs.pairs]
     if not isinstance(judge, PointwiseReward):
@@ -103,10 +99,6 @@ def judge_quality(records: QualitySet, judge: PointwiseReward, asking: Asking | 
 
     Returns:
         Scores; what failed is NaN with the judge's reason.
-
-    Raises:
-        RewardError: The judge only compares, raised, or failed too often.
-        UserError: The log holds scores of another judge.
     """
     if not isinstance(judge, PointwiseReward):
         raise RewardError(

@@ -37,12 +37,7 @@ OnProbe = Callable[[int, int, str], object]
 def probes_for(
     judge: PointwiseReward | PairwiseReward, names: Sequence[str] | None = None
 ) -> tuple[Probe, ...]:
-    """The probes of a judge of its kind; one that can do both is tried as one that scores.
-
-    Raises:
-        UserError: A name that only judges that compare are tried with.
-        ValueError: An unknown name.
-    """
+    """The probes of a judge of its kind; one that can do both is tried as one that scores."""
     if not isinstance(judge, PointwiseReward):
         return select_probes(names, Comparer.probes)
     scoring = {probe.name for probe in Scorer.probes}
@@ -68,10 +63,6 @@ def probe_reward(
 
     Returns:
         JSON-able: `judge`, `reference`, `limits`, `summary` (verdict -> probes), `probes`, `seconds`.
-
-    Raises:
-        UserError: The judge judges fewer than two of the reference images (or pairs), or all of them alike.
-        RewardError: It raised on them.
     """
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}; it must be at least 1.")

@@ -83,11 +83,7 @@ def shapes_reference_set(count: int = COUNT, *, seed: int = 0) -> Reference:
 
 
 def read_reference(source: str, rows: Sequence[ImageRow]) -> Reference:
-    """Read the images of rows.
-
-    Raises:
-        UserError: None of them can be read.
-    """
+    """Read the images of rows."""
     samples, metadata, reason = [], [], ""
     for row in rows:
         try:

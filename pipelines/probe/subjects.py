@@ -88,12 +88,7 @@ class Subject(ABC):
 
 
 class Scorer(Subject):
-    """A reward that scores: its scores of changed samples against those of the unchanged.
-
-    Raises:
-        UserError: It judges fewer than two of the reference images, or all of them alike.
-        RewardError: It raised on the unchanged images.
-    """
+    """A reward that scores: its scores of changed samples against those of the unchanged."""
 
     kind, probes = "scores", PROBES
 
@@ -197,10 +192,6 @@ class Comparer(Subject):
 
     Each pair is asked in both orders and the log-odds averaged; in one order only where the judge says that
     it asks both itself (`RewardCapabilities.both_orders`) and its answers on real pairs bear that out.
-
-    Raises:
-        UserError: It judges fewer than two of the real pairs, or calls all of them a tie.
-        RewardError: It raised on the real pairs.
     """
 
     kind, probes, unit, higher_is_better = "comparisons", PAIR_PROBES, "log-odds", True

@@ -54,9 +54,6 @@ def find_images(items: Sequence[Path], *, clips: bool = False) -> list[Path]:
 
     Returns:
         Paths, each once, in the order given; a warning lists those named twice.
-
-    Raises:
-        UserError: Nothing was named, a folder holds no image, or a name is not UTF-8.
     """
     paths: dict[Path, None] = {}
     repeated: list[Path] = []
@@ -121,9 +118,6 @@ def image_rows(
         needs_prompt: False where no reward uses it; the default is then empty.
         names: Our name of a table's column -> the table's.
         clips: As in `find_images`.
-
-    Raises:
-        UserError: Nothing was named, a table lacks columns or cannot be read, or an image has no prompt.
     """
     rows: list[ImageRow] = []
     files: list[Path] = []
@@ -165,11 +159,7 @@ def numbered_frames(folder: str | Path) -> list[Path]:
 
 
 def with_prompt(path: Path, prompt: str | None, needed: bool) -> ImageRow:
-    """Find the prompt of an image's file: the one given, GenEval's record, or the text file next to it.
-
-    Raises:
-        UserError: There is none, and one is needed.
-    """
+    """Find the prompt of an image's file: the one given, GenEval's record, or the text file next to it."""
     metadata, record = None, path.parent.parent / RECORD
     if path.parent.name == SAMPLES and record.is_file():
         _, metadata = next(read_rows(record), (1, {}))
@@ -191,11 +181,7 @@ def with_prompt(path: Path, prompt: str | None, needed: bool) -> ImageRow:
 
 
 def table_row(path: Path, number: int, row: Row, prompt: str | None) -> ImageRow:
-    """Read a table's row with our column names.
-
-    Raises:
-        UserError: It has no image, no prompt where there is no default, or metadata that are no object.
-    """
+    """Read a table's row with our column names."""
     text, image = row.get("prompt", prompt), row.get("image")
     if not isinstance(text, str):
         raise UserError(f"'prompt' is {'missing' if text is None else repr(text)}, needed is a text.")

@@ -49,10 +49,6 @@ class ScoreLog(Generic[Entry]):
         path: The file; None keeps scores only in memory.
         identities: Name -> identity of each reward that may be asked.
         entry: Type of a line, which also holds its key.
-
-    Raises:
-        UserError: The file holds scores of another reward or of another version of one, is no score file, or
-            is being written by another process, which is named.
     """
 
     def __init__(self, path: Path | None, identities: Mapping[str, Identity], entry: type[Entry]) -> None:
@@ -116,11 +112,7 @@ class ScoreLog(Generic[Entry]):
 
 
 class RowLog:
-    """Scores of rows by several rewards, which a stopped scoring is resumed from; see `ScoreLog`.
-
-    Raises:
-        UserError: As `ScoreLog`, or the file exists and is not to be continued.
-    """
+    """Scores of rows by several rewards, which a stopped scoring is resumed from; see `ScoreLog`."""
 
     def __init__(self, path: Path, rewards: Mapping[str, Any], *, resume: bool) -> None:
         check_unlocked(_lock_path(path), what=f"'{path}'")

@@ -54,11 +54,7 @@ READING = 0.5
 def finished_parts(
     output: Path, parts: Sequence[Part], options: ScoringOptions, digests: Mapping[str, str]
 ) -> set[int]:
-    """Find the parts whose scores are in the folder, by these rewards, for the files' current content.
-
-    Raises:
-        UserError: A file there is not of ours, or holds scores of other rewards.
-    """
+    """Find the parts whose scores are in the folder, by these rewards, for the files' current content."""
     import pyarrow.parquet
 
     finished = set()
@@ -201,10 +197,6 @@ def score_on_ray(
         workers: Number of processes that score.
         address: HOST:PORT of a cluster's head; None starts a Ray on this machine.
         on_part: Called with the number of finished files and of all.
-
-    Raises:
-        UserError: An input cannot be used; nothing was scored then.
-        RewardError: A reward raised; finished files stay.
     """
     output = output.absolute()
     if parents := [item for item in items if item.is_dir() and output.is_relative_to(item.absolute())]:
@@ -245,11 +237,7 @@ def _score_parts(
     workers: int,
     on_part: Callable[[Sequence[ScoreRow]], object],
 ) -> dict[str, str]:
-    """Score parts on the running Ray and write each when it is complete; return {unreadable file: reason}.
-
-    Raises:
-        RewardError: A reward raised, or Ray could not go on.
-    """
+    """Score parts on the running Ray and write each when it is complete; return {unreadable file: reason}."""
     batches: dict[int, dict[int, list[ScoreRow]]] = {place: {} for place in parts}
     last: dict[int, int] = {}
     unread: dict[str, str] = {}

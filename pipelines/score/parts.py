@@ -68,9 +68,6 @@ def find_parts(items: Sequence[Path], *, clips: bool = False) -> list[Part]:
         items: Tables, tar files, folders, images. Of a folder that holds Parquet or tar files, at any depth,
             only these are read; else the images in it.
         clips: As in `find_images`.
-
-    Raises:
-        UserError: Nothing was named, a folder holds none of these, or two files would have one output.
     """
     tables: dict[str, Path] = {}
     others: list[Path] = []
@@ -124,9 +121,6 @@ def read_part(part: Part, options: ScoringOptions) -> Iterator[ImageRow]:
     """Read the images of a part lazily, those of Parquet and tar files with their content.
 
     A row that is no image with a prompt has its reason instead.
-
-    Raises:
-        UserError: The file itself cannot be read (any further).
     """
     if isinstance(part.source, tuple):
         for path in part.source:

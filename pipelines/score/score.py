@@ -83,9 +83,6 @@ def score_rows(
 
     Returns:
         N·M rows, image by image.
-
-    Raises:
-        RewardError: A reward raised.
     """
     rows = []
     for start in range(0, len(table), batch_size):
@@ -122,11 +119,7 @@ def _score_batch(
 
 
 def _load(row: ImageRow, label: str, reward: PointwiseReward) -> Any:
-    """Load a reward's input: an image, or for one that takes clips also an animation or a list of frames.
-
-    Raises:
-        UserError: There is nothing to score, or a clip for a reward of images.
-    """
+    """Load a reward's input: an image, or for one that takes clips also an animation or a list of frames."""
     if row.reason is not None:
         raise UserError(row.reason)
     image = resolve_image(row.image) if row.content is None else open_bytes(row.content, row.image)
