@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ranking of images as plain values, and its page with the images."""
+"""Rankings of images as JSON and as a page."""
 
 from __future__ import annotations
 
@@ -16,68 +16,63 @@ from visalign.rewards.pairs.ranking import Ranking
 
 
 def ranking_record(
-    found: Ranking,
-    names: Sequence[str],
-    prompt: str,
-    reward: str,
-    judge: PointwiseReward | PairwiseReward,
+    ranking: Ranking, names: Sequence[str], prompt: str, reward: str, judge: PointwiseReward | PairwiseReward
 ) -> dict[str, Any]:
-    """A ranking as JSON: the judged images in order, then the others with their reasons.
+    """Convert a ranking to JSON: the judged images in order, then the others with their reasons.
 
     Returns:
         `images`, best first, each with `place` (None where not judged), `score`, `low`, `high`, `reason` and,
-        of a judge that compares, `calls` it stood in; `calls`, `all_pairs` of the readable images,
+        of a pairwise judge, the number of its `calls`; `calls`, `all_pairs` of the readable images,
         `position_bias` with its deviation, and `asked`: every call with its `left` and `right` image, `prob`
         that the left one is better, or the `reason` why there is no answer.
     """
-    is_pairwise = found.pairs is not None
-    compared = set() if found.pairs is None else set(found.pairs.flatten().tolist())
-    readable = len(compared | set(found.order))
-    asked = _asked(found, names)
-    judged = set(found.order)
-    others = [row for row in range(len(names)) if row not in judged]
-    own = Counter(call[side] for call in asked for side in ("left", "right"))
+    is_pairwise = ranking.pairs is not None
+    compared = set() if ranking.pairs is None else set(ranking.pairs.flatten().tolist())
+    readable = len(compared | set(ranking.order))
+    asked = _calls(ranking, names)
+    others = [row for row in range(len(names)) if row not in set(ranking.order)]
+    calls = Counter(call[side] for call in asked for side in ("left", "right"))
     rows = []
-    for place, row in enumerate([*found.order, *others], 1):
-        rows.append(
-            {
-                "place": place if row in judged else None,
-                "image": names[row],
-                "score": finite_or_none(found.score[row]),
-                "low": finite_or_none(found.low[row]),
-                "high": finite_or_none(found.high[row]),
-                "reason": None if row in judged else found.reason[row] or "not judged",
-            }
-            | ({"calls": own[names[row]]} if is_pairwise else {})
-        )
+    for place, row in enumerate([*ranking.order, *others], 1):
+        is_judged = place <= len(ranking.order)
+        entry = {
+            "place": place if is_judged else None,
+            "image": names[row],
+            "score": finite_or_none(ranking.score[row]),
+            "low": finite_or_none(ranking.low[row]),
+            "high": finite_or_none(ranking.high[row]),
+            "reason": None if is_judged else ranking.reason[row] or "not judged",
+        }
+        rows.append(entry | ({"calls": calls[names[row]]} if is_pairwise else {}))
     return {
         "format": "visalign ranking 1",
         "prompt": prompt,
         "judge": reward,
-        "unit": found.unit,
+        "unit": ranking.unit,
         "whose": provenance(judge),
         "caution": domain_note(judge, [prompt]),
         "higher_is_better": is_pairwise or judge.higher_is_better,
-        "level": found.level,
-        "calls": found.calls,
+        "level": ranking.level,
+        "calls": ranking.calls,
         "all_pairs": readable * (readable - 1) // 2,
-        "position_bias": found.bias,
-        "position_bias_std": found.bias_std,
+        "position_bias": ranking.bias,
+        "position_bias_std": ranking.bias_std,
         "asked": asked if is_pairwise else None,
         "images": rows,
     }
 
 
 def ranking_page(result: Mapping[str, Any]) -> str:
-    """The page of a ranking, with its best images inside."""
+    """Render the page of a ranking with its best images embedded."""
     return rank_page(result, load_shown_images(row["image"] for row in result["images"][:SHOWN]))
 
 
-def _asked(found: Ranking, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Every call of a judge that compares."""
-    if found.pairs is None or found.answers is None:
+def _calls(ranking: Ranking, names: Sequence[str]) -> list[dict[str, Any]]:
+    """List every call of a pairwise judge."""
+    if ranking.pairs is None or ranking.answers is None:
         return []
-    calls = zip(found.pairs.tolist(), found.answers.prob.tolist(), found.answers.reasons, strict=True)
+    answers = ranking.answers
+    calls = zip(ranking.pairs.tolist(), answers.prob.tolist(), answers.reasons, strict=True)
     return [
         {"left": names[left], "right": names[right], "prob": finite_or_none(prob), "reason": reason}
         for (left, right), prob, reason in calls

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores for an evaluation from a judge that is asked now, logged so that a stopped run goes on."""
+"""Scores of an evaluation from a reward that is asked now, logged so that a stopped run can be resumed."""
 
 from __future__ import annotations
 
@@ -26,28 +26,24 @@ from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure import FailureAlarm, Naming, failure_reasons
 
 OnBatch = Callable[[int, int], object]
-"""Called with the scores that are done and all that are needed."""
+"""Called with the number of finished scores and of all."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asking:
-    """How a judge is asked."""
+class ScoringOptions:
+    """Options of asking a reward."""
 
     log: Path | None = None
-    """Where scores are written as they come, and read from."""
+    """File to which scores are written batch by batch, and from which earlier ones are read."""
     batch_size: int = 32
     max_failure_rate: float = 0.5
-    """Above this share of failures among the last 200 answers the run stops."""
+    """Share of failures among the last 200 answers above which the run stops."""
     on_batch: OnBatch | None = None
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise UserError(f"batch_size is {self.batch_size}; it must be at least 1.")
 
 
 @dataclass(frozen=True)
-class _Unit:
-    """One thing to ask: one or two images, a prompt, its record."""
+class _Request:
+    """One or two images, a prompt and its record."""
 
     images: tuple[str, ...]
     prompt: str
@@ -58,153 +54,141 @@ class _Unit:
         return score_key(self.images, self.prompt, self.metadata)
 
 
-def judge_pairs(
-    pairs: PreferenceSet, judge: PointwiseReward | PairwiseReward, asking: Asking | None = None
+def score_pairs(
+    pairs: PreferenceSet, reward: PointwiseReward | PairwiseReward, options: ScoringOptions | None = None
 ) -> PairScores:
-    """Ask a judge about a preference set: each distinct image and prompt once, or each pair in both orders.
+    """Score a preference set: each distinct image and prompt once, or each pair in both orders.
 
-    Returns:
-        Scores; what failed is NaN with the judge's reason.
+    A failed score is NaN with the reward's reason.
     """
-    sides = [(pair.image_left, pair.image_right) for pair in pairs.pairs]
-    if not isinstance(judge, PointwiseReward):
-        orders = [
-            tuple(_Unit(order, pair.prompt, _metadata(pair)) for order in (both, both[::-1]))
-            for both, pair in zip(sides, pairs.pairs, strict=True)
+    rows = [(pair, (pair.image_left, pair.image_right), _metadata(pair)) for pair in pairs.pairs]
+    if not isinstance(reward, PointwiseReward):
+        requests = [
+            tuple(_Request(order, pair.prompt, record) for order in (images, images[::-1]))
+            for pair, images, record in rows
         ]
-        rows = _ask(judge, orders, asking or Asking(), _compared)
-        straight, turned = (special.expit(_column(rows, order, "value")) for order in (0, 1))
-        reasons = [a.reason or b.reason for a, b in rows]
-        return from_probabilities(judge.name, straight, swapped=turned, reasons=reasons)
-    units = [
-        tuple(_Unit((image,), pair.prompt, _metadata(pair)) for image in both)
-        for both, pair in zip(sides, pairs.pairs, strict=True)
+        answers = _ask(reward, requests, options, _compare_batch)
+        prob, swapped = (special.expit(_column(answers, order, "value")) for order in (0, 1))
+        reasons = [first.reason or second.reason for first, second in answers]
+        return from_probabilities(reward.name, prob, swapped=swapped, reasons=reasons)
+    requests = [
+        tuple(_Request((image,), pair.prompt, record) for image in images) for pair, images, record in rows
     ]
-    rows = _ask(judge, units, asking or Asking(), _scored)
-    has_std = any(entry.std is not None for row in rows for entry in row)
+    answers = _ask(reward, requests, options, _score_batch)
+    has_std = any(answer.std is not None for row in answers for answer in row)
     return from_scores(
-        judge.name,
-        judge.unit,
-        _column(rows, 0, "value"),
-        _column(rows, 1, "value"),
-        std_left=_column(rows, 0, "std") if has_std else None,
-        std_right=_column(rows, 1, "std") if has_std else None,
-        reasons=[left.reason or right.reason for left, right in rows],
-        higher_is_better=judge.higher_is_better,
+        reward.name,
+        reward.unit,
+        _column(answers, 0, "value"),
+        _column(answers, 1, "value"),
+        std_left=_column(answers, 0, "std") if has_std else None,
+        std_right=_column(answers, 1, "std") if has_std else None,
+        reasons=[left.reason or right.reason for left, right in answers],
+        higher_is_better=reward.higher_is_better,
     )
 
 
-def judge_quality(records: QualitySet, judge: PointwiseReward, asking: Asking | None = None) -> QualityScores:
-    """Ask a judge about the images of a quality set.
-
-    Returns:
-        Scores; what failed is NaN with the judge's reason.
-    """
-    if not isinstance(judge, PointwiseReward):
+def score_quality(
+    records: QualitySet, reward: PointwiseReward, options: ScoringOptions | None = None
+) -> QualityScores:
+    """Score the images of a quality set; a failed score is NaN with the reward's reason."""
+    if not isinstance(reward, PointwiseReward):
         raise RewardError(
-            f"{getattr(judge, 'name', judge)!r} compares two images and gives no score of one, which a "
+            f"{getattr(reward, 'name', reward)!r} compares two images and gives no score of one, which a "
             "quality set needs. Evaluate it on a preference set."
         )
-    units = [(_Unit((record.image,), record.prompt, _metadata(record)),) for record in records.records]
-    rows = _ask(judge, units, asking or Asking(), _scored)
+    requests = [(_Request((record.image,), record.prompt, _metadata(record)),) for record in records.records]
+    answers = _ask(reward, requests, options, _score_batch)
     return from_values(
-        judge.name,
-        judge.unit,
-        _column(rows, 0, "value"),
-        std=_column(rows, 0, "std") if any(row.std is not None for (row,) in rows) else None,
-        reasons=[row.reason for (row,) in rows],
-        higher_is_better=judge.higher_is_better,
+        reward.name,
+        reward.unit,
+        _column(answers, 0, "value"),
+        std=_column(answers, 0, "std") if any(answer.std is not None for (answer,) in answers) else None,
+        reasons=[answer.reason for (answer,) in answers],
+        higher_is_better=reward.higher_is_better,
     )
 
 
-Batch = Callable[[Any, Sequence[_Unit], Sequence[tuple[Any, ...]]], list[Logged]]
-"""(judge, what to ask, its images) -> answers."""
+AskBatch = Callable[[Any, Sequence[_Request], Sequence[tuple[Any, ...]]], list[Logged]]
+"""(reward, requests, their images) -> answers."""
 
 
 def _ask(
-    judge: Any, wanted: Sequence[tuple[_Unit, ...]], asking: Asking, one_batch: Batch
+    reward: Any, rows: Sequence[tuple[_Request, ...]], options: ScoringOptions | None, ask: AskBatch
 ) -> list[tuple[Logged, ...]]:
-    """The answer of every unit; each distinct one is asked once, and those in the log are not asked again."""
-    log = ScoreLog(asking.log, {judge.name: reward_identity(judge)}, Logged)
-    alarm = FailureAlarm(judge.name, asking.max_failure_rate, least=50)
-    keys = [tuple(unit.key for unit in units) for units in wanted]
-    distinct = dict(zip((k for own in keys for k in own), (u for own in wanted for u in own), strict=True))
+    """Answer every request; equal ones are asked once, and those in the log are not asked again."""
+    options = options or ScoringOptions()
+    log = ScoreLog(options.log, {reward.name: reward_identity(reward)}, Logged)
+    alarm = FailureAlarm(reward.name, options.max_failure_rate, least=50)
+    keys = [tuple(request.key for request in row) for row in rows]
+    distinct = {key: request for row in rows for request in row for key in (request.key,)}
     answers = {key: entry for key in distinct if (entry := log.get(key)) is not None}
-    open_units = [(key, unit) for key, unit in distinct.items() if key not in answers]
+    remaining = [(key, request) for key, request in distinct.items() if key not in answers]
     try:
-        for start in range(0, len(open_units), asking.batch_size):
-            found = _answer_batch(judge, open_units[start : start + asking.batch_size], one_batch)
-            log.add(found)
-            answers |= found
-            if asking.on_batch is not None:
-                asking.on_batch(len(answers), len(distinct))
-            for entry in found.values():
-                alarm.note(entry.reason)
+        for start in range(0, len(remaining), options.batch_size):
+            new = _answer_batch(reward, remaining[start : start + options.batch_size], ask)
+            log.add(new)
+            answers |= new
+            if options.on_batch is not None:
+                options.on_batch(len(answers), len(distinct))
+            for answer in new.values():
+                alarm.note(answer.reason)
     finally:
         log.close()
-    return [tuple(answers[key] for key in own) for own in keys]
+    return [tuple(answers[key] for key in row) for row in keys]
 
 
-def _answer_batch(judge: Any, batch: Sequence[tuple[str, _Unit]], one_batch: Batch) -> dict[str, Logged]:
-    found: dict[str, Logged] = {}
-    ready: list[tuple[str, _Unit, tuple[Any, ...]]] = []
-    for key, unit in batch:
+def _answer_batch(reward: Any, batch: Sequence[tuple[str, _Request]], ask: AskBatch) -> dict[str, Logged]:
+    answers: dict[str, Logged] = {}
+    readable: list[tuple[str, _Request, tuple[Any, ...]]] = []
+    for key, request in batch:
         try:
-            ready.append((key, unit, tuple(resolve_image(image) for image in unit.images)))
+            readable.append((key, request, tuple(resolve_image(image) for image in request.images)))
         except UserError as error:
-            found[key] = Logged(value=None, reason=str(error))
-    if ready:
-        with Naming(judge.name):
-            answers = one_batch(judge, [unit for _, unit, _ in ready], [images for _, _, images in ready])
-        found |= {key: answer for (key, _, _), answer in zip(ready, answers, strict=True)}
-    return found
+            answers[key] = Logged(value=None, reason=str(error))
+    if readable:
+        keys, requests, images = zip(*readable, strict=True)
+        with Naming(reward.name):
+            answers |= dict(zip(keys, ask(reward, requests, images), strict=True))
+    return answers
 
 
-def _scored(
-    judge: PointwiseReward, units: Sequence[_Unit], images: Sequence[tuple[Any, ...]]
+def _score_batch(
+    reward: PointwiseReward, requests: Sequence[_Request], images: Sequence[tuple[Any, ...]]
 ) -> list[Logged]:
-    scores = judge.score(
-        [image for (image,) in images], [u.prompt for u in units], [u.metadata for u in units]
-    )
-    reasons = failure_reasons(scores)
-    return [
-        _logged(scores.value[k], reasons[k], None if scores.std is None else scores.std[k])
-        for k in range(len(units))
-    ]
+    prompts, records = [r.prompt for r in requests], [r.metadata for r in requests]
+    scores = reward.score([image for (image,) in images], prompts, records)
+    stds = [None] * len(requests) if scores.std is None else scores.std
+    return list(map(_logged, scores.value, failure_reasons(scores), stds))
 
 
-def _compared(
-    judge: PairwiseReward, units: Sequence[_Unit], images: Sequence[tuple[Any, ...]]
+def _compare_batch(
+    judge: PairwiseReward, requests: Sequence[_Request], images: Sequence[tuple[Any, ...]]
 ) -> list[Logged]:
-    said = judge.compare(
-        [left for left, _ in images],
-        [right for _, right in images],
-        [unit.prompt for unit in units],
-        [unit.metadata for unit in units],
-    )
-    odds = said.prob.double().logit() if said.log_odds is None else said.log_odds
-    odds = odds.clamp(-30.0, 30.0)
-    reasons = said.reason or [None] * len(units)
-    return [
-        _logged(odds[k], None if bool(said.valid[k]) else reasons[k] or "no reason given", None)
-        for k in range(len(units))
+    left, right = map(list, zip(*images, strict=True))
+    answer = judge.compare(left, right, [r.prompt for r in requests], [r.metadata for r in requests])
+    odds = answer.prob.double().logit() if answer.log_odds is None else answer.log_odds
+    given = answer.reason or [None] * len(requests)
+    reasons = [
+        None if valid else why or "no reason given" for valid, why in zip(answer.valid, given, strict=True)
     ]
+    return [_logged(value, why, None) for value, why in zip(odds.clamp(-30.0, 30.0), reasons, strict=True)]
 
 
 def _logged(value: Any, reason: str | None, std: Any) -> Logged:
-    found = finite_or_none(value)
-    if reason is not None or found is None:
+    number = finite_or_none(value)
+    if reason is not None or number is None:
         return Logged(value=None, reason=reason or f"the judge returned {float(value):g}, which is no score")
-    return Logged(value=found, std=None if std is None else finite_or_none(std))
+    return Logged(value=number, std=None if std is None else finite_or_none(std))
 
 
-def _column(rows: Sequence[tuple[Logged, ...]], place: int, name: str) -> NDArray[np.float64]:
+def _column(rows: Sequence[tuple[Logged, ...]], index: int, name: str) -> NDArray[np.float64]:
     """[N] values or deviations, NaN where there is none."""
-    return np.array([getattr(row[place], name) for row in rows], dtype=np.float64)
+    return np.array([getattr(row[index], name) for row in rows], dtype=np.float64)
 
 
 def _metadata(record: PreferencePair | QualityRecord) -> Mapping[str, Any] | None:
-    """The prompt's record for verifiers, and the source of edits, where the set carries them."""
-    found, source = record.extra.get("record"), source_of(record.extra)
-    known = {**found} if isinstance(found, Mapping) else {}
-    return (known if source is None else {**known, "source": source}) or None
+    """Collect the prompt's record for verifiers, and the source of edits, from the extra columns."""
+    verifier_record, source = record.extra.get("record"), source_of(record.extra)
+    metadata = {**verifier_record} if isinstance(verifier_record, Mapping) else {}
+    return (metadata if source is None else {**metadata, "source": source}) or None

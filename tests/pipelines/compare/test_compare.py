@@ -98,7 +98,7 @@ def test_both_orders_take_the_position_bias_out() -> None:
 def test_a_winner_that_depends_on_the_side_is_undecided() -> None:
     entry = one(BrightnessPairs(scale=2.0, bias=3.0))
     assert entry["winner"] == "undecided" and entry["same_winner"] is False
-    assert entry["notes"] == ["its winner depends on which image stands on the left"]
+    assert entry["notes"] == ["its winner depends on which image is on the left"]
     assert in_words(entry) == "undecided, 27 % for A"
 
 

@@ -28,7 +28,7 @@ from visalign.interfaces import Preferences, Scores
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.evaluate.columns import column_scores
 from visalign.pipelines.evaluate.job import EvaluateOptions, evaluate
-from visalign.pipelines.evaluate.scores import Asking, judge_pairs, judge_quality
+from visalign.pipelines.evaluate.scores import ScoringOptions, score_pairs, score_quality
 from visalign.pipelines.score.log import Logged, ScoreLog, score_key
 from visalign.pipelines.score.provenance import reward_identity
 from visalign.rewards.base.contract import RewardError
@@ -79,7 +79,7 @@ def test_judges_of_edits_are_told_the_source():
     ]
     given = [replace(pair, extra=extra) for extra in columns]
     judge = Told()
-    judge_pairs(PreferenceSet(name="edits", pairs=tuple(given)), judge, Asking(batch_size=8))
+    score_pairs(PreferenceSet(name="edits", pairs=tuple(given)), judge, ScoringOptions(batch_size=8))
     sources = [{"source": "cup.png"}, {"source": ["cup.png", "table.png"]}, {"tag": "colors"}, None]
     assert judge.told == [one for one in sources for _ in range(2)]
 
@@ -168,7 +168,7 @@ def test_exchanged_sides_change_no_number(tmp_path: Path) -> None:
 
 def test_a_pairwise_judges_columns_are_as_if_it_were_asked(tmp_path: Path) -> None:
     pairs = shapes_pairs(60)
-    asked = judge_pairs(pairs, Sided())
+    asked = score_pairs(pairs, Sided())
     said = [
         {"j_prob": 1 / (1 + np.exp(-(2 * m - s))), "j_prob_swapped": 1 / (1 + np.exp(s))}
         for m, s in zip(asked.margin, asked.swapped if asked.swapped is not None else [], strict=True)
@@ -224,42 +224,42 @@ def test_a_log_that_was_cut_inside_a_letter_is_read(tmp_path: Path) -> None:
 
 def test_a_stopped_scoring_goes_on_where_it_was(tmp_path: Path) -> None:
     pairs, log = shapes_pairs(40), tmp_path / "scores.jsonl"
-    whole = judge_pairs(pairs, Brightness())
+    whole = score_pairs(pairs, Brightness())
     stopped = Brightness(stop_after=24)
     with pytest.raises(KeyboardInterrupt):
-        judge_pairs(pairs, stopped, Asking(log=log, batch_size=8))
+        score_pairs(pairs, stopped, ScoringOptions(log=log, batch_size=8))
     assert stopped.asked == 24
     known = sum(json.loads(line).get("value") is not None for line in log.read_text().splitlines())
     with log.open("a") as file:
         file.write('{"key": "cut in the mid')  # what a killed process leaves
     resumed = Brightness()
-    found = judge_pairs(pairs, resumed, Asking(log=log, batch_size=8))
+    found = score_pairs(pairs, resumed, ScoringOptions(log=log, batch_size=8))
     np.testing.assert_array_equal(found.margin, whole.margin)
     failed = {pair.prompt for pair in pairs.pairs if "cross" in pair.prompt}
     assert failed and found.failures() == {"no crosses, please": sum(p.prompt in failed for p in pairs.pairs)}
     assert resumed.asked == 2 * len(pairs) - known
     again = Brightness()
-    judge_pairs(pairs, again, Asking(log=log))
+    score_pairs(pairs, again, ScoringOptions(log=log))
     assert again.asked == 2 * sum(p.prompt in failed for p in pairs.pairs)  # only what failed is asked again
 
 
 def test_scores_of_another_version_are_refused(tmp_path: Path) -> None:
     pairs, log = shapes_pairs(4), tmp_path / "scores.jsonl"
-    judge_pairs(pairs, Brightness(), Asking(log=log))
+    score_pairs(pairs, Brightness(), ScoringOptions(log=log))
     before = log.read_bytes()
     with pytest.raises(UserError, match=r"another version of '\w+': they differ in options"):
-        judge_pairs(pairs, Brightness(version=2), Asking(log=log))
+        score_pairs(pairs, Brightness(version=2), ScoringOptions(log=log))
     assert log.read_bytes() == before
     log.write_text("something else\n")
     with pytest.raises(UserError, match=r"holds no scores of ours"):
-        judge_pairs(pairs, Brightness(), Asking(log=log))
+        score_pairs(pairs, Brightness(), ScoringOptions(log=log))
 
 
 def test_a_pairwise_judge_is_asked_in_both_orders() -> None:
     pairs = shapes_pairs(60)
-    scores = judge_pairs(pairs, Sided())
+    scores = score_pairs(pairs, Sided())
     report = evaluate_preferences(pairs, scores, FAST)
-    bright = judge_pairs(pairs, Brightness())
+    bright = score_pairs(pairs, Brightness())
     known = bright.judged
     np.testing.assert_allclose(scores.margin[known], bright.margin[known] / 20, atol=1e-5)
     assert report["swap"]["position_bias"] == pytest.approx(2.0, abs=1e-5)
@@ -273,9 +273,9 @@ def test_a_judge_that_always_fails_stops_the_run() -> None:
             return Scores(value=nothing, valid=torch.zeros(len(prompts), dtype=torch.bool), unit="level")
 
     with pytest.raises(RewardError, match=r"above max_failure_rate"):
-        judge_pairs(shapes_pairs(60), Broken())
+        score_pairs(shapes_pairs(60), Broken())
     with pytest.raises(ValueError, match=r"scored none of 6 pairs"):
-        evaluate_preferences(shapes_pairs(6), judge_pairs(shapes_pairs(6), Broken()))
+        evaluate_preferences(shapes_pairs(6), score_pairs(shapes_pairs(6), Broken()))
 
 
 def test_a_quality_set(tmp_path: Path) -> None:
@@ -295,14 +295,14 @@ def test_a_quality_set(tmp_path: Path) -> None:
     wrong_way = evaluate(replace(options, lower_is_better=()))["judges"][1]
     assert any("--lower-is-better" in note for note in wrong_way["notes"])
     with pytest.raises(RewardError, match=r"gives no score of one"):
-        judge_quality(records, Sided())  # pyright: ignore[reportArgumentType]
+        score_quality(records, Sided())  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"columns": ()}, "Nothing to evaluate"),
-        ({"columns": ("none",)}, "has no scores 'none'.*Found beside the set's own: coin_prob, good_left"),
+        ({"columns": ("none",)}, "has no scores 'none'.*Found besides the set's own: coin_prob, good_left"),
         ({"lower_is_better": ("other",)}, "--lower-is-better names other"),
         ({"settings": IntervalSettings(resamples=10)}, "at least 100"),
         ({"source": "nowhere.jsonl"}, "There is no set 'nowhere.jsonl'"),
@@ -364,7 +364,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("visalign.pipelines.evaluate.job.judge_pairs", stop)
+    monkeypatch.setattr("visalign.pipelines.evaluate.job._all_scores", stop)
     ran = CliRunner().invoke(
         app, ["evaluate", "shapes:pairs", "--limit", "4", "-r", "jpeg_size", "-o", str(tmp_path / "o")]
     )
@@ -577,5 +577,5 @@ def test_judges_take_options_by_their_label():
                 source="shapes:pairs", rewards=("jpeg_size", "sharpness"), options=("quality=20",)
             )
         )
-    with pytest.raises(UserError, match=r"--option is 'quality=20', and no --reward is asked"):
+    with pytest.raises(UserError, match=r"--option is quality=20, and there is no --reward"):
         EvaluateOptions(source="shapes:pairs", columns=("x",), options=("quality=20",))
