@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from visalign.errors import UserError
-from visalign.evaluation.heldout.correctness import valid_of, verdict
+from visalign.evaluation.heldout.correctness import finite_scores, verdict
 from visalign.evaluation.heldout.text import prompt_text
 from visalign.evaluation.statistics.diversity import starc_distance, support_metrics
 from visalign.evaluation.statistics.intervals import share_interval
@@ -162,7 +162,7 @@ class _Judge:
         for label, reward in {**self.rewards, **self.more}.items():
             scores[label] = reward.score(texts, asked, records)
         said, paid = scores[self.correctness], self.reward.score(texts, asked, records)
-        right = torch.where(valid_of(said), verdict(self.correctness, judge, said).double(), torch.nan)
+        right = torch.where(finite_scores(said), verdict(self.correctness, judge, said).double(), torch.nan)
 
         def table(values: Tensor) -> Tensor:
             return torch.where(rollout.generated, values, torch.nan).reshape(-1, samples)
@@ -184,7 +184,7 @@ class _Judge:
 
 def _value(scores: Scores) -> Tensor:
     """[B] float64, NaN where nothing was judged."""
-    return torch.where(valid_of(scores), scores.value.cpu().double(), torch.nan)
+    return torch.where(finite_scores(scores), scores.value.cpu().double(), torch.nan)
 
 
 def _config(run: Path) -> Any:

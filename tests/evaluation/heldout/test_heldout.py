@@ -427,8 +427,6 @@ class Short(Brightness):
         ),
         ({"seeds": []}, r"one or more different seeds; got \[\]"),
         ({"seeds": [1, 1]}, r"one or more different seeds; got \[1, 1\]"),
-        ({"batch_size": 0}, "at least 1; got 0"),
-        ({"max_images": 0}, "at least 1 image .*; got max_images 0 and image_side 256"),
         ({"correctness": "shape_verifier"}, "'shape_verifier' is not among.*Did you mean 'shapes_verifier'"),
         (
             {"correctness": "brightness"},

@@ -106,7 +106,7 @@ def test_what_cannot_be_evaluated_is_refused(options, message):
 
 
 def test_a_reward_may_not_take_a_measures_label():
-    with pytest.raises(UserError, match="label 'length' is a measure's"):
+    with pytest.raises(UserError, match="label 'length' is the name of a measure"):
         evaluate_text(
             toy_policy(),
             {"length": Letters()},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before against after on the same samples: every change with its interval, for page, table and file."""
+"""Comparison of two evaluations on the same samples: every change with its interval."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class AccuracyRow:
 
     name: str
     before: Interval
-    """Share correct with its Wilson interval."""
+    """Share correct with its interval."""
     after: Interval
     change: Interval
     """after - before with its paired interval over prompts."""
     correct: tuple[int, int]
-    """Correct before, after."""
+    """Correct samples before, after."""
     judged: tuple[int, int]
-    """Judged before, after."""
+    """Samples with a verdict before, after."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +46,11 @@ class RewardRow:
     """Samples without a score before, after."""
     higher_is_better: bool
     repeats_accuracy: bool
-    """True where its scores are the verdicts themselves, so that it says nothing new."""
+    """True where its scores are the verdicts themselves."""
 
     @property
     def verdict(self) -> str:
-        """ "rose", "fell", "no clear change" or "not measured": the value's movement beyond its interval."""
+        """Movement beyond the interval: "rose", "fell", "no clear change" or "not measured"."""
         if not np.isfinite([self.change.low, self.change.high]).all():
             return "not measured"
         if not self.change.excludes_zero:
@@ -59,13 +59,13 @@ class RewardRow:
 
     @property
     def worse(self) -> bool:
-        """True where it moved against its direction beyond its interval."""
+        """True where the reward moved against its direction beyond its interval."""
         return self.verdict == ("fell" if self.higher_is_better else "rose")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All rows, and how single samples moved."""
+    """Changes of accuracy and rewards, and of single samples."""
 
     overall: AccuracyRow
     categories: tuple[AccuracyRow, ...]
@@ -80,7 +80,7 @@ class Comparison:
     """Wrong before and after."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The changes with their intervals, JSON-able."""
+        """Return the changes with their intervals, JSON-able."""
         return {
             "accuracy": self.overall.change.to_dict(),
             "by_category": {row.name: row.change.to_dict() for row in self.categories},
@@ -94,20 +94,17 @@ def compare(before: HeldoutResult, after: HeldoutResult, *, seed: int = 0, level
     """Pair two evaluations of the same prompts and seeds.
 
     Args:
-        before: The model as it was.
-        after: The model as it is.
-        seed: Of the bootstrap's generator; each row has a fresh one, so a row does not depend on the others.
-        level: Nominal coverage of all intervals.
-
-    Returns:
-        The rows; categories in the order of the records.
+        before: Evaluation of the model before training.
+        after: Evaluation after training.
+        seed: Random seed of the bootstrap; each row has a fresh generator.
+        level: Confidence level of the intervals.
 
     Raises:
         UserError: If the samples differ: prompts, categories or seeds.
     """
     _check_pairs(before, after)
     everything = np.ones(len(before), dtype=bool)
-    pair = before.outcome(), after.outcome()
+    old, new = before.outcome(), after.outcome()
     return Comparison(
         overall=_accuracy("all", before, after, everything, seed, level),
         categories=tuple(
@@ -116,10 +113,10 @@ def compare(before: HeldoutResult, after: HeldoutResult, *, seed: int = 0, level
         rewards=tuple(
             _reward(name, before, after, seed, level) for name in before.scores if name in after.scores
         ),
-        right=np.flatnonzero((pair[0] == 1) & (pair[1] == 1)),
-        improved=np.flatnonzero((pair[0] == 0) & (pair[1] == 1)),
-        worsened=np.flatnonzero((pair[0] == 1) & (pair[1] == 0)),
-        wrong=np.flatnonzero((pair[0] == 0) & (pair[1] == 0)),
+        right=np.flatnonzero((old == 1) & (new == 1)),
+        improved=np.flatnonzero((old == 0) & (new == 1)),
+        worsened=np.flatnonzero((old == 1) & (new == 0)),
+        wrong=np.flatnonzero((old == 0) & (new == 0)),
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rewards say of held-out samples: their scores, and from those that can, correct or wrong."""
+"""Scores of held-out samples, and their verdicts, correct or wrong, by rewards that can give them."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from visalign.errors import UserError, suggestion
 from visalign.interfaces import PointwiseReward, Scores
 
 PART = "correct"
-"""The part of a reward's scores that holds its verdicts, 1 or 0."""
+"""Part of a reward's scores with its verdicts, 1 or 0."""
 
 
 @dataclass(kw_only=True)
 class Tally:
-    """What the rewards have said so far, batch by batch."""
+    """Accumulates scores and verdicts batch by batch."""
 
     correctness: str | None
-    """Name of the judge of correctness."""
+    """Name of the reward that gives the verdicts."""
     samples: str
-    """What is judged, in the plural."""
+    """Kind of samples, in the plural."""
     correct: list[bool] = field(default_factory=list)
     judged: list[bool] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
-    """Why there is no verdict, else what the judge wrote, else nothing."""
+    """Why there is no verdict; else the explanation of the reward, if any."""
     values: dict[str, list[NDArray[np.float32]]] = field(default_factory=dict)
 
     def add(self, name: str, reward: Any, scores: Scores, size: int) -> None:
-        """Store one reward's scores of `size` samples, and the verdicts if it is the judge of correctness."""
+        """Store one reward's scores of `size` samples, and its verdicts if it gives them."""
         check_size(name, scores, size, self.samples)
-        valid = valid_of(scores)
+        valid = finite_scores(scores)
         value = scores.value.detach().cpu().to(torch.float32)
         self.values.setdefault(name, []).append(torch.where(valid, value, torch.tensor(torch.nan)).numpy())
         if name == self.correctness:
             self.correct += (verdict(name, reward, scores) & valid).tolist()
             self.judged += valid.tolist()
-            said, failed = scores.text or [""] * size, scores.reason or [None] * size
-            for row, ok in enumerate(valid.tolist()):
-                self.reasons.append((said[row] or "") if ok else (failed[row] or "no finite value"))
+            texts, failures = scores.text or [""] * size, scores.reason or [None] * size
+            for ok, text, failure in zip(valid.tolist(), texts, failures, strict=True):
+                self.reasons.append((text or "") if ok else (failure or "no finite value"))
 
     def fields(self, rewards: Mapping[str, Any], total: int) -> dict[str, Any]:
-        """What all batches have said, as `HeldoutResult` takes it; without a judge nothing has a verdict."""
+        """Return the fields of a `HeldoutResult`; without a reward for verdicts no sample has one."""
         return {
             "correct": np.array(self.correct or [False] * total, dtype=bool),
             "judged": np.array(self.judged or [False] * total, dtype=bool),
@@ -58,13 +58,13 @@ class Tally:
         }
 
 
-def check_asked(
+def check_evaluation(
     rewards: Mapping[str, Any],
     records: Sequence[Mapping[str, Any]],
     seeds: Sequence[int],
     correctness: str | None,
 ) -> None:
-    """Refuse an evaluation of no records, no or repeated seeds, or by a judge that is no reward of it."""
+    """Refuse an evaluation without records, without or with repeated seeds, or by an unknown reward."""
     if not records:
         raise UserError("Held-out evaluation needs at least one prompt record; got none.")
     for number, record in enumerate(records):
@@ -79,62 +79,59 @@ def check_asked(
         )
     if correctness is not None and correctness not in rewards:
         raise UserError(
-            f"The judge of correctness '{correctness}' is not among the rewards. "
+            f"The reward for correctness '{correctness}' is not among the rewards. "
             f"{suggestion(correctness, rewards)}Rewards: {', '.join(rewards) or 'none'}. Add it or give None."
         )
 
 
-def tags_of(records: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """The category of each record: its tag, else its task."""
+def record_tags(records: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the category of each record: its tag, else its task."""
     return tuple(str(record.get("tag", record.get("task", "untagged"))) for record in records)
 
 
 def check_size(name: str, scores: Scores, size: int, samples: str) -> None:
-    """Refuse scores that are not one for each sample."""
+    """Refuse scores that are not one per sample."""
     if len(scores) != size:
         raise UserError(
             f"Reward '{name}' returned {len(scores)} scores for {size} {samples}; it must return one each."
         )
 
 
-def valid_of(scores: Scores) -> Tensor:
-    """[B] where there is a finite score."""
+def finite_scores(scores: Scores) -> Tensor:
+    """Return a mask [B] of the finite, valid scores."""
     return scores.valid.cpu() & scores.value.detach().cpu().isfinite()
 
 
 def verdict(name: str, reward: Any, scores: Scores) -> Tensor:
-    """The verdicts of B samples: the part `correct`, else whether a value of the range (0, 1) is the best.
-
-    Returns:
-        [B] bool.
+    """Return the verdicts [B]: the part `correct`; else True for the best value of the range (0, 1).
 
     Raises:
-        UserError: the scores have no such part, and the range is another.
+        UserError: The scores have no such part, and the range is another.
     """
     if PART in scores.parts:
         return scores.parts[PART].cpu() > 0.5
     if tuple(reward.range) != (0.0, 1.0):
-        raise _no_judge(name, reward)
+        raise _no_verdict(name, reward)
     return scores.value.cpu() >= 1 if reward.higher_is_better else scores.value.cpu() <= 0
 
 
 def check_judge(name: str, reward: PointwiseReward, record: Mapping[str, Any]) -> None:
     """Refuse a reward that cannot say correct or wrong, before anything is sampled.
 
-    A range of (0, 1) is enough; otherwise the reward is shown one grey image and must give the part. One
-    that cannot judge that image is left to the evaluation itself.
+    A range of (0, 1) is enough; otherwise the reward must give the part for one grey image. A reward that
+    cannot score that image is left to the evaluation itself.
 
     Raises:
-        UserError: it returned a score without the part.
+        UserError: It returned a score without the part.
     """
     if tuple(reward.range) == (0.0, 1.0):
         return
     scores = reward.score(torch.full((1, 3, 64, 64), 0.5), [str(record["prompt"])], [record])
     if PART not in scores.parts and bool(scores.valid.any()):
-        raise _no_judge(name, reward)
+        raise _no_verdict(name, reward)
 
 
-def _no_judge(name: str, reward: Any) -> UserError:
+def _no_verdict(name: str, reward: Any) -> UserError:
     return UserError(
         f"Reward '{name}' cannot say correct or wrong: its range is {tuple(reward.range)} and its scores "
         f"have no part '{PART}'. Choose a reward with the range (0, 1) or with that part, or none "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held-out evaluation: the same prompts, seeds and ODE sampling, so that before and after can be paired."""
+"""Held-out evaluation of images: the same prompts, seeds and ODE sampling, so that results can be paired."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from visalign.data.sets.prompt_files import record_key
-from visalign.errors import UserError
 from visalign.flow.rollout import decode_images, encoder_inputs, middle_frames, rollout
 from visalign.interfaces import DiffusionPolicy, PointwiseReward, with_capabilities
 from visalign.seeds import sample_seed
 
-from .correctness import Tally, check_asked, tags_of
+from .correctness import Tally, check_evaluation, record_tags
 from .result import HeldoutResult
 
 Progress = Callable[[int, int], None]
@@ -40,84 +39,87 @@ def evaluate(
     solver: str = "euler",
     progress: Progress | None = None,
 ) -> HeldoutResult:
-    """Sample every record once per seed without noise on the way, along the ODE, and judge them.
+    """Sample every record once per seed along the ODE, without noise on the way, and score the images.
 
-    The starting noise is a function of prompt, source and seed; no random state outside is read or moved.
+    The starting noise is a function of prompt, source and seed; no global random state is read or changed.
 
     Args:
-        policy: The model, with the weights it has now.
+        policy: Model to evaluate.
         rewards: name -> reward; each scores every image.
         records: Prompt records with `prompt`, `source` where an image is edited and, for categories, `tag`;
             the rewards' metadata.
-        seeds: Images per prompt, one per seed.
+        seeds: One image per prompt and seed.
         sigmas: [T + 1] timestep schedule from 1 to 0.
         batch_size: Samples denoised, decoded and scored at once.
-        correctness: The reward that says correct or wrong: by its part `correct`, else by its best value.
-        max_images: Images kept, evenly spaced over the samples.
-        image_side: Their longer side at most.
-        share: (r, w): the r-th of w equal stretches of the samples, w at most their number; see `joined`.
-        solver: of the ODE, see `ODESolver`.
-        progress: Called with (samples done, samples in all) after each batch.
+        correctness: Reward for the verdicts: its part `correct`, else its best value is correct.
+        max_images: Images kept for a page, evenly spaced over the samples.
+        image_side: Longer side of a kept image at most.
+        share: (r, w): the r-th of w equal shares of the samples, w at most their number; see `joined`.
+        solver: Solver of the ODE, see `ODESolver`.
+        progress: Called with (samples done, all samples) after each batch.
 
     Returns:
-        The result, records in the given order, the seeds of a record side by side.
+        The result, records in the given order, the seeds of a record next to each other.
     """
-    check_asked(rewards, records, seeds, correctness)
-    _check_sizes(batch_size, max_images, image_side)
+    check_evaluation(rewards, records, seeds, correctness)
     total = len(records) * len(seeds)
-    first, end = (total * (share[0] + more) // share[1] for more in (0, 1))
+    first, end = (total * (share[0] + offset) // share[1] for offset in (0, 1))
     metadata = [record for record in records for _ in seeds][first:end]
-    prompts, drawn = [str(record["prompt"]) for record in metadata], np.tile(seeds, len(records))[first:end]
-    sources = ["".join(record_key(one)[1:]) for one in encoder_inputs(policy, records)]
-    kept, thumbnails = _evenly(total, max_images) - first, []
-    kept = kept[(kept >= 0) & (kept < len(prompts))]
+    prompts = [str(record["prompt"]) for record in metadata]
+    sample_seeds = np.tile(seeds, len(records))[first:end]
+    sources = ["".join(record_key(record)[1:]) for record in encoder_inputs(policy, records)]
+    image_index, thumbnails = _evenly(total, max_images) - first, []
+    image_index = image_index[(image_index >= 0) & (image_index < len(prompts))]
     tally = Tally(correctness=correctness, samples="images")
+    clips = {name for name, reward in rewards.items() if with_capabilities(reward).capabilities.takes_clips}
     with _inference(policy):
-        clips = [name for name, r in rewards.items() if with_capabilities(r).capabilities.takes_clips]
-        for rows, frames, images in _drawn(policy, metadata, drawn, sigmas, batch_size, bool(clips), solver):
-            own = kept[(kept >= rows.start) & (kept < rows.stop)] - rows.start
-            thumbnails.extend(_as_bytes(images[own], image_side))
+        batches = _sample(policy, metadata, sample_seeds, sigmas, batch_size, bool(clips), solver)
+        for rows, frames, images in batches:
+            shown = image_index[(image_index >= rows.start) & (image_index < rows.stop)] - rows.start
+            thumbnails.extend(_as_bytes(images[shown], image_side))
             for name, reward in rewards.items():
-                given = frames if name in clips else images, prompts[rows], metadata[rows]
-                tally.add(name, reward, reward.score(*given), len(images))
+                samples = frames if name in clips else images
+                scores = reward.score(samples, prompts[rows], metadata[rows])
+                tally.add(name, reward, scores, len(images))
             if progress is not None:
                 progress(rows.stop, len(prompts))
     return HeldoutResult(
         prompts=tuple(prompts),
         sources=tuple(source for source in sources for _ in seeds)[first:end] if any(sources) else (),
-        tags=tags_of(metadata),
-        seeds=drawn,
+        tags=record_tags(metadata),
+        seeds=sample_seeds,
         images=np.stack(thumbnails) if thumbnails else np.zeros((0, 1, 1, 3), np.uint8),
-        image_index=kept,
+        image_index=image_index,
         **tally.fields(rewards, len(prompts)),
     )
 
 
-def _drawn(
+def _sample(
     policy: DiffusionPolicy,
     records: Sequence[Mapping[str, Any]],
-    drawn: NDArray,
+    seeds: NDArray,
     sigmas: Tensor,
     batch_size: int,
     clips: bool,
     solver: str,
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Batch by batch the rows; all frames of videos [B, F, 3, H, W] where `clips` are wanted, else what
-    follows; and the images [B, 3, H, W], float32 in [0, 1] on the CPU.
+    """Yield the rows of each batch, its frames and its images [B, 3, H, W], float32 in [0, 1] on the CPU.
+
+    The frames are videos [B, F, 3, H, W] with `clips`, else the images.
     """
-    asked = encoder_inputs(policy, records)
-    condition, keys = policy.encode(asked), [record_key(one) for one in asked]
+    inputs = encoder_inputs(policy, records)
+    condition, keys = policy.encode(inputs), [record_key(record) for record in inputs]
     for start in range(0, len(records), batch_size):
         rows = range(start, min(start + batch_size, len(records)))
-        seeds = [sample_seed("heldout", *keys[row], int(drawn[row])) for row in rows]
+        noise_seeds = [sample_seed("heldout", *keys[row], int(seeds[row])) for row in rows]
         part = condition.select(torch.tensor(rows))
-        latents = rollout(policy, part, sigmas=sigmas, seeds=seeds, solver=solver).latents
+        latents = rollout(policy, part, sigmas=sigmas, seeds=noise_seeds, solver=solver).latents
         frames = decode_images(policy, latents, clips=clips).detach().to("cpu", torch.float32)
         yield slice(rows.start, rows.stop), frames, middle_frames(frames)
 
 
 def _as_bytes(images: Tensor, side: int) -> NDArray[np.uint8]:
-    """[B, H, W, 3], the longer side at most `side` (area averaging)."""
+    """Convert to bytes [B, H, W, 3], the longer side at most `side` (area averaging)."""
     height, width = images.shape[-2:]
     scale = side / max(height, width)
     if scale < 1:
@@ -128,14 +130,14 @@ def _as_bytes(images: Tensor, side: int) -> NDArray[np.uint8]:
 
 
 def _evenly(total: int, most: int) -> NDArray[np.int64]:
-    """At most `most` of range(total), ascending and evenly spaced, the first always among them."""
+    """Return at most `most` of range(total), ascending and evenly spaced, with the first."""
     count = min(total, most)
     return (np.arange(count, dtype=np.int64) * total) // count
 
 
 @contextmanager
 def _inference(policy: DiffusionPolicy) -> Iterator[None]:
-    """No gradients, and the network in evaluation mode (LoRA dropout off), as it was afterwards."""
+    """Disable gradients and dropout (LoRA has some); restore the mode of the network afterwards."""
     training = policy.module.training
     policy.module.eval()
     try:
@@ -143,13 +145,3 @@ def _inference(policy: DiffusionPolicy) -> Iterator[None]:
             yield
     finally:
         policy.module.train(training)
-
-
-def _check_sizes(batch_size: int, max_images: int, image_side: int) -> None:
-    if batch_size < 1:
-        raise UserError(f"batch_size is the number of samples at once, at least 1; got {batch_size}.")
-    if max_images < 1 or image_side < 1:
-        raise UserError(
-            "The report needs at least 1 image of at least 1 pixel; "
-            f"got max_images {max_images} and image_side {image_side}."
-        )

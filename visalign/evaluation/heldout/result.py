@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one held-out evaluation found, sample by sample, and its numbers."""
+"""Result of one held-out evaluation, sample by sample, and its numbers."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ _FORMAT = "visalign held-out result 1"
 
 @dataclass(frozen=True, kw_only=True)
 class HeldoutResult:
-    """N = records × seeds samples, the seeds of a record side by side; a sample that has no score is NaN.
+    """N = records × seeds samples, the seeds of a record next to each other; a sample without a score is NaN.
 
-    Nothing here turns a failure into a number: means and accuracies are over the judged samples, and the rest
-    is counted.
+    Means and accuracies are over the samples with a score or verdict; the rest is counted.
     """
 
     prompts: tuple[str, ...]
@@ -35,13 +34,13 @@ class HeldoutResult:
     tags: tuple[str, ...]
     """[N] category of each prompt."""
     seeds: NDArray[np.int64]
-    """[N] the seed asked for; with the prompt it fixes the starting noise."""
+    """[N] seed; with the prompt it fixes the starting noise."""
     correct: NDArray[np.bool_]
-    """[N] the verdict; False where `judged` is False."""
+    """[N] verdict; False where `judged` is False."""
     judged: NDArray[np.bool_]
-    """[N] whether there is a verdict at all."""
+    """[N] True where there is a verdict."""
     reasons: tuple[str, ...]
-    """[N] what the judge of correctness said: why wrong, or why there is no verdict; may be empty."""
+    """[N] why wrong, or why there is no verdict; may be empty."""
     scores: Mapping[str, NDArray[np.float32]]
     """reward name -> [N], NaN where invalid."""
     units: Mapping[str, str]
@@ -53,28 +52,28 @@ class HeldoutResult:
     image_index: NDArray[np.int64]
     """[M] ascending sample numbers."""
     completions: tuple[str, ...] = ()
-    """[N] what a text policy wrote; empty where the samples are images."""
+    """[N] completions of a text policy; empty where the samples are images."""
     sources: tuple[str, ...] = ()
-    """[N] what tells the images to edit apart, see `keys`; empty where no record has one."""
+    """[N] identity of the images to edit, see `keys`; empty where no record has one."""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     @property
     def keys(self) -> list[tuple[str, ...]]:
-        """[N] what tells the records apart, see `visalign.data.sets.prompt_files.record_key`."""
+        """[N] identity of the records, see `visalign.data.sets.prompt_files.record_key`."""
         sources = self.sources or [""] * len(self)
         return [(p, s) if s else (p,) for p, s in zip(self.prompts, sources, strict=True)]
 
     def title(self, row: int) -> str:
-        """A sample's prompt, with the names of the images that it edits."""
+        """Return a sample's prompt, with the names of the images that it edits."""
         prompt, *source = self.keys[row]
-        names = ", ".join(Path(each).name for each in "".join(source).split("\n"))
+        names = ", ".join(Path(path).name for path in "".join(source).split("\n"))
         return f"{prompt} ({names})" if names else prompt
 
     @property
     def accuracy(self) -> float:
-        """Share of the judged samples that are correct; NaN when none was judged."""
+        """Share correct of the samples with a verdict; NaN without any."""
         return _share(int(self.correct.sum()), int(self.judged.sum()))
 
     @property
@@ -85,94 +84,89 @@ class HeldoutResult:
     @property
     def counts(self) -> dict[str, tuple[int, int]]:
         """tag -> (correct, judged), in order of appearance."""
-        found = {}
-        for tag in dict.fromkeys(self.tags):
-            rows = self.rows(tag)
-            found[tag] = (int(self.correct[rows].sum()), int(self.judged[rows].sum()))
-        return found
+        rows = {tag: self.rows(tag) for tag in dict.fromkeys(self.tags)}
+        return {tag: (int(self.correct[r].sum()), int(self.judged[r].sum())) for tag, r in rows.items()}
 
     def changes(self, before: HeldoutResult, rows: Sequence[int], labels: Iterable[str]) -> dict[str, float]:
-        """Label -> the mean change of a reward, or of the "accuracy", in its standard errors.
+        """Return label -> mean change of a reward or of the "accuracy" in standard errors; > 0 is better.
 
-        Paired over the samples that both have judged; above 0 is better. Where all n of them change alike and
-        there is no error, it is that of one more without a change: n or −n. A label is left out where fewer
-        than two are judged.
+        Paired over the n samples that have a value on both sides. Where all change alike there is no error;
+        the number is then that of one more sample without a change: n or −n. Labels with n < 2 are left out.
 
         Args:
-            before: an earlier result.
-            rows: [N] which of its samples each one here is; another prompt or seed there is left out.
-            labels: of rewards, or "accuracy".
+            before: An earlier result.
+            rows: [N] index into `before` of each sample here; another prompt or seed there is left out.
+            labels: Labels of rewards, or "accuracy".
         """
-        own, old = self.keys, before.keys
+        keys, old_keys = self.keys, before.keys
         pairs = [
-            (here, there)
-            for here, there in enumerate(rows)
-            if there < len(before) and (own[here], self.seeds[here]) == (old[there], before.seeds[there])
+            (new, old)
+            for new, old in enumerate(rows)
+            if old < len(before) and (keys[new], self.seeds[new]) == (old_keys[old], before.seeds[old])
         ]
-        found = {}
+        new_rows, old_rows = [new for new, _ in pairs], [old for _, old in pairs]
+        changes = {}
         for label in labels:
-            now, then = (
-                one._values(label)[[pair[side] for pair in pairs]] for side, one in enumerate((self, before))
-            )
-            away = (now - then)[np.isfinite(now - then)] * (
-                1 if self.higher_is_better.get(label, True) else -1
-            )
-            if len(away) > 1:
-                error = float(away.std(ddof=1)) / math.sqrt(len(away))
-                alike = (away == away[0]).all()
-                found[label] = float(np.sign(away[0])) * len(away) if alike else float(away.mean()) / error
-        return found
+            change = self._values(label)[new_rows] - before._values(label)[old_rows]
+            change = change[np.isfinite(change)] * (1 if self.higher_is_better.get(label, True) else -1)
+            if len(change) > 1:
+                error = float(change.std(ddof=1)) / math.sqrt(len(change))
+                alike = (change == change[0]).all()
+                changes[label] = (
+                    float(np.sign(change[0])) * len(change) if alike else float(change.mean()) / error
+                )
+        return changes
 
     def _values(self, label: str) -> NDArray[np.float64]:
-        """[N] of a reward, or of the accuracy; NaN where there is none."""
+        """Return values [N] of a reward, or of the accuracy; NaN where there are none."""
         if label == "accuracy":
             return self.outcome()
         return self.scores.get(label, np.full(len(self), np.nan)).astype(np.float64)
 
     def rows(self, tag: str) -> NDArray[np.bool_]:
-        """[N] mask of the samples of one category."""
+        """Return a mask [N] of the samples of one category."""
         return np.array([entry == tag for entry in self.tags], dtype=bool)
 
     def interval(self, tag: str | None = None, *, level: float = 0.95) -> Interval:
-        """Wilson interval of the accuracy over prompts, of all or of one category (NaN where absent)."""
+        """Return the interval over prompts of the accuracy, of all or of one category (NaN where absent)."""
         rows = self.judged & (np.ones(len(self), dtype=bool) if tag is None else self.rows(tag))
         keys = self.keys
         return share_interval(self.correct[rows], [keys[k] for k in np.flatnonzero(rows)], level=level)
 
     def accuracy_of(self, rows: Sequence[int]) -> float:
-        """Share of the judged among some samples that are correct; NaN where none was."""
-        some = np.array(rows, dtype=np.int64)
-        return _share(int(self.correct[some].sum()), int(self.judged[some].sum()))
+        """Return the share correct of some samples; NaN where none has a verdict."""
+        index = np.array(rows, dtype=np.int64)
+        return _share(int(self.correct[index].sum()), int(self.judged[index].sum()))
 
     def outcome(self) -> NDArray[np.float64]:
-        """[N] 1 correct, 0 wrong, NaN without a verdict."""
+        """Return outcomes [N]: 1 correct, 0 wrong, NaN without a verdict."""
         return np.where(self.judged, self.correct.astype(np.float64), np.nan)
 
     def mean(self, name: str) -> float:
-        """Mean of a reward over its valid samples; NaN when there is none.
-
-        Raises:
-            UserError: If no reward of that name was evaluated.
-        """
+        """Return the mean of a reward over its valid samples; NaN when there is none."""
         values = self.score(name)
         valid = np.isfinite(values)
         return float(values[valid].mean(dtype=np.float64)) if valid.any() else math.nan
 
     def invalid(self, name: str) -> int:
-        """How many samples a reward could not score."""
+        """Return the number of samples that a reward could not score."""
         return int((~np.isfinite(self.score(name))).sum())
 
     def score(self, name: str) -> NDArray[np.float32]:
-        """[N] the scores of a reward, NaN where invalid."""
+        """Return the scores [N] of a reward, NaN where invalid.
+
+        Raises:
+            UserError: No reward of that name was evaluated.
+        """
         if name not in self.scores:
-            known = ", ".join(self.scores) or "none"
+            names = ", ".join(self.scores) or "none"
             raise UserError(
-                f"No reward '{name}' was evaluated. {suggestion(name, self.scores)}Evaluated: {known}."
+                f"No reward '{name}' was evaluated. {suggestion(name, self.scores)}Evaluated: {names}."
             )
         return self.scores[name]
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers without the samples, JSON-able; what does not exist is None."""
+        """Return the numbers without the samples, JSON-able; undefined numbers are None."""
         rewards = {
             name: {
                 "mean": _finite(self.mean(name)),
@@ -220,10 +214,10 @@ _TEXTS = ("prompts", "tags", "reasons", "completions", "sources")
 
 
 def load_heldout(path: Path) -> HeldoutResult:
-    """Read what `HeldoutResult.save` wrote.
+    """Read a file of `HeldoutResult.save`.
 
     Raises:
-        UserError: If the file is missing, cut short, or no such result.
+        UserError: The file is missing, cut short, or no such result.
     """
     try:
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
@@ -250,15 +244,13 @@ def load_heldout(path: Path) -> HeldoutResult:
 
 
 def joined(parts: Sequence[HeldoutResult]) -> HeldoutResult:
-    """One result of the stretches that processes evaluated.
+    """Concatenate the results of several processes, in the order of the samples, by the same rewards.
 
-    Args:
-        parts: at least one, in the order of the samples, by the same rewards; a measure that a stretch has
-            nothing for is NaN there.
+    A measure that is missing from a part is NaN there.
     """
     starts = np.cumsum([0, *map(len, parts)])
     names = dict.fromkeys(name for part in parts for name in part.scores)
-    shown = [part for part in parts if len(part.images)] or parts
+    with_images = [part for part in parts if len(part.images)] or parts
     indices = [part.image_index + start for part, start in zip(parts, starts[:-1], strict=True)]
     return replace(
         parts[0],
@@ -266,8 +258,8 @@ def joined(parts: Sequence[HeldoutResult]) -> HeldoutResult:
         **{name: np.concatenate([getattr(part, name) for part in parts]) for name in _ARRAYS[:3]},
         scores={name: _column(parts, name) for name in names},
         units={name: unit for part in parts for name, unit in part.units.items()},
-        higher_is_better={name: way for part in parts for name, way in part.higher_is_better.items()},
-        images=np.concatenate([part.images for part in shown]),
+        higher_is_better={name: up for part in parts for name, up in part.higher_is_better.items()},
+        images=np.concatenate([part.images for part in with_images]),
         image_index=np.concatenate(indices),
     )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held-out evaluation of a text policy: sampled completions, the likeliest completion, what they cost."""
+"""Held-out evaluation of a text policy: sampled completions, the greedy completion, their length."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from visalign.seeds import sample_seed
 from visalign.text import Sampling, StoppingCriteria, TextPolicy, TextRollout
 from visalign.text.tool_calls import without_failed
 
-from .correctness import PART, Tally, check_asked, check_size, tags_of, valid_of, verdict
+from .correctness import PART, Tally, check_evaluation, check_size, finite_scores, record_tags, verdict
 from .result import HeldoutResult
 
 GREEDY, ANY, LENGTH, ENTROPY = "greedy", "any_of_samples", "length", "token_entropy"
-"""What is measured besides the rewards: the verdict of the likeliest completion, pass@S over a prompt's S
-samples (both the same for all samples of a prompt), tokens, and mean nats per token."""
+"""Measures next to the rewards: the verdict of the greedy completion, pass@S over a prompt's S samples (both
+the same for all samples of a prompt), tokens, and mean nats per token."""
 
 _MEASURES = {
     GREEDY: ("1 = correct", True),
@@ -37,12 +37,12 @@ def check_labels(rewards: Iterable[str]) -> None:
     """Refuse a reward under the label of a measure.
 
     Raises:
-        UserError: names it.
+        UserError: A label is taken.
     """
     if taken := sorted(set(rewards) & set(_MEASURES)):
         raise UserError(
-            f"The label {taken[0]!r} is a measure's, which evaluations have besides; give the reward another "
-            f"one and its name: {{my_{taken[0]}: {{name: {taken[0]}}}}}."
+            f"The label {taken[0]!r} is the name of a measure of every evaluation; give the reward another "
+            f"label and its name: {{my_{taken[0]}: {{name: {taken[0]}}}}}."
         )
 
 
@@ -57,22 +57,22 @@ def evaluate_text(
     correctness: str | None,
     measures: bool = True,
 ) -> HeldoutResult:
-    """Complete every record once per seed, and once greedily, and judge the completions.
+    """Complete every record once per seed, and once greedily, and score the completions.
 
     Args:
-        policy: with the weights to be judged.
+        policy: Policy to evaluate.
         rewards: label -> reward.
-        records: each with "prompt"; "tag" or "task" is its category.
-        seeds: one completion each; a record's completion to a seed does not depend on the other records.
-        sampling: how tokens are drawn.
-        stopping: what ends a completion.
-        correctness: label of the reward that says right or wrong; None where none does.
-        measures: add `GREEDY`, `ANY`, `LENGTH` and `ENTROPY` to the scores.
+        records: Records with "prompt"; "tag" or "task" is the category.
+        seeds: One completion per seed; it does not depend on the other records.
+        sampling: Sampling of the tokens.
+        stopping: Criteria that end a completion.
+        correctness: Label of the reward for the verdicts; None for no verdicts.
+        measures: Add `GREEDY`, `ANY`, `LENGTH` and `ENTROPY` to the scores.
 
     Returns:
-        The result, records in the given order, the seeds of a record side by side, without images.
+        The result, records in the given order, the seeds of a record next to each other, without images.
     """
-    check_asked(rewards, records, seeds, correctness)
+    check_evaluation(rewards, records, seeds, correctness)
     check_labels(rewards)
     prompts = [record["prompt"] for record in records]
     names = [prompt_text(prompt) for prompt in prompts]
@@ -85,28 +85,27 @@ def evaluate_text(
     tally = Tally(correctness=correctness, samples="completions")
     for name, reward in rewards.items():
         tally.add(name, reward, _score(name, reward, rollout, metadata), len(metadata))
-    found = tally.fields(rewards, len(metadata))
-    extra = _measured(rollout, found["correct"], found["judged"], len(seeds)) if measures else {}
+    fields = tally.fields(rewards, len(metadata))
+    extra = _measures(rollout, fields["correct"], fields["judged"], len(seeds)) if measures else {}
     if measures and correctness is not None:
         greedy = _greedy(policy, rewards[correctness], records, stopping)
         extra[GREEDY] = np.repeat(greedy, len(seeds)).astype(np.float32)
     for name, values in extra.items():
-        found["scores"][name] = values
-        found["units"][name], found["higher_is_better"][name] = _MEASURES[name]
+        fields["scores"][name] = values
+        fields["units"][name], fields["higher_is_better"][name] = _MEASURES[name]
     return HeldoutResult(
         prompts=tuple(name for name in names for _ in seeds),
-        tags=tags_of(metadata),
+        tags=record_tags(metadata),
         seeds=np.tile(np.array(seeds, dtype=np.int64), len(records)),
         images=np.zeros((0, 1, 1, 3), dtype=np.uint8),
         image_index=np.zeros(0, dtype=np.int64),
         completions=tuple(rollout.text),
-        **found,
+        **fields,
     )
 
 
 def prompt_text(prompt: Any) -> str:
-    """A prompt as one text, which names its samples in a result: itself, or the contents of its messages, in
-    which an image is what names it.
+    """Return a prompt as one text: itself, or the contents of its messages with the names of their images.
 
     >>> prompt_text([{"role": "user", "content": [{"image": "a.png"}, {"text": "How good is it?"}]}])
     '[a.png] How good is it?'
@@ -125,7 +124,7 @@ def _message_text(message: Mapping[str, Any]) -> str:
 def _score(
     name: str, reward: TextReward, rollout: TextRollout, metadata: Sequence[Mapping[str, Any]]
 ) -> Scores:
-    """A reward's scores, invalid where a prompt was too long to be completed or a tool failed."""
+    """Return a reward's scores, invalid where a prompt was too long to be completed or a tool failed."""
     scores = reward.score(list(rollout.text), list(rollout.prompt), metadata)
     check_size(name, scores, len(metadata), "completions")
     if bool(rollout.generated.all()):
@@ -137,24 +136,24 @@ def _score(
     )
 
 
-def _measured(
+def _measures(
     rollout: TextRollout, right: NDArray[np.bool_], judged: NDArray[np.bool_], samples: int
 ) -> dict[str, NDArray[np.float32]]:
     length = torch.where(rollout.generated, rollout.loss_mask.sum(1), torch.nan)
     entropy = (rollout.entropy * rollout.loss_mask).sum(1) / length.clamp(min=1)
-    found = {LENGTH: length.float().numpy(), ENTROPY: entropy.float().numpy()}
+    measures = {LENGTH: length.float().numpy(), ENTROPY: entropy.float().numpy()}
     if judged.any():
-        asked = torch.from_numpy(judged.reshape(-1, samples).sum(1))
+        count = torch.from_numpy(judged.reshape(-1, samples).sum(1))
         solved = torch.from_numpy(right.reshape(-1, samples).sum(1))
-        whole = torch.where(asked == samples, pass_at_k(asked, solved, samples), torch.nan)
-        found[ANY] = np.repeat(whole.float().numpy(), samples)
-    return found
+        solved_any = torch.where(count == samples, pass_at_k(count, solved, samples), torch.nan)
+        measures[ANY] = np.repeat(solved_any.float().numpy(), samples)
+    return measures
 
 
 def _greedy(
     policy: TextPolicy, judge: Any, records: Sequence[Mapping[str, Any]], stopping: StoppingCriteria
 ) -> NDArray:
-    """[records] 1, 0 or NaN: the verdict of the likeliest completion."""
+    """Return the verdicts [records] of the greedy completions: 1, 0 or NaN."""
     with torch.no_grad():
         rollout = policy.generate(
             [record["prompt"] for record in records],
@@ -164,23 +163,20 @@ def _greedy(
         )
     scores = _score(judge.name, judge, rollout, records)
     right = verdict(judge.name, judge, scores).float()
-    return torch.where(valid_of(scores), right, torch.nan).numpy()
+    return torch.where(finite_scores(scores), right, torch.nan).numpy()
 
 
 def check_text_judge(name: str, reward: TextReward, record: Mapping[str, Any]) -> None:
-    """Refuse a reward that cannot say right or wrong, before anything is sampled.
-
-    The reward is shown one short completion to one record. It must be able to judge it, and say right or
-    wrong: by a range of (0, 1) or the part `correct`.
+    """Refuse a reward that cannot say right or wrong of one short completion, before anything is sampled.
 
     Raises:
-        UserError: it cannot.
+        UserError: It gives no score, or has neither the range (0, 1) nor the part `correct`.
     """
     scores = reward.score(["1"], [record["prompt"]], [record])
     if not bool(scores.valid.any()):
-        why = (scores.reason or [None])[0] or "no reason given"
+        reason = (scores.reason or [None])[0] or "no reason given"
         raise UserError(
-            f"Reward '{name}' cannot judge the first held-out record ({why}), so no accuracy can be "
+            f"Reward '{name}' cannot judge the first held-out record ({reason}), so no accuracy can be "
             "measured. Set evaluation.correctness to a reward that reads these records, or to null."
         )
     if tuple(reward.range) != (0.0, 1.0) and PART not in scores.parts:
