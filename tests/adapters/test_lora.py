@@ -81,14 +81,14 @@ def test_messages(tmp_path):
     with pytest.raises(UserError, match=r"targets \['to_query'\] name no linear layer.*attn\.to_q"):
         add_lora(transformer, LoraSettings(target_modules=("to_query", "to_v")), SD3_ATTENTION)
     add_lora(transformer, LoraSettings(rank=2, alpha=3), SD3_ATTENTION)
-    with pytest.raises(UserError, match=r"already carries the adapters \['default'\].*fuse_lora"):
+    with pytest.raises(UserError, match=r"already has the adapters \['default'\].*fuse_lora"):
         add_lora(transformer, LoraSettings(rank=2), SD3_ATTENTION)
     with pytest.raises(FileNotFoundError, match=r"holds no pytorch_lora_weights.safetensors"):
         load_lora({"transformer": transformer}, tmp_path)
     save_lora(StableDiffusion3Pipeline, {"transformer": transformer}, tmp_path)
     wider = tiny_sd3_pipeline().transformer
     add_lora(wider, LoraSettings(rank=3, alpha=3), SD3_ATTENTION)
-    with pytest.raises(UserError, match=r"not of this model's kind: .*\(2, 16\) there, \(3, 16\) here"):
+    with pytest.raises(UserError, match=r"does not fit this model: .*\(2, 16\) there, \(3, 16\) here"):
         load_lora({"transformer": wider}, tmp_path)
     stronger = tiny_sd3_pipeline().transformer
     add_lora(stronger, LoraSettings(rank=2, alpha=6), SD3_ATTENTION)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of other libraries as policies: diffusers pipelines, causal language models, LoRA, contract tests.
+"""Adapt diffusers pipelines and transformers language models to policies; LoRA; contract tests.
 
-It needs `flow`, `text` and the libraries of the models; no objective and no reward comes in. Everything is
-imported at its first use: text policies do without diffusers.
+Everything is imported at first use, so text policies work without diffusers.
 """
 
 import lazy_loader

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`check_adapter`: does a model's adapter keep the contract of `visalign.interfaces.DiffusionPolicy`?"""
+"""Test an adapter against the contract of `visalign.interfaces.DiffusionPolicy`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEMBERS = (
 
 
 class AdapterError(UserError):
-    """An adapter breaks its contract; the message says how, and how to mend it."""
+    """An adapter breaks its contract; the message says how to fix it."""
 
 
 def check_adapter(
@@ -31,21 +31,20 @@ def check_adapter(
     tolerance: float | None = None,
     save: bool = True,
 ) -> list[str]:
-    """Run the contract tests on an adapter; its weights and gradients are afterwards what they were.
+    """Run the contract tests on an adapter, and restore its weights and gradients.
 
     Args:
-        policy: the adapter.
-        prompts: two prompts that the model should tell apart.
-        seed: of the latents and of the weights' perturbation.
-        tolerance: relative, for values that must be equal; None is 1e-4, or 0.03 where latents are stored
-            in 16 bits.
-        save: write to a temporary folder and, where the adapter has a `load`, read back; False skips it.
+        policy: Adapter.
+        prompts: Two prompts that the model should tell apart.
+        seed: Seed of latents and weight perturbations.
+        tolerance: Relative tolerance of equal values; by default 1e-4, or 0.03 for latents in 16 bits.
+        save: Test `save` and, if present, `load` in a temporary folder.
 
     Returns:
-        The names of the checks that were passed.
+        Names of the passed checks.
 
     Raises:
-        AdapterError: at the first check that fails; the message says what to mend.
+        AdapterError: At the first failed check; the message says what to fix.
     """
     check_members(policy)
     first, second = prompts
@@ -68,11 +67,8 @@ def check_adapter(
 
 
 def check_members(policy: Any) -> None:
-    """Refuse an object that lacks a member of the contract, or declares what cannot be; nothing is computed.
-
-    Raises:
-        AdapterError: naming what is missing.
-    """
+    """Raise `AdapterError` if a member of the contract is missing or declared wrongly; nothing is
+    computed."""
     missing = [name for name in MEMBERS if not hasattr(policy, name)]
     if missing:
         raise AdapterError(
@@ -98,7 +94,7 @@ def check_members(policy: Any) -> None:
 
 
 def _fail_with(name: str, problem: str | None) -> None:
-    """Raise what a check found."""
+    """Raise the problem that a check returned."""
     if problem:
         raise AdapterError(f"{name}: {problem}")
 
@@ -129,10 +125,10 @@ def _check_sigmas(probe: Probe) -> str | None:
 
 def _check_encode(probe: Probe) -> str | None:
     condition = probe.condition
-    chosen = condition.select(torch.zeros(4, dtype=torch.int64))
-    if len(condition) != 3 or len(chosen) != 4:
+    selected = condition.select(torch.zeros(4, dtype=torch.int64))
+    if len(condition) != 3 or len(selected) != 4:
         return (
-            f"encode of 3 prompts has length {len(condition)}, select of 4 has {len(chosen)}. Let __len__ "
+            f"encode of 3 prompts has length {len(condition)}, select of 4 has {len(selected)}. Let __len__ "
             "count samples, not unique prompts."
         )
     return None
@@ -148,46 +144,46 @@ def _check_velocity(probe: Probe) -> str | None:
     if v.requires_grad or not bool(v.isfinite().all()):
         return "velocity under no_grad is not finite, or requires grad. Look for NaN weights or enable_grad."
     with torch.enable_grad():
-        replayed = probe.policy.velocity(probe.x, probe.sigma, probe.condition).detach()
-    apart = float((replayed - v).abs().max() / v.abs().max().clamp_min(1e-6))
-    if apart > 1e-6:
+        with_gradient = probe.policy.velocity(probe.x, probe.sigma, probe.condition).detach()
+    difference = float((with_gradient - v).abs().max() / v.abs().max().clamp_min(1e-6))
+    if difference > 1e-6:
         return (
-            f"velocity with gradient is {apart:.2g} (relative) off the one without, so no ratio would be 1. "
-            "Take the same path in both: guidance in the same number of passes, no dropout."
+            f"velocity with gradient differs by {difference:.2g} (relative) from the one without, so no "
+            "ratio is 1. Use the same path in both: guidance in the same number of passes, no dropout."
         )
     return None
 
 
 def _check_condition(probe: Probe) -> str | None:
     condition, index = probe.condition, torch.tensor([2, 1, 0, 0])
-    chosen = condition.select(index)
+    selected = condition.select(index)
     expected = probe.velocity()
     policy = probe.policy
     with torch.no_grad():
-        got = policy.velocity(probe.x[index], probe.sigma[index], chosen)
+        permuted = policy.velocity(probe.x[index], probe.sigma[index], selected)
         direct = policy.velocity(probe.x[:2], probe.sigma[:2], policy.encode(list(probe.prompts)))
-    if probe.differ(got, expected[index]) or probe.differ(direct, expected[:2]):
+    if probe.differ(permuted, expected[index]) or probe.differ(direct, expected[:2]):
         return (
             "a sample's velocity changes with select() or with the order of prompts. Index the encoded "
             "prompts by sample: select(index) means self.index[index]."
         )
     if not probe.differ(probe.velocity(condition.select(torch.tensor([1, 0, 1]))), expected):
         return (
-            f"the prompts {probe.prompts} give the same velocity. Pass the condition on to the model, or "
+            f"the prompts {probe.prompts} give the same velocity. Pass the condition to the model, or "
             "give check_adapter two prompts that the model tells apart."
         )
     return None
 
 
 def _check_neighbours(probe: Probe) -> str | None:
-    together = probe.velocity()
+    batched = probe.velocity()
     for i in range(3):
         row = slice(i, i + 1)
         with torch.no_grad():
-            alone = probe.policy.velocity(
+            single = probe.policy.velocity(
                 probe.x[row], probe.sigma[row], probe.condition.select(torch.tensor([i]))
             )
-        if probe.differ(alone, together[row]):
+        if probe.differ(single, batched[row]):
             return (
                 f"the velocity of sample {i} depends on its neighbours in the batch. Remove statistics "
                 "over the batch, padding that is not masked, and one sigma used for all."
@@ -197,7 +193,7 @@ def _check_neighbours(probe: Probe) -> str | None:
 
 def _check_decode(probe: Probe) -> str | None:
     with torch.no_grad():
-        images, alone = probe.policy.decode(probe.x), probe.policy.decode(probe.x[1:2])
+        images, single = probe.policy.decode(probe.x), probe.policy.decode(probe.x[1:2])
     if images.ndim != 4 or images.shape[:2] != (3, 3) or images.dtype != torch.float32:
         return f"decode of 3 latents is {images.dtype} {tuple(images.shape)}. Return float32 [B, 3, H, W]."
     if not (bool(images.isfinite().all()) and images.min() >= 0 and images.max() <= 1):
@@ -205,7 +201,7 @@ def _check_decode(probe: Probe) -> str | None:
             f"decoded values reach from {float(images.min()):.3g} to {float(images.max()):.3g}. Map the "
             "autoencoder's [-1, 1] to [0, 1] with (image / 2 + 0.5).clamp(0, 1)."
         )
-    if probe.differ(alone, images[1:2]):
+    if probe.differ(single, images[1:2]):
         return "a decoded image depends on its neighbours in the batch. Put the autoencoder into eval mode."
     return None
 
@@ -217,16 +213,16 @@ def _check_encode_images(probe: Probe) -> str | None:
     draw = torch.Generator().manual_seed(0)
     images = [torch.rand(3, *size, generator=draw) for size in ((40, 56), (64, 64))]
     try:
-        together, alone = policy.encode_images(images), policy.encode_images(images[1:])
-    except UserError:  # it says why it cannot
+        batched, single = policy.encode_images(images), policy.encode_images(images[1:])
+    except UserError:  # a model without an image encoder says so
         return None
-    wanted = (2, *policy.latent_shape)
-    if together.shape != wanted or together.dtype != policy.storage_dtype:
+    expected = (2, *policy.latent_shape)
+    if batched.shape != expected or batched.dtype != policy.storage_dtype:
         return (
-            f"encode_images of 2 images is {together.dtype} {tuple(together.shape)}. Return "
-            f"{policy.storage_dtype} {wanted}, as velocity takes latents."
+            f"encode_images of 2 images is {batched.dtype} {tuple(batched.shape)}. Return "
+            f"{policy.storage_dtype} {expected}, as velocity takes latents."
         )
-    if probe.differ(alone, together[1:]):
+    if probe.differ(single, batched[1:]):
         return "the latents of an image depend on its neighbours. Take the posterior's mode, not a sample."
     return None
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of `check_adapter` that looks at training: gradients, reference, counting, saving.
+"""Training checks of `check_adapter`: gradients, reference, counting, saving.
 
-Each check returns what is wrong and how to mend it, or None.
+Each check returns a problem and its fix, or None.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from visalign.interfaces import Condition, DiffusionPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Fixed inputs: three samples of two prompts."""
+    """Fixed inputs of the checks: three samples of two prompts."""
 
     policy: DiffusionPolicy
     prompts: tuple[str, str]
@@ -31,17 +31,17 @@ class Probe:
     tolerance: float
 
     def velocity(self, condition: Condition | None = None) -> Tensor:
-        """Without gradient."""
+        """Compute the velocity without gradient."""
         with torch.no_grad():
             return self.policy.velocity(self.x, self.sigma, condition or self.condition)
 
     def differ(self, a: Tensor, b: Tensor) -> bool:
-        """Whether two tensors are further apart than the tolerance, in units of the second's size."""
+        """Return True if the tensors differ by more than the tolerance relative to the largest |b|."""
         return bool((a - b).abs().max() > self.tolerance * b.abs().max().clamp_min(1e-6))
 
 
 def check_gradients(probe: Probe) -> str | None:
-    """Gradients reach what is listed as trainable, and nothing else."""
+    """Check that gradients reach all trainable parameters and no others."""
     parameters = probe.policy.trainable_parameters()
     names = [name for name, _ in parameters]
     if not names or len(set(names)) < len(names):
@@ -51,9 +51,9 @@ def check_gradients(probe: Probe) -> str | None:
     frozen = [name for name, p in parameters if not p.requires_grad]
     if frozen:
         return f"{frozen[0]} is listed as trainable but frozen. List the parameters with requires_grad."
-    chosen = {id(p) for _, p in parameters}
-    others = [(n, p) for n, p in probe.policy.module.named_parameters() if id(p) not in chosen]
-    kept = [p.grad for _, p in (*parameters, *others)]
+    trainable = {id(p) for _, p in parameters}
+    others = [(n, p) for n, p in probe.policy.module.named_parameters() if id(p) not in trainable]
+    saved_gradients = [p.grad for _, p in (*parameters, *others)]
     for _, p in (*parameters, *others):
         p.grad = None
     try:
@@ -63,7 +63,7 @@ def check_gradients(probe: Probe) -> str | None:
         leaked = [name for name, p in others if p.grad is not None]
         dead = all(p.grad is None or not bool(p.grad.any()) for _, p in parameters)
     finally:
-        for (_, p), grad in zip((*parameters, *others), kept, strict=True):
+        for (_, p), grad in zip((*parameters, *others), saved_gradients, strict=True):
             p.grad = grad
     if unreached or dead:
         return (
@@ -80,10 +80,10 @@ def check_gradients(probe: Probe) -> str | None:
 
 @contextmanager
 def _perturbed(probe: Probe) -> Iterator[None]:
-    """Random weights added to the trainable ones inside the block."""
+    """Add noise to the trainable weights inside the block."""
     generator = torch.Generator().manual_seed(1)
     parameters = [p for _, p in probe.policy.trainable_parameters()]
-    kept = [p.detach().clone() for p in parameters]
+    original = [p.detach().clone() for p in parameters]
     with torch.no_grad():
         for p in parameters:
             p.add_((0.1 * torch.randn(p.shape, generator=generator)).to(p.device, p.dtype))
@@ -91,12 +91,12 @@ def _perturbed(probe: Probe) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for p, value in zip(parameters, kept, strict=True):
+            for p, value in zip(parameters, original, strict=True):
                 p.copy_(value)
 
 
 def check_reference(probe: Probe) -> str | None:
-    """`reference()` is the model before training, inside; outside nothing has changed."""
+    """Check that `reference()` restores the model before training inside, and nothing outside."""
     policy = probe.policy
     with policy.reference():
         before = probe.velocity()
@@ -118,14 +118,14 @@ def check_reference(probe: Probe) -> str | None:
         )
     if probe.differ(after, trained) or flags_after != flags:
         return (
-            "after reference() the policy is not what it was: weights and requires_grad must come back. "
+            "reference() did not restore the policy: weights and requires_grad must come back. "
             "Restore them in a finally block."
         )
     return None
 
 
 def check_forward_count(probe: Probe) -> str | None:
-    """Passes are counted in latents, with and without backward."""
+    """Check that passes are counted in latents, with and without backward."""
     policy = probe.policy
     start = policy.forward_count.forward, policy.forward_count.forward_backward
     probe.velocity()
@@ -143,7 +143,7 @@ def check_forward_count(probe: Probe) -> str | None:
 
 
 def check_save(probe: Probe) -> str | None:
-    """`save` writes, and `load` restores what it wrote."""
+    """Check that `save` writes and `load` restores the weights."""
     policy: Any = probe.policy
     with tempfile.TemporaryDirectory() as name, _perturbed(probe):
         folder = Path(name) / "saved"

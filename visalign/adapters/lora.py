@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on any model: settings, a start that depends on its seed alone, on and off, a check of saved ones.
+"""LoRA on any model: settings, seeded initialization, switching off, checks of saved adapters.
 
-Source: LoRA, arXiv 2106.09685: W x + (α / r) B A x, with A random and B = 0, so that training starts at the
-    model.
+LoRA, arXiv 2106.09685: W x + (α / r) B A x, with A random and B = 0, so that training starts at the model.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ ADAPTER = "default"
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings:
-    """Size, place and start of the adapters; the defaults are Flow-GRPO's for SD3.5 (arXiv 2505.05470)."""
+    """LoRA settings; the defaults are Flow-GRPO's for SD3.5 (arXiv 2505.05470)."""
 
     rank: int = 32
-    """r, the inner width of each adapter."""
+    """Rank r of each adapter."""
     alpha: float = 64
-    """α; the adapter's output is scaled by α / r."""
+    """Scale α; an adapter's output is multiplied by α / r."""
     target_modules: tuple[str, ...] | None = None
-    """Ends of the names of the linear layers that get an adapter; None: the model's attention projections."""
+    """Name suffixes of the linear layers to adapt; None: the model's attention projections."""
     dropout: float = 0.0
-    """Of the adapter's input, in training mode only. Above 0 the first ratio is no longer 1: replay draws
-    anew."""
+    """Dropout of an adapter's input in training mode. Above 0 the first ratio is not 1, since replay draws
+    again."""
     init: Literal["gaussian", "kaiming"] = "gaussian"
-    """How A starts, in peft's words: normal with std 1 / r, as diffusers' trainers have it, or uniform within
-    ±1/√(inputs), peft's own default (std 0.031 against 0.0147 at width 1536 and rank 32). B starts at 0."""
+    """Initialization of A: normal with std 1 / r, as in diffusers' trainers, or uniform within ±1/√(inputs),
+    peft's default (std 0.031 against 0.0147 at width 1536 and rank 32). B starts at 0."""
     seed: int = 0
-    """Of the random A; the global generator is neither read nor moved."""
+    """Seed of A; the global generator is not used."""
 
     def __post_init__(self) -> None:
         if self.rank < 1 or self.alpha <= 0 or not 0 <= self.dropout < 1 or self.target_modules == ():
@@ -56,13 +55,14 @@ class LoraSettings:
 
 
 def check_bare(model: Any, merging: str) -> None:
-    """Refuse a model that carries adapters: the reference would lose them. `merging` is the code that merges
-    those of its library into the weights, for the message.
+    """Raise if a model already has adapters, which the reference would lose.
+
+    `merging` is the code that merges the adapters of its library, for the message.
     """
     present = sorted(getattr(model, "peft_config", {}))
     if present:
         raise UserError(
-            f"The {type(model).__name__} already carries the adapters {present}, and the reference would "
+            f"The {type(model).__name__} already has the adapters {present}, and the reference would "
             f"lose them. Merge them into the weights first ({merging}) and use the result."
         )
 
@@ -70,8 +70,10 @@ def check_bare(model: Any, merging: str) -> None:
 def insert_adapters(
     model: Any, settings: LoraSettings, targets: list[str], *, task: str | None = None
 ) -> list[LoraLayer]:
-    """Freeze a model and put trainable float32 adapters into the linear layers of these names or ends of
-    names, in place; the layers that carry them come back, for `lora_disabled`.
+    """Freeze a model and insert trainable float32 adapters into the linear layers named by suffix, in place.
+
+    Returns:
+        Layers with adapters, for `lora_disabled`.
     """
     model.requires_grad_(False)
     config = LoraConfig(
@@ -84,7 +86,7 @@ def insert_adapters(
     with torch.random.fork_rng(devices=[]):
         if hasattr(model, "add_adapter"):
             model.add_adapter(config, adapter_name=ADAPTER)
-        else:  # a model whose library knows no adapters
+        else:  # the model's library has no adapters
             inject_adapter_in_model(config, model, adapter_name=ADAPTER)
             model.peft_config = {ADAPTER: config}
     generator = torch.Generator().manual_seed(settings.seed)
@@ -93,45 +95,42 @@ def insert_adapters(
             continue
         weight.data = weight.data.float()
         if ".lora_A." in name:
-            start, bound = torch.empty(weight.shape), 1 / math.sqrt(weight[0].numel())
+            initial, bound = torch.empty(weight.shape), 1 / math.sqrt(weight[0].numel())
             if settings.init == "gaussian":
-                start.normal_(std=1 / settings.rank, generator=generator)
+                initial.normal_(std=1 / settings.rank, generator=generator)
             else:
-                start.uniform_(-bound, bound, generator=generator)
-            weight.data.copy_(start)
+                initial.uniform_(-bound, bound, generator=generator)
+            weight.data.copy_(initial)
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
 def adapter_config(model: Any) -> LoraConfig:
-    """The settings of our adapter as peft holds them."""
+    """Return peft's configuration of our adapter."""
     return model.peft_config[ADAPTER]
 
 
 def check_same_kind(
     folder: Path,
     state: Mapping[str, Tensor],
-    own: Mapping[str, Tensor],
+    current: Mapping[str, Tensor],
     alpha: float,
-    own_alpha: float,
+    current_alpha: float,
 ) -> None:
-    """Refuse saved adapters of another rank, scale or place than the model's own, naming the first
-    difference.
-    """
-    shapes, own_shapes = ({n: tuple(w.shape) for n, w in weights.items()} for weights in (state, own))
-    if shapes != own_shapes or alpha != own_alpha:
-        differing = sorted(n for n in {*shapes, *own_shapes} if shapes.get(n) != own_shapes.get(n))
-        example = "".join(f"; {n} {shapes.get(n)} there, {own_shapes.get(n)} here" for n in differing[:1])
+    """Raise if saved adapters differ from the model's in rank, scale or layers, naming the first
+    difference."""
+    saved, expected = ({n: tuple(w.shape) for n, w in weights.items()} for weights in (state, current))
+    if saved != expected or alpha != current_alpha:
+        differing = sorted(n for n in {*saved, *expected} if saved.get(n) != expected.get(n))
+        example = "".join(f"; {n} {saved.get(n)} there, {expected.get(n)} here" for n in differing[:1])
         raise UserError(
-            f"The LoRA in {folder} is not of this model's kind: alpha {alpha} there, {own_alpha} "
-            f"here{example}. Build the policy of the model and the LoraSettings that it was trained with."
+            f"The LoRA in {folder} does not fit this model: alpha {alpha} there, {current_alpha} "
+            f"here{example}. Build the policy with the model and the LoraSettings that it was trained with."
         )
 
 
 @contextmanager
 def lora_disabled(layers: list[Any]) -> Iterator[None]:
-    """Switch adapters off inside the block; which weights are trainable is the same before and after. The
-    layers are inside the wrapped model too, so this works under DDP.
-    """
+    """Switch adapters off inside the block, also under DDP; `requires_grad` is restored afterwards."""
     flags = [(weight, weight.requires_grad) for layer in layers for weight in layer.parameters()]
     try:
         for layer in layers:
@@ -145,8 +144,9 @@ def lora_disabled(layers: list[Any]) -> Iterator[None]:
 
 
 def leave_casts_to_autocast(layers: list[LoraLayer]) -> None:
-    """Have adapters take their inputs as they come, in place: under autocast the products cast them anyway,
-    and peft's own cast to float32 before them changes no number. For float32 weights, which take float32
-    outside of autocast too."""
+    """Skip peft's cast of adapter inputs to float32, in place.
+
+    Under autocast the products cast their inputs anyway, so no number changes. Only for float32 weights.
+    """
     for layer in layers:
         layer.cast_input_dtype_enabled = False

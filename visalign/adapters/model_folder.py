@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a name is a model folder or a hub name, and what pipeline a folder holds."""
+"""Resolve model folders and hub names, and read the index of a diffusers pipeline."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from visalign.errors import UserError
 
 INDEX = "model_index.json"
-"""What diffusers' `save_pretrained` writes beside the folders of a pipeline's parts."""
+"""Index file that diffusers' `save_pretrained` writes next to a pipeline's components."""
 MODULAR_INDEX = "modular_model_index.json"
-"""The same of a modular pipeline; where both are, the classic one counts."""
+"""Index file of a modular pipeline; the classic one takes precedence."""
 
 
-def local_folder(folder_or_id: str | Path, holds: str) -> Path | None:
-    """The folder that is named, or None for a hub name `owner/name`; an existing folder always wins. `holds`
-    says what such a folder holds, for the message.
+def local_folder(folder_or_id: str | Path, content: str) -> Path | None:
+    """Return the local folder, or None for a hub name `owner/name`; an existing folder takes precedence.
 
-    A string is taken for a folder if it is no `owner/name`, or if `owner` is a folder here.
+    A string counts as a folder unless it reads `owner/name` and `owner` is no folder here. `content`
+    describes such a folder in the message.
     """
     folder = Path(folder_or_id)
     if folder.is_dir():
@@ -34,21 +34,20 @@ def local_folder(folder_or_id: str | Path, holds: str) -> Path | None:
     if is_hub_name:
         return None
     raise FileNotFoundError(
-        f"There is no model folder {folder}. Give a folder that {holds} or a hub name of the form owner/name."
+        f"There is no model folder {folder}. Give a folder that {content} or a hub name of the form "
+        "owner/name."
     )
 
 
 def pipeline_index(folder_or_id: str | Path) -> dict[str, Any]:
-    """The index of a diffusers pipeline, classic or modular: of a folder as `save_pretrained` writes it, or
-    from the hub.
-    """
-    folder = local_folder(folder_or_id, f"a diffusers pipeline was saved to (it holds {INDEX})")
+    """Read the index of a diffusers pipeline, classic or modular, from a folder or the hub."""
+    folder = local_folder(folder_or_id, f"a diffusers pipeline was saved to (with {INDEX})")
     if folder is None:
         return _from_hub(str(folder_or_id))
     file = next((folder / name for name in (INDEX, MODULAR_INDEX) if (folder / name).is_file()), None)
     if file is None:
         raise FileNotFoundError(
-            f"{folder} holds no {INDEX} and no {MODULAR_INDEX}, so it is no diffusers pipeline. Give the "
+            f"{folder} contains no {INDEX} or {MODULAR_INDEX}, so it is no diffusers pipeline. Give the "
             "folder above transformer/, vae/ and text_encoder/, as pipe.save_pretrained writes it."
         )
     try:
@@ -62,12 +61,12 @@ def _from_hub(name: str) -> dict[str, Any]:
 
     try:
         try:
-            fetched: Any = DiffusionPipeline.load_config(name)
+            index: Any = DiffusionPipeline.load_config(name)
         except OSError:
-            fetched = ModularPipeline.load_config(name)
+            index = ModularPipeline.load_config(name)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"There is no model folder {name}, and the hub gives no pipeline of that name "
+            f"There is no model folder {name}, and the hub has no pipeline of that name "
             f"({str(error).splitlines()[0]}). Correct the path, or the name and the access to the hub."
         ) from error
-    return dict(fetched)
+    return dict(index)

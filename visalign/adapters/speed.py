@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same network faster: compiled blocks, another kernel of attention, convolutions with channels last."""
+"""Faster execution of a network: compiled blocks, attention backends, channels-last convolutions."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from visalign.errors import UserError
 def speed_up(
     module: nn.Module, *, compiled: bool = False, attention: str | None = None, channels_last: bool = False
 ) -> None:
-    """Change how a policy's network is computed, in place; the function that it computes stays.
+    """Change how a network is executed, in place; its function stays the same.
 
     Args:
-        module: diffusers' network with its adapters, or an `nn.ModuleDict` of several.
-        compiled: `torch.compile` each of its repeated blocks (`_repeated_blocks`, or `_no_split_modules`),
-            so that one compilation serves all of them.
-        attention: a backend of diffusers' attention dispatch: native, flash, sage, xformers, ...
-        channels_last: keep the weights of 2D convolutions with their channels last; others stay.
+        module: Network of diffusers with its adapters, or an `nn.ModuleDict` of several.
+        compiled: `torch.compile` each repeated block (`_repeated_blocks`, or `_no_split_modules`), so that
+            one compilation serves all.
+        attention: Backend of diffusers' attention dispatch: native, flash, sage, xformers, ...
+        channels_last: Store 2D convolution weights channels last.
 
     Raises:
-        UserError: a network with no such blocks or without layers that take a backend, or a backend that is
-            unknown or cannot be used here.
+        UserError: No repeated blocks, no layers that take a backend, or a backend unavailable here.
     """
     for network in module.values() if isinstance(module, nn.ModuleDict) else [module]:
         if channels_last:
             for weight in (parameter for parameter in network.parameters() if parameter.ndim == 4):
                 weight.data = weight.data.contiguous(memory_format=torch.channels_last)
         if attention is not None:
-            _attend_by(network, attention)
+            _set_attention(network, attention)
         if compiled:
             _compile_blocks(network)
 
@@ -40,23 +39,23 @@ def _compile_blocks(network: nn.Module) -> None:
     blocks = [part for part in network.modules() if type(part).__name__ in names]
     if not blocks:
         raise UserError(
-            f"model.compile is set, and {type(network).__name__} names no block that repeats. Leave it out."
+            f"model.compile is set, but {type(network).__name__} declares no repeated blocks. Leave it out."
         )
     for block in blocks:
         block.compile()
 
 
-def _attend_by(network: nn.Module, backend: str) -> None:
+def _set_attention(network: nn.Module, backend: str) -> None:
     processors = [getattr(part, "processor", None) for part in network.modules()]
     if not any(hasattr(processor, "_attention_backend") for processor in processors):
         raise UserError(
-            f"model.attention is {backend!r}, and no layer of this {type(network).__name__} takes a backend. "
+            f"model.attention is {backend!r}, but no layer of this {type(network).__name__} takes a backend. "
             "Leave it out (the fast adapter of SD3 has its own attention)."
         )
     from diffusers.models.attention_dispatch import attention_backend
 
     try:
-        with attention_backend():  # whose end gives the other networks of the process theirs back
+        with attention_backend():  # restores the process-wide default for other networks
             network.set_attention_backend(backend)  # type: ignore[operator]  # of diffusers' ModelMixin
     except (ValueError, RuntimeError, ImportError) as error:
         raise UserError(f"model.attention is {backend!r}: {error}") from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training moves, and the way back: the reference is the model as it was."""
+"""Trained parameters of a policy, and the reference model from before training."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ from .lora import lora_disabled
 
 @contextmanager
 def swapped_weights(parameters: Sequence[nn.Parameter], stored: Sequence[Tensor]) -> Iterator[None]:
-    """Let the parameters hold the stored values (same shapes, device and dtype) inside the block; nothing is
-    copied.
+    """Swap in stored values (same shapes, device, dtype) inside the block, without copying.
 
-    A graph built before the block is still good after it; a backward *inside* would use the stored weights.
+    A graph built before the block is valid after it; a backward inside would use the stored weights.
     """
     current = [parameter.data for parameter in parameters]
     try:
-        for parameter, other in zip(parameters, stored, strict=True):
-            parameter.data = other
+        for parameter, value in zip(parameters, stored, strict=True):
+            parameter.data = value
         yield
     finally:
-        for parameter, own in zip(parameters, current, strict=True):
-            parameter.data = own
+        for parameter, value in zip(parameters, current, strict=True):
+            parameter.data = value
 
 
 class TrainedWeights:
-    """The parameters that the optimizer moves, and the model before it did.
+    """Trained parameters, and access to the model before training.
 
     Args:
-        model: with `requires_grad` set where it is trained.
-        adapters: the layers of a LoRA, which the reference does without; None where the model's own weights
-            are trained, and a copy of them is kept (one more model in memory).
-        reference: keep that copy; without it `reference` is refused.
+        model: Model with `requires_grad` set on trained parameters.
+        adapters: LoRA layers, which are disabled for the reference; None if the model's own weights are
+            trained, of which a copy is kept (one more model in memory).
+        reference: Keep that copy; without it `reference()` raises.
     """
 
     def __init__(self, model: nn.Module, adapters: list[LoraLayer] | None, *, reference: bool = True) -> None:
@@ -50,12 +49,12 @@ class TrainedWeights:
         self._depth = 0
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Names and parameters, in the order of the model, also inside `reference`."""
+        """Return names and parameters in the model's order, also inside `reference`."""
         return [(name, self._model.get_parameter(name)) for name in self._names]
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Inside, the model is what it was before training; may be nested. Call backward outside of it."""
+        """Restore the model from before training inside the block; nestable. Call backward outside."""
         self._depth += 1
         try:
             if self._depth > 1:
@@ -65,8 +64,8 @@ class TrainedWeights:
                     yield
             elif self._original is None:
                 raise UserError(
-                    "The policy was made with reference=False, so the model before training was not kept. "
-                    "Make it with reference=True, which takes one more model in memory, or train adapters."
+                    "The policy was created with reference=False, so the model before training was not kept. "
+                    "Use reference=True, which takes one more model in memory, or train adapters."
                 )
             else:
                 with swapped_weights([weight for _, weight in self.named()], self._original):

@@ -222,7 +222,7 @@ def test_lora_places_are_checked() -> None:
         policy(lora=text_lora(target_modules=("attn.to_q",)))
     with pytest.raises(UserError, match=r"\['lm_head'\] name no linear layer .* output head takes none"):
         policy(lora=text_lora(target_modules=("lm_head",)))
-    with pytest.raises(UserError, match=r"already carries the adapters .*merge_and_unload"):
+    with pytest.raises(UserError, match=r"already has the adapters .*merge_and_unload"):
         policy(some.model, lora=LORA)
 
 

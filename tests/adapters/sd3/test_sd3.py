@@ -423,10 +423,10 @@ def test_messages_of_model_folders(folders, tmp_path, monkeypatch):
     for kind in (DiffusionPipeline, ModularPipeline):
         monkeypatch.setattr(kind, "load_config", refuse)
     with pytest.raises(
-        FileNotFoundError, match=r"no model folder nobody/nothing, and the hub gives no pipeline"
+        FileNotFoundError, match=r"no model folder nobody/nothing, and the hub has no pipeline"
     ):
         SD3Policy.from_pretrained("nobody/nothing")
-    with pytest.raises(FileNotFoundError, match=r"holds no model_index.json"):
+    with pytest.raises(FileNotFoundError, match=r"contains no model_index.json"):
         SD3Policy.from_pretrained(folders["plain"] / "transformer")
     for part in ("transformer", "vae", "text_encoder_2", "tokenizer"):
         broken = copy(f"without_{part}")
