@@ -262,9 +262,7 @@ def test_adapters_of_a_model_of_another_width_are_refused(tmp_path):
     pipe, options = tiny_pipeline("flux")
     PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options).save(tmp_path)
     wider, options = _other_flux(num_attention_heads=4)
-    message = (
-        r"not fit this model: .*\(2, 32\) there, \(2, 64\) here\. .* the model and the LoraSettings"
-    )
+    message = r"not fit this model: .*\(2, 32\) there, \(2, 64\) here\. .* the model and the LoraSettings"
     with pytest.raises(UserError, match=message):
         PipelinePolicy(wider, lora_path=tmp_path, **options)
 
