@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A judge tried with every probe on reference images: how it responds to what should not move it."""
+"""Probe a reward on reference images: its responses to changes that should not move it."""
 
 from __future__ import annotations
 
@@ -17,37 +17,38 @@ from visalign.errors import UserError
 from visalign.evaluation.pages.base import embedded
 from visalign.evaluation.pages.probe_page import file_tables, probe_page
 from visalign.evaluation.pages.table_files import FOLDER, write_tables
-from visalign.evaluation.probes import response as answer
-from visalign.evaluation.probes.catalogue import Probe, examples, select_probes
+from visalign.evaluation.probes import response
+from visalign.evaluation.probes.catalogue import PAIR_PROBES, PROBES, Probe, examples, select_probes
 from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.pipelines.score.provenance import reward_identity
 from visalign.pipelines.shared.run_folder import pretty
 
+from .pair_runner import PairRunner
 from .reference import Reference
-from .subjects import Comparer, Scorer
+from .score_runner import ScoreRunner
 
 RESULT, PAGE = "probe.json", "probe.html"
 SHOWN_SIDE = 224
 """Longest side of the example images on the page, in pixels."""
 
 OnProbe = Callable[[int, int, str], object]
-"""Called with the probes done, all probes, and the title of the next."""
+"""Called with the number of finished probes, of all probes, and the title of the next."""
 
 
 def probes_for(
     judge: PointwiseReward | PairwiseReward, names: Sequence[str] | None = None
 ) -> tuple[Probe, ...]:
-    """The probes of a judge of its kind; one that can do both is tried as one that scores."""
+    """Select the probes of a reward by its kind; one that can do both is probed as one that scores."""
     if not isinstance(judge, PointwiseReward):
-        return select_probes(names, Comparer.probes)
-    scoring = {probe.name for probe in Scorer.probes}
-    for probe in select_probes(names, Comparer.probes) if names else ():
-        if probe.name not in scoring:
+        return select_probes(names, PAIR_PROBES)
+    allowed = {probe.name for probe in PROBES}
+    for probe in select_probes(names, PAIR_PROBES) if names else ():
+        if probe.name not in allowed:
             raise UserError(
                 f"The probe {probe.name!r} is for judges that compare, and {judge.name} scores single "
-                f"images. Allowed for it: {', '.join(scoring)}."
+                f"images. Allowed for it: {', '.join(probe.name for probe in PROBES)}."
             )
-    return select_probes(names, Scorer.probes)
+    return select_probes(names, PROBES)
 
 
 def probe_reward(
@@ -59,60 +60,51 @@ def probe_reward(
     batch_size: int = 32,
     on_probe: OnProbe | None = None,
 ) -> dict[str, Any]:
-    """Try a judge.
+    """Run probes on a reward.
 
     Returns:
         JSON-able: `judge`, `reference`, `limits`, `summary` (verdict -> probes), `probes`, `seconds`.
     """
-    if batch_size < 1:
-        raise UserError(f"batch_size is {batch_size}; it must be at least 1.")
     started = time.perf_counter()
-    tried = probes_for(judge) if probes is None else probes
-    subject = _subject(judge, reference, batch_size)
+    probes = probes_for(judge) if probes is None else probes
+    if isinstance(judge, PointwiseReward):
+        runner: ScoreRunner | PairRunner = ScoreRunner(judge, reference, batch_size)
+    else:
+        runner = PairRunner(judge, reference, batch_size)
     reports = []
-    for place, probe in enumerate(tried):
+    for index, probe in enumerate(probes):
         if on_probe is not None:
-            on_probe(place, len(tried), probe.title)
-        reports.append(
-            answer.probe_report(probe, [subject.level(probe, level, seed) for level in probe.levels])
-        )
+            on_probe(index, len(probes), probe.title)
+        levels = [runner.run_level(probe, level, seed) for level in probe.levels]
+        reports.append(response.probe_report(probe, levels))
     identity = reward_identity(judge)
     return {
         "format": "visalign probe 1",
         "judge": {
             "name": judge.name,
-            "kind": subject.kind,
-            "unit": subject.unit,
-            "higher_is_better": subject.higher_is_better,
+            "kind": runner.kind,
+            "unit": runner.unit,
+            "higher_is_better": runner.higher_is_better,
             "digest": identity.digest,
             "identity": json.loads(json.dumps(asdict(identity), default=str)),
         },
-        "reference": subject.record(),
-        "limits": dict(answer.LIMITS),
-        "level": answer.LEVEL,
+        "reference": runner.record(),
+        "limits": dict(response.LIMITS),
+        "level": response.LEVEL,
         "seed": seed,
         "batch_size": batch_size,
-        "summary": answer.summary(reports),
+        "summary": response.summary(reports),
         "probes": reports,
         "seconds": round(time.perf_counter() - started, 3),
     }
 
 
-def _subject(
-    judge: PointwiseReward | PairwiseReward, reference: Reference, batch_size: int
-) -> Scorer | Comparer:
-    if isinstance(judge, PointwiseReward):
-        return Scorer(judge, reference, batch_size)
-    return Comparer(judge, reference, batch_size)
-
-
 def write_probe(folder: Path, result: Mapping[str, Any], reference: Reference, *, seed: int = 0) -> Path:
-    """Write `probe.json`, `tables/` and `probe.html`, whose path is returned; the reference's first image
-    shows the changes.
-    """
+    """Write `probe.json`, `tables/` and `probe.html`, with the first reference image as example; return the
+    page's path."""
     sample = reference.samples[0]
     images = {}
-    for probe in Scorer.probes if result["judge"]["kind"] == Scorer.kind else Comparer.probes:
+    for probe in PROBES if result["judge"]["kind"] == ScoreRunner.kind else PAIR_PROBES:
         shown = examples(probe, sample, torch.Generator().manual_seed(1_000_003 * seed))
         images[probe.name] = [{"label": label} | embedded(image, side=SHOWN_SIDE) for label, image in shown]
     original = embedded(sample.image, side=SHOWN_SIDE) | {"prompt": sample.prompt}

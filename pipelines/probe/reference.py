@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The images that a judge is probed on, those they are compared with, and their changes."""
+"""Reference images of a probe, the images that they are compared with, and their changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from visalign.pipelines.score.image_rows import ImageRow
 from visalign.rewards.base.images import load_images
 
 COUNT = 64
-"""Reference images where the user gives none."""
+"""Default number of reference images."""
 _SPLIT = "heldout"
 _THIRD = 2
 """Stream of the draws of third images; `ShapesPreferences` uses 0 and 1."""
@@ -29,7 +29,7 @@ _THIRD = 2
 
 @dataclass(frozen=True)
 class Reference:
-    """The unchanged samples and what was read of them."""
+    """Unchanged samples with their rivals."""
 
     source: str
     samples: tuple[Sample, ...]
@@ -37,31 +37,29 @@ class Reference:
     unreadable: int = 0
     """Images that could not be read and are left out."""
     others: tuple[tuple[Sample, ...], ...] = ()
-    """For judges that compare: up to two other images per sample, under the sample's prompt."""
+    """For pairwise judges: up to two other images per sample, under the sample's prompt."""
     strangers: int = 0
     """Samples whose others are images of other prompts, because their own has no more."""
 
     def rivals(self, row: int) -> tuple[Sample, ...]:
-        """The other images of a sample."""
+        """Return the other images of a sample."""
         return self.others[row] if self.others else ()
 
     def changed(self, probe: Probe, level: Level, row: int, seed: int) -> Sample | None:
-        """A sample after a probe's change, None where that does not apply to it."""
-        if probe.change is not None:
-            generator = torch.Generator().manual_seed(1_000_003 * seed + row)
-            return probe.change(self.samples[row], level, generator)
-        return self.with_other_prompt(row)
+        """Apply a probe's change to a sample; None where it does not apply.
 
-    def with_other_prompt(self, row: int) -> Sample | None:
-        """A sample under the prompt of the next one that has another, None where all have the same."""
+        Without a change of its own the probe takes the prompt of the next sample that has another one.
+        """
         sample = self.samples[row]
+        if probe.change is not None:
+            return probe.change(sample, level, torch.Generator().manual_seed(1_000_003 * seed + row))
         prompts = (other.prompt for other in self.samples[row + 1 :] + self.samples[:row])
-        found = next((prompt for prompt in prompts if prompt != sample.prompt), None)
-        return None if found is None else Sample(sample.image, found)
+        other = next((prompt for prompt in prompts if prompt != sample.prompt), None)
+        return None if other is None else Sample(sample.image, other)
 
 
 def shapes_reference_set(count: int = COUNT, *, seed: int = 0) -> Reference:
-    """Images of the shapes world, right and wrong for their prompts, in all its styles and distortions.
+    """Draw images of the shapes world, right and wrong for their prompts, in all its styles and distortions.
 
     Each has two others of its prompt: the right image of its pair, and a third that is drawn freely.
     """
@@ -72,10 +70,8 @@ def shapes_reference_set(count: int = COUNT, *, seed: int = 0) -> Reference:
         rng = np.random.default_rng([seed, _THIRD, number])
         wanted = record if rng.random() < 0.5 else source.near(record, rng)
         third = render(degraded(sample_scene(wanted, rng), rng))
-        images = [resolve_image(pair.image_left), resolve_image(pair.image_right), third]
-        first, *rest = [
-            Sample(image, pair.prompt) for image in load_images(images).images if image is not None
-        ]
+        images = load_images([resolve_image(pair.image_left), resolve_image(pair.image_right), third]).images
+        first, *rest = [Sample(image, pair.prompt) for image in images if image is not None]
         samples.append(first)
         others.append(tuple(rest))
         metadata.append(record)
@@ -83,52 +79,46 @@ def shapes_reference_set(count: int = COUNT, *, seed: int = 0) -> Reference:
 
 
 def read_reference(source: str, rows: Sequence[ImageRow]) -> Reference:
-    """Read the images of rows."""
-    samples, metadata, reason = [], [], ""
+    """Read the images of rows; unreadable ones are counted."""
+    samples, metadata, reasons = [], [], []
     for row in rows:
         try:
             batch = load_images([resolve_image(row.image)])
         except UserError as error:
-            reason = reason or str(error)
+            reasons.append(str(error))
             continue
-        image = batch.images[0]
-        if image is None:
-            reason = reason or str(batch.reasons[0])
+        if (image := batch.images[0]) is None:
+            reasons.append(str(batch.reasons[0]))
             continue
         samples.append(Sample(image, row.prompt))
         metadata.append(row.metadata)
     if not samples:
-        raise UserError(f"None of the {len(rows)} reference images of {source} can be read: {reason}")
-    others, strangers = _others(samples)
+        raise UserError(f"None of the {len(rows)} reference images of {source} can be read: {reasons[0]}")
+    others, strangers = _find_rivals(samples)
     return Reference(
-        source,
-        tuple(samples),
-        tuple(metadata),
-        unreadable=len(rows) - len(samples),
-        others=others,
-        strangers=strangers,
+        source, tuple(samples), tuple(metadata), unreadable=len(reasons), others=others, strangers=strangers
     )
 
 
-def _others(samples: Sequence[Sample]) -> tuple[tuple[tuple[Sample, ...], ...], int]:
-    """The next two images of the same prompt, or, where there is none, the next two of other prompts.
+def _find_rivals(samples: Sequence[Sample]) -> tuple[tuple[tuple[Sample, ...], ...], int]:
+    """Choose the next two images of the same prompt, or, where there is none, the next two of other prompts.
 
     The second of only two images of a prompt has none: their one comparison is the first one's.
     """
     groups: dict[str, list[int]] = {}
     for row, sample in enumerate(samples):
         groups.setdefault(sample.prompt, []).append(row)
-    found: list[tuple[Sample, ...]] = []
+    rivals: list[tuple[Sample, ...]] = []
     strangers = 0
     for row, sample in enumerate(samples):
-        mine = groups[sample.prompt]
-        place = mine.index(row)
-        if len(mine) > 2:
-            chosen = [mine[(place + 1) % len(mine)], mine[(place + 2) % len(mine)]]
-        elif len(mine) == 2:
-            chosen = mine[1 - place : 2 - place] if place == 0 else []
+        group = groups[sample.prompt]
+        index = group.index(row)
+        if len(group) > 2:
+            chosen = [group[(index + 1) % len(group)], group[(index + 2) % len(group)]]
+        elif len(group) == 2:
+            chosen = group[1:] if index == 0 else []
         else:
             chosen = [(row + step) % len(samples) for step in (1, 2) if step < len(samples)]
             strangers += bool(chosen)
-        found.append(tuple(Sample(samples[other].image, sample.prompt) for other in chosen))
-    return tuple(found), strangers
+        rivals.append(tuple(Sample(samples[other].image, sample.prompt) for other in chosen))
+    return tuple(rivals), strangers

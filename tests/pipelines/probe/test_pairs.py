@@ -255,8 +255,6 @@ def test_what_cannot_be_probed_is_said() -> None:
         UserError, match=r"judged 0 of 3 pairs of reference images, and 2 are needed: no answer\. Give"
     ):
         probe_reward(silent, by_hand(0.2, 0.4, 0.6))
-    with pytest.raises(UserError, match="batch_size is 0; it must be at least 1"):
-        probe_reward(BrightnessPairs(), by_hand(0.2, 0.4), batch_size=0)
 
     class Short(BrightnessPairs):
         def compare(self, left: Any, right: Any, prompts: Any, metadata: Any = None) -> Preferences:
