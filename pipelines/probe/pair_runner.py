@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probes of a pairwise judge: changed samples against the unchanged, and both against others of their prompt."""
+"""Probes of a pairwise judge: changed samples against the unchanged, and both against other images."""
 
 from __future__ import annotations
 
