@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import ipaddress
-import math
 import os
 import socket
 import threading
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from visalign.errors import UserError
 
 if TYPE_CHECKING:
-    from visalign.rewards.serve.bounds import RequestLimits
+    from visalign.rewards.serve.limits import RequestLimits
 
 
 def serve_reward(
@@ -52,8 +51,8 @@ def serve_reward(
         timeout: seconds that a batch may take.
         threads: CPU threads of the judge's process.
         memory: GiB for requests and for the judge's work on them, beside what both processes take when they
-            idle; half of what is free when None. Limits follow from it and from the judge's peak for each
-            pixel, measured at the start: `visalign.rewards.serve.bounds.limits_for`.
+            idle; half of what is free when None. Limits follow from it
+            (`visalign.rewards.serve.limits.limits_for`).
         max_pixels: of a request and of what is judged together, instead.
         max_connections: at once; fewer where the limit of open files is lower.
         idle: seconds after which a connection that asks nothing is closed.
@@ -70,44 +69,28 @@ def serve_reward(
             "A reward server needs uvicorn, which is not installed: python -m pip install 'visalign[serve]'."
         )
     check_unlocked(host, port)
-    from visalign.rewards.serve import bounds
+    from uvicorn import Server
+
+    from visalign.rewards.serve.connections import connections_allowed, server_config
+    from visalign.rewards.serve.limits import limits_for
     from visalign.rewards.serve.server import judge_server
     from visalign.rewards.serve.worker import JudgeWorker
 
-    connections = bounds.connections_allowed(max_connections)
+    connections = connections_allowed(max_connections)
     worker = JudgeWorker(name, options, threads=threads)
     try:
         chosen = {"timeout": timeout} | ({} if max_pixels is None else {"max_pixels": max_pixels})
-        limits = bounds.limits_for(worker, memory, connections=connections, **chosen)
+        limits = limits_for(memory, connections=connections, **chosen)
         app = judge_server(
             worker, worker.card, token=token, limits=limits, max_batch=max_batch, max_wait=max_wait
         )
-        server = _server(app, host, port, connections, idle)
+        server = Server(server_config(app, host, port, connections=connections, idle=idle))
         _end_in_order(server, app, worker)
         if on_ready is not None:
             _say_ready(server, partial(on_ready, limits))
         server.run()
     finally:
         worker.close()
-
-
-def _server(app: Any, host: str, port: int, connections: int, idle: float) -> Any:
-    import uvicorn
-
-    from visalign.rewards.serve.bounds import BACKLOG
-    from visalign.rewards.serve.connections import BoundedProtocol
-
-    config = uvicorn.Config(
-        app,
-        host=host,
-        port=port,
-        http=partial(BoundedProtocol, most=connections, idle=idle),  # type: ignore[arg-type]
-        ws="none",
-        backlog=BACKLOG,
-        log_level="error",  # a line for each bad request would let anybody fill the disk
-        timeout_keep_alive=math.ceil(idle),
-    )
-    return uvicorn.Server(config)
 
 
 def _say_ready(server: Any, on_ready: Callable[[], object]) -> None:

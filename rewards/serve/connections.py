@@ -1,29 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connections of a reward server: how many at once, and which are closed. It needs uvicorn."""
+"""Connections of an HTTP server: how many at once, and which are closed. It needs uvicorn."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
+from functools import partial
 from typing import Any
 
+from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-_SPARED = 1.0
-"""Seconds that a new connection has to ask."""
+from visalign.errors import UserError
+
+CONNECTION_BYTES = 320 << 10
+"""Bytes that a connection may hold unread: 64 KiB at uvicorn, one read of 256 KiB at asyncio."""
+_BACKLOG = 64
+"""Connections that the system accepts before the server looks; they need descriptors beside the open ones."""
+_SPARE_DESCRIPTORS = 32
+"""For the judge's pipe, its process when it is restarted, and files."""
+_GRACE = 1.0
+"""Seconds that a new connection has to send its request before it may be closed for another."""
 _FULL = json.dumps({"error": "Busy: too many connections. Try again.", "busy": True}).encode()
 
 
-class BoundedProtocol(H11Protocol):
-    """uvicorn's HTTP protocol with `most` connections and no silent ones.
+def server_config(app: Any, host: str, port: int, *, connections: int, idle: float) -> Config:
+    """Configure uvicorn with at most `connections`, each closed after `idle` seconds of silence."""
+    return Config(
+        app,
+        host=host,
+        port=port,
+        http=partial(BoundedProtocol, most=connections, idle=idle),  # type: ignore[arg-type]
+        ws="none",
+        backlog=_BACKLOG,
+        log_level="error",  # a line for each bad request would let anybody fill the disk
+        timeout_keep_alive=math.ceil(idle),
+    )
 
-    One that has asked nothing for `idle` seconds, or is still asking, or does not read its answer, is closed;
-    so is, when there are too many, the one that has been so longest and for a second at least, those that
-    never asked first. One too many while all others wait for answers is told to come again.
+
+def connections_allowed(wanted: int) -> int:
+    """Return the number of connections that leaves descriptors for everything else.
+
+    Raises:
+        UserError: the limit of open files leaves none.
+    """
+    try:
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        open_files = len(os.listdir("/proc/self/fd"))
+    except (ModuleNotFoundError, OSError):
+        return wanted
+    room = limit - open_files - 2 * _BACKLOG - _SPARE_DESCRIPTORS if limit > 0 else wanted
+    if room < 1:
+        raise UserError(
+            f"The limit of open files is {limit}, which leaves no connection. Raise it: ulimit -n 1024."
+        )
+    return min(wanted, room)
+
+
+class BoundedProtocol(H11Protocol):
+    """uvicorn's HTTP protocol with limits that its settings lack.
+
+    uvicorn's `timeout_keep_alive` begins with the first answer, and its `limit_concurrency` lets silent
+    connections crowd out all others. Here a connection is closed when for `idle` seconds it has sent no whole
+    request or does not read its answer. When there are more than `most`, the one that has been so longest
+    (and for a second at least) is closed, those that never sent a request first; if there is none, the new
+    one gets 503.
     """
 
     _idle_since = 0.0
-    _ends: Any = None
-    _unread: Any = None
+    _idle_timer: Any = None
+    _unread_timer: Any = None
 
     def __init__(self, *args: Any, most: int, idle: float, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -33,18 +82,18 @@ class BoundedProtocol(H11Protocol):
     def is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
-    def may_go(self) -> bool:
-        waits = self.is_idle or self._unread is not None
-        return waits and self.loop.time() - self._idle_since > _SPARED
+    def may_close(self) -> bool:
+        waits = self.is_idle or self._unread_timer is not None
+        return waits and self.loop.time() - self._idle_since > _GRACE
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._rest()
+        self._start_idle_timer()
         if len(self.connections) <= self._most:
             return
-        ours: Any = self.connections
-        others = [line for line in ours if line is not self and line.may_go()]
-        oldest = min(others, key=lambda line: (line.cycle is not None, line._idle_since), default=None)
+        every: Any = self.connections
+        others = [other for other in every if other is not self and other.may_close()]
+        oldest = min(others, key=lambda one: (one.cycle is not None, one._idle_since), default=None)
         if oldest is not None:
             self.connections.discard(oldest)
             oldest.transport.abort()
@@ -54,34 +103,34 @@ class BoundedProtocol(H11Protocol):
         transport.close()
 
     def on_response_complete(self) -> None:
-        self._rest()
+        self._start_idle_timer()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
         self._idle_since = self.loop.time()
-        self._unread = self.loop.call_later(self._idle, self.transport.abort)
+        self._unread_timer = self.loop.call_later(self._idle, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._read_again()
-
-    def _read_again(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+        self._stop_unread_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._ends.cancel()
-        self._read_again()
+        self._idle_timer.cancel()
+        self._stop_unread_timer()
         super().connection_lost(exc)
 
-    def _rest(self) -> None:
+    def _start_idle_timer(self) -> None:
         self._idle_since = self.loop.time()
-        if self._ends is not None:
-            self._ends.cancel()
-        self._ends = self.loop.call_later(self._idle, self._end_if_idle)
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        self._idle_timer = self.loop.call_later(self._idle, self._close_if_idle)
 
-    def _end_if_idle(self) -> None:
+    def _close_if_idle(self) -> None:
         if self.is_idle and not self.transport.is_closing():
             self.transport.abort()
+
+    def _stop_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None

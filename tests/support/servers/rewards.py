@@ -47,17 +47,6 @@ class Habits:
         return make_scores(means + 10 * own, reasons, self.unit, parts={"mean": means}, text=list(prompts))
 
 
-class Hungry(Habits):
-    """Takes 600 bytes for a pixel while it judges."""
-
-    name = "hungry"
-
-    def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
-        pixels = sum(image.shape[-1] * image.shape[-2] for image in images)
-        held = torch.ones(600 * pixels, dtype=torch.uint8)
-        return make_scores(held[: len(prompts)].float(), [None] * len(prompts), self.unit)
-
-
 class Pairs:
     name = "pairs"
 

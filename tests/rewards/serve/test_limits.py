@@ -9,9 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,24 +19,20 @@ import torch
 from tests.support.servers.rewards import Habits, Inline, serving
 from visalign.errors import UserError
 from visalign.pipelines.serve_reward import serve_reward
-from visalign.rewards.base.memory import BYTES_PER_PIXEL
-from visalign.rewards.serve import bounds
-from visalign.rewards.serve.bounds import ByteBudget, QueueFull, RequestLimits, limits_within
 from visalign.rewards.serve.client import RemoteReward
+from visalign.rewards.serve.limits import ByteBudget, QueueFull, RequestLimits, limits_for
 from visalign.rewards.serve.server import Batcher, judge_server
 from visalign.rewards.serve.wire import MEDIA_TYPE, JudgeRequest, pack_request
-from visalign.rewards.serve.worker import JudgeWorker, judge_card
+from visalign.rewards.serve.worker import judge_card
 
 pytest.importorskip("starlette")
 httpx = pytest.importorskip("httpx")
 connections = pytest.importorskip("visalign.rewards.serve.connections")
-ROOT = Path(__file__).resolve().parents[3]
 LEVELS = torch.randint(0, 256, (4, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 SMALL: dict[str, Any] = {
     "max_bytes": 40_000,
     "max_header": 20_000,
     "max_total_bytes": 2_380_000,
-    "room_timeout": 0.2,
 }
 
 
@@ -76,7 +70,7 @@ def held(url: str) -> int:
 def assert_held(url: str, size: int) -> None:
     end = time.monotonic() + 10
     while held(url) != size:
-        assert time.monotonic() < end, f"{held(url)} bytes are under way, not {size}"
+        assert time.monotonic() < end, f"{held(url)} bytes are in progress, not {size}"
         time.sleep(0.01)
 
 
@@ -95,7 +89,7 @@ def test_bytes_under_way_are_bounded_and_the_client_waits_for_room():
             sent = pack_request(request(prompt))
             reply = httpx.post(f"{url}/v1/score", content=sent, headers={"Content-Type": MEDIA_TYPE})
             assert reply.status_code == 503 and reply.headers["retry-after"] == "1"
-            assert f"Busy: {whole} bytes are under way; at most 2380000 may be" in reply.json()["error"]
+            assert f"Busy: {whole} bytes are in progress; at most 2380000 may be" in reply.json()["error"]
             given_up = RemoteReward(url, attempts=1, patience=0.0).score(LEVELS[:1], [prompt])
             assert not given_up.valid.any() and "(503)" in str(given_up.reason)
             waiting = pool.submit(RemoteReward(url, attempts=1).score, LEVELS[:1], [prompt])
@@ -106,17 +100,14 @@ def test_bytes_under_way_are_bounded_and_the_client_waits_for_room():
 
 
 def test_json_is_charged_for_what_it_becomes_and_bounded():
-    async def run() -> None:
-        budget = ByteBudget(RequestLimits(max_bytes=1 << 20, max_total_bytes=48 << 20, max_header=1 << 20))
-        async with budget.held(1 << 20) as charge:
-            assert budget.used == (1 << 20) + 40 * (64 << 10)
+    budget = ByteBudget(RequestLimits(max_bytes=1 << 20, max_total_bytes=48 << 20, max_header=1 << 20))
+    with budget.reserve(1 << 20) as charge:
+        assert budget.used == (1 << 20) + 40 * (64 << 10)
+        charge(1 << 20)
+        assert budget.used == 41 << 20
+        with pytest.raises(QueueFull, match="42991616 bytes are in progress"):
             charge(1 << 20)
-            assert budget.used == 41 << 20
-            with pytest.raises(QueueFull, match="42991616 bytes are under way"):
-                charge(1 << 20)
-        assert budget.used == 0
-
-    asyncio.run(run())
+    assert budget.used == 0
     with serving(app_of(Habits(), limits=RequestLimits(**SMALL))) as url:
         sent = pack_request(request("1", metadata=[{"a": "x" * 21_000}]))
         reply = httpx.post(f"{url}/v1/score", content=sent, headers={"Content-Type": MEDIA_TYPE})
@@ -124,21 +115,6 @@ def test_json_is_charged_for_what_it_becomes_and_bounded():
         prompts = ["1" + "ü" * 900] * 4  # more JSON than one request may have, told before it is sent
         scores = RemoteReward(url).score(LEVELS, prompts)
         assert scores.valid.all() and held(url) == 0
-
-
-def test_who_came_first_is_served_first():
-    async def run() -> list[str]:
-        budget, done = ByteBudget(replace(RequestLimits(**SMALL), room_timeout=5.0)), list[str]()
-
-        async def ask(name: str, length: int) -> None:
-            async with budget.held(length):
-                done.append(name)
-                await asyncio.sleep(0.01)
-
-        await asyncio.gather(ask("one", 40_000), ask("large", 40_000), ask("small", 100))
-        return done
-
-    assert asyncio.run(run()) == ["one", "large", "small"], "a small one that passed would starve the large"
 
 
 def test_what_is_judged_together_has_a_bounded_number_of_pixels():
@@ -153,25 +129,16 @@ def test_what_is_judged_together_has_a_bounded_number_of_pixels():
 
 
 def test_limits_follow_from_the_memory():
-    plain = limits_within(64 << 30, 100.0)
-    assert plain == RequestLimits() and limits_within(64 << 30, 100.0, timeout=7.0).timeout == 7.0
-    tight = limits_within(1 << 30, 256.0)
-    assert tight.max_pixels == 1 << 21 and tight.max_total_bytes == 1 << 29 and tight.max_bytes == 1 << 28
-    with pytest.raises(UserError, match=r"can be judged: 900 bytes each .* Give at least 1\.76 GiB"):
-        limits_within(1 << 29, 900.0)
-    with pytest.raises(UserError, match=r"Give at least 0\.17 GiB"):
-        limits_within(1 << 26, 12.0, connections=256)
-    assert limits_within(1 << 30, 256.0, connections=100).max_total_bytes == (1 << 29) - 100 * (320 << 10)
-    assert limits_within(1 << 29, 900.0, max_pixels=5000).max_pixels == 5000
+    assert limits_for(64, connections=0) == RequestLimits()
+    assert limits_for(64, connections=0, timeout=7.0).timeout == 7.0
+    tight = limits_for(0.5, connections=0)
+    assert tight.max_pixels == 1 << 21 and tight.max_total_bytes == 1 << 28 and tight.max_bytes == 1 << 27
+    with pytest.raises(UserError, match=r"pixels can be scored\. Give at least 0\.25 GiB"):
+        limits_for(0.2, connections=0)
+    assert limits_for(1, connections=100).max_total_bytes == (1 << 29) - 100 * (320 << 10)
+    assert limits_for(0.2, connections=0, max_pixels=5000).max_pixels == 5000
     with pytest.raises(UserError, match="max_total_bytes is 1000, and the largest request may take"):
-        limits_within(1 << 30, 100.0, max_total_bytes=1000)
-
-
-def test_the_peak_of_a_judge_is_measured(monkeypatch: pytest.MonkeyPatch):
-    worker = JudgeWorker(f"{ROOT / 'tests/support/servers/rewards.py'}:Hungry", threads=1)
-    assert 600 <= bounds.peak_bytes_per_pixel(worker) < 640
-    worker.close()
-    assert bounds.peak_bytes_per_pixel(worker) == BYTES_PER_PIXEL, "nothing is known of it"
+        limits_for(1, connections=0, max_total_bytes=1000)
 
 
 def test_silent_connections_make_room_for_those_who_ask():
@@ -224,13 +191,13 @@ def test_one_too_many_is_told_to_come_again():
 
 def test_connections_leave_descriptors_for_the_rest(monkeypatch: pytest.MonkeyPatch):
     resource = pytest.importorskip("resource")
-    monkeypatch.setattr(bounds.os, "listdir", lambda place: ["0"] * 20)
+    monkeypatch.setattr(connections.os, "listdir", lambda place: ["0"] * 20)
     for limit, allowed in ((256, 76), (1 << 20, 256), (resource.RLIM_INFINITY, 256)):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, limit=limit: (limit, limit))
-        assert bounds.connections_allowed(256) == allowed
+        assert connections.connections_allowed(256) == allowed
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (100, 100))
     with pytest.raises(UserError, match="The limit of open files is 100, which leaves no connection"):
-        bounds.connections_allowed(256)
+        connections.connections_allowed(256)
 
 
 @pytest.mark.parametrize("token", ["two\nlines", "sésame", "a b", "sesame\n"])
