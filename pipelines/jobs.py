@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands between the command line and a pipeline: which job a file is for, how it is continued."""
+"""Catalogue of the jobs, and reading a configuration file as a job."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Job:
     run: Callable[..., Any]
     plan: Callable[[Any], Mapping[str, Any]]
     estimate: Callable[[Any], Mapping[str, Any]]
-    """What the plan says without running anything, and, where the job knows them, memory and hours."""
+    """The plan without timed passes, with memory and hours where the job estimates them."""
 
 
 def load_job(name_or_path: str, overrides: Sequence[str] = ()) -> Job:

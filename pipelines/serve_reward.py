@@ -153,7 +153,7 @@ def _token(host: str, token_env: str | None) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this machine alone reaches an address."""
+    """Return whether only this machine can reach an address."""
     if host == "localhost":
         return True
     try:

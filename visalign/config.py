@@ -88,7 +88,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         what = getattr(error, "problem", None) or str(error)
-        raise ConfigError(f"'{file}'{where}: not valid YAML: {what}. Mend that line.") from error
+        raise ConfigError(f"'{file}'{where}: not valid YAML: {what}. Fix that line.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"'{file}' is not text in UTF-8: {error.reason}. Give a YAML file.") from error
     except OSError as error:
@@ -179,7 +179,7 @@ def _parse_override(item: str) -> tuple[list[str], Any]:
 
 
 class _Entries(dict[str, Any]):
-    """What dotted overrides alone say of a mapping: it edits the default one, which others replace."""
+    """A mapping given by dotted overrides alone: it edits the default mapping, which others replace."""
 
 
 def _set(data: Any, keys: Sequence[str], value: Any) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def _set(data: Any, keys: Sequence[str], value: Any) -> dict[str, Any]:
 
 
 def _over_defaults(given: Any, hint: Any, default: Any) -> Any:
-    """What was given over the defaults: sections are merged, of dicts with free names see `load_config`."""
+    """Merge given values over the defaults; for dicts with free names see `load_config`."""
     section = section_schema(hint, given, default)
     if section is not None and isinstance(given, Mapping):
         fields = {field.name: _default(field) for field in dataclasses.fields(section)}

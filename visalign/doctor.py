@@ -7,7 +7,6 @@ import importlib.util
 import os
 import platform
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -19,27 +18,21 @@ from visalign.data.assets import PACKAGED, assets_folder
 from .errors import UserError
 from .versions import NEEDED, installed_version, visalign_version
 
-OPTIONAL = {
-    "wandb": "experiment tracking",
-    "math-verify": "equal mathematics",
-    "hypothesis": "tests",
-    "ruff": "checks",
-    "pyright": "checks",
-}
-"""Distributions that one can do without, and what for."""
+OPTIONAL = ("wandb", "math-verify", "hypothesis", "ruff", "pyright")
+"""Optional distributions."""
 
 _BROKEN = (ImportError, AttributeError, ValueError, TypeError, KeyError, RuntimeError, OSError)
-"""What a piece of a damaged installation may raise; a check that raises has failed."""
+"""Errors of a damaged installation; a check that raises one has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing that either works or does not."""
+    """A check and its result."""
 
     name: str
     passed: bool
     detail: str
-    """What was found, or what is wrong and how to mend it."""
+    """What works, or what is wrong and how to fix it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +45,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether every check passed."""
+        """True if every check passed."""
         return all(check.passed for check in self.checks)
 
     @property
@@ -116,11 +109,7 @@ def _run(name: str, check: Callable[[], str]) -> Check:
 
 
 def _facts() -> tuple[tuple[str, str], ...]:
-    disk = shutil.disk_usage(Path.cwd())
-    optional = [
-        f"{name} {installed_version(name) or 'absent (' + purpose + ')'}"
-        for name, purpose in OPTIONAL.items()
-    ]
+    optional = [f"{name} {installed_version(name) or 'absent'}" for name in OPTIONAL]
     return (
         ("visalign", f"{visalign_version()} at {Path(__file__).resolve().parent}"),
         ("python", f"{platform.python_version()} at {sys.executable}"),
@@ -132,12 +121,11 @@ def _facts() -> tuple[tuple[str, str], ...]:
         ),
         ("optional", ", ".join(optional)),
         ("code sandbox", _sandbox()),
-        ("disk", f"{disk.free / 1e9:.1f} GB free of {disk.total / 1e9:.1f} GB here"),
     )
 
 
 def _sandbox() -> str:
-    """What isolates generated code here."""
+    """Name the sandbox of generated code, or the reason for having none."""
     try:
         from visalign.rewards.code.sandbox import bubblewrap_problem
 
@@ -188,11 +176,11 @@ def _packages() -> str:
 
 
 def _wings() -> str:
-    """Whether `visalign.rewards` and `visalign.pipelines` can be found: links in a checkout, else folders."""
+    """Check that `visalign.rewards` and `visalign.pipelines` exist: links in a checkout, else folders."""
     found = []
     for wing, module in {"rewards": "base.contract", "pipelines": "cli.app"}.items():
         if importlib.util.find_spec(f"visalign.{wing}.{module}") is None:
-            raise UserError(f"visalign.{wing} is incomplete. Install anew: python -m pip install -e .")
+            raise UserError(f"visalign.{wing} is incomplete. Install it again: python -m pip install -e .")
         place = Path(__file__).resolve().parent / wing
         if not place.is_dir():
             raise UserError(
@@ -208,7 +196,7 @@ def _configurations() -> str:
 
     names = list_configs()
     if not names:
-        raise UserError(f"no YAML file in '{config_folder()}'. Install visalign anew.")
+        raise UserError(f"no YAML file in '{config_folder()}'. Install visalign again.")
     return f"{len(names)} in '{config_folder()}'"
 
 

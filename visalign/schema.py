@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration dataclass allows, and how the first thing that it does not allow is said."""
+"""Keys and types that a configuration dataclass allows, and the message for the first one it refuses."""
 
 from __future__ import annotations
 
@@ -19,33 +19,6 @@ STRICT: ConfigDict = {"extra": "forbid", "coerce_numbers_to_str": True}
 
 Source = tuple[tuple[str, ...], str]
 """(keys that were written, where they stand); of a file () and its name."""
-
-RENAMED = {
-    "data.written": "data.demonstrations",
-    "data.written_batch": "data.demonstrations_batch",
-    "optimiser": "optimizer",
-    "rollout.level": "rollout.noise_level",
-    "rollout.grid": "rollout.timestep_schedule",
-    "rollout.noise_steps": "rollout.sde_steps",
-    "rollout.noise_count": "rollout.sde_window",
-    "rollout.event_norm": "rollout.log_prob_reduction",
-    "objective.ratio": "objective.changes.ratio",
-    "objective.eps_low": "objective.changes.surrogate_options.eps_low",
-    "objective.eps_high": "objective.changes.surrogate_options.eps_high",
-    "objective.advantage_scale": "objective.changes.advantage_options.scale",
-    "objective.baseline": "objective.changes.advantage_options.baseline",
-    "objective.advantage_clip": "objective.changes.advantage_clamp",
-    "objective.beta": "objective.changes.kl",
-    "objective.step_weight": "objective.changes.step_weight",
-}
-"""Key of an earlier version -> its name now."""
-
-
-def successor_key(now: str) -> str:
-    """The key of the schema that a name of `RENAMED` stands in: of "objective.changes.kl" the mapping."""
-    head, changes, _ = now.partition(".changes.")
-    return f"{head}.changes" if changes else now
-
 
 _UNKNOWN = ("unexpected_keyword_argument", "invalid_key")
 
@@ -92,8 +65,8 @@ def allowed_keys(schema: Any, prefix: str = "") -> Iterator[str]:
 
 
 def refusal(error: ValidationError, schema: Any, data: Any, sources: Sequence[Source]) -> ConfigError:
-    """What pydantic found, in the words of a configuration: an unknown key before a wrong value, both before
-    what a dataclass itself refuses.
+    """Describe an error of pydantic in the words of a configuration: unknown keys before wrong values, both
+    before what a dataclass itself refuses.
 
     Args:
         error: of validating `data`.
@@ -108,25 +81,25 @@ def refusal(error: ValidationError, schema: Any, data: Any, sources: Sequence[So
     found = min(error.errors(), key=lambda entry: order.get(entry["type"], 1))
     if found["type"] == "value_error":
         return ConfigError(str(found.get("ctx", {})["error"]))
-    place = _Place(schema, data, found["loc"][1:])
-    where = next((name for keys, name in reversed(sources) if place.meets(keys)), "the defaults")
+    location = _Location(schema, data, found["loc"][1:])
+    where = next((name for keys, name in reversed(sources) if location.meets(keys)), "the defaults")
     if found["type"] in _UNKNOWN:
-        return _unknown_key(place, schema, where)
-    key, value = ".".join(place.keys) + place.item, place.value
+        return _unknown_key(location, schema, where)
+    key, value = ".".join(location.keys) + location.item, location.value
     if found["type"] == "missing":
         return ConfigError(f"Key '{key}': missing mandatory value. Set it in the file or as an override.")
     given = "null" if value is None else f"{value!r} ({type(value).__name__})"
     if found["type"].startswith(("greater", "less", "too_", "finite")):
         return ConfigError(f"Key '{key}' in {where}: got {given}. {found['msg']}.")
-    choices = typing.get_args(place.hint) if typing.get_origin(place.hint) is typing.Literal else ()
+    choices = typing.get_args(location.hint) if typing.get_origin(location.hint) is typing.Literal else ()
     hint = suggestion(str(value), map(str, choices))
     return ConfigError(
-        f"Key '{key}' in {where}: got {given}, expected {_type_name(place.hint)}. {hint}".strip()
+        f"Key '{key}' in {where}: got {given}, expected {_type_name(location.hint)}. {hint}".strip()
     )
 
 
-class _Place:
-    """Where an error of pydantic lies.
+class _Location:
+    """Location of a pydantic error in a configuration.
 
     Args:
         schema: a dataclass.
@@ -137,7 +110,7 @@ class _Place:
     def __init__(self, schema: Any, data: Any, loc: Sequence[str | int]) -> None:
         self.keys, self.item, self.value, self.hint = list[str](), "", data, schema
         self.section, self.union = schema, schema
-        """What holds the last key, and the type it was chosen from."""
+        """Dataclass of the last key, and the type it was chosen from."""
         full, parts = schema, iter(loc)
         for part in parts:
             name = str(next(parts) if _union(full)[0] else part)
@@ -161,18 +134,19 @@ class _Place:
             self.value, self.hint = self.value.get(key), typing.Literal[tuple(variants)]
 
     def meets(self, keys: Sequence[str]) -> bool:
-        """Whether what was written under `keys` holds this place or lies in it."""
+        """Return whether a value written under `keys` contains this location or lies in it."""
         return all(mine == other for mine, other in zip(self.keys, keys, strict=False))
 
 
-def _unknown_key(place: _Place, root: Any, where: str) -> ConfigError:
-    *above, key = place.keys
-    full, here, everywhere = ".".join(place.keys), list(field_types(place.section)), list(allowed_keys(root))
+def _unknown_key(location: _Location, root: Any, where: str) -> ConfigError:
+    *above, key = location.keys
+    full, here, everywhere = (
+        ".".join(location.keys),
+        list(field_types(location.section)),
+        list(allowed_keys(root)),
+    )
     prefix = full.removesuffix(key)
-    now = RENAMED.get(full)
-    if now is not None and successor_key(now) in everywhere:
-        return ConfigError(f"Key '{full}' in {where} is called '{now}' now. Write that.")
-    kind, variants = _union(place.union)
+    kind, variants = _union(location.union)
     readers = [str(name) for name, part in variants.items() if key in field_types(part)]
     offered = [] if readers else [prefix + name for name in nearest(key, here)]
     if not offered and not readers:
@@ -196,7 +170,7 @@ def _union(hint: Any) -> tuple[str, dict[Any, Any]]:
 
 
 def _items(hint: Any) -> Any:
-    """What a list or tuple holds, also of one that may be null."""
+    """Return the item type of a list or tuple, which may be null."""
     parts = typing.get_args(hint)
     return _items(parts[0]) if type(None) in parts else (parts or (Any,))[0]
 

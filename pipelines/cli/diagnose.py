@@ -39,7 +39,7 @@ def diagnose(
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """What training did to a text policy: pass@k of it and of what it began with, and who solves what."""
+    """Compare a trained text policy with its base: pass@k, prompts that each solves, reward against KL."""
     with user_messages():
         from visalign.pipelines.text.diagnose import diagnose as compared
 

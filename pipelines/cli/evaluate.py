@@ -118,7 +118,7 @@ def _run(options: EvaluateOptions) -> None:
 
 
 def show_evaluation(console: Console, result: Mapping[str, Any]) -> None:
-    """What an evaluation found: one column per judge."""
+    """Print an evaluation, one column per judge."""
     from visalign.evaluation.pages.base import provenance_sentence
     from visalign.evaluation.pages.reward_page import comparison_lines, evaluation_tables, fusion_line
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the command line says when it fails: the user's errors as messages, ours with a traceback."""
+"""Error messages of the command line; unexpected errors keep their traceback."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def _plain_warning(
 
 
 def is_deliberate(error: BaseException) -> bool:
-    """Whether an error was meant as a message: it is of our own type, or a `raise` of ours made it.
+    """Return whether an error is meant as a message: it is of our own type, or raised by our code.
 
-    A ValueError that torch raises three calls below us, or a KeyError of a slip of ours, is not; full disks
-    and missing permissions are, for they are the user's to mend.
+    A ValueError that torch raises three calls below us, or a KeyError of a bug, is not; full disks and
+    missing permissions are, because the user can fix them.
     """
     if type(error).__module__.split(".")[0] == "visalign":
         return True

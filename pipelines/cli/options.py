@@ -13,9 +13,9 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand, TyperOption
 
-Rewards = Annotated[list[str], typer.Option("--reward", "-r", help="A reward's name; repeat for several.")]
+Rewards = Annotated[list[str], typer.Option("--reward", "-r", help="Name of a reward; repeat for several.")]
 Prompt = Annotated[
-    str | None, typer.Option("--prompt", "-p", help="What images show that have no prompt of their own.")
+    str | None, typer.Option("--prompt", "-p", help="Prompt for images that do not come with one.")
 ]
 LabelOptions = Annotated[
     list[str] | None, typer.Option("--option", help="LABEL.NAME=VALUE for a reward; repeat for several.")
@@ -24,7 +24,7 @@ Options = Annotated[
     list[str] | None, typer.Option("--option", help="NAME=VALUE for the reward; repeat for several.")
 ]
 Cache = Annotated[
-    Path | None, typer.Option("--cache", help="Folder in which judgements are kept for all later commands.")
+    Path | None, typer.Option("--cache", help="Folder of cached scores, reused by later commands.")
 ]
 MapColumns = Annotated[
     list[str] | None,
@@ -32,21 +32,22 @@ MapColumns = Annotated[
 ]
 Labels = Annotated[
     str | None,
-    typer.Option("--labels", help="What labels mean: share, margin, or words, such as 1=left,2=right,0=tie."),
+    typer.Option(
+        "--labels", help="Meaning of the labels: share, margin, or words, such as 1=left,2=right,0=tie."
+    ),
 ]
 Join = Annotated[
     list[Path] | None,
     typer.Option("--join", help="A table of scores by image, such as `visalign score` writes; repeat."),
 ]
 NewFolder = Annotated[
-    Path | None, typer.Option("--output", "-o", help="New folder for page and JSON; else the screen.")
+    Path | None,
+    typer.Option("--output", "-o", help="New folder for page and JSON. Default: print to the terminal."),
 ]
-Tables = Annotated[
-    Path | None, typer.Option("--tables", help="A new folder: every table as CSV and as LaTeX.")
-]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with what was stopped in --output.")]
-Batch = Annotated[int, typer.Option(help="Images or pairs judged at once.", min=1, max=2**32 - 1)]
-Seed = Annotated[int, typer.Option(help="Of everything that is drawn.", min=0, max=2**32 - 1)]
+Tables = Annotated[Path | None, typer.Option("--tables", help="New folder for every table as CSV and LaTeX.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue what was stopped in --output.")]
+Batch = Annotated[int, typer.Option(help="Images or pairs scored at once.", min=1, max=2**32 - 1)]
+Seed = Annotated[int, typer.Option(help="Random seed.", min=0, max=2**32 - 1)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show configuration and plan, then stop.")]
 
@@ -74,7 +75,7 @@ class Command(TyperCommand):
 
 @contextmanager
 def clean_output() -> Iterator[None]:
-    """What a reward prints goes to the error stream, so that JSON on the other stays JSON."""
+    """Send what a reward prints to the error stream, so that the output stays JSON."""
     with redirect_stdout(sys.stderr):
         yield
 

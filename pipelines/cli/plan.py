@@ -25,7 +25,7 @@ def plan(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What a run needs before its model is fetched: memory by part, forward-equivalents, hours by device."""
+    """Estimate what a run needs without loading its model: memory, forward-equivalents, hours by device."""
     if processes is not None:
         os.environ["WORLD_SIZE"] = str(processes)  # as torchrun says it
     with user_messages():

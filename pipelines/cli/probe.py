@@ -24,12 +24,14 @@ def probe_reward(
     reward: Annotated[str, typer.Argument(help="A judge's name, module:Name or file.py:Name.")],
     reference: Annotated[
         list[Path] | None,
-        typer.Option("--reference", "-i", help="Table, folder or image to probe on; else the shapes world."),
+        typer.Option(
+            "--reference", "-i", help="Table, folder or image to probe on. Default: the shapes world."
+        ),
     ] = None,
     prompt: Prompt = None,
     options: Options = None,
     only: Annotated[
-        list[str] | None, typer.Option("--only", help="Try this probe; repeat for several.")
+        list[str] | None, typer.Option("--only", help="Run this probe; repeat for several.")
     ] = None,
     count: Annotated[int, typer.Option(help="Use at most so many reference images.", min=2)] = 64,
     batch_size: Batch = 32,
@@ -37,7 +39,7 @@ def probe_reward(
     output: NewFolder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find what moves a judge that should not. Exit code 1 when some probe fails."""
+    """Find irrelevant changes that shift a judge's scores. Exits with 1 if a probe fails."""
     with user_messages():
         from visalign.evaluation.probes.catalogue import PAIR_PROBES, select_probes
         from visalign.pipelines.probe.job import probe_reward as run
@@ -70,7 +72,7 @@ def probe_reward(
 
 
 def _reference(items: list[Path] | None, prompt: str | None, count: int, seed: int) -> Reference:
-    """What the user named, or images of the shapes world."""
+    """Read the named images, or generate some of the shapes world."""
     from visalign.pipelines.probe.reference import read_reference, shapes_reference_set
     from visalign.pipelines.score.image_rows import image_rows
 
@@ -80,7 +82,7 @@ def _reference(items: list[Path] | None, prompt: str | None, count: int, seed: i
 
 
 def show_probe(console: Console, result: Mapping[str, Any]) -> None:
-    """One line per probe: the level that is furthest on the wrong side, and the verdict."""
+    """Print a line per probe: its worst level and the verdict."""
     from visalign.evaluation.pages.probe_page import (
         VERDICTS,
         best_paid,

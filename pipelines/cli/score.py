@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Format(enum.StrEnum):
-    """How scores are written."""
+    """Output format of scores."""
 
     table = "table"
     json = "json"
@@ -46,7 +46,7 @@ class Format(enum.StrEnum):
 
 
 class Engine(enum.StrEnum):
-    """What runs the judges."""
+    """Runner of the rewards."""
 
     local = "local"
     ray = "ray"
@@ -64,10 +64,13 @@ def score(
     prompt: Prompt = None,
     form: Annotated[
         Format | None,
-        typer.Option("--format", "-f", help="How to write the scores; else as --output ends, or a table."),
+        typer.Option(
+            "--format", "-f", help="Format of the scores. Default: by the ending of --output, or a table."
+        ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="A new file; else the screen.")
+        Path | None,
+        typer.Option("--output", "-o", help="Output file (must not exist). Default: print to the terminal."),
     ] = None,
     page: Annotated[
         Path | None,
@@ -83,13 +86,15 @@ def score(
         Engine, typer.Option(help="ray: many workers, tar files too, a Parquet of scores for each file.")
     ] = Engine.local,
     workers: Annotated[
-        int | None, typer.Option(help="Of --engine ray: processes that judge; else one.", min=1)
+        int | None, typer.Option(help="With --engine ray: scoring processes. Default: one.", min=1)
     ] = None,
     address: Annotated[
-        str | None, typer.Option(help="Of --engine ray: HOST:PORT of a cluster's head; else this machine.")
+        str | None,
+        typer.Option(help="With --engine ray: HOST:PORT of a cluster's head. Default: this machine."),
     ] = None,
 ) -> None:
-    """Score images with rewards. Exit code 1 when some image could not be judged; its row says why."""
+    """Score images with one or more rewards. Exits with 1 if any image could not be scored; its row gives the
+    reason."""
     again = shlex.join(["visalign", *sys.argv[1:], *([] if resume else ["--resume"])])
     kept = output or page
     if engine is Engine.ray:
@@ -134,10 +139,10 @@ def score(
 
 
 def _tell(failed: int, total: int, *, unread: Mapping[str, str] = {}) -> None:
-    """What could not be judged, with exit code 1."""
+    """Report what could not be scored and exit with 1 if there is any."""
     if failed:
         what = f"All {total}" if failed == total else f"{failed} of {total}"
-        typer.echo(f"{what} scores failed; the reasons stand in their rows.", err=True)
+        typer.echo(f"{what} scores failed; their rows give the reasons.", err=True)
     for path, reason in unread.items():
         typer.echo(f"No scores of '{path}': {reason}", err=True)
     if failed or unread:
@@ -147,7 +152,7 @@ def _tell(failed: int, total: int, *, unread: Mapping[str, str] = {}) -> None:
 def _only(engine: str, options: Mapping[str, Any]) -> None:
     """Refuse options that the other engine has alone."""
     if given := [name for name, value in options.items() if value is not None]:
-        raise UserError(f"{', '.join(given)} needs --engine {engine}. Leave it away.")
+        raise UserError(f"{', '.join(given)} needs --engine {engine}. Leave it out.")
 
 
 def _on_ray(
@@ -195,7 +200,7 @@ def _on_ray(
 
 
 def _form(form: Format | None, output: Path | None) -> str:
-    """As asked for; else what the file's ending says; else a table."""
+    """Return the format: the given one, else by the file's ending, else a table."""
     if form is not None:
         return form.value
     ending = "" if output is None else output.suffix.lower().removeprefix(".")

@@ -43,7 +43,7 @@ def config_header(text: str) -> list[str]:
 
 
 def show_configs(console: Console) -> None:
-    """A table of the packaged configurations with the first lines of their headers."""
+    """Print the packaged configurations with the first lines of their headers."""
     table = Table("name", "what it is", show_lines=True)
     for name in list_configs():
         header = config_header((config_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
@@ -53,7 +53,7 @@ def show_configs(console: Console) -> None:
 
 
 def show_rewards(console: Console) -> None:
-    """Every name that --reward and rewards.terms take, with the first sentence of what it is."""
+    """Print every name that --reward and rewards.terms take, with its first sentence."""
     from visalign.rewards.catalogue import CATALOGUE, TEXT_CATALOGUE, summary
 
     for title, names in (("of images", CATALOGUE), ("of text", TEXT_CATALOGUE)):
@@ -65,7 +65,7 @@ def show_rewards(console: Console) -> None:
 
 
 def show_probes(console: Console) -> None:
-    """Every name that --only takes, and what it wants of a judge."""
+    """Print every probe and what it expects of a judge."""
     from visalign.evaluation.probes.catalogue import PAIR_PROBES, PROBES, WANTED, WANTED_OF_PAIRS
 
     for title, probes, wanted in (
@@ -87,7 +87,7 @@ def show_yaml(console: Console, text: str) -> None:
 
 
 def show_plan(console: Console, plan: Mapping[str, Any]) -> None:
-    """What a run would do: one table for the plain entries, one for each group of entries."""
+    """Print a plan: one table for the plain entries, one for each group of entries."""
     groups = {key: value for key, value in plan.items() if isinstance(value, Mapping)}
     plain = {key: value for key, value in plan.items() if key not in groups}
     tables = ({"plan": plain} if plain else {}) | groups
@@ -141,7 +141,7 @@ def before_after(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
 
 
 def gain_line(summary: Mapping[str, Any]) -> str:
-    """One sentence with the change of the accuracy and its interval, or nothing where there is none."""
+    """Describe the change of the accuracy with its interval; empty if there is none."""
     gain = summary.get("gain") or {}
     if not all(gain.get(key) is not None for key in ("estimate", "low", "high", "level")):
         return ""
@@ -153,7 +153,7 @@ def gain_line(summary: Mapping[str, Any]) -> str:
 
 
 def cost_line(summary: Mapping[str, Any]) -> str:
-    """One sentence with what a run cost, as far as the summary says.
+    """Describe the costs of a run that its summary has.
 
     >>> cost_line({"seconds": 318.2, "peak_memory_bytes": 1.5e9, "forward_equivalents_per_image": None})
     'Cost: 5:18 min, 1.5 GB of memory at most.'
@@ -180,7 +180,7 @@ def duration(seconds: float) -> str:
 
 
 def result_files(folder: Path) -> list[str]:
-    """What a user looks for first in a run's folder, as far as it is there."""
+    """List the results in a run's folder."""
     of_text = (folder / "lora" / "adapter_config.json").exists()
     kinds = {"model_index.json": "DiffusionPipeline", "modular_model_index.json": "ModularPipeline"}
     drawn = [kind for index, kind in kinds.items() if (folder / "model" / index).exists()]
@@ -217,7 +217,7 @@ def show_scores(rows: Sequence[ScoreRow], form: str, output: Path | None) -> Non
 
 
 def score_table(rows: Sequence[ScoreRow]) -> Group:
-    """One line per image, one column per reward; below it the reasons of what could not be judged."""
+    """Build a table with a line per image and a column per reward, then the reasons of failed scores."""
     from visalign.evaluation.pages.base import short_names
 
     columns = {row.reward: f"{row.reward} ({row.unit})" for row in rows}

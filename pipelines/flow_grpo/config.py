@@ -40,22 +40,22 @@ class ModelConfig:
     path: str = "shapes-sd3"
     """A packaged model, the folder of a diffusers pipeline, or a hub id."""
     adapter: str | None = None
-    """What makes it a policy: a name (sd3, pipeline), package.module:Class or path/to/file.py:Class; null: by
-    its index."""
+    """Adapter class: a name (sd3, pipeline), package.module:Class or path/to/file.py:Class; null: by the
+    model's index."""
     lora: LoraConfig | None = field(default_factory=LoraConfig)
     """null trains the whole transformer."""
     guidance: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Guidance scale of training and evaluation, as the pipeline counts it; null: none, or what a model that
     takes the scale as an input is used with. Published Flow-GRPO: 4.5."""
     dtype: Dtype = "float32"
-    """Of the frozen weights: float32, bfloat16 or float16. What is trained is float32 always; the whole
-    transformer is then computed in this dtype."""
+    """Dtype of the frozen weights: float32, bfloat16 or float16. Trained weights are always float32; a fully
+    trained transformer is then computed in this dtype."""
     autocast: Autocast | None = None
     """Run the transformer under autocast in this dtype; raise objective.ratio_bound with it. auto: bfloat16
     where the device multiplies it, else none (a processor without that arithmetic is ten times as slow)."""
     quantization: str | None = None
-    """Of the frozen transformer or U-Net under LoRA: torchao_int8 (a quarter of float32, half of bfloat16) or
-    bitsandbytes_4bit; null: none."""
+    """Quantization of the frozen transformer or U-Net under LoRA: torchao_int8 (a quarter of float32, half of
+    bfloat16) or bitsandbytes_4bit; null: none."""
     compile: bool = False
     """Compile the network's repeated blocks (torch.compile): minutes at first, for less an iteration.
     It gained nothing where it was measured, the packaged model on a CPU."""
@@ -72,7 +72,7 @@ class ModelConfig:
     max_sequence_length: int = 256
     """Tokens of the T5 part of the context."""
     options: dict[str, Any] = field(default_factory=dict)
-    """What else the adapter takes: negative_prompt, lora_path, num_frames, gradient_checkpointing,
+    """Further options of the adapter: negative_prompt, lora_path, num_frames, gradient_checkpointing,
     decoder_dtype, call={...} of pipelines."""
 
 
@@ -86,10 +86,10 @@ class DataConfig:
     """Learn from stored pairs of images in place of samples (objective.algorithm diffusion_dpo, gdro,
     reward_weighted or rejection, rollout.group_size=2): a preference set as `visalign evaluate` and
     `train-reward` read it, such as `visalign collect --export` writes, or LAYOUT:FOLDER of a published one,
-    e.g. pick_a_pic; for a model that edits with a column "source". Then data.train and rewards are not
-    looked at; what is reported stands in evaluation.rewards."""
+    e.g. pick_a_pic; for a model that edits with a column "source". Then data.train and rewards are
+    unused; evaluation.rewards names what is reported."""
     pairs_split: str | None = None
-    """Which split of data.pairs; null: all of a file, train of others."""
+    """Split of data.pairs; null: all of a file, train of others."""
     pairs_size: Count | None = None
     """At most so many of data.pairs; null: all, and 400 of shapes:pairs."""
     heldout: str = "shapes:heldout"
@@ -111,8 +111,8 @@ class EvaluationConfig(HeldoutConfig):
     steps: Count | None = None
     """Denoising steps; null: as many as in training. Published runs train on 10 and evaluate by 40."""
     solver: Solver = "euler"
-    """Of those steps: "euler" or "dpmpp_2m", DPM-Solver++(2M), of second order: nearer the ODE from some 10
-    steps on, worse with few."""
+    """Solver of those steps: "euler" or "dpmpp_2m", DPM-Solver++(2M), of second order: nearer the ODE from
+    some 10 steps on, worse with few."""
     batch_size: Count = 128
     """Samples at once; memory only."""
     grid: Natural = 8
@@ -130,17 +130,17 @@ class EvaluationConfig(HeldoutConfig):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ImageMonitorConfig(MonitorSettings):
-    """What is watched while the policy moves, and when that warns or stops."""
+    """Limits of the monitored metrics that warn or stop a run."""
 
     features: str | None = "auto"
-    """By what images are far apart: the label of a judge with a CLIP image tower, a CLIP model as
+    """Image features for distances: the label of a judge with a CLIP image tower, a CLIP model as
     clip_score takes it, or null for none. auto: the first such judge of evaluation.rewards and
     rewards.terms."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ComparisonConfig:
-    """How images of one group are compared; each term of rewards.terms gives win rates of its own."""
+    """Comparison of the images of a group; each term of rewards.terms gives its own win rates."""
 
     both_orders: bool = True
     """Ask each pair in both orders and average the log-odds. Published Pref-GRPO: false."""
@@ -166,25 +166,25 @@ class FlowGRPOConfig:
     pipeline: ClassVar[str] = "flow_grpo"
 
     seed: Natural = 0
-    """Of the run: prompts, noise, LoRA start."""
+    """Random seed of prompts, noise and LoRA weights."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The text-to-image model."""
     data: DataConfig = field(default_factory=DataConfig)
     """The prompts."""
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
-    """What is optimized."""
+    """Rewards to optimize."""
     comparison: ComparisonConfig | None = None
     """Optimize win rates inside each group instead of scores (the pipeline pref_grpo); null: the scores."""
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
-    """How samples are made."""
+    """Sampling."""
     objective: DiffusionObjectiveSettings = field(default_factory=DiffusionObjectiveSettings)
     """The loss."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
-    """How the weights move."""
+    """Optimizer."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    """What is measured before, on the way, and after."""
+    """Evaluation before, during and after training."""
     monitor: ImageMonitorConfig = field(default_factory=ImageMonitorConfig)
-    """What warns and stops while the policy moves."""
+    """Limits that warn or stop the run."""
     run: PolicyRunConfig = field(default_factory=PolicyRunConfig)
     """Length, checkpoints, machine."""
 
@@ -245,4 +245,4 @@ class PrefGRPOConfig(FlowGRPOConfig):
     )
     """The loss; the publication's row where none is named."""
     comparison: ComparisonConfig = field(default_factory=ComparisonConfig)
-    """How the images of a group are compared."""
+    """Comparison of the images of a group."""

@@ -119,7 +119,7 @@ def build_evaluator(
 def build_drift(
     features: Features | None, before: Path, first: bool
 ) -> Callable[[HeldoutResult], dict[str, float]]:
-    """How far an evaluation's images are from those of the same prompts and seeds before training.
+    """Measure the feature distance of an evaluation's images from those before training, by prompt and seed.
 
     Args:
         features: None measures nothing.

@@ -36,10 +36,10 @@ class StoredPairs:
     """Pairs that prefer one side."""
 
     records: Records
-    """One per pair: prompt, tag (its category), its two candidates, each {image, preference, where}, and the
-    source, the images that both are edits of, where the model edits."""
+    """Record per pair: prompt, tag (its category), its two candidates, each {image, preference, where}, and
+    the source, the images that both are edits of, where the model edits."""
     notes: tuple[str, ...]
-    """What is odd about the set but can be worked with."""
+    """Oddities of the set that do not stop the run."""
 
 
 def read_stored(data: DataConfig, edits: Edits, *, several: bool = True) -> StoredPairs:
@@ -110,7 +110,7 @@ def _sources(found: PreferenceSet) -> dict[Any, Any]:
 
 
 def stored_latents(policy: Any, first: Mapping[str, Any]) -> Stored:
-    """What makes clean latents of the images that records name, tried on the first.
+    """Return a function that encodes the images of records to clean latents, tried on the first.
 
     Raises:
         UserError: the policy cannot make latents of images; later, an image breaks off.

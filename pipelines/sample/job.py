@@ -42,7 +42,7 @@ SEARCHES: dict[str, type[ZeroOrderSearch | PathSearch]] = {"zero_order": ZeroOrd
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSettings:
-    """What to sample from, and how."""
+    """Model and sampling."""
 
     model: str = "shapes-sd3"
     """A packaged model, the folder of a diffusers pipeline, or a hub id."""
@@ -51,7 +51,7 @@ class SampleSettings:
     lora: Path | None = None
     """The folder that a run, or `pipe.save_lora_weights`, left."""
     seeds: Sequence[int] = (0, 1, 2, 3)
-    """An image of each prompt for each."""
+    """Seeds; each gives an image of each prompt."""
     best_of: int = 1
     """Draw so many for each seed and keep the one that the rewards like best."""
     resample_after: Sequence[int] = ()
@@ -63,21 +63,21 @@ class SampleSettings:
     strength: float = 10.0
     """λ of exp(λ r), what a steered draw is likelier by, per unit of the rewards' sum."""
     noise_level: float = 0.7
-    """Of the noise that sets the children of a resampled draw apart."""
+    """Level of the noise that separates the children of a resampled draw."""
     steps: int = 10
     """Denoising steps; without noise on the way where nothing is resampled."""
     solver: str = "euler"
-    """Of the steps without noise, "euler" or "dpmpp_2m"; steered and searched draws take Euler steps."""
+    """Solver of the steps without noise, "euler" or "dpmpp_2m"; steering and searches take Euler steps."""
     timestep_schedule: str = "diffusers"
     """See `rollout.timestep_schedule`."""
     batch_size: int = 16
     """Images at once; memory only."""
     dtype: str = "float32"
-    """Of the weights."""
+    """Dtype of the weights."""
     device: str = "cpu"
-    """Where everything goes."""
+    """Device of model and samples."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What else the adapter takes: guidance, image_size, negative_prompt, ..."""
+    """Further options of the adapter: guidance, image_size, negative_prompt, ..."""
 
     def __post_init__(self) -> None:
         if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) != len(self.seeds):
@@ -287,7 +287,7 @@ class _Draw:
 
 @dataclass(frozen=True)
 class _Judge:
-    """What the rewards say of images or videos of these records' prompts."""
+    """Scores of images or videos by the rewards, for the prompts of some records."""
 
     rewards: Mapping[str, PointwiseReward]
     records: Sequence[Mapping[str, Any]]
@@ -298,7 +298,7 @@ class _Judge:
 
     @property
     def compares(self) -> bool:
-        """Whether a reward has to see all draws of a prompt together."""
+        """Return whether a reward needs all draws of a prompt together."""
         needs = [reward.capabilities for reward in self.rewards.values()]
         return any(each.needs_group or each.needs_batch for each in needs)
 
@@ -397,7 +397,7 @@ def _denoised(
 
 
 def _facts(settings: SampleSettings) -> list[tuple[str, Any]]:
-    """How the images were made, for the page."""
+    """List the sampling settings for the page."""
     told: dict[str, Any] = {"Model": settings.model, "LoRA": settings.lora, "Steps": settings.steps}
     if settings.solver != "euler":
         told["Solver"] = settings.solver

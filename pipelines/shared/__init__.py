@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several jobs share: building parts, sections of configurations, the run folder, resuming.
+"""Parts of jobs: builders, sections of configurations, run folders, resuming.
 
 It needs the wings; it knows no job.
 """

@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from visalign.evaluation import HeldoutResult
 
 FOLDER = "samples"
-"""Of a run folder; one file per evaluation, named by the iterations finished."""
+"""Folder of the grids in a run folder; one file per evaluation, named by the iterations finished."""
 
 
 @dataclass(kw_only=True)
 class SampleGrids:
-    """What a run shows of itself; only the first process writes."""
+    """Grids of held-out images, one per evaluation; only the first process writes."""
 
     output: Path
     """Run folder."""
     accelerator: Accelerator
     heldout: Records
-    """Those of the evaluations on the way."""
+    """Prompt records of the evaluations on the way."""
     seed: int
     most: int
     """Images side by side."""
     keys: list[tuple[str, ...]] = field(default_factory=list)
-    """Their keys from left to right; chosen by the first result among those whose images it kept."""
+    """Keys of the prompts from left to right; chosen from the first result's images."""
 
     def keep(self, iteration: int, result: HeldoutResult) -> None:
         """Write the grid of an evaluation, once per iteration, and hand it to trackers that take images."""

@@ -14,7 +14,7 @@ from visalign.errors import UserError
 
 
 class Row(NamedTuple):
-    """What a row of a file names."""
+    """Prompt and images of a row of a file."""
 
     where: str
     """The row in words, for messages."""

@@ -57,7 +57,7 @@ class Job(ABC):
     output: Path
     trainer: Trainer
     fingerprints: Mapping[str, str]
-    """What was read -> SHA-256 of its content: a resume on other content is refused."""
+    """Input -> SHA-256 of its content: a resume on other content is refused."""
     next_command: Sequence[str]
     """Command line that uses the result."""
 
@@ -70,7 +70,7 @@ class Job(ABC):
         """Save the model, measure it again, write the results; `measuring` are the seconds of `before`."""
 
     def costs(self, result: TrainResult, measuring: float) -> dict[str, Any]:
-        """What every run spent, for its summary; memory is the GPU's if there is one."""
+        """Return the costs of the run for its summary; memory is the GPU's if there is one."""
         state, peak = result.counters, peak_memory_bytes()
         return {
             "iterations": state.iteration,
@@ -179,7 +179,7 @@ def build_trainer(
 
 
 def result_folder(config: Any, output: Path) -> Path:
-    """Where a run leaves what it trained: the adapters, or the whole model."""
+    """Return the folder of the trained adapters, or of the whole model."""
     return output / ("model" if config.model.lora is None else "lora")
 
 
@@ -196,7 +196,7 @@ class PolicyRun(Job):
     measure: Measure
     heldout: Records
     samples: str
-    """What is made of a prompt, in messages: images, completions."""
+    """Noun for samples in messages: images, completions."""
     load_code: str
     """Python that loads the result."""
     counts: Callable[[Counters], Mapping[str, Any]]
@@ -204,7 +204,7 @@ class PolicyRun(Job):
     seen: int | None = None
     """Held-out prompts that are trained on as well; None where that is not known."""
     grids: SampleGrids | None = None
-    """What images are kept at each evaluation; None of texts."""
+    """Grids of images to keep at each evaluation; None for texts."""
 
     def before(self) -> HeldoutResult | None:
         """The evaluation before training, kept in the run folder; None in all processes but the first."""
@@ -326,7 +326,7 @@ class JudgeRun(Job):
         """More entries of the summary."""
 
     def notes(self) -> Any:
-        """What the card says of the weights, asked while the judge has those of the result."""
+        """Return lines about the weights for the card, while the judge has those of the result."""
 
     def write_card(self, summary: Mapping[str, Any], notes: Any, folder: Path) -> None:
         """Beside the judge; by default none."""

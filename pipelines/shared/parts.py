@@ -30,7 +30,7 @@ Records = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
 
 PATIENCE = timedelta(hours=12)
-"""How long the processes wait for each other; a judge may take hours over the images of one."""
+"""Time that processes wait for each other; a judge may take hours over the images of one process."""
 
 
 def build_accelerator(config: Any, folder: Path) -> Accelerator:
@@ -112,7 +112,7 @@ def check_alike(processes: Sequence[Mapping[str, Any]]) -> None:
 def spread(
     accelerator: Accelerator, count: int, evaluate: Callable[[int, int], HeldoutResult]
 ) -> HeldoutResult:
-    """One evaluation by all processes, all of which call it and get the whole result.
+    """Divide an evaluation among all processes, which all call this and get the whole result.
 
     Args:
         accelerator: of the processes.
@@ -139,7 +139,7 @@ def _check_trackers(asked: Sequence[str], found: Sequence[str]) -> None:
 
 @contextmanager
 def no_loading_bars() -> Iterator[None]:
-    """The libraries' bars per part of a model would break into the run's own display."""
+    """Hide the libraries' loading bars, which would break the run's own display."""
     import diffusers.utils.logging as diffusers_logging
     import transformers.utils.logging as transformers_logging
 
@@ -158,8 +158,7 @@ def no_loading_bars() -> Iterator[None]:
 def load_terms(
     terms: Mapping[str, RewardTerm], load: Callable[..., Any], device: str | None
 ) -> dict[str, Any]:
-    """Label -> judge of a section, by a `load...` of `visalign.rewards.catalogue`; on the run's device where
-    its options name no other.
+    """Load the rewards of a section by label, on the run's device where their options name no other.
 
     Raises:
         RewardError: an unknown reward, or options that it does not take.
@@ -172,7 +171,7 @@ def load_terms(
 def pointwise_only(
     judges: Mapping[str, PointwiseReward | PairwiseReward], *, needed: Iterable[str] = ()
 ) -> dict[str, PointwiseReward]:
-    """Those that judge one image by itself; the `needed` labels must be among them.
+    """Select the judges that score single images; the `needed` labels must be among them.
 
     Raises:
         UserError: a needed one only compares.
@@ -256,7 +255,7 @@ def evenly_spaced(records: Sequence[T], most: int | None) -> Sequence[T]:
 
 
 def heldout_metrics(result: HeldoutResult) -> dict[str, float]:
-    """What of an evaluation goes into the metrics: accuracy, accuracy of each tag, mean of each reward."""
+    """Return an evaluation's metrics: accuracy, accuracy of each tag, mean of each reward."""
     return {
         "accuracy": result.accuracy,
         **{f"accuracy.{tag}": value for tag, value in result.by_category.items()},
@@ -265,7 +264,7 @@ def heldout_metrics(result: HeldoutResult) -> dict[str, float]:
 
 
 def ends_by(run: Any, iteration: float | None = None) -> str:
-    """Which limit of the section `run` ends a run; `iteration`: seconds of one, where known."""
+    """Describe the limit that ends a run, given the seconds of an iteration where known."""
     count, most = run.iterations, run.max_seconds
     if most is None:
         return f"run.iterations = {count}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What jobs and commands leave: folders and files in which nothing is lost, fingerprints, JSON."""
+"""Run folders and output files that are never overwritten; fingerprints, JSON."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def dated_folder(name: str) -> Path:
 
 
 def output_folder(output: Path | None, name: str, *, resume: bool) -> Path:
-    """What the user gave, or a dated folder of that name; checked by `check_run_folder`.
+    """Return the given folder, or a dated one of that name, checked by `check_run_folder`.
 
     Raises:
         UserError: nothing is given although a run is to be resumed or several processes have to share the
@@ -78,7 +78,7 @@ def check_run_folder(folder: Path, *, resume: bool) -> None:
     check_place(folder)
     if resume and not folder.is_dir():
         raise UserError(
-            f"There is no folder '{folder}' to resume. Give its path, or start anew without --resume."
+            f"There is no folder '{folder}' to resume. Give its path, or start again without --resume."
         )
     if _is_first() and folder.is_dir():
         check_unlocked(folder / LOCK, what=f"The output folder '{folder}'")
@@ -103,12 +103,12 @@ def claimed(config: Any, output: Path, *, resume: bool, free: Collection[str]) -
 
 
 def _is_first() -> bool:
-    """Whether this is the process that writes; the others may find what it has just written."""
+    """Return whether this process writes; the others may see what it has just written."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def _content(folder: Path) -> bool:
-    """Whether there is anything but a lock."""
+    """Return whether the folder holds anything but a lock."""
     return any(entry.name != LOCK for entry in folder.iterdir())
 
 

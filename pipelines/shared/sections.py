@@ -38,7 +38,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RewardTerm:
-    """One reward of the sum."""
+    """A reward of the sum."""
 
     weight: float = 1.0
     """At least 0; a weight of 0 only records the reward, and how far it agrees with what is optimised.
@@ -159,15 +159,15 @@ class ConvexDAConfig:
     are learnt from in its place."""
 
     copies: Count = 5
-    """Of each prompt."""
+    """Changed copies of each prompt."""
     share: Annotated[float, Field(gt=0, le=1)] = 0.05
-    """Of the words that change, at least one."""
+    """Share of the words that change, at least one."""
     synonyms: str | None = None
     """JSON file {word: [others], ...}, words in lower case; only these change. null: two letters within a
     word change places."""
 
     def variants(self, prompts: Sequence[Any], seed: int) -> list[list[str]]:
-        """What is learnt from in place of each prompt, at least one text.
+        """Return the texts that replace each prompt, at least one for each.
 
         Raises:
             UserError: the file cannot be read, or a prompt is a conversation.
@@ -197,10 +197,10 @@ class ConvexDAConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class MachineConfig:
-    """Where it runs."""
+    """Device and threads."""
 
     device: Literal["auto", "cpu"] = "auto"
-    """auto (an accelerator where there is one) or cpu."""
+    """auto (an accelerator if there is one) or cpu."""
     threads: Count | None = None
     """CPU threads; null: as torch chooses. Another number may change the last bits."""
 

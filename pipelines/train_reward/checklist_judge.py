@@ -131,8 +131,7 @@ class ChecklistJudge(SeeingJudge):
 
     @torch.no_grad()
     def save(self, folder: Path) -> None:
-        """What `VisionReward` reads: `judge.json` with checklist and base, and the adapters if there are
-        any."""
+        """Write what `VisionReward` reads: `judge.json` with checklist and base, and any adapters."""
         self.write(folder, self.asked.templates, {"checklist": self.learnt().to_dict()})
 
 

@@ -75,7 +75,7 @@ class IctJudge(TrainedJudge):
         return {"value": value, "image": image, "easy": easy, "refined": other}
 
     def save(self, folder: Path) -> None:
-        """What `Ict.from_pretrained` reads."""
+        """Write what `Ict.from_pretrained` reads."""
         self.module.eval()
         self.judge.save(folder, dtype=self.save_dtype)
 
@@ -111,6 +111,6 @@ class HpJudge(TrainedJudge):
             return {"value": self.module(inputs)}
 
     def save(self, folder: Path) -> None:
-        """What `Hp.from_pretrained` reads."""
+        """Write what `Hp.from_pretrained` reads."""
         self.module.eval()
         self.judge.save(folder, dtype=self.save_dtype, base=base_name(self.settings.path, folder))

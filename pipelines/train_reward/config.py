@@ -45,12 +45,12 @@ JUDGE_TASKS = {
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainedModel:
-    """What every judge has."""
+    """Settings of every judge."""
 
     kind: str
-    """Which judge; the other settings follow from it."""
+    """Kind of judge; the other settings follow from it."""
     train: str
-    """What of it moves."""
+    """Trained part."""
     path: str = "shapes-vlm"
     """A packaged model, a folder, or a hub id: a vision-language model, or a CLIP model for ict and hp."""
     frozen: list[str] = field(default_factory=list)
@@ -60,7 +60,7 @@ class TrainedModel:
     """Precision of matrix products while training, e.g. bfloat16; heads stay float32. null: that of
     the weights."""
     save_dtype: Dtype = "float16"
-    """Of the saved weights."""
+    """Dtype of the saved weights."""
 
     def __post_init__(self) -> None:
         if self.frozen and self.train != "full":
@@ -98,8 +98,8 @@ class HpModel(TrainedModel):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DiversityConfig:
-    """What keeps a member of an ensemble apart from those that are there: −weight times the mean over the
-    adapted layers of `visalign.core.nuclear_diversity` of their LoRA matrices and its own.
+    """Diversity loss of an ensemble's next member: −weight times the mean over the adapted layers of
+    `visalign.core.nuclear_diversity` of their LoRA matrices and its own.
 
     Zhai et al., arXiv 2401.00243, whose members are trained together; here one after another, the earlier
     ones fixed.
@@ -119,7 +119,7 @@ class SeeingModel(TrainedModel):
     """The adapters, with train=lora; target_modules null: attention and MLP projections of the language
     part."""
     dtype: Dtype = "float32"
-    """Of the weights while training."""
+    """Dtype of the weights while training."""
     diversity: DiversityConfig | None = None
     """Adapters unlike those of other members of an ensemble; null: another seed alone."""
 
@@ -208,7 +208,7 @@ class RewardDataConfig:
     columns: dict[str, str] = field(default_factory=dict)
     """Our name of a column -> that of the files, such as mos: score; the command line has --map mos=score."""
     coding: str | None = None
-    """What the labels of files mean: share, margin, or words such as 1=left,2=right,0=tie (--labels); null:
+    """Meaning of the labels of files: share, margin, or words such as 1=left,2=right,0=tie (--labels); null:
     what is plain by itself."""
     size: Count | None = 20000
     """Examples of data.train at most; for generated ones, how many. null: all of a file."""
@@ -242,7 +242,7 @@ class RewardDataConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RewardEvaluationConfig:
-    """What is measured on held-out examples while the judge trains."""
+    """Measurement on held-out examples during training."""
 
     every: Natural = 5
     """Iterations between two evaluations; 0: only before and after."""
@@ -257,7 +257,7 @@ class TrainRewardConfig:
     pipeline: ClassVar[str] = "train_reward"
 
     seed: Natural = 0
-    """Of the run: generated data, order, new weights, dropout."""
+    """Random seed of generated data, order, new weights and dropout."""
     model: Annotated[
         Hpsv3Model | AnswerModel | ChecklistModel | IctModel | HpModel, Field(discriminator="kind")
     ] = field(default_factory=Hpsv3Model)
@@ -267,9 +267,9 @@ class TrainRewardConfig:
     objective: AnyObjective = field(default_factory=UncertaintySettings)
     """The loss."""
     optimizer: RewardOptimizerSettings = field(default_factory=RewardOptimizerSettings)
-    """How the weights move."""
+    """Optimizer."""
     evaluation: RewardEvaluationConfig = field(default_factory=RewardEvaluationConfig)
-    """What is measured."""
+    """Evaluation."""
     run: PolicyRunConfig = field(default_factory=PolicyRunConfig)
     """Length, checkpoints, machine."""
 
@@ -303,7 +303,7 @@ class TrainRewardConfig:
 
 
 def _learns_pairs(c: TrainRewardConfig) -> bool:
-    """Whether generated pairs with their labels are learnt from or measured on."""
+    """Return whether generated pairs and their labels are read."""
     return TASKS[c.objective.task].labels == "pairs" and "shapes:pairs" in (c.data.train, c.data.heldout)
 
 

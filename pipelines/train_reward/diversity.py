@@ -16,7 +16,7 @@ from visalign.rewards.hpsv3.ensemble_folders import adapters_of, find_folder
 
 
 class OtherMembers:
-    """What the LoRA matrices of some folders and those that are trained have in common.
+    """Nuclear diversity of the trained LoRA matrices and those of earlier members.
 
     Args:
         folders: judges that were trained with adapters.

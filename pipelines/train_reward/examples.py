@@ -26,7 +26,7 @@ from visalign.training.reward.batch import RewardBatch
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One pair (two images), triple (three, ascending), rated image (one) or answer about an image."""
+    """A pair (two images), triple (three, ascending), rated image (one) or answer about an image."""
 
     prompt: str
     images: tuple[Tensor, ...]
@@ -62,9 +62,9 @@ class Examples:
     """All prompts of the set, or of where it is drawn from, as `plain` writes them; of rated images from
     files, which need not have prompts, and of answers, the images or their references."""
     rows: tuple[Row, ...] = ()
-    """Of a set from files."""
+    """Rows of a set from files."""
     content: tuple[dict[str, object], ...] = ()
-    """What the files say, for a fingerprint."""
+    """Content of the files, for a fingerprint."""
 
     def __len__(self) -> int:
         return self.count
@@ -269,7 +269,7 @@ def file_ratings(records: QualitySet) -> Examples:
 
 
 def file_answers(records: Sequence[Mapping[str, Any]], *, name: str, right: float) -> Examples:
-    """What a judge wrote of single images, and whether it was right.
+    """Answers of a judge about single images, and whether each is right.
 
     Args:
         records: of the dataset of text_sample, with image, caption, completion and reward.
@@ -332,7 +332,7 @@ class ExampleBatches:
         self.examples, self.encode, self.size, self.micro, self.seed = examples, encode, size, micro, seed
 
     def numbers(self, number: int) -> list[int]:
-        """Which examples stand in batch `number`."""
+        """Return the numbers of the examples in batch `number`."""
         total = len(self.examples)
         places = range(number * self.size, (number + 1) * self.size)
         return [int(_order(self.seed, place // total, total)[place % total]) for place in places]

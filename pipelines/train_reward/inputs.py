@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the training of a judge needs besides the judge: checked examples to learn from and to measure on."""
+"""Checked training and held-out examples of a reward's training."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RewardInputs:
     train: Examples
     heldout: Examples | None
     notes: tuple[str, ...]
-    """What is odd about the sets but can be worked with."""
+    """Oddities of the sets that do not stop the run."""
     fingerprints: Mapping[str, str]
     """data.train, data.heldout, model.checklist -> SHA-256 of what was read from files."""
 
@@ -190,7 +190,7 @@ def _pairs(config: TrainRewardConfig, pairs: PreferenceSet, which: str, notes: l
 
 
 def _off_policy_weights(pairs: PreferenceSet, settings: OffPolicyConfig, notes: list[str]) -> list[float]:
-    """One for each pair, with the mean 1.
+    """Compute the weights of pairs, with the mean 1.
 
     Raises:
         UserError: a row has no log ratio, or too few pairs would count.

@@ -133,7 +133,7 @@ class RewardRun(JudgeRun):
         }
 
     def notes(self) -> Any:
-        """What the card says of the weights."""
+        """Return lines about the weights for the card."""
         return self.judge.card_notes()
 
     def write_card(self, summary: Mapping[str, Any], notes: Any, folder: Path) -> None:
@@ -143,7 +143,7 @@ class RewardRun(JudgeRun):
 
 
 def plan(config: TrainRewardConfig) -> Mapping[str, Any]:
-    """What a job would learn from, in groups of entries."""
+    """Count examples and updates of a job, in groups of entries."""
     inputs = prepare_reward(config)
     updates = config.run.iterations * config.optimizer.updates_per_iteration
     seen = updates * config.data.batch

@@ -28,7 +28,7 @@ from .diversity import OtherMembers
 from .examples import Example, Examples
 
 LANGUAGE = r"(.*\.)?language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
-"""Where adapters go when none are named: the language part; the tower's features are then computed once."""
+"""Default layers of adapters: the language part, so that the tower's features are computed once."""
 _TOKENS = 1 << 16
 """Tokens of one pass while training; data.micro_batch is what limits memory."""
 
@@ -53,11 +53,11 @@ class TrainedJudge(ABC):
 
     @abstractmethod
     def __call__(self, inputs: Any) -> Outputs:
-        """What the judge says of the rows of a batch."""
+        """Compute the judge's outputs for the rows of a batch."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """What the judge's `from_pretrained` reads."""
+        """Write what the judge's `from_pretrained` reads."""
 
     def divide(self) -> Sequence[nn.Parameter]:
         """Become one that processes may share, which use each weight equally often then; returns the weights
@@ -69,15 +69,15 @@ class TrainedJudge(ABC):
         return examples
 
     def first_notes(self) -> list[str]:
-        """What is to be said before it is trained."""
+        """Return notes to print before training."""
         return []
 
     def card_notes(self) -> list[str]:
-        """What it has to say of itself as it is now."""
+        """Return lines about the present weights for the card."""
         return []
 
     def penalty(self) -> Tensor | None:
-        """What an update adds to the loss beside the labels', with gradient."""
+        """Compute a penalty that is added to the loss, with gradient; None for none."""
         return None
 
     def precision(self) -> Any:
@@ -87,7 +87,7 @@ class TrainedJudge(ABC):
 
     @property
     def save_dtype(self) -> torch.dtype:
-        """Of the saved weights."""
+        """Dtype of the saved weights."""
         return getattr(torch, self.settings.save_dtype)
 
 
@@ -200,7 +200,7 @@ def moving(network: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def compute_dtype(model: TrainedModel, device: torch.device) -> torch.dtype:
-    """Of the network's products while training: that of autocast, else of the weights."""
+    """Return the dtype of matrix products while training: that of autocast, else of the weights."""
     return autocast_dtype(model.autocast, device) or getattr(torch, getattr(model, "dtype", "float32"))
 
 
@@ -212,8 +212,7 @@ def cast(network: nn.Module, dtype: torch.dtype) -> None:
 
 
 def base_name(path: str, folder: Path) -> str:
-    """What a folder calls the model it was trained from: a packaged name or hub id as it is, another folder
-    or file by the way to it."""
+    """Name the base model in a folder: a packaged name or hub id as it is, others by relative path."""
     return os.path.relpath(path, folder) if Path(path).exists() else path
 
 

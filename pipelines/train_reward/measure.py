@@ -67,7 +67,7 @@ class Measure:
         )
 
     def _of_all(self, own: list[tuple[int, Any]]) -> list[Any]:
-        """What the processes found of their batches, in the order of the batches."""
+        """Gather the results of all processes in the order of the batches."""
         found = own
         if self.processes[1] > 1:
             from accelerate.utils import gather_object

@@ -88,7 +88,7 @@ class Hpsv3Judge(SeeingJudge):
 
     @torch.no_grad()
     def save(self, folder: Path) -> None:
-        """What `HPSv3.from_pretrained` reads: adapters and head beside the base, or the whole model."""
+        """Write what `HPSv3.from_pretrained` reads: adapters and head beside the base, or the whole model."""
         self.judge.eval()
         model, path = self.engine.model, self.settings.path
         if self.token is not None:
@@ -183,7 +183,7 @@ class AnswerJudge(SeeingJudge):
 
     @torch.no_grad()
     def save(self, folder: Path) -> None:
-        """What the judges' `from_pretrained` reads: `judge.json` with the LoRA, or with the whole model."""
+        """Write what the judges' `from_pretrained` reads: `judge.json` with the LoRA or the whole model."""
         self.write(folder, [self.template])
 
 

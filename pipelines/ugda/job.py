@@ -104,7 +104,7 @@ def run(config: UGDAConfig, output: Path, resume: bool = False) -> RunSummary:
 
 @dataclass(frozen=True)
 class Round:
-    """One round in its folder."""
+    """A round and its folder."""
 
     config: UGDAConfig
     output: Path

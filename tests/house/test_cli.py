@@ -447,8 +447,6 @@ def test_batches_do_not_change_the_rows(images: Path) -> None:
         ("a_black.png", "two"),
         ("b_white.png", "one"),
     ]
-    with pytest.raises(ValueError, match="batch_size is 0; it must be at least 1"):
-        score.score_rows(_table(files), rewards, batch_size=0)
     with pytest.raises(UserError, match="No images were named"):
         find_images([])
 
@@ -485,7 +483,6 @@ def test_doctor_passes_on_a_whole_installation(models: Path, monkeypatch: pytest
         f"visalign:     {__version__}",
         "torch 2",
         "cpu (",
-        "GB free",
         "rewards linked",
         "0.0 MB, 1 weight files",
     ):
