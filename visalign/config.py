@@ -118,19 +118,19 @@ def load_config(schema: type[T], path: str | Path | None = None, overrides: Sequ
             dataclass itself refuses; the message names the full key, what was given and what is allowed.
         TypeError: `schema` is no dataclass.
     """
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     sources: list[Source] = []
     has_pipeline = PIPELINE_KEY in field_types(schema)
     if path is not None:
-        given = read_config(path)
+        values = read_config(path)
         if not has_pipeline:
-            given.pop(PIPELINE_KEY, None)
+            values.pop(PIPELINE_KEY, None)
         sources.append(((), f"'{resolve_config(path)}'"))
     for item in overrides:
         keys, value = _parse_override(item)
-        given = _set(given, keys, value)
+        values = _set(values, keys, value)
         sources.append((tuple(keys), f"the override '{item}'"))
-    return _build(schema, _over_defaults(given, schema, dataclasses.MISSING), sources)
+    return _build(schema, _over_defaults(values, schema, dataclasses.MISSING), sources)
 
 
 def config_to_yaml(config: Any) -> str:
@@ -188,31 +188,31 @@ def _set(data: Any, keys: Sequence[str], value: Any) -> dict[str, Any]:
     return copy
 
 
-def _over_defaults(given: Any, hint: Any, default: Any) -> Any:
+def _over_defaults(values: Any, hint: Any, default: Any) -> Any:
     """Merge given values over the defaults; for dicts with free names see `load_config`."""
-    section = section_schema(hint, given, default)
-    if section is not None and isinstance(given, Mapping):
+    section = section_schema(hint, values, default)
+    if section is not None and isinstance(values, Mapping):
         fields = {field.name: _default(field) for field in dataclasses.fields(section)}
         if type(default) is section:
             fields = {name: getattr(default, name) for name in fields}
         hints = field_types(section)
         filled = {
-            name: _over_defaults(value, hints.get(name), fields.get(name)) for name, value in given.items()
+            name: _over_defaults(value, hints.get(name), fields.get(name)) for name, value in values.items()
         }
-        known = {name: _plain(value) for name, value in fields.items() if value is not dataclasses.MISSING}
-        return {**known, **filled}
+        defaults = {name: _plain(value) for name, value in fields.items() if value is not dataclasses.MISSING}
+        return {**defaults, **filled}
     entry = entry_schema(hint)
-    if entry is not None and isinstance(given, Mapping):
-        old = default if isinstance(given, _Entries) and isinstance(default, Mapping) else {}
-        filled = {name: _over_defaults(value, entry, old.get(name)) for name, value in given.items()}
+    if entry is not None and isinstance(values, Mapping):
+        old = default if isinstance(values, _Entries) and isinstance(default, Mapping) else {}
+        filled = {name: _over_defaults(value, entry, old.get(name)) for name, value in values.items()}
         return {**{name: _plain(value) for name, value in old.items()}, **filled}
-    if isinstance(given, _Entries) and isinstance(default, Mapping):
-        return {**default, **given}
+    if isinstance(values, _Entries) and isinstance(default, Mapping):
+        return {**default, **values}
     if any(kind in str(hint) for kind in ("bool", "Any")):
-        return given
-    if isinstance(given, list):
-        return [str(part) if isinstance(part, bool) else part for part in given]
-    return str(given) if isinstance(given, bool) else given  # else pydantic takes true for 1
+        return values
+    if isinstance(values, list):
+        return [str(part) if isinstance(part, bool) else part for part in values]
+    return str(values) if isinstance(values, bool) else values  # else pydantic takes true for 1
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

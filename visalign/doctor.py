@@ -177,18 +177,18 @@ def _packages() -> str:
 
 def _wings() -> str:
     """Check that `visalign.rewards` and `visalign.pipelines` exist: links in a checkout, else folders."""
-    found = []
+    messages = []
     for wing, module in {"rewards": "base.contract", "pipelines": "cli.app"}.items():
         if importlib.util.find_spec(f"visalign.{wing}.{module}") is None:
             raise UserError(f"visalign.{wing} is incomplete. Install it again: python -m pip install -e .")
-        place = Path(__file__).resolve().parent / wing
-        if not place.is_dir():
+        folder = Path(__file__).resolve().parent / wing
+        if not folder.is_dir():
             raise UserError(
-                f"'{place}' should be a link to ../{wing}, and is none: editors will not find the wing. "
+                f"'{folder}' should be a link to ../{wing}, and is none: editors will not find the wing. "
                 f"Restore it: git config core.symlinks true && git checkout -- visalign/{wing}"
             )
-        found.append(f"{wing} {'linked' if place.is_symlink() else 'installed'}")
-    return ", ".join(found)
+        messages.append(f"{wing} {'linked' if folder.is_symlink() else 'installed'}")
+    return ", ".join(messages)
 
 
 def _configurations() -> str:
@@ -256,9 +256,9 @@ def _verifier() -> str:
     from visalign.data.shapes.scenes import sample_scene
     from visalign.data.shapes.verifier import verify
 
-    asked, other = parse_prompt("two red circles"), parse_prompt("three blue squares")
-    image = render(sample_scene(asked, np.random.default_rng(0), style="flat"))
-    right, wrong = verify(np.stack([image, image]), [asked, other])
+    record, other = parse_prompt("two red circles"), parse_prompt("three blue squares")
+    image = render(sample_scene(record, np.random.default_rng(0), style="flat"))
+    right, wrong = verify(np.stack([image, image]), [record, other])
     if not right.correct or wrong.correct:
         raise UserError(f"an image of two red circles: right is {right}, wrong is {wrong}. Report this.")
     return "tells two red circles from three blue squares"

@@ -36,9 +36,9 @@ def section_schema(hint: Any, *values: Any) -> Any:
     choose, the first value that says something before the others; else None."""
     key, variants = _union(hint)
     for value in values if key else ():
-        said = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
-        if said is not None:
-            return next((kind for name, kind in variants.items() if name == said), None)
+        choice = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
+        if choice is not None:
+            return next((kind for name, kind in variants.items() if name == choice), None)
     if typing.get_origin(hint) is typing.Annotated:
         hint = typing.get_args(hint)[0]
     if typing.get_origin(hint) in {typing.Union, types.UnionType}:
@@ -78,23 +78,23 @@ def refusal(error: ValidationError, schema: Any, data: Any, sources: Sequence[So
         Names the full key, the nearest and all allowed names, or the value and what is expected.
     """
     order = {**dict.fromkeys(_UNKNOWN, 0), "value_error": 2}
-    found = min(error.errors(), key=lambda entry: order.get(entry["type"], 1))
-    if found["type"] == "value_error":
-        return ConfigError(str(found.get("ctx", {})["error"]))
-    location = _Location(schema, data, found["loc"][1:])
+    first = min(error.errors(), key=lambda entry: order.get(entry["type"], 1))
+    if first["type"] == "value_error":
+        return ConfigError(str(first.get("ctx", {})["error"]))
+    location = _Location(schema, data, first["loc"][1:])
     where = next((name for keys, name in reversed(sources) if location.meets(keys)), "the defaults")
-    if found["type"] in _UNKNOWN:
+    if first["type"] in _UNKNOWN:
         return _unknown_key(location, schema, where)
     key, value = ".".join(location.keys) + location.item, location.value
-    if found["type"] == "missing":
+    if first["type"] == "missing":
         return ConfigError(f"Key '{key}': missing mandatory value. Set it in the file or as an override.")
-    given = "null" if value is None else f"{value!r} ({type(value).__name__})"
-    if found["type"].startswith(("greater", "less", "too_", "finite")):
-        return ConfigError(f"Key '{key}' in {where}: got {given}. {found['msg']}.")
+    shown_value = "null" if value is None else f"{value!r} ({type(value).__name__})"
+    if first["type"].startswith(("greater", "less", "too_", "finite")):
+        return ConfigError(f"Key '{key}' in {where}: got {shown_value}. {first['msg']}.")
     choices = typing.get_args(location.hint) if typing.get_origin(location.hint) is typing.Literal else ()
     hint = suggestion(str(value), map(str, choices))
     return ConfigError(
-        f"Key '{key}' in {where}: got {given}, expected {_type_name(location.hint)}. {hint}".strip()
+        f"Key '{key}' in {where}: got {shown_value}, expected {_type_name(location.hint)}. {hint}".strip()
     )
 
 

@@ -119,8 +119,8 @@ def _counts(counters: Counters) -> dict[str, Any]:
 
 
 def _title(config: FlowGRPOConfig) -> str:
-    named = config.objective.regression or config.objective.ascent
-    return config.objective.algorithm if named else "Flow-GRPO"
+    algorithm = config.objective.regression or config.objective.ascent
+    return config.objective.algorithm if algorithm else "Flow-GRPO"
 
 
 def load_code(config: FlowGRPOConfig, output: Path) -> str:

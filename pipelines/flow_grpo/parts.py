@@ -42,7 +42,7 @@ def build_policy(model: ModelConfig, device: torch.device, seed: int) -> Diffusi
             targets = model.lora.target_modules
             chosen: dict[str, Any] = {} if targets is None else {"target_modules": tuple(targets)}
             lora = LoraSettings(rank=model.lora.rank, alpha=model.lora.alpha, seed=seed, **chosen)
-        given = {
+        options_of = {
             "use_t5": model.use_t5,
             "guidance": model.guidance,
             "lora": lora,
@@ -53,7 +53,7 @@ def build_policy(model: ModelConfig, device: torch.device, seed: int) -> Diffusi
             "quantization": model.quantization,
             **{k: _dtype(v) if k.endswith("dtype") else v for k, v in model.options.items()},
         }
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in options_of.items() if value is not None}
 
     with no_loading_bars():
         policy = load_policy(
@@ -75,10 +75,10 @@ def build_policy(model: ModelConfig, device: torch.device, seed: int) -> Diffusi
 
 def _dtype(name: Any) -> Any:
     """A dtype by its name, for options that are one."""
-    found = getattr(torch, str(name), None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
         raise UserError(f"model.options has the dtype {name!r}; give float32, bfloat16 or float16.")
-    return found
+    return dtype
 
 
 def build_evaluator(
@@ -142,7 +142,7 @@ def build_drift(
             return {}
         if not base:
             base.update(looked_at(load_heldout(before)))
-        now = {name: one for name, one in looked_at(result).items() if name in base}
+        now = {name: features_of for name, features_of in looked_at(result).items() if name in base}
         if len(now) < 2:
             return {}
         return feature_drift(torch.stack([*now.values()]), torch.stack([base[name] for name in now]))

@@ -58,15 +58,15 @@ def read_stored(data: DataConfig, edits: Edits, *, several: bool = True) -> Stor
     source = str(data.pairs)
     split = data.pairs_split or (None if Path(source).is_file() else "train")
     try:
-        found = load_source(source, split=split, limit=data.pairs_size)
-        if not isinstance(found, PreferenceSet):
+        source_set = load_source(source, split=split, limit=data.pairs_size)
+        if not isinstance(source_set, PreferenceSet):
             raise UserError("the set holds single rated images. Give one with image_left and image_right.")
-        findings = check_preferences(found, files=False)
-        pairs, summed = summed_votes(without_duplicates(found))
+        findings = check_preferences(source_set, files=False)
+        pairs, summed = summed_votes(without_duplicates(source_set))
         check_texts([{"prompt": pair.prompt} for pair in pairs.pairs])
     except UserError as error:
         raise UserError(f"data.pairs: {error}") from error
-    sources = {} if edits == "none" else _sources(found)
+    sources = {} if edits == "none" else _sources(source_set)
     rows, records = [], []
     for number, pair in enumerate(pairs.pairs):
         if pair.label == 0.5:
@@ -74,7 +74,8 @@ def read_stored(data: DataConfig, edits: Edits, *, several: bool = True) -> Stor
         images = pair.image_left, pair.image_right
         rows.append(Row(f"row {pairs.row(number)} of '{pairs.name}'", pair.prompt, images))
         sides = zip(images, (pair.label, 1 - pair.label), strict=True)
-        candidates = [{"image": image, "preference": said, "where": rows[-1].where} for image, said in sides]
+        where = rows[-1].where
+        candidates = [{"image": image, "preference": share, "where": where} for image, share in sides]
         records.append({"prompt": pair.prompt, "tag": pair.category or "", "candidates": candidates})
         if (edited := sources.get((pair.prompt, frozenset(images)))) is not None:
             records[-1]["source"] = edited
@@ -82,31 +83,31 @@ def read_stored(data: DataConfig, edits: Edits, *, several: bool = True) -> Stor
         raise UserError(f"data.pairs: the votes on each of {len(pairs)} pairs are ties. Give more votes.")
     check_images(rows, "data.pairs")
     if edits != "none":
-        named = [(f"data.pairs: {row.where}", record) for row, record in zip(rows, records, strict=True)]
-        check_sources(named, needed=edits == "needed", several=several, remedy=_SOURCES)
+        rows_named = [(f"data.pairs: {row.where}", record) for row, record in zip(rows, records, strict=True)]
+        check_sources(rows_named, needed=edits == "needed", several=several, remedy=_SOURCES)
     notes = [finding.message for finding in (*findings, *summed) if finding.kind not in ("ties", "one_side")]
     if ties := len(pairs) - len(records):
         notes.append(f"{ties} of {len(pairs)} pairs are ties and left out.")
     return StoredPairs(records=records, notes=tuple(f"data.pairs: {note}" for note in notes))
 
 
-def _sources(found: PreferenceSet) -> dict[Any, Any]:
+def _sources(pairs: PreferenceSet) -> dict[Any, Any]:
     """(prompt, its two images) -> what they are edits of, as the first of a pair's rows says that names it.
 
     Raises:
         UserError: two rows of a pair name two sources.
     """
-    named: dict[Any, tuple[Any, int]] = {}
-    for number, pair in enumerate(found.pairs):
+    sources: dict[Any, tuple[Any, int]] = {}
+    for number, pair in enumerate(pairs.pairs):
         if (source := source_of(pair.extra)) is not None:
             key = pair.prompt, frozenset((pair.image_left, pair.image_right))
-            first, row = named.setdefault(key, (source, found.row(number)))
+            first, row = sources.setdefault(key, (source, pairs.row(number)))
             if first != source:
                 raise UserError(
-                    f"data.pairs: rows {row} and {found.row(number)} of '{found.name}' have the same two "
+                    f"data.pairs: rows {row} and {pairs.row(number)} of '{pairs.name}' have the same two "
                     f"images, as edits of {first!r} and of {source!r}. Keep the right one."
                 )
-    return {key: source for key, (source, _) in named.items()}
+    return {key: source for key, (source, _) in sources.items()}
 
 
 def stored_latents(policy: Any, first: Mapping[str, Any]) -> Stored:

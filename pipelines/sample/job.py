@@ -138,7 +138,7 @@ def search_of(name: str, options: Mapping[str, Any]) -> ZeroOrderSearch | PathSe
     """
     if name not in SEARCHES:
         raise UserError(f"--search is {name!r}. {suggestion(name, SEARCHES)}Allowed: {', '.join(SEARCHES)}.")
-    allowed = [one.name for one in fields(SEARCHES[name])]
+    allowed = [field.name for field in fields(SEARCHES[name])]
     if unknown := sorted(set(options) - set(allowed)):
         raise UserError(
             f"--search {name} has no {', '.join(unknown)}. {suggestion(unknown[0], allowed)}It has "
@@ -206,8 +206,8 @@ def sample_images(
     """
     rewards = rewards or {}
     if (settings.best_of > 1 or settings.search is not None) and not rewards:
-        asked = f"best_of is {settings.best_of}" if settings.best_of > 1 else "--search is given"
-        raise UserError(f"{asked} and nothing says what is best; give a reward (-r).")
+        reason = f"best_of is {settings.best_of}" if settings.best_of > 1 else "--search is given"
+        raise UserError(f"{reason} and nothing says what is best; give a reward (-r).")
     check_texts(records)
     check_place(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -216,22 +216,22 @@ def sample_images(
     sigmas = policy.sigmas(settings.steps, timestep_schedule=settings.timestep_schedule)
     output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    shown: list[Image.Image] = []
-    for row, made in _drawn(policy, records, settings, sigmas, rewards):
+    thumbnails: list[Image.Image] = []
+    for row, sample in _drawn(policy, records, settings, sigmas, rewards):
         number = len(rows) // len(settings.seeds)
-        name, image = f"{number:04d}_{row['seed']}", to_pil(middle_frames(made[None])[0])
+        name, image = f"{number:04d}_{row['seed']}", to_pil(middle_frames(sample[None])[0])
         files = {"image": f"{name}.png"}
         image.save(output / files["image"])
-        if made.ndim == 4 and len(made) > 1:
+        if sample.ndim == 4 and len(sample) > 1:
             files[CLIP] = f"{name}.webp"
-            _save_clip(made, output / files[CLIP], getattr(policy, "frame_rate", 8))
+            _save_clip(sample, output / files[CLIP], getattr(policy, "frame_rate", 8))
         rows.append(files | row)
         if number < LARGEST_GRID:
-            shown.append(image)
+            thumbnails.append(image)
     lines = (json.dumps(row, ensure_ascii=False) for row in rows)
-    _as_grid(shown, len(settings.seeds)).save(output / GRID)
+    _as_grid(thumbnails, len(settings.seeds)).save(output / GRID)
     units = {name: reward.unit for name, reward in rewards.items()}
-    page = sample_page(rows, size=shown[0].size, rewards=units, facts=_facts(settings))
+    page = sample_page(rows, size=thumbnails[0].size, rewards=units, facts=_facts(settings))
     write_atomic(output / PAGE, page)
     write_atomic(output / TABLE, "".join(f"{line}\n" for line in lines))  # last: with it the folder is whole
     return rows
@@ -250,37 +250,39 @@ def _drawn(
     that meet on the way, the latents are.
     """
     count = settings.best_of
-    asked = [(record, seed) for record in records for seed in settings.seeds]
+    requests = [(record, seed) for record in records for seed in settings.seeds]
     together = max(1, settings.batch_size // count)
-    for start in range(0, len(asked), together):
-        part = [(record, seed, i) for record, seed in asked[start : start + together] for i in range(count)]
-        whose = encoder_inputs(policy, [record for record, _, _ in part])
+    for start in range(0, len(requests), together):
+        chunk = requests[start : start + together]
+        part = [(record, seed, i) for record, seed in chunk for i in range(count)]
+        inputs = encoder_inputs(policy, [record for record, _, _ in part])
         seeds = [
-            sample_seed("sample", *record_key(one), s, i) for one, (_, s, i) in zip(whose, part, strict=True)
+            sample_seed("sample", *record_key(entry), s, i)
+            for entry, (_, s, i) in zip(inputs, part, strict=True)
         ]
         judge = _Judge(rewards, [dict(record) for record, _, _ in part])
         best: dict[int, _Draw] = {}
         with torch.no_grad():
-            condition = policy.encode(whose)
+            condition = policy.encode(inputs)
             before = policy.forward_count.equivalents
             for rows, latents in _latents(policy, condition, settings, sigmas, seeds, judge):
                 _keep_best(best, _decoded(policy, latents, settings.batch_size), judge.of(rows), rows, count)
             spent = policy.forward_count.equivalents - before
-        for place, draw in best.items():
-            record, seed, _ = part[place * count]
+        for index, draw in best.items():
+            record, seed, _ = part[index * count]
             row: dict[str, Any] = {"prompt": str(record["prompt"]), "seed": seed, **draw.scores}
             source = record.get("source")
-            if source is not None and all(isinstance(each, str) for each in listed_sources(source)):
+            if source is not None and all(isinstance(name, str) for name in listed_sources(source)):
                 row["metadata"] = {"source": source}
             row[COST] = spent * count // len(part)  # every draw takes as many
-            yield row, draw.made
+            yield row, draw.sample
 
 
 @dataclass(frozen=True)
 class _Draw:
     """The best so far of a seed's draws."""
 
-    made: Tensor
+    sample: Tensor
     scores: dict[str, float | None]
     liked: float
 
@@ -300,41 +302,41 @@ class _Judge:
     def compares(self) -> bool:
         """Return whether a reward needs all draws of a prompt together."""
         needs = [reward.capabilities for reward in self.rewards.values()]
-        return any(each.needs_group or each.needs_batch for each in needs)
+        return any(capability.needs_group or capability.needs_batch for capability in needs)
 
-    def __call__(self, made: Tensor) -> tuple[dict[str, Scores], Tensor]:
+    def __call__(self, samples: Tensor) -> tuple[dict[str, Scores], Tensor]:
         """(label -> scores, [N] their sum with lower-is-better turned round, −∞ where one failed).
 
         Args:
-            made: [N, 3, H, W], or videos [N, F, 3, H, W], which judges of clips see whole.
+            samples: [N, 3, H, W], or videos [N, F, 3, H, W], which judges of clips see whole.
         """
-        stills, prompts = middle_frames(made), [str(record["prompt"]) for record in self.records]
+        stills, prompts = middle_frames(samples), [str(record["prompt"]) for record in self.records]
         scores = {
-            name: r.score(made if r.capabilities.takes_clips else stills, prompts, self.records)
+            name: r.score(samples if r.capabilities.takes_clips else stills, prompts, self.records)
             for name, r in self.rewards.items()
         }
-        liked = torch.zeros(len(made))
+        liked = torch.zeros(len(samples))
         for name, score in scores.items():
             sign = 1.0 if self.rewards[name].higher_is_better else -1.0
             liked += torch.where(score.valid, sign * score.value, -torch.inf).cpu()
         return scores, liked
 
 
-def _keep_best(best: dict[int, _Draw], made: Tensor, judge: _Judge, rows: slice, count: int) -> None:
+def _keep_best(best: dict[int, _Draw], samples: Tensor, judge: _Judge, rows: slice, count: int) -> None:
     """Put a draw of `rows` in its seed's place in `best` where it is the first or liked better."""
-    scores, liked = judge(made)
+    scores, liked = judge(samples)
     for i, value in enumerate(liked.tolist()):
-        place = (rows.start + i) // count
-        if place in best and not value > best[place].liked:
+        index = (rows.start + i) // count
+        if index in best and not value > best[index].liked:
             continue
-        said = {n: float(s.value[i]) if bool(s.valid[i]) else None for n, s in scores.items()}
-        best[place] = _Draw(made[i].clone(), said, value)  # a view would keep its whole batch
+        values = {n: float(s.value[i]) if bool(s.valid[i]) else None for n, s in scores.items()}
+        best[index] = _Draw(samples[i].clone(), values, value)  # a view would keep its whole batch
 
 
 def _decoded(policy: DiffusionPolicy, latents: Tensor, batch_size: int) -> Tensor:
     """Images or videos of latents [N, ...], float32 on the CPU."""
-    made = [decode_images(policy, chunk, clips=True).float().cpu() for chunk in latents.split(batch_size)]
-    return made[0] if len(made) == 1 else torch.cat(made)
+    samples = [decode_images(policy, chunk, clips=True).float().cpu() for chunk in latents.split(batch_size)]
+    return samples[0] if len(samples) == 1 else torch.cat(samples)
 
 
 def _latents(
@@ -349,13 +351,13 @@ def _latents(
     size = len(seeds) if judge.compares else settings.batch_size
     parts = [slice(first, min(first + size, len(seeds))) for first in range(0, len(seeds), size)]
     meet = bool(settings.resample_after) or isinstance(settings.search, PathSearch)
-    whole = _denoised(policy, condition, settings, sigmas, seeds, judge) if meet else None
+    latents = _denoised(policy, condition, settings, sigmas, seeds, judge) if meet else None
     for rows in parts:
-        if whole is not None:
-            yield rows, whole[rows]
+        if latents is not None:
+            yield rows, latents[rows]
             continue
-        those = condition.select(torch.arange(rows.start, rows.stop))
-        yield rows, _denoised(policy, those, settings, sigmas, seeds[rows], judge.of(rows))
+        part = condition.select(torch.arange(rows.start, rows.stop))
+        yield rows, _denoised(policy, part, settings, sigmas, seeds[rows], judge.of(rows))
 
 
 def _denoised(
@@ -398,15 +400,15 @@ def _denoised(
 
 def _facts(settings: SampleSettings) -> list[tuple[str, Any]]:
     """List the sampling settings for the page."""
-    told: dict[str, Any] = {"Model": settings.model, "LoRA": settings.lora, "Steps": settings.steps}
+    facts: dict[str, Any] = {"Model": settings.model, "LoRA": settings.lora, "Steps": settings.steps}
     if settings.solver != "euler":
-        told["Solver"] = settings.solver
+        facts["Solver"] = settings.solver
     if settings.best_of > 1:
-        told["Draws of a seed"] = settings.best_of
+        facts["Draws of a seed"] = settings.best_of
     if settings.resample_after:
-        told["Resampled after steps"] = ", ".join(map(str, settings.resample_after))
-    told |= {"Search": settings.search, **settings.options}
-    return [(name, value) for name, value in told.items() if value is not None]
+        facts["Resampled after steps"] = ", ".join(map(str, settings.resample_after))
+    facts |= {"Search": settings.search, **settings.options}
+    return [(name, value) for name, value in facts.items() if value is not None]
 
 
 def _save_clip(frames: Tensor, path: Path, frame_rate: float) -> None:

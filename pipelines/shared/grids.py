@@ -45,17 +45,17 @@ class SampleGrids:
         if not self.accelerator.is_main_process or not self.most:
             return
         keys = result.keys
-        kept = {
-            (keys[row], int(result.seeds[row])): place
-            for place, row in reversed([*enumerate(result.image_index.tolist())])
+        index_of = {
+            (keys[row], int(result.seeds[row])): index
+            for index, row in reversed([*enumerate(result.image_index.tolist())])
         }
         if not self.keys:
-            there = [key for key in map(record_key, self.heldout) if (key, self.seed) in kept]
+            there = [key for key in map(record_key, self.heldout) if (key, self.seed) in index_of]
             self.keys = list(dict.fromkeys(evenly_spaced(there, self.most)))
         path = self.output / FOLDER / f"{iteration:06d}.png"
         if path.is_file() or not self.keys:
             return
-        grid = np.concatenate([result.images[kept[key, self.seed]] for key in self.keys], axis=1)
+        grid = np.concatenate([result.images[index_of[key, self.seed]] for key in self.keys], axis=1)
         buffer = io.BytesIO()
         Image.fromarray(grid).save(buffer, "PNG")
         write_atomic(path, buffer.getvalue())
@@ -67,6 +67,6 @@ class SampleGrids:
 
     def files(self, most: int = 12) -> list[tuple[int, Path]]:
         """(iterations finished, file) of at most so many evaluations, evenly spaced, with both ends."""
-        found: Sequence[Path] = sorted((self.output / FOLDER).glob("*.png"))
-        places = np.linspace(0, len(found) - 1, min(most, len(found))).round().astype(int)
-        return [(int(found[place].stem), found[place]) for place in places]
+        files: Sequence[Path] = sorted((self.output / FOLDER).glob("*.png"))
+        indices = np.linspace(0, len(files) - 1, min(most, len(files))).round().astype(int)
+        return [(int(files[index].stem), files[index]) for index in indices]

@@ -53,12 +53,12 @@ def check_images(rows: Iterable[Row], name: str) -> None:
     Raises:
         UserError: with the row.
     """
-    seen: set[str] = set()
+    checked: set[str] = set()
     for row in rows:
         for reference in row.images:
-            if "://" in reference or reference in seen:
+            if "://" in reference or reference in checked:
                 continue
-            seen.add(reference)
+            checked.add(reference)
             try:
                 Image.open(reference).close()
             except (OSError, ValueError, Image.DecompressionBombError):

@@ -262,23 +262,23 @@ class PolicyRun(Job):
         """summary.json and report.html, whose curve starts with the accuracy before on the same prompts."""
         from visalign.evaluation import write_report, write_summary
 
-        output, found, way = self.output, versions(), self.config.evaluation
+        output, package_versions, way = self.output, versions(), self.config.evaluation
         metrics, phases = read_metrics(output / "metrics.jsonl"), {"evaluation": 0.0}
         for key, value in (entry for record in metrics for entry in record.items()):
             if key.startswith("seconds/") and value is not None:
                 name = key.removeprefix("seconds/")
                 phases[name] = phases.get(name, 0.0) + value
         phases["evaluation"] += evaluating
-        own, by = result.counters.own, self.config.run.best_by
-        warnings = monitor_messages(own)
+        state, by = result.counters.own, self.config.run.best_by
+        warnings = monitor_messages(state)
         costs = {
             **self.costs(result, evaluating),
             "phases": phases,
             **self.counts(result.counters),
         }
         spent = costs if self.seen is None else {**costs, "heldout_prompts_trained_on": self.seen}
-        spent = {**spent, "warnings": warnings, **best_of(own)}
-        shared: dict[str, Any] = {"config": asdict(self.config), "versions": found}
+        spent = {**spent, "warnings": warnings, **best_of(state)}
+        shared: dict[str, Any] = {"config": asdict(self.config), "versions": package_versions}
         path = write_summary(output / "summary.json", before=before, after=after, costs=spent, **shared)
         accuracy = math.nan
         if way.every:
@@ -295,7 +295,7 @@ class PolicyRun(Job):
             resume_command=resume_command(str(output / "config.yaml"), [], output),
             start={"heldout/accuracy": accuracy} if math.isfinite(accuracy) else None,
             seen=self.seen,
-            warnings=[*warnings, *best_checkpoint_note(by, own)],
+            warnings=[*warnings, *best_checkpoint_note(by, state)],
             over_time=() if self.grids is None else self.grids.files(),
             **shared,
         )

@@ -83,8 +83,8 @@ def build_accelerator(config: Any, folder: Path) -> Accelerator:
         from visalign.training.loop.machines import watch_machines
 
         watch_machines(accelerator)
-        found = {name: one for name, one in versions().items() if name != "platform"}
-        check_alike(gather_object([{**flatten(asdict(config)), "--output": str(folder), **found}]))
+        packages = {name: version for name, version in versions().items() if name != "platform"}
+        check_alike(gather_object([{**flatten(asdict(config)), "--output": str(folder), **packages}]))
     return accelerator
 
 
@@ -127,13 +127,13 @@ def spread(
     return joined(gather_object([evaluate(rank, shares)] if rank < shares else []))
 
 
-def _check_trackers(asked: Sequence[str], found: Sequence[str]) -> None:
+def _check_trackers(requested: Sequence[str], available: Sequence[str]) -> None:
     """Refuse trackers that accelerate has left out without an error, as their package is not installed."""
-    missing = [name for name in asked if name != "all" and name not in found]
+    missing = [name for name in requested if name != "all" and name not in available]
     if missing:
         raise UserError(
             f"run.trackers names {', '.join(missing)}, which is not installed. Run: python -m pip install "
-            f"{' '.join(missing)}; or take it out of run.trackers (found: {', '.join(found) or 'none'})."
+            f"{' '.join(missing)}; or take it out of run.trackers (found: {', '.join(available) or 'none'})."
         )
 
 
@@ -143,15 +143,15 @@ def no_loading_bars() -> Iterator[None]:
     import diffusers.utils.logging as diffusers_logging
     import transformers.utils.logging as transformers_logging
 
-    shown = [
+    modules = [
         module for module in (diffusers_logging, transformers_logging) if module.is_progress_bar_enabled()
     ]
-    for module in shown:
+    for module in modules:
         module.disable_progress_bar()
     try:
         yield
     finally:
-        for module in shown:
+        for module in modules:
             module.enable_progress_bar()
 
 
@@ -176,14 +176,14 @@ def pointwise_only(
     Raises:
         UserError: a needed one only compares.
     """
-    found = {label: judge for label, judge in judges.items() if isinstance(judge, PointwiseReward)}
-    if missing := [label for label in needed if label not in found]:
+    pointwise = {label: judge for label, judge in judges.items() if isinstance(judge, PointwiseReward)}
+    if missing := [label for label in needed if label not in pointwise]:
         raise UserError(
             f"{', '.join(missing)} only compare{'s' if len(missing) == 1 else ''} images and give"
             f"{'s' if len(missing) == 1 else ''} no score. Train on win rates with 'pipeline: pref_grpo', or "
             "choose a reward that scores."
         )
-    return found
+    return pointwise
 
 
 def weighted_sum(config: RewardsConfig, rewards: Mapping[str, Any], kind: Any) -> Any:

@@ -23,16 +23,16 @@ def parse_options(items: list[str], option: str = "--option") -> dict[str, Any]:
     """
     import yaml
 
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for item in items:
         name, sign, value = item.partition("=")
         if not sign or not name.isidentifier():
             raise UserError(f"{option} is {item!r}; write NAME=VALUE, e.g. {option} quality=90.")
         try:
-            found[name] = yaml.safe_load(value)
+            options[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise UserError(f"{option} {item!r}: the value cannot be read ({error}). Quote it.") from error
-    return found
+    return options
 
 
 def reward_options(items: Sequence[str], names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -48,22 +48,22 @@ def reward_options(items: Sequence[str], names: Sequence[str]) -> dict[str, dict
     >>> reward_options(["jpeg_size.quality=90"], ["jpeg_size", "sharpness"])
     {'jpeg_size': {'quality': 90}, 'sharpness': {}}
     """
-    found: dict[str, list[str]] = {name: [] for name in names}
+    items_of: dict[str, list[str]] = {name: [] for name in names}
     for item in items:
         owner = next(
-            (name for name in sorted(found, key=len, reverse=True) if item.startswith(name + ".")), ""
+            (name for name in sorted(items_of, key=len, reverse=True) if item.startswith(name + ".")), ""
         )
         if owner:
-            found[owner].append(item[len(owner) + 1 :])
-        elif len(found) == 1 and "." not in item.partition("=")[0]:
-            found[names[0]].append(item)
+            items_of[owner].append(item[len(owner) + 1 :])
+        elif len(items_of) == 1 and "." not in item.partition("=")[0]:
+            items_of[names[0]].append(item)
         else:
-            hint = suggestion(item.split(".")[0], found)
+            hint = suggestion(item.split(".")[0], items_of)
             raise UserError(
                 f"--option is {item!r}, which names none of the rewards. {hint}Write LABEL.NAME=VALUE with "
-                f"LABEL one of {', '.join(found)}."
+                f"LABEL one of {', '.join(items_of)}."
             )
-    return {name: parse_options(own) for name, own in found.items()}
+    return {name: parse_options(entries) for name, entries in items_of.items()}
 
 
 def load_each(names: Sequence[str], options: Sequence[str], load: Callable[..., Any]) -> dict[str, Any]:

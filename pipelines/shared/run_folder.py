@@ -191,17 +191,19 @@ def check_place(path: Path) -> None:
         UserError: it stands below a file, or in a folder where trying to make a file fails.
     """
     full = path.absolute()
-    places = (full, *full.parents) if full.is_dir() else full.parents
-    there = next((folder for folder in places if os.path.lexists(folder)), Path("/"))
-    if not there.is_dir():
-        raise UserError(f"'{there}' is no folder, so nothing can be written to '{path}'. Give another place.")
+    folders = (full, *full.parents) if full.is_dir() else full.parents
+    existing = next((folder for folder in folders if os.path.lexists(folder)), Path("/"))
+    if not existing.is_dir():
+        raise UserError(
+            f"'{existing}' is no folder, so nothing can be written to '{path}'. Give another folder."
+        )
     try:  # root, read-only and virtual file systems: permissions alone do not say it
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         raise UserError(
-            f"The folder '{there}' cannot be written ({error.strerror}), so '{path}' cannot. "
-            "Give another place."
+            f"The folder '{existing}' cannot be written ({error.strerror}), so '{path}' cannot. "
+            "Give another folder."
         ) from None
 
 

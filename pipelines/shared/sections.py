@@ -111,8 +111,8 @@ class RewardsConfig:
         recorded = any(term.weight == 0 for term in self.terms.values()), remedy
         paired = evaluation.every > 0 and (recorded[0] or evaluation.correctness is not None)
         both = f"Set evaluation.every above 0. {remedy}"
-        given = dict.fromkeys(("agreement", "agreement_change", "recorded_change"), recorded)
-        monitor.check({**given, "heldout_change": (paired, both), **more})
+        measured = dict.fromkeys(("agreement", "agreement_change", "recorded_change"), recorded)
+        monitor.check({**measured, "heldout_change": (paired, both), **more})
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -136,20 +136,20 @@ class HeldoutConfig:
                 f"evaluation.seeds is {self.seeds}; give different numbers from 0 up, e.g. [0, 1]."
             )
 
-    def check_correctness(self, *others: str) -> None:
+    def check_correctness(self, *trained: str) -> None:
         """Refuse a judge of correctness that is none of the rewards here or of the `others`, trained on;
         and a reward whose numbers would stand where the verdicts' do."""
-        known, judge = {**dict.fromkeys(others), **self.rewards}, self.correctness
-        if "accuracy" in known:
+        labels, judge = {**dict.fromkeys(trained), **self.rewards}, self.correctness
+        if "accuracy" in labels:
             raise UserError(
                 "A reward's label is 'accuracy', which names the share of right verdicts in evaluations; "
                 "give the reward another one and its name: {my_accuracy: {name: REWARD}}."
             )
-        if judge is not None and judge not in known:
-            where = "rewards.terms or evaluation.rewards" if others else "evaluation.rewards"
+        if judge is not None and judge not in labels:
+            where = "rewards.terms or evaluation.rewards" if trained else "evaluation.rewards"
             raise UserError(
                 f"evaluation.correctness is {judge!r}, which is no label of {where}. "
-                f"{suggestion(judge, known)}Labels: {', '.join(known)}; or null."
+                f"{suggestion(judge, labels)}Labels: {', '.join(labels)}; or null."
             )
 
 
@@ -178,7 +178,7 @@ class ConvexDAConfig:
         if self.synonyms is not None:
             try:
                 words = json.loads(Path(self.synonyms).read_text(encoding="utf-8"))
-                words = {str(word): [str(other) for other in others] for word, others in words.items()}
+                words = {str(word): [str(other) for other in synonyms] for word, synonyms in words.items()}
             except (OSError, ValueError, AttributeError, TypeError) as error:
                 raise UserError(
                     f"data.convex_da.synonyms: '{self.synonyms}' cannot be read ({error}). Give a JSON file "
@@ -191,8 +191,8 @@ class ConvexDAConfig:
                     "data.convex_da out."
                 )
         options: dict[str, Any] = {"count": self.copies, "share": self.share, "synonyms": words, "seed": seed}
-        found = {prompt: convex_variants(prompt, **options) for prompt in dict.fromkeys(prompts)}
-        return [found[prompt] for prompt in prompts]
+        texts = {prompt: convex_variants(prompt, **options) for prompt in dict.fromkeys(prompts)}
+        return [texts[prompt] for prompt in prompts]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

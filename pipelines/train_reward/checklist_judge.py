@@ -46,10 +46,10 @@ class ChecklistJudge(SeeingJudge):
         super().__init__(model, device)
         self.checklist: Checklist = checklist_of(model.checklist, self.engine)
         self.asked = Questions(self, self.checklist)
-        given = torch.tensor(list(self.checklist.rule.weights), device=device)
-        self.sign = torch.where(given < 0, -1.0, 1.0)
+        signed = torch.tensor(list(self.checklist.rule.weights), device=device)
+        self.sign = torch.where(signed < 0, -1.0, 1.0)
         self.module = nn.ModuleDict({"model": self.engine.model})
-        self.module.register_parameter("weights", nn.Parameter(given.abs()))
+        self.module.register_parameter("weights", nn.Parameter(signed.abs()))
         self.frozen = model.train == "head"
         if not self.frozen:
             with torch.random.fork_rng():
@@ -90,10 +90,10 @@ class ChecklistJudge(SeeingJudge):
         """Pairs: all left images, then all right ones."""
         inputs: Any
         if self.frozen:
-            known = [e.features for e in examples if e.features is not None]
-            if len(known) < len(examples):  # not through `remember`
-                known = [self.asked.features(example) for example in examples]
-            inputs = torch.cat([torch.stack([both[side] for both in known]) for side in range(2)])
+            features = [e.features for e in examples if e.features is not None]
+            if len(features) < len(examples):  # not through `remember`
+                features = [self.asked.features(example) for example in examples]
+            inputs = torch.cat([torch.stack([both[side] for both in features]) for side in range(2)])
         else:
             prompts = [example.prompt for example in examples]
             inputs = self.asked.rows(pair_images(examples), [*prompts, *prompts])
@@ -101,15 +101,15 @@ class ChecklistJudge(SeeingJudge):
 
     def __call__(self, inputs: Any) -> Outputs:
         self._project()
-        said: dict[str, Tensor] = {}
+        outputs: dict[str, Tensor] = {}
         if self.frozen:
             features = inputs.to(self.weights)
         else:
             with self.precision():
-                found, said["log_mass"] = self.asked.live(*inputs)
-            features = found.to(self.weights)
+                values, outputs["log_mass"] = self.asked.live(*inputs)
+            features = values.to(self.weights)
         value = features @ (self.sign * self.weights) + self.checklist.rule.intercept
-        return {"value": value, "weights": self.weights, **said}
+        return {"value": value, "weights": self.weights, **outputs}
 
     def learnt(self) -> Checklist:
         """The checklist with the weights as they are."""
@@ -123,10 +123,10 @@ class ChecklistJudge(SeeingJudge):
 
     def card_notes(self) -> list[str]:
         """Lines for the card: what each answer weighs."""
-        found = self.learnt()
-        names = ["(alignment)"] if found.rule.has_alignment else []
-        names += [q for number, q in enumerate(found.questions) if number not in found.rule.masked]
-        rows = [f"| {name} | {w:.3f} |" for name, w in zip(names, found.rule.weights, strict=True)]
+        checklist = self.learnt()
+        names = ["(alignment)"] if checklist.rule.has_alignment else []
+        names += [q for number, q in enumerate(checklist.questions) if number not in checklist.rule.masked]
+        rows = [f"| {name} | {w:.3f} |" for name, w in zip(names, checklist.rule.weights, strict=True)]
         return ["## Weights", "", "| question | weight of yes |", "|---|---|", *rows, ""]
 
     @torch.no_grad()
@@ -159,7 +159,7 @@ class Questions:
         Raises:
             UserError: an image that the judge does not score.
         """
-        found = []
+        rows = []
         if self.judge.device.type == "meta":
             return torch.zeros(len(example.images), len(self.checklist.rule.weights))
         for image in example.images:
@@ -167,16 +167,16 @@ class Questions:
             key = hashlib.blake2b(image.contiguous().numpy().tobytes() + repr((image.shape, text)).encode())
             if key.digest() not in self._known:
                 self._known[key.digest()] = self._ask(image, example.prompt)
-            found.append(self._known[key.digest()])
-        return torch.stack(found)
+            rows.append(self._known[key.digest()])
+        return torch.stack(rows)
 
     def _ask(self, image: Tensor, prompt: str) -> Tensor:
         scores = self._scorer.score([image], [prompt])
         refuse(failure_reasons(scores), [prompt])
         parts, rule = scores.parts or {}, self.checklist.rule
-        said = torch.stack([parts[question] for question in self.checklist.questions], 1).double()
+        answers = torch.stack([parts[question] for question in self.checklist.questions], 1).double()
         aligned = parts["alignment"].double() if rule.has_alignment else None
-        return rule.features(rule.counted((said + 1) / 2), aligned)[0].float()
+        return rule.features(rule.counted((answers + 1) / 2), aligned)[0].float()
 
     def rows(self, images: Sequence[Tensor], prompts: Sequence[str]) -> tuple[list[Any], int]:
         """(rows of all questions image by image, then of the alignment; number of images).
@@ -192,10 +192,10 @@ class Questions:
         ]
         rows, reasons = self.judge.engine.encode(self.templates[0], asks)
         if len(self.templates) > 1:
-            given = check_fields(self.templates[1])
+            fields = check_fields(self.templates[1])
             more, why = self.judge.engine.encode(
                 self.templates[1],
-                [Query(images=[image], prompt=prompt, fields=given) for image, prompt in both],
+                [Query(images=[image], prompt=prompt, fields=fields) for image, prompt in both],
             )
             rows, reasons = [*rows, *more], [*reasons, *why]
         refuse(reasons, [ask.prompt for ask in asks] + list(prompts))
@@ -205,11 +205,11 @@ class Questions:
         """(features [count, F], ln P(yes or no) [count], its mean over the questions) of `rows`, with
         gradient where it is enabled."""
         states = self.judge.engine.states(rows)
-        asked = count * len(self.checklist.questions)
-        odds, log_mass = self.judge.odds(states[:asked], *self._words[0])
+        questions = count * len(self.checklist.questions)
+        odds, log_mass = self.judge.odds(states[:questions], *self._words[0])
         masses, aligned = [log_mass.view(count, -1)], None
         if self.checklist.rule.has_alignment:
-            more, log_mass = self.judge.odds(states[asked:], *self._words[1])
+            more, log_mass = self.judge.odds(states[questions:], *self._words[1])
             aligned = more.sigmoid()
             masses.append(log_mass[:, None])
         features = self.checklist.rule.features(odds.sigmoid().view(count, -1), aligned)

@@ -375,17 +375,17 @@ def _refuse_unused(config: TrainRewardConfig) -> None:
     """Refuse settings other than their defaults that the job would not read."""
     data, task = config.data, config.objective.task
     for name, (is_used, where) in USED.items():
-        if (given := _changed(data, name)) is not None and not is_used(config):
+        if (value := _changed(data, name)) is not None and not is_used(config):
             raise UserError(
-                f"data.{name} is {given!r}, and the task {task} on data.train {data.train} and data.heldout "
+                f"data.{name} is {value!r}, and the task {task} on data.train {data.train} and data.heldout "
                 f"{data.heldout} does not read it: it is used {where}. Leave it out."
             )
     kind, train = config.model.kind, config.model.train
     *names, where = UNUSED.get(kind, UNUSED.get(f"{kind}, {train}", ("",)))
     for name in names:
-        if (given := _changed(config.objective, name)) is not None:
+        if (value := _changed(config.objective, name)) is not None:
             raise UserError(
-                f"objective.{name} is {given!r}, and a judge of kind {kind} with model.train {train} does "
+                f"objective.{name} is {value!r}, and a judge of kind {kind} with model.train {train} does "
                 f"not use it: the task {task} uses it where {where}. Leave it out."
             )
 
@@ -403,6 +403,6 @@ def _refuse_undivided(model: TrainedModel) -> None:
 
 def _changed(section: Any, name: str) -> Any:
     """The value of a setting that is not its default, else None."""
-    own = next(field for field in fields(section) if field.name == name)
-    default = own.default if own.default_factory is MISSING else own.default_factory()
+    setting = next(field for field in fields(section) if field.name == name)
+    default = setting.default if setting.default_factory is MISSING else setting.default_factory()
     return None if getattr(section, name) == default else getattr(section, name)

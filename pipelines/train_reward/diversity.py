@@ -26,22 +26,22 @@ class OtherMembers:
         UserError: a folder without adapters, or with those of other layers or widths.
     """
 
-    def __init__(self, folders: Sequence[str], own: Mapping[str, Tensor]) -> None:
-        self.own = {
-            name.removesuffix(".default.weight"): value for name, value in own.items() if ".lora_" in name
+    def __init__(self, folders: Sequence[str], trained: Mapping[str, Tensor]) -> None:
+        self.trained = {
+            name.removesuffix(".default.weight"): value for name, value in trained.items() if ".lora_" in name
         }
         self.others = [self._read(folder) for folder in folders]
 
     def _read(self, folder: str) -> dict[str, Tensor]:
         try:
-            found = adapters_of(Path(find_folder(folder)))
+            adapters = adapters_of(Path(find_folder(folder)))
         except (OSError, RewardError) as error:
             raise UserError(
                 f"model.diversity.others names {folder!r}, which has no adapters to be kept apart from "
                 f"({error}). Give folders of judges that were trained with model.train lora."
             ) from error
-        for name, value in self.own.items():
-            theirs = found.get(name)
+        for name, value in self.trained.items():
+            theirs = adapters.get(name)
             axis = 1 if name.endswith("lora_A") else 0
             if theirs is None or theirs.shape[axis] != value.shape[axis]:
                 raise UserError(
@@ -49,14 +49,14 @@ class OtherMembers:
                     f"{'no' if theirs is None else f'{tuple(theirs.shape)} at'} {name}, and those that are "
                     f"trained {tuple(value.shape)}. Members have one base and model.lora.target_modules."
                 )
-        return {name: found[name].to(value.device).float() for name, value in self.own.items()}
+        return {name: adapters[name].to(value.device).float() for name, value in self.trained.items()}
 
     def diversity(self) -> Tensor:
         """Mean over the matrices A and B of all layers."""
-        found = [
+        values = [
             nuclear_diversity(
                 [*(other[name] for other in self.others), value], dim=int(name.endswith("lora_B"))
             )
-            for name, value in self.own.items()
+            for name, value in self.trained.items()
         ]
-        return torch.stack(found).mean()
+        return torch.stack(values).mean()

@@ -232,15 +232,15 @@ def with_prompts(examples: Examples, variants: Sequence[Sequence[str]]) -> Examp
         examples: a set from files.
         variants: prompts of each, in place of its own.
     """
-    places = [(number, prompt) for number, own in enumerate(variants) for prompt in own]
+    sources = [(number, prompt) for number, prompts in enumerate(variants) for prompt in prompts]
 
     def example(number: int) -> Example:
-        place, prompt = places[number]
-        return replace(examples[place], prompt=prompt)
+        index, prompt = sources[number]
+        return replace(examples[index], prompt=prompt)
 
-    rows = tuple(examples.rows[place]._replace(prompt=prompt) for place, prompt in places)
-    content = tuple({**examples.content[place], "prompt": prompt} for place, prompt in places)
-    return replace(examples, count=len(places), example=example, rows=rows, content=content)
+    rows = tuple(examples.rows[index]._replace(prompt=prompt) for index, prompt in sources)
+    content = tuple({**examples.content[index], "prompt": prompt} for index, prompt in sources)
+    return replace(examples, count=len(sources), example=example, rows=rows, content=content)
 
 
 def file_ratings(records: QualitySet) -> Examples:
@@ -282,11 +282,11 @@ def file_answers(records: Sequence[Mapping[str, Any]], *, name: str, right: floa
     rows = []
     for number, record in enumerate(records, start=1):
         for field, kind in (("image", str), ("caption", str), ("completion", str), ("reward", int | float)):
-            given: Any = record.get(field)
-            known = isinstance(given, kind) and not isinstance(given, bool)
-            if not known or (field == "reward" and not math.isfinite(given)):
+            value: Any = record.get(field)
+            valid = isinstance(value, kind) and not isinstance(value, bool)
+            if not valid or (field == "reward" and not math.isfinite(value)):
                 raise UserError(
-                    f"row {number} of '{name}' has {given!r} under {field!r}; needed are image, "
+                    f"row {number} of '{name}' has {value!r} under {field!r}; needed are image, "
                     "caption, completion and reward, as text_sample writes them with data.question about "
                     "rated images that have prompts."
                 )
@@ -334,8 +334,8 @@ class ExampleBatches:
     def numbers(self, number: int) -> list[int]:
         """Return the numbers of the examples in batch `number`."""
         total = len(self.examples)
-        places = range(number * self.size, (number + 1) * self.size)
-        return [int(_order(self.seed, place // total, total)[place % total]) for place in places]
+        indices = range(number * self.size, (number + 1) * self.size)
+        return [int(_order(self.seed, index // total, total)[index % total]) for index in indices]
 
     def batch(self, number: int, part: tuple[int, int] = (0, 1)) -> Iterator[RewardBatch]:
         """The micro-batches of share `part` of batch `number`, made when they are asked for."""

@@ -77,25 +77,25 @@ def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
                 "them. Put each prompt into one of the two."
             )
         both = {"data.heldout": heldout, "data.train": train}
-        sets = {name: [ref for row in one.rows for ref in row.images] for name, one in both.items()}
+        sets = {name: [ref for row in side.rows for ref in row.images] for name, side in both.items()}
         notes += refuse_shared_images(sets, what="of data.heldout are also in data.train")
     if data.convex_da is not None:
         variants = data.convex_da.variants([row.prompt for row in train.rows], config.seed)
         train = with_prompts(train, variants)
         notes.append(f"data.train: {len(variants)} pairs become {len(train)} by ConvexDA.")
-    found: dict[str, str] = {}
+    prints: dict[str, str] = {}
     for name, examples in (("data.train", train), ("data.heldout", heldout)):
         if examples is not None and examples.rows:
             _check_rows(config, examples, name)
-            found[name] = fingerprint(examples.content)
+            prints[name] = fingerprint(examples.content)
     if len(train) < data.batch:
         notes.append(
             f"data.train holds {len(train)} examples, fewer than data.batch {data.batch}: each update reads "
             "some of them more than once."
         )
     if isinstance(config.model, ChecklistModel) and config.model.checklist is not None:
-        found["model.checklist"] = _checklist_print(config.model.checklist)
-    return RewardInputs(train=train, heldout=heldout, notes=tuple(notes), fingerprints=found)
+        prints["model.checklist"] = _checklist_print(config.model.checklist)
+    return RewardInputs(train=train, heldout=heldout, notes=tuple(notes), fingerprints=prints)
 
 
 def _checklist_print(file: str) -> str:
@@ -148,10 +148,10 @@ def _read(config: TrainRewardConfig, which: str, notes: list[str]) -> Examples:
     try:
         if TASKS[config.objective.task].labels == "answers":
             return file_answers(load_demonstrations(source)[:limit], name=Path(source).name, right=data.right)
-        whole = load_source(source, split=split, limit=limit, columns=columns)
-        if isinstance(whole, QualitySet):
-            return _ratings(config, whole, name)
-        return _pairs(config, whole, which, notes)
+        records = load_source(source, split=split, limit=limit, columns=columns)
+        if isinstance(records, QualitySet):
+            return _ratings(config, records, name)
+        return _pairs(config, records, which, notes)
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
 
@@ -197,21 +197,22 @@ def _off_policy_weights(pairs: PreferenceSet, settings: OffPolicyConfig, notes: 
     """
     ratios = []
     for number, pair in enumerate(pairs.pairs):
-        given = [pair.extra.get(f"log_ratio_{side}") for side in ("left", "right")]
+        values = [pair.extra.get(f"log_ratio_{side}") for side in ("left", "right")]
         try:
-            ratios.append([float(value) for value in given])  # type: ignore[arg-type]  # None is caught
+            ratios.append([float(value) for value in values])  # type: ignore[arg-type]  # None is caught
         except (TypeError, ValueError):
             ratios.append([math.nan])
         if not all(map(math.isfinite, ratios[-1])):
             raise UserError(
-                f"row {pairs.row(number)} has log_ratio_left {given[0]!r} and log_ratio_right {given[1]!r}, "
-                "and data.off_policy weighs pairs by them: ln of the probability of an image under the "
-                "policy of today over that under its maker. Add them, or leave data.off_policy out."
+                f"row {pairs.row(number)} has log_ratio_left {values[0]!r} and log_ratio_right "
+                f"{values[1]!r}, and data.off_policy weighs pairs by them: ln of the probability of an "
+                "image under the policy of today over that under its maker. Add them, or leave "
+                "data.off_policy out."
             )
     left, right = torch.tensor(ratios, dtype=torch.float64).T
-    made = torch.zeros_like(left)
+    zeros = torch.zeros_like(left)
     weights = off_policy_pair_weights(
-        left, right, made, made, alpha=settings.alpha, multiplier=settings.multiplier
+        left, right, zeros, zeros, alpha=settings.alpha, multiplier=settings.multiplier
     )
     size, count = float(effective_sample_size(weights.log())), len(pairs)
     if not size >= settings.least_effective * count:
@@ -226,14 +227,14 @@ def _off_policy_weights(pairs: PreferenceSet, settings: OffPolicyConfig, notes: 
 
 def _refuse_contradictions(pairs: PreferenceSet) -> None:
     """Single labels that say the opposite of one another; disagreement belongs into votes."""
-    said: dict[tuple[str, ...], Counter[bool]] = {}
+    wins_of: dict[tuple[str, ...], Counter[bool]] = {}
     for pair in pairs.pairs:
         if pair.votes is not None or pair.annotator is not None or pair.label not in (0.0, 1.0):
             continue
         first, second = sorted((pair.image_left, pair.image_right))
         wins = (pair.label == 1.0) == (pair.image_left == first)
-        said.setdefault((pair.prompt, first, second), Counter())[wins] += 1
-    odd = [key for key, found in said.items() if len(found) == 2 and found[True] == found[False]]
+        wins_of.setdefault((pair.prompt, first, second), Counter())[wins] += 1
+    odd = [key for key, counts in wins_of.items() if len(counts) == 2 and counts[True] == counts[False]]
     if odd:
         raise UserError(
             f"{len(odd)} pairs of '{pairs.name}' are judged as often one way as the other, by single labels: "

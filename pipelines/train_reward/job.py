@@ -146,7 +146,7 @@ def plan(config: TrainRewardConfig) -> Mapping[str, Any]:
     """Count examples and updates of a job, in groups of entries."""
     inputs = prepare_reward(config)
     updates = config.run.iterations * config.optimizer.updates_per_iteration
-    seen = updates * config.data.batch
+    read = updates * config.data.batch
     return {
         "examples": {
             "train": len(inputs.train),
@@ -156,8 +156,8 @@ def plan(config: TrainRewardConfig) -> Mapping[str, Any]:
         "length": {
             "iterations": config.run.iterations,
             "updates": updates,
-            "examples_seen": seen,
-            "epochs": seen / len(inputs.train),
+            "examples_seen": read,
+            "epochs": read / len(inputs.train),
             "ends_by": ends_by(config.run),
         },
     }

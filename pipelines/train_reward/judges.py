@@ -128,17 +128,17 @@ class SeeingJudge(TrainedJudge):
         lora = self.settings.lora
         targets = LANGUAGE if lora.target_modules is None else list(lora.target_modules)
         alpha: Any = lora.alpha  # peft divides by the rank; fractions are fine
-        given = LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
+        settings = LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
         try:
-            self.engine.model.add_adapter(given)
+            self.engine.model.add_adapter(settings)
         except ValueError as error:
             raise UserError(
                 f"model.lora cannot be added to {self.settings.path!r}: {error} Name linear layers of this "
                 "model in model.lora.target_modules, or leave it out."
             ) from error
         if self.settings.diversity is not None:
-            own = dict(moving(self.engine.model))
-            self._apart = OtherMembers(self.settings.diversity.others, own)
+            trained = dict(moving(self.engine.model))
+            self._apart = OtherMembers(self.settings.diversity.others, trained)
 
     def penalty(self) -> Tensor | None:
         """−weight times how different the adapters are from those of the members before."""
@@ -156,7 +156,9 @@ class SeeingJudge(TrainedJudge):
         logits = self.engine.head_logits(states, list(ids))
         return logits, (logits.logsumexp(-1) - self.engine.log_total(states)).clamp(max=0.0)
 
-    def write(self, folder: Path, asked: Sequence[Template], more: Mapping[str, Any] | None = None) -> None:
+    def write(
+        self, folder: Path, questions: Sequence[Template], more: Mapping[str, Any] | None = None
+    ) -> None:
         """`judge.json` with the questions asked and more entries, beside the adapters, the whole model, or
         nothing but the base's name."""
         model, settings, train = self.engine.model.eval(), self.engine.settings, self.settings.train
@@ -170,7 +172,7 @@ class SeeingJudge(TrainedJudge):
         elif train == "lora":
             model.save_pretrained(folder)
             name_base(folder, rest["base"])
-        templates = {**settings.templates, **{template.name: template for template in asked}}
+        templates = {**settings.templates, **{template.name: template for template in questions}}
         JudgeSettings(templates=templates, positions=self.engine.positions, rest=rest).write(folder)
         shrink(folder, self.save_dtype)
 
@@ -220,9 +222,9 @@ def refuse(reasons: Sequence[str | None], prompts: Sequence[str]) -> None:
     """Refuse examples that the model cannot read, by UserError."""
     for prompt, reason in zip(prompts, reasons, strict=True):
         if reason is not None:
-            shown = prompt if len(prompt) <= 80 else f"{prompt[:80]}… ({len(prompt):,} characters)"
+            excerpt = prompt if len(prompt) <= 80 else f"{prompt[:80]}… ({len(prompt):,} characters)"
             raise UserError(
-                f"An example with the prompt {shown!r} cannot be learnt: {reason}. Take it out of the set."
+                f"An example with the prompt {excerpt!r} cannot be learnt: {reason}. Take it out of the set."
             )
 
 

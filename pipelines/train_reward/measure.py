@@ -57,8 +57,8 @@ class Measure:
         if self.config.model.kind == "critique":
             return self._answers(count)
         task = TASKS[self.config.objective.task]
-        own = [(number, score_pairs(self.judge, [batch], task)) for number, batch in self._batches(count)]
-        return pair_measures(concatenate_pairs(self._of_all(own)))
+        results = [(number, score_pairs(self.judge, [batch], task)) for number, batch in self._batches(count)]
+        return pair_measures(concatenate_pairs(self._of_all(results)))
 
     def _batches(self, count: int) -> Iterator[tuple[int, RewardBatch]]:
         assert self.heldout is not None
@@ -66,14 +66,14 @@ class Measure:
             self.heldout.first(count), self._encode, size=self.config.evaluation.batch, part=self.processes
         )
 
-    def _of_all(self, own: list[tuple[int, Any]]) -> list[Any]:
+    def _of_all(self, results: list[tuple[int, Any]]) -> list[Any]:
         """Gather the results of all processes in the order of the batches."""
-        found = own
+        gathered = results
         if self.processes[1] > 1:
             from accelerate.utils import gather_object
 
-            found = gather_object(own)
-        return [value for _, value in sorted(found, key=lambda pair: pair[0])]
+            gathered = gather_object(results)
+        return [value for _, value in sorted(gathered, key=lambda pair: pair[0])]
 
     def _encode(self, examples: Sequence[Example]) -> RewardBatch:
         return self.judge.encode(examples, heldout=True)
@@ -102,10 +102,10 @@ class Measure:
     def _said(self, count: int) -> Tensor:
         """[3, count] value, mass of the answers, and target."""
         self.judge.train(False)
-        own = []
+        results = []
         for number, batch in self._batches(count):
             assert batch.target is not None
             outputs = self.judge(batch.inputs)
-            said, mass = outputs["value"].cpu().double(), outputs["log_mass"].cpu().double().exp()
-            own.append((number, torch.stack([said, mass, batch.target.double()])))
-        return torch.cat(self._of_all(own), 1)
+            value, mass = outputs["value"].cpu().double(), outputs["log_mass"].cpu().double().exp()
+            results.append((number, torch.stack([value, mass, batch.target.double()])))
+        return torch.cat(self._of_all(results), 1)

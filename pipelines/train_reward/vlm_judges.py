@@ -61,18 +61,19 @@ class Hpsv3Judge(SeeingJudge):
 
     def _own_token(self) -> None:
         embedding = self.engine.model.get_input_embeddings()
-        place = self.engine.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
-        self.judge.register_parameter("reward_token", nn.Parameter(embedding.weight[place].detach().clone()))
+        token_id = self.engine.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
+        start = embedding.weight[token_id].detach().clone()
+        self.judge.register_parameter("reward_token", nn.Parameter(start))
 
-        def put(_: nn.Module, given: tuple[Tensor, ...], found: Tensor) -> Tensor:
-            return torch.where((given[0] == place)[..., None], self.token.to(found), found)
+        def put(_: nn.Module, arguments: tuple[Tensor, ...], embedded: Tensor) -> Tensor:
+            return torch.where((arguments[0] == token_id)[..., None], self.token.to(embedded), embedded)
 
         embedding.register_forward_hook(put)
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        own = [(f"backbone.{name}", p) for name, p in moving(self.engine.model)]
-        own += [(f"head.{name}", p) for name, p in self.judge.head.named_parameters()]
-        return own if self.token is None else [*own, ("reward_token", self.token)]
+        parameters = [(f"backbone.{name}", p) for name, p in moving(self.engine.model)]
+        parameters += [(f"head.{name}", p) for name, p in self.judge.head.named_parameters()]
+        return parameters if self.token is None else [*parameters, ("reward_token", self.token)]
 
     def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
         """Pairs: all left images, then all right ones."""
@@ -92,8 +93,8 @@ class Hpsv3Judge(SeeingJudge):
         self.judge.eval()
         model, path = self.engine.model, self.settings.path
         if self.token is not None:
-            place = self.engine.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
-            model.get_input_embeddings().weight[place] = self.token.to(model.dtype)
+            token_id = self.engine.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
+            model.get_input_embeddings().weight[token_id] = self.token.to(model.dtype)
         full = self.settings.train == "full"
         if full:
             cast(model, self.save_dtype)

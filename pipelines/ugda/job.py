@@ -213,10 +213,10 @@ class Round:
             row |= {f"log_ratio_{side}": 0.0 for side in sides}
         now = sample_settings(self.config, self.lora)
         for number, rows in enumerate(earlier):
-            made = sample_settings(self.config, Round(self.config, self.output, number).lora)
+            source = sample_settings(self.config, Round(self.config, self.output, number).lora)
             images = [row[f"image_{side}"] for side in sides for row in rows]
             prompts = [row["prompt"] for row in rows] * 2
-            ratios = log_ratios(made, now, images, prompts, seed=self.config.seed).tolist()
+            ratios = log_ratios(source, now, images, prompts, seed=self.config.seed).tolist()
             for i, row in enumerate(rows):
                 row |= {"log_ratio_left": ratios[i], "log_ratio_right": ratios[i + len(rows)]}
 
@@ -298,12 +298,12 @@ def check_failures(config: UGDAConfig, reasons: Sequence[str], queue: int) -> No
         )
 
 
-def check_votes(store: VoteStore, wanted: int) -> None:
+def check_votes(store: VoteStore, votes_each: int) -> None:
     """Refuse pairs with too few votes."""
     counts = dict.fromkeys(store.tasks, 0)
     for vote in store.votes():
         counts[vote.task] += not vote.again
-    missing = sum(count < wanted for count in counts.values())
+    missing = sum(count < votes_each for count in counts.values())
     if missing:
         raise WaitingForVotes(
             f"{missing} of {len(counts)} pairs wait for votes. Collect them: visalign collect {store.path}; "
@@ -317,8 +317,8 @@ def _judge_job(config: UGDAConfig, member: int, folder: Path) -> Job:
     changes: dict[str, Any] = {"data.train": str(folder / PAIRS), "data.heldout": None}
     changes["seed"] = config.seed + member
     if member and ensemble.diversity:
-        others = [str(folder / "members" / str(other) / "judge") for other in range(member)]
-        changes["model.diversity"] = {"weight": ensemble.diversity, "others": others}
+        earlier = [str(folder / "members" / str(other) / "judge") for other in range(member)]
+        changes["model.diversity"] = {"weight": ensemble.diversity, "others": earlier}
     if ensemble.off_policy is not None:
         changes["data.off_policy"] = asdict(ensemble.off_policy)
     return _part_job("ensemble", ensemble, "train_reward", changes)

@@ -22,8 +22,8 @@ from visalign.config import (
     resolve_config,
     to_plain,
 )
-from visalign.schema import allowed_keys
 from visalign.errors import ConfigError
+from visalign.schema import allowed_keys
 
 
 @dataclass(frozen=True, kw_only=True)
