@@ -89,7 +89,7 @@ def refusal(error: ValidationError, schema: Any, data: Any, sources: Sequence[So
     if first["type"] == "missing":
         return ConfigError(f"Key '{key}': missing mandatory value. Set it in the file or as an override.")
     shown_value = "null" if value is None else f"{value!r} ({type(value).__name__})"
-    if first["type"].startswith(("greater", "less", "too_", "finite")):
+    if first["type"].startswith(("greater", "less", "too_", "string_too_", "finite")):
         return ConfigError(f"Key '{key}' in {where}: got {shown_value}. {first['msg']}.")
     choices = typing.get_args(location.hint) if typing.get_origin(location.hint) is typing.Literal else ()
     hint = suggestion(str(value), map(str, choices))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training did to a text policy: it and the policy that it came from on the same held-out prompts."""
+"""Compare a trained text policy with the policy that it came from on the same held-out prompts."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ TRAINED = ("text_dpo", "text_grpo", "text_ppo", "text_sft")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _JudgedCompletions:
-    """P·n completions of one policy, judged; the completions of a prompt side by side."""
+class _ScoredCompletions:
+    """P·n scored completions of one policy; the completions of a prompt are neighbours."""
 
     rollout: TextRollout
     reward: Tensor
-    """[P, n] float64; NaN where it could not be judged."""
+    """[P, n] float64; NaN where it failed."""
     solved: Tensor
-    """[P, n] float64 1 or 0; NaN where it could not be judged."""
+    """[P, n] float64 1 or 0; NaN where the reward failed."""
     values: Mapping[str, Tensor]
-    """label -> [P, n] float64 of each reward, higher is better; NaN where it could not be judged."""
+    """label -> [P, n] float64 of each reward, higher is better; NaN where it failed."""
 
 
 def diagnose(
@@ -70,43 +70,43 @@ def diagnose(
     noise: float = 0.1,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Sample a trained text policy and the one that it is compared with, and say what training did.
+    """Sample a trained text policy and the one that it is compared with, and compare their completions.
 
     Prompts, rewards and the sampled distribution are those of the held-out evaluation of the last run.
 
     Args:
         run: folder of a finished run of a text policy.
-        second: a later run: its policy is the tuned one then, and that of `run` the base; None: the tuned
+        second: a later run, whose policy is then the tuned one, and that of `run` the base. None: the tuned
             policy is that of `run`, the base the model that it began with.
         samples: n, completions of each policy to a prompt.
-        prompts: of the held-out prompts take so many at most, evenly spaced; None: all.
-        rewards: names of text rewards to set beside those of the run.
-        margin: nats by which the second choice of a token may be behind for a near tie.
-        noise: scale β of the Gumbel noise on the logits under which greedy completions are tried again.
-        seed: of the completions and the intervals.
+        prompts: most held-out prompts, evenly spaced; None: all.
+        rewards: names of more text rewards.
+        margin: nats between the first and second choice of a token below which it is a near tie.
+        noise: scale β of the Gumbel noise on the logits under which greedy completions are repeated.
+        seed: seed of the completions and the intervals.
 
     Returns:
-        JSON-able: what was compared, `support`, `best_of_n`, `rewards` (a distance a pair), `clip`, `greedy`.
+        JSON-able: policies, `support`, `best_of_n`, `rewards` (a distance per pair), `clip`, `greedy`.
 
     Raises:
         UserError: a folder without a finished run of a text policy, two models whose tokens differ, or
-            completions that cannot be judged.
+            completions that cannot be scored.
     """
-    config, first = _config(second or run), _config(run)
-    judge = _Judge(config, rewards)
-    records = evenly_spaced(judge.records, prompts)
+    config, first_config = _config(second or run), _config(run)
+    scorer = _Scorer(config, rewards)
+    records = evenly_spaced(scorer.records, prompts)
     generation = getattr(config, "generation", None) or config.rollout
     policies = _policies(run, second)
-    writers = {name: with_tool(generation, p, p, branching=False) for name, p in policies.items()}
-    base, tuned = (judge.sampled(w, records, generation, samples, seed) for w in writers.values())
+    generators = {name: with_tool(generation, p, p, branching=False) for name, p in policies.items()}
+    base, tuned = (scorer.sample(g, records, generation, samples, seed) for g in generators.values())
     generator = torch.Generator().manual_seed(seed)
-    asked = judge, records, generation.stopping(), margin, noise, seed
+    options = scorer, records, generation.stopping(), margin, noise, seed
     result = {
-        "base": first.model.path if second is None else str(run),
+        "base": first_config.model.path if second is None else str(run),
         "tuned": str(second or run),
         "prompts": len(records),
         "samples": samples,
-        "correctness": judge.correctness,
+        "correctness": scorer.correctness,
         "support": _support(base, tuned, records, generator),
         "best_of_n": _best_of_n(policies["base"], base, tuned, generator),
         "rewards": _distances(base, tuned, generator),
@@ -114,34 +114,34 @@ def diagnose(
         "greedy": {
             "margin": margin,
             "noise": noise,
-            "policies": {name: _greedy(p, writers[name], *asked) for name, p in policies.items()},
+            "policies": {name: _greedy(p, generators[name], *options) for name, p in policies.items()},
         },
     }
     return json.loads(summary_json(result))
 
 
-class _Judge:
-    """The held-out records of a run, and what judges their completions."""
+class _Scorer:
+    """Held-out records of a run, and the rewards of their completions."""
 
     def __init__(self, config: Any, more: Sequence[str]) -> None:
         terms = config.rewards.terms if hasattr(config, "rewards") else None
-        self.records, self.rewards = heldout_inputs(
+        self.records, rewards = heldout_inputs(
             config.data, config.evaluation, config.seed, None, trained=terms
         )
-        self.more = text_rewards({name: RewardTerm(name=name) for name in more if name not in self.rewards})
+        added = text_rewards({name: RewardTerm(name=name) for name in more if name not in rewards})
+        self.rewards = {**rewards, **added}
         self.correctness = config.evaluation.correctness
         if self.correctness is None:
             raise UserError(
                 "The run's evaluation.correctness is null, so nothing says which completions solve a prompt. "
                 "Diagnose a run whose config.yaml names such a reward."
             )
-        judge = self.rewards[self.correctness]
-        self.reward = judge if terms is None else text_sum(config.rewards, self.rewards)
+        self.reward = rewards[self.correctness] if terms is None else text_sum(config.rewards, rewards)
 
-    def sampled(
+    def sample(
         self, policy: Any, records: Records, generation: Any, samples: int, seed: int
-    ) -> _JudgedCompletions:
-        """`samples` completions of a policy to each record, judged; a seed for each."""
+    ) -> _ScoredCompletions:
+        """Sample and score `samples` completions of a policy to each record; a seed for each."""
         seeds = [sample_seed(seed, prompt_text(r["prompt"]), i) for r in records for i in range(samples)]
         with torch.no_grad():
             rollout = policy.generate(
@@ -151,44 +151,41 @@ class _Judge:
                 sampling=generation.sampling,
                 stopping=generation.stopping(),
             )
-        return self.judged(rollout, [r for r in records for _ in range(samples)], samples)
+        return self.score(rollout, [r for r in records for _ in range(samples)], samples)
 
-    def judged(
+    def score(
         self, rollout: TextRollout, records: Sequence[Mapping[str, Any]], samples: int
-    ) -> _JudgedCompletions:
-        """A rollout to the records [B], judged."""
-        texts, asked = list(rollout.text), list(rollout.prompt)
-        judge, scores = self.rewards[self.correctness], {}
-        for label, reward in {**self.rewards, **self.more}.items():
-            scores[label] = reward.score(texts, asked, records)
-        said, paid = scores[self.correctness], self.reward.score(texts, asked, records)
-        right = torch.where(finite_scores(said), verdict(self.correctness, judge, said).double(), torch.nan)
+    ) -> _ScoredCompletions:
+        """Score a rollout to the records [B]."""
+        texts, prompts = list(rollout.text), list(rollout.prompt)
+        scores = {label: reward.score(texts, prompts, records) for label, reward in self.rewards.items()}
+        correct, total = scores[self.correctness], self.reward.score(texts, prompts, records)
+        is_right = verdict(self.correctness, self.rewards[self.correctness], correct).double()
+        right = torch.where(finite_scores(correct), is_right, torch.nan)
 
         def table(values: Tensor) -> Tensor:
             return torch.where(rollout.generated, values, torch.nan).reshape(-1, samples)
 
-        if not bool((right + _value(paid)).isfinite().any()):
-            why = next((reason for reason in said.reason or paid.reason or [] if reason), "no reason given")
-            raise UserError(f"None of {len(records)} completions could be judged ({why}).")
-        signs = {
-            label: 1 if reward.higher_is_better else -1
-            for label, reward in {**self.rewards, **self.more}.items()
-        }
-        return _JudgedCompletions(
+        if not bool((right + _value(total)).isfinite().any()):
+            reasons = correct.reason or total.reason or []
+            why = next((reason for reason in reasons if reason), "no reason given")
+            raise UserError(f"None of {len(records)} completions could be scored ({why}).")
+        signs = {label: 1 if reward.higher_is_better else -1 for label, reward in self.rewards.items()}
+        return _ScoredCompletions(
             rollout=rollout,
-            reward=table(_value(paid)),
+            reward=table(_value(total)),
             solved=table(right),
-            values={label: table(signs[label] * _value(found)) for label, found in scores.items()},
+            values={label: table(signs[label] * _value(score)) for label, score in scores.items()},
         )
 
 
 def _value(scores: Scores) -> Tensor:
-    """[B] float64, NaN where nothing was judged."""
+    """[B] float64, NaN where the reward failed."""
     return torch.where(finite_scores(scores), scores.value.cpu().double(), torch.nan)
 
 
 def _config(run: Path) -> Any:
-    """The configuration of a finished run of a text policy."""
+    """Load the configuration of a finished run of a text policy."""
     if not (run / "config.yaml").is_file():
         raise UserError(
             f"There is no run in '{run}': it has no config.yaml. Give the folder that `visalign train` wrote."
@@ -208,7 +205,7 @@ def _config(run: Path) -> Any:
 
 
 def _policy(config: Any, run: Path | None) -> Any:
-    """The policy that a run began with, or with `run` the one that it left there."""
+    """Load the policy that a run began with, or with `run` its result."""
     model = replace(config.model, value="none") if hasattr(config.model, "value") else config.model
     cuda = config.run.device == "auto" and torch.cuda.is_available()
     if run is None:
@@ -221,7 +218,7 @@ def _policy(config: Any, run: Path | None) -> Any:
 
 
 def _policies(run: Path, second: Path | None) -> dict[str, Any]:
-    """The two that are compared, which must read and write the same tokens."""
+    """Load the two policies, which must have the same tokens."""
     policies = {
         "base": _policy(_config(run), None if second is None else run),
         "tuned": _policy(_config(second or run), second or run),
@@ -236,16 +233,16 @@ def _policies(run: Path, second: Path | None) -> dict[str, Any]:
 
 
 def _support(
-    base: _JudgedCompletions,
-    tuned: _JudgedCompletions,
+    base: _ScoredCompletions,
+    tuned: _ScoredCompletions,
     records: Sequence[Mapping[str, Any]],
     generator: torch.Generator,
 ) -> dict[str, Any]:
-    """pass@k of both, where the curves cross, and what only one of them solves."""
+    """Compute pass@k of both, the crossing of the curves, and the prompts that only one of them solves."""
     points = pass_at_k_curves(base.solved, tuned.solved, generator=generator)
-    known = base.solved.isfinite().all(1) & tuned.solved.isfinite().all(1)
-    before, after = ((one.solved == 1).any(1) & known for one in (base, tuned))
-    where, shown = crossing(points)
+    scored = base.solved.isfinite().all(1) & tuned.solved.isfinite().all(1)
+    before, after = ((completions.solved == 1).any(1) & scored for completions in (base, tuned))
+    crossing_k, is_shown = crossing(points)
     counts = {
         "preserved": int((before & after).sum()),
         "expanded": int((after & ~before).sum()),
@@ -260,8 +257,8 @@ def _support(
             {"k": p.k, **{name: getattr(p, name).to_dict() for name in ("base", "tuned", "change")}}
             for p in points
         ],
-        "crossing": {"k": where, "shown": shown},
-        "problems": int(known.sum()),
+        "crossing": {"k": crossing_k, "shown": is_shown},
+        "problems": int(scored.sum()),
         **counts,
         **asdict(support_metrics(**counts)),
         "solved_only_by": only,
@@ -269,54 +266,55 @@ def _support(
 
 
 def _best_of_n(
-    base: Any, before: _JudgedCompletions, after: _JudgedCompletions, generator: torch.Generator
+    base: Any, before: _ScoredCompletions, after: _ScoredCompletions, generator: torch.Generator
 ) -> dict[str, Any]:
-    """Reward and KL of the best of n completions of the base, and of the tuned policy."""
+    """Compute reward and KL of the best of n completions of the base, and of the tuned policy."""
     shape = before.reward.shape
-    likely = before.rollout.full_log_prob.double().sum(1).reshape(shape)
-    points = best_of_n_curve(before.reward, likely, generator=generator)
+    log_prob = before.rollout.full_log_prob.double().sum(1).reshape(shape)
+    points = best_of_n_curve(before.reward, log_prob, generator=generator)
     with torch.no_grad():
-        there = base.log_probs(after.rollout, distribution="full").log_prob
-    moved = (after.rollout.full_log_prob.double() - there.double()).sum(1).reshape(shape)
-    moved[~after.rollout.generated.reshape(shape)] = torch.nan
-    paid = mean_interval(after.reward.nanmean(1), generator=generator)
-    equal = matching_n(points, paid.estimate)
+        base_log_prob = base.log_probs(after.rollout, distribution="full").log_prob
+    log_ratio = (after.rollout.full_log_prob.double() - base_log_prob.double()).sum(1).reshape(shape)
+    log_ratio[~after.rollout.generated.reshape(shape)] = torch.nan
+    reward = mean_interval(after.reward.nanmean(1), generator=generator)
+    equal_n = matching_n(points, reward.estimate)
     bound = {point.n: point.kl_bound for point in points}
-    kl = mean_interval(moved.nanmean(1), generator=generator)
+    kl = mean_interval(log_ratio.nanmean(1), generator=generator)
     return {
         "base": [{**asdict(point), "reward": point.reward.to_dict()} for point in points],
-        "tuned": {"reward": paid.to_dict(), "kl": kl.to_dict()},
-        "equal_n": equal,
-        "cheaper_than_bound": None if equal is None else kl.estimate < bound[equal],
+        "tuned": {"reward": reward.to_dict(), "kl": kl.to_dict()},
+        "equal_n": equal_n,
+        "cheaper_than_bound": None if equal_n is None else kl.estimate < bound[equal_n],
     }
 
 
 def _distances(
-    before: _JudgedCompletions, after: _JudgedCompletions, generator: torch.Generator
+    before: _ScoredCompletions, after: _ScoredCompletions, generator: torch.Generator
 ) -> list[dict[str, Any]]:
-    """STARC distance of each pair of rewards on the completions of both policies, prompt by prompt."""
+    """Compute the STARC distance of each pair of rewards on the completions of both policies, by prompt."""
     values = {label: torch.cat([before.values[label], after.values[label]], 1) for label in before.values}
-    found = []
+    distances = []
     for first, second in combinations(values, 2):
-        one, other = values[first], values[second]
-        told = (one + other).isfinite().all(1) & ((one.std(1) > 0) | (other.std(1) > 0))
-        distance = mean_interval(starc_distance(one[told], other[told]), generator=generator)
-        found.append({"first": first, "second": second, "prompts": int(told.sum()), **distance.to_dict()})
-    return found
+        x, y = values[first], values[second]
+        usable = (x + y).isfinite().all(1) & ((x.std(1) > 0) | (y.std(1) > 0))
+        interval = mean_interval(starc_distance(x[usable], y[usable]), generator=generator)
+        prompts = int(usable.sum())
+        distances.append({"first": first, "second": second, "prompts": prompts, **interval.to_dict()})
+    return distances
 
 
 @torch.no_grad()
 def _greedy(
     policy: Any,
-    writer: Any,
-    judge: _Judge,
+    generate_with: Any,
+    scorer: _Scorer,
     records: Records,
     stopping: Any,
     margin: float,
     noise: float,
     seed: int,
 ) -> dict[str, Any]:
-    """How near a tie greedy completions are, and what a little noise on the logits changes.
+    """Measure near ties of greedy completions, and the effect of a little noise on the logits.
 
     The largest logit under Gumbel noise of scale β is a draw at temperature β, so the noisy completions are
     samples of that temperature (The Policy Cliff, arXiv 2507.20150, on argmax at ties).
@@ -324,7 +322,7 @@ def _greedy(
     names = [prompt_text(record["prompt"]) for record in records]
     generator = torch.Generator().manual_seed(seed)
     greedy, noisy = (
-        writer.generate(
+        generate_with.generate(
             [record["prompt"] for record in records],
             seeds=[sample_seed(seed, name, "noise") for name in names],
             sampling=Sampling(temperature=scale),
@@ -332,12 +330,12 @@ def _greedy(
         )
         for scale in (0.0, noise)
     )
-    whole = replace(greedy, sampling=Sampling(), kept=None)
-    gap = policy.log_probs(whole, distribution="full", statistic=runner_up_gap).statistic
+    unmodified = replace(greedy, sampling=Sampling(), kept=None)
+    gap = policy.log_probs(unmodified, distribution="full", statistic=runner_up_gap).statistic
     near = ((gap < margin) & (greedy.loss_mask > 0)).any(1)
-    same = [one == other for one, other in zip(greedy.text, noisy.text, strict=True)]
-    first, second = (judge.judged(rollout, records, 1).reward[:, 0] for rollout in (greedy, noisy))
-    shares = {"near_tie": near.double(), "changed": 1 - torch.tensor(same).double()}
+    changed = torch.tensor([a != b for a, b in zip(greedy.text, noisy.text, strict=True)])
+    first, second = (scorer.score(rollout, records, 1).reward[:, 0] for rollout in (greedy, noisy))
+    shares = {"near_tie": near.double(), "changed": changed.double()}
     return {
         **{name: share_interval(value.numpy(), names).to_dict() for name, value in shares.items()},
         "reward": mean_interval(first, generator=generator).to_dict(),
@@ -346,13 +344,13 @@ def _greedy(
     }
 
 
-def _clip(run: Path, base: _JudgedCompletions, generator: torch.Generator) -> dict[str, Any] | None:
-    """What the clip took of the run's updates, and what a control with rewards by lot would withhold; None
+def _clip(run: Path, base: _ScoredCompletions, generator: torch.Generator) -> dict[str, Any] | None:
+    """Measure the bias of the clip in the run's updates, and the advantage at stake with random rewards; None
     where nothing is clipped."""
-    written = [row for row in read_metrics(run / "metrics.jsonl") if "clip_low" in row]
-    if not written:
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if "clip_low" in row]
+    if not rows:
         return None
-    sides = [torch.tensor([float(row[name]) for row in written]) for name in ("clip_low", "clip_high")]
-    known = base.solved[base.solved.isfinite().all(1)]
-    at_stake = mean_interval(advantage_at_stake(known.sum(1), base.solved.shape[1]), generator=generator)
+    sides = [torch.tensor([float(row[name]) for row in rows]) for name in ("clip_low", "clip_high")]
+    solved = base.solved[base.solved.isfinite().all(1)]
+    at_stake = mean_interval(advantage_at_stake(solved.sum(1), base.solved.shape[1]), generator=generator)
     return {**clip_bias(*sides), "advantage_at_stake": at_stake.to_dict()}

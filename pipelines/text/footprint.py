@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a text run needs, from configuration files alone: memory by part, hours, tokens a second."""
+"""Plan a text run from configuration files alone: memory by part, hours, tokens a second."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from .config import TextConfig
 from .parts import TextInputs, prompt_encoder, text_adapters
 
 PROMPTS = 256
-"""Training prompts that are measured."""
+"""Training prompts whose length is measured."""
 NOT_COUNTED = "kernels' workspaces, the allocator's gaps, activations of generation and of judges"
 
 
 def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
-    """Memory in GB, operations, hours and tokens a second on each device, in groups.
+    """Compute memory in GB, operations, hours and tokens a second on each device, in groups.
 
-    Completions are counted at their full length and every prompt at the longest one, so all of it is an upper
-    bound but for what `not_counted` names. Empty where the model sees images.
+    Completions count at their full length and every prompt at the longest one, so all of it is an upper bound
+    but for what `not_counted` names. Empty for a vision-language model.
     """
     from visalign.adapters.causal_lm.loading import VISION_LANGUAGE, from_pretrained
 
@@ -56,12 +56,14 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
     rows = 0 if config.server is not None else min(config.model.generate_batch, completions)
     with _autocast(config):
         cache = _cache_bytes(network, rows, length) if rows else 0
-        held, flops = _replayed(network, min(config.optimizer.micro_batch, completions), length, config)
+        activations, flops = _forward_cost(
+            network, min(config.optimizer.micro_batch, completions), length, config
+        )
     memory = _weights(config, network)
     generating = cache + 4 * rows * network.config.vocab_size
     world = int(os.environ.get("WORLD_SIZE", "1"))
     memory = on_each_device(memory, _shared(memory), world=world, sharding=config.run.sharding)
-    memory["generation_or_activations_of_a_micro_batch"] = max(generating, held) / GB
+    memory["generation_or_activations_of_a_micro_batch"] = max(generating, activations) / GB
     judges, later = judge_bytes({**inputs.rewards, "the sum": inputs.reward})
     memory["judges"] = judges / GB
     memory["in_all"] = math.fsum(memory.values())
@@ -69,8 +71,8 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
     before = config.rollout.recompute + config.rollout.routing_replay
     passes = bool(rows) + asks_reference(config) + before + update
     passes += (config.model.value == "separate") * (1 + update)
-    again = 0 if config.self_imitation is None else config.self_imitation.batch or completions
-    operations = flops * (completions * passes + again * update) * config.run.iterations
+    replayed = 0 if config.self_imitation is None else config.self_imitation.batch or completions
+    operations = flops * (completions * passes + replayed * update) * config.run.iterations
     speed = tokens_by_device(rows, weight_bytes(network) + cache / 2) if rows else None
     return {
         "model": {
@@ -90,14 +92,14 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
 
 
 def _autocast(config: TextConfig) -> AbstractContextManager[Any]:
-    """The run's, as a GPU has it."""
+    """Return the run's autocast on a GPU."""
     name = config.model.autocast
     low = torch.bfloat16 if name == "auto" else autocast_dtype(name, torch.device("cpu"))
     return torch.autocast("cpu", low) if low else nullcontext()
 
 
 def _cache_bytes(network: Any, rows: int, length: int) -> int:
-    """Of the keys and values of completions that grow together."""
+    """Size of the keys and values of completions that grow together."""
     from visalign.adapters.hollow import traced_network
 
     with torch.no_grad(), traced_network(network.base_model):
@@ -106,15 +108,15 @@ def _cache_bytes(network: Any, rows: int, length: int) -> int:
     return sum(value.numel() * value.element_size() for value in pairs)
 
 
-def _replayed(network: Any, rows: int, length: int, config: TextConfig) -> tuple[int, float]:
-    """(bytes that the backward of a micro-batch finds stored, operations of a completion's forward pass)."""
+def _forward_cost(network: Any, rows: int, length: int, config: TextConfig) -> tuple[int, float]:
+    """Return (stored bytes of a micro-batch, operations of a completion's forward pass)."""
     from visalign.adapters.causal_lm.network import enable_recomputation, recomputed_layers
     from visalign.adapters.hollow import traced_network
 
-    again = config.model.gradient_checkpointing
-    if again:
+    recompute = config.model.gradient_checkpointing
+    if recompute:
         enable_recomputation(network)
-    with recomputed_layers(network, again), traced_network(network.base_model) as trace:
+    with recomputed_layers(network, recompute), traced_network(network.base_model) as trace:
         network.base_model(input_ids=_tokens(rows, length), attention_mask=_mask(length), use_cache=False)
     head = 2 * network.get_output_embeddings().weight.numel() * config.rollout.max_new_tokens
     return trace.held + trace.largest_block, trace.flops["network"] / rows + head
@@ -125,40 +127,41 @@ def _tokens(rows: int, length: int) -> torch.Tensor:
 
 
 def _mask(length: int) -> torch.Tensor:
-    """A whole one, without which transformers looks at the positions' numbers."""
+    """A full mask; without one, transformers reads the values of positions, which a meta tensor lacks."""
     return torch.ones(1, 1, length, length, dtype=torch.bool, device="meta")
 
 
 def asks_reference(config: TextConfig) -> bool:
-    """Whether the objective compares with the model before training."""
+    """Whether the objective needs the model before training."""
     from visalign.training.text.trajectories import needs_reference
 
-    return needs_reference(config.objective.build(length=config.rollout.max_new_tokens))
+    return needs_reference(config.built_objective)
 
 
 def _weights(config: TextConfig, network: Any) -> dict[str, float]:
-    """GB of what stays for a whole run, by part."""
+    """GB of the parts that stay for a whole run."""
     trained = [weight for weight in network.parameters() if weight.requires_grad]
-    found = _stays(network, trained, ema=bool(config.optimizer.ema_decay))
-    kept = config.model.lora is None and asks_reference(config)
-    found["reference"] = kept * sum(weight.numel() * weight.element_size() for weight in trained) / GB
+    memory = _training_memory(network, trained, ema=bool(config.optimizer.ema_decay))
+    copied = config.model.lora is None and asks_reference(config)
+    memory["reference"] = copied * sum(weight.numel() * weight.element_size() for weight in trained) / GB
     if config.model.value == "separate":
-        whole = [weight for name, weight in network.base_model.named_parameters() if "lora_" not in name]
-        found["value_network_and_its_optimizer"] = sum(trained_memory(whole, ema=False, copies=0).values())
-    return found
+        weights = [weight for name, weight in network.base_model.named_parameters() if "lora_" not in name]
+        memory["value_network_and_its_optimizer"] = sum(trained_memory(weights, ema=False, copies=0).values())
+    return memory
 
 
-def _stays(network: Any, trained: list[Any], *, ema: bool) -> dict[str, float]:
-    """GB of a network and of what belongs to its training."""
-    own = {id(weight) for weight in trained}
-    found: dict[str, float] = {}
+def _training_memory(network: Any, trained: list[Any], *, ema: bool) -> dict[str, float]:
+    """GB of a network, its gradients and its optimizer."""
+    trained_ids = {id(weight) for weight in trained}
+    memory: dict[str, float] = {}
     if any(not weight.requires_grad for weight in network.parameters()):
-        found[f"frozen_weights, {dtype_name(network, own)}"] = weight_bytes(network, own) / GB
-    found |= trained_memory(trained, ema=ema, copies=0)
-    del found["reference_and_old_policy"]
-    return found
+        name = f"frozen_weights, {dtype_name(network, trained_ids)}"
+        memory[name] = weight_bytes(network, trained_ids) / GB
+    memory |= trained_memory(trained, ema=ema, copies=0)
+    del memory["reference_and_old_policy"]
+    return memory
 
 
 def _shared(memory: dict[str, float]) -> list[str]:
-    """Of the parts those that are weights of the network."""
+    """Names of the parts that are weights of the network."""
     return [name for name in memory if name.startswith("frozen_weights, ") or name == "trained_weights"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reinforcement learning of a text policy as a job, and what it shares with the other jobs of texts."""
+"""Job of reinforcement learning of a text policy, and functions shared by the other text jobs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(config: TextConfig, output: Path, resume: bool = False) -> dict[str, Any
 
 
 def _build(config: TextConfig, output: Path) -> PolicyRun:
-    """Everything a run needs; reads, writes nothing."""
+    """Build the objects of a run, without writing anything."""
     from visalign.training import TextRL
     from visalign.training.text.trajectories import needs_reference
 
@@ -61,12 +61,12 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
     inputs = prepare(config, str(accelerator.device))
     if inputs.reward.capabilities.needs_batch and accelerator.num_processes > 1:
         raise UserError(
-            f"{inputs.reward.name} judges all completions of an iteration together, and "
-            f"{accelerator.num_processes} processes would each have their own. Use one process."
+            f"{inputs.reward.name} scores all completions of an iteration together, and each of "
+            f"{accelerator.num_processes} processes would score its own. Use one process."
         )
-    objective = config.objective.build(length=config.rollout.max_new_tokens)
-    leans = needs_reference(objective) or config.latent_flow is not None
-    policy = build_text_policy(config.model, accelerator.device, config.seed, reference=leans)
+    objective = config.built_objective
+    has_reference = needs_reference(objective) or config.latent_flow is not None
+    policy = build_text_policy(config.model, accelerator.device, config.seed, reference=has_reference)
     server = build_server(config, policy)
     generator = with_tool(config.rollout, server or policy, policy)
     algorithm = TextRL(
@@ -88,9 +88,9 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
         demonstrations=build_demonstrations(config, policy, inputs.demonstrations),
         sharding=config.run.sharding,
     )
-    read = {"data.train": inputs.records, "data.heldout": inputs.heldout}
+    sources = {"data.train": inputs.records, "data.heldout": inputs.heldout}
     if inputs.demonstrations is not None:
-        read["data.demonstrations"] = inputs.demonstrations
+        sources["data.demonstrations"] = inputs.demonstrations
     return text_run(
         config,
         output,
@@ -100,7 +100,7 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
         inputs.rewards,
         inputs.heldout,
         config.rollout,
-        read,
+        sources,
     )
 
 
@@ -113,22 +113,24 @@ def text_run(
     rewards: Mapping[str, Any],
     heldout: Records,
     generation: Any,
-    read: Mapping[str, Records],
+    sources: Mapping[str, Records],
     *,
-    said: Callable[[Any], Mapping[str, Any]] = lambda _: {},
+    summary: Callable[[Any], Mapping[str, Any]] = lambda _: {},
     seen: int | None = None,
-    beside: Callable[[], Mapping[str, float]] = dict,
+    more_metrics: Callable[[], Mapping[str, float]] = dict,
     shown: Sequence[tuple[str, str, str]] = POLICY_COLUMNS,
 ) -> PolicyRun:
-    """The run of a text policy; `said` has more entries of the summary, `beside` more of each evaluation on
-    the way."""
-    writer = with_tool(generation, policy, policy, branching=False)
+    """Build the run of a text policy.
+
+    `summary` adds entries to the summary, and `more_metrics` to each evaluation during training.
+    """
+    generator = with_tool(generation, policy, policy, branching=False)
 
     def measure(records: Records, seeds: Any) -> HeldoutResult:
-        def stretch(rank: int, shares: int) -> HeldoutResult:
-            first, end = (len(records) * (rank + more) // shares for more in (0, 1))
+        def evaluate_part(rank: int, shares: int) -> HeldoutResult:
+            first, end = (len(records) * part // shares for part in (rank, rank + 1))
             return evaluate_text(
-                writer,
+                generator,
                 rewards,
                 records[first:end],
                 seeds=seeds,
@@ -137,21 +139,23 @@ def text_run(
                 correctness=config.evaluation.correctness,
             )
 
-        return spread(algorithm.accelerator, len(records), stretch)
+        return spread(algorithm.accelerator, len(records), evaluate_part)
 
-    way = on_the_way(config, measure, heldout, before=output / "before.npz")
+    evaluate = on_the_way(config, measure, heldout, before=output / "before.npz")
     return PolicyRun(
         config=config,
         output=output,
-        trainer=build_trainer(config, output, algorithm, lambda done: {**way(done), **beside()}, shown=shown),
-        fingerprints={key: fingerprint(records) for key, records in read.items()},
+        trainer=build_trainer(
+            config, output, algorithm, lambda done: {**evaluate(done), **more_metrics()}, shown=shown
+        ),
+        fingerprints={key: fingerprint(records) for key, records in sources.items()},
         title=f"{method} on {config.model.path}",
         policy=policy,
         measure=measure,
         heldout=heldout,
         samples="completions",
-        load_code=load_code(config, output, sees=policy.processor is not None),
-        counts=lambda c: {**said(c), "samples": c.samples, "tokens": c.tokens},
+        load_code=load_code(config, output, takes_images=policy.processor is not None),
+        counts=lambda c: {**summary(c), "samples": c.samples, "tokens": c.tokens},
         seen=seen,
         next_command=_next_command(config, output),
     )
@@ -168,12 +172,11 @@ def _next_command(config: Any, output: Path) -> list[str]:
     return ["visalign", "train", "text_sample", f"model.path={model}"]
 
 
-def load_code(config: Any, output: Path, *, sees: bool = False) -> str:
-    """Python that loads the result into transformers, run from where the job was; a model that sees images
-    has a processor."""
+def load_code(config: Any, output: Path, *, takes_images: bool = False) -> str:
+    """Write Python that loads the result into transformers, for the job's working directory."""
     folder, base = (json.dumps(str(name)) for name in (result_folder(config, output), config.model.path))
     kind, reader = "AutoModelForCausalLM", "AutoTokenizer"
-    if sees:
+    if takes_images:
         kind, reader = "AutoModelForImageTextToText", "AutoProcessor"
     lines = [f"from transformers import {kind}, {reader}", ""]
     if config.model.lora is None:
@@ -186,35 +189,34 @@ def load_code(config: Any, output: Path, *, sees: bool = False) -> str:
 
 
 def planned_evaluation(config: Any, heldout: Records, *, greedy: bool = True) -> dict[str, int]:
-    """How much is completed and judged before, on the way, and after; a greedy completion more per prompt."""
-    way, some = config.evaluation, len(evenly_spaced(heldout, config.evaluation.prompts_on_the_way))
-    visits = config.run.iterations // way.every if way.every else 0
-    whole = 2 * len(heldout) * (len(way.seeds) + greedy)
+    """Count the completions of the evaluations; `greedy` adds one per prompt."""
+    evaluation = config.evaluation
+    prompts = len(evenly_spaced(heldout, evaluation.prompts_on_the_way))
+    visits = config.run.iterations // evaluation.every if evaluation.every else 0
+    before_and_after = 2 * len(heldout) * (len(evaluation.seeds) + greedy)
     return {
         "heldout_prompts": len(heldout),
         "evaluations_on_the_way": visits,
-        "completions": whole + visits * some * (1 + greedy),
+        "completions": before_and_after + visits * prompts * (1 + greedy),
     }
 
 
 def plan(config: TextConfig) -> dict[str, Any]:
-    """Batch arithmetic of a job, in groups of entries."""
-    inputs, rollout, pace = prepare(config), config.rollout, config.optimizer
+    """Plan the batches of a job, in groups of entries."""
+    inputs, rollout, per_iteration = prepare(config), config.rollout, config.optimizer.updates_per_iteration
     completions = rollout.prompts_per_iteration * rollout.group_size
-    updates = config.objective.epochs * pace.updates_per_iteration
-    objective = config.objective.build(length=rollout.max_new_tokens)
     return {
         "batch": {
             "training_prompts": len(inputs.records),
             "completions_per_iteration": completions,
             "rounds_per_iteration_at_most": config.dynamic.max_rounds if config.dynamic.enabled else 1,
-            "updates_per_iteration": updates,
-            "completions_per_update": completions / pace.updates_per_iteration,
+            "updates_per_iteration": config.objective.epochs * per_iteration,
+            "completions_per_update": completions / per_iteration,
             "iterations": config.run.iterations,
             "completions": completions * config.run.iterations,
             "ends_by": ends_by(config.run),
         },
-        "objective": {"algorithm": config.objective.algorithm, "source": objective.source},
+        "objective": {"algorithm": config.objective.algorithm, "source": config.built_objective.source},
         "evaluation": planned_evaluation(
             config, inputs.heldout, greedy=config.evaluation.correctness is not None
         ),
@@ -222,7 +224,5 @@ def plan(config: TextConfig) -> dict[str, Any]:
 
 
 def estimate(config: TextConfig) -> dict[str, Any]:
-    """Memory, operations, hours and tokens a second by device beside the batch arithmetic; no model is
-    loaded."""
-    planned = plan(config)
-    return {**planned, **footprint(config, prepare(config))}
+    """Extend the plan by memory, operations, hours and tokens a second by device; no model is loaded."""
+    return {**plan(config), **footprint(config, prepare(config))}

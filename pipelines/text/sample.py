@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sample completions over a grid of temperatures, nuclei and seeds, judge them, and select a dataset."""
+"""Job that samples completions over a grid of temperatures, nuclei and seeds, and selects a dataset."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from visalign.pipelines.shared.sections import (
     Share,
 )
 from visalign.schema import STRICT
+from visalign.settings import check_rules
 from visalign.text import StoppingCriteria
 from visalign.training.loop.judging import check_failures
 from visalign.training.loop.processes import one_process
@@ -56,22 +57,19 @@ from visalign.training.text.selection import (
     every_valid,
     worth_learning,
 )
-from visalign.training.text.settings import ToolSettings
+from visalign.training.text.settings import NO_BRANCHES, Text, ToolSettings
 from visalign.versions import versions
 
-from .config import PromptsConfig, TextModelConfig, check_no_branches
+from .config import PromptsConfig, TextModelConfig
 from .parts import build_text_policy, text_records, text_rewards, text_sum, with_tool
 
 __all__ = ["TextSampleConfig", "plan", "run"]
 
 DATASET = "dataset.jsonl"
 POINTS = "points"
-"""Folder of a run: judged completions, a file per grid point, which a stopped run need not sample again."""
+"""Folder of scored completions, a file per grid point, which a resumed run does not sample again."""
 FREE_KEYS = (
-    *(
-        f"selection.{name}"
-        for name in ("rule", "threshold", "per_prompt", "skip_solved", "truncated", "seed")
-    ),
+    *(f"selection.{key}" for key in ("rule", "threshold", "per_prompt", "skip_solved", "truncated", "seed")),
     "rollout.prompts_per_call",
     "rollout.max_failure_rate",
 )
@@ -80,99 +78,109 @@ OWN_FIELDS = (
     *("completion", "reward", "temperature", "top_p", "seed", "sample", "group", "hinted"),
     TOOL_ANSWERS,
 )
-"""What the dataset adds to a prompt's record; `sample` counts the completions of one point to one prompt,
-`group` is the number of the prompt; `hinted` only where it is true, `tool_answers` where there are some."""
+"""Fields that the dataset adds to a prompt's record; `sample` counts the completions of one point to one
+prompt, `group` is the number of the prompt; `hinted` only where it is true, `tool_answers` where there are
+some."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GridConfig:
-    """How completions are made: every combination of temperature, nucleus and seed is a point of the grid."""
+    """Sampling: every combination of temperature, nucleus and seed is a point of the grid."""
 
     temperatures: list[float] = field(default_factory=lambda: [1.0])
     """τ."""
     top_p: list[float] = field(default_factory=lambda: [1.0])
     """Nuclei; 1: all tokens."""
     seeds: list[int] = field(default_factory=lambda: [0])
-    """More seeds give more completions of the same distributions, without changing those that there are."""
+    """Seeds; more of them give more completions of the same distributions, without changing the others."""
     samples: Count = 8
     """n, completions to each prompt at each point."""
-    max_new_tokens: int = 256
-    """Tokens of a completion at most, its end token included."""
-    stop: list[str] = field(default_factory=list)
+    max_new_tokens: Count = 256
+    """Most tokens of a completion, its end token included."""
+    stop: list[Text] = field(default_factory=list)
     """Texts that end a completion."""
     hint: str | None = None
-    """Behind each prompt at as many further points, such as "The answer is {answer}.", with fields of the
+    """Text after each prompt at as many further points, such as "The answer is {answer}.", with fields of the
     record in braces. The dataset has the prompt without it, and takes a completion of these points where none
     without the hint reached the threshold (hinted sampling, SPCT, arXiv 2504.02495). null: none."""
     tool: ToolSettings | None = None
-    """A tool that answers in the middle of completions; {} is a calculator behind " = "."""
+    """Tool that answers in the middle of completions; {} is a calculator behind " = "."""
     prompts_per_call: Count = 64
-    """Prompts that are completed and judged together; memory only."""
+    """Prompts that are completed and scored together; memory only."""
     max_failure_rate: Share = 0.1
-    """Share of a point's completions that may go unjudged before the run stops."""
+    """Share of a point's completions that may fail to be scored before the run stops."""
 
     def __post_init__(self) -> None:
         try:
             self.points()
         except UserError as error:
             raise UserError(f"rollout.{error}") from error
-        self.stopping()
-        check_no_branches("rollout", self.tool)
+        check_rules(self, GRID_RULES)
 
     def points(self) -> list[GridPoint]:
-        """The points of the grid, the seeds of one distribution next to each other; then those with hints."""
+        """List the points, the seeds of one distribution next to each other; then those with hints."""
         plain = grid_points(self.temperatures, self.top_p, self.seeds)
         return plain if self.hint is None else [*plain, *(replace(p, hinted=True) for p in plain)]
 
     def stopping(self) -> StoppingCriteria:
-        """What ends a completion."""
+        """Return the conditions that end a completion."""
         return StoppingCriteria(max_new_tokens=self.max_new_tokens, strings=tuple(self.stop))
+
+
+GRID_RULES = ((lambda s: s.tool and s.tool.branch, f"rollout.{NO_BRANCHES}"),)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SelectionConfig:
-    """Which completions become the dataset. Completions that could not be judged never do."""
+    """Selection of the dataset. Completions without a reward are never selected."""
 
     rule: Literal["all", "best_of_n", "rejection"] = "rejection"
-    """all; best_of_n (the highest reward of each prompt over the whole grid, ties by lot); or rejection
-    (those of at least the threshold)."""
+    """Rule: all; best_of_n (the highest reward of each prompt over the whole grid, ties at random);
+    or rejection (rewards of at least the threshold)."""
     threshold: float = 1.0
-    """Reward from which a completion is accepted; under every rule it is also what pass@k counts."""
+    """Reward from which a completion is accepted; pass@k counts by it under every rule."""
     per_prompt: Count | None = 4
-    """With rejection, completions of one prompt at most, completions that differ first; null: no limit."""
+    """With rejection, most completions of one prompt, distinct ones first; null: no limit."""
     skip_solved: bool = False
-    """Whether prompts are left out all of whose completions (without a hint) reach the threshold: nothing is
-    to be learnt from what is right already (SPCT's second rejection)."""
+    """Leave out prompts all of whose completions (without a hint) reach the threshold: they teach nothing
+    (SPCT's second rejection)."""
     truncated: bool = False
-    """Whether completions that met the length limit may be chosen. A dataset takes them for whole."""
+    """Allow completions that met the length limit. A dataset takes them for whole."""
     seed: Natural = 0
-    """Of the lots."""
+    """Seed of random choices."""
 
     def __post_init__(self) -> None:
-        if math.isnan(self.threshold):
-            raise UserError("selection.threshold is not a number; give the smallest reward to accept.")
+        check_rules(self, SELECTION_RULES)
+
+
+SELECTION_RULES = (
+    (
+        lambda s: math.isnan(s.threshold),
+        "selection.threshold is not a number; give the smallest reward to accept.",
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TextSampleConfig:
-    """Sample completions over a grid, judge them, and keep the good ones as a dataset."""
+    """Sample completions over a grid, score them, and keep the good ones as a dataset."""
 
     pipeline: ClassVar[str] = "text_sample"
 
     seed: Natural = 0
-    """Of the run: the packaged prompts and all completions."""
+    """Seed of the run: the packaged prompts and all completions."""
     model: TextModelConfig = field(default_factory=TextModelConfig)
-    """The language model."""
+    """Language model."""
     data: PromptsConfig = field(default_factory=PromptsConfig)
-    """The prompts."""
+    """Prompts."""
     rewards: RewardsConfig = field(default_factory=lambda: RewardsConfig(terms={"task_answer": RewardTerm()}))
-    """What judges the completions."""
+    """Rewards of the completions."""
     rollout: GridConfig = field(default_factory=GridConfig)
-    """How completions are made."""
+    """Sampling of the completions."""
     selection: SelectionConfig = field(default_factory=SelectionConfig)
-    """Which completions become the dataset; may change when a finished run is resumed."""
+    """Selection of the dataset; may change when a finished run is resumed."""
     run: MachineConfig = field(default_factory=MachineConfig)
-    """Where it runs."""
+    """Machine."""
 
 
 class _Inputs(NamedTuple):
@@ -186,14 +194,14 @@ def run(config: TextSampleConfig, output: Path, resume: bool = False) -> RunSumm
     Args:
         config: the configuration.
         output: run folder; new or empty, or with `resume` that of the run to continue.
-        resume: take the grid points that are there, and select anew; `selection` may have changed.
+        resume: read the grid points that are there, and select again; `selection` may have changed.
 
     Returns:
         The content of summary.json.
 
     Raises:
         UserError: something in the configuration or the folder cannot be used, or nothing was selected.
-        RewardFailure: too many completions of a point could not be judged.
+        RewardFailure: too many completions of a point could not be scored.
     """
     one_process("Completions are sampled and selected")
     begin, output = time.perf_counter(), Path(output)
@@ -209,7 +217,7 @@ def run(config: TextSampleConfig, output: Path, resume: bool = False) -> RunSumm
 
 
 def _prepare(config: TextSampleConfig) -> _Inputs:
-    """Prompts and reward, checked."""
+    """Load and check prompts and reward."""
     records = text_records("train", config.data, config.seed)
     reward = text_sum(config.rewards, text_rewards(config.rewards.terms))
     if labels := list(reward.capabilities.advantage_weights):
@@ -217,10 +225,10 @@ def _prepare(config: TextSampleConfig) -> _Inputs:
             f"rewards.terms.{labels[0]}.uncertainty is advantage, and nothing is trained here that had "
             "advantages. Take weight or lower_bound."
         )
-    for place, record in enumerate(records):
+    for number, record in enumerate(records):
         if taken := [name for name in OWN_FIELDS if name in record]:
             raise UserError(
-                f"data.train: record {place} has the field {taken[0]!r}, which the dataset writes itself "
+                f"data.train: record {number} has the field {taken[0]!r}, which the dataset writes itself "
                 f"({', '.join(OWN_FIELDS)}). Rename it."
             )
     most = float(reward.range[1])
@@ -234,20 +242,20 @@ def _prepare(config: TextSampleConfig) -> _Inputs:
 
 
 def _prompts(records: Records, hint: str | None) -> list[Any] | None:
-    """The prompts with the hint behind them; None without one."""
+    """Append the hint to the prompts; None without one."""
     return None if hint is None else [with_hint(record, hint) for record in records]
 
 
 def _sample(
     config: TextSampleConfig, inputs: _Inputs, output: Path, prints: Mapping[str, str]
 ) -> Completions:
-    """The completions of all grid points; those on disk are not sampled again."""
+    """Sample the grid points that are not on disk; return all completions."""
     points = config.rollout.points()
     missing = [i for i in range(len(points)) if not point_file(output, i).is_file()]
     policy = _policy(config) if missing else None
     write_beginning(output, config, config.pipeline, prints)
-    for place in missing:
-        _sample_point(config, inputs, policy, place, point_file(output, place))
+    for number in missing:
+        _sample_point(config, inputs, policy, number, point_file(output, number))
     return join_completions([load_point(point_file(output, i)) for i in range(len(points))])
 
 
@@ -258,12 +266,12 @@ def _policy(config: TextSampleConfig) -> Any:
     )
 
 
-def _sample_point(config: TextSampleConfig, inputs: _Inputs, policy: Any, place: int, path: Path) -> None:
-    """Sample, judge and write the completions of one grid point."""
+def _sample_point(config: TextSampleConfig, inputs: _Inputs, policy: Any, number: int, path: Path) -> None:
+    """Sample, score and write the completions of one grid point."""
     begin, rollout = time.perf_counter(), config.rollout
-    point = rollout.points()[place]
-    console = Console()
-    with console.status(f"point {place + 1} of {len(rollout.points())}") as shown:
+    points = rollout.points()
+    point, title, console = points[number], f"point {number + 1} of {len(points)}", Console()
+    with console.status(title) as status:
         completions = sample_point(
             with_tool(rollout, policy, policy),
             inputs.reward,
@@ -274,9 +282,7 @@ def _sample_point(config: TextSampleConfig, inputs: _Inputs, policy: Any, place:
             seed=config.seed,
             prompts_per_call=rollout.prompts_per_call,
             prompts=_prompts(inputs.records, rollout.hint) if point.hinted else None,
-            after_call=lambda done: shown.update(
-                f"point {place + 1} of {len(rollout.points())}: {done} of {len(inputs.records)} prompts"
-            ),
+            after_call=lambda done: status.update(f"{title}: {done} of {len(inputs.records)} prompts"),
         )
     scores = Scores(
         value=completions.reward,
@@ -299,13 +305,16 @@ def _sample_point(config: TextSampleConfig, inputs: _Inputs, policy: Any, place:
 def _select(
     config: TextSampleConfig, inputs: _Inputs, completions: Completions, output: Path, begin: float
 ) -> RunSummary:
-    """Choose, write the dataset and the summary."""
+    """Select completions, and write the dataset and the summary."""
     rule = config.selection
-    free = selectable_completions(completions, truncated=rule.truncated)
-    left = free & worth_learning(completions, free, threshold=rule.threshold, skip_solved=rule.skip_solved)
-    chosen = sorted(chosen_completions(rule, completions, left), key=lambda i: (completions.prompt[i], i))
+    selectable = selectable_completions(completions, truncated=rule.truncated)
+    candidates = selectable & worth_learning(
+        completions, selectable, threshold=rule.threshold, skip_solved=rule.skip_solved
+    )
+    chosen = choose_completions(rule, completions, candidates)
+    chosen.sort(key=lambda i: (completions.prompt[i], i))
     if not chosen:
-        raise nothing_chosen(rule, completions, free, output)
+        raise nothing_chosen(rule, completions, selectable, output)
     write_atomic(
         output / DATASET, demonstrations_jsonl(dataset_record(inputs.records, completions, i) for i in chosen)
     )
@@ -322,9 +331,13 @@ def _select(
         "failed": int((~completions.scored).sum()),
         "failure_reasons": failure_reasons(completions),
         "truncated": int(completions.truncated.sum()),
-        "accepted": int((free & (completions.reward >= rule.threshold)).sum()),
-        "distributions": table(completions, free, chosen, rule.threshold, ("temperature", "top_p", *hinted)),
-        "points": table(completions, free, chosen, rule.threshold, ("temperature", "top_p", "seed", *hinted)),
+        "accepted": int((selectable & (completions.reward >= rule.threshold)).sum()),
+        "distributions": table(
+            completions, selectable, chosen, rule.threshold, ("temperature", "top_p", *hinted)
+        ),
+        "points": table(
+            completions, selectable, chosen, rule.threshold, ("temperature", "top_p", "seed", *hinted)
+        ),
         "seconds": time.perf_counter() - begin,
         "config": asdict(config),
         "versions": versions(),
@@ -353,29 +366,29 @@ def _sft_keys(config: TextSampleConfig, output: Path) -> list[str]:
 
 
 def plan(config: TextSampleConfig) -> dict[str, Any]:
-    """What a job would sample, in groups of entries."""
+    """Plan the samples of a job, in groups of entries."""
     inputs, rollout, rule = _prepare(config), config.rollout, config.selection
     points = len(rollout.points())
-    each = {"all": points * rollout.samples, "best_of_n": 1, "rejection": rule.per_prompt}[rule.rule]
-    each = points * rollout.samples if each is None else min(each, points * rollout.samples)
+    per_prompt = points * rollout.samples
+    limit = {"all": per_prompt, "best_of_n": 1, "rejection": rule.per_prompt or per_prompt}[rule.rule]
     return {
         "sampling": {
             "prompts": len(inputs.records),
             "grid_points": points,
-            "completions_per_prompt": points * rollout.samples,
-            "completions": points * rollout.samples * len(inputs.records),
+            "completions_per_prompt": per_prompt,
+            "completions": per_prompt * len(inputs.records),
         },
-        "selection": {"rule": rule.rule, "records_at_most": each * len(inputs.records)},
+        "selection": {"rule": rule.rule, "records_at_most": min(limit, per_prompt) * len(inputs.records)},
     }
 
 
-def point_file(output: Path, place: int) -> Path:
-    """Where the completions of point `place` of the grid stand."""
-    return output / POINTS / f"{place:03d}.json"
+def point_file(output: Path, number: int) -> Path:
+    """Return the file of the completions of a grid point."""
+    return output / POINTS / f"{number:03d}.json"
 
 
 def save_point(path: Path, completions: Completions) -> None:
-    """Write the completions of one grid point, whole or not at all."""
+    """Write the completions of one grid point atomically."""
     rewards = [value if math.isfinite(value) else None for value in completions.reward.tolist()]
     point = completions.point[0]
     content = {
@@ -393,7 +406,7 @@ def save_point(path: Path, completions: Completions) -> None:
 
 
 def load_point(path: Path) -> Completions:
-    """Read what `save_point` wrote.
+    """Read a file of `save_point`.
 
     Raises:
         UserError: the file was changed.
@@ -420,12 +433,12 @@ def load_point(path: Path) -> Completions:
         ) from error
 
 
-def chosen_completions(rule: SelectionConfig, completions: Completions, free: Tensor) -> list[int]:
-    """Places of the completions that become the dataset; `free`, bool [B], are those that may be."""
+def choose_completions(rule: SelectionConfig, completions: Completions, candidates: Tensor) -> list[int]:
+    """Return indices of the completions that become the dataset, among candidates (bool [B])."""
     if rule.rule == "all":
-        return every_valid(free)
+        return every_valid(candidates)
     if rule.rule == "best_of_n":
-        return best_of_group(completions.reward, completions.prompt, seed=rule.seed, valid=free)
+        return best_of_group(completions.reward, completions.prompt, seed=rule.seed, valid=candidates)
     return accepted_completions(
         completions.reward,
         completions.prompt,
@@ -433,20 +446,22 @@ def chosen_completions(rule: SelectionConfig, completions: Completions, free: Te
         threshold=rule.threshold,
         per_group=rule.per_prompt,
         seed=rule.seed,
-        valid=free,
+        valid=candidates,
     )
 
 
-def nothing_chosen(rule: SelectionConfig, completions: Completions, free: Tensor, output: Path) -> UserError:
-    """What to say where no completion was chosen."""
-    if not bool(free.any()):
+def nothing_chosen(
+    rule: SelectionConfig, completions: Completions, selectable: Tensor, output: Path
+) -> UserError:
+    """Word the error that no completion was chosen."""
+    if not bool(selectable.any()):
         cut = int(completions.truncated.sum())
         return UserError(
             f"None of the {len(completions)} completions may be chosen: {cut} of them met the length limit. "
             "No dataset was written. Raise rollout.max_new_tokens in a new run, or set "
             "selection.truncated=true and go on with --resume."
         )
-    best = float(completions.reward[free].max())
+    best = float(completions.reward[selectable].max())
     if rule.skip_solved and best >= rule.threshold:
         return UserError(
             f"Every prompt of which a completion reached {rule.threshold:g} had no other, and "
@@ -460,34 +475,33 @@ def nothing_chosen(rule: SelectionConfig, completions: Completions, free: Tensor
     )
 
 
-def dataset_record(records: Records, completions: Completions, place: int) -> dict[str, Any]:
-    """A line of the dataset: prompt, completion, how it came about, and the rest of the prompt's record."""
-    point, record = completions.point[place], records[completions.prompt[place]]
-    answers = completions.answers[place]
-    own = {
-        "completion": completions.text[place],
-        "reward": float(completions.reward[place]),
+def dataset_record(records: Records, completions: Completions, index: int) -> dict[str, Any]:
+    """Build a line of the dataset: prompt, completion, its origin, and the rest of the prompt's record."""
+    point, record = completions.point[index], records[completions.prompt[index]]
+    answers = completions.answers[index]
+    origin = {
+        "completion": completions.text[index],
+        "reward": float(completions.reward[index]),
         "temperature": point.temperature,
         "top_p": point.top_p,
         "seed": point.seed,
-        "sample": completions.number[place],
-        "group": completions.prompt[place],
+        "sample": completions.number[index],
+        "group": completions.prompt[index],
         **({"hinted": True} if point.hinted else {}),
         **({TOOL_ANSWERS: [list(span) for span in answers]} if answers else {}),
     }
-    return {"prompt": record["prompt"], **own, **{k: v for k, v in record.items() if k != "prompt"}}
+    return {"prompt": record["prompt"], **origin, **{k: v for k, v in record.items() if k != "prompt"}}
 
 
 def table(
-    completions: Completions, free: Tensor, chosen: Sequence[int], threshold: float, by: Sequence[str]
+    completions: Completions, selectable: Tensor, chosen: Sequence[int], threshold: float, by: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Statistics of the completions that agree in the fields `by` of their points; `free`, bool [B], may be
-    chosen, `chosen` were."""
+    """Tabulate statistics of the completions grouped by the fields `by` of their points."""
     keys = [tuple(getattr(point, name) for name in by) for point in completions.point]
     rows = []
     for key in dict.fromkeys(keys):
-        places = [i for i, own in enumerate(keys) if own == key]
-        found = statistics(completions.rows(places), free[places], threshold=threshold)
-        picked = sum(keys[i] == key for i in chosen)
-        rows.append({**dict(zip(by, key, strict=True)), **found, "selected": picked})
+        index = [i for i, other in enumerate(keys) if other == key]
+        numbers = statistics(completions.rows(index), selectable[index], threshold=threshold)
+        selected = sum(keys[i] == key for i in chosen)
+        rows.append({**dict(zip(by, key, strict=True)), **numbers, "selected": selected})
     return rows

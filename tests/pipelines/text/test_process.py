@@ -158,8 +158,8 @@ def test_what_it_would_do_and_what_it_refuses(inputs: Path, tmp_path: Path) -> N
     assert planned["records"] == {"train": 90, "heldout": 8, "per_update": 8}
     assert planned["length"]["updates_at_most"] == 10 * 12
     for overrides, message in (
-        (["data.heldout=1.0"], "data.heldout is 1, which leaves nothing to learn"),
-        (["data.separator=''"], "separator is empty"),
+        (["data.heldout=1.0"], "data.heldout.*got 1.0"),
+        (["data.separator=''"], "data.separator.*at least 1 character"),
         (["optimizer.updates_per_iteration=2"], "updates_per_iteration is 2; an iteration is"),
     ):
         with pytest.raises((UserError, ValueError), match=message):

@@ -268,7 +268,7 @@ def test_resume_needs_a_run_and_says_which_completions_are_damaged(finished, inp
         ("rollout.top_p=[]", r"rollout.top_p is \[\]; give at least one number"),
         ("rollout.top_p=[1.2]", "rollout.top_p is 1.2; it must be above 0"),
         ("rollout.samples=0", "Key 'rollout.samples' .*got 0 .*greater than or equal to 1"),
-        ("rollout.max_new_tokens=0", "max_new_tokens is 0"),
+        ("rollout.max_new_tokens=0", "max_new_tokens.*got 0"),
         ("rollout.max_failure_rate=2", "Key 'rollout.max_failure_rate' .*got 2 .*less than or equal to 1"),
         (
             "selection.rule=reject",

@@ -140,7 +140,7 @@ def test_clip_and_delta_reach_the_rewards_of_steps(tmp_path):
 def test_the_code_loads_adapters_and_models_that_see():
     adapters = load_code(_grpo("model.lora={}"), Path("runs/a"))
     assert 'PeftModel.from_pretrained(base, "runs/a/lora")' in adapters
-    seeing = load_code(_grpo(), Path("runs/a"), sees=True)
+    seeing = load_code(_grpo(), Path("runs/a"), takes_images=True)
     assert 'processor = AutoProcessor.from_pretrained("runs/a/model")' in seeing
     for code in (adapters, seeing):
         compile(code, "report", "exec")
@@ -348,7 +348,7 @@ def test_a_whole_model_is_handed_over_in_the_folder_of_the_server(tmp_path: Path
     policy: Any = SimpleNamespace(model=model, module=nn.Identity())
     server = ServerConfig(base_url="http://x/v1", model="base", model_folder=str(tmp_path / "served"))
     config, process = SimpleNamespace(server=server), SimpleNamespace(is_main_process=True)
-    with pytest.raises(UserError, match="served, where no model stands"):
+    with pytest.raises(UserError, match="served, which holds no model"):
         syncing(cast(Any, config), policy, generator, tmp_path, cast(Any, process))
     (tmp_path / "served").mkdir()
     (tmp_path / "served/config.json").touch()

@@ -60,8 +60,47 @@ class ToolSettings(ToolFormat):
         return ToolUse(tool=tool, name=self.use, **tool_format)
 
 
+@settings("generation")
+class GenerationSettings:
+    """Generation of held-out completions."""
+
+    temperature: NonNegative = 1.0
+    """τ of the sampled completions; the greedy ones need none."""
+    top_p: PositiveShare = 1.0
+    """Nucleus; 1: all."""
+    max_new_tokens: Count = 256
+    """Most tokens of a completion, its end token included."""
+    stop: list[Text] = field(default_factory=list)
+    """Texts that end a completion."""
+    tool: ToolSettings | None = None
+    """Tool that answers in the middle of completions; {} is a calculator behind " = "."""
+
+    def __post_init__(self) -> None:
+        check_rules(self, GENERATION_RULES)
+
+    @property
+    def sampling(self) -> Sampling:
+        """Distribution that tokens are drawn from."""
+        return Sampling(temperature=self.temperature, top_p=self.top_p)
+
+    def stopping(self) -> StoppingCriteria:
+        """Return the conditions that end a completion."""
+        return StoppingCriteria(max_new_tokens=self.max_new_tokens, strings=tuple(self.stop))
+
+
+NO_BRANCHES = "tool.branch belongs to the groups that a policy is trained on. Set it to null here."
+GENERATION_RULES = (
+    (lambda s: s.tool and s.tool.branch, f"generation.{NO_BRANCHES}"),
+    (
+        lambda s: s.temperature == 0,
+        "generation.temperature is 0; greedy completions are measured besides the sampled ones. Give a "
+        "temperature above 0, for example 1.",
+    ),
+)
+
+
 @settings("rollout")
-class TextRolloutSettings:
+class TextRolloutSettings(GenerationSettings):
     """Sampling of an iteration's completions."""
 
     prompts_per_iteration: Count = 16
@@ -72,12 +111,6 @@ class TextRolloutSettings:
     """τ of sampling; the ratio is that of the distribution that was sampled."""
     top_k: Natural = 0
     """Number of tokens that may be drawn; 0: all."""
-    top_p: PositiveShare = 1.0
-    """Nucleus; 1: all."""
-    max_new_tokens: Count = 256
-    """Most tokens of a completion, its end token included."""
-    stop: list[Text] = field(default_factory=list)
-    """Texts that end a completion."""
     separator: Text | None = None
     """Text that ends a step of a completion, for algorithms that look at steps; null: a newline, and for pear
     </think>, the end of the thinking."""
@@ -123,10 +156,6 @@ class TextRolloutSettings:
     def sampling(self) -> Sampling:
         """Distribution that tokens are drawn from."""
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
-
-    def stopping(self) -> StoppingCriteria:
-        """Return the conditions that end a completion."""
-        return StoppingCriteria(max_new_tokens=self.max_new_tokens, strings=tuple(self.stop))
 
 
 ROLLOUT_RULES = (
