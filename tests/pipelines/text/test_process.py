@@ -164,7 +164,7 @@ def test_what_it_would_do_and_what_it_refuses(inputs: Path, tmp_path: Path) -> N
     ):
         with pytest.raises((UserError, ValueError), match=message):
             _config(inputs, *overrides)
-    with pytest.raises((UserError, ValueError), match=r"process\.coefficient is 0; it must be positive"):
+    with pytest.raises((UserError, ValueError), match=r"process.coefficient.*got 0"):
         load_config(TextGRPOConfig, None, ["process.model=x", "process.coefficient=0"])
     for lines, message in (
         ([], "has no record"),

@@ -150,17 +150,17 @@ def test_a_server_that_answered_once_is_waited_for(status: int, patience: float,
             with pytest.warns(
                 UserWarning, match=r"is unavailable: 503 .*: loading\. Waiting for at most 60 s"
             ):
-                link.tell("/reset_prefix_cache", {})
+                link.post("/reset_prefix_cache", {})
             return
         with pytest.raises(ServerError, match="failed 2 times"):
-            link.tell("/reset_prefix_cache", {})
+            link.post("/reset_prefix_cache", {})
 
 
 def test_what_never_answered_is_not_waited_for_and_patience_ends() -> None:
     with serving(policy(False)) as server:
         server.failures = [(503, "loading", {})] * 99
         with pytest.raises(ServerError, match="failed 2 times"):
-            ServerConnection(server.url, retries=1, backoff=0.01, patience=60.0).tell(
+            ServerConnection(server.url, retries=1, backoff=0.01, patience=60.0).post(
                 "/reset_prefix_cache", {}
             )
         link = ServerConnection(server.url, retries=1, backoff=0.01, patience=0.2)
@@ -170,7 +170,7 @@ def test_what_never_answered_is_not_waited_for_and_patience_ends() -> None:
             pytest.warns(UserWarning, match="is unavailable"),
             pytest.raises(ServerError, match=r"failed \d+ times"),
         ):
-            link.tell("/reset_prefix_cache", {})
+            link.post("/reset_prefix_cache", {})
         assert time.monotonic() - begin >= 0.2
 
 
