@@ -294,7 +294,7 @@ class PolicyRun(Job):
             load_code=self.load_code,
             resume_command=resume_command(str(output / "config.yaml"), [], output),
             start={"heldout/accuracy": accuracy} if math.isfinite(accuracy) else None,
-            seen=self.seen,
+            trained_prompts=self.seen,
             warnings=[*warnings, *best_checkpoint_note(by, state)],
             over_time=() if self.grids is None else self.grids.files(),
             **shared,

@@ -214,7 +214,7 @@ def _report(folder: Path, make: Callable[..., Any] = make_result, **options: Any
         title="Flow-GRPO on a_model_with_a_long_name_without_any_spaces",
         load_code="pipe = StableDiffusion3Pipeline.from_pretrained('a/folder/with/a/long/name')\n" * 2,
         resume_command="visalign train a_configuration_with_a_long_name --output somewhere --resume",
-        seen=0,
+        trained_prompts=0,
     )
 
 

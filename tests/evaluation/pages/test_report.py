@@ -79,7 +79,7 @@ def report(folder: Path, before: HeldoutResult, after: HeldoutResult, **changes:
         "title": "Quickstart",
         "load_code": "load me",
         "resume_command": "go on",
-        "seen": 0,
+        "trained_prompts": 0,
     }
     return Page(write_report(folder, before=before, after=after, **(options | changes)))
 
@@ -147,9 +147,9 @@ def test_costs_config_versions_and_how_to_go_on(tmp_path: Path) -> None:
 def test_the_page_says_whether_the_prompts_were_trained_on(
     tmp_path: Path, seen: int | None, words: str
 ) -> None:
-    page = report(tmp_path, make_result(0.25), make_result(0.5), seen=seen)
+    page = report(tmp_path, make_result(0.25), make_result(0.5), trained_prompts=seen)
     assert words in page.text and "never trained on" not in page.text
-    blind = report(tmp_path, blind_result(), blind_result(), seen=seen)
+    blind = report(tmp_path, blind_result(), blind_result(), trained_prompts=seen)
     assert words.removesuffix(", each drawn") + ", from the same noise" in blind.text
 
 
@@ -394,7 +394,7 @@ def test_a_category_without_verdicts(tmp_path: Path) -> None:
     page = report(tmp_path, before, after)
     row = re.search(r"position.{0,90}", page.text[page.text.index("Accuracy by category") :])
     assert row is not None and "–" in row.group() and "0/0" in row.group()
-    assert "0 images before and 8 after could not be judged; they are left out" in page.text
+    assert "0 images before and 8 after have no verdict; they are left out" in page.text
     assert after.accuracy == whole.correct[judged].mean()
 
 

@@ -145,7 +145,7 @@ def test_votes_are_counted_and_the_page_shows_why() -> None:
         and page.count("<script") == 1
         and "<b>bold" not in page
     )
-    assert "Standing on the left is worth +0.50" in page and "could not judge" in page
+    assert "Being on the left adds +0.50" in page and "could not judge" in page
 
 
 def test_summaries() -> None:

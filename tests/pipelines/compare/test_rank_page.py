@@ -62,7 +62,7 @@ def test_the_position_bias_is_said_with_its_interval(names: list[str]) -> None:
     both = sum((right, left) in asked for left, right in asked) // 2
     assert f"{calls} calls, as many as {100 * calls / 6:.1f}\xa0% of the 6 pairs of images; " in said
     assert both > 1 and f"; asked in both orders: {both} pairs." in said
-    assert re.search(r"on the left is worth \+(1\.0|0\.9)\d log-odds \(\+0\.\d+ to \+1\.\d+\)", said)
+    assert re.search(r"on the left adds \+(1\.0|0\.9)\d log-odds \(\+0\.\d+ to \+1\.\d+\)", said)
     assert re.search(r"of two equals the left one wins 7[23]\.\d\xa0%\.", said) and "no clear" not in said
     none = " ".join(sentences(record(names, BrightnessPairs(scale=4.0, bias=0.0), budget=2)))
     assert "That interval holds 0: no clear position bias." in none
@@ -122,7 +122,7 @@ def test_the_page_shows_images_and_reasons(names: list[str]) -> None:
     assert str(Path(names[0]).parent) + "/0.png" not in page.split("Failures")[0]
     blind = record(names[:2], BrightnessPairs(fails=lambda left, right: True))
     empty = ranking_page(blind)
-    assert "No image could be judged." in empty and "no answer" in empty
+    assert "No image could be scored." in empty and "no answer" in empty
 
 
 def test_the_command_writes_a_page_or_json(names: list[str], tmp_path: Path) -> None:

@@ -78,13 +78,13 @@ def test_the_page_says_what_is_odd(table: list[ImageRow], tmp_path: Path) -> Non
     found = summary(table, up=Brightness())
     os.remove(table[5].image)
     page = write_score_page(tmp_path / "s.html", found).read_text()
-    assert "up could not judge 3 of 9 images" in page and "not readable" in page
+    assert "up could not score 3 of 9 images" in page and "not readable" in page
     assert page.count('src="data:image/png') == 5 and "Histogram of 6 scores from 0 to 1" in page
     flat = summary(table[:1] * 3, up=Brightness())
     page = write_score_page(tmp_path / "flat.html", flat).read_text()
     assert "gives all 3 images the same score" in page
     none = write_score_page(tmp_path / "none.html", summary(table[6:], up=Brightness())).read_text()
-    assert "It could judge no image." in none
+    assert "It could score no image." in none
 
 
 def test_the_command_writes_the_page_beside_its_output(table: list[ImageRow], tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of several rewards on one set: their correlations, and the images on which they part."""
+"""Page of several rewards on one set: correlations, and the images on which they disagree."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .plots import heatmap_plot
 from .table_files import FileTable
 
 REDUNDANT = 0.9
-"""Rank correlation from which two rewards say much the same."""
+"""Rank correlation from which two rewards are called redundant."""
 
 
 def agree_page(result: Mapping[str, Any], images: Mapping[str, Mapping[str, Any] | None]) -> str:
-    """The page of what `agree_rewards` found; images as `embedded` gives them, None where unreadable."""
+    """Render the result of `agree_rewards`; images as returned by `embedded`, None where unreadable."""
     labels = [reward["label"] for reward in result["rewards"]]
     return render_page(
         "agree_page.html.j2",
@@ -27,7 +27,7 @@ def agree_page(result: Mapping[str, Any], images: Mapping[str, Mapping[str, Any]
         about=result["set"],
         fewest=FEWEST_PROMPTS,
         rewards=result["rewards"],
-        pairs=[{**pair, "number": place} for place, pair in enumerate(result["pairs"], 1)],
+        pairs=[{**pair, "number": number} for number, pair in enumerate(result["pairs"], 1)],
         headlines=[
             (
                 f"{pair['first']} · {pair['second']}",
@@ -67,7 +67,7 @@ def _facts(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
-    """The table of every two rewards, for files."""
+    """Build the table of every two rewards, for files."""
     rows = [
         [
             f"{pair['first']} and {pair['second']}",
@@ -85,29 +85,27 @@ def _ends(number: Mapping[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def matrix(result: Mapping[str, Any], kind: str) -> list[list[Mapping[str, Any] | None]]:
-    """The correlations ("overall" or "within") of a result of `agree_rewards` as a square table; None on the
-    diagonal.
-    """
+    """Arrange the correlations ("overall" or "within") as a square table; None on the diagonal."""
     labels = [reward["label"] for reward in result["rewards"]]
-    found = {frozenset((pair["first"], pair["second"])): pair[kind] for pair in result["pairs"]}
-    return [[None if a == b else found[frozenset((a, b))] for b in labels] for a in labels]
+    correlations = {frozenset((pair["first"], pair["second"])): pair[kind] for pair in result["pairs"]}
+    return [[None if a == b else correlations[frozenset((a, b))] for b in labels] for a in labels]
 
 
 def sentences(result: Mapping[str, Any]) -> list[str]:
-    """What the numbers mean for a mixture, as far as they tell."""
-    said = []
+    """Say in words what the correlations mean for a mixture of the rewards."""
+    lines = []
     for pair in result["pairs"]:
         names = f"{pair['first']} and {pair['second']}"
         number = pair["within"] if pair["within"]["estimate"] is not None else pair["overall"]
         where = "within prompts" if number is pair["within"] else "over all images"
         if pair["note"]:
-            said.append(f"{names}: {pair['note']}.")
+            lines.append(f"{names}: {pair['note']}.")
         if number["low"] is None:
             continue
         if number["low"] > REDUNDANT:
-            said.append(f"{names} say much the same {where}: one of them adds little to a mixture.")
+            lines.append(f"{names} measure much the same {where}: one of them adds little to a mixture.")
         elif number["high"] < 0:
-            said.append(f"{names} pull in opposite directions {where}: a mixture pays for their compromise.")
+            lines.append(f"{names} pull in opposite directions {where}: a mixture pays for their compromise.")
         elif number["low"] <= 0 <= number["high"]:
-            said.append(f"{names} show no clear agreement {where}.")
-    return said
+            lines.append(f"{names} show no clear agreement {where}.")
+    return lines

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all pages share: one base template, numbers in words, images inside the file."""
+"""Base of all pages: the template environment, formatting of numbers, embedded images."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ MISSING = "–"
 def render_page(
     template: str, *, title: str, command: str = "", models: Sequence[tuple[str, str]] = (), **values: Any
 ) -> str:
-    """A page that extends `page.html.j2`: one file, no network, light or dark, any width.
+    """Render a page that extends `page.html.j2`: one file, no network, light or dark, any width.
 
     Its script (`page.js`, for sorting, filtering, copying and enlarging) is the only one that the page's
     security policy lets run, by its hash.
 
     Args:
-        template: Name of a template of this folder.
-        title: Of the page.
-        command: What wrote it, for the last line; the whole command line where it was one.
-        models: (judge, its model and identity), for the last line.
-        **values: For the template.
+        template: File name of the template in this folder.
+        title: Title of the page.
+        command: Command for the footer, unless this process runs a whole command line.
+        models: (reward, its model and identity), for the footer.
+        **values: Values for the template.
 
     Returns:
         HTML; everything in it is escaped, and an undefined name is an error.
     """
-    found = Environment(
+    environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
@@ -71,8 +71,8 @@ def render_page(
         duration,
         provenance_sentence,
     )
-    found.filters |= {function.__name__: function for function in filters}
-    found.globals |= found.filters | {"rail": rail}
+    environment.filters |= {function.__name__: function for function in filters}
+    environment.globals |= environment.filters | {"rail": rail}
     origin: dict[str, Any] = {
         "command": command_line() or command,
         "version": visalign_version(),
@@ -82,33 +82,33 @@ def render_page(
     script = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     origin |= {"date": day, "script": Markup(script), "script_hash": f"sha256-{digest}"}
-    return found.get_template(template).render(title=title, **origin, **values)
+    return environment.get_template(template).render(title=title, **origin, **values)
 
 
 def command_line() -> str:
-    """The command that this process runs, as a shell takes it; empty where it is another program."""
+    """Return the command of this process, quoted for a shell; empty in another program."""
     path = Path(sys.argv[0])
     ours = path.name == "visalign" or (path.name == "__main__.py" and path.parent.name == "visalign")
     return shlex.join(["visalign", *sys.argv[1:]]) if ours else ""
 
 
 def model_name(identity: Mapping[str, Any]) -> str:
-    """Model and identity of a judge in a few words, from what results keep of it."""
+    """Return the model and identity of a reward in a few words."""
     model, digest = identity.get("model"), str(identity.get("digest") or "")[:12]
     return ", ".join(part for part in (model and str(model), digest and f"identity {digest}") if part)
 
 
-def provenance_sentence(label: str, told: str) -> str:
-    """Whose numbers a judge's are, in a sentence that says no name twice.
+def provenance_sentence(label: str, provenance: str) -> str:
+    """Say where a reward's numbers come from, in a sentence that repeats no name.
 
     >>> provenance_sentence("hpsv3", "hpsv3: shapes-hpsv3"), provenance_sentence("mine", "hpsv3: FOLDER")
     ('hpsv3: shapes-hpsv3.', 'mine is hpsv3: FOLDER.')
     """
-    return f"{told}." if told.startswith(f"{label}: ") else f"{label} is {told}."
+    return f"{provenance}." if provenance.startswith(f"{label}: ") else f"{label} is {provenance}."
 
 
 def data_uri(image: NDArray[np.uint8]) -> str:
-    """An image [H, W, 3] as a data: URI: PNG when small, JPEG when larger than `PIXELATED_SIDE`."""
+    """Encode an image [H, W, 3] as a data: URI: PNG up to `PIXELATED_SIDE`, JPEG beyond."""
     kind = "png" if max(image.shape[:2]) <= PIXELATED_SIDE else "jpeg"
     buffer = io.BytesIO()
     Image.fromarray(image).save(
@@ -118,23 +118,25 @@ def data_uri(image: NDArray[np.uint8]) -> str:
 
 
 def embedded(image: Tensor, *, side: int = LARGEST_SIDE) -> dict[str, Any]:
-    """An image as a page shows it.
+    """Encode an image for a page.
 
     Args:
         image: [3, H, W] float in [0, 1].
         side: Longest side in pixels.
 
     Returns:
-        `source`, a data: URI; `width` and `height` of the image itself; `pixelated`, whether it is small
+        `source`, a data: URI; `width` and `height` of the image itself; `pixelated`, True where it is small
         enough to be enlarged as squares.
     """
     height, width = image.shape[1:]
-    shown = image.detach().float().cpu()
+    pixels = image.detach().float().cpu()
     if max(height, width) > side:
         factor = side / max(height, width)
         size = (max(1, round(height * factor)), max(1, round(width * factor)))
-        shown = F.interpolate(shown[None], size=size, mode="bilinear", antialias=True, align_corners=False)[0]
-    levels = shown.mul(255).round().clamp(0, 255).byte().permute(1, 2, 0).contiguous().numpy()
+        pixels = F.interpolate(pixels[None], size=size, mode="bilinear", antialias=True, align_corners=False)[
+            0
+        ]
+    levels = pixels.mul(255).round().clamp(0, 255).byte().permute(1, 2, 0).contiguous().numpy()
     return {
         "source": data_uri(np.asarray(levels)),
         "width": width,
@@ -144,7 +146,7 @@ def embedded(image: Tensor, *, side: int = LARGEST_SIDE) -> dict[str, Any]:
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:
-    """Names of files as a page shows them: without the folder that all of them share.
+    """Shorten file names for a page: without the folder that all of them share.
 
     >>> short_names(["runs/a/1.png", "runs/b/1.png"])
     {'runs/a/1.png': 'a/1.png', 'runs/b/1.png': 'b/1.png'}
@@ -154,13 +156,13 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
     unique = list(dict.fromkeys(names))
     parts = [name.split("/") for name in unique]
     shared = 0
-    while parts and all(len(own) > shared + 1 and own[shared] == parts[0][shared] for own in parts):
+    while parts and all(len(part) > shared + 1 and part[shared] == parts[0][shared] for part in parts):
         shared += 1
-    return {name: escape_control("/".join(own[shared:])) for name, own in zip(unique, parts, strict=True)}
+    return {name: escape_control("/".join(part[shared:])) for name, part in zip(unique, parts, strict=True)}
 
 
 def plain(value: float | None, digits: int = 3) -> str:
-    """So many significant digits without an exponent for ordinary sizes; a dash where there is no number.
+    """Format significant digits without an exponent for ordinary sizes; a dash without a number.
 
     >>> plain(0.5), plain(0.0123), plain(1234.56), plain(None), plain(-2.0)
     ('0.500', '0.0123', '1235', '–', '−2.00')
@@ -174,7 +176,7 @@ def plain(value: float | None, digits: int = 3) -> str:
 
 
 def number(value: float | None) -> str:
-    """Four significant digits.
+    """Format four significant digits.
 
     >>> number(28.456), number(0.0)
     ('28.46', '0')
@@ -183,12 +185,12 @@ def number(value: float | None) -> str:
 
 
 def fixed(value: float | None) -> str:
-    """Three decimals, for numbers that stand in one column."""
+    """Format three decimals, for numbers in one column."""
     return MISSING if value is None or not math.isfinite(value) else f"{value:.3f}".replace("-", "−")
 
 
 def signed(value: float | None, decimals: int = 2) -> str:
-    """A change with its sign.
+    """Format a change with its sign.
 
     >>> signed(0.25), signed(-1.0), signed(0.0), signed(None)
     ('+0.25', '−1.00', '0.00', '–')
@@ -200,7 +202,7 @@ def signed(value: float | None, decimals: int = 2) -> str:
 
 
 def change(value: float | None) -> str:
-    """A change with its sign and three significant digits.
+    """Format a change with its sign and three significant digits.
 
     >>> change(0.25), change(-1234.0), change(0.0)
     ('+0.250', '−1234', '0')
@@ -209,7 +211,7 @@ def change(value: float | None) -> str:
 
 
 def share(value: float | None, decimals: int = 1) -> str:
-    """A share in percent.
+    """Format a share in percent.
 
     >>> share(0.123), share(None)
     ('12.3\\xa0%', '–')
@@ -218,22 +220,22 @@ def share(value: float | None, decimals: int = 1) -> str:
 
 
 def whole(value: float | None) -> str:
-    """A share in whole percent."""
+    """Format a share in whole percent."""
     return share(value, 0)
 
 
 def points(value: float | None) -> str:
-    """A difference of shares in signed percentage points."""
+    """Format a difference of shares in signed percentage points."""
     return signed(None if value is None else 100 * value, 1)
 
 
 def span(interval: Any, form: Any = signed, between: str = " to ") -> str:
-    """The ends of an interval.
+    """Format the ends of an interval.
 
     Args:
-        interval: Has `low` and `high`, as an `Interval` or as JSON; None has none.
-        form: Writes an end; a percent sign is left out.
-        between: Stands between the ends.
+        interval: `Interval` or mapping with `low` and `high`, or None.
+        form: Formats an end; a percent sign is left out.
+        between: Text between the ends.
 
     >>> span({"low": -0.5, "high": 0.25}), span({"low": None, "high": None})
     ('−0.50 to +0.25', 'no interval')
@@ -251,13 +253,13 @@ def _part(interval: Any, name: str) -> float | None:
 
 
 def rail(interval: Any, low: float, high: float, *, key: str = "estimate", side: str = "after") -> Markup:
-    """An interval on a track, placed in percent so that it is legible at any width; what is beyond is cut.
+    """Draw an interval on a track, in percent of its width; what is beyond the ends is cut.
 
     Args:
-        interval: Has `key`, `low` and `high`, as an `Interval` or as JSON; None draws nothing.
+        interval: `Interval` or mapping with `key`, `low` and `high`; None draws nothing.
         low: Left end of the track.
         high: Right end.
-        key: Of the estimate.
+        key: Key of the estimate.
         side: Colour: "after" or "before".
     """
     estimate, start, end = (_part(interval, name) for name in (key, "low", "high"))
@@ -275,12 +277,12 @@ def rail(interval: Any, low: float, high: float, *, key: str = "estimate", side:
 
 
 def words(name: str) -> str:
-    """A key as words."""
+    """Write a key as words."""
     return name.replace("_", " ")
 
 
 def duration(seconds: float) -> str:
-    """Seconds as 41 s, 5 min 12 s or 1 h 04 min."""
+    """Format seconds as 41 s, 5 min 12 s or 1 h 04 min."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -290,7 +292,7 @@ def duration(seconds: float) -> str:
 
 
 def setting(value: Any) -> str:
-    """A configuration value as YAML would show it."""
+    """Format a configuration value as YAML would."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return f"{value:g}" if isinstance(value, float) else str(value)

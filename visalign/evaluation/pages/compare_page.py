@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of two compared images: the images side by side, then every judge with its numbers and words."""
+"""Page of two compared images: the images side by side, then every reward with its numbers and words."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WINNERS = {
 
 
 def compare_page(result: Mapping[str, Any], images: Sequence[Tensor], names: Sequence[str]) -> str:
-    """The page of what `compare_images` found of A and B, [3, H, W] in [0, 1], named by their files."""
+    """Render the result of `compare_images` for A and B, [3, H, W] in [0, 1], with their file names."""
     return render_page(
         "compare_page.html.j2",
         title="A or B",
@@ -30,8 +30,8 @@ def compare_page(result: Mapping[str, Any], images: Sequence[Tensor], names: Seq
         summary=result["summary"],
         rule=result["rule"],
         judges=[
-            {**judge, "number": place, "in_words": in_words(judge), "margin": margin(judge)}
-            for place, judge in enumerate(result["judges"], 1)
+            {**judge, "number": number, "in_words": in_words(judge), "margin": margin(judge)}
+            for number, judge in enumerate(result["judges"], 1)
         ],
         shots=[
             {"side": side, "name": name} | embedded(image)
@@ -41,7 +41,7 @@ def compare_page(result: Mapping[str, Any], images: Sequence[Tensor], names: Seq
 
 
 def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
-    """A row for each judge, for files; `sure` is yes, no, or empty where there is no winner."""
+    """Build a row per reward, for files; `sure` is yes, no, or empty without a winner."""
     rows = []
     for judge in result["judges"]:
         sides = judge.get("sides") or {}
@@ -56,7 +56,7 @@ def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
 
 
 def margin(judge: Mapping[str, Any]) -> str:
-    """By how much one of the result's judges prefers A."""
+    """Write by how much a reward prefers A."""
     if judge["difference"] is None:
         return "–"
     number = plain(judge["difference"])
@@ -69,12 +69,12 @@ def margin(judge: Mapping[str, Any]) -> str:
 
 
 def in_words(judge: Mapping[str, Any]) -> str:
-    """Which one of the result's judges prefers, and how sure it is."""
-    said = WINNERS[judge["winner"]]
+    """Write which image a reward prefers, and how sure it is."""
+    verdict = WINNERS[judge["winner"]]
     if judge["sure"] is False:
-        said = "A rather than B" if judge["winner"] == "A" else "B rather than A"
+        verdict = "A rather than B" if judge["winner"] == "A" else "B rather than A"
     if judge["prob"] is None:
-        return f"{said}, unsure" if judge["sure"] is False else said
+        return f"{verdict}, unsure" if judge["sure"] is False else verdict
     if judge["winner"] in ("tie", "undecided"):
-        return f"{said}, {100 * judge['prob']:.0f} % for A"
-    return f"{said}, {100 * max(judge['prob'], 1 - judge['prob']):.0f} % sure"
+        return f"{verdict}, {100 * judge['prob']:.0f} % for A"
+    return f"{verdict}, {100 * max(judge['prob'], 1 - judge['prob']):.0f} % sure"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training curves: which there are, gaps and smoothing; axes, units and last value are drawn, no script."""
+"""Training curves as inline SVG: the list of panels, gaps and smoothing, axes, units and last values."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from .plots import Frame, label, text, ticks
 
 WIDTH, HEIGHT, RIGHT = 440.0, 250.0, 66.0
-"""Of a panel's view box, and the margin for the last value."""
+"""View box of a panel, and the margin for the last value."""
 SMOOTH_FROM = 24
-"""Curves of fewer points are drawn as they are; longer ones get a running mean over a tenth of the run."""
+"""Points from which a curve gets a running mean over a tenth of the run."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What one panel shows: the sum of the metrics `keys` over the iterations."""
+    """Content of a panel: the sum of the metrics `keys` over the iterations."""
 
     keys: tuple[str, ...]
     title: str
@@ -122,39 +122,39 @@ CURVES = (
     ),
     Curve(("grad_norm",), "Gradient norm", "L2", "before clipping, mean over updates", from_zero=True),
 )
-"""The panels of a run, each drawn where the run recorded it."""
+"""Panels of a run, each drawn where the run recorded it."""
 
 FAMILIES = {
     "agreement": ("Agreement with {}", "Kendall's τ-b", "of the trained reward with one that is held out"),
     "image": ("Images: {}", "0 to 1", "mean over the iteration's images"),
     "recorded": ("{}, held out", "its unit", "mean of a reward that is not trained on, higher is better"),
 }
-"""Family of metrics -> title, unit and meaning of the panel that each of them gets."""
+"""Family of metrics -> title, unit and meaning of the panel of each metric."""
 
 
 def known_curves(metrics: Sequence[Mapping[str, Any]]) -> tuple[Curve, ...]:
-    """`CURVES`, and those of `FAMILIES` that the rows have."""
-    found = [*CURVES]
+    """Return `CURVES`, and curves for the metrics of `FAMILIES` in the rows."""
+    curves = [*CURVES]
     for key in dict.fromkeys(key for row in metrics for key in row):
         family, _, name = key.partition("/")
         if family in FAMILIES:
             title, unit, meaning = FAMILIES[family]
-            found.append(Curve((key,), title.format(name.replace("_", " ")), unit, meaning))
+            curves.append(Curve((key,), title.format(name.replace("_", " ")), unit, meaning))
         elif family == "reward_part" and (name == "std" or name.endswith(".std")):
             title = f"Judge's own std{': ' if name != 'std' else ''}{name.removesuffix('std').rstrip('.')}"
-            found.append(Curve((key,), title, "its unit", "mean over samples", from_zero=True))
-    return tuple(found)
+            curves.append(Curve((key,), title, "its unit", "mean over samples", from_zero=True))
+    return tuple(curves)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One curve, ready for the page."""
+    """Drawn curve."""
 
     curve: Curve
     svg: Markup
     """Empty where no value is finite."""
     note: str
-    """What was smoothed or left out."""
+    """Smoothing and gaps, in words."""
 
 
 def panels(
@@ -166,14 +166,13 @@ def panels(
     """Draw every curve that has values.
 
     Args:
-        metrics: Rows of metrics.jsonl; a row without a key is skipped, one with null or a number that is not
-            finite leaves a gap that the note counts.
-        curves: What to draw.
-        start: key -> value at iteration 0, for numbers known before training (held-out accuracy), measured as
-            those of the rows were.
+        metrics: Rows of metrics.jsonl; a row without a key is skipped, null or a non-finite number leaves a
+            gap that the note counts.
+        curves: Curves to draw.
+        start: key -> value at iteration 0, for numbers measured before training.
 
     Returns:
-        One panel per curve that was recorded, in order; those that stayed at zero are left to `at_zero`.
+        One panel per recorded curve, in order; curves that stayed at zero are left to `at_zero`.
     """
     series = [(curve, *_series(metrics, curve, start or {})) for curve in curves]
     return tuple(_panel(curve, x, y) for curve, x, y in series if len(x) and not _is_zero(y))
@@ -184,7 +183,7 @@ def at_zero(
     curves: Sequence[Curve] = CURVES,
     start: Mapping[str, float] | None = None,
 ) -> str:
-    """The sentence that stands for the curves that were zero all along; empty where there is none."""
+    """Name the curves that were zero all along; empty where there are none."""
     flat = [curve.title for curve in curves if _is_zero(_series(metrics, curve, start or {})[1])]
     if not flat:
         return ""
@@ -199,7 +198,7 @@ def _is_zero(values: NDArray[np.float64]) -> bool:
 def _series(
     metrics: Sequence[Mapping[str, Any]], curve: Curve, start: Mapping[str, float]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Iterations and values (NaN for gaps) of the rows that have one of the keys."""
+    """Return iterations and values (NaN for gaps) of the rows that have one of the keys."""
     points = [(0.0, sum(start[key] for key in curve.keys))] if all(key in start for key in curve.keys) else []
     for number, row in enumerate(metrics, start=1):
         if any(key in row for key in curve.keys):
@@ -225,19 +224,19 @@ def _panel(curve: Curve, x: NDArray[np.float64], y: NDArray[np.float64]) -> Pane
 
 
 def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """Centred mean over the `window` nearest rows, fewer at the ends; gaps are skipped and stay gaps."""
+    """Compute the centred mean of the `window` nearest rows, fewer at the ends; gaps stay gaps."""
     if window <= 1:
         return values
     half = window // 2
-    found = np.full_like(values, np.nan)
+    means = np.full_like(values, np.nan)
     for row in np.flatnonzero(np.isfinite(values)):
         near = values[max(0, row - half) : row + half + 1]
-        found[row] = near[np.isfinite(near)].mean()
-    return found
+        means[row] = near[np.isfinite(near)].mean()
+    return means
 
 
 def _draw(curve: Curve, x: NDArray, y: NDArray, smooth: NDArray) -> Markup:
-    """The SVG of a panel with at least one finite value."""
+    """Draw a panel with at least one finite value."""
     rows = np.flatnonzero(np.isfinite(y))
     least, most = float(y[rows].min()), float(y[rows].max())
     first, end = (float(x[0]), float(x[-1])) if x[-1] > x[0] else (float(x[0]) - 0.5, float(x[0]) + 0.5)
@@ -259,18 +258,18 @@ def _draw(curve: Curve, x: NDArray, y: NDArray, smooth: NDArray) -> Markup:
     marks = ticks(*frame.y)
     fine = (marks[1] - marks[0] if len(marks) > 1 else frame.y[1] - frame.y[0]) / 10
     last_x, last = [point for point in thick if math.isfinite(point[1])][-1]
-    shown = f"{label(last, min(fine, 0.1))} %" if curve.percent else label(last, fine)
+    last_text = f"{label(last, min(fine, 0.1))} %" if curve.percent else label(last, fine)
     across, down = frame.place(last_x, last)
-    parts.append(text(across + 7, down + 5, shown, "start", "last"))
-    said = (
+    parts.append(text(across + 7, down + 5, last_text, "start", "last"))
+    alt = (
         f"{curve.title} ({curve.unit}) over iterations {x[rows[0]]:.0f} to {x[rows[-1]]:.0f}: "
-        f"from {y[rows[0]]:.3g} to {shown} at the end, smallest {least:.3g}, largest {most:.3g}."
+        f"from {y[rows[0]]:.3g} to {last_text} at the end, smallest {least:.3g}, largest {most:.3g}."
     )
-    return frame.svg(parts, said)
+    return frame.svg(parts, alt)
 
 
 def _limits(curve: Curve, low: float, high: float) -> tuple[float, float]:
-    """The y range: padded by a twentieth, from zero where asked, never empty."""
+    """Return the y range: padded by a twentieth, from zero where set, never empty."""
     if curve.from_zero and low >= 0:
         return 0.0, high * 1.05 if high > 0 else 1.0
     pad = (high - low) / 20 or abs(high) / 20 or 0.5

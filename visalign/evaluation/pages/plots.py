@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots as inline SVG in the page's own colours: light or dark, no script, texts that can be selected."""
+"""Plots as inline SVG in the page's colours, light or dark, without scripts."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from typing import Any
 from markupsafe import Markup, escape
 
 LEFT, TOP, BOTTOM = 60.0, 12.0, 44.0
-"""Margins for tick labels and the names of the axes, in units of the view box; texts are 14 units high and so
-stay legible on a phone."""
+"""Margins for tick labels and axis names, in units of the view box."""
 LONGEST_X, LONGEST_Y = 38, 28
-"""Letters of an axis' name that fit beside it."""
+"""Letters of an axis name that fit."""
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """The axes of one plot."""
+    """Axes of a plot."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -32,10 +31,10 @@ class Frame:
     right: float = 14.0
     """Margin at the right."""
     whole: bool = False
-    """Marks on the x axis stand at whole numbers alone."""
+    """Marks on the x axis are whole numbers only."""
 
     def place(self, x: float, y: float) -> Point:
-        """A data point in the view box."""
+        """Map a data point into the view box."""
         across = (x - self.x[0]) / (self.x[1] - self.x[0])
         up = (y - self.y[0]) / (self.y[1] - self.y[0])
         return LEFT + across * (self.width - LEFT - self.right), self.height - BOTTOM - up * (
@@ -43,7 +42,7 @@ class Frame:
         )
 
     def path(self, name: str, points: Iterable[Point]) -> str:
-        """A line of that class through the points, with breaks where a value is not finite."""
+        """Draw a line of class `name` through the points, with breaks where a value is not finite."""
         steps, pen = [], "M"
         for x, y in points:
             if not math.isfinite(y):
@@ -54,25 +53,25 @@ class Frame:
         return f'<path class="{name}" d="{" ".join(steps)}"/>'
 
     def dots(self, points: Iterable[Point], name: str = "dot", radius: float = 3.5) -> str:
-        """Circles of that class at the points whose values are finite."""
-        places = [self.place(x, y) for x, y in points if math.isfinite(y)]
+        """Draw circles of class `name` at the points with finite values."""
+        centres = [self.place(x, y) for x, y in points if math.isfinite(y)]
         return "".join(
-            f'<circle class="{name}" cx="{a:.1f}" cy="{b:.1f}" r="{radius:g}"/>' for a, b in places
+            f'<circle class="{name}" cx="{a:.1f}" cy="{b:.1f}" r="{radius:g}"/>' for a, b in centres
         )
 
     def bar(self, name: str, low: float, high: float, value: float) -> str:
-        """A bar of that class from `low` to `high`, from zero up to the value."""
+        """Draw a bar of class `name` from `low` to `high`, from zero up to the value."""
         (left, top), (right, base) = self.place(low, value), self.place(high, 0)
-        place = f'x="{left + 0.5:.1f}" y="{top:.1f}"'
+        position = f'x="{left + 0.5:.1f}" y="{top:.1f}"'
         size = f'width="{max(right - left - 1, 0.5):.1f}" height="{base - top:.1f}"'
-        return f'<rect class="{name}" {place} {size}/>'
+        return f'<rect class="{name}" {position} {size}/>'
 
-    def svg(self, parts: Sequence[str], said: str) -> Markup:
-        """The plot: grid, tick labels and names, then the parts.
+    def svg(self, parts: Sequence[str], alt: str) -> Markup:
+        """Draw the plot: grid, tick labels and names, then the parts.
 
         Args:
-            parts: Elements as the methods above give them; texts from outside must be escaped in them.
-            said: What the image says, in words.
+            parts: Elements from the methods above; texts in them must be escaped.
+            alt: Description of the plot, in words.
         """
         low, high = self.place(self.x[0], self.y[0]), self.place(self.x[1], self.y[1])
         drawn = []
@@ -98,7 +97,7 @@ class Frame:
             drawn.append(f'<g transform="translate(14 {middle:.1f}) rotate(-90)">{turned}</g>')
         return Markup(
             f'<svg viewBox="0 0 {self.width:.0f} {self.height:.0f}" role="img" '
-            f'aria-label="{escape(said)}">{"".join([*drawn, *parts])}</svg>'
+            f'aria-label="{escape(alt)}">{"".join([*drawn, *parts])}</svg>'
         )
 
     def _x_marks(self) -> list[float]:
@@ -106,27 +105,27 @@ class Frame:
 
 
 def text(x: float, y: float, content: str, anchor: str = "middle", name: str = "tick") -> str:
-    """A text of that class at a place of the view box, escaped."""
+    """Draw an escaped text of class `name` at a point of the view box."""
     return f'<text class="{name}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten) inside [low, high], about `count` of them."""
+    """Return about `count` round numbers (1, 2 or 5 times a power of ten) inside [low, high]."""
     if not high > low:
         return [float(low)]
     power = 10.0 ** math.floor(math.log10((high - low) / count))
-    found = [_multiples(low, high, power * factor) for factor in (0.5, 1, 2, 5, 10)]
-    return min(found, key=lambda marks: abs(len(marks) - count))
+    candidates = [_multiples(low, high, power * factor) for factor in (0.5, 1, 2, 5, 10)]
+    return min(candidates, key=lambda marks: abs(len(marks) - count))
 
 
 def _multiples(low: float, high: float, step: float) -> list[float]:
-    """All multiples of a step in [low, high], up to rounding."""
+    """Return the multiples of a step in [low, high], up to rounding."""
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [number * step for number in range(first, last + 1)]
 
 
 def label(value: float, step: float) -> str:
-    """A number as short as its tick distance allows; a power of ten beyond five decimals or digits."""
+    """Format a number as short as its tick distance allows; a power of ten beyond five digits."""
     if value == 0:
         return "0"
     decimals = max(0, -math.floor(math.log10(abs(step)) + 1e-9))
@@ -143,7 +142,7 @@ def _cut(name: str, most: int) -> str:
 
 
 def reliability_plot(calibration: Mapping[str, Any]) -> Markup:
-    """Mean outcome against mean probability of each bin of a calibration, as judged and after scaling."""
+    """Plot the mean outcome against the mean probability of each bin, as scored and after scaling."""
     frame = Frame(x=(0, 1), y=(0, 1), x_name="probability", y_name="share of people")
     raw = _bin_points(calibration["bins"])
     scaled = _bin_points((calibration["scaled"] or {}).get("bins", []))
@@ -153,47 +152,45 @@ def reliability_plot(calibration: Mapping[str, Any]) -> Markup:
     if scaled:
         parts.append(frame.path("scaled", scaled))
     ece = calibration["ece"]["estimate"]
-    said = (
-        f"Reliability diagram with {len(raw)} bins that hold pairs; expected calibration error {_say(ece)}."
-    )
-    return frame.svg(parts, said)
+    alt = f"Reliability diagram with {len(raw)} bins that hold pairs; expected calibration error {_say(ece)}."
+    return frame.svg(parts, alt)
 
 
 def risk_plot(signal: Mapping[str, Any], name: str) -> Markup:
-    """Error rate against the share of the pairs that are answered, the surest by the named signal first."""
+    """Plot the error rate against the share of the pairs answered, the surest by the named signal first."""
     points = [(float(x), float(y)) for x, y in signal["curve"]]
     top = min(1.08 * max([y for _, y in points] + [0.1]), 1.0)
     frame = Frame(x=(0, 1), y=(0, top), x_name="share answered, surest first", y_name="error rate")
     few, everything = (_say(signal["risk_at"][share]) for share in ("25%", "100%"))
-    said = f"Risk against coverage by {name}: error {few} on the surest quarter, {everything} on all pairs."
-    return frame.svg([frame.path("line", points)], said)
+    alt = f"Risk against coverage by {name}: error {few} on the surest quarter, {everything} on all pairs."
+    return frame.svg([frame.path("line", points)], alt)
 
 
 def scatter_plot(points: Mapping[str, Any], unit: str) -> Markup:
-    """Opinions against scores in their unit, with the logistic map."""
+    """Plot opinions against scores in their unit, with the logistic map."""
     sample = [(float(x), float(y)) for x, y in points["sample"]]
     x, y = (_padded(side) for side in zip(*sample, strict=True))
     frame = Frame(x=x, y=y, x_name=f"score, {unit}", y_name="opinion")
     inside = [(float(x), float(y)) for x, y in points["line"] if frame.y[0] <= y <= frame.y[1]]
-    said = f"{len(sample)} images: mean opinion against score in {unit}, with the logistic fit."
-    return frame.svg([frame.dots(sample, "cloud", 2), frame.path("line", inside)], said)
+    alt = f"{len(sample)} images: mean opinion against score in {unit}, with the logistic fit."
+    return frame.svg([frame.dots(sample, "cloud", 2), frame.path("line", inside)], alt)
 
 
 def histogram_plot(histogram: Mapping[str, Any], unit: str, median: float) -> Markup:
-    """How many images (`counts` [K]) have which score (`edges` [K + 1]), the median marked by a line."""
+    """Plot counts [K] of images over scores, `edges` [K + 1], with the median as a line."""
     edges, counts = histogram["edges"], histogram["counts"]
     top = max(counts) * 1.05
     frame = Frame(x=(edges[0], edges[-1]), y=(0, top), x_name=f"score, {unit}", y_name="images")
     bars = [frame.bar("bar", *entry) for entry in zip(edges[:-1], edges[1:], counts, strict=True)]
-    said = (
+    alt = (
         f"Histogram of {sum(counts):.0f} scores from {edges[0]:.4g} to {edges[-1]:.4g} in {unit}, "
         f"median {median:.4g}."
     )
-    return frame.svg([*bars, frame.path("ideal", [(median, 0), (median, top)])], said)
+    return frame.svg([*bars, frame.path("ideal", [(median, 0), (median, top)])], alt)
 
 
 def response_plot(probe: Mapping[str, Any]) -> Markup | None:
-    """Mean response with its interval against the strength of the change; None for kinds without an order."""
+    """Plot the mean response with its interval against the strength of a change; None without an order."""
     rows = [
         (float(level["x"]), level["mean"], level["low"], level["high"])
         for level in probe["levels"]
@@ -212,18 +209,18 @@ def response_plot(probe: Mapping[str, Any]) -> Markup | None:
     ends = (rows[0][0], rows[-1][0])
     frame = Frame(x=ends, y=(bottom - pad, top + pad), x_name=probe["x_name"], y_name="response, spreads")
     band, zero = frame.path("band", [*lows, *highs[::-1]]), frame.path("zero", [(x, 0.0) for x in ends])
-    said = f"{probe['title']}: mean response from {min(y for _, y in line):.3g} to "
-    said += f"{max(y for _, y in line):.3g} spreads over {len(line)} strengths."
-    return frame.svg([band, zero, frame.path("line", line), frame.dots(line)], said)
+    alt = f"{probe['title']}: mean response from {min(y for _, y in line):.3g} to "
+    alt += f"{max(y for _, y in line):.3g} spreads over {len(line)} strengths."
+    return frame.svg([band, zero, frame.path("line", line), frame.dots(line)], alt)
 
 
-def heatmap_plot(labels: Sequence[str], cells: Sequence[Sequence[float | None]], said: str) -> Markup:
-    """A square of correlations, one colour above 0 and one below, as strong as the number; None is a dash.
+def heatmap_plot(labels: Sequence[str], cells: Sequence[Sequence[float | None]], alt: str) -> Markup:
+    """Plot a square of correlations, one colour above 0 and one below; None is a dash.
 
     Args:
-        labels: [K] of the rows and, by their numbers, of the columns.
+        labels: [K] labels of the rows and, by their numbers, of the columns.
         cells: [K][K] in [-1, 1]; the diagonal is not drawn.
-        said: What the image says, in words.
+        alt: Description of the plot, in words.
     """
     names = [_cut(f"{number} {label}", 25) for number, label in enumerate(labels, 1)]
     size, left, top = 52.0, 16 + 7.8 * max(map(len, names)), 30.0
@@ -233,18 +230,20 @@ def heatmap_plot(labels: Sequence[str], cells: Sequence[Sequence[float | None]],
         drawn.append(text(left - 12, y + size / 2 + 5, name, "end"))
         drawn.append(text(left + row * size + size / 2, top - 10, str(row + 1)))
         for column, value in enumerate(values):
-            x, shown = left + column * size, math.nan if value is None else value
-            kind = "itself" if row == column else "agrees" if shown >= 0 else "parts"
-            opacity = 1.0 if row == column else 0.06 + 0.5 * abs(shown) if math.isfinite(shown) else 0.0
-            place = f'x="{x + 1:.0f}" y="{y + 1:.0f}" width="{size - 2:.0f}" height="{size - 2:.0f}"'
-            drawn.append(f'<rect class="cell {kind}" {place} fill-opacity="{opacity:.2f}"/>')
+            x, correlation = left + column * size, math.nan if value is None else value
+            kind = "itself" if row == column else "agrees" if correlation >= 0 else "parts"
+            opacity = (
+                1.0 if row == column else 0.06 + 0.5 * abs(correlation) if math.isfinite(correlation) else 0.0
+            )
+            position = f'x="{x + 1:.0f}" y="{y + 1:.0f}" width="{size - 2:.0f}" height="{size - 2:.0f}"'
+            drawn.append(f'<rect class="cell {kind}" {position} fill-opacity="{opacity:.2f}"/>')
             if row != column:
-                number = f"{value:.2f}".replace("-", "−") if math.isfinite(shown) else "–"
+                number = f"{value:.2f}".replace("-", "−") if math.isfinite(correlation) else "–"
                 drawn.append(text(x + size / 2, y + size / 2 + 5, number, name="number"))
     width, height = left + len(labels) * size, top + len(labels) * size
     return Markup(
         f'<svg viewBox="0 0 {width:.0f} {height:.0f}" style="max-width: {width:.0f}px" role="img" '
-        f'aria-label="{escape(said)}">{"".join(drawn)}</svg>'
+        f'aria-label="{escape(alt)}">{"".join(drawn)}</svg>'
     )
 
 

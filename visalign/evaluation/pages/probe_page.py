@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a probed reward: what failed first, then every probe with its responses and images."""
+"""Page of a probed reward: failures first, then every probe with its responses and images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .table_files import FileTable
 VERDICTS = {
     "fails": ("bad", "fails"),
     "unclear": ("flat", "unclear"),
-    "not judged": ("flat", "too few judged"),
+    "not judged": ("flat", "too few scored"),
     "holds": ("good", "holds"),
     "shown": ("flat", "for information"),
 }
@@ -28,10 +28,10 @@ def probe_page(
     original: Mapping[str, Any],
     images: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> str:
-    """The page of what `probe_reward` found.
+    """Render the result of `probe_reward`.
 
-    `original` is the example image as `embedded` gives it, with its `prompt`; `images` the changed ones
-    by their probe's name, each with its `label`.
+    `original` is the example image from `embedded`, with its `prompt`; `images` maps a probe's name to the
+    changed images, each with its `label`.
     """
     probes = sorted(result["probes"], key=lambda probe: ORDER.index(probe["verdict"]))
     means = [abs(level["mean"]) for probe in probes for level in probe["levels"] if level["mean"] is not None]
@@ -66,7 +66,7 @@ def _facts(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     judge, reference, limits = result["judge"], result["reference"], result["limits"]
     compares = judge["kind"] == "comparisons"
     yield "reference", reference["source"]
-    yield f"{'pairs' if compares else 'images'} judged", f"{reference['judged']} of {reference['size']}"
+    yield f"{'pairs' if compares else 'images'} scored", f"{reference['judged']} of {reference['size']}"
     yield "mean log-odds" if compares else "mean score", plain(reference["mean"])
     yield "spread", f"{plain(reference['spread'])} {judge['unit']}"
     yield "no gain: mean at most", signed(limits["gain"])
@@ -81,7 +81,7 @@ def _facts(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
-    """A row for each level of each probe, for files."""
+    """Build a row per level of each probe, for files."""
     rows = []
     for probe in result["probes"]:
         for level in probe["levels"]:
@@ -101,21 +101,21 @@ def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
 
 
 def headline(result: Mapping[str, Any]) -> str:
-    """How many probes move the judge that should not, and how many could not tell."""
+    """Count the probes that move the reward although they should not, and those without a decision."""
     tried = [probe for probe in result["probes"] if probe["verdict"] != "shown"]
     failed = [probe["title"] for probe in tried if probe["verdict"] == "fails"]
     unclear = sum(probe["verdict"] == "unclear" for probe in tried)
     silent = sum(probe["verdict"] == "not judged" for probe in tried)
     if failed:
-        said = f"{len(failed)} of {len(tried)} probes move it: {', '.join(t.lower() for t in failed)}."
+        text = f"{len(failed)} of {len(tried)} probes move it: {', '.join(t.lower() for t in failed)}."
     else:
-        said = f"None of {len(tried)} probes moves it beyond its limit."
-    said += f" Not decided by so few images: {unclear}." if unclear else ""
-    return said + (f" Too few answers to say anything: {silent}." if silent else "")
+        text = f"None of {len(tried)} probes moves it beyond its limit."
+    text += f" Not decided by so few images: {unclear}." if unclear else ""
+    return text + (f" Too few answers to say anything: {silent}." if silent else "")
 
 
 def unit_in_words(result: Mapping[str, Any]) -> str:
-    """What a response of 1 is."""
+    """Explain the unit of the responses."""
     reference, judge = result["reference"], result["judge"]
     size = f"{plain(reference['spread'])} {judge['unit']}"
     if judge["kind"] == "comparisons":
@@ -131,29 +131,29 @@ def unit_in_words(result: Mapping[str, Any]) -> str:
 
 
 def in_words(level: Mapping[str, Any], wanted: str) -> tuple[str, ...]:
-    """The answer of one level: the number with its interval, what the verdict goes by, what else is known."""
+    """Write the response to one level: the number with its interval, and what the verdict uses."""
     if "share" in level:
         if level["share"] is None:
             return ("–",)
         ends = f"{share(level['share_low'])} to {share(level['share_high'])}"
         return f"{share(level['share'])} ({ends})", f"by chance {share(level['chance'])}"
-    found = [f"{signed(level['mean'])} ({span(level)})"]
+    parts = [f"{signed(level['mean'])} ({span(level)})"]
     if wanted == "steady" and level["size"] is not None:
-        found.append(f"mean size {plain(level['size'])}")
+        parts.append(f"mean size {plain(level['size'])}")
     if wanted == "same" and level["largest"] is not None:
-        found.append(f"largest {plain(level['largest'])}")
+        parts.append(f"largest {plain(level['largest'])}")
     if level.get("win") is not None:
         ends = f"{share(level['win_low'])} to {share(level['win_high'])}"
-        found.append(f"wins {share(level['win'])}" + ("" if level["win_low"] is None else f" ({ends})"))
+        parts.append(f"wins {share(level['win'])}" + ("" if level["win_low"] is None else f" ({ends})"))
     if level.get("win_before") is not None:
-        found.append(f"unchanged {share(level['win_before'])}")
+        parts.append(f"unchanged {share(level['win_before'])}")
     if level.get("turned") is not None:
-        found.append(f"another winner in {share(level['turned'])}")
-    return tuple(found)
+        parts.append(f"another winner in {share(level['turned'])}")
+    return tuple(parts)
 
 
 def worst_level(probe: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The level of the probe's verdict that is furthest on the wrong side."""
+    """Find the level of the probe's verdict that is furthest on the wrong side."""
     by = {"steady": "size", "same": "largest", "consistent": "share", "acyclic": "share"}.get(
         probe["wanted"], "mean"
     )
@@ -166,16 +166,16 @@ def worst_level(probe: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def best_paid(result: Mapping[str, Any]) -> str | None:
-    """What an optimizer would be paid most for, or None where no change is paid beyond the limit."""
-    found = [
+    """Name the change that pays an optimizer most; None where no change is paid beyond the limit."""
+    paid = [
         (level["mean"], probe["title"], level["label"], level.get("win"))
         for probe in result["probes"]
         if probe["wanted"] in ("no gain", "falling", "loss")
         for level in probe["levels"]
         if level["mean"] is not None and level["verdict"] == "fails"
     ]
-    if not found or max(entry[0] for entry in found) <= result["limits"]["gain"]:
+    if not paid or max(entry[0] for entry in paid) <= result["limits"]["gain"]:
         return None
-    mean, title, label, win = max(found, key=lambda entry: entry[0])
+    mean, title, label, win = max(paid, key=lambda entry: entry[0])
     wins = "" if win is None else f" It wins {share(win)} of its comparisons."
     return f"The best paid change is {title.lower()}, {label}: {signed(mean)} spreads on average.{wins}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a ranking: the images in order with their intervals, what was asked, and what failed."""
+"""Page of a ranking: the images in order with their intervals, the comparisons, the failures."""
 
 from __future__ import annotations
 
@@ -14,22 +14,19 @@ from .base import provenance_sentence, render_page, share, short_names, signed
 from .table_files import FileTable
 
 SHOWN = 60
-"""Images that the page shows; the table goes on without."""
+"""Rows of the table that show their image."""
 LARGEST_MATRIX = 30
-"""Images up to which every call stands in a square table."""
+"""Images up to which a square table shows every call."""
 MOST_AGAINST = 10
-"""Answers against the order that are listed."""
+"""Answers against the order in the list."""
 CERTAIN = 1e-6
-"""Answers are taken as no surer than this."""
+"""Distance of probabilities from 0 and 1."""
 LEAST_SCALE = 2e-9
-"""Of the tracks, where all ends are one number."""
+"""Length of the tracks where all ends are one number."""
 
 
 def rank_page(result: Mapping[str, Any], images: Mapping[str, Mapping[str, Any] | None]) -> str:
-    """The page of a `ranking_record`; images as `embedded` gives them, None where one cannot be read.
-
-    Those that are missing are not shown.
-    """
+    """Render a `ranking_record`; images as returned by `embedded`, None where unreadable."""
     placed = [row for row in result["images"] if row["place"] is not None]
     failed = [row for row in result["images"] if row["place"] is None]
     low, high = _ends(placed)
@@ -60,35 +57,35 @@ def rank_page(result: Mapping[str, Any], images: Mapping[str, Mapping[str, Any] 
         matrix=matrix(result),
         largest_matrix=LARGEST_MATRIX,
         against=against_the_order(result),
-        sentences=[*sentences(result), *whose(result)],
+        sentences=[*sentences(result), *provenance_lines(result)],
     )
 
 
 def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
-    """The images in order, and every call of a judge that compares, for files."""
+    """Build the tables of the images in order, and of every call of a pairwise reward, for files."""
     images = [
         [row["image"], row["place"], (row["score"], row["low"], row["high"]), row.get("calls"), row["reason"]]
         for row in result["images"]
     ]
     columns = ("image", "place", "score", "calls", "reason")
-    found = [FileTable(name="ranking", columns=columns, rows=images)]
+    tables = [FileTable(name="ranking", columns=columns, rows=images)]
     if result["asked"] is not None:
         calls = ("left", "right", "prob", "reason")
         rows = [[call[name] for name in calls] for call in result["asked"]]
-        found.append(FileTable(name="calls", columns=calls, rows=rows))
-    return found
+        tables.append(FileTable(name="calls", columns=calls, rows=rows))
+    return tables
 
 
 def sentences(result: Mapping[str, Any]) -> list[str]:
-    """What the numbers say, for the page and the terminal."""
+    """Summarise a ranking in sentences, for the page and the terminal."""
     placed = [row for row in result["images"] if row["place"] is not None]
     return [_calls(result), *_bias(result), *_best(result, placed)]
 
 
-def whose(result: Mapping[str, Any]) -> list[str]:
-    """Whose numbers these are, and whether the judge belongs there."""
-    told = [provenance_sentence(result["judge"], result["whose"])] if result.get("whose") else []
-    return told + ([result["caution"]] if result.get("caution") else [])
+def provenance_lines(result: Mapping[str, Any]) -> list[str]:
+    """Say where the numbers come from, and whether the reward fits these images."""
+    lines = [provenance_sentence(result["judge"], result["whose"])] if result.get("whose") else []
+    return lines + ([result["caution"]] if result.get("caution") else [])
 
 
 def _calls(result: Mapping[str, Any]) -> str:
@@ -106,29 +103,29 @@ def _number(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def _both_orders(asked: Sequence[Mapping[str, Any]]) -> int:
-    orders = {(call["left"], call["right"]) for call in asked}
+def _both_orders(calls: Sequence[Mapping[str, Any]]) -> int:
+    orders = {(call["left"], call["right"]) for call in calls}
     return sum((right, left) in orders for left, right in orders) // 2
 
 
 def _bias(result: Mapping[str, Any]) -> list[str]:
-    """What the place on the left is worth, with its interval, and what that means between equals."""
+    """Describe the position bias with its interval, and its effect between equals."""
     bias, std = result["position_bias"], result["position_bias_std"]
     if bias is None or not any(call["prob"] is not None for call in result["asked"] or ()):
         return []
     reach = float(stats.norm.ppf((1 + result["level"]) / 2)) * std
     link = special.ndtr if "normal" in result["unit"] else special.expit
-    said = (
-        f"Standing on the left is worth {signed(bias)} {result['unit']} "
+    sentence = (
+        f"Being on the left adds {signed(bias)} {result['unit']} "
         f"({signed(bias - reach)} to {signed(bias + reach)}): of two equals the left one wins "
         f"{share(float(link(bias)))}."
     )
     clear = abs(bias) > reach
-    return [said if clear else f"{said} That interval holds 0: no clear position bias."]
+    return [sentence if clear else f"{sentence} That interval holds 0: no clear position bias."]
 
 
 def _best(result: Mapping[str, Any], placed: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Whether the first place is settled."""
+    """Say whether the first place is settled."""
     if len(placed) < 2 or any(row["low"] is None for row in placed):
         return []
     sign = 1 if result["higher_is_better"] else -1
@@ -143,7 +140,7 @@ def _best(result: Mapping[str, Any], placed: Sequence[Mapping[str, Any]]) -> lis
 
 
 def matrix(result: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Every call of a ranking in a square table, images in their order; None without pairs or with too many.
+    """Arrange every call of a ranking in a square table, images in their order; None with too many.
 
     A row for each image on the left: `image`, `place` and `cells`, one for each image on the right: (kind,
     text), both empty where not asked; kind is "won", "lost", "even", "failed" or "itself", the text how
@@ -176,26 +173,26 @@ def _cell(call: Mapping[str, Any] | None) -> tuple[str, str]:
 
 
 def against_the_order(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Answers that speak against the order even without the position bias, the surest first.
+    """List the answers against the order even without the position bias, the surest first.
 
     Returns:
-        `left`, `right`, their places, `prob` as the judge gave it for the left one.
+        `left`, `right`, their places, and `prob`, the reward's probability for the left one.
     """
-    place = {row["image"]: row["place"] for row in result["images"]}
-    bias, found = result["position_bias"] or 0.0, []
+    place_of = {row["image"]: row["place"] for row in result["images"]}
+    bias, contradictions = result["position_bias"] or 0.0, []
     for call in result["asked"] or ():
-        first, second = place[call["left"]], place[call["right"]]
+        first, second = place_of[call["left"]], place_of[call["right"]]
         if call["prob"] is None or first is None or second is None:
             continue
         prob = min(max(call["prob"], CERTAIN), 1 - CERTAIN)
         odds = math.log(prob / (1 - prob)) - bias
         if odds * (second - first) < 0:
-            found.append((abs(odds), call | {"left_place": first, "right_place": second}))
-    found.sort(key=lambda entry: -entry[0])
-    return [call for _, call in found[:MOST_AGAINST]]
+            contradictions.append((abs(odds), call | {"left_place": first, "right_place": second}))
+    contradictions.sort(key=lambda entry: -entry[0])
+    return [call for _, call in contradictions[:MOST_AGAINST]]
 
 
 def _ends(placed: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """The smallest and largest number that the tracks must hold."""
+    """Return the smallest and largest number on the tracks."""
     values = [row[key] for row in placed for key in ("low", "score", "high") if row[key] is not None]
     return (min(values), max(values)) if values else (0.0, 0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a run: one HTML file that opens from disk, and the numbers as JSON, written atomically."""
+"""Report of a run: one HTML file that opens from disk, and the numbers as JSON, written atomically."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write_report(
     load_code: str,
     resume_command: str,
     start: Mapping[str, float] | None = None,
-    seen: int | None = None,
+    trained_prompts: int | None = None,
     warnings: Sequence[str] = (),
     over_time: Sequence[tuple[int, Path]] = (),
 ) -> Path:
@@ -46,31 +46,31 @@ def write_report(
     The samples are images or completions, as the evaluations have them.
 
     Args:
-        run_folder: Made if missing.
-        before: Held-out evaluation of the model as it was.
+        run_folder: Created if missing.
+        before: Held-out evaluation before training.
         after: The same prompts and seeds after training.
         metrics: Rows of metrics.jsonl; may be empty.
         config: The run's configuration, nested mappings or a dataclass.
         versions: Package -> version.
-        costs: What the run spent, each entry optional: `seconds` (in all), `phases` {name: seconds},
-            `forward_equivalents_per_image`, `images` or `samples` (made for training), `peak_memory_bytes`
+        costs: Costs of the run, each entry optional: `seconds` (in all), `phases` {name: seconds},
+            `forward_equivalents_per_image`, `images` or `samples` (for training), `peak_memory_bytes`
             (or {"host": ..., "cuda": ...}); others are shown under their names.
         title: The page's title.
         load_code: Python that loads the result.
         resume_command: The command that continues the run.
         start: Metric -> value before training, measured on the same samples as in `metrics`: the first points
             of the curves.
-        seen: How many held-out prompts were trained on, which the page then says; None: not known.
-        warnings: What the monitor said while the policy moved, or that it stopped the run.
-        over_time: (iterations finished, PNG) of the same prompts on the way, side by side in each.
+        trained_prompts: Number of held-out prompts that were trained on; None: unknown.
+        warnings: Warnings of the monitor during training, or that it stopped the run.
+        over_time: (iterations finished, PNG) of the same prompts during training.
 
     Raises:
-        UserError: If before and after are not of the same samples.
-        OSError: If it cannot be written; an older report survives.
+        UserError: Before and after are not of the same samples.
+        OSError: It cannot be written; an older report survives.
     """
     page = render_page(
         "report.html.j2",
-        **_results(before, after, seen),
+        **_results(before, after, trained_prompts),
         title=title,
         panels=panels(metrics, known_curves(metrics), start=start or {}),
         warnings=warnings,
@@ -86,20 +86,20 @@ def write_report(
     return write_atomic(run_folder / "report.html", page.encode("utf-8"))
 
 
-def _results(before: HeldoutResult, after: HeldoutResult, seen: int | None) -> dict[str, Any]:
-    """What the two evaluations give to the page."""
+def _results(before: HeldoutResult, after: HeldoutResult, trained_prompts: int | None) -> dict[str, Any]:
+    """Return the template values of the two evaluations."""
     comparison = compare(before, after)
-    others = [row for row in comparison.rewards if not row.repeats_accuracy]
+    other_rewards = [row for row in comparison.rewards if not row.repeats_accuracy]
     height, width = after.images.shape[1:3]
     kind = wording.kind_of(after)
     return {
         "before": before,
         "kind": kind,
         "comparison": comparison,
-        "summary": wording.headline(before, after, comparison, seen=seen),
+        "summary": wording.headline(before, after, comparison, trained_prompts=trained_prompts),
         "rows": (comparison.overall, *comparison.categories),
-        "others": others,
-        "reward_note": wording.reward_note(others, kind),
+        "others": other_rewards,
+        "reward_note": wording.reward_note(other_rewards, kind),
         "galleries": galleries(before, after, comparison),
         "failures": failures(after),
         "has_accuracy": bool(before.judged.any() or after.judged.any()),
@@ -122,20 +122,20 @@ def write_summary(
     Keys: `before` and `after` (`accuracy`, `by_category`, `rewards` ..., see `HeldoutResult.to_dict`);
     `gain`, the change of the accuracy with its paired interval; `changes` per category and reward; all of
     `costs`, where `seconds`, `forward_equivalents_per_image` and `peak_memory_bytes` are null if not given;
-    `config`; `versions`. What is not a finite number is null.
+    `config`; `versions`. Non-finite numbers are null.
 
     Raises:
-        UserError: If before and after are not of the same samples.
-        OSError: If it cannot be written; an older file survives.
+        UserError: Before and after are not of the same samples.
+        OSError: It cannot be written; an older file survives.
     """
     comparison = compare(before, after)
-    known = dict.fromkeys(("seconds", "forward_equivalents_per_image", "peak_memory_bytes"))
+    nulls = dict.fromkeys(("seconds", "forward_equivalents_per_image", "peak_memory_bytes"))
     content = {
         "before": before.to_dict(),
         "after": after.to_dict(),
         "gain": comparison.overall.change.to_dict(),
         "changes": comparison.to_dict(),
-        **known,
+        **nulls,
         **costs,
         "config": config,
         "versions": versions,
@@ -145,14 +145,14 @@ def write_summary(
 
 
 def _phases(costs: Mapping[str, Any]) -> list[tuple[str, float, float]]:
-    """(name, seconds, share of the longest) in falling order."""
+    """Return (name, seconds, share of the longest) in falling order."""
     phases = costs.get("phases") or {}
     longest = max(phases.values(), default=0.0) or 1.0
     return [(name, s, s / longest) for name, s in sorted(phases.items(), key=lambda pair: -pair[1])]
 
 
 def _plain(value: Any) -> Any:
-    """Plain JSON values; paths and other objects as text, NaN and infinities as None."""
+    """Convert to plain JSON values; paths and other objects as text, NaN and infinities as None."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _plain(dataclasses.asdict(value))
     if isinstance(value, Mapping):

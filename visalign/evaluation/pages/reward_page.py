@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The evaluation of rewards in words and tables, a column per judge: for its page, and for a terminal."""
+"""Evaluation of rewards in words and tables, a column per reward: for its page and the terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STD = {
     "srcc_votes_given_margin": "– the size of its margin held fixed",
     "nll_gain": "What its std adds to its margin, nats after scaling",
 }
-"""Rows of what a judge's std is worth."""
+"""Rows on the value of a reward's std."""
 CORRELATIONS = {
     "srcc": "SRCC (Spearman)",
     "srcc_within": "– within prompts or references, pooled",
@@ -37,45 +37,45 @@ CORRELATIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What one judge got in one row."""
+    """Number of one reward in one row."""
 
     value: str
     ends: str = ""
-    """Of its interval, "low to high"; empty where there can be none."""
+    """Ends of its interval, "low to high"; may be empty."""
     more: str = ""
     plain: Any = None
-    """The number, or (estimate, low, high), for a file; None where the value is a text."""
+    """Number, or (estimate, low, high), for a file; None where the value is a text."""
 
     def __str__(self) -> str:
-        """As a terminal shows it."""
+        """Format for a terminal."""
         interval = "" if self.ends in ("", "no interval") else f" [{self.ends.replace(' to ', ', ')}]"
         return f"{self.value}{interval}{self.more}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One measure of every judge."""
+    """Measure of every reward."""
 
     what: str
     cells: list[Cell]
     detail: str = ""
     rails: tuple[Markup, ...] = ()
-    """Intervals of the first two judges on one track."""
+    """Intervals of the first two rewards on one track."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeTable:
-    """One table."""
+    """Table with a column per reward."""
 
     title: str
-    """Of the table in a terminal, and of its first column on the page."""
+    """Title of the table in a terminal, and of its first column on the page."""
     heading: str
-    """Above the table on the page; may be empty."""
+    """Heading on the page; may be empty."""
     rows: list[Row]
     scale: tuple[str, ...] = ()
     """Marks of the tracks."""
     columns: tuple[str, ...] = ()
-    """Names of the columns; empty where each is a judge."""
+    """Names of the columns; empty where each is a reward."""
 
 
 def evaluation_page(
@@ -83,11 +83,11 @@ def evaluation_page(
     *,
     images: Mapping[str, Mapping[str, Any] | None] | None = None,
 ) -> str:
-    """The page of what `visalign evaluate` wrote as JSON.
+    """Render the JSON result of `visalign evaluate`.
 
     Args:
-        result: That.
-        images: Of the judges' worst records, as `embedded` gives them; None where one cannot be read.
+        result: The JSON result.
+        images: Images of the worst records, as returned by `embedded`; None where unreadable.
     """
     about, judges = result["set"], result["judges"]
     is_pairs = about["kind"] == "preferences"
@@ -118,7 +118,7 @@ def evaluation_page(
 
 
 def evaluation_tables(result: Mapping[str, Any]) -> dict[str, list[JudgeTable]]:
-    """Section of the page -> its tables."""
+    """Return section of the page -> its tables."""
     judges, first = result["judges"], {}
     if result.get("leaderboard"):
         first["leaderboard"] = [_leaderboard(result)]
@@ -126,44 +126,46 @@ def evaluation_tables(result: Mapping[str, Any]) -> dict[str, list[JudgeTable]]:
         first["comparison"] = [_comparisons(result["comparisons"])]
     if result["set"]["kind"] != "preferences":
         return first | {"correlation": [_correlation(judges)], "slices": _slices(judges, "srcc", "images")}
-    found = first | {"agreement": [_agreement(judges), *_both_orders(judges)]}
+    sections = first | {"agreement": [_agreement(judges), *_both_orders(judges)]}
     if any(judge["people"]["single_vote"]["estimate"] is not None for judge in judges):
-        found["people"] = [_people(judges)]
-    found["calibration"] = [_calibration(judges)]
-    return found | {"slices": _slices(judges, "accuracy", "pairs")}
+        sections["people"] = [_people(judges)]
+    sections["calibration"] = [_calibration(judges)]
+    return sections | {"slices": _slices(judges, "accuracy", "pairs")}
 
 
 def fusion_line(result: Mapping[str, Any]) -> str:
-    """What the fused judge is made of; empty where none was stacked."""
+    """Describe the fused reward; empty without one."""
     fusion = result.get("fusion")
     if not fusion:
         return ""
     parts = sorted(fusion["weights"].items(), key=lambda item: -abs(item[1]))
-    made = ", ".join(f"{name} {signed(weight)}" for name, weight in parts)
+    weights = ", ".join(f"{name} {signed(weight)}" for name, weight in parts)
     return (
-        f"fused is stacked from {made} (weights per standard deviation, mean of {fusion['folds']} folds by "
-        "prompt; each prompt is judged by weights of the others)."
+        f"fused is stacked from {weights} (weights per standard deviation, mean of {fusion['folds']} folds "
+        "by prompt; each prompt is scored by weights of the others)."
     )
 
 
 def comparison_lines(result: Mapping[str, Any]) -> list[str]:
-    """The comparisons in words: the fused judge with its best member, where judges were stacked; else all of
-    up to three judges, and of more those of the leader with the next two.
+    """Write the comparisons in words.
+
+    With a fused reward, its comparison with the best member; else all of up to three rewards, and of more
+    those of the leader with the next two.
     """
-    found, board, fusion = result["comparisons"], result.get("leaderboard"), result.get("fusion")
+    comparisons, board, fusion = result["comparisons"], result.get("leaderboard"), result.get("fusion")
     if fusion and board:
         best = next((row["judge"] for row in board["rows"] if row["judge"] in fusion["members"]), "")
-        wanted = [e for e in found if {e["first"], e["second"]} == {best, "fused"}]
-        return [comparison_line(entry, of=len(found)) for entry in wanted]
-    if len(found) > 3 and board:
+        wanted = [e for e in comparisons if {e["first"], e["second"]} == {best, "fused"}]
+        return [comparison_line(entry, of=len(comparisons)) for entry in wanted]
+    if len(comparisons) > 3 and board:
         first, *next_two = [row["judge"] for row in board["rows"][:3]]
         wanted = [{first, other} for other in next_two]
-        found = [entry for entry in found if {entry["first"], entry["second"]} in wanted]
-    return [comparison_line(entry, of=len(result["comparisons"])) for entry in found]
+        comparisons = [entry for entry in comparisons if {entry["first"], entry["second"]} in wanted]
+    return [comparison_line(entry, of=len(result["comparisons"])) for entry in comparisons]
 
 
 def comparison_line(comparison: Mapping[str, Any], *, of: int = 1) -> str:
-    """Two judges in one sentence, whose verdict holds for all `of` comparisons together."""
+    """Write a comparison as one sentence, with a verdict that holds for all `of` comparisons together."""
     is_pairs, number = "pairs" in comparison, comparison["difference"]
     form = _difference_form(comparison)
     line = f"{comparison['first']} − {comparison['second']}: {form(number['estimate'])} "
@@ -176,8 +178,8 @@ def comparison_line(comparison: Mapping[str, Any], *, of: int = 1) -> str:
             f"; of {test['pairs']} pairs the first alone is right in {test['first_only']}, the second alone "
             f"in {test['second_only']}"
         )
-    held = f" after Holm's correction for {of} comparisons" if of > 1 else ""
-    line += f"; p = {comparison['p_holm']:.2g}{held}: "
+    correction = f" after Holm's correction for {of} comparisons" if of > 1 else ""
+    line += f"; p = {comparison['p_holm']:.2g}{correction}: "
     return line + (
         f"{_ahead(comparison)} is better." if comparison["clear"] else f"not settled{_needs(comparison)}."
     )
@@ -209,7 +211,7 @@ def _leaderboard(result: Mapping[str, Any]) -> JudgeTable:
         )
     what = "Agreement" if is_pairs else "SRCC"
     level = f"{board['rows'][0]['level']:.0%} intervals that hold for all together"
-    of = f"on the {board['on']} {'pairs' if is_pairs else 'images'} that all judged"
+    of = f"on the {board['on']} {'pairs' if is_pairs else 'images'} that all scored"
     return JudgeTable(title=f"Leaderboard {of}", heading="", rows=rows, columns=(f"{what}, {level}", "Place"))
 
 
@@ -236,18 +238,18 @@ def _comparisons(comparisons: Sequence[Mapping[str, Any]]) -> JudgeTable:
 
 
 def _in_points(cell: Cell) -> Cell:
-    """With percentage points in files too."""
+    """Use percentage points in files too."""
     if isinstance(cell.plain, tuple):
         return replace(cell, plain=tuple(None if value is None else 100 * value for value in cell.plain))
     return replace(cell, plain=None if cell.plain is None else 100 * cell.plain)
 
 
 Spec = tuple[str, Callable[[Judge], Any], Callable[[Any], str]]
-"""What a row is called; what a judge has there (a number, one with its interval, None); how it is written."""
+"""Name of a row; its number for a reward (plain, with an interval, or None); its format."""
 
 
 def _rows(judges: Sequence[Judge], *specs: Spec) -> list[Row]:
-    """A row each; what stands in a name behind two spaces is its detail."""
+    """Build rows; the part of a name after two spaces is its detail."""
     rows = []
     for name, pick, form in specs:
         what, _, detail = name.partition("  ")
@@ -265,16 +267,16 @@ def _cell(number: Any, form: Callable[[Any], str], more: str = "") -> Cell:
 
 
 def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
-    """Every table of an evaluation, for files."""
+    """Build every table of an evaluation, for files."""
     names = [judge["judge"]["name"] for judge in result["judges"]]
-    found = []
+    files = []
     for section, tables in evaluation_tables(result).items():
         for table in tables:
             rows = [[row.what, *map(_plain, row.cells)] for row in table.rows]
             name = section if len(tables) == 1 or (table is tables[0] and not table.scale) else table.title
             columns = (table.title, *(table.columns or names))
-            found.append(FileTable(name=name, columns=columns, rows=rows))
-    return found
+            files.append(FileTable(name=name, columns=columns, rows=rows))
+    return files
 
 
 def _plain(cell: Cell) -> Any:
@@ -308,11 +310,11 @@ def _both_orders(judges: Sequence[Judge]) -> Iterator[JudgeTable]:
                 fixed,
             ),
         )
-        yield JudgeTable(title="Pairwise judges", heading="Asked in both orders", rows=rows)
+        yield JudgeTable(title="Pairwise rewards", heading="Asked in both orders", rows=rows)
 
 
 def _calibration(judges: Sequence[Judge]) -> JudgeTable:
-    specs: list[Spec] = [("Judged / failed", _judged, str)]
+    specs: list[Spec] = [("Scored / failed", _judged, str)]
     for key, what in (
         ("nll", "NLL, nats (0.693 = a coin)"),
         ("brier", "Brier score (0.25 = a coin)"),
@@ -320,7 +322,7 @@ def _calibration(judges: Sequence[Judge]) -> JudgeTable:
     ):
         specs.append((what, lambda j, k=key: j["calibration"][k], fixed))
         specs.append(("– after scaling", lambda j, k=key: (j["calibration"]["scaled"] or {}).get(k), fixed))
-    noise = "– of a calibrated judge, from noise alone"
+    noise = "– of a calibrated reward, from noise alone"
     specs.insert(-1, (noise, lambda j: j["calibration"]["ece_noise"], fixed))
     specs.append(("Largest gap of a bin (MCE)", lambda j: j["calibration"]["mce"], fixed))
     specs.append(("Temperature  above 1: too sure", lambda j: j["calibration"]["temperature"], fixed))
@@ -334,10 +336,10 @@ def _calibration(judges: Sequence[Judge]) -> JudgeTable:
 
 
 def _people(judges: Sequence[Judge]) -> JudgeTable:
-    """Each judge's column counts the pairs that it judged."""
+    """Build the table of people's votes; each column counts the pairs that its reward scored."""
     rows = _rows(
         judges,
-        ("One vote, predicted by the judge", lambda j: j["people"]["judge_single_vote"], share),
+        ("One vote, predicted by the reward", lambda j: j["people"]["judge_single_vote"], share),
         ("– by the majority of the other votes", lambda j: j["people"]["single_vote"], share),
         ("Krippendorff's alpha", lambda j: j["people"]["alpha"], fixed),
     )
@@ -351,7 +353,7 @@ def _correlation(judges: Sequence[Judge]) -> JudgeTable:
         *((what, lambda j, k=key: j["correlations"].get(k), fixed) for key, what in CORRELATIONS.items()),
         ("RMSE after the 5-parameter fit", lambda j: j["fit"]["5"]["rmse"], fixed),
         (std, lambda j: (j["certainty"] or {}).get("srcc_std_error"), fixed),
-        ("Judged / failed", _judged, str),
+        ("Scored / failed", _judged, str),
     )
     return JudgeTable(title="Correlation with opinions", heading="", rows=rows)
 
@@ -367,8 +369,8 @@ def _slices(judges: Sequence[Judge], key: str, size: str) -> list[JudgeTable]:
     tables = []
     for kind, slices in judges[0]["slices"].items():
         rows = []
-        for place, part in enumerate(slices):
-            numbers = [judge["slices"][kind][place][key] for judge in judges]
+        for number, part in enumerate(slices):
+            numbers = [judge["slices"][kind][number][key] for judge in judges]
             sides = zip(numbers[:2], ("after", "before"), strict=False)
             rows.append(
                 Row(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of samples: a row for each prompt, a column for each seed; it lies in the folder of its files."""
+"""Page of samples: a row per prompt, a column per seed; it lies in the folder of its files."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ def sample_page(
     rewards: Mapping[str, str],
     facts: Sequence[tuple[str, Any]],
 ) -> str:
-    """The page of what `visalign sample` made; images are linked by their names, and videos play.
+    """Render the result of `visalign sample`; images are linked by their names, and videos play.
 
     Args:
-        rows: of images.jsonl: the seeds of a prompt side by side, as many of each.
-        size: width and height in pixels.
-        rewards: label -> unit.
-        facts: (name, value) of how they were made.
+        rows: Rows of images.jsonl: the seeds of a prompt next to each other, as many of each.
+        size: Width and height in pixels.
+        rewards: Label -> unit.
+        facts: (name, value) of the settings.
     """
     columns = len({row["seed"] for row in rows})
     headlines = []
     for name, unit in rewards.items():
-        known = [row[name] for row in rows if row[name] is not None]
-        told = f"{unit}, mean" + (f"; {len(rows) - len(known)} failed" if len(known) < len(rows) else "")
-        headlines.append((name, plain(sum(known) / len(known) if known else None), told))
+        values = [row[name] for row in rows if row[name] is not None]
+        caption = f"{unit}, mean" + (f"; {len(rows) - len(values)} failed" if len(values) < len(rows) else "")
+        headlines.append((name, plain(sum(values) / len(values) if values else None), caption))
     return render_page(
         "sample_page.html.j2",
         title="Samples",

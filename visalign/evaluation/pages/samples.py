@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which samples the report shows, by a stated rule, and how they get into the page."""
+"""Choice of the samples in a report, by a stated rule, and their encoding for the page."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .wording import kind_of
 
 
 def galleries(
-    before: HeldoutResult, after: HeldoutResult, comparison: Comparison, *, each: int = 12
+    before: HeldoutResult, after: HeldoutResult, comparison: Comparison, *, limit: int = 12
 ) -> list[dict[str, Any]]:
-    """Fixed, improved and worsened pairs, or without verdicts the best and worst of the first reward, at most
-    `each` of a kind: `anchor`, `title`, `rule`, `pairs`.
+    """Choose fixed, improved and worsened pairs, or without verdicts the best and worst of the first reward.
 
-    The rule is the same for all: in the order of evaluation, one of each category in turn, a prompt once.
+    At most `limit` of a kind: `anchor`, `title`, `rule`, `pairs`; in the order of evaluation, one of each
+    category in turn, a prompt once.
     """
     if not (before.judged.any() or after.judged.any()) and comparison.rewards:
         changed = _by_change(before, after, comparison.rewards[0].name)
@@ -36,16 +36,18 @@ def galleries(
     kinds = [
         (
             "fixed",
-            f"The same {kind_of(before).many} in every report",
+            f"The same {kind_of(before).plural} in every report",
             "chosen before looking: the first prompts of each category",
             np.arange(len(before)),
         ),
         *changed,
     ]
-    found = []
+    sections = []
     for anchor, title, rule, candidates in kinds:
-        rows = take_in_turn(_shown(candidates, before, after), before, each)
-        said = f"{len(rows)} of {len(candidates)}: {rule}, one category after the other, each prompt once."
+        rows = take_in_turn(_shown(candidates, before, after), before, limit)
+        rule_text = (
+            f"{len(rows)} of {len(candidates)}: {rule}, one category after the other, each prompt once."
+        )
         pairs = [
             {
                 "prompt": before.title(row),
@@ -56,14 +58,14 @@ def galleries(
             }
             for row in rows
         ]
-        found.append({"anchor": anchor, "title": title, "rule": said, "pairs": pairs})
-    return found
+        sections.append({"anchor": anchor, "title": title, "rule": rule_text, "pairs": pairs})
+    return sections
 
 
 def _by_change(
     before: HeldoutResult, after: HeldoutResult, name: str
 ) -> list[tuple[str, str, str, NDArray[np.int64]]]:
-    """Without verdicts: the best and the worst of a reward after training, and what gained and lost most."""
+    """List the best and worst samples of a reward after training, and those that gained and lost most."""
     sign = 1 if after.higher_is_better[name] else -1
     value, change = sign * after.scores[name], sign * (after.scores[name] - before.scores[name])
     title = words(name)
@@ -82,42 +84,42 @@ def _by_change(
 
 
 def collapsed(text: str) -> str:
-    """A text with runs of one special token written once and counted.
+    """Collapse runs of one special token to one and their count.
 
     >>> collapsed("yes<|endoftext|><|endoftext|><|endoftext|>")
     'yes<|endoftext|> × 3'
     """
-    return _RUN.sub(lambda found: f"{found[1]} × {found[0].count(found[1])}", text)
+    return _RUN.sub(lambda match: f"{match[1]} × {match[0].count(match[1])}", text)
 
 
 _RUN = re.compile(r"(<\|?[\w/ ]{1,30}\|?>|\[(?:PAD|UNK|SEP)\])(?:\s*\1)+")
-"""One special token again and again, such as the padding behind an answer."""
+"""Runs of one special token, such as the padding behind an answer."""
 
 
-def failures(after: HeldoutResult, *, each: int = 6) -> list[dict[str, Any]]:
-    """Per category the first wrong samples after training, each prompt once; none where all are right.
+def failures(after: HeldoutResult, *, limit: int = 6) -> list[dict[str, Any]]:
+    """Choose per category the first wrong samples after training, each prompt once.
 
-    `tag`, how many of the `judged` are wrong (`total`), and `shots`: (prompt, seed, shot).
+    Returns `tag`, how many of the `judged` are wrong (`total`), and `shots`: (prompt, seed, shot).
     """
-    found = []
+    groups = []
     for tag in dict.fromkeys(after.tags):
         wrong = np.flatnonzero(after.rows(tag) & after.judged & ~after.correct)
         if len(wrong) == 0:
             continue
-        rows = take_in_turn(_shown(wrong, after), after, each)
+        rows = take_in_turn(_shown(wrong, after), after, limit)
         shots = [(after.title(row), int(after.seeds[row]), shot(row, after)) for row in rows]
         judged = int((after.rows(tag) & after.judged).sum())
-        found.append({"tag": tag, "total": len(wrong), "judged": judged, "shots": shots})
-    return found
+        groups.append({"tag": tag, "total": len(wrong), "judged": judged, "shots": shots})
+    return groups
 
 
 def take_in_turn(candidates: Iterable[int], result: HeldoutResult, most: int) -> list[int]:
-    """At most `most` candidates: one of each category in turn, in their order, no prompt twice."""
+    """Take at most `most` candidates: one of each category in turn, in their order, no prompt twice."""
     queues: dict[str, list[int]] = {tag: [] for tag in dict.fromkeys(result.tags)}
-    keys, seen = result.keys, set()
+    keys, used = result.keys, set()
     for row in candidates:
-        if keys[row] not in seen:
-            seen.add(keys[row])
+        if keys[row] not in used:
+            used.add(keys[row])
             queues[result.tags[row]].append(int(row))
     taken: list[int] = []
     for depth in range(max(map(len, queues.values()), default=0)):
@@ -126,30 +128,30 @@ def take_in_turn(candidates: Iterable[int], result: HeldoutResult, most: int) ->
 
 
 def shot(row: int, result: HeldoutResult) -> dict[str, Any]:
-    """One sample with what the judge said; where they are images `row` must be among `image_index`.
+    """Encode one sample with its verdict; for images `row` must be in `image_index`.
 
     `source` is the data: URI of an image, `text` a completion, each empty for the other; `scores` are those
-    of the rewards beside the one that gave the verdicts.
+    of the rewards other than the one for the verdicts.
     """
     verdict = "no verdict" if not result.judged[row] else "correct" if result.correct[row] else "wrong"
-    said = {"verdict": verdict, "reason": "" if verdict == "correct" else result.reasons[row]}
-    shown = (key for key in result.scores if key not in (GREEDY, ANY) and not _is_verdict(result, key))
-    scores = [(key, float(result.scores[key][row])) for key in shown]
+    entry = {"verdict": verdict, "reason": "" if verdict == "correct" else result.reasons[row]}
+    names = (key for key in result.scores if key not in (GREEDY, ANY) and not _is_verdict(result, key))
+    scores = [(key, float(result.scores[key][row])) for key in names]
     if result.completions:
-        return said | {"source": "", "text": collapsed(result.completions[row]), "scores": scores}
-    place = int(np.searchsorted(result.image_index, row))
-    return said | {"source": data_uri(result.images[place]), "text": "", "scores": scores}
+        return entry | {"source": "", "text": collapsed(result.completions[row]), "scores": scores}
+    index = int(np.searchsorted(result.image_index, row))
+    return entry | {"source": data_uri(result.images[index]), "text": "", "scores": scores}
 
 
 def _is_verdict(result: HeldoutResult, name: str) -> bool:
-    """Whether an image's score says what the verdict says already."""
+    """Return True where the scores of images repeat the verdicts."""
     rows = result.judged
     same = bool((result.scores[name][rows] == result.correct[rows]).all())
     return same and bool(rows.any()) and not result.completions
 
 
 def _shown(candidates: NDArray[np.int64], *results: HeldoutResult) -> NDArray[np.int64]:
-    """Those that the page can show: of images, the ones that were kept on every side."""
+    """Leave the candidates that the page can show: of images, those kept in every result."""
     for result in (result for result in results if not result.completions):
         candidates = candidates[np.isin(candidates, result.image_index)]
     return candidates

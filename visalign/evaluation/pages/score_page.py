@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of scores: how each reward's values are spread, the best and worst images, what failed."""
+"""Page of scores: the distribution of each reward's values, the best and worst images, the failures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .plots import histogram_plot
 
 
 def score_page(summary: Mapping[str, Any], images: Mapping[str, Mapping[str, Any] | None]) -> str:
-    """The page of a `score_summary`; images as `embedded` gives them, None where one cannot be read."""
+    """Render a `score_summary`; images as returned by `embedded`, None where unreadable."""
     rewards = [dict(reward) | {"plot": _plot(reward)} for reward in summary["rewards"]]
     headlines = [
         (
@@ -21,7 +21,7 @@ def score_page(summary: Mapping[str, Any], images: Mapping[str, Mapping[str, Any
         )
         for reward in rewards
     ]
-    shown = [row["image"] for reward in rewards for side in ("best", "worst") for row in reward[side]]
+    names = [row["image"] for reward in rewards for side in ("best", "worst") for row in reward[side]]
     failed = [name for reward in rewards for entry in reward["failures"] for name in entry["images"]]
     return render_page(
         "score_page.html.j2",
@@ -31,9 +31,9 @@ def score_page(summary: Mapping[str, Any], images: Mapping[str, Mapping[str, Any
         rewards=rewards,
         headlines=headlines,
         images=images,
-        names=short_names([*shown, *failed]),
+        names=short_names([*names, *failed]),
         any_failed=any(reward["failed"] for reward in rewards),
-        one_prompt=shown and summary["prompts"] == 1,
+        one_prompt=names and summary["prompts"] == 1,
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of a result as files: CSV with plain numbers, LaTeX (booktabs) with their intervals."""
+"""Tables of a result as files: CSV with plain numbers, LaTeX (booktabs) with intervals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from visalign.atomic import write_atomic
 from visalign.escaping import csv_cell
 
 FOLDER = "tables"
-"""Of a result's own folder."""
+"""Name of the folder for tables, inside a result's folder."""
 
 _LATEX = {
     **{sign: f"\\{sign}" for sign in "&%$#_{}"},
@@ -37,7 +37,7 @@ _LATEX = {
 
 @dataclass(frozen=True, kw_only=True)
 class FileTable:
-    """One table: `columns` name the first column too; a cell is a value, or (estimate, low, high)."""
+    """Table for a file; a cell is a value, or (estimate, low, high). `columns` includes the first column."""
 
     name: str
     columns: Sequence[str]
@@ -45,18 +45,18 @@ class FileTable:
 
 
 def write_tables(folder: Path, tables: Iterable[FileTable]) -> list[Path]:
-    """Write NAME.csv and NAME.tex of each into a folder, which is made; returns their paths."""
-    found = []
+    """Write NAME.csv and NAME.tex of each table into a folder, created if missing; return their paths."""
+    paths = []
     for table in tables:
         name = re.sub(r"[^\w-]+", "_", table.name.lower()).strip("_")
         for ending, make in ((".csv", to_csv), (".tex", to_latex)):
-            found.append(write_atomic(folder / f"{name}{ending}", make(table).encode()))
-    return found
+            paths.append(write_atomic(folder / f"{name}{ending}", make(table).encode()))
+    return paths
 
 
 def to_csv(table: FileTable) -> str:
-    """RFC 4180; a column with intervals becomes three: NAME, NAME_low, NAME_high. None is an empty field."""
-    wide = [any(isinstance(row[place], tuple) for row in table.rows) for place in range(len(table.columns))]
+    """Format as RFC 4180; a column with intervals becomes NAME, NAME_low, NAME_high; None is empty."""
+    wide = [any(isinstance(row[column], tuple) for row in table.rows) for column in range(len(table.columns))]
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     heads = [
@@ -71,7 +71,7 @@ def to_csv(table: FileTable) -> str:
 
 
 def to_latex(table: FileTable) -> str:
-    """A `tabular` with booktabs' rules; numbers get three significant digits and their interval."""
+    """Format as a `tabular` with booktabs' rules; numbers get three significant digits and their interval."""
     lines = [
         f"% {table.name}; needs \\usepackage{{booktabs}}",
         f"\\begin{{tabular}}{{l{'r' * (len(table.columns) - 1)}}}",
@@ -86,7 +86,7 @@ def to_latex(table: FileTable) -> str:
 
 
 def latex_text(text: Any) -> str:
-    """A text with LaTeX's own signs escaped.
+    """Escape LaTeX's special characters.
 
     >>> latex_text("50 % of a_b")
     '50 \\\\% of a\\\\_b'

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of UGDA rounds: labels, where the ensemble was wrong, what the policy became."""
+"""Page of UGDA rounds: labels, errors of the ensemble, accuracy of the policy."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .base import render_page, share
 
 
 def ugda_page(rounds: Sequence[Mapping[str, Any]], shown: Sequence[Mapping[str, Any]]) -> str:
-    """The page of the rounds so far.
+    """Render the rounds so far.
 
     Args:
-        rounds: records of `round.json`.
-        shown: pairs of the last round with `prompt` and `images`, as `embedded` gives them or None.
+        rounds: Records of `round.json`.
+        shown: Pairs of the last round with `prompt` and `images`, as returned by `embedded` or None.
     """
     first, last = rounds[0]["policy"]["before"], rounds[-1]["policy"]["after"]
     headlines: list[tuple[str, str, str]] = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a file of votes: who votes how well, how far people agree, what they dispute."""
+"""Page of collected votes: reliability of each voter, agreement of people, disputed pairs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .base import fixed, render_page
 from .table_files import FileTable
 
 UNRELIABLE = 0.7
-"""A voter is named whose reliability is below, by two standard deviations: .63 of typical pairs right."""
+"""Reliability below which, by two standard deviations, a voter is named: .63 of typical pairs right."""
 
 
 def votes_page(result: Mapping[str, Any], disputed: Sequence[Mapping[str, Any]]) -> str:
-    """The page of what `visalign.pipelines.collect.votes.report` gives.
+    """Render a report of `visalign.pipelines.collect.votes.report`.
 
     Args:
-        result: the report.
-        disputed: its disputed pairs with `prompt` and `images`, as `embedded` gives them or None.
+        result: The report.
+        disputed: Its disputed pairs with `prompt` and `images`, as returned by `embedded` or None.
     """
     return render_page(
         "votes_page.html.j2",
@@ -32,38 +32,38 @@ def votes_page(result: Mapping[str, Any], disputed: Sequence[Mapping[str, Any]])
 
 
 def headlines(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(what, number, more) of the first lines."""
-    found = [
+    """Return (name, number, detail) of the headlines."""
+    lines = [
         ("Votes", str(result["votes"]), f"on {result['voted']} of {result['tasks']} tasks"),
         ("Voters", str(result["people"]), f"and {result['judges']} judges" if result["judges"] else ""),
     ]
     alphas = {"of all votes": result["alpha"]} if result["pairs"] else result["alphas"]
     for what, alpha in alphas.items():
         ends = "" if alpha["low"] is None else f", {fixed(alpha['low'])} to {fixed(alpha['high'])}"
-        found.append(("Krippendorff's alpha", fixed(alpha["estimate"]), f"{what}{ends}"))
-    return found
+        lines.append(("Krippendorff's alpha", fixed(alpha["estimate"]), f"{what}{ends}"))
+    return lines
 
 
 def sentences(result: Mapping[str, Any]) -> list[str]:
-    """What the numbers mean."""
-    found = ["Alpha is 1 where all agree and 0 where they agree as often as by chance."]
+    """Summarise the votes in sentences."""
+    lines = ["Alpha is 1 where all agree and 0 where they agree as often as by chance."]
     for entry in result["annotators"]:
         value, std = entry.get("reliability"), entry.get("reliability_std")
         if value is not None and value + 2 * std < UNRELIABLE:
-            found.append(
+            lines.append(
                 f"{entry['name']} may vote without looking: a reliability of {value:.2f} ± {std:.2f}."
             )
         bias = entry.get("left_of_screen")
         if bias and bias["low"] is not None and not bias["low"] <= 0.5 <= bias["high"]:
-            found.append(
+            lines.append(
                 f"{entry['name']} took the left of the screen {bias['estimate']:.0%} of the time "
                 f"({bias['low']:.0%} to {bias['high']:.0%}), where sides were drawn by lot."
             )
-    return found
+    return lines
 
 
 def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
-    """The voters, for files."""
+    """Build the table of voters, for files."""
     plain = ("name", "is_judge", "votes", "seconds")
     measured = ("rest", "repeats", "gold", "left_of_screen")
     numbers = ("ties", "reliability", "reliability_std", "side_bias", "agreement")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's words: every sentence follows from the numbers, good or bad."""
+"""Sentences of a report, derived from its numbers."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from .base import MISSING, change, duration, number, points, setting, share, spa
 
 @dataclass(frozen=True, kw_only=True)
 class SampleKind:
-    """What a model makes, as the page speaks of it."""
+    """Words for the samples of a model."""
 
-    one: str
-    many: str
-    made: str
-    """What is done with a prompt."""
+    singular: str
+    plural: str
+    verb: str
+    """Participle for a prompt, such as "drawn"."""
     same: str
-    """What before and after have in common."""
+    """Common ground of before and after."""
     pairing: str
     """The same as a sentence."""
 
 
 IMAGES = SampleKind(
-    one="image",
-    many="images",
-    made="drawn",
+    singular="image",
+    plural="images",
+    verb="drawn",
     same="from the same noise",
     pairing="Same prompt, same seed, same starting noise; only the weights differ.",
 )
 COMPLETIONS = SampleKind(
-    one="completion",
-    many="completions",
-    made="completed",
+    singular="completion",
+    plural="completions",
+    verb="completed",
     same="with the same seeds",
     pairing="Same prompt, same seed; only the weights differ.",
 )
 
 
 def kind_of(result: HeldoutResult) -> SampleKind:
-    """Of the samples of an evaluation."""
+    """Return the kind of samples of an evaluation."""
     return COMPLETIONS if result.completions else IMAGES
 
 
 @dataclass(frozen=True, kw_only=True)
 class Headline:
-    """The top of the page."""
+    """Top of the page."""
 
     label: str
     before: str
@@ -66,7 +66,7 @@ class Headline:
 
 
 def headline(
-    before: HeldoutResult, after: HeldoutResult, comparison: Comparison, *, seen: int | None = None
+    before: HeldoutResult, after: HeldoutResult, comparison: Comparison, *, trained_prompts: int | None = None
 ) -> Headline:
     """What the run did, in one line and two or three sentences.
 
@@ -74,19 +74,19 @@ def headline(
     """
     row, kind = comparison.overall, kind_of(before)
     if not math.isfinite(row.change.estimate):
-        return _reward_headline(before, comparison, seen)
+        return _reward_headline(before, comparison, trained_prompts)
     n_prompts, n_seeds = len(set(before.keys)), len(set(before.seeds.tolist()))
     times = {1: "once", 2: "twice"}.get(n_seeds, f"{n_seeds} times")
     counted = (
-        f"{_prompts(n_prompts, seen)}, each {kind.made} {times} {kind.same} before and after: "
-        f"{row.correct[0]} of {row.judged[0]} {kind.many} were correct before training, "
+        f"{_prompts(n_prompts, trained_prompts)}, each {kind.verb} {times} {kind.same} before and after: "
+        f"{row.correct[0]} of {row.judged[0]} {kind.plural} were correct before training, "
         f"{row.correct[1]} of {row.judged[1]} after it."
     )
     sentences = [counted, _judgement(row.change), *_caution(before)]
     missing = len(before) - row.judged[0], len(after) - row.judged[1]
     if any(missing):
         sentences.append(
-            f"{missing[0]} {kind.many} before and {missing[1]} after could not be judged; they are left out, "
+            f"{missing[0]} {kind.plural} before and {missing[1]} after have no verdict; they are left out, "
             "not counted as wrong."
         )
     return Headline(
@@ -100,17 +100,18 @@ def headline(
     )
 
 
-def _prompts(count: int, seen: int | None) -> str:
-    """So many prompts, and whether the model knows them from training."""
-    if seen is None:
+def _prompts(count: int, trained_prompts: int | None) -> str:
+    """Count the prompts, and those that the model knows from training."""
+    if trained_prompts is None:
         return f"{count} prompts"
-    if seen == 0:
+    if trained_prompts == 0:
         return f"{count} prompts the model was not trained on"
-    return f"{count} prompts, {'all' if seen >= count else seen} of which the model was also trained on"
+    overlap = "all" if trained_prompts >= count else trained_prompts
+    return f"{count} prompts, {overlap} of which the model was also trained on"
 
 
-def _reward_headline(before: HeldoutResult, comparison: Comparison, seen: int | None) -> Headline:
-    """Without verdicts the first reward is the headline."""
+def _reward_headline(before: HeldoutResult, comparison: Comparison, trained_prompts: int | None) -> Headline:
+    """Summarise by the first reward where there are no verdicts."""
     kind = kind_of(before)
     if not comparison.rewards:
         return Headline(
@@ -120,7 +121,7 @@ def _reward_headline(before: HeldoutResult, comparison: Comparison, seen: int | 
             change="nothing to compare",
             interval="no interval",
             direction="flat",
-            sentences=(f"No {kind.one} has a verdict and no reward was evaluated.",),
+            sentences=(f"No {kind.singular} has a verdict and no reward was evaluated.",),
         )
     row = comparison.rewards[0]
     return Headline(
@@ -131,7 +132,7 @@ def _reward_headline(before: HeldoutResult, comparison: Comparison, seen: int | 
         interval=_interval(row.change, change),
         direction=_direction(row.change),
         sentences=(
-            f"{len(before)} {kind.many} of {_prompts(len(set(before.keys)), seen)}, {kind.same} "
+            f"{len(before)} {kind.plural} of {_prompts(len(set(before.keys)), trained_prompts)}, {kind.same} "
             "before and after. No reward of this run says correct or wrong, so there is no accuracy.",
             _judgement(row.change),
             *_caution(before),
@@ -164,13 +165,14 @@ def _judgement(interval: Interval) -> str:
 
 
 def reward_note(rows: Sequence[RewardRow], kind: SampleKind) -> str:
-    """Whether anything else moved the wrong way."""
+    """Say which rewards moved in the wrong direction."""
     worse = [words(row.name) for row in rows if row.worse]
     unclear = [words(row.name) for row in rows if row.verdict == "not measured"]
     parts = []
     if worse:
         parts.append(
-            f"{', '.join(worse)} moved in the wrong direction, beyond the interval. Look at the {kind.many}."
+            f"{', '.join(worse)} moved in the wrong direction, beyond the interval. "
+            f"Look at the {kind.plural}."
         )
     elif len(unclear) < len(rows):
         parts.append("No reward moved in the wrong direction beyond its interval.")
@@ -180,7 +182,7 @@ def reward_note(rows: Sequence[RewardRow], kind: SampleKind) -> str:
 
 
 def cost_rows(costs: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(what, how much) of everything in `costs` but the phases."""
+    """Return (name, amount) of everything in `costs` but the phases."""
     rows: list[tuple[str, str]] = []
     for name, value in costs.items():
         if name == "phases" or value is None:

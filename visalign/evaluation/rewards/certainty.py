@@ -190,9 +190,12 @@ def std_numbers(judged: JudgedPairs, settings: IntervalSettings) -> dict[str, An
             numbers[name] = interval(float(estimates[k]), draws[:, k], clusters, level=settings.level)
     by_margin, by_both = (cross_fitted(judged, std) for std in (None, judged.std))
     if by_margin is not None and by_both is not None:
-        losses = (nll(p, judged.label) for p in (by_both, by_margin))
         numbers["nll_gain"] = paired_bootstrap(
-            *losses, judged.index, **settings.drawing(), level=settings.level
+            nll(by_both, judged.label),
+            nll(by_margin, judged.label),
+            judged.index,
+            **settings.drawing(),
+            level=settings.level,
         )
     return {"pairs": int(repeated.sum())} | {name: number.to_dict() for name, number in numbers.items()}
 

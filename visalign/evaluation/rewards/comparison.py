@@ -61,7 +61,7 @@ def compare_on_preferences(
         "second": second.name,
         "pairs": int(shared.sum()),
         "difference": difference.to_dict(),
-        "mcnemar": mcnemar(*credits, groups),
+        "mcnemar": mcnemar(credits[0], credits[1], groups),
         "power": power(difference.estimate, std, int(shared.sum()), level=settings.level),
         "same_choice": float(np.mean(np.sign(first.margin[shared]) == np.sign(second.margin[shared]))),
         "parted": _opposite_choices(pairs, first, second, shared, label),
