@@ -225,15 +225,15 @@ def answer_model(form: Form, *, is_pair: bool) -> type[BaseModel]:
 
 def read_answer(answer: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
     """Check an answer against its form and drop empty values; `unseen` alone means an image was not shown."""
-    given = {name: value for name, value in answer.items() if value not in (None, "", [], {})}
-    if given == {"unseen": True}:
-        return given
-    _validate(given, model)
-    if not given:
+    values = {name: value for name, value in answer.items() if value not in (None, "", [], {})}
+    if values == {"unseen": True}:
+        return values
+    _validate(values, model)
+    if not values:
         raise HTTPException(422, "The answer is empty: nothing was set, marked or written.")
-    if "text" in given:
-        given["text"] = given["text"].encode("utf-8", "replace").decode()
-    return given
+    if "text" in values:
+        values["text"] = values["text"].encode("utf-8", "replace").decode()
+    return values
 
 
 def _validate(values: Any, model: type[Model]) -> Model:
@@ -243,8 +243,8 @@ def _validate(values: Any, model: type[Model]) -> Model:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
-            asked = ", ".join(model.model_fields)
-            raise HTTPException(422, f"{name:.200} was not asked; asked were {asked}.") from None
+            questions = ", ".join(model.model_fields)
+            raise HTTPException(422, f"{name:.200} was not asked; asked were {questions}.") from None
         value = "missing" if first["type"] == "missing" else f"{first['input']!r:.100}"
         raise HTTPException(422, f"{name:.200} is {value}: {first['msg']}.") from None
 

@@ -345,24 +345,24 @@ class VoteStore:
     def _choose(self, voter: int, name: str) -> tuple[int, bool, bool, int] | None:
         """Choose (task, again, swapped, place) of a voter's next task: gold, a repeat, or a new one."""
         plan = self.plan
-        shown = self._db.execute(
+        history = self._db.execute(
             "SELECT task, again, swapped FROM assignments WHERE annotator = ? ORDER BY place", (voter,)
         ).fetchall()
-        place, seen = len(shown), {task for task, _, _ in shown}
+        place, tasks_seen = len(history), {task for task, _, _ in history}
         pick = _draw(plan.seed, name, place)
-        gold = [task for task in self._gold if task not in seen]
+        gold = [task for task in self._gold if task not in tasks_seen]
         if gold and plan.gold_every and (place + 1) % plan.gold_every == 0:
             task = gold[pick % len(gold)]
         else:
             if plan.repeat_every and (place + 1) % plan.repeat_every == 0:
                 excluded = (
-                    {task for task, again, _ in shown if again} | self._unseen_by(voter) | {*self._gold}
+                    {task for task, again, _ in history if again} | self._unseen_by(voter) | {*self._gold}
                 )
-                earlier = [row for row in shown[: max(0, place - GAP)] if row[0] not in excluded]
+                earlier = [row for row in history[: max(0, place - GAP)] if row[0] not in excluded]
                 if earlier:
                     task, _, swapped = earlier[pick % len(earlier)]
                     return task, True, self.is_pairs and not swapped, place
-            excluded = seen | self._full() | {*self._gold}
+            excluded = tasks_seen | self._full() | {*self._gold}
             new = next((task for task in self._order(name) if task not in excluded), None)
             if new is None:
                 return None

@@ -58,7 +58,7 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One question to a voter."""
+    """A question to a voter."""
 
     prompt: str
     images: tuple[str, ...]
@@ -186,7 +186,7 @@ def _absolute(image: str, folder: Path = Path()) -> str:
     return image if "://" in image else str((folder / image).resolve())
 
 
-def _pair_images(rows: Iterable[ImageRow], most: int, seed: int) -> list[Task]:
+def _pair_images(rows: Iterable[ImageRow], limit: int, seed: int) -> list[Task]:
     """Form pairs of the images of each prompt (for edits: of each prompt and source), at most `most`.
 
     Neighbours in a shuffled circle come first, then images two apart, and so on, so that all images appear
@@ -200,10 +200,10 @@ def _pair_images(rows: Iterable[ImageRow], most: int, seed: int) -> list[Task]:
     for (prompt, *_), images in by_prompt.items():
         circle = sorted(images, key=lambda image: _digest(seed, prompt, image))
         count = len(circle)
-        steps = ((i, (i + apart) % count) for apart in range(1, count // 2 + 1) for i in range(count))
+        steps = ((i, (i + gap) % count) for gap in range(1, count // 2 + 1) for i in range(count))
         pairs = dict.fromkeys(tuple(sorted((circle[i], circle[j]))) for i, j in steps)
         tasks += [
-            Task(prompt=prompt, images=pair, more=_metadata(images[pair[0]])) for pair in islice(pairs, most)
+            Task(prompt=prompt, images=pair, more=_metadata(images[pair[0]])) for pair in islice(pairs, limit)
         ]
     return tasks
 

@@ -194,8 +194,8 @@ def _analyse_pairs(
         by_voter[vote.annotator][row[vote.task], CHOICES.index(vote.answer["choice"])] += 1
     votes = sum(by_voter.values(), np.zeros((len(order), 3)))
     table = RatioTable(index, clusters)
-    for name, own in by_voter.items():
-        table.add(name, *agreement.majority_credit(own, votes - own))
+    for name, counts in by_voter.items():
+        table.add(name, *agreement.majority_credit(counts, votes - counts))
     rest = table.intervals(**settings.drawing(), level=settings.level)
     fit = _fit(first, order)
     by_name: dict[str, dict[str, Any]] = {}
@@ -259,9 +259,9 @@ def _analyse_images(
         marks = [(vote, vote.answer.get("checklist", {}).get(question)) for vote in first]
         answers[question] = [(vote, mark) for vote, mark in marks if mark is not None]
     alphas = {}
-    for question, given in answers.items():
-        if given:
-            values, items = [float(value) for _, value in given], [row[vote.task] for vote, _ in given]
+    for question, pairs in answers.items():
+        if pairs:
+            values, items = [float(value) for _, value in pairs], [row[vote.task] for vote, _ in pairs]
             sums = annotators.rating_sums(values, items, items=len(order))
             alpha = _alpha(sums, annotators.alpha_of_rating_sums, index, clusters, settings)
             alphas[question] = alpha.to_dict()

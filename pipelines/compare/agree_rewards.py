@@ -127,7 +127,7 @@ def agree_rewards(
 
 def write_agreement(folder: Path, result: Mapping[str, Any]) -> Path:
     """Write `agreement.json`, `tables/`, and `agreement.html` with its images embedded."""
-    names = dict.fromkeys(shown["image"] for pair in result["pairs"] for shown in pair["parted"])
+    names = dict.fromkeys(row["image"] for pair in result["pairs"] for row in pair["parted"])
     write_atomic(folder / RESULT, pretty(result))
     write_tables(folder / FOLDER, file_tables(result))
     return write_atomic(folder / PAGE, agree_page(result, load_shown_images(names)))

@@ -223,19 +223,19 @@ def _order(answer: Preferences, row: int) -> dict[str, Any]:
 
 def _summary(votes: Mapping[str, Sequence[str]], entries: Sequence[Mapping[str, Any]]) -> str:
     """Summarize the votes in one sentence."""
-    judged = len(entries) - len(votes.get("failed", ()))
-    if not judged:
+    count = len(entries) - len(votes.get("failed", ()))
+    if not count:
         return "No judge could judge the two images."
     won = {side: len(votes.get(side, ())) for side in SIDES}
-    others = judged - sum(won.values())
+    undecided = count - sum(won.values())
     if not sum(won.values()):
-        return f"No winner: {judged} of {judged} judges see a tie or are undecided."
-    rest = f", {others} tied or undecided" if others else ""
+        return f"No winner: {count} of {count} judges see a tie or are undecided."
+    rest = f", {undecided} tied or undecided" if undecided else ""
     best, second = sorted(SIDES, key=lambda side: -won[side])
     if won[best] == won[second]:
         return f"The judges are split: {won['A']} for A, {won['B']} for B{rest}."
     unsure = sum(entry["sure"] is False for entry in entries)
-    if judged == 1:
+    if count == 1:
         return f"{best} rather than {second}, but the judge is unsure." if unsure else f"{best} is better."
     doubt = f" ({unsure} of the judges unsure)" if unsure else ""
-    return f"{best} is better for {won[best]} of {judged} judges, {second} for {won[second]}{rest}{doubt}."
+    return f"{best} is better for {won[best]} of {count} judges, {second} for {won[second]}{rest}{doubt}."

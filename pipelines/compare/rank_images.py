@@ -29,11 +29,11 @@ def ranking_record(
     is_pairwise = ranking.pairs is not None
     compared = set() if ranking.pairs is None else set(ranking.pairs.flatten().tolist())
     readable = len(compared | set(ranking.order))
-    asked = _calls(ranking, names)
-    others = [row for row in range(len(names)) if row not in set(ranking.order)]
-    calls = Counter(call[side] for call in asked for side in ("left", "right"))
+    calls_made = _calls(ranking, names)
+    unjudged = [row for row in range(len(names)) if row not in set(ranking.order)]
+    calls = Counter(call[side] for call in calls_made for side in ("left", "right"))
     rows = []
-    for place, row in enumerate([*ranking.order, *others], 1):
+    for place, row in enumerate([*ranking.order, *unjudged], 1):
         is_judged = place <= len(ranking.order)
         entry = {
             "place": place if is_judged else None,
@@ -57,7 +57,7 @@ def ranking_record(
         "all_pairs": readable * (readable - 1) // 2,
         "position_bias": ranking.bias,
         "position_bias_std": ranking.bias_std,
-        "asked": asked if is_pairwise else None,
+        "asked": calls_made if is_pairwise else None,
         "images": rows,
     }
 

@@ -43,7 +43,7 @@ class ScoringOptions:
 
 @dataclass(frozen=True)
 class _Request:
-    """One or two images, a prompt and its record."""
+    """A request to a reward: one or two images, a prompt and its record."""
 
     images: tuple[str, ...]
     prompt: str
@@ -168,9 +168,10 @@ def _compare_batch(
     left, right = map(list, zip(*images, strict=True))
     answer = judge.compare(left, right, [r.prompt for r in requests], [r.metadata for r in requests])
     odds = answer.prob.double().logit() if answer.log_odds is None else answer.log_odds
-    given = answer.reason or [None] * len(requests)
+    reasons_given = answer.reason or [None] * len(requests)
     reasons = [
-        None if valid else why or "no reason given" for valid, why in zip(answer.valid, given, strict=True)
+        None if valid else why or "no reason given"
+        for valid, why in zip(answer.valid, reasons_given, strict=True)
     ]
     return [_logged(value, why, None) for value, why in zip(odds.clamp(-30.0, 30.0), reasons, strict=True)]
 

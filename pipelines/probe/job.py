@@ -105,8 +105,8 @@ def write_probe(folder: Path, result: Mapping[str, Any], reference: Reference, *
     sample = reference.samples[0]
     images = {}
     for probe in PROBES if result["judge"]["kind"] == ScoreRunner.kind else PAIR_PROBES:
-        shown = examples(probe, sample, torch.Generator().manual_seed(1_000_003 * seed))
-        images[probe.name] = [{"label": label} | embedded(image, side=SHOWN_SIDE) for label, image in shown]
+        levels = examples(probe, sample, torch.Generator().manual_seed(1_000_003 * seed))
+        images[probe.name] = [{"label": label} | embedded(image, side=SHOWN_SIDE) for label, image in levels]
     original = embedded(sample.image, side=SHOWN_SIDE) | {"prompt": sample.prompt}
     write_atomic(folder / RESULT, pretty(result))
     write_tables(folder / FOLDER, file_tables(result))

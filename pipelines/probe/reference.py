@@ -68,8 +68,8 @@ def shapes_reference_set(count: int = COUNT, *, seed: int = 0) -> Reference:
     for number, pair in enumerate(shapes_pairs(count, seed=seed, split=_SPLIT).pairs):
         record = pair.extra["record"]
         rng = np.random.default_rng([seed, _THIRD, number])
-        wanted = record if rng.random() < 0.5 else source.near(record, rng)
-        third = render(degraded(sample_scene(wanted, rng), rng))
+        prompt_record = record if rng.random() < 0.5 else source.near(record, rng)
+        third = render(degraded(sample_scene(prompt_record, rng), rng))
         images = load_images([resolve_image(pair.image_left), resolve_image(pair.image_right), third]).images
         first, *rest = [Sample(image, pair.prompt) for image in images if image is not None]
         samples.append(first)

@@ -103,7 +103,11 @@ class ProbeRunner(ABC):
         answered: list[int] = []
         answers: list[Answer] = []
         for start in range(0, len(rows), self.batch_size):
-            samples = {row: made for row in rows[start : start + self.batch_size] if (made := make(row))}
+            samples = {
+                row: new_samples
+                for row in rows[start : start + self.batch_size]
+                if (new_samples := make(row))
+            }
             if not samples:
                 continue
             sides = [[s.image for s in side] for side in zip(*samples.values(), strict=True)]

@@ -70,9 +70,9 @@ class ScoreRunner(ProbeRunner):
     def _ask(self, sides: list[Any], prompts: list[str], records: list[Any] | None) -> Answer:
         scores = self.reward.score(sides[0], prompts, records)
         if not isinstance(scores, Scores) or len(scores) != len(prompts):
-            given = f"{len(scores)} scores" if isinstance(scores, Scores) else f"a {type(scores).__name__}"
+            returned = f"{len(scores)} scores" if isinstance(scores, Scores) else f"a {type(scores).__name__}"
             raise RewardError(
-                f"Reward {self.name!r} returned {given} for {len(prompts)} images; needed is "
+                f"Reward {self.name!r} returned {returned} for {len(prompts)} images; needed is "
                 "visalign.interfaces.Scores with an entry per image."
             )
         value = np.where(scores.valid.cpu().numpy(), scores.value.detach().cpu().double().numpy(), np.nan)

@@ -31,7 +31,7 @@ _NUMBERED = re.compile(r"(.*?)([0-9]+)(\.[A-Za-z]+)")
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRow:
-    """One image or clip to score."""
+    """An image or clip to score."""
 
     image: str
     """A path, or a reference that `visalign.data.sets.image_references.resolve_image` reads; a folder where
@@ -201,9 +201,9 @@ def _walk(folder: Path, clips: bool) -> Iterator[Path]:
     Hidden folders are left out, and the `grid.png` of all samples that GenEval and `visalign sample` write;
     of its videos the middle frame is listed, or with `clips` the whole.
     """
-    for place, folders, names in os.walk(folder):
-        if clips and numbered_frames(place):
-            yield Path(place)
+    for folder_path, folders, names in os.walk(folder):
+        if clips and numbered_frames(folder_path):
+            yield Path(folder_path)
             continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         if {RECORD, SAMPLED} & set(names):
@@ -212,7 +212,9 @@ def _walk(folder: Path, clips: bool) -> Iterator[Path]:
             videos = {Path(name).stem for name in names if name.endswith(SAMPLED_CLIP)}
             other = ".png" if clips else SAMPLED_CLIP
             names = [name for name in names if not (name.endswith(other) and Path(name).stem in videos)]
-        yield from (Path(place, name) for name in sorted(names) if Path(name).suffix.lower() in IMAGE_ENDINGS)
+        yield from (
+            Path(folder_path, name) for name in sorted(names) if Path(name).suffix.lower() in IMAGE_ENDINGS
+        )
 
 
 def _read_table(path: Path, prompt: str | None, names: Mapping[str, str]) -> list[ImageRow]:

@@ -28,7 +28,7 @@ ENDING = ".part"
 
 @dataclass(frozen=True, kw_only=True)
 class Logged:
-    """One answer of a reward."""
+    """An answer of a reward."""
 
     value: float | None
     """A score, or log-odds for the left image; None where it failed."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the packaged models lie: "shapes-sd3" to its folder, in a checkout and installed."""
+"""Folders of the packaged models, such as "shapes-sd3", in a checkout and installed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PACKAGED = (
     "shapes-pairs",
     "shapes-heie",
 )
-"""The models that come with the package."""
+"""Models that come with the package."""
 
 
 def assets_folder() -> Path:
-    """The folder `assets/`: inside the installed package, or beside it in a checkout."""
+    """Find the folder `assets/`: inside the installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "assets", package.parent / "assets"):
         if folder.is_dir():
@@ -34,14 +34,7 @@ def assets_folder() -> Path:
 
 
 def resolve_model(name_or_path: str | Path) -> Path | str:
-    """The folder of a packaged model, an existing folder as it is, or else the name itself (a hub id).
-
-    Args:
-        name_or_path: "shapes-sd3", "shapes-clip", a folder, or a hub id.
-
-    Raises:
-        FileNotFoundError: a packaged model is named but its folder is missing.
-    """
+    """Return the folder of a packaged model; an existing folder or a hub id stays as it is."""
     if Path(name_or_path).is_dir():
         return Path(name_or_path)
     if str(name_or_path) not in PACKAGED:

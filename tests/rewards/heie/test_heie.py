@@ -13,7 +13,7 @@ from assets.build.heie import train_heads
 from tests.support.judges.vision_language import PROMPTS, ask_text, given, images, tiny_engine, why
 from visalign.data.shapes.prompts import parse_prompt
 from visalign.data.shapes.scenes import Scene, SceneObject
-from visalign.data.shapes.wrong_regions import blamed, right_pixels, wrong_pixels
+from visalign.data.shapes.wrong_regions import find_wrong_objects, right_pixels, wrong_pixels
 from visalign.evaluation.statistics.heatmaps import heatmap_quality
 from visalign.evaluation.statistics.selective import auroc
 from visalign.rewards import RewardError, check_reward
@@ -72,7 +72,7 @@ BOTH = "a red circle and a blue square"
 )
 def test_who_is_to_blame(prompt, others, blame):
     given = scene(RED, *others, prompt=prompt)
-    assert blamed(given, given.record) == blame
+    assert find_wrong_objects(given, given.record) == blame
 
 
 def test_wrong_pixels_cover_the_object_that_is_to_blame():

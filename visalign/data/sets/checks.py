@@ -106,13 +106,13 @@ def without_duplicates(pairs: PreferenceSet) -> PreferenceSet:
     A repeat is the same vote of the same annotator, or the same tally of votes. Rows with a single label and
     without an annotator may be people who agree: they are all kept, as are rows that contradict each other.
     """
-    seen, kept = set(), []
+    keys, indices = set(), []
     for index, pair in enumerate(pairs.pairs):
         key = _repeat_key(pair)
-        if key is None or key not in seen:
-            seen.add(key)
-            kept.append(index)
-    return _subset(pairs, kept, [pairs.pairs[index] for index in kept])
+        if key is None or key not in keys:
+            keys.add(key)
+            indices.append(index)
+    return _subset(pairs, indices, [pairs.pairs[index] for index in indices])
 
 
 def summed_votes(pairs: PreferenceSet) -> tuple[PreferenceSet, list[Finding]]:
@@ -158,10 +158,10 @@ def leaks(items: Iterable[tuple[str, str | None]]) -> dict[str, list[str]]:
     return {key: sorted(names) for key, names in splits.items() if len(names) > 1}
 
 
-def _subset(pairs: PreferenceSet, indices: list[int], kept: list[PreferencePair]) -> PreferenceSet:
+def _subset(pairs: PreferenceSet, indices: list[int], subset: list[PreferencePair]) -> PreferenceSet:
     """Replace the pairs by some with the row numbers of these indices."""
     rows = tuple(pairs.rows[index] for index in indices) if pairs.rows else ()
-    return PreferenceSet(name=pairs.name, pairs=tuple(kept), rows=rows)
+    return PreferenceSet(name=pairs.name, pairs=tuple(subset), rows=rows)
 
 
 def _sum_votes(rows: list[PreferencePair]) -> PreferencePair:
@@ -241,15 +241,15 @@ def _one_side(pairs: PreferenceSet, judge_sees_sides: bool) -> list[Finding]:
 def _repeats(pairs: PreferenceSet) -> list[Finding]:
     """Report rows that repeat an earlier row, and rows of one annotator that contradict an earlier one."""
     labels: dict[tuple[object, ...], set[float]] = {}
-    seen: set[tuple[object, ...]] = set()
+    keys: set[tuple[object, ...]] = set()
     duplicates, contradictions = [], []
     for index, pair in enumerate(pairs.pairs):
         *statement, label = _statement(pair)
         key = _repeat_key(pair)
-        if key is not None and key in seen:
+        if key is not None and key in keys:
             duplicates.append(pairs.row(index))
         elif key is not None:
-            seen.add(key)
+            keys.add(key)
         earlier = labels.setdefault((*statement, pair.annotator), set())
         if any((float(label) - 0.5) * (other - 0.5) < 0 for other in earlier):
             contradictions.append(pairs.row(index))

@@ -41,7 +41,7 @@ _REQUIRED = (*IMAGES, "prompt", "mos", "label")
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """How a table's columns are read."""
+    """Options of reading a table's columns."""
 
     names: Mapping[str, str] = field(default_factory=dict)
     """Our name -> the table's."""
@@ -81,8 +81,8 @@ def rename_columns(path: Any, row: Row, names: Mapping[str, str]) -> Row:
                 f"'{path}' has no column {theirs!r}, which --map {ours}={theirs} names. "
                 f"{suggestion(theirs, row)}Found: {', '.join(row) or 'none'}."
             )
-    others = {name: value for name, value in row.items() if name not in names.values()}
-    return others | {ours: row[theirs] for ours, theirs in names.items() if theirs in row}
+    unnamed = {name: value for name, value in row.items() if name not in names.values()}
+    return unnamed | {ours: row[theirs] for ours, theirs in names.items() if theirs in row}
 
 
 def label_coding(rows: Sequence[tuple[int, Row]], columns: Columns, path: Any) -> Coding:

@@ -107,16 +107,16 @@ def check_votes(where: str, votes: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _read(path: str | Path, wanted: Sequence[str], purpose: str) -> list[NumberedRecord]:
+def _read(path: str | Path, preferred: Sequence[str], purpose: str) -> list[NumberedRecord]:
     """Read numbered rows of one layout and check their prompts and completions."""
-    layouts = (wanted, SCORED) if wanted == PAIR else (wanted, PAIR, SCORED)
-    others = " or ".join(", ".join(layout) for layout in layouts[1:])
+    layouts = (preferred, SCORED) if preferred == PAIR else (preferred, PAIR, SCORED)
+    alternatives = " or ".join(", ".join(layout) for layout in layouts[1:])
     rows: list[NumberedRecord] = []
-    columns: Sequence[str] = wanted
+    columns: Sequence[str] = preferred
     for number, row in read_rows(path):
         if not rows:
-            columns = next((layout for layout in layouts if set(layout) <= set(row)), wanted)
-        require_columns(path, row, ("prompt", *columns), purpose=f"{purpose} (or prompt with {others})")
+            columns = next((layout for layout in layouts if set(layout) <= set(row)), preferred)
+        require_columns(path, row, ("prompt", *columns), purpose=f"{purpose} (or prompt with {alternatives})")
         where = f"Row {number} of '{path}'"
         if not is_prompt(row["prompt"]):
             raise UserError(f"{where} has no prompt: a text or a list of messages.")
@@ -182,7 +182,7 @@ def _drop_faults(path: str | Path, rows: Sequence[NumberedRecord], *, drop: bool
     records = [record for (_, record), fault in zip(rows, faults, strict=True) if fault is None]
     left_out = {}
     for fault, words in _FAULTS.items():
-        numbers = [number for (number, _), found in zip(rows, faults, strict=True) if found == fault]
+        numbers = [number for (number, _), reason in zip(rows, faults, strict=True) if reason == fault]
         if numbers and not drop:
             raise UserError(
                 f"{len(numbers)} of {len(rows)} records of '{path}' have {words}, from which nothing is "

@@ -176,7 +176,7 @@ def image_reward(folder: Path, split: str) -> Fields:
     path = annotation_file(folder, names, "ImageReward")
     if path.suffix == ".json":
         folders = (path.parent / f"{split}_images", folder / "images")
-        images = next((place for place in folders if place.is_dir()), path.parent)
+        images = next((inner_folder for inner_folder in folders if inner_folder.is_dir()), path.parent)
         for number, row in _rows(path, ("prompt", "generations", "ranking"), "ImageReward"):
             paths = [str(images / name) for name in row["generations"]]
             yield from _ranked(number, row["prompt"], paths, row["ranking"], prompt_id=row.get("id"))
@@ -407,7 +407,7 @@ def annotation_file(folder: Path, names: Sequence[str], dataset: str) -> Path:
     """Find the first of these files in a folder or its `data/`; the error lists the folder's files."""
     if not folder.is_dir():
         raise UserError(f"There is no folder '{folder}'. Give the folder where {dataset} was unpacked.")
-    for path in (place / name for place in (folder, folder / "data") for name in names):
+    for path in (inner_folder / name for inner_folder in (folder, folder / "data") for name in names):
         if path.is_file():
             return path
     files = ", ".join(sorted(path.name for path in folder.iterdir())[:12]) or "nothing"
@@ -420,7 +420,11 @@ def _require_file(path: Path, needed: str) -> None:
 
 
 def _parquet_files(folder: Path, split: str, dataset: str) -> list[Path]:
-    files = [path for place in (folder, folder / "data") for path in sorted(place.glob(f"{split}*.parquet"))]
+    files = [
+        path
+        for inner_folder in (folder, folder / "data")
+        for path in sorted(inner_folder.glob(f"{split}*.parquet"))
+    ]
     return files or [annotation_file(folder, [f"{split}*.parquet"], dataset)]
 
 

@@ -98,8 +98,8 @@ def shared_images(sets: Mapping[str, Iterable[str]], *, seconds: float | None = 
             groups, compared, unreadable = _by_pixels(items, end)
     pairs = []
     for group in groups:
-        first, *others = sorted(group, key=lambda item: order[item[1]])
-        pairs.append((first, next(item for item in others if item[1] != first[1])))
+        first, *rest = sorted(group, key=lambda item: order[item[1]])
+        pairs.append((first, next(item for item in rest if item[1] != first[1])))
     return ImageLeaks(
         shared=tuple(pairs),
         compared=compared,
@@ -161,8 +161,10 @@ def _by_pixels(items: Sequence[Item], end: float) -> tuple[list[list[Item]], int
     compared = unreadable = 0
     smallest_first = sorted(by_set.values(), key=len)
     for members in smallest_first:
-        known = frozenset(sizes) if members is smallest_first[-1] else None
-        results = _parallel_map(lambda item, known=known: _size_and_pixels(item[0], known), members, end)
+        sizes_known = frozenset(sizes) if members is smallest_first[-1] else None
+        results = _parallel_map(
+            lambda item, sizes_known=sizes_known: _size_and_pixels(item[0], sizes_known), members, end
+        )
         for item, (size, digest) in results:
             compared, unreadable = compared + (size is not None), unreadable + (size is None)
             if size is not None:
@@ -199,14 +201,14 @@ def _file_state(reference: str) -> tuple[Hashable, int | None]:
     """(identity of the image's file and place in it, bytes of a file that holds this image alone)."""
     if reference.startswith(SHAPES):
         return reference, None
-    path, *place = (
+    path, *position = (
         reference.removeprefix(PARQUET).rsplit("#", 2) if reference.startswith(PARQUET) else [reference]
     )
     try:
         stat = os.stat(path)
     except OSError:
         return reference, None
-    return (stat.st_dev, stat.st_ino, *place), None if place else stat.st_size
+    return (stat.st_dev, stat.st_ino, *position), None if position else stat.st_size
 
 
 def _hash_bytes(path: str) -> bytes | None:
@@ -218,13 +220,13 @@ def _hash_bytes(path: str) -> bytes | None:
 
 
 def _size_and_pixels(
-    reference: str, known: frozenset[tuple[int, int]] | None
+    reference: str, sizes_known: frozenset[tuple[int, int]] | None
 ) -> tuple[tuple[int, int] | None, bytes | None]:
     """(size, hash of the pixels); no hash where the size is not among the known, no size where unreadable."""
     try:
         with _open(reference) as image:
             size = (max(image.size), min(image.size))  # the same before and after it is turned upright
-            return size, _pixel_hash(image) if known is None or size in known else None
+            return size, _pixel_hash(image) if sizes_known is None or size in sizes_known else None
     except (OSError, ValueError, SyntaxError, UserError, Image.DecompressionBombError):
         return None, None
 

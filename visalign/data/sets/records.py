@@ -91,7 +91,7 @@ class PreferencePair:
 
 @dataclass(frozen=True, kw_only=True)
 class QualityRecord:
-    """One image with its mean opinion score."""
+    """An image with its mean opinion score."""
 
     image: str
     mos: float

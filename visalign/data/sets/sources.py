@@ -243,7 +243,7 @@ def join_scores(source: PreferenceSet | QualitySet, path: str | Path) -> Prefere
     def find(image: str) -> Row:
         same_name = by_name.get(Path(image).name, [])
         paths = [full_paths.get(image, ""), str(Path(image).resolve()), *same_name[: len(same_name) == 1]]
-        return next((scores[place] for place in paths if place in scores), {})
+        return next((scores[path] for path in paths if path in scores), {})
 
     matched = 0
     records = []

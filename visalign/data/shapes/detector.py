@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the shapes in an image of the shapes world: color by chroma and hue, shape by overlap.
+"""Detector of the shapes in an image of the shapes world: color by chroma and hue, shape by overlap.
 
 Grounds are neutral and dark (grey 30-91, chroma ≤ 16, texture ±18), colors are saturated or bright; so a
 pixel is an object's when its chroma or its darkest channel stands out. A smoothed label map, connected
@@ -45,14 +45,14 @@ _TEMPLATE = 24
 """Side of the grid on which masks are compared."""
 
 _AT_ONCE = 32
-"""Images per pass: few enough that what is made of them stays in the processor's cache."""
+"""Images per pass, so few that intermediate results stay in the processor's cache."""
 
 _HUED = tuple(name for name in COLORS if name != "white")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Detection:
-    """One object found."""
+    """A detected object."""
 
     shape: str
     """One of SHAPES, or UNKNOWN."""
@@ -67,12 +67,14 @@ class Detection:
 
 
 def detect(images: Tensor | np.ndarray) -> list[list[Detection]]:
-    """Detections of each image, [B, 3, 64, 64] float in [0, 1] or uint8 [B, 64, 64, 3]."""
-    return [found for part in as_images(images).cpu().split(_AT_ONCE) for found in _objects(label_map(part))]
+    """Detect the objects of each image, [B, 3, 64, 64] float in [0, 1] or uint8 [B, 64, 64, 3]."""
+    return [
+        objects for part in as_images(images).cpu().split(_AT_ONCE) for objects in _objects(label_map(part))
+    ]
 
 
 def as_images(images: Tensor | np.ndarray) -> Tensor:
-    """Images as float32 [B, 3, 64, 64] in [0, 255]."""
+    """Convert images to float32 [B, 3, 64, 64] in [0, 255]."""
     if isinstance(images, np.ndarray):
         images = torch.from_numpy(images)
     if images.dtype == torch.uint8 and images.shape[1:] == (SIZE, SIZE, 3):
@@ -87,21 +89,21 @@ def as_images(images: Tensor | np.ndarray) -> Tensor:
 
 @cache
 def _hues() -> tuple[Tensor, Tensor, Tensor]:
-    """Of the colors but white: opponent axes [K, 2] of length 1, least chroma [K], label [K]."""
+    """Compute unit opponent axes [K, 2], least chroma [K] and label [K] of the colors but white."""
     palette = torch.tensor([PALETTE[name] for name in _HUED], dtype=torch.float32)
-    least = _CHROMA_SHARE * (palette.amax(1) - palette.amin(1))
+    least_chroma = _CHROMA_SHARE * (palette.amax(1) - palette.amin(1))
     label = torch.tensor([COLORS.index(name) + 1 for name in _HUED], dtype=torch.uint8)
-    return F.normalize(torch.stack(_hue_vector(palette.T), 1), dim=1), least, label
+    return F.normalize(torch.stack(_hue_vector(palette.T), 1), dim=1), least_chroma, label
 
 
 def _hue_vector(rgb: Tensor) -> tuple[Tensor, Tensor]:
-    """The color [3, ...] without its grey part, on two opponent axes."""
+    """Project a color [3, ...] without its grey part onto two opponent axes."""
     red, green, blue = rgb
     return red - 0.5 * (green + blue), 0.8660254 * (green - blue)
 
 
 def label_map(images: Tensor) -> np.ndarray:
-    """Color of each pixel of [B, 3, 64, 64] in [0, 255]: uint8 [B, 64, 64], 0 ground, i COLORS[i − 1]."""
+    """Label pixels [B, 3, 64, 64] in [0, 255] by color: uint8 [B, 64, 64], 0 ground, i COLORS[i − 1]."""
     # A light 3×3 smoothing: takes the noise of single pixels, leaves edges within half a pixel.
     kernel = torch.tensor([1.0, 4.0, 1.0])
     kernel = (kernel[:, None] * kernel[None, :] / 36.0).expand(3, 1, 3, 3)
@@ -109,12 +111,12 @@ def label_map(images: Tensor) -> np.ndarray:
     red, green, blue = smooth.unbind(1)
     darkest = torch.minimum(torch.minimum(red, green), blue)
     chroma = torch.maximum(torch.maximum(red, green), blue) - darkest
-    axes, least, label = _hues()
+    axes, least_chroma, label = _hues()
     labels = torch.zeros(chroma.shape, dtype=torch.uint8)
-    colored = chroma > least.min()  # the others need no hue
+    colored = chroma > least_chroma.min()  # the others need no hue
     x, y = _hue_vector(torch.stack([red[colored], green[colored], blue[colored]]))
     best = (axes[:, :1] * x + axes[:, 1:] * y).argmax(0)
-    labels[colored] = torch.where(chroma[colored] > least[best], label[best], 0)
+    labels[colored] = torch.where(chroma[colored] > least_chroma[best], label[best], 0)
     labels[(darkest > _WHITE_FLOOR) & (chroma < 60.0)] = COLORS.index("white") + 1
     return majority(labels.numpy())
 
@@ -130,15 +132,15 @@ def majority(labels: np.ndarray) -> np.ndarray:
     rows = rows[:, :-3] + rows[:, 2:-1] + votes[:, 4:]
     columns = rows[..., :-1] + rows[..., 1:]
     around = columns[..., :-3] + columns[..., 2:-1] + rows[..., 4:]
-    seen = labels > 0
-    counts = around[seen][:, None] >> np.arange(0, 8 * len(COLORS), 8) & 255
-    labels[seen] = counts.argmax(1) + 1
+    is_object = labels > 0
+    counts = around[is_object][:, None] >> np.arange(0, 8 * len(COLORS), 8) & 255
+    labels[is_object] = counts.argmax(1) + 1
     return labels
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Bank:
-    """K ideal shapes as the detector itself sees them, so that its own erosion of thin parts cancels out."""
+    """K ideal shapes after the detector's own steps, so that its erosion of thin parts cancels out."""
 
     masks: np.ndarray
     """[K, 24·24] float32, each mask scaled to its bounding box."""
@@ -147,12 +149,12 @@ class _Bank:
     shape: np.ndarray
     """[K], positions in SHAPES."""
     height: np.ndarray
-    """[K] float32, pixels of the seen bounding box."""
+    """[K] float32, pixels of the detected bounding box."""
     width: np.ndarray
     radius: np.ndarray
-    """[K, 2], (slope, intercept) of the drawn radius against √(seen area), the same for all of one shape."""
+    """[K, 2], (slope, intercept) of the drawn radius against √(detected area), equal for all of a shape."""
     offset: np.ndarray
-    """[K, 2], drawn centre (x, y) minus the centre of the seen box."""
+    """[K, 2], drawn centre (x, y) minus the centre of the detected box."""
 
 
 @cache
@@ -164,8 +166,8 @@ def _bank() -> _Bank:
             scene = Scene(record={}, objects=(item,), background=(60, 60, 60), style=style, texture_seed=0)
             scenes.append(scene)
             drawn.append((shape, radius, 32.0 + shift))
-    seen = find_components(label_map(as_images(render_many(scenes))).clip(max=1), MIN_AREA)
-    roots, masks = np.sqrt(seen.area), seen.masks(_TEMPLATE)
+    components = find_components(label_map(as_images(render_many(scenes))).clip(max=1), MIN_AREA)
+    roots, masks = np.sqrt(components.area), components.masks(_TEMPLATE)
     centre = np.array([middle for _, _, middle in drawn])
     lines = []
     for shape in SHAPES:
@@ -176,42 +178,47 @@ def _bank() -> _Bank:
         masks=masks,
         area=masks.sum(1),
         shape=shape,
-        height=(seen.bottom - seen.top).astype(np.float32),
-        width=(seen.right - seen.left).astype(np.float32),
+        height=(components.bottom - components.top).astype(np.float32),
+        width=(components.right - components.left).astype(np.float32),
         radius=np.array(lines)[shape],
-        offset=np.stack([centre - (seen.left + seen.right) / 2, centre - (seen.top + seen.bottom) / 2], 1),
+        offset=np.stack(
+            [
+                centre - (components.left + components.right) / 2,
+                centre - (components.top + components.bottom) / 2,
+            ],
+            1,
+        ),
     )
 
 
 def _objects(labels: np.ndarray) -> list[list[Detection]]:
-    """Objects of label maps [B, 64, 64]: for each component the ideal shape of about its size that overlaps
-    it best; erosion depends on the size."""
-    bank, seen = _bank(), find_components(labels, MIN_AREA)
-    masks = seen.masks(_TEMPLATE)
-    both = masks @ bank.masks.T
-    overlap = both / (bank.area + masks.sum(1, keepdims=True) - both)
-    misfit = np.abs(bank.height / _column(seen.bottom - seen.top) - 1.0)
-    misfit += np.abs(bank.width / _column(seen.right - seen.left) - 1.0)
+    """Match each component of label maps [B, 64, 64] with the best-overlapping ideal shape of its size."""
+    bank, components = _bank(), find_components(labels, MIN_AREA)
+    masks = components.masks(_TEMPLATE)
+    intersection = masks @ bank.masks.T
+    overlap = intersection / (bank.area + masks.sum(1, keepdims=True) - intersection)
+    misfit = np.abs(bank.height / _column(components.bottom - components.top) - 1.0)
+    misfit += np.abs(bank.width / _column(components.right - components.left) - 1.0)
     best = (overlap - 0.3 * misfit).argmax(1)
-    each = np.arange(len(best))
-    overlap, misfit = overlap[each, best], misfit[each, best]
+    rows = np.arange(len(best))
+    overlap, misfit = overlap[rows, best], misfit[rows, best]
     plausible = (overlap >= MIN_OVERLAP) & (misfit <= MAX_MISFIT)
     slope, intercept = bank.radius[best].T
     columns = [
-        seen.image,
+        components.image,
         np.where(plausible, bank.shape[best], len(SHAPES)),
-        seen.label - 1,
-        (seen.left + seen.right) / 2.0 + bank.offset[best, 0],
-        (seen.top + seen.bottom) / 2.0 + bank.offset[best, 1],
-        slope * np.sqrt(seen.area) + intercept,
+        components.label - 1,
+        (components.left + components.right) / 2.0 + bank.offset[best, 0],
+        (components.top + components.bottom) / 2.0 + bank.offset[best, 1],
+        slope * np.sqrt(components.area) + intercept,
         overlap,
     ]
-    names, found = (*SHAPES, UNKNOWN), [[] for _ in labels]
+    names, detections = (*SHAPES, UNKNOWN), [[] for _ in labels]
     for image, shape, color, x, y, radius, share in zip(*(c.tolist() for c in columns), strict=True):
-        found[image].append(
+        detections[image].append(
             Detection(shape=names[shape], color=COLORS[color], x=x, y=y, radius=radius, overlap=share)
         )
-    return found
+    return detections
 
 
 def _column(sizes: np.ndarray) -> np.ndarray:

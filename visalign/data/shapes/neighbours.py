@@ -12,10 +12,10 @@ from .prompts import Record
 
 
 class Neighbours:
-    """For each prompt the others that differ in one word, or that lack one.
+    """Index of prompts that differ in one word, or that lack one.
 
     Args:
-        records: prompt records; neighbours are looked for among these alone, so a split stays a split.
+        records: Prompt records; neighbours come from these alone, so that splits stay apart.
     """
 
     def __init__(self, records: Sequence[Record]) -> None:
@@ -26,16 +26,18 @@ class Neighbours:
                 self._by_gap[gap].append(number)
 
     def near(self, record: Record, rng: np.random.Generator) -> Record:
-        """One neighbour, each word to be changed being equally likely; any other prompt if there is none."""
+        """Draw a neighbour with each word equally likely to change; any other prompt if there is none."""
         gaps = _gaps(record["prompt"])
-        for place in rng.permutation(len(gaps)):
-            found = [n for n in self._by_gap[gaps[place]] if self.records[n]["prompt"] != record["prompt"]]
-            if found:
-                return self.records[found[int(rng.integers(len(found)))]]
+        for index in rng.permutation(len(gaps)):
+            candidates = [
+                n for n in self._by_gap[gaps[index]] if self.records[n]["prompt"] != record["prompt"]
+            ]
+            if candidates:
+                return self.records[candidates[int(rng.integers(len(candidates)))]]
         return self.records[int(rng.integers(len(self.records)))]
 
 
 def _gaps(prompt: str) -> list[tuple[str, ...]]:
-    """The prompt with each word in turn left open; "a" and "an" are one word."""
+    """Leave each word of a prompt open in turn; "a" and "an" are one word."""
     words = ["a" if word == "an" else word for word in prompt.split()]
-    return [(*words[:place], "", *words[place + 1 :]) for place in range(len(words))]
+    return [(*words[:index], "", *words[index + 1 :]) for index in range(len(words))]

@@ -27,7 +27,7 @@ from .verifier import verify_scene
 
 SPLITS = ("train", "heldout")
 Kind = Literal["alignment", "quality", "richness", "mixed"]
-"""What the images of a pair differ in; "mixed" draws everything freely."""
+"""Differences between the images of a pair; "mixed" draws everything freely."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 CLEAR = 0.3
@@ -48,7 +48,7 @@ class ShapesPair:
     right: Scene
     kind: str
     utility: tuple[float, float]
-    """Of left and right."""
+    """Values of left and right."""
     noise: tuple[float, float]
     """Standard deviation with which an annotator sees each."""
     votes: tuple[int, int]
@@ -60,33 +60,33 @@ class ShapesPair:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the utilities differ by at least `CLEAR`."""
+        """True if the utilities differ by at least `CLEAR`."""
         return abs(self.utility[0] - self.utility[1]) >= CLEAR
 
     @property
     def prob(self) -> float:
         """True probability that an annotator prefers the left: Φ((u_l − u_r) / √(s_l² + s_r²))."""
-        spread = math.hypot(*self.noise) * math.sqrt(2)
-        return 0.5 * (1 + math.erf((self.utility[0] - self.utility[1]) / spread))
+        std = math.hypot(*self.noise) * math.sqrt(2)
+        return 0.5 * (1 + math.erf((self.utility[0] - self.utility[1]) / std))
 
     @property
     def reason(self) -> str:
-        """What a teacher sees in both: the first fault against the prompt, the distortion, the style."""
-        told = []
+        """Teacher's reason: for each image the first fault against the prompt, the distortion, the style."""
+        faults = []
         for number, scene in enumerate((self.left, self.right), 1):
             fault = verify_scene(scene, self.record).reason.partition(";")[0]
             distortion = _DISTORTED.get(scene.distortion.kind) if scene.distortion.severity >= VISIBLE else ""
-            told.append(f"picture {number}: {', '.join(filter(None, (fault, distortion, scene.style)))}")
-        return "; ".join(told)
+            faults.append(f"picture {number}: {', '.join(filter(None, (fault, distortion, scene.style)))}")
+        return "; ".join(faults)
 
     def images(self) -> tuple[np.ndarray, np.ndarray]:
-        """uint8 [64, 64, 3] of left and right."""
+        """Render left and right, uint8 [64, 64, 3]."""
         return render(self.left), render(self.right)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShapesQuality:
-    """One image and how annotators rate its quality from 1 to 5."""
+    """An image and its ratings by annotators from 1 to 5."""
 
     scene: Scene
     mos: float
@@ -96,26 +96,26 @@ class ShapesQuality:
 
 
 def utility(scene: Scene, record: Record) -> float:
-    """How good an image is for a prompt, in [0, 4.5]."""
+    """Compute the utility of an image for a prompt, in [0, 4.5]."""
     verdict = verify_scene(scene, record)
     return 2.0 * verdict.correct + verdict.score + 0.5 * scene.richness + scene.quality
 
 
 def annotator_noise(scene: Scene) -> float:
-    """Standard deviation with which an annotator sees an image's utility."""
+    """Compute the standard deviation of an annotator's error about an image's utility."""
     return _BASE_NOISE + _QUALITY_NOISE * (1.0 - scene.quality)
 
 
 class ShapesPreferences:
-    """Endless pairs and rated images; number n is a function of (seed, split, n) alone.
+    """Generator of endless pairs and rated images; number n is a function of (seed, split, n) alone.
 
     Args:
-        seed: of all draws.
+        seed: Random seed.
         split: "train" or "heldout", whose prompts have no combination in common.
-        annotators: votes per pair.
-        kinds: what pairs differ in, each equally often; any of KINDS.
-        surroundings: share in [0, 1] of images on other grounds, with specks or on a canvas (`surround`);
-            images of a pair have the same ground and canvas, or each its own. All else stays as it is at 0.
+        annotators: Votes per pair.
+        kinds: Differences of the pairs, each equally often; any of KINDS.
+        surroundings: Share in [0, 1] of images on other grounds, with specks or on a canvas (`surround`);
+            images of a pair have the same ground and canvas, or each its own. All else is as at 0.
 
     Raises:
         ValueError: an unknown split or kind, or no annotators.
@@ -144,7 +144,7 @@ class ShapesPreferences:
         self._annotators, self._kinds, self._surroundings = annotators, tuple(kinds), surroundings
 
     def pair(self, number: int) -> ShapesPair:
-        """Pair `number`."""
+        """Generate pair `number`."""
         rng = np.random.default_rng([*self._seed, 0, number])
         record = self.record(rng)
         kind = self._kinds[int(rng.integers(len(self._kinds)))]
@@ -153,8 +153,8 @@ class ShapesPreferences:
             left, right = right, left
         values = utility(left, record), utility(right, record)
         noise = annotator_noise(left), annotator_noise(right)
-        seen = rng.normal(values, noise, size=(self._annotators, 2))
-        won = int((seen[:, 0] > seen[:, 1]).sum())
+        perceived = rng.normal(values, noise, size=(self._annotators, 2))
+        left_votes = int((perceived[:, 0] > perceived[:, 1]).sum())
         left, right = self.surrounded([left, right], number)
         return ShapesPair(
             record=record,
@@ -163,31 +163,31 @@ class ShapesPreferences:
             kind=kind,
             utility=values,
             noise=noise,
-            votes=(won, self._annotators - won),
+            votes=(left_votes, self._annotators - left_votes),
         )
 
     def quality(self, number: int) -> ShapesQuality:
-        """Rated image `number`."""
+        """Generate rated image `number`."""
         rng = np.random.default_rng([*self._seed, 1, number])
         scene = degraded(sample_scene(self.record(rng), rng), rng)
         ratings = rng.normal(1.0 + 4.0 * scene.quality, 2 * annotator_noise(scene), self._annotators).clip(
             1, 5
         )
-        spread = float(ratings.std(ddof=1)) if len(ratings) > 1 else 0.0
+        std = float(ratings.std(ddof=1)) if len(ratings) > 1 else 0.0
         (scene,) = self.surrounded([scene], number)
-        return ShapesQuality(scene=scene, mos=float(ratings.mean()), std=spread)
+        return ShapesQuality(scene=scene, mos=float(ratings.mean()), std=std)
 
     def record(self, rng: np.random.Generator) -> Record:
-        """A prompt record of the split, each category equally often."""
+        """Draw a prompt record of the split, each category equally often."""
         group = self._groups[int(rng.integers(len(self._groups)))]
         return group[int(rng.integers(len(group)))]
 
     def near(self, record: Record, rng: np.random.Generator) -> Record:
-        """A record of the split whose prompt differs in one word."""
+        """Draw a record of the split whose prompt differs in one word."""
         return self._neighbours.near(record, rng)
 
     def surrounded(self, scenes: list[Scene], number: int) -> list[Scene]:
-        """The images of example `number` with the surroundings that they are drawn with."""
+        """Add the surroundings of example `number` to its scenes."""
         rng = np.random.default_rng([*self._seed, 2, number])
         if rng.random() >= self._surroundings:
             return scenes
@@ -217,6 +217,6 @@ class ShapesPreferences:
 
 
 def degraded(scene: Scene, rng: np.random.Generator) -> Scene:
-    """The scene with a distortion of random kind and severity; every fifth keeps none."""
+    """Distort a scene by a random kind and severity; every fifth keeps none."""
     kind = str(rng.choice(DISTORTIONS))
     return scene.distorted(kind, 0.0 if kind == "none" else float(rng.uniform(0.1, 1.0)))

@@ -77,22 +77,22 @@ def _relation(subject: _Noun, relation: str, target: _Noun) -> Record:
 
 
 def combination(record: Record) -> str:
-    """What a prompt asks for, the same for every wording of it ("a above b" is "b below a")."""
+    """Describe what a prompt asks for, equally for every wording ("a above b" is "b below a")."""
     names = [
         " ".join(str(entry[key]) for key in ("count", "size", "color", "class") if key in entry)
         for entry in record["include"]
     ]
-    moved = [entry["position"] for entry in record["include"] if "position" in entry]
-    if not moved:
+    positions = [entry["position"] for entry in record["include"] if "position" in entry]
+    if not positions:
         return record["tag"] + ": " + " + ".join(sorted(names))
-    target, subject, relation = names[0], names[1], moved[0][0]
+    target, subject, relation = names[0], names[1], positions[0][0]
     if relation in ("right of", "below"):
         target, subject, relation = subject, target, _INVERSE[relation]
     return f"{record['tag']}: {subject} {relation} {target}"
 
 
 def is_heldout(record: Record) -> bool:
-    """Whether the record's combination belongs to the held-out split: a fixed function of the combination."""
+    """Check if the record's combination is held out, a fixed function of the combination."""
     digest = hashlib.sha256(combination(record).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64 < HELDOUT_SHARE
 
@@ -142,26 +142,26 @@ _ENUMERATE = {
 
 
 def all_prompts() -> list[Record]:
-    """Every prompt of the world, category by category, in a fixed order."""
+    """List every prompt of the world, category by category, in a fixed order."""
     return [record for category in CATEGORIES for record in _ENUMERATE[category]()]
 
 
 def train_prompts() -> list[Record]:
-    """Every prompt whose combination may be trained on."""
+    """List every prompt whose combination may be trained on."""
     return [record for record in all_prompts() if not is_heldout(record)]
 
 
 HELDOUT_PER_CATEGORY = 60
-"""At most this many held-out prompts of one category; the small categories have fewer."""
+"""Largest number of held-out prompts of a category; small categories have fewer."""
 
 
 def heldout_prompts() -> list[Record]:
-    """A fixed selection of held-out prompts: none of their combinations occurs in `train_prompts`."""
+    """List a fixed selection of held-out prompts: none of their combinations occurs in `train_prompts`."""
     chosen: list[Record] = []
     for category in CATEGORIES:
-        held = [record for record in _ENUMERATE[category]() if is_heldout(record)]
-        held.sort(key=lambda record: hashlib.sha256(record["prompt"].encode()).digest())
-        chosen += held[:HELDOUT_PER_CATEGORY]
+        heldout = [record for record in _ENUMERATE[category]() if is_heldout(record)]
+        heldout.sort(key=lambda record: hashlib.sha256(record["prompt"].encode()).digest())
+        chosen += heldout[:HELDOUT_PER_CATEGORY]
     return chosen
 
 
@@ -170,7 +170,7 @@ _COUNTED = rf"({'|'.join(COUNT_WORDS.values())})\s+(?:({'|'.join(COLORS)})\s+)?(
 
 
 def parse_prompt(prompt: str) -> Record:
-    """The record of a prompt written in the world's language; others are refused."""
+    """Parse a prompt in the world's language into its record; others are refused."""
     text = " ".join(prompt.lower().strip().rstrip(".").split())
     if match := re.fullmatch(_NOUN, text):
         size, color, shape = match.groups()

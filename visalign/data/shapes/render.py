@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images of scenes: antialiased shapes by signed distance, styles, distortions. numpy in, uint8 out."""
+"""Renderer of scenes: antialiased shapes by signed distance, styles, distortions; uint8 out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _GRID = (np.arange(SIZE, dtype=np.float32) + 0.5).astype(np.float32)
 
 
 def inside_distance(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float) -> np.ndarray:
-    """Distance in pixels from a point at (dx, dy) from the centre to the shape's edge, positive inside."""
+    """Compute the distance in pixels from (dx, dy), relative to the centre, to the edge, positive inside."""
     if shape == "circle":
         return radius - np.sqrt(dx * dx + dy * dy)
     if shape == "square":
@@ -46,7 +46,7 @@ def inside_distance(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float) -
 
 
 def render(scene: Scene) -> np.ndarray:
-    """The image of a scene, uint8 [64, 64, 3]."""
+    """Render a scene, uint8 [64, 64, 3]."""
     canvas = np.empty((SIZE, SIZE, 3), dtype=np.float32)
     canvas[:] = scene.background
     if scene.style == "textured":
@@ -59,15 +59,15 @@ def render(scene: Scene) -> np.ndarray:
 
 def _on_canvas(image: np.ndarray, canvas: Canvas) -> np.ndarray:
     left, top, side = canvas.box()
-    whole = np.empty_like(image)
-    whole[:] = canvas.color
+    framed = np.empty_like(image)
+    framed[:] = canvas.color
     small = Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC)
-    whole[top : top + side, left : left + side] = np.asarray(small)
-    return whole
+    framed[top : top + side, left : left + side] = np.asarray(small)
+    return framed
 
 
 def render_many(scenes: list[Scene]) -> np.ndarray:
-    """Images [N, 64, 64, 3] uint8."""
+    """Render scenes to uint8 [N, 64, 64, 3]."""
     return np.stack([render(scene) for scene in scenes]) if scenes else np.empty((0, SIZE, SIZE, 3), np.uint8)
 
 
@@ -90,7 +90,7 @@ def _paint(canvas: np.ndarray, item: SceneObject, style: str) -> None:
 
 
 def _texture(seed: int) -> np.ndarray:
-    """A neutral pattern [64, 64] of at most ±18 grey levels: two plane waves."""
+    """Draw a neutral pattern [64, 64] of at most ±18 grey levels: two plane waves."""
     rng = np.random.default_rng(seed)
     waves = rng.uniform(0.15, 0.7, size=2), rng.uniform(0, np.pi, size=2), rng.uniform(0, 2 * np.pi, size=2)
     pattern = np.zeros((SIZE, SIZE), dtype=np.float32)

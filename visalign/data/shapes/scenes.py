@@ -40,7 +40,7 @@ _AMBIGUOUS = math.radians(8.0)
 
 @dataclass(frozen=True, kw_only=True)
 class SceneObject:
-    """One shape."""
+    """A shape in a scene."""
 
     shape: str
     color: str
@@ -68,14 +68,14 @@ class Distortion:
 
 @dataclass(frozen=True, kw_only=True)
 class Canvas:
-    """A larger plain image that the scene's image lies on; the whole is seen at 64×64 pixels."""
+    """A larger plain image around the scene's image, scaled to 64×64 pixels as a whole."""
 
     share: float
-    """Of the canvas's side that the image takes, in (0, 1]."""
+    """Share of the canvas's side that the image takes, in (0, 1]."""
     x: float
     """Place of the image in [0, 1]: 0 at the left edge, 1 at the right one."""
     y: float
-    """The same from top to bottom."""
+    """Place from top to bottom."""
     color: tuple[int, int, int]
     """RGB, 0-255."""
 
@@ -87,7 +87,7 @@ class Canvas:
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """Everything that an image is made of."""
+    """All content of an image."""
 
     record: Record
     objects: tuple[SceneObject, ...]
@@ -100,7 +100,7 @@ class Scene:
     specks: tuple[SceneObject, ...] = ()
     """Too small to count as objects, neither for a prompt nor for the verifier."""
     canvas: Canvas | None = None
-    """None: the image fills what is seen."""
+    """None: the image fills the frame."""
 
     @property
     def richness(self) -> float:
@@ -113,12 +113,12 @@ class Scene:
         return 1.0 - self.distortion.severity
 
     def distorted(self, kind: str, severity: float) -> Scene:
-        """The same scene with another distortion."""
+        """Replace the distortion."""
         return replace(self, distortion=Distortion(kind=kind, severity=severity))
 
 
 def relations(subject: tuple[float, float], target: tuple[float, float]) -> set[str]:
-    """GenEval's relations that hold for the subject's centre (x, y) against the target's.
+    """List GenEval's relations that hold for the subject's centre (x, y) against the target's.
 
     Both "left of" and "above" can hold for a diagonal offset.
     """
@@ -132,7 +132,7 @@ def relations(subject: tuple[float, float], target: tuple[float, float]) -> set[
 
 
 def size_word(radius: float) -> str:
-    """ "small", "medium" or "big" for half of an object's extent in pixels."""
+    """Name the size, "small", "medium" or "big", of half an object's extent in pixels."""
     return "small" if radius < SMALL_BELOW else "big" if radius > BIG_ABOVE else "medium"
 
 
@@ -146,26 +146,26 @@ def sample_scene(
     """Draw a scene that satisfies a prompt record.
 
     Args:
-        record: what is asked for; colors and sizes it leaves open are drawn.
-        rng: the source of every draw; the same state gives the same scene.
-        style: one of STYLES, or None to draw one.
-        style_weights: probabilities of STYLES when drawn; uniform by default.
+        record: The prompt's record; colors and sizes that it leaves open are drawn.
+        rng: Source of every draw; the same state gives the same scene.
+        style: Name from STYLES, or None to draw one.
+        style_weights: Probabilities of STYLES when drawn; uniform by default.
     """
     if style is None:
         style = str(rng.choice(STYLES, p=style_weights))
     elif style not in STYLES:
         raise ValueError(f"Unknown style {style!r}; styles are {STYLES}.")
-    wanted = [entry for entry in record["include"] for _ in range(entry["count"])]
+    entries = [entry for entry in record["include"] for _ in range(entry["count"])]
     shared = {id(entry): str(rng.choice(COLORS)) for entry in record["include"]}
-    colors = [entry.get("color") or shared[id(entry)] for entry in wanted]
+    colors = [entry.get("color") or shared[id(entry)] for entry in entries]
     while True:
-        radii = [_radius(entry, len(wanted), rng) for entry in wanted]
+        radii = [_radius(entry, len(entries), rng) for entry in entries]
         centres = _place(record, radii, rng)
         if centres is not None:
             break
     objects = tuple(
         SceneObject(shape=entry["class"], color=color, x=x, y=y, radius=radius)
-        for entry, color, radius, (x, y) in zip(wanted, colors, radii, centres, strict=True)
+        for entry, color, radius, (x, y) in zip(entries, colors, radii, centres, strict=True)
     )
     grey = rng.integers(30, 91)
     tint = rng.integers(-8, 9, size=3)
@@ -186,14 +186,14 @@ def _radius(entry: Record, count: int, rng: np.random.Generator) -> float:
 
 
 def _place(record: Record, radii: list[float], rng: np.random.Generator) -> list[tuple[float, float]] | None:
-    """Centres without overlap, each relation clear; None when 40 tries failed (then draw other radii)."""
-    moved = next((entry["position"] for entry in record["include"] if "position" in entry), None)
+    """Draw centres without overlap and with clear relations; None when 40 tries failed."""
+    relation = next((entry["position"] for entry in record["include"] if "position" in entry), None)
     for _ in range(40):
         centres: list[tuple[float, float]] = []
         for radius in radii:
             low, high = _MARGIN + radius, SIZE - _MARGIN - radius
             centres.append((float(rng.uniform(low, high)), float(rng.uniform(low, high))))
-        if _separate(centres, radii) and _clear(centres, moved[0] if moved else None):
+        if _separate(centres, radii) and _clear(centres, relation[0] if relation else None):
             return centres
     return None
 
@@ -208,7 +208,7 @@ def _separate(centres: list[tuple[float, float]], radii: list[float]) -> bool:
 
 
 def _clear(centres: list[tuple[float, float]], relation: str | None) -> bool:
-    """Of two objects: the asked relation within 40° of its axis, else no relation near the threshold."""
+    """Check that two objects have the relation within 40° of its axis, or none near the threshold."""
     if len(centres) != 2:
         return True
     (tx, ty), (sx, sy) = centres

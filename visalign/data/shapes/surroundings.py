@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies around the objects of an image: another ground, specks, a larger canvas. No caption names it.
+"""Surroundings of the objects of an image that no caption names: another ground, specks, a larger canvas.
 
-A judge that has met one kind of ground only breaks on every other; so its training images get these drawn
-at random (Tobin et al. 2017, arXiv 1703.06907). Specks are smaller than `detector.MIN_AREA`, so that to the
+A judge that was trained on one kind of ground fails on every other; so its training images get random
+ones (Tobin et al. 2017, arXiv 1703.06907). Specks are smaller than `detector.MIN_AREA`, so that to the
 verifier they are none of the objects that a prompt counts.
 """
 
@@ -18,7 +18,7 @@ from .render import PALETTE
 from .scenes import SIZE, Canvas, Scene, SceneObject
 
 HELDOUT_GROUNDS: dict[str, tuple[int, int, int]] = {"pink": (235, 170, 195), "brown": (105, 80, 50)}
-"""Grounds that no drawn one comes near."""
+"""Grounds kept away from all drawn ones."""
 
 GROUNDS: dict[str, tuple[int, int, int]] = {
     "white": (250, 250, 250),
@@ -26,7 +26,7 @@ GROUNDS: dict[str, tuple[int, int, int]] = {
     "teal": (0, 128, 128),
     **HELDOUT_GROUNDS,
 }
-"""What judges are measured on beside the world's own dark greys: name -> RGB."""
+"""Grounds on which judges are measured besides the world's own dark greys: name -> RGB."""
 
 CONTRAST = 75.0
 """Least Euclidean distance in RGB between a ground and an object on it, in light and in shade."""
@@ -40,13 +40,13 @@ _SPECK_RADIUS, _MOST_SPECKS, _SPECK_GAP = (1.0, 1.8), 10, 3.0
 
 
 def is_visible(scene: Scene, ground: tuple[int, int, int]) -> bool:
-    """Whether each object of the scene stands out from this ground."""
+    """Check that each object of the scene stands out from this ground."""
     lit = np.array([PALETTE[item.color] for item in scene.objects], dtype=np.float64)
     return bool((_distance(np.concatenate([lit, _SHADE * lit]), ground) >= CONTRAST).all())
 
 
 def surround(scenes: Sequence[Scene], rng: np.random.Generator) -> list[Scene]:
-    """The scenes on one ground and one canvas, each with its own specks; each of these may be left out."""
+    """Put scenes on one ground and one canvas, each with its own specks; each of these may be left out."""
     if rng.random() < _GROUND_SHARE:
         ground = _ground(scenes, rng)
         scenes = [replace(scene, background=ground) for scene in scenes]
@@ -59,7 +59,7 @@ def surround(scenes: Sequence[Scene], rng: np.random.Generator) -> list[Scene]:
 
 
 def with_specks(scene: Scene, rng: np.random.Generator, most: int = _MOST_SPECKS) -> Scene:
-    """The scene with 1 to `most` specks that touch neither its objects nor each other."""
+    """Add 1 to `most` specks that touch neither the objects nor each other."""
     placed: list[SceneObject] = []
     for _ in range(int(rng.integers(1, most + 1))):
         radius = float(rng.uniform(*_SPECK_RADIUS))
@@ -74,7 +74,7 @@ def with_specks(scene: Scene, rng: np.random.Generator, most: int = _MOST_SPECKS
 
 
 def sample_canvas(scene: Scene, rng: np.random.Generator) -> Canvas:
-    """A canvas: one in five has the scene's ground, where that leaves no size word without a measure."""
+    """Draw a canvas; one in five has the scene's ground, unless a size word needs the frame as measure."""
     share = float(rng.uniform(SMALLEST, 1.0))
     x, y = (float(v) for v in rng.uniform(size=2))
     sized = any("size" in entry for entry in scene.record["include"])
@@ -94,12 +94,12 @@ def _ground(scenes: Sequence[Scene], rng: np.random.Generator) -> tuple[int, int
 
 
 def _any_color(rng: np.random.Generator) -> tuple[int, int, int]:
-    """A color away from the held-out grounds, every third a grey."""
-    held = np.array(list(HELDOUT_GROUNDS.values()), dtype=np.float64)
+    """Draw a color away from the held-out grounds, every third a grey."""
+    heldout = np.array(list(HELDOUT_GROUNDS.values()), dtype=np.float64)
     while True:
         red, green, blue = (int(v) for v in rng.integers(256, size=3))
         color = (red, red, red) if rng.random() < 1 / 3 else (red, green, blue)
-        if (_distance(held, color) >= _HELDOUT_DISTANCE).all():
+        if (_distance(heldout, color) >= _HELDOUT_DISTANCE).all():
             return color
 
 

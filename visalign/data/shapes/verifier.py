@@ -21,20 +21,20 @@ from .scenes import Scene, relations, size_word
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the verifier says of one image."""
+    """Result of the verifier for one image."""
 
     correct: bool
-    """Every check holds."""
+    """True if every check holds."""
     score: float
-    """Partial credit in [0, 1]: the mean of the checks, a count off by k of n earning 1 − k/n."""
+    """Partial credit in [0, 1]: mean of the checks, a count off by k of n earning 1 − k/n."""
     checks: dict[str, bool]
     """Name of the check -> whether it holds."""
     reason: str
-    """What is wrong, in words; empty when correct."""
+    """Failed checks in words; empty when correct."""
 
 
 def scene_detections(scene: Scene) -> list[Detection]:
-    """The truth: a scene's own objects in the detector's format."""
+    """Convert a scene's own objects, the truth, to the detector's format."""
     return [
         Detection(shape=item.shape, color=item.color, x=item.x, y=item.y, radius=item.radius, overlap=1.0)
         for item in scene.objects
@@ -42,17 +42,17 @@ def scene_detections(scene: Scene) -> list[Detection]:
 
 
 def verify(images: Tensor | np.ndarray, metadata: Sequence[Mapping[str, Any]]) -> list[Verdict]:
-    """Judge images, [B, 3, 64, 64] float in [0, 1] or uint8 [B, 64, 64, 3], against B prompt records."""
+    """Verify images, [B, 3, 64, 64] float in [0, 1] or uint8 [B, 64, 64, 3], against B prompt records."""
     if len(images) != len(metadata):
         raise ValueError(
             f"{len(images)} images but {len(metadata)} prompt records; give one record an image."
         )
-    found = detect(images)
-    return [judge(detections, record) for detections, record in zip(found, metadata, strict=True)]
+    detections = detect(images)
+    return [judge(detections, record) for detections, record in zip(detections, metadata, strict=True)]
 
 
 def verify_scene(scene: Scene, record: Mapping[str, Any]) -> Verdict:
-    """Judge a scene's own objects: what a perfect detector would say."""
+    """Verify a scene's own objects, as with a perfect detector."""
     return judge(scene_detections(scene), record)
 
 
@@ -96,9 +96,9 @@ def judge(detections: Sequence[Detection], record: Mapping[str, Any]) -> Verdict
         credit = 1.0 - (number - allowed) / max(allowed, 1)
         note(f"exclude:{entry['class']}", number <= allowed, credit, words)
     if record.get("only", False):
-        wanted = sum(entry.get("count", 1) for entry in record["include"])
-        words = f"expected {wanted} objects in all, found {len(detections)}"
-        note("only", len(detections) <= wanted, 1.0 - (len(detections) - wanted) / wanted, words)
+        total = sum(entry.get("count", 1) for entry in record["include"])
+        words = f"expected {total} objects in all, found {len(detections)}"
+        note("only", len(detections) <= total, 1.0 - (len(detections) - total) / total, words)
     score = sum(max(c, 0.0) for c in credits) / len(credits) if credits else 1.0
     return Verdict(correct=not wrong, score=score, checks=checks, reason="; ".join(wrong))
 

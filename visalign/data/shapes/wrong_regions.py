@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pixels of a shapes image break its prompt: truth for judges that point at what is wrong.
+"""Pixels of a shapes image that break its prompt: truth for judges that point at faults.
 
 An object is to blame if the verifier's score rises when this object alone is taken away, made into something
 that the prompt asks for, or moved. Of three circles where two are asked for each is to blame; of a missing
@@ -20,33 +20,33 @@ from .verifier import verify_scene
 
 _RADIUS = {"small": 7.0, "big": 12.0}
 _FAR = 1000.0
-"""Beyond every object: how far a moved object goes, in pixels."""
+"""Distance in pixels by which an object is moved, beyond all others."""
 
 
-def blamed(scene: Scene, record: Record) -> list[bool]:
-    """For each object of the scene whether it breaks the prompt."""
+def find_wrong_objects(scene: Scene, record: Record) -> list[bool]:
+    """Check for each object of the scene if it breaks the prompt."""
     verdict = verify_scene(scene, record)
     if verdict.correct:
         return [False] * len(scene.objects)
-    found = []
+    blames = []
     for number in range(len(scene.objects)):
-        scores = (verify_scene(other, record).score for other in _changed(scene, number, record))
-        found.append(any(score > verdict.score + 1e-9 for score in scores))
-    return found
+        scores = (verify_scene(other, record).score for other in _repairs(scene, number, record))
+        blames.append(any(score > verdict.score + 1e-9 for score in scores))
+    return blames
 
 
 def wrong_pixels(scene: Scene, record: Record) -> np.ndarray:
-    """[64, 64] float32, 1 on the objects that are to blame, edges graded, 0 elsewhere."""
-    return _pixels_of(item for item, is_wrong in _judged(scene, record) if is_wrong)
+    """Draw the objects that are to blame, [64, 64] float32 in [0, 1] with graded edges."""
+    return _pixels_of(item for item, is_wrong in _with_blame(scene, record) if is_wrong)
 
 
 def right_pixels(scene: Scene, record: Record) -> np.ndarray:
-    """[64, 64] float32, 1 on the objects that are not to blame, edges graded, 0 elsewhere."""
-    return _pixels_of(item for item, is_wrong in _judged(scene, record) if not is_wrong)
+    """Draw the objects that are not to blame, [64, 64] float32 in [0, 1] with graded edges."""
+    return _pixels_of(item for item, is_wrong in _with_blame(scene, record) if not is_wrong)
 
 
-def _judged(scene: Scene, record: Record) -> Iterator[tuple[SceneObject, bool]]:
-    return zip(scene.objects, blamed(scene, record), strict=True)
+def _with_blame(scene: Scene, record: Record) -> Iterator[tuple[SceneObject, bool]]:
+    return zip(scene.objects, find_wrong_objects(scene, record), strict=True)
 
 
 def _pixels_of(objects: Iterable[SceneObject]) -> np.ndarray:
@@ -58,8 +58,8 @@ def _pixels_of(objects: Iterable[SceneObject]) -> np.ndarray:
     return covered.astype(np.float32)
 
 
-def _changed(scene: Scene, number: int, record: Record) -> Iterator[Scene]:
-    """The scene with one object taken away, turned into each wanted one, or moved to each side."""
+def _repairs(scene: Scene, number: int, record: Record) -> Iterator[Scene]:
+    """Yield the scene with one object taken away, turned into each wanted one, or moved to each side."""
     objects = scene.objects
     item = objects[number]
 

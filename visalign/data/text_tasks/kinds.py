@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of text tasks: how a problem is drawn, worded, worked out, and which answers are right."""
+"""Kinds of text tasks: drawing, wording and working of problems, and their right answers."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ LEVELS = (1, 2, 3)
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One kind of task."""
+    """A kind of task."""
 
     draw: Callable[[Rng, int], Problem]
-    """A problem of a level; it may be one that `valid` refuses."""
+    """Draws a problem of a level, which `valid` may refuse."""
     wordings: tuple[str, ...]
-    """The prompt with {0}, {1}, … for the entries of the problem; all say the same."""
+    """Prompts of the same meaning with {0}, {1}, … for the entries of the problem."""
     work: Callable[[Problem, Rng], Working]
-    """A right (working, answer); drawn where several are right."""
+    """Returns a right (working, answer), drawn where several are right."""
     answer: Literal["integer", "integers", "symbol"] = "integer"
-    """What stands in the box."""
+    """Type of the answer in the box."""
     accepts: Callable[[Problem, list[int]], bool] | None = None
-    """Whether the numbers in the box are right, for kinds with several right answers; else None."""
+    """Check of the numbers in the box, for kinds with several right answers; else None."""
     unordered_answer: bool = False
     """The order of the numbers in the box carries no meaning."""
     unordered_problem: bool = False
     """The order of the numbers in the problem carries no meaning: 3 + 5 is the problem 5 + 3."""
     valid: Callable[[Problem], bool] = lambda problem: True
-    """Whether the problem has an answer."""
+    """Check that the problem has an answer."""
 
 
 def _one_list(draw: Callable[[Rng, int], list[int]]) -> Callable[[Rng, int], Problem]:
@@ -149,7 +149,7 @@ MANY_ANSWERS = {
         ),
         work=workings.two_addends_working,
         answer="integers",
-        accepts=lambda p, given: len(given) == 2 and min(given) >= 1 and sum(given) == p[0],
+        accepts=lambda p, numbers: len(numbers) == 2 and min(numbers) >= 1 and sum(numbers) == p[0],
         unordered_answer=True,
         valid=lambda p: p[0] >= 2,
     ),
@@ -161,8 +161,8 @@ MANY_ANSWERS = {
         ),
         work=workings.three_addends_working,
         answer="integers",
-        accepts=lambda p, given: (
-            len(given) == 3 and min(given) >= 1 and len(set(given)) == 3 and sum(given) == p[0]
+        accepts=lambda p, numbers: (
+            len(numbers) == 3 and min(numbers) >= 1 and len(set(numbers)) == 3 and sum(numbers) == p[0]
         ),
         unordered_answer=True,
         valid=lambda p: p[0] >= 6,
@@ -172,7 +172,7 @@ MANY_ANSWERS = {
         wordings=("Write {0} in another order.", "Shuffle {0}."),
         work=workings.any_order_working,
         answer="integers",
-        accepts=lambda p, given: given != p[0] and sorted(given) == sorted(p[0]),
+        accepts=lambda p, numbers: numbers != p[0] and sorted(numbers) == sorted(p[0]),
         valid=lambda p: len(set(p[0])) >= 2,
     ),
     "multiple_between": Kind(
@@ -182,7 +182,7 @@ MANY_ANSWERS = {
             "Name a multiple of {0} strictly between {1} and {2}.",
         ),
         work=workings.multiple_working,
-        accepts=lambda p, given: given[0] % p[0] == 0 and p[1] < given[0] < p[2],
+        accepts=lambda p, numbers: numbers[0] % p[0] == 0 and p[1] < numbers[0] < p[2],
         valid=lambda p: p[0] >= 2 and (p[2] - 1) // p[0] > p[1] // p[0] + 1,
     ),
 }

@@ -44,7 +44,7 @@ Record = dict[str, Any]
 Split = Literal["train", "heldout"]
 
 TASKS = tuple(KINDS)
-"""The names of the kinds."""
+"""Names of the kinds."""
 
 HELDOUT_SHARE = 0.2
 """Share of the problems of each kind that no training record contains."""
@@ -58,20 +58,20 @@ _PATIENCE = 20_000
 
 
 def problem_key(task: str, problem: Problem) -> str:
-    """What is asked, the same for every wording and for operands in any order where order has no meaning."""
+    """Identify a problem, equally for every wording, and in any order of operands where it is irrelevant."""
     if KINDS[task].unordered_problem:
         problem = [sorted(problem[0])] if isinstance(problem[0], list) else sorted(problem)
     return f"{task} {json.dumps(problem)}"
 
 
 def is_heldout(task: str, problem: Problem) -> bool:
-    """Whether the problem belongs to the held-out split: a fixed function of `problem_key`."""
+    """Check if the problem is held out, a fixed function of `problem_key`."""
     digest = hashlib.sha256(problem_key(task, problem).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64 < HELDOUT_SHARE
 
 
 def make_record(task: str, problem: Problem, level: int, rng: np.random.Generator) -> Record:
-    """The record of a problem; wording, working and, among several right ones, the answer are drawn."""
+    """Make the record of a problem; wording, working and, among several right ones, the answer are drawn."""
     kind = KINDS[task]
     wording = kind.wordings[int(rng.integers(len(kind.wordings)))]
     if task == "two_step":
@@ -98,10 +98,7 @@ def task_record(
     tasks: Sequence[str] = TASKS,
     levels: Sequence[int] = LEVELS,
 ) -> Record:
-    """Record `number` of an endless feed: a function of its arguments alone; the kinds take turns.
-
-    Of the split "train" or "heldout", of these kinds and difficulties alone.
-    """
+    """Make record `number` of an endless feed, a function of its arguments alone; the kinds take turns."""
     _check(split, tasks, levels)
     if number < 0 or seed < 0:
         raise UserError(f"number is {number} and seed is {seed}; both must be 0 or more.")
@@ -123,56 +120,48 @@ def text_tasks(
     tasks: Sequence[str] = TASKS,
     levels: Sequence[int] = LEVELS,
 ) -> list[Record]:
-    """The first `count` records of a feed with different problems, the kinds in turn; no problem is in both
-    splits.
-
-    Raises:
-        UserError: as `task_record`, or a kind has too few different problems.
-    """
+    """Make the first `count` records with distinct problems, the kinds in turn; splits are disjoint."""
     _check(split, tasks, levels)
-    found: list[Record] = []
-    seen: set[str] = set()
+    records: list[Record] = []
+    keys: set[str] = set()
     number = 0
-    for place in range(count):
-        task = tasks[place % len(tasks)]
+    for index in range(count):
+        task = tasks[index % len(tasks)]
         for _ in range(_PATIENCE // 10):
             record = task_record(number, seed=seed, split=split, tasks=[task], levels=levels)
             number += 1
             key = problem_key(task, record["problem"])
-            if key not in seen:
-                seen.add(key)
-                found.append(record)
+            if key not in keys:
+                keys.add(key)
+                records.append(record)
                 break
         else:
             raise UserError(
                 f"task {task!r} has too few {split} problems of levels {list(levels)} for {count} records "
-                f"without repeats; {len(found)} were found. Ask for fewer, or allow more levels or tasks."
+                f"without repeats; {len(records)} were found. Ask for fewer, or allow more levels or tasks."
             )
-    return found
+    return records
 
 
 def heldout_tasks(
     per_task: int = HELDOUT_PER_TASK, *, tasks: Sequence[str] = TASKS, levels: Sequence[int] = LEVELS
 ) -> list[Record]:
-    """A fixed selection of held-out problems, `per_task` different ones of each kind."""
+    """Select held-out problems, always the same: `per_task` distinct ones of each kind."""
     return text_tasks(per_task * len(tasks), seed=0, split="heldout", tasks=tasks, levels=levels)
 
 
 def check_answer(completion: str, record: Mapping[str, Any]) -> tuple[bool, str]:
-    """Whether a completion answers a record's problem.
+    """Check if a completion answers a record's problem.
 
     The completion must hold `\\boxed{…}` exactly once, with whole numbers written plainly ("7", "-3", no
-    leading zeros or signs), lists separated by commas. What stands around the box does not count.
+    leading zeros or signs), lists separated by commas. Text around the box is ignored.
 
     Args:
-        completion: what the model wrote, special tokens removed.
-        record: of this module.
+        completion: The model's text without special tokens.
+        record: A record of this module.
 
     Returns:
         (correct, reason): the reason says what is wrong, "correct" when nothing is.
-
-    Raises:
-        UserError: the record is none of this module.
 
     >>> check_answer("2 + 3 = 5. \\\\boxed{5}", {"task": "add", "problem": [2, 3], "answer": "5"})
     (True, 'correct')
@@ -182,7 +171,7 @@ def check_answer(completion: str, record: Mapping[str, Any]) -> tuple[bool, str]
 
 
 def canonical_answer(completion: str, record: Mapping[str, Any]) -> str | None:
-    """The answer in one fixed writing if it is right, else None; equal answers have equal writings.
+    """Write a right answer in one fixed form, so that equal answers are equal texts; None for a wrong one.
 
     "5, 7" and "7,5" split 12 into the same two numbers; two orders of a list are two answers to "shuffle".
     Counting the different values over many completions measures the diversity of right answers (as FlowRL,
@@ -192,7 +181,7 @@ def canonical_answer(completion: str, record: Mapping[str, Any]) -> str | None:
 
 
 def _judge(completion: str, record: Mapping[str, Any]) -> tuple[str | None, str]:
-    """(the canonical answer or None, reason)."""
+    """Return (the canonical answer or None, reason)."""
     kind = _kind_of(record)
     content, reason = _boxed(completion)
     if content is None:
@@ -214,16 +203,16 @@ def _judge(completion: str, record: Mapping[str, Any]) -> tuple[str | None, str]
     return _compared(listed(sorted(numbers) if kind.unordered_answer else numbers), right, record)
 
 
-def _compared(given: str, right: bool, record: Mapping[str, Any]) -> tuple[str | None, str]:
+def _compared(answer: str, right: bool, record: Mapping[str, Any]) -> tuple[str | None, str]:
     if right:
-        return given, "correct"
+        return answer, "correct"
     if KINDS[record["task"]].accepts is not None:
-        return None, f"{given} is not right; {record['answer']} would be, for example"
-    return None, f"{given} is not the answer {record['answer']}"
+        return None, f"{answer} is not right; {record['answer']} would be, for example"
+    return None, f"{answer} is not the answer {record['answer']}"
 
 
 def _boxed(completion: str) -> tuple[str | None, str]:
-    """What stands in the only box, and why there is none."""
+    """Return the content of the only box, or None with the reason."""
     boxes = completion.count(_OPEN)
     if boxes != 1:
         return None, f"{boxes or 'no'} \\boxed{{…}} in the completion; exactly one is wanted"

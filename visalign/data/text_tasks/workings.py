@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the problems of the text tasks are drawn and worked out.
+"""Drawing and working of the problems of the text tasks.
 
 A problem is a list of whole numbers, lists of them, or (for `two_step`) an expression's form: plain JSON. A
 working is drawn among several right ones where there are several ways, and so is the answer where several
@@ -101,8 +101,8 @@ def subtract_working(p: Problem, rng: Rng) -> Working:
 def multiply_working(p: Problem, rng: Rng) -> Working:
     """Place values times the other factor, then their sum."""
     a, b = p
-    one, other = (b, a) if b > 9 else (a, b)  # split the second factor of two long ones, else the first
-    parts = _place_values(one)
+    split, other = (b, a) if b > 9 else (a, b)  # split the second factor of two long ones, else the first
+    parts = _place_values(split)
     parts = parts if rng.random() < 0.5 else parts[::-1]
     steps = [f"{part} * {other} = {part * other}" for part in parts]
     if len(parts) > 1:
@@ -131,7 +131,7 @@ def two_step_result(form: str, a: int, b: int, c: int) -> int:
 
 
 def two_step_working(p: Problem, rng: Rng) -> Working:
-    """One step after the other."""
+    """Write one step after the other."""
     form, a, b, c = p
     result = two_step_result(*p)
     if form == TWO_STEP_FORMS[0]:
@@ -179,8 +179,8 @@ def extreme_working(pick: Callable[[int, int], int]) -> Callable[[Problem, Rng],
     """The largest or smallest, by what is the largest or smallest so far; from either end."""
 
     def work(p: Problem, rng: Rng) -> Working:
-        seen = list(accumulate(p[0] if rng.random() < 0.5 else p[0][::-1], pick))
-        return "So far " + listed(seen) + ".", str(seen[-1])
+        extremes = list(accumulate(p[0] if rng.random() < 0.5 else p[0][::-1], pick))
+        return "So far " + listed(extremes) + ".", str(extremes[-1])
 
     return work
 
@@ -195,8 +195,8 @@ def sum_working(p: Problem, rng: Rng) -> Working:
 
 def count_working(p: Problem, rng: Rng) -> Working:
     """The places of the number."""
-    places = [i for i, n in enumerate(p[1], start=1) if n == p[0]]
-    return (f"At places {listed(places)}." if places else "Nowhere."), str(len(places))
+    positions = [i for i, n in enumerate(p[1], start=1) if n == p[0]]
+    return (f"At places {listed(positions)}." if positions else "Nowhere."), str(len(positions))
 
 
 def draw_count(rng: Rng, level: int) -> Problem:
@@ -206,10 +206,10 @@ def draw_count(rng: Rng, level: int) -> Problem:
 
 
 def unique_working(p: Problem, rng: Rng) -> Working:
-    """What occurs more than once, then the list."""
-    kept = list(dict.fromkeys(p[0]))
-    again = [n for n in kept if p[0].count(n) > 1]
-    return (f"Repeated: {listed(again)}." if again else "None repeated."), listed(kept)
+    """Name the repeated numbers, then the list."""
+    distinct = list(dict.fromkeys(p[0]))
+    again = [n for n in distinct if p[0].count(n) > 1]
+    return (f"Repeated: {listed(again)}." if again else "None repeated."), listed(distinct)
 
 
 def draw_nth(rng: Rng, level: int) -> Problem:
@@ -220,9 +220,9 @@ def draw_nth(rng: Rng, level: int) -> Problem:
 
 def nth_working(p: Problem, rng: Rng) -> Working:
     """The list counted up to the place."""
-    place, numbers = p
-    before = [f"{i}: {n}" for i, n in enumerate(numbers[:place], start=1)]
-    return ", ".join(before) + ".", str(numbers[place - 1])
+    position, numbers = p
+    before = [f"{i}: {n}" for i, n in enumerate(numbers[:position], start=1)]
+    return ", ".join(before) + ".", str(numbers[position - 1])
 
 
 def evens_working(p: Problem, rng: Rng) -> Working:
@@ -257,13 +257,13 @@ def any_order_working(p: Problem, rng: Rng) -> Working:
 
 def draw_multiple(rng: Rng, level: int) -> Problem:
     """[k, low, high]."""
-    (k_low, k_high), (low, high), (least, most) = (
+    (k_low, k_high), (low, high), (smallest_gap, largest_gap) = (
         ((2, 5), (5, 20), (12, 20)),
         ((6, 9), (10, 50), (20, 40)),
         ((11, 19), (50, 150), (40, 80)),
     )[level - 1]
     start = _between(rng, low, high)
-    return [_between(rng, k_low, k_high), start, start + _between(rng, least, most)]
+    return [_between(rng, k_low, k_high), start, start + _between(rng, smallest_gap, largest_gap)]
 
 
 def multiple_working(p: Problem, rng: Rng) -> Working:
