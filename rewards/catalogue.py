@@ -101,33 +101,33 @@ _DECLARED = ("name", "unit", "range", "higher_is_better", "score")
 
 
 def summary(name: str, entry: Entry) -> str:
-    """The first sentence on a reward of the catalogue, and the options that its name stands for.
+    """Return the first sentence about a reward, and the options that its name stands for.
 
     Example:
         >>> summary("sharpness", CATALOGUE["sharpness"])
         'Variance of the Laplacian; higher means more and harder edges (noise counts as edges, too).'
     """
-    place, options = (entry, {}) if isinstance(entry, str) else entry
-    sentence = " ".join((inspect.getdoc(find_target(place)) or name).split("\n\n")[0].split())
-    said = ", ".join(f"{key}={value}" for key, value in options.items() if key != "name")
-    return sentence.split(". ")[0].rstrip(".") + "." + (f" ({said})" if said else "")
+    path, options = (entry, {}) if isinstance(entry, str) else entry
+    sentence = " ".join((inspect.getdoc(find_target(path)) or name).split("\n\n")[0].split())
+    preset = ", ".join(f"{key}={value}" for key, value in options.items() if key != "name")
+    return sentence.split(". ")[0].rstrip(".") + "." + (f" ({preset})" if preset else "")
 
 
 def load_reward(name: str, *, run_device: str | None = None, **options: Any) -> PointwiseReward:
-    """The reward of that name, or the user's own; it scores one image at a time.
+    """Load a reward that scores one image at a time, by name or dotted path.
 
     Arguments, and errors besides the one below, are those of `load_judge`.
 
     Raises:
-        RewardError: what was found only compares images.
+        RewardError: it only compares images.
 
     Example:
         >>> load_reward("jpeg_size", quality=90).unit
         'kB'
     """
-    found = load_judge(name, run_device=run_device, **options)
-    if isinstance(found, PointwiseReward):
-        return found
+    reward = load_judge(name, run_device=run_device, **options)
+    if isinstance(reward, PointwiseReward):
+        return reward
     raise RewardError(
         f"{name!r} compares two images and gives no score of one. Use it where pairs are judged (compare, "
         "rank, Pref-GRPO), or score groups by win rates: visalign.rewards.as_pointwise(load_judge(...))."
@@ -137,7 +137,7 @@ def load_reward(name: str, *, run_device: str | None = None, **options: Any) -> 
 def load_judge(
     name: str, *, run_device: str | None = None, **options: Any
 ) -> PointwiseReward | PairwiseReward:
-    """The reward or pairwise judge of that name, or the user's own.
+    """Load a reward or pairwise judge by name or dotted path.
 
     Args:
         name: a name of the catalogue; `package.module:Name`; or `path/to/file.py:Name`. The latter two may
@@ -153,18 +153,18 @@ def load_judge(
 
     Raises:
         RewardError: unknown name, module or attribute; wrong options, `device` among them for a judge that
-            runs no network; or what was found is no reward.
+            runs no network; or the object is no reward.
     """
     if name not in CATALOGUE and ":" not in name:
         raise _unknown("reward", name, CATALOGUE)
-    found = _make(name, CATALOGUE.get(name, name), options, run_device, _IMAGE_FUNCTION, noun="Reward")
-    if isinstance(found, PointwiseReward | PairwiseReward):
-        return with_capabilities(found)
-    raise _incomplete(name, found, "reward", "PointwiseReward")
+    judge = _make(name, CATALOGUE.get(name, name), options, run_device, _IMAGE_FUNCTION, noun="Reward")
+    if isinstance(judge, PointwiseReward | PairwiseReward):
+        return with_capabilities(judge)
+    raise _incomplete(name, judge, "reward", "PointwiseReward")
 
 
 def load_text_reward(name: str, *, run_device: str | None = None, **options: Any) -> TextReward:
-    """The reward for text of that name, or the user's own.
+    """Load a reward for text by name or dotted path.
 
     Args:
         name: a name of `TEXT_CATALOGUE`; `package.module:Name`; or `path/to/file.py:Name`. The latter two may
@@ -183,66 +183,66 @@ def load_text_reward(name: str, *, run_device: str | None = None, **options: Any
     if name not in TEXT_CATALOGUE and ":" not in name:
         raise _unknown("text reward", name, TEXT_CATALOGUE)
     entry = TEXT_CATALOGUE.get(name, name)
-    found = _make(name, entry, options, run_device, _TEXT_FUNCTION, noun="Text reward")
-    if any(not hasattr(found, key) for key in _DECLARED):
-        raise _incomplete(name, found, "text reward", "TextReward")
-    if next(iter(inspect.signature(found.score).parameters), "") == "images":
+    reward = _make(name, entry, options, run_device, _TEXT_FUNCTION, noun="Text reward")
+    if any(not hasattr(reward, key) for key in _DECLARED):
+        raise _incomplete(name, reward, "text reward", "TextReward")
+    if next(iter(inspect.signature(reward.score).parameters), "") == "images":
         raise RewardError(
             f"{name!r} judges images: its score() takes them first. Name a reward for text "
             f"({', '.join(TEXT_CATALOGUE)}), or load it with visalign.rewards.load_reward."
         )
-    return with_capabilities(found)
+    return with_capabilities(reward)
 
 
 def _make(
     name: str, entry: Entry, options: Mapping[str, Any], run_device: str | None, function: str, *, noun: str
 ) -> Any:
-    """What the entry names: a class constructed, a function wrapped by the class at `function`."""
+    """Construct the class that an entry names, or wrap its function by the class at `function`."""
     path, preset = (entry, {}) if isinstance(entry, str) else entry
-    found, options = find_target(path), {**preset, **options}
-    if isinstance(found, type):
-        found, options = _construct(name, found, options, run_device), {}
-    if callable(found) and not hasattr(found, "score") and not hasattr(found, "compare"):
+    target, options = find_target(path), {**preset, **options}
+    if isinstance(target, type):
+        target, options = _construct(name, target, options, run_device), {}
+    if callable(target) and not hasattr(target, "score") and not hasattr(target, "compare"):
         wrapper = find_target(function)
         return _construct(
-            name, wrapper, {"function": found, "name": name.rpartition(":")[2], **options}, run_device
+            name, wrapper, {"function": target, "name": name.rpartition(":")[2], **options}, run_device
         )
     if options:
         raise RewardError(
             f"{noun} {name!r} is an object already, so it takes no options; given: {', '.join(options)}. "
             "Name its class instead."
         )
-    return found
+    return target
 
 
 def _construct(name: str, kind: Callable[..., Any], options: dict[str, Any], run_device: str | None) -> Any:
-    own = options.get("device")
+    device = options.get("device")
     if run_device is not None and "device" in inspect.signature(kind).parameters:
         options = {"device": run_device, **options}
     check_options(name, kind, options)
-    if isinstance(own, str):
-        check_device(own, RewardError)
+    if isinstance(device, str):
+        check_device(device, RewardError)
     return kind(**options)
 
 
 def _unknown(kind: str, name: str, catalogue: Iterable[str]) -> RewardError:
-    mend = did_you_mean(nearest(name, catalogue, limit=1))
+    hint = did_you_mean(nearest(name, catalogue, limit=1))
     return RewardError(
-        f"There is no {kind} {name!r}. {mend}Allowed: {', '.join(catalogue)}, or your own "
+        f"There is no {kind} {name!r}. {hint}Allowed: {', '.join(catalogue)}, or your own "
         "as 'package.module:Name' or 'path/to/file.py:Name'."
     )
 
 
-def _incomplete(name: str, found: Any, kind: str, contract: str) -> RewardError:
-    missing = ", ".join(key for key in _DECLARED if not hasattr(found, key))
+def _incomplete(name: str, reward: Any, kind: str, contract: str) -> RewardError:
+    missing = ", ".join(key for key in _DECLARED if not hasattr(reward, key))
     return RewardError(
-        f"{name!r} is a {type(found).__name__} without {missing}, so it is no {kind}. Add these "
+        f"{name!r} is a {type(reward).__name__} without {missing}, so it is no {kind}. Add these "
         f"(visalign.interfaces.{contract} says what they are), or name a plain function."
     )
 
 
 def find_target(path: str) -> Any:
-    """The object that `module:Name` or `file.py:Name` names."""
+    """Import the object that `module:Name` or `file.py:Name` names."""
     return dotted_path.import_by_path(path, what="reward", error=RewardError)
 
 

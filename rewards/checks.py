@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`check_reward` and `check_text_reward`: the contract of every reward, as functions for those who write one.
 
-Both try the same promises, each a probe that returns what it found wrong with its mend; images have two more.
+Both try the same promises, each a probe that returns the problems with their fix; images have two more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COMPLETIONS = ("The answer is 4.", "", "\\boxed{4} 🙂\n", "<think>2+2</think>
 
 @dataclass(frozen=True)
 class _Kind:
-    """What differs between rewards for images and for text, in words."""
+    """Words that differ between rewards for images and for text."""
 
     noun: str
     title: str
@@ -64,7 +64,7 @@ def check_reward(
         The names of the checks, all of which passed.
 
     Raises:
-        RewardError: lists everything that is wrong, each with its mend.
+        RewardError: lists everything that is wrong, each with its fix.
 
     Example:
         >>> check_reward("sharpness")[0]
@@ -105,7 +105,7 @@ def check_text_reward(
         The names of the checks, all of which passed.
 
     Raises:
-        RewardError: lists everything that is wrong, each with its mend.
+        RewardError: lists everything that is wrong, each with its fix.
         ValueError: fewer than two completions, or prompts of another number.
 
     Example:
@@ -113,22 +113,22 @@ def check_text_reward(
         'declares name, unit, range, direction'
     """
     texts = list(_COMPLETIONS if completions is None else completions)
-    asked: list[Prompt] = ["2 + 2 = ?"] * len(texts) if prompts is None else list(prompts)
-    if len(texts) < 2 or len(asked) != len(texts):
+    questions: list[Prompt] = ["2 + 2 = ?"] * len(texts) if prompts is None else list(prompts)
+    if len(texts) < 2 or len(questions) != len(texts):
         raise ValueError(
-            f"check_text_reward got {len(texts)} completions and {len(asked)} prompts; give at least two, "
-            "and one prompt each."
+            f"check_text_reward got {len(texts)} completions and {len(questions)} prompts; give at least "
+            "two, and one prompt each."
         )
     subject: Any = load_text_reward(reward) if isinstance(reward, str) else reward
     if callable(subject) and not hasattr(subject, "score"):
         from visalign.rewards.text.callables import TextFunctionReward
 
         subject = TextFunctionReward(subject)
-    return _check(_TEXT, subject, lambda: (texts, asked), metadata, tolerance, _PROBES)
+    return _check(_TEXT, subject, lambda: (texts, questions), metadata, tolerance, _PROBES)
 
 
 class _Case:
-    """One reward with the samples that it is tried on; images are on the 8-bit grid that PIL can hold."""
+    """A reward with the samples that it is tried on; images are on the 8-bit grid that PIL can hold."""
 
     def __init__(
         self,
@@ -152,12 +152,12 @@ class _Case:
         rows = list(rows)
         metadata = None if self.metadata is None else [copy.deepcopy(self.metadata[row]) for row in rows]
         if samples is None:
-            own = self.samples
-            samples = own[rows].clone() if isinstance(own, Tensor) else [own[row] for row in rows]
+            batch = self.samples
+            samples = batch[rows].clone() if isinstance(batch, Tensor) else [batch[row] for row in rows]
         return self.reward.score(samples, [copy.deepcopy(self.prompts[row]) for row in rows], metadata)
 
     def same(self, scores: Scores, rows: Iterable[int]) -> bool:
-        """Whether `scores` of the chosen rows equal those of the whole batch."""
+        """Return True if `scores` of the chosen rows equal those of the whole batch."""
         index = list(rows)
         expected, valid = self.scores.value[index], self.scores.valid[index]
         if len(scores) != len(index) or not torch.equal(scores.valid, valid):
@@ -230,7 +230,7 @@ def _report(kind: _Kind, name: str, problems: list[str]) -> RewardError:
 
 def _declaration_problems(kind: _Kind, reward: Any) -> list[str]:
     """Attributes that say what the numbers mean."""
-    wanted = {
+    expected = {
         "name": "a short string",
         "unit": f'what 1 means, e.g. "{kind.unit}"',
         "range": "(smallest, largest) possible value, infinities allowed",
@@ -239,7 +239,7 @@ def _declaration_problems(kind: _Kind, reward: Any) -> list[str]:
     }
     problems = [
         f"it has no {key}: set it on the class ({mend})"
-        for key, mend in wanted.items()
+        for key, mend in expected.items()
         if not hasattr(reward, key)
     ]
     if problems:
@@ -343,12 +343,12 @@ def _independence(case: _Case) -> list[str]:
 
 
 def _inputs_kept(case: _Case) -> list[str]:
-    given: list[Any] = copy.deepcopy([case.samples, case.prompts, case.metadata])
-    case.reward.score(*given)
-    samples, *rest = given
-    own = case.samples
-    kept = torch.equal(samples, own) if isinstance(own, Tensor) else samples == own
-    if kept and rest == [case.prompts, case.metadata]:
+    inputs: list[Any] = copy.deepcopy([case.samples, case.prompts, case.metadata])
+    case.reward.score(*inputs)
+    samples, *rest = inputs
+    original = case.samples
+    unchanged = torch.equal(samples, original) if isinstance(original, Tensor) else samples == original
+    if unchanged and rest == [case.prompts, case.metadata]:
         return []
     return [f"it changed the {case.kind.noun}s, prompts or metadata that it was given: work on copies"]
 
@@ -387,9 +387,9 @@ def _unreadable_image(case: _Case) -> list[str]:
     images: list[Any] = ["no/such/image.png", *(to_pil(image) for image in case.samples[1:])]
     with Attempt() as attempt:
         scores = case.run(case.rows, images)
-        others = list(case.rows)[1:]
-        kept = Scores(value=scores.value[others], valid=scores.valid[others], unit=scores.unit)
-        unchanged = bool(kept.valid.all()) if case.relative else case.same(kept, others)
+        rest = list(case.rows)[1:]
+        expected = Scores(value=scores.value[rest], valid=scores.valid[rest], unit=scores.unit)
+        unchanged = bool(expected.valid.all()) if case.relative else case.same(expected, rest)
         if scores.valid[0] or not unchanged:
             return [
                 "an unreadable image must be invalid and leave the other scores alone: read images with "

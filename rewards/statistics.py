@@ -93,7 +93,7 @@ saturation rises with CLIP-type rewards that are over-optimized."""
 
 
 class ImageStatistic:
-    """One of `STATISTICS` as a reward.
+    """A statistic of the pixels (`STATISTICS`) as a reward.
 
     Args:
         statistic: its name.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every reward stands on: request in, `Scores` out, images, failures, identity, a user's function.
+"""Shared parts of rewards: request in, `Scores` out, images, failures, identity, a user's function.
 
 It needs `visalign.interfaces`; no model and no other room comes in.
 """

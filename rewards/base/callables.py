@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's own function as a reward: the shapes of call that flow_grpo and TRL users have written theirs in.
+"""A user's own function as a reward, in the call signatures that flow_grpo and TRL users write.
 
 The parameters' names decide what a function is given:
 
@@ -54,31 +54,34 @@ def read_signature(name: str, function: Callable[..., Any], *, forms: str, wrapp
 
 
 def pick_arguments(
-    name: str, parameters: Parameters, offered: dict[str, Any], known: Sequence[str]
+    name: str, parameters: Parameters, offered: dict[str, Any], arguments: Sequence[str]
 ) -> dict[str, Any]:
-    """What the signature asks for out of what is `offered`; all of it with `**kwargs`. Names that are not
-    `known` are columns of the metadata.
+    """Select the offered values that the signature asks for; all of them with `**kwargs`. Names that are not
+    in `arguments` are columns of the metadata.
     """
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return offered
     missing = [
         key
-        for key, one in parameters.items()
-        if key not in offered and one.default is one.empty and one.kind is not one.VAR_POSITIONAL
+        for key, parameter in parameters.items()
+        if key not in offered
+        and parameter.default is parameter.empty
+        and parameter.kind is not parameter.VAR_POSITIONAL
     ]
     if missing:
-        keys = [key for key in offered if key not in known]
+        keys = [key for key in offered if key not in arguments]
         raise RewardError(
-            f"Reward {name!r} asks for {', '.join(missing)}, which is neither one of {', '.join(known)} nor "
-            f"a key of the metadata (keys: {', '.join(keys) or 'none'}). Rename the parameter, give it a "
-            "default, or put the key into the prompts' metadata."
+            f"Reward {name!r} asks for {', '.join(missing)}, which is neither one of "
+            f"{', '.join(arguments)} nor a key of the metadata (keys: {', '.join(keys) or 'none'}). "
+            "Rename the parameter, give it a default, or put the key into the prompts' metadata."
         )
     return {key: offered[key] for key in parameters if key in offered}
 
 
-def read_numbers(name: str, answer: Any, size: int, *, noun: str, place: str) -> list[float]:
-    """What a function returned for a batch, `size` numbers, NaN where None; `noun` is what a sample is,
-    `place` what stands before the index of a wrong entry ("at position").
+def read_numbers(name: str, answer: Any, size: int, *, noun: str, position: str) -> list[float]:
+    """Read what a function returned for a batch as `size` numbers, NaN where None.
+
+    For messages, `noun` names a sample and `position` precedes the index of a wrong entry ("at position").
     """
     if isinstance(answer, Tensor | np.ndarray):
         if answer.ndim != 1:
@@ -97,17 +100,17 @@ def read_numbers(name: str, answer: Any, size: int, *, noun: str, place: str) ->
             f"Reward {name!r} returned {len(answer)} scores for {size} {noun}s; return one number per {noun}"
             ", None where it could not judge."
         )
-    return [read_number(name, item, f"{place} {index}") for index, item in enumerate(answer)]
+    return [read_number(name, item, f"{position} {index}") for index, item in enumerate(answer)]
 
 
-def read_number(name: str, item: Any, place: str) -> float:
-    """One number of a function, NaN for None."""
+def read_number(name: str, item: Any, position: str) -> float:
+    """Read one number of a function, NaN for None."""
     if isinstance(item, Tensor | np.ndarray | np.generic) and item.ndim == 0:
         item = item.item()
     if item is not None and not isinstance(item, int | float):
         raise RewardError(
-            f"Reward {name!r} returned {item!r} ({type(item).__name__}) {place}; needed is a number, or None "
-            "for one that it could not judge."
+            f"Reward {name!r} returned {item!r} ({type(item).__name__}) {position}; needed is a number, or "
+            "None for one that it could not judge."
         )
     return math.nan if item is None else float(item)
 
@@ -220,18 +223,18 @@ class FunctionReward:
         if set(parameters) - {"device"}:
             return function, parameters
         with Naming(self.name):
-            made = function(**({"device": device} if parameters else {}))
-        if not callable(made):
+            product = function(**({"device": device} if parameters else {}))
+        if not callable(product):
             raise TypeError(
-                f"Reward {self.name!r} takes no images and returned a {type(made).__name__}, not a function. "
-                f"Allowed: {_CALL_FORMS}, or a factory that returns such a function."
+                f"Reward {self.name!r} takes no images and returned a {type(product).__name__}, not a "
+                f"function. Allowed: {_CALL_FORMS}, or a factory that returns such a function."
             )
-        return made, read_signature(self.name, made, **reading)
+        return product, read_signature(self.name, product, **reading)
 
 
-def _is_positional(name: str, given: Parameters) -> bool:
+def _is_positional(name: str, signature: Parameters) -> bool:
     """True for flow_grpo's order under other names; refuses signatures that give no image to the function."""
-    parameters = given.values()
+    parameters = signature.values()
     names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
     if any(p.kind is p.VAR_KEYWORD for p in parameters) or names & set(_IMAGE_NAMES):
         return False
@@ -262,4 +265,4 @@ def _columns(name: str, answer: Any, size: int) -> dict[str, list[float]]:
 
 def _read(name: str, answer: Any, size: int) -> list[float]:
     """Numbers of the readable images; a position counts these alone."""
-    return read_numbers(name, answer, size, noun="image", place="at position")
+    return read_numbers(name, answer, size, noun="image", position="at position")

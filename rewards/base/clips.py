@@ -69,15 +69,15 @@ def read_clip(
     elif isinstance(frames, Tensor | np.ndarray):
         batch = load_images(frames[chosen])
     else:
-        shown = [frames[at] for at in chosen]
-        files = [frame for frame in shown if isinstance(frame, str | os.PathLike)]
+        picked = [frames[at] for at in chosen]
+        files = [frame for frame in picked if isinstance(frame, str | os.PathLike)]
         if len(files) > 1 and sum(map(pixels_of, files)) > max_pixels():
             return [], (
                 f"the {len(files)} frames that would be judged have more than {max_pixels()} pixels "
                 "together; judge fewer, shrink them, or raise the environment variable "
                 "VISALIGN_MAX_PIXELS if you have the memory"
             )
-        batch = load_images(shown)
+        batch = load_images(picked)
     for at, reason in zip(chosen, batch.reasons, strict=True):
         if reason is not None:
             return [], reason if is_animated else f"frame {at}: {reason}"

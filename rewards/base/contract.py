@@ -81,12 +81,12 @@ def read_pairs(
     name: str, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None
 ) -> tuple[Request, Tensor]:
     """B pairs of images of B prompts as one request of 2B images, and their numbers [B, 2] in it."""
-    one, two = read_request(name, left, prompts, metadata), load_images(right)
-    if len(two) != len(one):
-        raise ValueError(f"{name}: {len(one)} left and {len(two)} right images; give pairs.")
-    both = ImageBatch(one.images.images + two.images, one.images.reasons + two.reasons)
-    numbers = torch.arange(2 * len(one)).view(2, -1).T
-    return Request(both, one.prompts * 2, one.metadata * 2), numbers
+    first, second = read_request(name, left, prompts, metadata), load_images(right)
+    if len(second) != len(first):
+        raise ValueError(f"{name}: {len(first)} left and {len(second)} right images; give pairs.")
+    both = ImageBatch(first.images.images + second.images, first.images.reasons + second.reasons)
+    numbers = torch.arange(2 * len(first)).view(2, -1).T
+    return Request(both, first.prompts * 2, first.metadata * 2), numbers
 
 
 def prompt_problem(prompt: str) -> str | None:
@@ -104,7 +104,7 @@ def prompt_problem(prompt: str) -> str | None:
 def read_metadata(
     name: str, metadata: Metadata | None, size: int, *, noun: str
 ) -> list[Mapping[str, Any] | None]:
-    """One record or None per sample; `noun` is what a sample is, for messages."""
+    """Check the metadata: one record or None per sample; `noun` names a sample in messages."""
     if metadata is None:
         return [None] * size
     if isinstance(metadata, Mapping | str) or not isinstance(metadata, Sequence):
@@ -134,8 +134,8 @@ def group_labels(name: str, request: Request, key: str = GROUP_KEY) -> list[Hash
     """
     has_key = [record is not None and key in record for record in request.metadata]
     if key == GROUP_KEY and not any(has_key):
-        told = zip(request.prompts, request.metadata, strict=True)
-        return [record_key({**(record or {}), "prompt": prompt}) for prompt, record in told]
+        samples = zip(request.prompts, request.metadata, strict=True)
+        return [record_key({**(record or {}), "prompt": prompt}) for prompt, record in samples]
     if not all(has_key):
         raise ValueError(
             f"{name}: metadata[{has_key.index(False)}] has no {key!r}; give each image "
@@ -206,12 +206,12 @@ def make_scores(
 
 def columns_of(answer: Scores | Preferences) -> dict[str, Tensor]:
     """The numbers of an answer by name, but for "valid"."""
-    found = {"std": answer.std, **{f"part.{name}": part for name, part in answer.parts.items()}}
+    columns = {"std": answer.std, **{f"part.{name}": part for name, part in answer.parts.items()}}
     if isinstance(answer, Scores):
-        found["main"] = answer.value
+        columns["main"] = answer.value
     else:
-        found |= {"main": answer.prob, "log_odds": answer.log_odds}
-    return {name: column for name, column in found.items() if column is not None}
+        columns |= {"main": answer.prob, "log_odds": answer.log_odds}
+    return {name: column for name, column in columns.items() if column is not None}
 
 
 def answer_of(

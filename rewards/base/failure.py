@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What went wrong in a reward: its name for what it raised, a reason for each sample it could not judge.
+"""Errors of rewards: the name of the one that raised, and a reason for each sample without a score.
 
 Single failures are masked rows; a judge that fails too often stops the run.
 """
@@ -16,11 +16,11 @@ from .contract import RewardError
 
 
 def failure_reasons(scores: Scores) -> list[str | None]:
-    """One reason per failed sample, None for the judged; a failure that came without one says so."""
-    given = scores.reason or [None] * len(scores)
+    """Return a reason per failed sample, None for the valid ones."""
+    reasons = scores.reason or [None] * len(scores)
     return [
         None if ok else (reason or "no reason given")
-        for ok, reason in zip(scores.valid.tolist(), given, strict=True)
+        for ok, reason in zip(scores.valid.tolist(), reasons, strict=True)
     ]
 
 
@@ -68,20 +68,20 @@ class FailureAlarm:
     Args:
         name: of what fails, for the message.
         limit: largest share of failures, 0 to 1; 1 never stops.
-        window: answers that are looked back on.
-        least: answers before it may stop.
+        window: number of last answers.
+        min_samples: answers before it may stop.
 
     Raises:
         RewardError: a number out of range.
     """
 
-    def __init__(self, name: str, limit: float, *, window: int = 200, least: int = 8) -> None:
-        if not 0 <= limit <= 1 or not 1 <= least <= window:
+    def __init__(self, name: str, limit: float, *, window: int = 200, min_samples: int = 8) -> None:
+        if not 0 <= limit <= 1 or not 1 <= min_samples <= window:
             raise RewardError(
-                f"{name}: max_failure_rate is {limit}, least {least}, window {window}; allowed are a share "
-                "of 0 to 1, and 1 ≤ least ≤ window."
+                f"{name}: max_failure_rate is {limit}, min_samples {min_samples}, window {window}; allowed "
+                "are a share of 0 to 1, and 1 ≤ min_samples ≤ window."
             )
-        self.name, self.limit, self.least = name, limit, least
+        self.name, self.limit, self.min_samples = name, limit, min_samples
         self._last: deque[str | None] = deque(maxlen=window)
 
     @property
@@ -90,15 +90,15 @@ class FailureAlarm:
         return sum(reason is not None for reason in self._last) / max(1, len(self._last))
 
     def note(self, reason: str | None) -> None:
-        """Count one answer."""
+        """Count an answer; raise when too many failed."""
         self._last.append(reason)
-        if reason is None or len(self._last) < self.least or self.rate <= self.limit:
+        if reason is None or len(self._last) < self.min_samples or self.rate <= self.limit:
             return
-        counts = Counter(held for held in self._last if held is not None)
-        listed = "; ".join(f"{count} × {held}" for held, count in counts.most_common(3))
+        counts = Counter(entry for entry in self._last if entry is not None)
+        listed = "; ".join(f"{count} × {entry}" for entry, count in counts.most_common(3))
         total = len(self._last)
         self._last.clear()
         raise RewardError(
             f"{self.name}: {counts.total()} of the last {total} answers failed, above max_failure_rate "
-            f"{self.limit:g}. Reasons: {listed}. Mend the judge, or raise max_failure_rate."
+            f"{self.limit:g}. Reasons: {listed}. Fix the judge, or raise max_failure_rate."
         )

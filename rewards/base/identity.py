@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a judge's numbers depend on, as one record: for cards, caches, and comparing two judges."""
+"""Identity of a judge: everything that its scores depend on, for cards, caches and comparisons."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Identity:
 
     @property
     def line(self) -> str:
-        """Whose numbers these are, in a line: judge, model, its revision or fingerprint, and the digest."""
+        """Provenance of scores in a line: judge, model, its revision or fingerprint, and the digest."""
         weights = f"revision {self.revision[:12]}" if self.revision else f"weights {self.weights[:12]}"
-        known = f", {weights}" if self.revision or self.weights.strip("+ ") else ""
-        return f"{self.judge}: {self.model}{known}, identity {self.digest[:12]}"
+        source = f", {weights}" if self.revision or self.weights.strip("+ ") else ""
+        return f"{self.judge}: {self.model}{source}, identity {self.digest[:12]}"
 
     def differences(self, other: Identity) -> list[str]:
         """Names of the fields in which two judges differ."""
@@ -71,18 +71,16 @@ def fingerprint(folder: str | Path) -> str:
         64 MiB only 512 blocks of 64 KiB are read, the first and the last among them: a change that lies
         between two blocks is not seen.
     """
-    place = Path(folder)
+    path = Path(folder)
     files = (
-        [place]
-        if place.is_file()
-        else sorted({file for pattern in _WEIGHTS for file in place.rglob(pattern)})
+        [path] if path.is_file() else sorted({file for pattern in _WEIGHTS for file in path.rglob(pattern)})
     )
     if not files:
         return ""
     digest = hashlib.sha256()
     for file in files:
         size = file.stat().st_size
-        digest.update(f"{file.relative_to(place) if place.is_dir() else file.name}:{size}:".encode())
+        digest.update(f"{file.relative_to(path) if path.is_dir() else file.name}:{size}:".encode())
         with file.open("rb") as content:
             if size <= _WHOLE:
                 digest.update(content.read())

@@ -125,12 +125,12 @@ def load_images(items: Any) -> ImageBatch:
 
 
 def to_uint8(image: Tensor) -> np.ndarray:
-    """One image [3, H, W] in [0, 1] as uint8 [H, W, 3], rounded to the nearest level."""
+    """Convert an image [3, H, W] in [0, 1] to uint8 [H, W, 3], rounded to the nearest level."""
     return to_levels(image).permute(1, 2, 0).numpy()
 
 
 def to_pil(image: Tensor) -> Image.Image:
-    """One image [3, H, W] in [0, 1] as a PIL image of mode RGB."""
+    """Convert an image [3, H, W] in [0, 1] to a PIL image of mode RGB."""
     return Image.fromarray(to_uint8(image))
 
 
@@ -143,7 +143,7 @@ def as_contract(images: list[Tensor]) -> Tensor | list[Tensor]:
 
 
 def _read_item(item: Any, where: str) -> ImageBatch:
-    """One element of a list: an ImageBatch of length 1."""
+    """Read an element of a list as an ImageBatch of length 1."""
     if isinstance(item, Tensor | np.ndarray):
         if item.ndim != 3:
             raise ValueError(
@@ -177,14 +177,14 @@ def animation_length(item: Any) -> int:
         return 1
 
 
-def load_animation(item: Image.Image | str | os.PathLike[str], places: Sequence[int]) -> ImageBatch:
+def load_animation(item: Image.Image | str | os.PathLike[str], numbers: Sequence[int]) -> ImageBatch:
     """Frames of an animation, as `load_images` reads images: all of them, or none with one reason.
 
     All its frames together may have as many pixels as a single image, since those between are decoded too.
 
     Args:
         item: of which `animation_length` says that it is animated.
-        places: numbers of frames from 0, best in rising order.
+        numbers: of the frames, from 0, best in rising order.
     """
     max_pixels()  # what is wrong with the limit is no fault of the image
     length = animation_length(item)
@@ -193,13 +193,13 @@ def load_animation(item: Image.Image | str | os.PathLike[str], places: Sequence[
             if image.width * image.height * length > _most_pixels():
                 raise Image.DecompressionBombError
             read: list[Tensor | None] = []
-            for at in places:
+            for at in numbers:
                 image.seek(at)
                 read.append(_from_pil(image.copy()))
     except _DECODE_ERRORS as error:
         reason = _explain(error, item, having=f"pixels in its {length} frames")
-        return ImageBatch([None] * len(places), [reason] * len(places))
-    return ImageBatch(read, [None] * len(places))
+        return ImageBatch([None] * len(numbers), [reason] * len(numbers))
+    return ImageBatch(read, [None] * len(numbers))
 
 
 @contextmanager
@@ -211,24 +211,24 @@ def _borrowed(item: Image.Image | str | os.PathLike[str]) -> Iterator[Image.Imag
             with _opened(Path(item)) as image:
                 yield image
             return
-        place = item.tell()
+        frame = item.tell()
         try:
             yield item
         finally:
-            if item.tell() != place:
-                item.seek(place)
+            if item.tell() != frame:
+                item.seek(frame)
 
 
 def _explain(error: BaseException, item: Any, *, having: str = "pixels") -> str:
     """The reason that a row gets for a decoding error."""
     name = f"a PIL image of mode {item.mode}" if isinstance(item, Image.Image) else os.fspath(item)
     if isinstance(error, Image.DecompressionBombError | Image.DecompressionBombWarning):
-        limit, most = Image.MAX_IMAGE_PIXELS, max_pixels()
-        is_pil = limit is not None and limit < most
+        limit, own_limit = Image.MAX_IMAGE_PIXELS, max_pixels()
+        is_pil = limit is not None and limit < own_limit
         knob = "PIL.Image.MAX_IMAGE_PIXELS" if is_pil else "the environment variable VISALIGN_MAX_PIXELS"
         return (
-            f"{name} has more than {limit if is_pil else most} {having} and may be a decompression bomb; "
-            f"shrink it, or raise {knob} if you trust it and have the memory"
+            f"{name} has more than {limit if is_pil else own_limit} {having} and may be a decompression "
+            f"bomb; shrink it, or raise {knob} if you trust it and have the memory"
         )
     if isinstance(error, FileNotFoundError):
         hint = "; URLs are not read, download it first" if "://" in name else ""
@@ -358,9 +358,9 @@ def _check_values(pixels: Tensor, where: str) -> ImageBatch:
     if smallest >= 0 and largest <= 1:  # the usual case in one pass; a copy, so that nobody's pixels change
         return ImageBatch(list(pixels.clone()), [None] * len(pixels))
     finite = torch.isfinite(pixels)
-    known = pixels[finite]
-    if known.numel() and (known.min() < -SLACK or known.max() > 1 + SLACK):
-        low, high = known.min().item(), known.max().item()
+    values = pixels[finite]
+    if values.numel() and (values.min() < -SLACK or values.max() > 1 + SLACK):
+        low, high = values.min().item(), values.max().item()
         mend = "divide by 255 or pass uint8" if high > 2 else "use (images / 2 + 0.5).clamp(0, 1)"
         raise ValueError(
             f"{where} has values in [{low:.4g}, {high:.4g}], allowed is [0, 1]: for such images {mend}."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine has of memory, and how many pixels are taken for that."""
+"""Memory of the machine, and the number of pixels that are decoded for it."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ def max_pixels() -> int:
     Raises:
         UserError: the variable is no number of at least 1.
     """
-    said = os.environ.get(_VARIABLE, "")
-    if not said:
+    value = os.environ.get(_VARIABLE, "")
+    if not value:
         return min(_MOST_PIXELS, machine_memory() // 4 // BYTES_PER_PIXEL)
-    if not (said.isascii() and said.isdigit() and int(said)):
-        raise UserError(f"{_VARIABLE} is {said!r}; it is a number of pixels, at least 1. Set or unset it.")
-    return int(said)
+    if not (value.isascii() and value.isdigit() and int(value)):
+        raise UserError(f"{_VARIABLE} is {value!r}; it is a number of pixels, at least 1. Set or unset it.")
+    return int(value)
 
 
 @cache
 def machine_memory() -> int:
     """Bytes of the machine, or those that a control group leaves of it."""
     try:
-        whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not a Unix
-        whole = 8 << 30
-    return min(whole, _of_group("memory.max", whole))
+        total = 8 << 30
+    return min(total, _of_group("memory.max", total))
 
 
 def free_memory() -> int:
     """Bytes that a new process may take without making others swap, as the kernel reckons."""
-    whole = machine_memory()
+    total = machine_memory()
     try:
-        told = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(told["MemAvailable"].split()[0]) << 10
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) << 10
     except (OSError, KeyError, ValueError):
-        free = whole // 2
-    return min(free, max(0, _of_group("memory.max", whole) - _of_group("memory.current", 0)))
+        free = total // 2
+    return min(free, max(0, _of_group("memory.max", total) - _of_group("memory.current", 0)))
 
 
 def _of_group(name: str, otherwise: int) -> int:
     try:
-        said = Path("/sys/fs/cgroup", name).read_text().strip()
+        value = Path("/sys/fs/cgroup", name).read_text().strip()
     except OSError:
         return otherwise
-    return int(said) if said.isdigit() else otherwise
+    return int(value) if value.isdigit() else otherwise

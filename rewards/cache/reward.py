@@ -75,7 +75,7 @@ class _Cached:
                 )
             entries |= fresh
         return _from_entries(
-            [entries.get(one) for one in labels], [failures.get(one) for one in labels], unit
+            [entries.get(label) for label in labels], [failures.get(label) for label in labels], unit
         )
 
 

@@ -58,12 +58,12 @@ class ClipEncoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the towers lie."""
+        """Device of the towers."""
         return self.logit_scale.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the image tower's weights."""
+        """Dtype of the image tower's weights."""
         model: Any = self.model
         tower = model.visual if self.is_open_clip else model.vision_model
         # open_clip keeps embeddings and norms in float32 where it lowers the precision; not the patches.
@@ -89,18 +89,18 @@ class ClipParts:
     """Texts (and `context_length`) -> token ids [N, L], cut before the end token."""
     end: int | None
     """Id of the token that the text tower pools at; None where it pools elsewhere."""
-    place: Path | None
+    folder: Path | None
     """Folder of the weights, or None where open_clip keeps them itself."""
     model_cfg: Mapping[str, Any] | None = None
     """open_clip's model_cfg, or None for transformers."""
     base: str = ""
-    """Fingerprint of the other weights, where `place` holds only those that differ from them."""
+    """Fingerprint of the other weights, where `folder` holds only those that differ from them."""
 
     @property
     def weights(self) -> str:
         """Fingerprint of the weight files; "" where open_clip keeps them itself."""
-        own = "" if self.place is None else fingerprint(self.place)
-        return f"{self.base}+{own}" if self.base else own
+        digest = "" if self.folder is None else fingerprint(self.folder)
+        return f"{self.base}+{digest}" if self.base else digest
 
     def save(self, folder: str | Path, dtype: torch.dtype = torch.float16) -> None:
         """Write config, weights and tokenizer into a folder that `load_clip` reads again."""
@@ -123,11 +123,11 @@ class ClipParts:
             return
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        kept = {
+        state = {
             key: value.to(dtype) if value.is_floating_point() else value
             for key, value in model.state_dict().items()
         }
-        model.save_pretrained(folder, state_dict=kept)
+        model.save_pretrained(folder, state_dict=state)
         wrapped: Any = self.tokenizer
         getattr(wrapped, "tokenizer", wrapped).save_pretrained(str(folder))
         processor = {

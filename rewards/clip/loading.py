@@ -71,20 +71,20 @@ def load_clip(model: str | Path, *, device: str | torch.device = "cpu", precisio
         folder = model = local_folder(model, OPEN_CLIP_FILES if is_open_clip else HUB_FILES, device)
     if folder.is_dir() and not (folder / CONFIG).is_file() and (folder / "config.json").is_file():
         return load_transformers_clip(folder, device=device, precision=precision)
-    found, preprocess, tokenizer = load_open_clip(model, device=device, precision=precision)
-    place = open_clip_place(model)
+    network, preprocess, tokenizer = load_open_clip(model, device=device, precision=precision)
+    source = open_clip_place(model)
     model_cfg = None
-    if place is not None:
-        config = json.loads((place / CONFIG).read_text(encoding="utf-8"))
+    if source is not None:
+        config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
         model_cfg, ours = config["model_cfg"], config.get("preprocess_cfg", {})
         preprocess |= {"window": ours["window"]} if "window" in ours else {}
         check_window(preprocess.get("window", 0))
     return ClipParts(
-        encoder=ClipEncoder(found).eval(),
+        encoder=ClipEncoder(network).eval(),
         preprocess=preprocess,
         tokenizer=tokenizer,
-        end=check_end_token(found, tokenizer),
-        place=place,
+        end=check_end_token(network, tokenizer),
+        folder=source,
         model_cfg=model_cfg,
     )
 
@@ -94,10 +94,10 @@ def find_folder(model: str | Path, device: str | torch.device | None = None) -> 
     weights for the device `META`."""
     from visalign.data.assets import resolve_model
 
-    place = resolve_model(model)
-    if isinstance(place, Path):
-        return place
-    return local_folder(place.removeprefix(TRANSFORMERS), HUB_FILES, device)
+    folder = resolve_model(model)
+    if isinstance(folder, Path):
+        return folder
+    return local_folder(folder.removeprefix(TRANSFORMERS), HUB_FILES, device)
 
 
 def load_fine_tuned_clip(
@@ -157,8 +157,8 @@ def save_changes(
         for key, value in after.items()
         if not torch.equal(value.cpu(), before[key].to(value.dtype).cpu())
     }
-    told = {"base": base, "changed": len(changes)}
-    (folder / BASE).write_text(json.dumps(told) + "\n", encoding="utf-8")
+    about = {"base": base, "changed": len(changes)}
+    (folder / BASE).write_text(json.dumps(about) + "\n", encoding="utf-8")
     if changes:
         save_file(changes, folder / CHANGES)
         (folder / CHANGES).chmod((folder / BASE).stat().st_mode)
@@ -167,8 +167,8 @@ def save_changes(
 def _load_changes(folder: Path, **options: Any) -> ClipParts:
     """The base with the changed tensors in it, in evaluation mode, without gradients."""
     try:
-        told = json.loads((folder / BASE).read_text(encoding="utf-8"))
-        base, count = str(told["base"]), int(told["changed"])
+        about = json.loads((folder / BASE).read_text(encoding="utf-8"))
+        base, count = str(about["base"]), int(about["changed"])
     except (ValueError, KeyError, TypeError) as error:
         raise RewardError(
             f"{folder / BASE} names no base ({type(error).__name__}: {error}); it needs "
@@ -199,7 +199,7 @@ def _load_changes(folder: Path, **options: Any) -> ClipParts:
     with torch.no_grad():
         for key, value in changes.items():
             state[key].copy_(value)
-    return replace(parts, place=folder, base=parts.weights)
+    return replace(parts, folder=folder, base=parts.weights)
 
 
 def _tensors(file: str | Path, device: str | torch.device) -> dict[str, Tensor]:

@@ -54,12 +54,12 @@ def load_open_clip(
 
     hollow = str(device) == META
     name, tag = _source(folder_or_name, weights=not hollow)
-    given: dict[str, Any] = {"precision": precision, "device": str(device), "pretrained_text": False}
+    options: dict[str, Any] = {"precision": precision, "device": str(device), "pretrained_text": False}
     if hollow:
-        given["load_weights"], tag = False, None
+        options["load_weights"], tag = False, None
     try:
         with _by_shapes_alone() if hollow else nullcontext():
-            model: Any = open_clip.create_model(name, tag, require_pretrained=not hollow, **given)
+            model: Any = open_clip.create_model(name, tag, require_pretrained=not hollow, **options)
         tokenizer = open_clip.get_tokenizer(name)
     except (RuntimeError, ValueError, TypeError, KeyError, OSError, SafetensorError) as error:
         raise RewardError(
@@ -128,8 +128,8 @@ def check_end_token(model: torch.nn.Module, tokenizer: Tokenizer) -> int | None:
     length = int(getattr(tokenizer, "context_length", 77))
     for name, text in (("short", "a"), ("long", "a " * (2 * length))):
         row = tokenizer([text])[0]
-        kept = end is not None and bool((row == end).any())
-        if not kept or (pool == "argmax" and int(row.max()) != end):
+        has_end = end is not None and bool((row == end).any())
+        if not has_end or (pool == "argmax" and int(row.max()) != end):
             raise RewardError(
                 f"The tokenizer's end token (id {end}) is not what the model pools at in a {name} text cut "
                 f"to {length} tokens (largest id {int(row.max())}), so scores would come from a wrong "
@@ -171,7 +171,7 @@ def _source(folder_or_name: str | Path, *, weights: bool = True) -> tuple[str, s
 
 @contextmanager
 def _by_shapes_alone() -> Iterator[None]:
-    """Inside, models are made on the meta device, and open_clip does not warn that none has weights."""
+    """Create models on the meta device, without open_clip's warning that they have no weights."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -94,16 +94,16 @@ def load_transformers_clip(
     with no_init_weights(), torch.device(META) if hollow else nullcontext():
         model: Any = CLIPModel(CLIPConfig.from_dict(dict(settings)))
     if not hollow:
-        known = read_folder(folder) if state is None else state
-        load_strict(model, drop_known(known, POSITION_IDS), str(folder))
+        weights = read_folder(folder) if state is None else state
+        load_strict(model, drop_known(weights, POSITION_IDS), str(folder))
     model.to(device=torch.device(device), dtype=dtype_of(precision)).eval().requires_grad_(False)
-    found = _tokenizer(folder, model.config.text_config, tokenizer)
+    text_tokenizer = _tokenizer(folder, model.config.text_config, tokenizer)
     return ClipParts(
         encoder=ClipEncoder(model).eval(),
         preprocess=_preprocessing(folder, int(model.config.vision_config.image_size)),
-        tokenizer=found,
-        end=_transformers_end(model.config.text_config, found),
-        place=folder,
+        tokenizer=text_tokenizer,
+        end=_transformers_end(model.config.text_config, text_tokenizer),
+        folder=folder,
     )
 
 
@@ -141,7 +141,7 @@ def _tokenizer(folder: Path, text: Any, otherwise: str) -> Callable[..., Tensor]
     from transformers import CLIPTokenizer
 
     marks = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
-    vocabulary = {marks.get(word, word): place for word, place in words.encoder.items()}
+    vocabulary = {marks.get(word, word): index for word, index in words.encoder.items()}
     merges: Any = list(words.bpe_ranks)
     return TextTokenizer(CLIPTokenizer(vocab=vocabulary, merges=merges), length)
 
@@ -155,10 +155,10 @@ def _transformers_end(text: Any, tokenizer: Any) -> int:
     for name, sample in (("short", "a"), ("long", "a " * (2 * text.max_position_embeddings))):
         row = tokenizer([sample])[0].tolist()
         if end not in row or (max(row) != end if pools_at_largest else text.eos_token_id != end):
-            wanted = "the largest id" if pools_at_largest else f"token {text.eos_token_id}"
+            expected = "the largest id" if pools_at_largest else f"token {text.eos_token_id}"
             raise RewardError(
-                f"The text tower pools at {wanted}, but the tokenizer's end token is {end} and a {name} text "
-                f"ends in {row[-1]}; the tokenizer does not belong to these weights."
+                f"The text tower pools at {expected}, but the tokenizer's end token is {end} and a {name} "
+                f"text ends in {row[-1]}; the tokenizer does not belong to these weights."
             )
     return int(end)
 
@@ -166,23 +166,28 @@ def _transformers_end(text: Any, tokenizer: Any) -> int:
 def _preprocessing(folder: Path, image_size: int) -> dict[str, Any]:
     """open_clip's preprocess_cfg for what the folder says of it; CLIP's own where it says nothing."""
     file = next((folder / name for name in PROCESSORS if (folder / name).is_file()), None)
-    said = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
-    said = said.get("image_processor", said)
-    size, crop = said.get("size", image_size), said.get("crop_size", image_size)
+    settings = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
+    settings = settings.get("image_processor", settings)
+    size, crop = settings.get("size", image_size), settings.get("crop_size", image_size)
     short = size.get("shortest_edge") if isinstance(size, Mapping) else size
     cropped = (crop["height"], crop["width"]) if isinstance(crop, Mapping) else (crop, crop)
     squash = isinstance(size, Mapping) and "height" in size
     edges = (size["height"], size["width"]) if squash else (short, short)
-    if edges != cropped or cropped != (image_size, image_size) or said.get("resample", 3) not in _RESAMPLING:
+    if (
+        edges != cropped
+        or cropped != (image_size, image_size)
+        or settings.get("resample", 3) not in _RESAMPLING
+    ):
         raise RewardError(
-            f"{file}: size {size}, crop_size {crop} and resample {said.get('resample', 3)} are not offered "
-            f"for a model of {image_size} pixels; allowed are resize (resample 2 or 3) and crop to that size."
+            f"{file}: size {size}, crop_size {crop} and resample {settings.get('resample', 3)} are not "
+            f"offered for a model of {image_size} pixels; allowed are resize (resample 2 or 3) and crop "
+            "to that size."
         )
     return {
         "size": image_size,
-        "mean": list(said.get("image_mean", OPENAI_MEAN)),
-        "std": list(said.get("image_std", OPENAI_STD)),
-        "interpolation": _RESAMPLING[said.get("resample", 3)],
+        "mean": list(settings.get("image_mean", OPENAI_MEAN)),
+        "std": list(settings.get("image_std", OPENAI_STD)),
+        "interpolation": _RESAMPLING[settings.get("resample", 3)],
         "resize_mode": "squash" if squash else "shortest",
         "crop_rounding": "down",
     }

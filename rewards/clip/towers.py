@@ -63,7 +63,7 @@ class ClipTowers:
         """
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; allowed are whole numbers from 1.")
-        self.source = str(model.place or "") if isinstance(model, ClipParts) else str(model)
+        self.source = str(model.folder or "") if isinstance(model, ClipParts) else str(model)
         self.precision = precision
         self.batch_size = batch_size
         self.images = FeatureCache(cache_bytes)
@@ -98,19 +98,19 @@ class ClipTowers:
 
     @property
     def fingerprint(self) -> str:
-        """Of the weight files, "" where they are in no folder; of the memory once a weight was changed."""
+        """Fingerprint of the weight files, "" without a folder; of the memory once a weight was changed."""
         _ = self.parts
         return str(self._print)
 
     def identity(self, judge: str, *, head: str = "", **options: Any) -> Identity:
-        """What the numbers of a judge on these towers depend on: `head` is the fingerprint of what it has
+        """Identity of a judge on these towers; `head` is the fingerprint of what it has
         besides, `options` all else that moves a score.
         """
         return Identity(
             judge=judge,
             model=self.source,
             weights=f"{self.fingerprint} {head}".rstrip(),
-            revision=revision_of(self.parts.place),
+            revision=revision_of(self.parts.folder),
             preprocessing=self.preprocess,
             dtype=self.precision,
             options=options,
@@ -167,18 +167,18 @@ class ClipTowers:
         return cosine(image, self.text_features(prompts).to(image.device))
 
     def pixels(self, images: Sequence[Tensor]) -> Tensor:
-        """What the image tower takes, [N, 3, h, w] normalised float32, of N images [3, H, W] in [0, 1]."""
+        """Preprocess N images [3, H, W] in [0, 1] to [N, 3, h, w], normalised, float32."""
         levels = torch.stack([model_levels(image, self.preprocess) for image in images])
         return normalised(levels / 255, self.preprocess)
 
     def tokens(self, prompts: Sequence[str]) -> Tensor:
-        """What the text tower takes, ids [N, L], of N prompts; too long ones are cut before the end token."""
+        """Tokenize N prompts to ids [N, L]; too long ones are cut before the end token."""
         return self.parts.tokenizer(list(prompts))
 
     def read_prompts(self, prompts: Sequence[str], reasons: list[str | None]) -> list[str]:
         """Note which prompts are cut; mark those that are empty, no text, or hold the model's own marks."""
-        told = {prompt: ("", prompt_problem(prompt)) for prompt in prompts}
-        sound = [prompt for prompt, (_, problem) in told.items() if problem is None]
+        notes = {prompt: ("", prompt_problem(prompt)) for prompt in prompts}
+        sound = [prompt for prompt, (_, problem) in notes.items() if problem is None]
         end = self.parts.end
         if end is not None and sound:
             tokenizer = self.parts.tokenizer
@@ -192,12 +192,12 @@ class ClipTowers:
                 spelled = "end" if len(set(behind)) > 1 else "start" if self._start in ids[1:] else ""
                 if spelled:
                     reason = f"the prompt spells out the model's {spelled} token; remove it from the text"
-                    told[prompt] = ("", reason)
+                    notes[prompt] = ("", reason)
                 elif int((full[number] == end).int().argmax()) > length - 1:
-                    told[prompt] = (f"the prompt was cut to {length} tokens", None)
+                    notes[prompt] = (f"the prompt was cut to {length} tokens", None)
         for row, prompt in enumerate(prompts):
-            reasons[row] = reasons[row] or told[prompt][1]
-        return [told[prompt][0] for prompt in prompts]
+            reasons[row] = reasons[row] or notes[prompt][1]
+        return [notes[prompt][0] for prompt in prompts]
 
     @cached_property
     def _start(self) -> int | None:
@@ -209,10 +209,10 @@ class ClipTowers:
     def _judging(self) -> Iterator[None]:
         """Evaluation mode without gradients; the caches are emptied if a weight changed since they filled."""
         encoder = self.encoder
-        seen = weight_state(encoder)
-        if seen != self._weights_seen:
+        state = weight_state(encoder)
+        if state != self._weights_seen:
             self.clear_cache()
-            self._weights_seen = seen
+            self._weights_seen = state
         in_training = [module for module in encoder.modules() if module.training]
         encoder.eval()
         try:
@@ -277,22 +277,22 @@ class ClipJudge:
         reasons = list(request.images.reasons)
         notes = self.towers.read_prompts(request.prompts, reasons)
         rows, image = self.towers.image_features(request, reasons)
-        found = image
+        scores = image
         if rows:
-            found = cosine(image, self.towers.text_features([request.prompts[row] for row in rows]))
+            scores = cosine(image, self.towers.text_features([request.prompts[row] for row in rows]))
         parts = {"cut": torch.tensor([float(bool(note)) for note in notes])}
-        value = self.scaled(found)
+        value = self.scaled(scores)
         if value is not None:
-            parts["cosine"], found = scatter(found, rows, len(request)), value
-        return make_scores(scatter(found, rows, len(request)), reasons, self.unit, parts=parts, text=notes)
+            parts["cosine"], scores = scatter(scores, rows, len(request)), value
+        return make_scores(scatter(scores, rows, len(request)), reasons, self.unit, parts=parts, text=notes)
 
     def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """[B] float32 scores of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
-        found = self.towers.cosine_with_gradient(images, prompts)
-        value = self.scaled(found)
-        return found if value is None else value
+        cosines = self.towers.cosine_with_gradient(images, prompts)
+        value = self.scaled(cosines)
+        return cosines if value is None else value
 
     @property
     def identity(self) -> Identity:
-        """What the numbers depend on."""
+        """Identity of the towers and this judge."""
         return self.towers.identity(self.name)

@@ -143,18 +143,18 @@ class CodeTests:
         Raises:
             ValueError: an option that is not allowed.
         """
-        given = asdict(limits) if isinstance(limits, SandboxLimits) else dict(limits or {})
+        values = asdict(limits) if isinstance(limits, SandboxLimits) else dict(limits or {})
         keys = [entry.name for entry in fields(SandboxLimits)]
-        positive = given.keys() <= {*keys} and all(value > 0 for value in given.values())
+        positive = values.keys() <= {*keys} and all(value > 0 for value in values.values())
         rules = {
             f"credit is {credit!r}; allowed are 'all' and 'share'": credit in ("all", "share"),
             f"workers is {workers!r}; allowed are whole numbers from 1": workers >= 1,
             f"tolerance is {tolerance!r}; allowed are numbers from 0 to below 1": 0 <= tolerance < 1,
-            f"limits are {given}; allowed are {', '.join(keys)}, each above 0": positive,
+            f"limits are {values}; allowed are {', '.join(keys)}, each above 0": positive,
         }
         if broken := [message for message, holds in rules.items() if not holds]:
             raise ValueError(f"{name}: {broken[0]}.")
-        run_limits = SandboxLimits(**given)
+        run_limits = SandboxLimits(**values)
         self.name, self.unit = name, "1 = all tests pass" if credit == "all" else "share of tests"
         self._field, self._setup_field, self._credit = field, setup_field, credit
         self._after, self._whole, self._workers, self._tolerance = after, whole, workers, tolerance
@@ -182,10 +182,10 @@ class CodeTests:
             raise NoSandbox(problem)
         setups = request.column(self._setup_field) if self._setup_field else [None] * len(request)
         with ThreadPoolExecutor(max_workers=self._workers) as pool:
-            judged = list(pool.map(self._judge, request.completions, request.column(self._field), setups))
-        shares = [share for _, share in judged]
+            results = list(pool.map(self._judge, request.completions, request.column(self._field), setups))
+        shares = [share for _, share in results]
         parts = {"share": shares, "all": [float(share == 1) for share in shares]}
-        return text_scores([verdict for verdict, _ in judged], self.unit, parts=parts)
+        return text_scores([verdict for verdict, _ in results], self.unit, parts=parts)
 
     def run(self, code: str, tests: Any, setup: str = "") -> list[TestResult]:
         """Return the result of each test (as in a metadata record) of a piece of Python source."""
@@ -193,9 +193,9 @@ class CodeTests:
         inside = iter(self._run_inside(source, [test for test in tests if "stdin" not in test]))
         results = [self._run_program(source, test) if "stdin" in test else next(inside) for test in tests]
         if setup and not all(result.passed for result in results) and _compiles(setup):
-            alone = self._execute(f"{setup}\nprint({_END!r})", "")
-            if _END not in alone.stdout:
-                last = alone.stderr.strip().rpartition("\n")[2] or "it did not reach its end"
+            setup_run = self._execute(f"{setup}\nprint({_END!r})", "")
+            if _END not in setup_run.stdout:
+                last = setup_run.stderr.strip().rpartition("\n")[2] or "it did not reach its end"
                 raise RewardError(f"the code in {self._setup_field!r} cannot run: {shortened(last)}")
         return results
 
@@ -242,10 +242,12 @@ class CodeTests:
             return TestResult(False, f"it ended with {run.exit_code}: {shortened(last)}")
         if len(run.stdout) > self._output_bytes:
             return TestResult(False, "it printed too much")
-        lines, wanted = (
+        lines, expected_lines = (
             [line.rstrip() for line in text.rstrip().splitlines()] for text in (run.stdout, expected)
         )
-        return TestResult(lines == wanted, "" if lines == wanted else f"it printed {shortened(run.stdout)}")
+        return TestResult(
+            lines == expected_lines, "" if lines == expected_lines else f"it printed {shortened(run.stdout)}"
+        )
 
     def _judge(self, completion: str, tests: Any, setup: Any) -> tuple[TextVerdict, float]:
         """Return a verdict with the share of passed tests."""

@@ -110,7 +110,7 @@ def _bubblewrap_command(program: Path, status: int, limits: SandboxLimits, packa
     folders |= {sys.base_prefix: "/python"} | (
         {sysconfig.get_path("purelib"): "/packages"} if packages else {}
     )
-    binds = [part for source, place in folders.items() for part in ("--ro-bind-try", source, place)]
+    binds = [part for source, target in folders.items() for part in ("--ro-bind-try", source, target)]
     megabyte = 1 << 20
     size = ["--size", str(limits.file_mb * megabyte), "--perms", "1777", "--tmpfs", "/tmp"]
     files = ["--proc", "/proc", "--dev", "/dev", *size, "--ro-bind", str(program), "/program.py"]

@@ -65,8 +65,10 @@ class Calibrated:
         if isinstance(reference, str | Path):
             reference, std = _read(Path(reference))
         self._value = torch.as_tensor(reference, dtype=torch.float64).flatten()
-        given = torch.zeros_like(self._value) if std is None else torch.as_tensor(std, dtype=torch.float64)
-        self._std = given.flatten()
+        deviations = (
+            torch.zeros_like(self._value) if std is None else torch.as_tensor(std, dtype=torch.float64)
+        )
+        self._std = deviations.flatten()
         if len(self._value) < 2 or self._std.shape != self._value.shape:
             raise ValueError(
                 f"{self.reward.name}: {len(self._value)} reference scores and {len(self._std)} deviations; "
@@ -106,12 +108,12 @@ class Calibrated:
     @property
     def identity(self) -> Identity | None:
         """The reward's own, with the reference."""
-        own = self.reward.identity
-        if not isinstance(own, Identity):
+        identity = self.reward.identity
+        if not isinstance(identity, Identity):
             return None
         reference = [self._value.tolist(), self._std.tolist()]
         return Identity(
-            judge=self.name, model=own.digest, options={"scale": self.scale, "reference": reference}
+            judge=self.name, model=identity.digest, options={"scale": self.scale, "reference": reference}
         )
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
@@ -123,11 +125,11 @@ class Calibrated:
         for row in range(len(reasons)):
             if self.scale == "better" and reasons[row] is None and not bool(torch.isfinite(std[row])):
                 reasons[row] = "the reward gave a value without its standard deviation"
-        place = self._place(value, std)
+        rank = self._place(value, std)
         if not self.reward.higher_is_better:
-            place = 1 - place
+            rank = 1 - rank
         return make_scores(
-            place.float(), reasons, self.unit, parts={"raw": scores.value.cpu().float()}, text=scores.text
+            rank.float(), reasons, self.unit, parts={"raw": scores.value.cpu().float()}, text=scores.text
         )
 
     def _place(self, value: Tensor, std: Tensor) -> Tensor:
@@ -143,8 +145,8 @@ class Calibrated:
 
 def _read(file: Path) -> tuple[list[float], list[float] | None]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return list(found["value"]), found.get("std")
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return list(content["value"]), content.get("std")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RewardError(
             f"The reference '{file}' cannot be read ({type(error).__name__}: {error}); give JSON with a list "

@@ -81,11 +81,11 @@ class Ensemble:
         if ddof not in (0, 1):
             raise ValueError(f"{name}: ddof is {ddof}; allowed are 0 and 1.")
         needed = len(labels) if min_members is None else min_members
-        least = 2 if how in ("lower_bound", "uwo") else 1
-        if not least <= needed <= len(labels):
-            why = ", as one alone has no spread" if least == 2 else ""
+        minimum = 2 if how in ("lower_bound", "uwo") else 1
+        if not minimum <= needed <= len(labels):
+            why = ", as one alone has no spread" if minimum == 2 else ""
             raise ValueError(
-                f"{name}: min_members is {needed}; allowed are {least} to {len(labels)}, the members{why}."
+                f"{name}: min_members is {needed}; allowed are {minimum} to {len(labels)}, the members{why}."
             )
         _check_scales(name, members, calibration)
         self.name = name
@@ -100,14 +100,16 @@ class Ensemble:
 
     @property
     def identity(self) -> Identity | None:
-        """What the scores depend on, each member's identity; None where a member has none."""
-        found = {label: member.identity for label, member in self.members.items()}
-        known = {label: one.digest for label, one in found.items() if isinstance(one, Identity)}
-        if len(known) < len(found):
+        """Identity made of each member's; None where a member has none."""
+        identities = {label: member.identity for label, member in self.members.items()}
+        digests = {
+            label: identity.digest for label, identity in identities.items() if isinstance(identity, Identity)
+        }
+        if len(digests) < len(identities):
             return None
         numbers = {"strength": self.strength, "ddof": self.ddof, "min_members": self.min_members}
-        options = {"members": known, "how": self.how, "scale": self._scale, **numbers}
-        return Identity(judge="ensemble", model=" + ".join(known), options=options)
+        options = {"members": digests, "how": self.how, "scale": self._scale, **numbers}
+        return Identity(judge="ensemble", model=" + ".join(digests), options=options)
 
     def _range(self) -> tuple[float, float]:
         ends = []
@@ -128,15 +130,15 @@ class Ensemble:
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Judge with every member; images are read once for all of them."""
         request = read_request(self.name, images, prompts, metadata)
-        found = request.images.readable()
-        loaded = as_contract([image for _, image in found])
-        texts = [request.prompts[row] for row, _ in found]
-        records = [request.metadata[row] for row, _ in found]
+        readable = request.images.readable()
+        loaded = as_contract([image for _, image in readable])
+        texts = [request.prompts[row] for row, _ in readable]
+        records = [request.metadata[row] for row, _ in readable]
 
         def judge(member: PointwiseReward) -> Scores:
             return member.score(loaded, list(texts), list(records))
 
-        return self.judged_by(judge, [row for row, _ in found], list(request.images.reasons))
+        return self.judged_by(judge, [row for row, _ in readable], list(request.images.reasons))
 
     def judged_by(self, judge: Callable[[Any], Any], usable: list[int], reasons: list[str | None]) -> Scores:
         """Scores of all B samples: `judge` asks one member for its scores of the usable rows, and `reasons`
@@ -172,11 +174,11 @@ class Ensemble:
         present = torch.isfinite(mean)
         number = present.sum(0)
         for row in (number < self.min_members).nonzero().flatten().tolist():
-            said = "; ".join(failures[row]) or "the scores are not finite numbers"
-            reasons[row] = reasons[row] or f"{int(number[row])} of {len(mean)} members judged it: {said}"
+            reason = "; ".join(failures[row]) or "the scores are not finite numbers"
+            reasons[row] = reasons[row] or f"{int(number[row])} of {len(mean)} members judged it: {reason}"
         sign = 1.0 if self.higher_is_better else -1.0
-        own: Any = "mean" if self.how == "uwo" else self.how
-        value, epistemic = combine_members(sign * mean, how=own, strength=self.strength, ddof=self.ddof)
+        rule: Any = "mean" if self.how == "uwo" else self.how
+        value, epistemic = combine_members(sign * mean, how=rule, strength=self.strength, ddof=self.ddof)
         epistemic = torch.where(number > 1, epistemic, torch.nan)
         if self.how == "uwo":
             value = penalise(value, epistemic.square(), strength=self.strength)

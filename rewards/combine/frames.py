@@ -68,10 +68,10 @@ class Frames:
     @property
     def identity(self) -> Identity | None:
         """The reward's own, with the number of frames."""
-        own = self.reward.identity
-        if not isinstance(own, Identity):
+        identity = self.reward.identity
+        if not isinstance(identity, Identity):
             return None
-        return Identity(judge=self.name, model=own.digest, options={"frames": self.frames})
+        return Identity(judge=self.name, model=identity.digest, options={"frames": self.frames})
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score B clips against B prompts; one with a frame that cannot be judged has no score.
@@ -97,12 +97,12 @@ class Frames:
             frames += read
             rows += [row] * len(read)
         with Naming(self.reward.name):
-            asked = [prompts[row] for row in rows], [records[row] for row in rows]
-            scores = self.reward.score(as_contract(frames), *asked) if rows else None
+            arguments = [prompts[row] for row in rows], [records[row] for row in rows]
+            scores = self.reward.score(as_contract(frames), *arguments) if rows else None
         return self._averaged(scores, rows, reasons)
 
     def _chosen(self, length: int) -> list[int]:
-        """Which of a clip's frames are judged."""
+        """Choose the frames of a clip that are judged."""
         n = min(self.frames, length)
         return [(2 * k + 1) * length // (2 * n) for k in range(n)]
 
@@ -112,20 +112,20 @@ class Frames:
         count = torch.bincount(owner, minlength=size).double()
         if scores is None:
             return make_scores(torch.full((size,), torch.nan), reasons, self.unit)
-        seen = dict.fromkeys(range(size), 0)
+        counts = dict.fromkeys(range(size), 0)
         for row, reason in zip(rows, failure_reasons(scores), strict=True):
             if reason is not None and reasons[row] is None:
-                reasons[row] = f"frame {seen[row] + 1} of the {int(count[row])} judged: {reason}"
-            seen[row] += 1
+                reasons[row] = f"frame {counts[row] + 1} of the {int(count[row])} judged: {reason}"
+            counts[row] += 1
 
         def mean(column: Tensor) -> Tensor:
             total = torch.zeros(size, dtype=torch.float64)
             return (total.index_add_(0, owner, column.detach().cpu().double()) / count).float()
 
         def end(reduce: str) -> Tensor:
-            found, value = torch.full((size,), torch.nan), scores.value.detach().cpu().float()
-            return found.scatter_reduce_(0, owner, value, reduce, include_self=False)
+            column, value = torch.full((size,), torch.nan), scores.value.detach().cpu().float()
+            return column.scatter_reduce_(0, owner, value, reduce, include_self=False)
 
         parts = {"frames": count.float(), "lowest": end("amin"), "highest": end("amax")}
-        own = {f"{self.reward.name}.{name}": mean(part) for name, part in scores.parts.items()}
-        return make_scores(mean(scores.value), reasons, self.unit, parts=parts | own)
+        inner_parts = {f"{self.reward.name}.{name}": mean(part) for name, part in scores.parts.items()}
+        return make_scores(mean(scores.value), reasons, self.unit, parts=parts | inner_parts)

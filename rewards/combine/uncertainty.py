@@ -107,20 +107,20 @@ class UncertaintyUsed:
 
     @property
     def identity(self) -> Identity | None:
-        """What the scores depend on; None where the reward has none, or other samples move the scores."""
-        found = self.reward.identity
-        if not isinstance(found, Identity) or self.remember or self.capabilities.needs_batch:
+        """Identity of the reward and this use; None where other samples move the scores."""
+        identity = self.reward.identity
+        if not isinstance(identity, Identity) or self.remember or self.capabilities.needs_batch:
             return None
         pool = hashlib.sha256(repr(self._start).encode()).hexdigest()[:32] if self._start else ""
         used = {"how": self.how, "strength": self.strength, "reference": self.reference, "pool": pool}
-        return replace(found, options={**found.options, "uncertainty": used})
+        return replace(identity, options={**identity.options, "uncertainty": used})
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """The reward's scores with its uncertainty used."""
         with Naming(self.reward.name):
             scores = self.reward.score(images, prompts, metadata)
         raw, scores, std = scores.value, *with_deviation(self.reward.name, scores)
-        mean, std, known = scores.value.double(), std.double(), scores.valid
+        mean, std, valid = scores.value.double(), std.double(), scores.valid
         sign = 1.0 if self.higher_is_better else -1.0
         parts = {"mean": raw}
         if self.how == "weight":
@@ -129,27 +129,29 @@ class UncertaintyUsed:
             value = self.reference + (mean - self.reference) * weight
             parts["weight"] = weight.float()
         else:
-            uncertainty = std if self.how == "lower_bound" else self._overlap(mean, std, known)
+            uncertainty = std if self.how == "lower_bound" else self._overlap(mean, std, valid)
             value = sign * penalise(sign * mean, uncertainty, strength=self.strength)
         if self.remember:
-            self.pool.extend(zip(mean[known].tolist(), std[known].tolist(), strict=True))
+            self.pool.extend(zip(mean[valid].tolist(), std[valid].tolist(), strict=True))
         parts["uncertainty"] = uncertainty.float()
         nan = torch.tensor(torch.nan)
         return replace(
             scores,
-            value=torch.where(known, value.float(), nan),
-            parts=dict(scores.parts) | {key: torch.where(known, part, nan) for key, part in parts.items()},
+            value=torch.where(valid, value.float(), nan),
+            parts=dict(scores.parts) | {key: torch.where(valid, part, nan) for key, part in parts.items()},
         )
 
-    def _overlap(self, mean: Tensor, std: Tensor, known: Tensor) -> Tensor:
+    def _overlap(self, mean: Tensor, std: Tensor, valid: Tensor) -> Tensor:
         """[B] u against the rest of the batch, or the pool as it was before this call; 0 if it is empty."""
         result = torch.zeros_like(mean)
         if self._compares:
-            result[known] = bhattacharyya_overlap(mean[known], std[known])
-        elif self.pool and bool(known.any()):
+            result[valid] = bhattacharyya_overlap(mean[valid], std[valid])
+        elif self.pool and bool(valid.any()):
             pool = torch.tensor(list(self.pool), dtype=torch.float64)
-            found = bhattacharyya_overlap(mean[known], std[known], pool_mean=pool[:, 0], pool_std=pool[:, 1])
-            result[known] = found
+            overlap = bhattacharyya_overlap(
+                mean[valid], std[valid], pool_mean=pool[:, 0], pool_std=pool[:, 1]
+            )
+            result[valid] = overlap
         return result
 
 
@@ -164,9 +166,9 @@ def with_deviation(name: str, scores: Scores) -> tuple[Scores, Tensor]:
             f"Reward {name!r} gives no standard deviation, so there is no uncertainty to use; wrap an "
             "ensemble, or a judge with Scores.std."
         )
-    known = scores.valid & torch.isfinite(scores.value) & torch.isfinite(scores.std)
+    valid = scores.valid & torch.isfinite(scores.value) & torch.isfinite(scores.std)
     reasons = list(scores.reason or [None] * len(scores))
-    for row in (scores.valid & ~known).nonzero().flatten().tolist():
+    for row in (scores.valid & ~valid).nonzero().flatten().tolist():
         reasons[row] = "the judge gave no standard deviation for it"
-    value = torch.where(known, scores.value, torch.nan)
-    return replace(scores, value=value, valid=known, reason=reasons), scores.std
+    value = torch.where(valid, scores.value, torch.nan)
+    return replace(scores, value=value, valid=valid, reason=reasons), scores.std

@@ -80,7 +80,7 @@ class WeightedSum:
             label: (with_capabilities(reward), weight) for label, (reward, weight) in rewards.items()
         }
         needs = {label: reward.capabilities for label, (reward, _) in self.rewards.items()}
-        images = [label for label, one in needs.items() if not one.takes_clips]
+        images = [label for label, term in needs.items() if not term.takes_clips]
         takes_clips = len(images) < len(needs)
         if takes_clips and images:
             raise ValueError(
@@ -104,8 +104,8 @@ class WeightedSum:
             raise ValueError(f"{name} has a bound on every term, so nothing is maximised; leave one without.")
         terms = self.rewards.items()
         self.capabilities = RewardCapabilities(
-            needs_group=any(one.needs_group for one in needs.values()),
-            needs_batch=self._normalise == "batch" or any(one.needs_batch for one in needs.values()),
+            needs_group=any(term.needs_group for term in needs.values()),
+            needs_batch=self._normalise == "batch" or any(term.needs_batch for term in needs.values()),
             takes_clips=takes_clips,
             term_weights={label: weight for label, (_, weight) in terms if weight},
             recorded_terms={
@@ -137,8 +137,11 @@ class WeightedSum:
         """Judge with every reward and add up; images are read once for all of them."""
         if self.capabilities.takes_clips:
             rows = list(range(len(prompts)))
-            asked = list(prompts), without_group(read_metadata(self.name, metadata, len(rows), noun="clip"))
-            return self.add_up(lambda reward: reward.score(images, *asked), rows, [None] * len(rows))
+            arguments = (
+                list(prompts),
+                without_group(read_metadata(self.name, metadata, len(rows), noun="clip")),
+            )
+            return self.add_up(lambda reward: reward.score(images, *arguments), rows, [None] * len(rows))
         request = read_request(self.name, images, prompts, metadata)
         usable = [row for row, _ in request.images.readable()]
         loaded = as_contract([image for _, image in request.images.readable()])
@@ -146,8 +149,8 @@ class WeightedSum:
         records = [request.metadata[row] for row in usable]
 
         def judge(reward: Any) -> Scores:
-            known = records if reward.capabilities.needs_group else without_group(records)
-            return reward.score(loaded, list(texts), list(known))
+            metadata = records if reward.capabilities.needs_group else without_group(records)
+            return reward.score(loaded, list(texts), list(metadata))
 
         return self.add_up(judge, usable, request.images.reasons)
 
@@ -222,15 +225,15 @@ ROUNDING = 1e-6
 
 def _standardise(value: Tensor, valid: Tensor) -> Tensor:
     """z-scores over the valid entries, population std; exact zeros when they are equal up to rounding."""
-    known = value[valid]
-    spread = known.std(correction=0) if known.numel() else torch.zeros(())
-    if known.numel() == 0 or bool(spread <= ROUNDING * known.abs().max()):
+    scores = value[valid]
+    spread = scores.std(correction=0) if scores.numel() else torch.zeros(())
+    if scores.numel() == 0 or bool(spread <= ROUNDING * scores.abs().max()):
         return torch.where(valid, 0.0, value)
-    return (value - known.mean()) / spread
+    return (value - scores.mean()) / spread
 
 
 def _checked(label: str, answer: Any, size: int, noun: Noun) -> Scores:
-    """What a reward returned, refused by its label when it is not one score per sample."""
+    """Check that a reward returned one score per sample; errors name its label."""
     if not isinstance(answer, Scores):
         check = "check_reward" if noun == "image" else "check_text_reward"
         raise RewardError(
@@ -261,10 +264,10 @@ def _spread(scores: Scores, rows: list[int], size: int) -> Scores:
     def fill(column: Tensor) -> Tensor:
         return torch.full((size,), torch.nan).index_copy(0, index, column.detach().float().cpu())
 
-    own = torch.isfinite(scores.value).cpu()
-    valid = torch.zeros(size, dtype=torch.bool).index_copy(0, index, scores.valid.cpu() & own)
+    finite = torch.isfinite(scores.value).cpu()
+    valid = torch.zeros(size, dtype=torch.bool).index_copy(0, index, scores.valid.cpu() & finite)
     reasons: list[str | None] = ["not judged"] * size
-    for row, reason, ok in zip(rows, failure_reasons(scores), own.tolist(), strict=True):
+    for row, reason, ok in zip(rows, failure_reasons(scores), finite.tolist(), strict=True):
         reasons[row] = reason if ok or reason is not None else "the score is not a finite number"
     parts = {key: fill(part) for key, part in scores.parts.items()}
     std = None if scores.std is None else fill(scores.std)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of a judge's text is its answer, and which single number that part states.
+"""Parse a judge's text: the part that is its answer, and the single number that it states.
 
 What a careful reader would call unclear is an `AnswerError` with its reason; nothing is guessed.
 """
@@ -78,18 +78,18 @@ def statement(text: str) -> Statement:
 def json_object(text: str, key: str) -> dict[str, Any]:
     """The last complete JSON object in a text that has a key, words around it allowed."""
     decoder = json.JSONDecoder()
-    found, start = None, text.find("{")
+    last, start = None, text.find("{")
     while start >= 0:
         try:
             read, end = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
             start = text.find("{", start + 1)
             continue
-        found = read if isinstance(read, dict) and key in read else found
+        last = read if isinstance(read, dict) and key in read else last
         start = text.find("{", end)
-    if found is None:
+    if last is None:
         raise AnswerError(f"the judge's text holds no complete JSON object with a {key}")
-    return found
+    return last
 
 
 def check_range(value: float, low: float, high: float) -> float:
@@ -99,13 +99,13 @@ def check_range(value: float, low: float, high: float) -> float:
     return value
 
 
-def single_number(said: Statement, low: float, high: float) -> float:
+def single_number(answer: Statement, low: float, high: float) -> float:
     """The one number that a statement gives on a scale.
 
     "4", "Score: 4.1 / 5", "3.2 out of 5" and "(1-5): 4" are clear. "3,5", "3 or 4", "4/10" on a scale to 5,
     and text without an <answer> block that holds a number no word calls the score, are not.
     """
-    body = _SCALE.sub(" ", said.text)
+    body = _SCALE.sub(" ", answer.text)
     if match := _LIST.search(body):
         raise AnswerError(f"{match[0]!r} may be a decimal comma or a list of numbers")
     for match in _OUT_OF.finditer(body):
@@ -122,8 +122,8 @@ def single_number(said: Statement, low: float, high: float) -> float:
         raise AnswerError(
             f"the judge's answer holds several numbers ({', '.join(f'{n:g}' for n in numbers)})"
         )
-    alone = _FREE.fullmatch(body.strip(" \t\r\n*_.`'\""))
-    if not said.in_block and alone is None:
+    free_number = _FREE.fullmatch(body.strip(" \t\r\n*_.`'\""))
+    if not answer.in_block and free_number is None:
         raise AnswerError(
             f"the judge wrote {numbers[0]:g} without an <answer> block and without calling it the score"
         )

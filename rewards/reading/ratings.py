@@ -88,15 +88,15 @@ def aspect_scores(
     Raises:
         AnswerError: an aspect with two different numbers, or a number outside the limits.
     """
-    found: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
     for match in (_PUBLISHED_ASPECT if published_form else _ASPECT).finditer(text):
-        found.setdefault(match["name"].lower(), []).append(float(match["number"]))
-    if lenient and not published_form and not found:
+        by_name.setdefault(match["name"].lower(), []).append(float(match["number"]))
+    if lenient and not published_form and not by_name:
         numbers = re.findall(NUMBER, text)
-        found = (
+        by_name = (
             {name: [float(n)] for name, n in zip(ASPECTS, numbers, strict=False)} if len(numbers) >= 3 else {}
         )
-    scores = {name: given[-1] if lenient else _one(name, given) for name, given in found.items()}
+    scores = {name: values[-1] if lenient else _one(name, values) for name, values in by_name.items()}
     if limits is not None:
         for value in scores.values():
             check_range(value, *limits)
@@ -125,10 +125,10 @@ def tagged_score(text: str, *, low: float = 1, high: float = 5, first: bool = Fa
     The rule for several tags: equal numbers are one, and two that differ are no score, since nobody knows
     which of them the judge means. The peer takes the first whatever the others say; so does `first`.
     """
-    found = [float(number) for number in _TAG.findall(text)]
-    if not found:
+    ratings = [float(number) for number in _TAG.findall(text)]
+    if not ratings:
         raise AnswerError("the judge's text has no <Score> with a whole number")
-    return check_range(found[0] if first else _one("<Score>", found), low, high)
+    return check_range(ratings[0] if first else _one("<Score>", ratings), low, high)
 
 
 def quality_score(text: str, *, low: float = 1.0, high: float = 5.0) -> float:
@@ -147,8 +147,8 @@ def lift_label(text: str) -> str:
             doubtful = _DENIAL.search(clause) is not None
             labels[match[1]] = clause.strip() if doubtful else labels.get(match[1], "")
     if len(labels) != 1:
-        given = " and ".join(labels) if labels else "none"
-        raise AnswerError(f"the judge must state one of {', '.join(LIFT_VALUES)}; it states {given}")
+        listed = " and ".join(labels) if labels else "none"
+        raise AnswerError(f"the judge must state one of {', '.join(LIFT_VALUES)}; it states {listed}")
     ((label, doubt),) = labels.items()
     if doubt:
         raise AnswerError(f"the judge may deny the label it names: {doubt:.60} {label}")
@@ -211,10 +211,10 @@ def decision(text: str) -> float:
 
 def listed_scores(text: str, *, count: int = 2, low: float = 0.0, high: float = 25.0) -> list[float]:
     """The numbers of the list "score" in a JSON object, words around it allowed; so many, in the range."""
-    given = json_object(text, "score")["score"]
-    numbers = given if isinstance(given, list) else [given]
+    score = json_object(text, "score")["score"]
+    numbers = score if isinstance(score, list) else [score]
     if len(numbers) != count or any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers):
-        raise AnswerError(f"the judge's score is {given!r:.60}; asked for is a list of {count} numbers")
+        raise AnswerError(f"the judge's score is {score!r:.60}; asked for is a list of {count} numbers")
     return [check_range(float(number), low, high) for number in numbers]
 
 
@@ -227,14 +227,14 @@ FORMS: dict[str, tuple[Callable[[str], float], float, float]] = {
 \\boxed{7} as DeepSeek-GRM, or a decision with its reasons behind it as RewardDance."""
 
 
-def _one(name: str, given: Sequence[float]) -> float:
-    if len(set(given)) > 1:
-        raise AnswerError(f"the judge gave {name} twice: {given[0]:g} and {given[-1]:g}")
-    return given[0]
+def _one(name: str, numbers: Sequence[float]) -> float:
+    if len(set(numbers)) > 1:
+        raise AnswerError(f"the judge gave {name} twice: {numbers[0]:g} and {numbers[-1]:g}")
+    return numbers[0]
 
 
 def _clause(before: str) -> str:
-    """What stands in the same clause before a word; "and the quality is" begins another one."""
+    """Return the text before a word in its clause; "and the quality is" begins another clause."""
     return re.split(
         r"[.;:!?,\n]|\bbut\b"
         r"|\b(?:and|so|because|thus|hence|yet|while|although|though|however)\b"
@@ -247,8 +247,8 @@ def _rational_value(line: str) -> float | str | None:
     match = re.search(r"Score\s*:\s*(.+)$", line.strip(), re.IGNORECASE)
     if match is None:
         return None
-    said = match[1].strip(" *\t")
-    if said == "N/A":
-        return said
-    number = re.match(r"\d+(?:\.\d+)?", said)
+    words = match[1].strip(" *\t")
+    if words == "N/A":
+        return words
+    number = re.match(r"\d+(?:\.\d+)?", words)
     return None if number is None else float(number[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of two images a judge's text prefers: UnifiedReward's pair answers, thinking or not, and Flex.
+"""Parse which of two images a judge's text prefers: UnifiedReward's answers, thinking or not, and Flex.
 
 Source: UnifiedReward, Wang et al., arXiv 2503.05236, and its Think and Flex successors. Pref-GRPO looks for
 the first option as a substring, so that "I do not agree that Image 1 is better" counts for image 1, and takes
@@ -61,7 +61,7 @@ _TIE_WORD = re.compile(r"\s*(?:a\s+)?(?:tie|draw|equal|both|none)\s*\.?\s*", re.
 
 
 def verdict(text: str, *, options: Sequence[str] = OPTIONS) -> int:
-    """What a careful reader takes from a judge's text: 1 first better, 2 second better, 0 a tie.
+    """Parse a judge's text as a careful reader does: 1 first better, 2 second better, 0 a tie.
 
     Clauses that deny or doubt an option, or ask, assert nothing: "Image 2 is not better" leaves a tie open.
     "Image 1 is worse" asserts the other one, and "the first image" is the first option's. Where both are
@@ -74,25 +74,25 @@ def verdict(text: str, *, options: Sequence[str] = OPTIONS) -> int:
     Raises:
         AnswerError: cut off, no option asserted, both, or a tie beside an option.
     """
-    said = statement(text)
+    answer = statement(text)
     names = [_subject(option, side) for side, option in enumerate(options, 1)]
-    whole = said.text.strip(" \t\r\n.*\"'`")
+    bare = answer.text.strip(" \t\r\n.*\"'`")
     for side, name in enumerate(names, 1):
-        if re.fullmatch(rf"(?:the\s+)?{name}", whole, re.IGNORECASE):
+        if re.fullmatch(rf"(?:the\s+)?{name}", bare, re.IGNORECASE):
             return side
-    clauses = [clause for clause, end in _CLAUSE.findall(said.text) if end != "?"]
-    found = {side for clause in clauses for side in _asserted(clause, names)}
-    if len(found) == 2:  # "Image 1 in colour, but overall Image 2" is clear, with a comma behind it too
+    clauses = [clause for clause, end in _CLAUSE.findall(answer.text) if end != "?"]
+    sides = {side for clause in clauses for side in _asserted(clause, names)}
+    if len(sides) == 2:  # "Image 1 in colour, but overall Image 2" is clear, with a comma behind it too
         summed_up = [clause for n, clause in enumerate(clauses) if _sums_up(clause, clauses[max(n - 1, 0)])]
-        found = {side for clause in summed_up for side in _asserted(clause, names)} or found
+        sides = {side for clause in summed_up for side in _asserted(clause, names)} or sides
     tied = any(_ties(clause) for clause in clauses)
-    if found and tied:
+    if sides and tied:
         raise AnswerError("the judge calls one picture better and both equal")
-    if len(found) == 1:
-        return found.pop()
+    if len(sides) == 1:
+        return sides.pop()
     if tied:
         return 0
-    if found:
+    if sides:
         raise AnswerError("the judge calls both pictures better")
     if any(re.search(rf"{name}\s+{_IS}", clause, re.IGNORECASE) for clause in clauses for name in names):
         raise AnswerError(
@@ -112,16 +112,16 @@ def pair_scores(text: str, *, total: float | None = 1.0) -> tuple[float, float]:
     Raises:
         AnswerError: a score missing, given twice, or another sum.
     """
-    said = statement(text).text
+    answer = statement(text).text
     scores = []
     for name in ("Image 1", "Image 2"):
         words = name.replace(" ", r"\s*")
         form = rf"\b{words}\b(?:\s*['’]s)?\s*(?:score)?[\s*_]*[:=][\s*_]*({NUMBER})(?!\w|\.\d|,\d)"
-        found = {float(number) for number in re.findall(form, said, re.IGNORECASE)}
-        if len(found) != 1:
-            count = "no score" if not found else "several scores"
+        numbers = {float(number) for number in re.findall(form, answer, re.IGNORECASE)}
+        if len(numbers) != 1:
+            count = "no score" if not numbers else "several scores"
             raise AnswerError(f"the judge's text gives {count} for {name}")
-        scores.append(found.pop())
+        scores.append(numbers.pop())
     if not all(map(math.isfinite, scores)):
         raise AnswerError("the judge's scores are not finite")
     if total is not None and (min(scores) < 0 or abs(sum(scores) - total) > 0.02):
@@ -136,16 +136,16 @@ def aspect_pair_scores(text: str) -> dict[str, tuple[float, float]]:
     >>> aspect_pair_scores("Style Score:\\n Image 1: 0.4\\n Image 2: 0.6")
     {'style': (0.4, 0.6)}
     """
-    said = statement(text).text
-    headings = list(_ASPECT.finditer(said))
-    found: dict[str, tuple[float, float]] = {}
+    answer = statement(text).text
+    headings = list(_ASPECT.finditer(answer))
+    pairs: dict[str, tuple[float, float]] = {}
     for number, heading in enumerate(headings):
         name = heading[1].lower()
         last = number + 1 == len(headings)
-        scores = pair_scores(said[heading.end() : None if last else headings[number + 1].start()])
-        if found.setdefault(name, scores) != scores:
+        scores = pair_scores(answer[heading.end() : None if last else headings[number + 1].start()])
+        if pairs.setdefault(name, scores) != scores:
             raise AnswerError(f"the judge gave {name} twice, with other scores")
-    return found
+    return pairs
 
 
 @dataclass(frozen=True)
@@ -187,21 +187,21 @@ class FlexAnswer:
         return (overall_weight * overall + dim_weight * mean) / (overall_weight + dim_weight)
 
 
-def flex_winner(said: Any) -> int:
+def flex_winner(text: Any) -> int:
     """1 or 2 for the image that a "winner" field names, 0 for a tie."""
-    if isinstance(said, str):
-        if _TIE_WORD.fullmatch(said):
+    if isinstance(text, str):
+        if _TIE_WORD.fullmatch(text):
             return 0
-        named = [side for side, form in _SIDE.items() if form.search(said)]
-        if len(named) == 1 and not _EITHER.search(said):
-            return named[0]
-    raise AnswerError(f"the winner is {said!r:.60}, which names not exactly one of the two pictures")
+        sides = [side for side, form in _SIDE.items() if form.search(text)]
+        if len(sides) == 1 and not _EITHER.search(text):
+            return sides[0]
+    raise AnswerError(f"the winner is {text!r:.60}, which names not exactly one of the two pictures")
 
 
 def flex_answer(text: str) -> FlexAnswer:
     """Read a Flex judgement: a JSON object with "winner" and "categories", words around it allowed."""
-    held = json_object(text, "winner")
-    listed = held.get("categories", [])
+    content = json_object(text, "winner")
+    listed = content.get("categories", [])
     categories: dict[str, int | None] = {}
     for number, category in enumerate(listed if isinstance(listed, list) else [], 1):
         if not isinstance(category, dict):
@@ -211,7 +211,7 @@ def flex_answer(text: str) -> FlexAnswer:
             categories[name] = flex_winner(category.get("cat_winner"))
         except AnswerError:
             categories[name] = None
-    return FlexAnswer(flex_winner(held["winner"]), categories)
+    return FlexAnswer(flex_winner(content["winner"]), categories)
 
 
 def _subject(option: str, side: int) -> str:
@@ -223,13 +223,13 @@ def _subject(option: str, side: int) -> str:
 
 
 def _sums_up(clause: str, before: str) -> bool:
-    """Whether a clause is what is said "overall", or follows the bare word."""
+    """Return True if a clause is about "overall", or follows the bare word."""
     return bool(_OVERALL.search(clause) or _OVERALL.fullmatch(before.strip(" *_")))
 
 
 def _asserted(clause: str, names: Sequence[str]) -> set[int]:
     """Sides that a clause calls better."""
-    found = set()
+    sides = set()
     for side, name in enumerate(names, 1):
         chosen = (
             rf"\b(?:prefer|choose|pick|winner\s+is|better\s+(?:one|image|video)\s+is)\s+(?:the\s+)?{name}"
@@ -242,12 +242,12 @@ def _asserted(clause: str, names: Sequence[str]) -> set[int]:
             match = re.search(form, clause, re.IGNORECASE)
             doubted = match is None or _DOUBT.search(clause[: match.end()])
             if match and not doubted and not _TAKEN_BACK.search(clause[match.end() :]):
-                found.add(wins)
-    return found
+                sides.add(wins)
+    return sides
 
 
 def _ties(clause: str) -> bool:
-    """Whether a clause calls both equal."""
+    """Return True if a clause calls both images equal."""
     match = _TIE.search(clause)
     return match is not None and not _DOUBT.search(clause[: match.start()])
 

@@ -131,6 +131,6 @@ def _load(
         },
         tokenizer=tokenizer,
         end=check_end_token(network, tokenizer),
-        place=place,
+        folder=place,
         model_cfg=config,
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A judge on other machines: the client of `visalign serve-reward`, a reward like any other.
+"""Client of `visalign serve-reward`: a judge on other machines as a reward.
 
 Images travel as 8-bit pixels: floats are rounded to the nearest of 256 levels, as a PNG would round them.
 """
@@ -50,7 +50,7 @@ _SAME = ("name", "identity", "scores", "compares", "unit")
 
 
 class _Server:
-    """One server, and how it does."""
+    """A server with its state."""
 
     def __init__(self, url: str, headers: Mapping[str, str], timeout: float) -> None:
         self.url = url
@@ -116,13 +116,13 @@ class RemoteReward:
     ) -> None:
         if attempts < 1 or (batch_size is not None and batch_size < 1):
             raise ValueError(f"attempts is {attempts} and batch_size {batch_size}; both must be at least 1.")
-        given = url.split(",") if isinstance(url, str) else url
-        urls = list(dict.fromkeys(one.strip().rstrip("/") for one in given if one.strip()))
+        addresses = url.split(",") if isinstance(url, str) else url
+        urls = list(dict.fromkeys(address.strip().rstrip("/") for address in addresses if address.strip()))
         if not urls:
             raise ValueError(f"url is {url!r}; give the address of a server, or a list of them.")
         self.url = ", ".join(urls)
         headers = _authorisation(token or (os.environ.get(token_env) if token_env else None))
-        self._servers = [_Server(one, headers, timeout or 30.0) for one in urls]
+        self._servers = [_Server(address, headers, timeout or 30.0) for address in urls]
         self._end = weakref.finalize(self, _close, self._servers)
         self._attempts, self._pause, self._patience, self._timeout = attempts, pause, patience, timeout
         self._choosing = threading.Lock()
@@ -162,14 +162,14 @@ class RemoteReward:
         rows = [row for row, reason in enumerate(reasons) if reason is None]
 
         def ask(part: slice) -> Scores | Preferences:
-            one, *other = (side[part] for side in sides)
+            first, *other = (side[part] for side in sides)
             right = other[0] if other else None
             return self._ask(
-                path, JudgeRequest(images=one, right=right, prompts=texts[part], metadata=records[part])
+                path, JudgeRequest(images=first, right=right, prompts=texts[part], metadata=records[part])
             )
 
-        found = self._in_order(ask, self._chunks(sides, texts, records))
-        return spread(found, rows, reasons, self.unit if path == "/v1/score" else None)
+        answers = self._in_order(ask, self._chunks(sides, texts, records))
+        return spread(answers, rows, reasons, self.unit if path == "/v1/score" else None)
 
     def close(self) -> None:
         """Hang up."""
@@ -193,18 +193,18 @@ class RemoteReward:
         """Rows of one request each: at most a batch, and at most as many pixels and as much JSON as every
         server takes; what will be refused as too large stands alone."""
         parts, start, pixels, words = [], 0, 0, 0
-        most = self._sizes
+        limits = self._sizes
         for row, (prompt, record, *images) in enumerate(zip(prompts, records, *sides, strict=True)):
-            own = sum(image.shape[1] * image.shape[2] for image in images)
-            own = own if len(prompt) <= most["max_prompt"] else most["max_pixels"] + 1
-            said = _json_bytes(prompt, record, len(images))
-            is_full = row - start >= min(most["max_batch"], most["max_rows"])
-            is_large = pixels + own > most["max_pixels"] or words + said > most["max_header"]
+            area = sum(image.shape[1] * image.shape[2] for image in images)
+            area = area if len(prompt) <= limits["max_prompt"] else limits["max_pixels"] + 1
+            length = _json_bytes(prompt, record, len(images))
+            is_full = row - start >= min(limits["max_batch"], limits["max_rows"])
+            is_large = pixels + area > limits["max_pixels"] or words + length > limits["max_header"]
             if row > start and (is_full or is_large):
                 parts.append(slice(start, row))
                 start, pixels, words = row, 0, 0
-            pixels += own
-            words += said
+            pixels += area
+            words += length
         return [*parts, slice(start, len(sides[0]))] if len(sides[0]) else []
 
     def _meet_all(self) -> None:
@@ -244,8 +244,8 @@ class RemoteReward:
                     f"serves {_described(self._card)}; all must serve one version of one judge. Leave it out."
                 )
             for name in _SIZES:
-                told = int(about["limits"].get(name, self._sizes.get(name, 1 << 22)))
-                self._sizes[name] = min(told, self._sizes.get(name, told))
+                limit = int(about["limits"].get(name, self._sizes.get(name, 1 << 22)))
+                self._sizes[name] = min(limit, self._sizes.get(name, limit))
         seconds = self._timeout or float(about["limits"]["timeout"]) + 30.0
         server.client.timeout = httpx.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS))
         server.is_known = True
@@ -281,18 +281,18 @@ class RemoteReward:
             )
         return about
 
-    def _ask(self, path: str, asked: JudgeRequest) -> Scores | Preferences:
+    def _ask(self, path: str, request: JudgeRequest) -> Scores | Preferences:
         """The answer, or one of which nothing is valid that says why there is none."""
 
         def unknown(why: str) -> Scores | Preferences:
-            return spread([], [], [why] * len(asked), None if asked.right is not None else self.unit)
+            return spread([], [], [why] * len(request), None if request.right is not None else self.unit)
 
-        body = pack_request(asked)
+        body = pack_request(request)
         why, failures, end = "", 0, time.monotonic() + self._patience
         allowed = self._attempts * len(self._servers)
         able = list(self._servers)
         while failures < allowed:
-            server = self._choose(able, len(asked))
+            server = self._choose(able, len(request))
             try:
                 if not server.is_known:
                     self._meet(server)
@@ -306,7 +306,7 @@ class RemoteReward:
                 self._leave_alone(server, why)
                 continue
             finally:
-                self._let_go(server, len(asked))
+                self._let_go(server, len(request))
             if reply.status_code == 200:
                 try:
                     self._check_judge(server, reply.headers.get(JUDGE_HEADER, ""))
@@ -315,7 +315,7 @@ class RemoteReward:
                     continue
                 server.failures, server.is_other = 0, False
                 try:
-                    return _read_answer(reply.content, asked)
+                    return _read_answer(reply.content, request)
                 except WireError as error:
                     return unknown(f"the reward server's answer is unreadable: {error}")
             failed = "failed" if reply.status_code >= 500 else "refused it"
@@ -339,7 +339,9 @@ class RemoteReward:
         """The server that rests least, then has least to do; back when its rest is over."""
         with self._choosing:
             now = time.monotonic()
-            server = min(servers, key=lambda one: (max(now, one.rests_until), one.under_way))
+            server = min(
+                servers, key=lambda candidate: (max(now, candidate.rests_until), candidate.under_way)
+            )
             server.under_way += rows
             rest = server.rests_until - now
         if rest > 0:
@@ -350,10 +352,10 @@ class RemoteReward:
         with self._choosing:
             server.under_way -= rows
 
-    def _leave_alone(self, server: _Server, why: str, least: float = 0.0) -> None:
+    def _leave_alone(self, server: _Server, why: str, seconds: float = 0.0) -> None:
         """After a failure, for longer each time; the first is told where others take the work."""
         server.failures += 1
-        server.rest(max(least, self._pause * 2.0 ** min(server.failures - 1, 16)))
+        server.rest(max(seconds, self._pause * 2.0 ** min(server.failures - 1, 16)))
         if server.failures == 1 and len(self._servers) > 1:
             warnings.warn(f"{server.url}: {why}. Other servers take its work.", stacklevel=2)
 
@@ -396,7 +398,7 @@ def _close(servers: Sequence[_Server]) -> None:
 
 
 def spread(
-    found: Sequence[Scores | Preferences],
+    answers: Sequence[Scores | Preferences],
     rows: Sequence[int],
     reasons: Sequence[str | None],
     unit: str | None,
@@ -405,36 +407,38 @@ def spread(
     invalid with its reason. `unit` is that of scores, None for preferences.
     """
     size = len(reasons)
-    each = [{**columns_of(answer), "valid": answer.valid.float()} for answer in found]
+    tables = [{**columns_of(answer), "valid": answer.valid.float()} for answer in answers]
     columns = {
         name: scatter(
-            torch.cat([own.get(name, torch.full_like(own["valid"], torch.nan)) for own in each]), rows, size
+            torch.cat([table.get(name, torch.full_like(table["valid"], torch.nan)) for table in tables]),
+            rows,
+            size,
         )
-        for name in dict.fromkeys(name for own in each for name in own)
+        for name in dict.fromkeys(name for table in tables for name in table)
     }
     empty = torch.full((size,), torch.nan)
-    said: dict[str, list[Any]] = {"text": [None] * size, "reason": list(reasons)}
-    for name, words in said.items():
-        told = (word for answer in found for word in getattr(answer, name) or [None] * len(answer))
-        for row, word in zip(rows, told, strict=True):
+    texts: dict[str, list[Any]] = {"text": [None] * size, "reason": list(reasons)}
+    for name, words in texts.items():
+        entries = (word for answer in answers for word in getattr(answer, name) or [None] * len(answer))
+        for row, word in zip(rows, entries, strict=True):
             words[row] = word
-    text = [word or "" for word in said["text"]] if any(said["text"]) else None
+    text = [word or "" for word in texts["text"]] if any(texts["text"]) else None
     valid = columns.pop("valid", empty) == 1
-    return answer_of({"main": empty, **columns}, valid, unit, text, said["reason"])
+    return answer_of({"main": empty, **columns}, valid, unit, text, texts["reason"])
 
 
 def read_images(
     name: str, sides: Sequence[Any], prompts: Sequence[str], metadata: Metadata | None
 ) -> tuple[list[Pixels], list[str], list[Mapping[str, Any] | None], list[str | None]]:
-    """What is sent: the pixels of each side at 8 bits, prompts and records of the rows in which all images
-    could be read; and of all B rows the reason why it is left out, or None. Of pairs the sides are the
-    left and the right images.
+    """Prepare what is sent: pixels of each side at 8 bits, prompts and records of the readable rows.
+
+    Also returns a reason per row, None for the rows that are sent. Pairs have a left and a right side.
     """
     levels = [_as_uint8_batch(side) for side in sides]
     # An image of one pixel stands for what is 8-bit already: prompts and records are checked all the same.
     stands = [
-        side if known is None else torch.zeros(len(known), 3, 1, 1)
-        for side, known in zip(sides, levels, strict=True)
+        side if bytes_batch is None else torch.zeros(len(bytes_batch), 3, 1, 1)
+        for side, bytes_batch in zip(sides, levels, strict=True)
     ]
     request = read_request(name, stands[0], prompts, metadata)
     batches = [request.images, *(load_images(side) for side in stands[1:])]
@@ -443,51 +447,51 @@ def read_images(
     reasons = [next(filter(None, why), None) for why in zip(*(b.reasons for b in batches), strict=True)]
     rows = [row for row, reason in enumerate(reasons) if reason is None]
     pixels: list[Pixels] = []
-    for batch, known in zip(batches, levels, strict=True):
-        if known is None:
+    for batch, bytes_batch in zip(batches, levels, strict=True):
+        if bytes_batch is None:
             pixels.append(
                 [to_levels(image) for image in (batch.images[row] for row in rows) if image is not None]
             )
         else:
-            pixels.append(known if len(rows) == len(request) else known[rows])
+            pixels.append(bytes_batch if len(rows) == len(request) else bytes_batch[rows])
     return pixels, [request.prompts[row] for row in rows], [request.metadata[row] for row in rows], reasons
 
 
 def _as_uint8_batch(images: Any) -> Tensor | None:
     """uint8 [B, 3, H, W] of images that are 8-bit in a layout beyond doubt; else None, for `load_images`."""
     is_array = isinstance(images, np.ndarray) and images.dtype == np.uint8
-    found = torch.from_numpy(np.array(images)) if is_array else images  # a copy can always be written to
-    if not isinstance(found, Tensor) or found.dtype != torch.uint8 or found.ndim != 4 or 0 in found.shape:
+    pixels = torch.from_numpy(np.array(images)) if is_array else images  # a copy can always be written to
+    if not isinstance(pixels, Tensor) or pixels.dtype != torch.uint8 or pixels.ndim != 4 or 0 in pixels.shape:
         return None
-    first, last = found.shape[1] == 3, found.shape[3] == 3
+    first, last = pixels.shape[1] == 3, pixels.shape[3] == 3
     if first == last:
         return None
-    return (found if first else found.permute(0, 3, 1, 2)).cpu().contiguous()
+    return (pixels if first else pixels.permute(0, 3, 1, 2)).cpu().contiguous()
 
 
-def _read_answer(raw: bytes, asked: JudgeRequest) -> Scores | Preferences:
-    answer = unpack_answer(raw, len(asked))
-    if isinstance(answer, Scores) != (asked.right is None):
+def _read_answer(raw: bytes, request: JudgeRequest) -> Scores | Preferences:
+    answer = unpack_answer(raw, len(request))
+    if isinstance(answer, Scores) != (request.right is None):
         raise WireError("it is of another kind than what was asked for.")
     return answer
 
 
 def _json_bytes(prompt: str, record: Mapping[str, Any] | None, sides: int) -> int:
-    """Of a request's header for one row, at most: the words, JSON within JSON, and shapes of the images."""
+    """Bound the bytes of a request's header for a row: its text (JSON within JSON) and its images' shapes."""
     return len(json.dumps(json.dumps([prompt, record], default=str))) + 120 * sides
 
 
 def _is_busy(reply: httpx.Response) -> bool:
-    """Whether a server only has no room now."""
+    """Return True if a server only has no room now."""
     try:
         return reply.status_code == 503 and reply.json()["busy"] is True
     except (ValueError, KeyError, TypeError):
         return False
 
 
-def _retry_after(said: str) -> float:
+def _retry_after(header: str) -> float:
     """Seconds that a server asks to wait; 0 where it does not say."""
-    return float(said) if said.isascii() and said.isdecimal() else 0.0
+    return float(header) if header.isascii() and header.isdecimal() else 0.0
 
 
 def _error_message(reply: Any) -> str:

@@ -31,7 +31,7 @@ def server_config(app: Any, host: str, port: int, *, connections: int, idle: flo
         app,
         host=host,
         port=port,
-        http=partial(BoundedProtocol, most=connections, idle=idle),  # type: ignore[arg-type]
+        http=partial(BoundedProtocol, max_connections=connections, idle=idle),  # type: ignore[arg-type]
         ws="none",
         backlog=_BACKLOG,
         log_level="error",  # a line for each bad request would let anybody fill the disk
@@ -39,7 +39,7 @@ def server_config(app: Any, host: str, port: int, *, connections: int, idle: flo
     )
 
 
-def connections_allowed(wanted: int) -> int:
+def connections_allowed(requested: int) -> int:
     """Return the number of connections that leaves descriptors for everything else.
 
     Raises:
@@ -51,13 +51,13 @@ def connections_allowed(wanted: int) -> int:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         open_files = len(os.listdir("/proc/self/fd"))
     except (ModuleNotFoundError, OSError):
-        return wanted
-    room = limit - open_files - 2 * _BACKLOG - _SPARE_DESCRIPTORS if limit > 0 else wanted
+        return requested
+    room = limit - open_files - 2 * _BACKLOG - _SPARE_DESCRIPTORS if limit > 0 else requested
     if room < 1:
         raise UserError(
             f"The limit of open files is {limit}, which leaves no connection. Raise it: ulimit -n 1024."
         )
-    return min(wanted, room)
+    return min(requested, room)
 
 
 class BoundedProtocol(H11Protocol):
@@ -65,18 +65,18 @@ class BoundedProtocol(H11Protocol):
 
     uvicorn's `timeout_keep_alive` begins with the first answer, and its `limit_concurrency` lets silent
     connections crowd out all others. Here a connection is closed when for `idle` seconds it has sent no whole
-    request or does not read its answer. When there are more than `most`, the one that has been so longest
-    (and for a second at least) is closed, those that never sent a request first; if there is none, the new
-    one gets 503.
+    request or does not read its answer. When there are more than `max_connections`, the one that has been so
+    longest (and for a second at least) is closed, those that never sent a request first; if there is none,
+    the new one gets 503.
     """
 
     _idle_since = 0.0
     _idle_timer: Any = None
     _unread_timer: Any = None
 
-    def __init__(self, *args: Any, most: int, idle: float, **options: Any) -> None:
+    def __init__(self, *args: Any, max_connections: int, idle: float, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._most, self._idle = most, idle
+        self._max_connections, self._idle = max_connections, idle
 
     @property
     def is_idle(self) -> bool:
@@ -89,11 +89,15 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._start_idle_timer()
-        if len(self.connections) <= self._most:
+        if len(self.connections) <= self._max_connections:
             return
         every: Any = self.connections
-        others = [other for other in every if other is not self and other.may_close()]
-        oldest = min(others, key=lambda one: (one.cycle is not None, one._idle_since), default=None)
+        closable = [other for other in every if other is not self and other.may_close()]
+        oldest = min(
+            closable,
+            key=lambda connection: (connection.cycle is not None, connection._idle_since),
+            default=None,
+        )
         if oldest is not None:
             self.connections.discard(oldest)
             oldest.transport.abort()

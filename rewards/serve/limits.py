@@ -105,10 +105,10 @@ def limits_for(memory: float | None, *, connections: int, **fields: Any) -> Requ
     pixels = min(RequestLimits.max_pixels, size // 2 // BYTES_PER_PIXEL, (body - header) // 3)
     if pixels < _LEAST_PIXELS and "max_pixels" not in fields:
         shares = _LEAST_PIXELS * BYTES_PER_PIXEL, 7 * _LEAST_PIXELS + connections * CONNECTION_BYTES
-        least = math.ceil(2 * max(shares)) / 2**30
+        gibibytes = math.ceil(2 * max(shares)) / 2**30
         raise UserError(
             f"--memory leaves {size} bytes, in which {pixels} pixels can be scored. Give at least "
-            f"{least:.2f} GiB, or --max-pixels."
+            f"{gibibytes:.2f} GiB, or --max-pixels."
         )
     derived = {"max_total_bytes": total, "max_header": header, "max_bytes": body, "max_pixels": pixels}
     return RequestLimits(**{**derived, **fields})

@@ -53,7 +53,7 @@ except ModuleNotFoundError as error:
 
 
 class BatchJudge(Protocol):
-    """What answers a batch: `JudgeWorker`, or anything like it."""
+    """Answers a batch, as `JudgeWorker` does."""
 
     def ask(self, request: JudgeRequest, timeout: float | None = None) -> Scores | Preferences: ...
 
@@ -63,7 +63,7 @@ class Refused(HTTPException):
 
     def __init__(self, status: int, message: str, **headers: str) -> None:
         message = message.encode(errors="replace").decode()  # JSON can name what UTF-8 cannot hold
-        super().__init__(status, message, {name.replace("_", "-"): said for name, said in headers.items()})
+        super().__init__(status, message, {name.replace("_", "-"): value for name, value in headers.items()})
 
 
 @dataclass(eq=False)
@@ -74,7 +74,7 @@ class _Waiting:
 
 @dataclass(kw_only=True)
 class BatchCounts:
-    """What a batcher has done."""
+    """Counters of a batcher."""
 
     requests: int = 0
     images: int = 0
@@ -197,12 +197,12 @@ class Batcher:
         batch = [item for item in batch if not item.answer.done()]
         if not batch:
             return
-        whole = concatenate_requests([item.request for item in batch])
+        request = concatenate_requests([item.request for item in batch])
         self.counts.batches += 1
-        self.counts.largest = max(self.counts.largest, len(whole))
+        self.counts.largest = max(self.counts.largest, len(request))
         with Attempt() as asking:  # whatever is raised is the requests', and must not end this task
             loop = asyncio.get_running_loop()
-            answer = await loop.run_in_executor(None, self._judge.ask, whole, self.timeout)
+            answer = await loop.run_in_executor(None, self._judge.ask, request, self.timeout)
             start = 0
             for item in batch:
                 end = start + len(item.request)
@@ -280,8 +280,8 @@ def judge_server(
         length = _check_head(request.headers, card, bounds, is_pair)
         with budget.reserve(length) as charge:
             raw = await _receive(request, length, bounds, charge)
-            asked = await asyncio.to_thread(_read, raw, bounds, is_pair)  # others are served meanwhile
-            packed = await _unless_gone(request, _judged(batcher, asked))
+            parsed = await asyncio.to_thread(_read, raw, bounds, is_pair)  # others are served meanwhile
+            packed = await _unless_gone(request, _judged(batcher, parsed))
         return Response(packed, media_type=MEDIA_TYPE, headers={JUDGE_HEADER: card["identity"] or ""})
 
     routes = [
@@ -297,10 +297,10 @@ def judge_server(
 
 async def _refusal(_: Request, error: Any) -> Response:
     """Every refusal in one form; those that are not ours are of another path or method."""
-    places = (
+    paths = (
         "" if isinstance(error, Refused) else ". There are GET /health, POST /v1/score and POST /v1/compare."
     )
-    return JSONResponse({"error": f"{error.detail}{places}"}, error.status_code, error.headers)
+    return JSONResponse({"error": f"{error.detail}{paths}"}, error.status_code, error.headers)
 
 
 async def _busy(_: Request, error: Any) -> Response:
@@ -308,13 +308,13 @@ async def _busy(_: Request, error: Any) -> Response:
     return JSONResponse(about, 503, {"Retry-After": "1"})
 
 
-def _authorise(given: str | None, token: str | None) -> None:
+def _authorise(header: str | None, token: str | None) -> None:
     if token is None:
         return
-    scheme, _, sent = (given or "").partition(" ")
+    scheme, _, sent = (header or "").partition(" ")
     if scheme.lower() != "bearer" or not hmac.compare_digest(sent.strip().encode(), token.encode()):
-        said = "No or a wrong token; send the header 'Authorization: Bearer TOKEN'."
-        raise Refused(401, said, WWW_Authenticate="Bearer")
+        message = "No or a wrong token; send the header 'Authorization: Bearer TOKEN'."
+        raise Refused(401, message, WWW_Authenticate="Bearer")
 
 
 def _check_head(headers: Any, card: dict[str, Any], limits: RequestLimits, is_pair: bool) -> int:

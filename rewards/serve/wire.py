@@ -106,8 +106,8 @@ def unpack_request(raw: bytes | bytearray) -> JudgeRequest:
         raise WireError(f"{size} prompts and {len(metadata)} metadata records; give one each.")
     is_pair = any(name.partition(".")[0] in ("left", "right") for name in tensors)
     sides = ("left", "right") if is_pair else ("image",)
-    named = {side: [side] if side in tensors else [f"{side}.{i}" for i in range(size)] for side in sides}
-    if odd := sorted(tensors.keys() ^ {name for names in named.values() for name in names})[:4]:
+    expected = {side: [side] if side in tensors else [f"{side}.{i}" for i in range(size)] for side in sides}
+    if odd := sorted(tensors.keys() ^ {name for names in expected.values() for name in names})[:4]:
         raise WireError(
             f"{size} prompts need one tensor {' and '.join(map(repr, sides))}, or as many as there are "
             f"prompts with .0, .1, … after it; missing or extra: {', '.join(odd)}."
@@ -117,7 +117,7 @@ def unpack_request(raw: bytes | bytearray) -> JudgeRequest:
         if image.dtype != torch.uint8 or image.shape[:-2] != (*batch, 3) or 0 in image.shape:
             needed = f"[{size}, 3, H, W]" if batch else "[3, H, W]"
             raise WireError(f"{name} is {image.dtype} {tuple(image.shape)}; needed is uint8 {needed}.")
-    columns = [tensors[side] if side in tensors else [tensors[n] for n in named[side]] for side in sides]
+    columns = [tensors[side] if side in tensors else [tensors[n] for n in expected[side]] for side in sides]
     return JudgeRequest(
         images=columns[0],
         prompts=prompts,

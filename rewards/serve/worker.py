@@ -65,7 +65,7 @@ _LONGEST_REST = 60.0
 
 
 class JudgeWorker:
-    """One judge in a child process; started at once, started anew after it died.
+    """A judge in a child process, which is restarted when it dies.
 
     Args:
         name: for `load_judge`.
@@ -74,8 +74,8 @@ class JudgeWorker:
         load_timeout: seconds for the judge to be ready.
 
     Attributes:
-        card: what `judge_card` says of it.
-        restarts: how often it was started anew.
+        card: `judge_card` of the judge.
+        restarts: number of restarts.
         down: why there is no judge now, or None.
 
     Raises:
@@ -135,7 +135,7 @@ class JudgeWorker:
 
     @property
     def pid(self) -> int | None:
-        """Of the present process."""
+        """Id of the child process."""
         return self._process.pid
 
     def close(self) -> None:
@@ -182,18 +182,18 @@ class JudgeWorker:
             self._restart()
 
     def _died(self) -> WorkerDied | WorkerUnavailable:
-        """What to raise of a process that ended; a new one is ready, or it is said why not."""
+        """Return the error for a process that ended; a new one is ready, or the error says why not."""
         self._process.join(5.0)
-        said = f"the judge's process ended (exit code {self._process.exitcode})"
+        message = f"the judge's process ended (exit code {self._process.exitcode})"
         if self._troubles + 1 >= _PATIENCE:
             self._end()
-            return self._rest(f"{said}, {self._troubles + 1} times in a row")
+            return self._rest(f"{message}, {self._troubles + 1} times in a row")
         self._troubles += 1
         try:
             self._restart()
         except WorkerUnavailable as error:
             return error
-        return WorkerDied(said)
+        return WorkerDied(message)
 
     def _restart(self) -> None:
         if self._closed:
@@ -205,7 +205,7 @@ class JudgeWorker:
             if card != self.card:  # its files have changed: caches know it by the old card
                 self._end()
                 raise RewardError(
-                    f"The judge {self.card['name']!r} was started anew and is another version now; start "
+                    f"The judge {self.card['name']!r} was restarted and is another version now; start "
                     "the server or worker again to use it."
                 )
         except (RewardError, OSError) as error:
@@ -221,7 +221,7 @@ class JudgeWorker:
 
 
 def _serve(link: Connection, name: str, options: dict[str, Any], threads: int | None) -> None:
-    """What the process does: load the judge, then answer until the other end hangs up."""
+    """Run in the child: load the judge, then answer until the other end hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal; the server decides
     import torch
 
@@ -254,7 +254,7 @@ def _serve(link: Connection, name: str, options: dict[str, Any], threads: int | 
 
 
 def judge_card(judge: Any) -> dict[str, Any]:
-    """What a client must know of a judge: JSON values."""
+    """Describe a judge for clients, as JSON values."""
     judge = with_capabilities(judge)
     identity = judge.identity
     card: dict[str, Any] = {

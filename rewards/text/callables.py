@@ -107,7 +107,7 @@ class TextFunctionReward:
             answer = self._function(**arguments)
         if attempt.error is not None:
             return [self._failed(attempt.error)] * size
-        return [*read_numbers(self.name, answer, size, noun="completion", place="for completion")]
+        return [*read_numbers(self.name, answer, size, noun="completion", position="for completion")]
 
     def _each(self, request: TextRequest) -> list[float | str]:
         """One number per sample from a call each."""

@@ -226,7 +226,7 @@ def test_a_dead_server_raises_the_alarm():
 
 
 def test_the_alarm_counts_a_window():
-    alarm = FailureAlarm("judge", 0.5, window=4, least=2)
+    alarm = FailureAlarm("judge", 0.5, window=4, min_samples=2)
     for reason in (None, "a", None, "b", None, "c"):
         alarm.note(reason)
     assert alarm.rate == 0.5

@@ -399,7 +399,7 @@ def test_value_outside_the_declared_range():
 
 def test_unmatched_parameters():
     with pytest.raises(
-        ValueError, match=r"has the parameters \(images, texts\).*cannot be told which are the images"
+        ValueError, match=r"has the parameters \(samples, texts\).*cannot be told which are the images"
     ):
         FunctionReward(lambda samples, texts: [])
     with pytest.raises(RewardError, match=r"asks for colour, which is neither.*\(keys: answer, other\)"):

@@ -143,7 +143,9 @@ def test_limits_follow_from_the_memory():
 
 def test_silent_connections_make_room_for_those_who_ask():
     with (
-        serving(app_of(Habits()), http=partial(connections.BoundedProtocol, most=8, idle=30.0)) as url,
+        serving(
+            app_of(Habits()), http=partial(connections.BoundedProtocol, max_connections=8, idle=30.0)
+        ) as url,
         ExitStack() as open_lines,
     ):
         remote = RemoteReward(url)
@@ -156,7 +158,9 @@ def test_silent_connections_make_room_for_those_who_ask():
 def test_a_connection_whose_answers_are_not_read_is_closed():
     ask = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
     with (
-        serving(app_of(Habits()), http=partial(connections.BoundedProtocol, most=1, idle=2.0)) as url,
+        serving(
+            app_of(Habits()), http=partial(connections.BoundedProtocol, max_connections=1, idle=2.0)
+        ) as url,
         line_to(url) as line,
     ):
         line.settimeout(0.5)
@@ -170,7 +174,9 @@ def test_a_connection_whose_answers_are_not_read_is_closed():
 
 
 def test_a_connection_that_asks_nothing_is_closed():
-    with serving(app_of(Habits()), http=partial(connections.BoundedProtocol, most=8, idle=0.3)) as url:
+    with serving(
+        app_of(Habits()), http=partial(connections.BoundedProtocol, max_connections=8, idle=0.3)
+    ) as url:
         with line_to(url) as silent, line_to(url, b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n") as asked:
             assert asked.recv(8) == b"HTTP/1.1"
             for line in (silent, asked):
@@ -179,7 +185,9 @@ def test_a_connection_that_asks_nothing_is_closed():
 
 def test_one_too_many_is_told_to_come_again():
     with (
-        serving(app_of(Habits()), http=partial(connections.BoundedProtocol, most=2, idle=30.0)) as url,
+        serving(
+            app_of(Habits()), http=partial(connections.BoundedProtocol, max_connections=2, idle=30.0)
+        ) as url,
         ExitStack() as busy,
     ):
         for _ in range(2):
