@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.weights.checkpoint_files import drop_known, dtype_of, load_strict, read_folder
+from visalign.rewards.weights.checkpoint_files import drop_suffixes, dtype_of, load_strict, read_folder
 from visalign.rewards.weights.hub import META
 
 from .encoder import ClipEncoder, ClipParts
@@ -95,7 +95,7 @@ def load_transformers_clip(
         model: Any = CLIPModel(CLIPConfig.from_dict(dict(settings)))
     if not hollow:
         weights = read_folder(folder) if state is None else state
-        load_strict(model, drop_known(weights, POSITION_IDS), str(folder))
+        load_strict(model, drop_suffixes(weights, POSITION_IDS), str(folder))
     model.to(device=torch.device(device), dtype=dtype_of(precision)).eval().requires_grad_(False)
     text_tokenizer = _tokenizer(folder, model.config.text_config, tokenizer)
     return ClipParts(

@@ -29,7 +29,7 @@ from visalign.rewards.catalogue import check_options
 from visalign.rewards.clip.encoder import ClipParts
 from visalign.rewards.clip.published_layouts import CLIP_VIT_H_14, load_transformers_clip
 from visalign.rewards.clip.towers import ClipTowers, cosine
-from visalign.rewards.weights.checkpoint_files import drop_known, load_strict, read_module
+from visalign.rewards.weights.checkpoint_files import drop_suffixes, load_strict, read_module
 from visalign.rewards.weights.resize import fitting_images
 
 OVERALL = (
@@ -192,7 +192,7 @@ class Mps:
         prefix = "cross_model.layers."
         layers = {
             key.removeprefix("cross_model.").replace(".fn.", "."): held
-            for key, held in drop_known(state, ("inv_freq", "pos_emb")).items()
+            for key, held in drop_suffixes(state, ("inv_freq", "pos_emb")).items()
             if key.startswith(prefix)
         }
         if not layers:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The five-layer head on a CLIP or BLIP embedding that HP, the LAION aesthetic and ImageReward publish.
+"""Five-layer head on a CLIP or BLIP embedding, as published by HP, the LAION aesthetic and ImageReward.
 
-D → 1024 → 128 → 64 → 16 → 1 with dropout and, in the usual layout, nothing between the layers: one affine
-map in evaluation mode. It is kept layered for training and for the published keys, collapsed for scoring.
+D → 1024 → 128 → 64 → 16 → 1 with dropout and usually no activation, so one affine map in evaluation mode. The
+layers are kept for training and the published keys, and collapsed for scoring.
 """
 
 from __future__ import annotations
@@ -15,26 +15,23 @@ from torch import Tensor, nn
 
 Activation = Literal["none", "relu"]
 
-PLACES: Mapping[Activation, tuple[int, ...]] = {"none": (0, 2, 4, 6, 7), "relu": (0, 3, 6, 9, 11)}
-"""Where the five linear layers stand in the published `layers`; the rest are ReLU and dropout."""
+LAYER_INDICES: Mapping[Activation, tuple[int, ...]] = {"none": (0, 2, 4, 6, 7), "relu": (0, 3, 6, 9, 11)}
+"""Indices of the linear layers in the published `layers`; the others are ReLU and dropout."""
 WIDTHS = (1024, 128, 64, 16, 1)
 """Output widths of the five layers."""
 DROPOUT = (0.2, 0.2, 0.1, 0.0, 0.0)
-"""After each layer, as published."""
+"""Dropout after each layer, as published."""
 IMAGEREWARD_MEAN, IMAGEREWARD_STD = 0.16717362830052426, 1.0333394966054072
-"""ImageReward's constants: the mean and standard deviation of its raw scores on its own training set."""
+"""Mean and standard deviation of ImageReward's raw scores on its training set."""
 
 
 class AffineHead(nn.Module):
-    """Five linear layers under the published keys `layers.{0,2,4,6,7}` (or `{0,3,6,9,11}` with ReLU between).
+    """Five linear layers with the published keys `layers.{0,2,4,6,7}` (`{0,3,6,9,11}` with ReLU).
 
     Args:
-        input_dim: width of the embedding; 1024 for HP, 768 for the LAION aesthetic and ImageReward.
-        widths: output widths of the five layers.
+        input_dim: Width of the embedding; 1024 for HP, 768 for the LAION aesthetic and ImageReward.
+        widths: Output widths of the five layers.
         activation: "none" (affine in evaluation mode), or "relu" (LAION's `reluMSE` file).
-
-    Raises:
-        ValueError: an activation or a number of layers that is not published.
 
     ICT-HP, arXiv 2507.19002; ImageReward 2304.05977; LAION's improved-aesthetic-predictor.
     """
@@ -43,37 +40,39 @@ class AffineHead(nn.Module):
         self, input_dim: int, *, widths: Sequence[int] = WIDTHS, activation: Activation = "none"
     ) -> None:
         super().__init__()
-        if activation not in PLACES:
+        if activation not in LAYER_INDICES:
             raise ValueError(f'activation must be "none" or "relu"; got {activation!r}.')
         if len(widths) != len(DROPOUT):
             raise ValueError(f"widths needs {len(DROPOUT)} numbers, one per layer; got {tuple(widths)}.")
         self.activation: Activation = activation
         modules: list[nn.Module] = []
         sizes = (input_dim, *widths)
-        for place in range(len(widths)):
-            modules.append(nn.Linear(sizes[place], sizes[place + 1]))
-            last = place == len(widths) - 1
+        for layer in range(len(widths)):
+            modules.append(nn.Linear(sizes[layer], sizes[layer + 1]))
+            last = layer == len(widths) - 1
             if activation == "relu" and not last:
                 modules.append(nn.ReLU())
-            if DROPOUT[place]:
-                modules.append(nn.Dropout(DROPOUT[place]))
+            if DROPOUT[layer]:
+                modules.append(nn.Dropout(DROPOUT[layer]))
         self.layers = nn.Sequential(*modules)
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor]) -> AffineHead:
-        """The head whose layout and widths the keys `layers.<n>.{weight,bias}` of a published file tell, in
-        evaluation mode, float32; ValueError names missing and unexpected keys, or shapes that do not
-        follow one another.
+        """Build a float32 head in evaluation mode from the keys `layers.<n>.{weight,bias}` of a published
+        file.
+
+        Raises:
+            ValueError: Missing or unexpected keys, or shapes that do not fit together.
         """
-        given = set(state)
-        activation = min(PLACES, key=lambda name: len(_keys(PLACES[name]) ^ given))
-        wanted = _keys(PLACES[activation])
-        if given != wanted:
+        keys = set(state)
+        activation = min(LAYER_INDICES, key=lambda name: len(_keys(LAYER_INDICES[name]) ^ keys))
+        expected = _keys(LAYER_INDICES[activation])
+        if keys != expected:
             raise ValueError(
-                f"The file is no five-layer head ({', '.join(sorted(wanted))}): missing "
-                f"{sorted(wanted - given)}, unexpected {sorted(given - wanted)}."
+                f"The file is no five-layer head ({', '.join(sorted(expected))}): missing "
+                f"{sorted(expected - keys)}, unexpected {sorted(keys - expected)}."
             )
-        weights = [state[f"layers.{place}.weight"] for place in PLACES[activation]]
+        weights = [state[f"layers.{index}.weight"] for index in LAYER_INDICES[activation]]
         input_dim, widths = weights[0].shape[1], [weight.shape[0] for weight in weights]
         head = cls(input_dim, widths=widths, activation=activation)
         try:
@@ -83,27 +82,26 @@ class AffineHead(nn.Module):
         return head.eval()
 
     def forward(self, embedding: Tensor) -> Tensor:
-        """Raw scores [*] of embeddings [*, D] in the dtype of the head, float32 or better; embeddings are
-        L2-normalised for the LAION aesthetic, not for HP and ImageReward.
+        """Compute raw scores [*] of embeddings [*, D], float32 or better.
+
+        The LAION aesthetic needs L2-normalized embeddings, HP and ImageReward do not.
         """
         dtype = self.layers[0].weight.dtype
         if dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"The head must stay in float32; it is {dtype}. Move the tower alone.")
+            raise ValueError(f"The head must stay in float32; it is {dtype}. Cast only the tower.")
         with torch.autocast(embedding.device.type, enabled=False):
             return self.layers(embedding.to(dtype)).squeeze(-1)
 
     def collapse(self) -> nn.Linear:
-        """The one affine map `nn.Linear(D, 1)` float32 that the layers are in evaluation mode, multiplied out
-        in float64; the ReLU layout is none.
-        """
+        """Multiply the layers out in float64 to one `nn.Linear(D, 1)` in float32; not for the ReLU layout."""
         if self.activation != "none":
             raise ValueError("A head with ReLU between its layers is no affine map; score with the layers.")
         linear = [module for module in self.layers if isinstance(module, nn.Linear)]
         weight = torch.eye(linear[0].in_features, dtype=torch.float64, device=linear[0].weight.device)
         bias = weight.new_zeros(linear[0].in_features)
         for layer in linear:
-            one = layer.weight.detach().double()
-            weight, bias = one @ weight, one @ bias + layer.bias.detach().double()
+            matrix = layer.weight.detach().double()
+            weight, bias = matrix @ weight, matrix @ bias + layer.bias.detach().double()
         result = nn.Linear(weight.shape[1], weight.shape[0], device=weight.device).requires_grad_(False)
         result.weight.copy_(weight)
         result.bias.copy_(bias)
@@ -111,12 +109,10 @@ class AffineHead(nn.Module):
 
 
 def standardise(score: Tensor) -> Tensor:
-    """Move ImageReward's raw scores [*] to the unit in which they are published: (r − mean)/std.
-
-    ImageReward, arXiv 2304.05977, released code.
-    """
+    """Standardize ImageReward's raw scores [*] as its released code does, (r − mean)/std (arXiv
+    2304.05977)."""
     return (score - IMAGEREWARD_MEAN) / IMAGEREWARD_STD
 
 
-def _keys(places: Sequence[int]) -> set[str]:
-    return {f"layers.{place}.{part}" for place in places for part in ("weight", "bias")}
+def _keys(indices: Sequence[int]) -> set[str]:
+    return {f"layers.{index}.{part}" for index in indices for part in ("weight", "bias")}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features computed once: an image or prompt goes through its tower a single time, also across calls."""
+"""Cache tower features, so that each image or prompt is encoded once, also across calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Stored(Protocol):
-    """A tensor, or several that belong together."""
+    """Tensor or group of tensors with a size."""
 
     @property
     def nbytes(self) -> int: ...
@@ -26,56 +26,50 @@ V = TypeVar("V", bound=Stored)
 
 
 class FeatureCache(Generic[V]):
-    """Tensors by content key, the least recently used thrown out above a number of bytes.
-
-    Attributes:
-        hits: how often `get` found what it was asked for.
-        misses: how often it did not.
-    """
+    """Least-recently-used cache of tensors by content key, limited in bytes; counts `hits` and `misses`."""
 
     def __init__(self, max_bytes: int) -> None:
-        """Make an empty cache of at most so many bytes; 0 stores nothing."""
         if max_bytes < 0:
-            raise ValueError(f"max_bytes is {max_bytes}; allowed are numbers of bytes from 0 (no cache).")
+            raise ValueError(f"max_bytes is {max_bytes}; it must be at least 0 (no cache).")
         self.max_bytes = max_bytes
         self.hits = self.misses = 0
-        self._held: OrderedDict[Hashable, V] = OrderedDict()
+        self._entries: OrderedDict[Hashable, V] = OrderedDict()
         self._bytes = 0
         self._lock = Lock()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._entries)
 
     @property
     def bytes(self) -> int:
-        """What the stored tensors take together."""
+        """Size of all entries in bytes."""
         return self._bytes
 
     def get(self, key: Hashable) -> V | None:
-        """What is stored under that key, or None."""
+        """Return the entry of a key, or None."""
         with self._lock:
-            if key not in self._held:
+            if key not in self._entries:
                 self.misses += 1
                 return None
             self.hits += 1
-            self._held.move_to_end(key)
-            return self._held[key]
+            self._entries.move_to_end(key)
+            return self._entries[key]
 
     def put(self, key: Hashable, value: V) -> None:
-        """Store a copy; what is larger than the whole cache is left out."""
+        """Store a copy, unless it is larger than the whole cache."""
         with self._lock:
-            if key in self._held or value.nbytes > self.max_bytes:
+            if key in self._entries or value.nbytes > self.max_bytes:
                 return
-            # A row of a batch shares the batch's memory; the copy holds its own alone.
-            self._held[key] = value.clone()
+            # a row of a batch would keep the whole batch in memory
+            self._entries[key] = value.clone()
             self._bytes += value.nbytes
             while self._bytes > self.max_bytes:
-                self._bytes -= self._held.popitem(last=False)[1].nbytes
+                self._bytes -= self._entries.popitem(last=False)[1].nbytes
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all entries."""
         with self._lock:
-            self._held.clear()
+            self._entries.clear()
             self._bytes = 0
 
 
@@ -86,30 +80,35 @@ def encode_once(
     cache: FeatureCache[Tensor],
     batch_size: int,
 ) -> Tensor:
-    """Features [N, ...] of N ≥ 1 items by their content keys, each distinct one that the cache lacks encoded
-    once, in calls of `encode` with at most `batch_size` positions.
+    """Return features [N, ...] of N ≥ 1 items; encode each distinct one that is not in the cache once.
+
+    Args:
+        keys: Content key of each item.
+        encode: Maps positions of items to their features.
+        cache: Cache to read and fill.
+        batch_size: Largest number of positions per call of `encode`.
     """
-    known: dict[bytes, Tensor] = {}
+    features: dict[bytes, Tensor] = {}
     missing: dict[bytes, int] = {}
     for position, key in enumerate(keys):
-        if key in known or key in missing:
+        if key in features or key in missing:
             continue
-        found = cache.get(key)
-        if found is None:
+        feature = cache.get(key)
+        if feature is None:
             missing[key] = position
         else:
-            known[key] = found
+            features[key] = feature
     todo = list(missing.items())
     for start in range(0, len(todo), batch_size):
         chunk = todo[start : start + batch_size]
         for (key, _), feature in zip(chunk, encode([position for _, position in chunk]), strict=True):
-            known[key] = feature
+            features[key] = feature
             cache.put(key, feature)
-    return torch.stack([known[key] for key in keys])
+    return torch.stack([features[key] for key in keys])
 
 
 def image_key(image: Tensor) -> bytes:
-    """Content key of an image [3, H, W] in [0, 1]: its 8-bit levels and its shape."""
+    """Hash the 8-bit levels and the shape of an image [3, H, W] in [0, 1]."""
     levels = image.mul(255).round().to(torch.uint8).cpu().contiguous()
     digest = hashlib.blake2b(str(tuple(image.shape)).encode(), digest_size=20)
     digest.update(levels.numpy().data)
@@ -117,5 +116,5 @@ def image_key(image: Tensor) -> bytes:
 
 
 def text_key(text: str) -> bytes:
-    """Content key of a prompt."""
+    """Hash a prompt."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=20).digest()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a hub repository on this disk: asked for once, in one form, and not where there is no network.
+"""Fetch the files of a hub repository, once and in one format, or use the local copy.
 
-The hub's libraries try each file of a model several times while nothing answers, which is minutes for a large
-one. Here the list of a repository's files is asked for first, once; without an answer what is on the disk is
-taken.
+Without a network the hub's libraries retry each file for minutes. Here the list of files is requested once;
+if there is no answer, the local copy is used.
 """
 
 from __future__ import annotations
@@ -18,25 +17,29 @@ from visalign.rewards.base.contract import RewardError
 from .checkpoint_files import first_sentence
 
 TRANSFORMERS_FILES = ("*.json", "*.txt", "*.jinja", "model*.safetensors", "pytorch_model*.bin")
-"""Names of the files of a model in transformers' layout."""
+"""Files of a model in transformers' layout."""
 SMALL_FILES = ("*.json", "*.txt", "*.jinja")
-"""Of these the ones that hold no weights."""
+"""Files without weights."""
 META = "meta"
-"""Device of a model that has shapes alone: of its files those without weights are read and fetched."""
+"""Device of a model without weights; only its small files are fetched."""
 TIMEOUT = 10.0
-"""Seconds that the hub may take to list a repository."""
+"""Timeout for listing a repository, in seconds."""
 
 
 def is_hub_id(name: str | Path) -> bool:
-    """Whether a name is written as a hub id: "organisation/model", or that and "@revision"."""
-    place = str(name).partition("@")[0]
-    return place.count("/") == 1 and not place.startswith((".", "/", "~")) and not place.endswith("/")
+    """Return True for names of the form "organisation/model" or "organisation/model@revision"."""
+    repository = str(name).partition("@")[0]
+    is_path = repository.startswith((".", "/", "~")) or repository.endswith("/")
+    return repository.count("/") == 1 and not is_path
 
 
 def local_folder(name: str | Path, patterns: Sequence[str], device: Any = None) -> Path:
-    """A folder on this disk, or the local copy of a hub repository "organisation/model" (with "@" before a
-    branch, tag or commit), of which the files of these names are fetched, weights in one form alone, and none
-    for the device `META`.
+    """Return a local folder, or the local copy of a hub repository after fetching its matching files.
+
+    Args:
+        name: Folder, or "organisation/model", optionally with "@" and a branch, tag or commit.
+        patterns: Patterns of file names; weights are fetched in one format only.
+        device: `META` fetches no weights.
     """
     patterns = SMALL_FILES if str(device) == META else patterns
     if Path(name).is_dir():
@@ -49,39 +52,38 @@ def local_folder(name: str | Path, patterns: Sequence[str], device: Any = None) 
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    # Its HTTP library's errors, whichever that is in the version at hand, are of the class above its own.
+    # errors of the hub's HTTP library, which depends on its version, derive from this base class
     http_error: type[Exception] = HfHubHTTPError.__bases__[0]  # type: ignore[assignment]
     failures = (OSError, ValueError, RuntimeError, http_error)
     repository, _, revision = str(name).partition("@")
-    there: dict[str, Any] = {"revision": revision or None}
+    request: dict[str, Any] = {"revision": revision or None}
     try:
-        told = huggingface_hub.HfApi().model_info(repository, timeout=TIMEOUT, **there)
-        files = needed_files([one.rfilename for one in told.siblings or ()], patterns)
-        there = {"revision": told.sha, "allow_patterns": files}
-    except failures as error:  # no network, no such repository, or not for us
+        info = huggingface_hub.HfApi().model_info(repository, timeout=TIMEOUT, **request)
+        files = needed_files([sibling.rfilename for sibling in info.siblings or ()], patterns)
+        request = {"revision": info.sha, "allow_patterns": files}
+    except failures as error:  # no network, no such repository, or no access
         if _refused(error) and isinstance(error, HfHubHTTPError):
             raise RewardError(
                 f"The hub has no model {repository!r} for you{f' at {revision!r}' if revision else ''} "
                 f"({first_sentence(error)}). Check the name; where it is gated, accept its terms on its page "
                 "and run `hf auth login`."
             ) from error
-        there["local_files_only"], unheard = True, error
+        request["local_files_only"], hub_error = True, error
     else:
-        unheard = None
+        hub_error = None
     try:
-        return Path(huggingface_hub.snapshot_download(repository, **there))
+        return Path(huggingface_hub.snapshot_download(repository, **request))
     except failures as error:
-        why = unheard if unheard is not None and isinstance(error, LocalEntryNotFoundError) else error
+        cause = hub_error if hub_error is not None and isinstance(error, LocalEntryNotFoundError) else error
         raise RewardError(
             f"The model {str(name)!r} is not on this disk and cannot be fetched from here "
-            f"({type(why).__name__}: {first_sentence(why)}). Where there is a network, run `hf download "
+            f"({type(cause).__name__}: {first_sentence(cause)}). Where there is a network, run `hf download "
             f"{repository} --local-dir FOLDER`, and give that folder as the model."
         ) from error
 
 
 def needed_files(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
-    """Of a repository's files those whose names (without folders) fit a pattern; of the weights in a folder
-    the safetensors alone where there are any.
+    """Select files by name patterns; in a folder with safetensors, other formats of weights are dropped.
 
     >>> needed_files(["a/model.safetensors", "a/pytorch_model.bin", "b/pytorch_model.bin"], ["*"])
     ['a/model.safetensors', 'b/pytorch_model.bin']
