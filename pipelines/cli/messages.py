@@ -47,9 +47,6 @@ def user_messages(*, resume: str | None = None) -> Iterator[None]:
 
     Args:
         resume: the command that continues the job, said after Ctrl-C and SIGTERM.
-
-    Raises:
-        typer.Exit: code 2 after a user's error, 130 after Ctrl-C, 143 after SIGTERM.
     """
     form = warnings.formatwarning
     if not os.environ.get("VISALIGN_TRACEBACK"):

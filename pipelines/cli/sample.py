@@ -100,11 +100,7 @@ def sample(
 
 
 def numbers(text: str, option: str = "--seeds") -> list[int]:
-    """Numbers as typed: 0,1,5 or 0-7.
-
-    Raises:
-        UserError: it is neither.
-    """
+    """Numbers as typed: 0,1,5 or 0-7."""
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")

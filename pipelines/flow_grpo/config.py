@@ -14,17 +14,16 @@ from pydantic.dataclasses import dataclass
 from visalign.errors import UserError
 from visalign.flow.transitions import Solver
 from visalign.pipelines.shared.sections import (
-    Count,
     Dtype,
     HeldoutConfig,
     LoraConfig,
-    Natural,
     PolicyRunConfig,
     RewardsConfig,
     RewardTerm,
 )
 from visalign.precision import Autocast
 from visalign.schema import STRICT
+from visalign.settings import Count, Natural
 from visalign.training.diffusion.rollout_settings import RolloutSettings
 from visalign.training.diffusion.settings import DiffusionObjectiveSettings, check_sampling, check_sharding
 from visalign.training.diffusion.stored_pairs import check_stored

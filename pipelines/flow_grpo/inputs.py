@@ -58,12 +58,7 @@ class Inputs:
 
 
 def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> Inputs:
-    """Read what the configuration names and check it: all that can be known without the model.
-
-    Raises:
-        UserError, ValueError: something cannot be used, or does not fit the rest.
-        RewardError: a reward that cannot be loaded.
-    """
+    """Read what the configuration names and check it: all that can be known without the model."""
     from visalign.rewards.catalogue import load_judge
 
     rollout, data = config.rollout, config.data
@@ -132,11 +127,7 @@ def _build_reward(config: FlowGRPOConfig, judges: Mapping[str, Any], world: int)
 
 
 def build_features(config: FlowGRPOConfig, judges: Mapping[str, Any], device: str | None) -> Features | None:
-    """Images [b, 3, H, W] -> [b, d] of an image tower, by `monitor.features`; None where there is none.
-
-    Raises:
-        UserError: `monitor.stop` has what is not measured; later, of an image that the tower cannot take.
-    """
+    """Images [b, 3, H, W] -> [b, d] of an image tower, by `monitor.features`; None where there is none."""
     from visalign.rewards.base.contract import read_request
     from visalign.rewards.clip.towers import ClipTowers
 
@@ -220,9 +211,6 @@ def build_win_rates(
     """The terms of the sum: a win rate for each judge, the score itself for those in `config.scores`.
 
     A pointwise judge compares by its mean and standard deviation, a pairwise one directly.
-
-    Raises:
-        UserError: `scores` names no term, all of them, or a judge that only compares.
     """
     from visalign.rewards.pairs.as_pairwise import as_pairwise
     from visalign.rewards.pairs.as_pointwise import GroupWinRate

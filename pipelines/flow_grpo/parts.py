@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 
 def build_policy(model: ModelConfig, device: torch.device, seed: int) -> DiffusionPolicy:
-    """The model on its device, as the policy that `model.adapter` or its folder names.
-
-    Raises:
-        UserError, FileNotFoundError: a folder that is missing, incomplete, or of another kind.
-    """
+    """The model on its device, as the policy that `model.adapter` or its folder names."""
     from visalign.adapters.catalogue import load_policy
     from visalign.adapters.lora import LoraSettings
     from visalign.adapters.speed import speed_up

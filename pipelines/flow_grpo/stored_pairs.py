@@ -50,10 +50,6 @@ def read_stored(data: DataConfig, edits: Edits, *, several: bool = True) -> Stor
         data: with `pairs`, as `load_source` takes it.
         edits: whether the model edits images.
         several: whether it joins several.
-
-    Raises:
-        UserError: no set of pairs, all ties, an image that is missing or none; of a model that edits, a pair
-            without a source or with one that cannot be read.
     """
     source = str(data.pairs)
     split = data.pairs_split or (None if Path(source).is_file() else "train")
@@ -92,11 +88,7 @@ def read_stored(data: DataConfig, edits: Edits, *, several: bool = True) -> Stor
 
 
 def _sources(pairs: PreferenceSet) -> dict[Any, Any]:
-    """(prompt, its two images) -> what they are edits of, as the first of a pair's rows says that names it.
-
-    Raises:
-        UserError: two rows of a pair name two sources.
-    """
+    """Map (prompt, its two images) to their source, refusing pairs whose rows name two."""
     sources: dict[Any, tuple[Any, int]] = {}
     for number, pair in enumerate(pairs.pairs):
         if (source := source_of(pair.extra)) is not None:
@@ -111,11 +103,7 @@ def _sources(pairs: PreferenceSet) -> dict[Any, Any]:
 
 
 def stored_latents(policy: Any, first: Mapping[str, Any]) -> Stored:
-    """Return a function that encodes the images of records to clean latents, tried on the first.
-
-    Raises:
-        UserError: the policy cannot make latents of images; later, an image breaks off.
-    """
+    """Return a function that encodes the images of records to clean latents, tried on the first."""
     if not hasattr(policy, "encode_images"):
         raise UserError(
             f"data.pairs: the adapter {type(policy).__name__} has no encode_images, which makes latents of "

@@ -130,9 +130,6 @@ class SampleSettings:
 def search_of(name: str, options: Mapping[str, Any]) -> ZeroOrderSearch | PathSearch:
     """A search by its name.
 
-    Raises:
-        UserError: an unknown name or field, or a value out of range.
-
     >>> search_of("zero_order", {"rounds": 2})
     ZeroOrderSearch(rounds=2, candidates=1, radius=0.5)
     """
@@ -151,11 +148,7 @@ def search_of(name: str, options: Mapping[str, Any]) -> ZeroOrderSearch | PathSe
 
 
 def load_sampler(settings: SampleSettings) -> DiffusionPolicy:
-    """The model with its adapters.
-
-    Raises:
-        UserError, FileNotFoundError: see `load_policy`; the LoRA is of another model.
-    """
+    """The model with its adapters."""
     from visalign.adapters.catalogue import load_policy
     from visalign.adapters.lora import LoraSettings
     from visalign.adapters.pipeline.lora import settings_of

@@ -25,11 +25,7 @@ class Row(NamedTuple):
 
 
 def read_images(references: Sequence[str], where: str) -> tuple[Tensor, ...]:
-    """The images of a row.
-
-    Raises:
-        UserError: an image cannot be read.
-    """
+    """The images of a row."""
     from visalign.rewards.base.images import load_images
 
     batch = load_images([resolve_image(reference) for reference in references])
@@ -49,9 +45,6 @@ def check_images(rows: Iterable[Row], name: str) -> None:
     Args:
         rows: of a file.
         name: of the setting that names the file.
-
-    Raises:
-        UserError: with the row.
     """
     checked: set[str] = set()
     for row in rows:

@@ -37,10 +37,6 @@ def build_accelerator(config: Any, folder: Path) -> Accelerator:
     """Device, processes and trackers; the model's own `autocast` sets the precision.
 
     Several processes on a machine without CUDA are several processes on its CPU (gloo).
-
-    Raises:
-        UserError: a tracker that accelerate does not know or that is not installed, processes that cannot
-            meet, or that have different configurations or packages, or one that is to divide a model.
     """
     import torch
     from accelerate import Accelerator, InitProcessGroupKwargs
@@ -89,11 +85,7 @@ def build_accelerator(config: Any, folder: Path) -> Accelerator:
 
 
 def check_alike(processes: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse processes that were started with other settings or packages than the first.
-
-    Raises:
-        UserError: naming what differs, and where.
-    """
+    """Refuse processes that were started with other settings or packages than the first."""
     first, missing = processes[0], "(absent)"
     differing = [
         f"{name}: {first.get(name, missing)!r} in process 0, {other.get(name, missing)!r} in process {number}"
@@ -158,11 +150,7 @@ def no_loading_bars() -> Iterator[None]:
 def load_terms(
     terms: Mapping[str, RewardTerm], load: Callable[..., Any], device: str | None
 ) -> dict[str, Any]:
-    """Load the rewards of a section by label, on the run's device where their options name no other.
-
-    Raises:
-        RewardError: an unknown reward, or options that it does not take.
-    """
+    """Load the rewards of a section by label, on the run's device where their options name no other."""
     return {
         label: load(term.name or label, run_device=device, **term.options) for label, term in terms.items()
     }
@@ -171,11 +159,7 @@ def load_terms(
 def pointwise_only(
     judges: Mapping[str, PointwiseReward | PairwiseReward], *, needed: Iterable[str] = ()
 ) -> dict[str, PointwiseReward]:
-    """Select the judges that score single images; the `needed` labels must be among them.
-
-    Raises:
-        UserError: a needed one only compares.
-    """
+    """Select the judges that score single images; the `needed` labels must be among them."""
     pointwise = {label: judge for label, judge in judges.items() if isinstance(judge, PointwiseReward)}
     if missing := [label for label in needed if label not in pointwise]:
         raise UserError(
@@ -187,12 +171,7 @@ def pointwise_only(
 
 
 def weighted_sum(config: RewardsConfig, rewards: Mapping[str, Any], kind: Any) -> Any:
-    """The weighted sum of the loaded rewards, of the `kind` for images or for text.
-
-    Raises:
-        ValueError: impossible weights, units or normalisation.
-        UserError: uncertainty=advantage of a reward for images.
-    """
+    """The weighted sum of the loaded rewards, of the `kind` for images or for text."""
     from visalign.rewards.combine.uncertainty import UncertaintyUsed
 
     terms = config.terms.items()
@@ -225,11 +204,7 @@ def weighted_sum(config: RewardsConfig, rewards: Mapping[str, Any], kind: Any) -
 
 
 def build_records(source: str, field: str, *, edits: Edits = "none", several: bool = True) -> Records:
-    """Prompt records of a set or file.
-
-    Raises:
-        UserError: see `load_prompts` and `check_texts`; the message begins with the field.
-    """
+    """Prompt records of a set or file."""
     try:
         return check_texts(load_prompts(source, edits=edits, several=several))
     except UserError as error:

@@ -15,9 +15,6 @@ from .run_folder import check_place
 def parse_options(items: list[str], option: str = "--option") -> dict[str, Any]:
     """`NAME=VALUE` items as options, the value read as YAML.
 
-    Raises:
-        UserError: an item without a name or "=", or a value that is no YAML.
-
     >>> parse_options(["quality=90", "prefer=smaller"])
     {'quality': 90, 'prefer': 'smaller'}
     """
@@ -41,9 +38,6 @@ def reward_options(items: Sequence[str], names: Sequence[str]) -> dict[str, dict
     Args:
         items: `LABEL.NAME=VALUE` as typed; `NAME=VALUE` where there is one reward alone. Values are YAML.
         names: the rewards'.
-
-    Raises:
-        UserError: an item names none of the rewards, or is no NAME=VALUE.
 
     >>> reward_options(["jpeg_size.quality=90"], ["jpeg_size", "sharpness"])
     {'jpeg_size': {'quality': 90}, 'sharpness': {}}
@@ -81,23 +75,14 @@ def any_needs_prompt(rewards: Mapping[str, Any]) -> bool:
 
 
 def needed_prompt(prompt: str | None, rewards: Mapping[str, Any]) -> str:
-    """The prompt, empty where none was given and no reward looks at it.
-
-    Raises:
-        UserError: none was given and some reward does.
-    """
+    """Return the prompt, empty if none was given and no reward reads it."""
     if prompt is None and any_needs_prompt(rewards):
         raise UserError("Missing option '--prompt' / '-p': say with it what the images should show.")
     return prompt or ""
 
 
 def with_cache(rewards: dict[str, Any], folder: Path | None) -> dict[str, Any]:
-    """The same rewards or judges, asked only for what the cache in that folder does not know; None: no cache.
-
-    Raises:
-        RewardError: a reward has no identity, or scores images against their group.
-        UserError: the folder is a file, or cannot be written.
-    """
+    """Wrap rewards or judges with the cache in a folder; None: no cache."""
     if folder is None:
         return rewards
     from visalign.interfaces import PointwiseReward

@@ -42,12 +42,7 @@ def dated_folder(name: str) -> Path:
 
 
 def output_folder(output: Path | None, name: str, *, resume: bool) -> Path:
-    """Return the given folder, or a dated one of that name, checked by `check_run_folder`.
-
-    Raises:
-        UserError: nothing is given although a run is to be resumed or several processes have to share the
-            folder, or `check_run_folder` refuses it.
-    """
+    """Return the given folder, or a dated one of that name, checked by `check_run_folder`."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if output is None and (resume or processes > 1):
         why = (
@@ -62,12 +57,7 @@ def output_folder(output: Path | None, name: str, *, resume: bool) -> Path:
 
 
 def check_run_folder(folder: Path, *, resume: bool) -> None:
-    """Refuse whatever would overwrite or lose results; nothing is created.
-
-    Raises:
-        UserError: the folder is a file or named like one, holds something (without `resume`), or is absent
-            (with it).
-    """
+    """Refuse whatever would overwrite or lose results; nothing is created."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"The output '{folder}' is a file. Give a folder with --output.")
     if folder.suffix.lower() in FILE_ENDINGS and not folder.exists():
@@ -91,14 +81,19 @@ def check_run_folder(folder: Path, *, resume: bool) -> None:
 
 @contextmanager
 def claimed(config: Any, output: Path, *, resume: bool, free: Collection[str]) -> Iterator[None]:
-    """`check_same_run`, and nobody else works in the folder while the block runs.
+    """Refuse a folder that holds another run, and lock it while the block runs."""
+    from visalign.training.loop.checkpoint import check_same_config
 
-    Raises:
-        UserError: as there, or another process, which is named, works in it.
-    """
     check_run_folder(output, resume=resume)
     with hold_lock(output / LOCK, what=f"The output folder '{output}'") if _is_first() else nullcontext():
-        check_same_run(config, output, resume=resume, free=free)
+        check_run_folder(output, resume=resume)  # another process may have written in the meantime
+        if resume and _content(output):
+            if not (output / "config.yaml").is_file():
+                raise UserError(
+                    f"There is no run in '{output}' to resume: it has no config.yaml. Give a run's folder."
+                )
+            saved = load_config(type(config), output / "config.yaml")
+            check_same_config(asdict(saved), asdict(config), free=free, where=f"the run in '{output}'")
         yield
 
 
@@ -112,25 +107,6 @@ def _content(folder: Path) -> bool:
     return any(entry.name != LOCK for entry in folder.iterdir())
 
 
-def check_same_run(config: Any, output: Path, *, resume: bool, free: Collection[str]) -> None:
-    """Refuse a folder that would be overwritten, or that holds another run.
-
-    Raises:
-        UserError: it is not empty (without resume), or holds no run or one of another configuration (with
-            it).
-    """
-    from visalign.training.loop.checkpoint import check_same_config
-
-    check_run_folder(output, resume=resume)
-    if resume and _content(output):
-        if not (output / "config.yaml").is_file():
-            raise UserError(
-                f"There is no run in '{output}' to resume: it has no config.yaml. Give the folder of a run."
-            )
-        saved = load_config(type(config), output / "config.yaml")
-        check_same_config(asdict(saved), asdict(config), free=free, where=f"the run in '{output}'")
-
-
 def fingerprint(records: Sequence[Mapping[str, Any]]) -> str:
     """SHA-256 of records of JSON values."""
     return hashlib.sha256(json.dumps(list(records), sort_keys=True, default=str).encode()).hexdigest()
@@ -142,9 +118,6 @@ def check_unchanged(output: Path, fingerprints: Mapping[str, str]) -> None:
     Args:
         output: the run's folder; one without the file is of an earlier version, and is not checked.
         fingerprints: of the present content.
-
-    Raises:
-        CheckpointError: listing what has changed.
     """
     from visalign.training.loop.checkpoint import check_same_config
 
@@ -168,11 +141,7 @@ def write_once(path: Path, text: str) -> None:
 
 
 def new_file(path: Path | None, *, endings: Sequence[str] = ()) -> None:
-    """Refuse an output that exists, or that ends in none of the allowed endings (none allows all).
-
-    Raises:
-        UserError: it cannot be used.
-    """
+    """Refuse an output that exists, or that ends in none of the allowed endings (none allows all)."""
     if path is None:
         return
     if endings and path.suffix.lower() not in endings:
@@ -185,11 +154,7 @@ def new_file(path: Path | None, *, endings: Sequence[str] = ()) -> None:
 
 
 def check_place(path: Path) -> None:
-    """Refuse a path that nothing can be written to, before hours of work for it.
-
-    Raises:
-        UserError: it stands below a file, or in a folder where trying to make a file fails.
-    """
+    """Refuse a path that nothing can be written to, before hours of work for it."""
     full = path.absolute()
     folders = (full, *full.parents) if full.is_dir() else full.parents
     existing = next((folder for folder in folders if os.path.lexists(folder)), Path("/"))

@@ -14,14 +14,10 @@ from pydantic.dataclasses import dataclass
 
 from visalign.errors import UserError, suggestion
 from visalign.schema import STRICT
+from visalign.settings import Count, Natural, PositiveShare
 from visalign.training.loop.monitor import MonitorLimits, MonitorSettings
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-MOST = 2**32 - 1
-"""Largest whole number of a setting: what seeds and sizes are multiplied by leaves 64 bits to spare."""
-Count = Annotated[int, Field(ge=1, le=MOST)]
-Natural = Annotated[int, Field(ge=0, le=MOST)]
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -84,11 +80,7 @@ class RewardsConfig:
             )
 
     def check_processes(self, world: int) -> None:
-        """Refuse what compares all samples of an iteration where several processes judge them.
-
-        Raises:
-            UserError: names it.
-        """
+        """Refuse what compares all samples of an iteration where several processes judge them."""
         if self.normalise == "batch" and world > 1:
             raise UserError(
                 f"rewards.normalise is batch and there are {world} processes, each of which would have its "
@@ -160,18 +152,14 @@ class ConvexDAConfig:
 
     copies: Count = 5
     """Changed copies of each prompt."""
-    share: Annotated[float, Field(gt=0, le=1)] = 0.05
+    share: PositiveShare = 0.05
     """Share of the words that change, at least one."""
     synonyms: str | None = None
     """JSON file {word: [others], ...}, words in lower case; only these change. null: two letters within a
     word change places."""
 
     def variants(self, prompts: Sequence[Any], seed: int) -> list[list[str]]:
-        """Return the texts that replace each prompt, at least one for each.
-
-        Raises:
-            UserError: the file cannot be read, or a prompt is a conversation.
-        """
+        """Return the texts that replace each prompt, at least one for each."""
         from visalign.text.neighbours import convex_variants
 
         words = None

@@ -36,9 +36,6 @@ class ChecklistJudge(SeeingJudge):
     question turns round. After each update w is projected, w ← max(w, 0): with train=head the problem is
     convex, and the updates go to the optimum of `visalign.rewards.questions.checklist.fit_weights`.
 
-    Raises:
-        FileNotFoundError, ValueError: model.checklist cannot be read.
-
     VisionReward, arXiv 2412.21059, section 3.
     """
 
@@ -155,9 +152,6 @@ class Questions:
         are asked once. A model on the meta device says 0.
 
         Each image is asked by itself, so that its last bits do not depend on what it was asked with.
-
-        Raises:
-            UserError: an image that the judge does not score.
         """
         rows = []
         if self.judge.device.type == "meta":
@@ -179,11 +173,7 @@ class Questions:
         return rule.features(rule.counted((answers + 1) / 2), aligned)[0].float()
 
     def rows(self, images: Sequence[Tensor], prompts: Sequence[str]) -> tuple[list[Any], int]:
-        """(rows of all questions image by image, then of the alignment; number of images).
-
-        Raises:
-            UserError: a request that the model cannot read.
-        """
+        """(rows of all questions image by image, then of the alignment; number of images)."""
         both = list(zip(images, prompts, strict=True))
         asks = [
             Query(images=[image], prompt=prompt, fields={"question": question.replace("{prompt}", prompt)})

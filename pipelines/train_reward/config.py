@@ -16,17 +16,15 @@ from pydantic.dataclasses import dataclass
 
 from visalign.data.sets.sources import GENERATED
 from visalign.data.shapes.preferences import KINDS, Kind
-from visalign.errors import UserError
 from visalign.pipelines.shared.sections import (
     ConvexDAConfig,
-    Count,
     Dtype,
     LoraConfig,
-    Natural,
     PolicyRunConfig,
 )
 from visalign.precision import Autocast
 from visalign.schema import STRICT
+from visalign.settings import Count, Natural, PositiveShare, Share, check_rules
 from visalign.training.reward.settings import AnyObjective, RewardOptimizerSettings, UncertaintySettings
 from visalign.training.reward.tasks import TASKS
 
@@ -61,13 +59,6 @@ class TrainedModel:
     the weights."""
     save_dtype: Dtype = "float16"
     """Dtype of the saved weights."""
-
-    def __post_init__(self) -> None:
-        if self.frozen and self.train != "full":
-            raise UserError(
-                f"model.frozen is {self.frozen} and model.train is {self.train!r}, which moves none of these "
-                "weights. Set train: full, or take frozen out."
-            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -123,14 +114,6 @@ class SeeingModel(TrainedModel):
     diversity: DiversityConfig | None = None
     """Adapters unlike those of other members of an ensemble; null: another seed alone."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.diversity is not None and self.train != "lora":
-            raise UserError(
-                f"model.diversity keeps adapters apart, and model.train is {self.train!r}, which has none. "
-                "Set train: lora, or leave it out."
-            )
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Hpsv3Model(SeeingModel):
@@ -167,14 +150,6 @@ class ChecklistModel(SeeingModel):
     """JSON file of questions, weights to begin with and masks; null: that of the model's folder, else the
     one for the shapes world. Negative weights stay negative: such questions speak of faults."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.autocast is not None and self.train == "head":
-            raise UserError(
-                f"model.autocast is {self.autocast!r}, and the answers of a frozen model are read without "
-                "it. Leave it out, or set train: lora."
-            )
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OffPolicyConfig:
@@ -188,7 +163,7 @@ class OffPolicyConfig:
     """α; d is at most 1/α."""
     multiplier: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01
     """m: ratios of whole samples are huge."""
-    least_effective: Annotated[float, Field(ge=0, le=1)] = 0.1
+    least_effective: Share = 0.1
     """Share of the pairs below which their effective sample size, (Σ w)²/Σ w², is refused."""
 
 
@@ -218,7 +193,7 @@ class RewardDataConfig:
     """shapes:pairs: what the images of a pair differ in."""
     heldout_kinds: Annotated[list[Kind], Field(min_length=1)] | None = None
     """The same for data.heldout; null: as kinds."""
-    surroundings: Annotated[float, Field(ge=0, le=1)] = 0.0
+    surroundings: Share = 0.0
     """Share of generated training images on other grounds, with specks or on a canvas; a judge that met
     none of them is wrong on them. Held-out ones have none, and images of files stay as they are."""
     labels: Literal["votes", "truth", "probability"] = "votes"
@@ -234,7 +209,7 @@ class RewardDataConfig:
     """Examples per update."""
     micro_batch: Count = 64
     """Examples that go through the network together; memory only, but for ict's negatives."""
-    theta: Annotated[float, Field(gt=0, le=1)] = 0.7
+    theta: PositiveShare = 0.7
     """ict: CLIP score from which an image counts as containing all of its prompt."""
     right: float = 1.0
     """critique: reward from which an answer counts as right."""
@@ -274,135 +249,175 @@ class TrainRewardConfig:
     """Length, checkpoints, machine."""
 
     def __post_init__(self) -> None:
-        kind, task = self.model.kind, self.objective.task
-        if task not in JUDGE_TASKS[kind]:
-            raise UserError(
-                f"objective.task is {task!r}; a judge of kind {kind} learns by "
-                f"{', '.join(JUDGE_TASKS[kind])}. Set objective.task, or another model.kind."
-            )
-        _refuse_unused(self)
-        if self.run.sharding:
-            _refuse_undivided(self.model)
-        learns = TASKS[task].labels
-        for name, source in (("data.train", self.data.train), ("data.heldout", self.data.heldout)):
-            if source in GENERATED and learns == "answers":
-                raise UserError(
-                    f"{name} is {source}, and a judge of kind {kind} learns from what another one wrote. "
-                    "Give the dataset.jsonl of text_sample (selection.rule=all, with data.question)."
-                )
-            if source == "shapes:quality" and learns != "rows":
-                raise UserError(
-                    f"{name} is shapes:quality, which holds single rated images, and {task} learns from "
-                    f"{learns}. Give shapes:pairs or a file of pairs."
-                )
-            if source == "shapes:pairs" and learns == "rows":
-                raise UserError(
-                    f"{name} is shapes:pairs, and a judge of kind {kind} learns from rated images. Give "
-                    "shapes:quality or a file with image and mos."
-                )
+        check_rules(self, RULES)
+
+    @property
+    def reads(self) -> str:
+        """Kind of labels that the task reads: pairs, triples, rows (rated images) or answers."""
+        return TASKS[self.objective.task].labels
+
+    @property
+    def sources(self) -> dict[str, str | None]:
+        """Key of each set -> its source."""
+        return {"data.train": self.data.train, "data.heldout": self.data.heldout}
+
+    def from_files(self, *keys: str) -> bool:
+        """Return whether one of these sets comes from files of pairs or of rated images."""
+        return self.reads != "answers" and any(self.sources[key] not in (None, *GENERATED) for key in keys)
 
 
-def _learns_pairs(c: TrainRewardConfig) -> bool:
-    """Return whether generated pairs and their labels are read."""
-    return TASKS[c.objective.task].labels == "pairs" and "shapes:pairs" in (c.data.train, c.data.heldout)
+def _task_of_another_kind(s: TrainRewardConfig) -> str:
+    tasks = JUDGE_TASKS[s.model.kind]
+    return "" if s.objective.task in tasks else ", ".join(tasks)
 
 
-def _reads_files(c: TrainRewardConfig) -> bool:
-    return not _reads_answers(c) and not {c.data.train, c.data.heldout} <= {None, *GENERATED}
+def _source(*sources: str, reads: Callable[[str], bool]) -> Callable[[TrainRewardConfig], str]:
+    """Name the first set with one of these sources, under a task whose kind of labels does not fit it."""
+
+    def find(s: TrainRewardConfig) -> str:
+        names = (f"{key} is {source}" for key, source in s.sources.items() if source in sources)
+        return next(names, "") if reads(s.reads) else ""
+
+    return find
 
 
-def _reads_answers(c: TrainRewardConfig) -> bool:
-    return TASKS[c.objective.task].labels == "answers"
+def _reads_shapes_pairs(s: TrainRewardConfig) -> bool:
+    return s.reads == "pairs" and "shapes:pairs" in s.sources.values()
 
 
-USED: dict[str, tuple[Callable[[TrainRewardConfig], bool], str]] = {
-    "theta": (lambda c: c.objective.task == "ict", "by the task ict alone"),
-    "right": (_reads_answers, "by the task critique alone"),
+def _reads_pair_file(s: TrainRewardConfig) -> bool:
+    return s.reads == "pairs" and s.data.train not in GENERATED
+
+
+READ: dict[str, tuple[Callable[[TrainRewardConfig], bool], str]] = {
+    "theta": (lambda s: s.objective.task == "ict", "by the task ict alone"),
+    "right": (lambda s: s.reads == "answers", "by the task critique alone"),
     "kinds": (
-        lambda c: TASKS[c.objective.task].labels == "pairs" and c.data.train == "shapes:pairs",
+        lambda s: s.reads == "pairs" and s.data.train == "shapes:pairs",
         "where data.train is shapes:pairs and the task learns from pairs (data.heldout has heldout_kinds)",
     ),
-    "heldout_kinds": (lambda c: c.data.heldout == "shapes:pairs", "where data.heldout is shapes:pairs"),
+    "heldout_kinds": (lambda s: s.data.heldout == "shapes:pairs", "where data.heldout is shapes:pairs"),
     "labels": (
-        _learns_pairs,
+        _reads_shapes_pairs,
         "where data.train or data.heldout is shapes:pairs and the task learns from pairs",
     ),
     "annotators": (
-        lambda c: (
-            (_learns_pairs(c) and c.data.labels == "votes")
-            or "shapes:quality" in (c.data.train, c.data.heldout)
+        lambda s: (
+            (_reads_shapes_pairs(s) and s.data.labels == "votes") or "shapes:quality" in s.sources.values()
         ),
         "by shapes:quality, and by shapes:pairs where data.labels is votes and the task learns from pairs",
     ),
     "off_policy": (
-        lambda c: (
-            c.data.train not in GENERATED
-            and c.model.kind != "pair"
-            and TASKS[c.objective.task].labels == "pairs"
-        ),
+        lambda s: _reads_pair_file(s) and s.model.kind != "pair",
         "where data.train is a file of pairs and the task compares what the judge says of either image",
     ),
     "convex_da": (
-        lambda c: (
-            c.data.train not in GENERATED
-            and c.model.kind != "hp"
-            and TASKS[c.objective.task].labels == "pairs"
-        ),
+        lambda s: _reads_pair_file(s) and s.model.kind != "hp",
         "where data.train is a file of pairs and the judge reads the prompt",
     ),
-    "columns": (_reads_files, "where data.train or data.heldout is a file of pairs or of rated images"),
-    "coding": (_reads_files, "where data.train or data.heldout is a file of pairs"),
+    "columns": (
+        lambda s: s.from_files("data.train", "data.heldout"),
+        "where data.train or data.heldout is a file of pairs or of rated images",
+    ),
+    "coding": (
+        lambda s: s.from_files("data.train", "data.heldout"),
+        "where data.train or data.heldout is a file of pairs",
+    ),
     "train_split": (
-        lambda c: _reads_files(c) and c.data.train not in GENERATED,
+        lambda s: s.from_files("data.train"),
         "where data.train is a file or layout of pairs or of rated images",
     ),
     "heldout_split": (
-        lambda c: _reads_files(c) and c.data.heldout not in (None, *GENERATED),
+        lambda s: s.from_files("data.heldout"),
         "where data.heldout is a file or layout of pairs or of rated images",
     ),
 }
-"""Setting of `data` that the task or the source decides on -> (when it is read, the same in words)."""
+"""Setting of `data` that only some tasks or sources read -> (when it is read, the same in words)."""
 
-UNUSED = {
-    "pair": ("smoothing", "pair_weight", "likelihood", "model.kind is yes_no"),
-    "checklist, head": ("mass", "model.train is lora"),
+UNREAD = {
+    ("pair", "lora"): ("smoothing", "pair_weight", "likelihood", "model.kind is yes_no"),
+    ("pair", "full"): ("smoothing", "pair_weight", "likelihood", "model.kind is yes_no"),
+    ("checklist", "head"): ("mass", "model.train is lora"),
 }
-"""Kind, or kind and what is trained -> settings that the task has and the judge does not read, and where they
-are read. A judge of kind pair learns the share of the votes."""
+"""(kind, trained part) -> settings of the task that the judge does not read, then where they are read. A
+judge of kind pair learns the share of the votes."""
 
 
-def _refuse_unused(config: TrainRewardConfig) -> None:
-    """Refuse settings other than their defaults that the job would not read."""
-    data, task = config.data, config.objective.task
-    for name, (is_used, where) in USED.items():
-        if (value := _changed(data, name)) is not None and not is_used(config):
-            raise UserError(
-                f"data.{name} is {value!r}, and the task {task} on data.train {data.train} and data.heldout "
-                f"{data.heldout} does not read it: it is used {where}. Leave it out."
+def _changed(section: Any, name: str) -> bool:
+    item = next(item for item in fields(section) if item.name == name)
+    default = item.default if item.default_factory is MISSING else item.default_factory()
+    return getattr(section, name) != default
+
+
+def _unread_data(s: TrainRewardConfig) -> str:
+    """Describe a changed setting of `data` that the job would not read."""
+    for name, (is_read, where) in READ.items():
+        if _changed(s.data, name) and not is_read(s):
+            return (
+                f"data.{name} is {getattr(s.data, name)!r}, and the task {s.objective.task} on data.train "
+                f"{s.data.train} and data.heldout {s.data.heldout} does not read it: it is used {where}"
             )
-    kind, train = config.model.kind, config.model.train
-    *names, where = UNUSED.get(kind, UNUSED.get(f"{kind}, {train}", ("",)))
+    return ""
+
+
+def _unread_objective(s: TrainRewardConfig) -> str:
+    """Describe a changed setting of the objective that the judge would not read."""
+    *names, where = UNREAD.get((s.model.kind, s.model.train), ("",))
     for name in names:
-        if (value := _changed(config.objective, name)) is not None:
-            raise UserError(
-                f"objective.{name} is {value!r}, and a judge of kind {kind} with model.train {train} does "
-                f"not use it: the task {task} uses it where {where}. Leave it out."
+        if _changed(s.objective, name):
+            return (
+                f"objective.{name} is {getattr(s.objective, name)!r}, and a judge of kind {s.model.kind} "
+                f"with model.train {s.model.train} does not use it: the task {s.objective.task} uses it "
+                f"where {where}"
             )
+    return ""
 
 
-def _refuse_undivided(model: TrainedModel) -> None:
-    """Refuse what processes that share a model's weights cannot train."""
-    if isinstance(model, SeeingModel) and model.diversity is not None:
-        raise UserError("run.sharding goes without model.diversity. Leave one of the two out.")
-    if model.kind == "checklist" and model.train == "head":
-        raise UserError(
-            "run.sharding divides a network that is trained, and model.train head of a checklist trains the "
-            "weights of the answers alone. Set model.train: lora, or leave run.sharding out."
-        )
-
-
-def _changed(section: Any, name: str) -> Any:
-    """The value of a setting that is not its default, else None."""
-    setting = next(field for field in fields(section) if field.name == name)
-    default = setting.default if setting.default_factory is MISSING else setting.default_factory()
-    return None if getattr(section, name) == default else getattr(section, name)
+RULES = (
+    (
+        lambda s: s.model.frozen and s.model.train != "full",
+        "model.frozen is {s.model.frozen} and model.train is {s.model.train!r}, which moves none of these "
+        "weights. Set train: full, or take frozen out.",
+    ),
+    (
+        lambda s: isinstance(s.model, SeeingModel) and s.model.diversity and s.model.train != "lora",
+        "model.diversity keeps adapters apart, and model.train is {s.model.train!r}, which has none. Set "
+        "train: lora, or leave it out.",
+    ),
+    (
+        lambda s: s.model.kind == "checklist" and s.model.train == "head" and s.model.autocast,
+        "model.autocast is {v!r}, and the answers of a frozen model are read without it. Leave it out, or "
+        "set train: lora.",
+    ),
+    (
+        _task_of_another_kind,
+        "objective.task is {s.objective.task!r}; a judge of kind {s.model.kind} learns by {v}. Set "
+        "objective.task, or another model.kind.",
+    ),
+    (
+        lambda s: s.run.sharding and isinstance(s.model, SeeingModel) and s.model.diversity,
+        "run.sharding goes without model.diversity. Leave one of the two out.",
+    ),
+    (
+        lambda s: s.run.sharding and s.model.kind == "checklist" and s.model.train == "head",
+        "run.sharding divides a network that is trained, and model.train head of a checklist trains the "
+        "weights of the answers alone. Set model.train: lora, or leave run.sharding out.",
+    ),
+    (_unread_data, "{v}. Leave it out."),
+    (_unread_objective, "{v}. Leave it out."),
+    (
+        _source(*GENERATED, reads=lambda labels: labels == "answers"),
+        "{v}, and a judge of kind {s.model.kind} learns from what another one wrote. Give the "
+        "dataset.jsonl of text_sample (selection.rule=all, with data.question).",
+    ),
+    (
+        _source("shapes:quality", reads=lambda labels: labels != "rows"),
+        "{v}, which holds single rated images, and {s.objective.task} learns from "
+        "{s.reads}. Give shapes:pairs or a file of pairs.",
+    ),
+    (
+        _source("shapes:pairs", reads=lambda labels: labels == "rows"),
+        "{v}, and a judge of kind {s.model.kind} learns from rated images. Give "
+        "shapes:quality or a file with image and mos.",
+    ),
+)

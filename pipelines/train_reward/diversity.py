@@ -21,9 +21,6 @@ class OtherMembers:
     Args:
         folders: judges that were trained with adapters.
         own: parameters that are trained, by name; those that are no LoRA matrices are left out.
-
-    Raises:
-        UserError: a folder without adapters, or with those of other layers or widths.
     """
 
     def __init__(self, folders: Sequence[str], trained: Mapping[str, Tensor]) -> None:

@@ -275,9 +275,6 @@ def file_answers(records: Sequence[Mapping[str, Any]], *, name: str, right: floa
         records: of the dataset of text_sample, with image, caption, completion and reward.
         name: of the file, for messages.
         right: reward from which an answer is right.
-
-    Raises:
-        UserError: a record lacks one of these, or all answers are right, or none is.
     """
     rows = []
     for number, record in enumerate(records, start=1):

@@ -54,12 +54,7 @@ class RewardInputs:
 
 
 def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
-    """Read what the configuration names and check it: all that can be known without the judge.
-
-    Raises:
-        UserError: missing files, contradictions, all ties, prompts or images of the held-out set that are
-            trained on.
-    """
+    """Read what the configuration names and check it: all that can be known without the judge."""
     data, notes = config.data, list[str]()
     generated = data.train in GENERATED
     train = _generated(config) if generated else _read(config, "train", notes)
@@ -190,11 +185,7 @@ def _pairs(config: TrainRewardConfig, pairs: PreferenceSet, which: str, notes: l
 
 
 def _off_policy_weights(pairs: PreferenceSet, settings: OffPolicyConfig, notes: list[str]) -> list[float]:
-    """Compute the weights of pairs, with the mean 1.
-
-    Raises:
-        UserError: a row has no log ratio, or too few pairs would count.
-    """
+    """Compute the weights of pairs, with the mean 1."""
     ratios = []
     for number, pair in enumerate(pairs.pairs):
         values = [pair.extra.get(f"log_ratio_{side}") for side in ("left", "right")]

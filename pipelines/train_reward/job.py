@@ -82,11 +82,7 @@ def _build(config: TrainRewardConfig, output: Path, resume: bool) -> RewardRun:
 
 
 def build_judge(config: TrainRewardConfig, device: torch.device) -> TrainedJudge:
-    """The judge on its device, ready to train.
-
-    Raises:
-        UserError, FileNotFoundError, RewardError: the model cannot be loaded or is of another kind.
-    """
+    """The judge on its device, ready to train."""
     model, seed = config.model, config.seed
     if isinstance(model, IctModel | HpModel):
         from .clip_judges import HpJudge, IctJudge

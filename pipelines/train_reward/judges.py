@@ -118,11 +118,7 @@ class SeeingJudge(TrainedJudge):
         return any(parameter.requires_grad for parameter in self.engine.network.tower)
 
     def add_lora(self) -> None:
-        """Put new adapters into the model; their start comes from torch's global generator.
-
-        Raises:
-            UserError: model.lora does not fit the model.
-        """
+        """Put new adapters into the model; their start comes from torch's global generator."""
         from peft import LoraConfig
 
         lora = self.settings.lora
@@ -178,11 +174,7 @@ class SeeingJudge(TrainedJudge):
 
 
 def freeze(model: nn.Module, beginnings: Sequence[str]) -> None:
-    """Keep the parameters whose names begin so as they are.
-
-    Raises:
-        UserError: no name of a parameter that would move begins so.
-    """
+    """Keep the parameters whose names begin so as they are."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     for beginning in beginnings:
         if not any(name.startswith(beginning) for name in names):

@@ -10,11 +10,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from visalign.errors import UserError
-from visalign.pipelines.shared.sections import Count, Natural
 from visalign.pipelines.train_reward.config import OffPolicyConfig
 from visalign.schema import STRICT
-
-Share = Annotated[float, Field(gt=0, le=1)]
+from visalign.settings import Count, Natural, NonNegative, PositiveShare
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -32,18 +30,18 @@ class LabelConfig:
     select: Literal["ugda", "uncertainty", "random"] = "ugda"
     """Selection rule. ugda: half of the pairs by the ensemble's variance, of these half by influence;
     uncertainty: by the variance alone; random."""
-    uncertain: Share = 0.5
-    """Share of the pairs that is kept by the ensemble's variance of their difference."""
-    influential: Share = 0.5
-    """Share of these that is kept by the influence on the policy."""
+    uncertain: PositiveShare = 0.5
+    """PositiveShare of the pairs that is kept by the ensemble's variance of their difference."""
+    influential: PositiveShare = 0.5
+    """PositiveShare of these that is kept by the influence on the policy."""
     by: str = "truth"
     """Labeller: truth (the verifier of the shapes world), people (visalign collect), or a judge's name."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of that judge."""
     votes: Count = 1
     """Votes wanted for each pair where people label."""
-    max_failure_rate: Share = 0.1
-    """Share of a round's pairs that a labeller may fail on before the run stops."""
+    max_failure_rate: PositiveShare = 0.1
+    """PositiveShare of a round's pairs that a labeller may fail on before the run stops."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -66,7 +64,7 @@ class EnsembleConfig(PartConfig):
     """Judges, each from another seed."""
     judge: str = "reward_dance"
     """Catalogue name that loads a member."""
-    diversity: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    diversity: NonNegative = 0.0
     """Weight of what keeps the adapters of each member apart from those of the members before it, as
     model.diversity of train_reward; 0: they differ by their seeds alone."""
     off_policy: OffPolicyConfig | None = None

@@ -203,14 +203,11 @@ def test_a_file_is_written_whole_and_only_when_it_changes(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("objective.beta=0.1", r"'objective\.beta' .*is called 'objective\.changes\.kl' now"),
-        ("objective.ratio=guard", r"is called 'objective\.changes\.ratio' now"),
-        ("rollout.level=0.7", r"'rollout\.level' .*is called 'rollout\.noise_level' now"),
         ("objective.algorithm=top_entropy", "no meaning on denoising steps.*Take"),
         ("objective.algorithm=grop", "no algorithm 'grop'. Did you mean 'grpo'"),
     ],
 )
-def test_old_keys_and_rows_that_do_not_apply_are_refused_when_read(override: str, message: str) -> None:
+def test_algorithms_that_do_not_apply_are_refused_when_read(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(override)
 
@@ -276,6 +273,7 @@ def test_the_curve_starts_with_the_samples_of_its_later_points(tmp_path: Path) -
             samples="images",
             load_code="pass",
             counts=lambda _: {"images": 0},
+            next_command=(),
         )
         ends.after(before, TrainResult(counters=Counters(), stopped="finished"), 1.0)
         page = (tmp_path / "report.html").read_text(encoding="utf-8")

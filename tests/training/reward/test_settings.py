@@ -13,7 +13,7 @@ from rich.console import Console
 from visalign.config import load_config
 from visalign.core.preference.ict import ict_labels
 from visalign.errors import UserError
-from visalign.pipelines.train_reward.config import JUDGE_TASKS, USED, TrainRewardConfig
+from visalign.pipelines.train_reward.config import JUDGE_TASKS, READ, TrainRewardConfig
 from visalign.training.loop.metrics import METRICS
 from visalign.training.loop.progress import SUPERVISED_COLUMNS, TrainingProgress
 from visalign.training.reward.batch import RewardBatch
@@ -153,7 +153,7 @@ def _config(task: str, *more: str) -> TrainRewardConfig:
     )
 
 
-@pytest.mark.parametrize("name", USED)
+@pytest.mark.parametrize("name", READ)
 @pytest.mark.parametrize("task", GENERATED)
 def test_data_settings_without_a_reader_are_refused(task, name):
     value, tasks = DATA[name]
@@ -167,7 +167,7 @@ def test_data_settings_without_a_reader_are_refused(task, name):
         _config(task, f"data.{name}={value}")
 
 
-@pytest.mark.parametrize("name", USED)
+@pytest.mark.parametrize("name", READ)
 def test_what_judges_wrote_has_one_setting_of_its_own(name):
     if name == "right":
         assert _config("critique", "data.right=0.5").data.right == 0.5
