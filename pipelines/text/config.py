@@ -13,18 +13,16 @@ from pydantic.dataclasses import dataclass
 from visalign.core import Objective
 from visalign.data.assets import assets_folder
 from visalign.pipelines.shared.sections import (
-    Count,
     Dtype,
     HeldoutConfig,
     LoraConfig,
-    Natural,
     PolicyRunConfig,
     RewardsConfig,
     RewardTerm,
 )
 from visalign.precision import Autocast
 from visalign.schema import STRICT
-from visalign.settings import Positive, check_rules
+from visalign.settings import Count, Natural, Positive, check_rules
 from visalign.training.loop.monitor import MonitorSettings
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.sampler import check_batch_algebra

@@ -17,9 +17,9 @@ from visalign.data.sets.completion_files import JudgedCompletions, check_votes, 
 from visalign.errors import UserError
 from visalign.pipelines.shared.job import PolicyRun, run_job
 from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by
-from visalign.pipelines.shared.sections import Count
 from visalign.schema import STRICT
 from visalign.seeds import sample_seed
+from visalign.settings import Count
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.progress import SUPERVISED_COLUMNS
 from visalign.training.text.dpo import DPOSettings

@@ -21,9 +21,9 @@ from visalign.errors import UserError
 from visalign.pipelines.shared.job import JUDGE, JudgeRun, build_trainer, run_job
 from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by, no_loading_bars
 from visalign.pipelines.shared.run_folder import fingerprint
-from visalign.pipelines.shared.sections import ConvexDAConfig, Count, Dtype, Natural, PolicyRunConfig
+from visalign.pipelines.shared.sections import ConvexDAConfig, Dtype, PolicyRunConfig
 from visalign.schema import STRICT
-from visalign.settings import check_rules
+from visalign.settings import Count, Natural, check_rules
 from visalign.text.steps import StepReading
 from visalign.training.loop.optimizer import AdamWSettings
 

@@ -29,16 +29,9 @@ from visalign.pipelines.shared.run_folder import (
     summary_json,
     write_beginning,
 )
-from visalign.pipelines.shared.sections import (
-    Count,
-    MachineConfig,
-    Natural,
-    RewardsConfig,
-    RewardTerm,
-    Share,
-)
+from visalign.pipelines.shared.sections import MachineConfig, RewardsConfig, RewardTerm
 from visalign.schema import STRICT
-from visalign.settings import check_rules
+from visalign.settings import Count, Natural, Share, check_rules
 from visalign.text import StoppingCriteria
 from visalign.training.loop.judging import check_failures
 from visalign.training.loop.processes import one_process

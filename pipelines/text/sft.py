@@ -13,9 +13,8 @@ from pydantic.dataclasses import dataclass
 
 from visalign.pipelines.shared.job import PolicyRun, run_job
 from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by
-from visalign.pipelines.shared.sections import Count
 from visalign.schema import STRICT
-from visalign.settings import check_rules
+from visalign.settings import Count, check_rules
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.progress import SUPERVISED_COLUMNS
 
