@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges behind an OpenAI-compatible server: messages out, replies read.
+"""Judges that ask a chat model: a served one (OpenAI-compatible API), or one loaded in this process.
 
-It needs `visalign.remote` and `reading`; no weights are loaded here.
+Imports `visalign.remote`, `reading` and `vlm`.
 """

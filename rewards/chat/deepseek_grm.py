@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-GRM: K times principles, critique and points; votes are summed, a meta judge may filter them.
+"""DeepSeek-GRM: sums K sampled scores with principles and critique; a meta judge may filter the samples.
 
 Source: Liu et al., "Inference-Time Scaling for Generalist Reward Modeling", arXiv 2504.02495, section 4:
 pointwise scores of 1 to 10, k samples whose scores are added, and a meta reward model that keeps the k_meta
-best samples. There answers of a language model are judged; here it is an image, by a served vision-language
-model, and the meta judge is a model that is asked whether the critique is right, its log-odds of yes being
-the meta score: that is a scalar head, the difference of two rows of the vocabulary, and `visalign
-train-reward` with model.kind critique trains it by cross-entropy on which votes were right.
+best samples. The paper judges a language model's answers; here a vision-language model judges an image, and
+the meta judge is a model that is asked whether the critique is right. Its log-odds of yes are the meta score:
+a scalar head, the difference of two rows of the vocabulary. `visalign train-reward` with model.kind critique
+trains it by cross-entropy on which votes were right.
 """
 
 from __future__ import annotations
@@ -25,20 +25,17 @@ from visalign.rewards.base.identity import Identity
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import FORMS
 from visalign.rewards.vlm.requests import Query, requests
-from visalign.rewards.vlm.template import Template
+from visalign.rewards.vlm.template import Template, question
 from visalign.rewards.vlm.yes_no import MIN_MASS
 
-from .asking import ServedJudge, as_template, failed
+from .judge import ChatJudge, as_template, check_choice, failure_reason
 from .local import LocalModel
-from .messages import Reply, question
+from .messages import Reply
 from .server import ChatServer
-from .yes_no import read_yes_no
+from .yes_no import check_reading, read_reply_yes_no
 
 TOP_LOGPROBS = 20
-TRAINED = (
-    "{name}: meta is '{meta}' and k_meta {k_meta}. A trained meta judge keeps k_meta of the samples, and has "
-    "its own model and question: set k_meta, and leave meta_server and meta_template out."
-)
+_COLUMNS = ("value", "std", "mean", "votes", "meta")
 
 CRITIQUE = question(
     "deepseek_grm",
@@ -56,17 +53,31 @@ META = question(
 )
 
 
-class DeepSeekGRM(ServedJudge):
+class DeepSeekGRM(ChatJudge):
     """Sum of the scores of K samples, or of the k_meta that a meta judge rates highest.
 
-    Where samples cannot be read the sum is scaled to the full number, K·mean, so that a failure is no low
+    Where samples are unreadable the sum is scaled to the full number, K·mean, so that a failure is no low
     vote; at least two must be readable. `std` is the standard error of that sum, K·s/√n. The parts hold
-    "mean", the mean score; "votes", the samples that were summed; with a meta judge "meta", the mean log-
-    odds of the kept ones.
+    "mean", the mean score; "votes", the number of samples summed; with a meta judge "meta", the mean log-odds
+    of the samples summed.
+
+    Args:
+        answers: K samples of each image.
+        reads: how a sample states its score, a key of `rewards.reading.ratings.FORMS`: "boxed", 1 to 10, or
+            for judges that were taught another form "answer", 1 to 5, or "yes_no", 1 or 0.
+        k_meta: samples that the meta judge keeps; None asks no meta judge.
+        meta: folder of a trained meta judge, loaded here and asked as it was trained.
+        meta_server: server of an untrained one; the judge's own when None.
+        meta_template: replaces our question to it; has {critique}.
+        min_mass: smallest probability of yes and no together that counts as the meta judge's answer.
+        **options: of `ChatJudge`, as are the others.
     """
 
     name = "deepseek_grm"
     higher_is_better = True
+    default_template = CRITIQUE
+    default_temperature = 1.0
+    default_max_new_tokens = 2048
 
     def __init__(
         self,
@@ -81,135 +92,108 @@ class DeepSeekGRM(ServedJudge):
         meta_template: Template | str | None = None,
         min_mass: float = MIN_MASS,
         device: Any = "cpu",
-        **asking: Any,
+        **options: Any,
     ) -> None:
-        """Say who is asked, and what.
-
-        Args:
-            base_url: see `ServedJudge`.
-            model: see `ServedJudge`.
-            answers: K samples of each image.
-            reads: how a sample states its score, a row of `rewards.reading.ratings.FORMS`: "boxed", 1 to 10,
-                or of judges that were taught another form "answer", 1 to 5, or "yes_no", 1 or 0.
-            k_meta: samples that the meta judge keeps; None asks none.
-            meta: folder of a trained meta judge, loaded here and asked as it was trained.
-            meta_server: of an untrained one; the judge's own when None.
-            meta_template: its question instead of ours, with {critique}.
-            min_mass: smallest probability of yes and no together that counts as the meta judge's answer.
-            device: see `ServedJudge`.
-            **asking: of `ServedJudge`; the temperature is 1 and a sample has 2048 tokens.
-        """
         if k_meta is not None and not 1 <= k_meta <= answers:
             raise RewardError(
                 f"{self.name}: k_meta is {k_meta}; allowed are whole numbers from 1 to answers ({answers})."
             )
-        if reads not in FORMS:
-            raise RewardError(f"{self.name}: reads is {reads!r}; allowed are {', '.join(FORMS)}.")
-        if not 0 <= min_mass < 1:
-            raise RewardError(
-                f"{self.name}: min_mass is {min_mass}; allowed are probabilities from 0 up to below 1."
-            )
-        asking = {"default": CRITIQUE, "temperature": 1.0, "max_new_tokens": 2048, **asking}
-        super().__init__(base_url, model, answers=answers, device=device, **asking)
+        check_choice(self.name, "reads", reads, FORMS)
+        check_reading(self.name, top_logprobs=TOP_LOGPROBS, min_mass=min_mass)
+        super().__init__(base_url, model, answers=answers, device=device, **options)
         if meta is not None:
             if k_meta is None or meta_server is not None or meta_template is not None:
-                raise RewardError(TRAINED.format(name=self.name, meta=meta, k_meta=k_meta))
+                raise RewardError(
+                    f"{self.name}: meta is '{meta}' and k_meta {k_meta}. A trained meta judge keeps k_meta of "
+                    "the samples, and has its own model and question: set k_meta, and leave meta_server and "
+                    "meta_template out."
+                )
             meta_server = LocalModel(meta, device=device)
             meta_template = meta_server.engine.template(META.name, META)
         self.meta_server = meta_server or self.server
-        self.meta_template = as_template(self.name, meta_template, META, needed=("critique",))
+        self.meta_template = as_template(self.name, meta_template, META, required_fields=("critique",))
         self.k_meta, self.votes, self.min_mass = k_meta, k_meta or answers, min_mass
         self.reader, low, high = FORMS[reads]
         self.unit = f"sum of {self.votes} scores from {low:g} to {high:g}"
         self.range = (self.votes * low, self.votes * high)
-        options: dict[str, Any] = {**self.drawing, "k_meta": k_meta, "reads": reads}
+        fields: dict[str, Any] = {**self.sampling, "k_meta": k_meta, "reads": reads}
         if k_meta is not None:
-            options |= {"meta_model": self.meta_server.model, "meta_template": self.meta_template.text}
-            fields = self.meta_server.identity_fields(self.meta_template)
-            options |= {"min_mass": min_mass, "meta": Identity(judge=META.name, **fields).digest}
-        self.identity = self.identified(**options)
+            fields |= {"meta_model": self.meta_server.model, "meta_template": self.meta_template.text}
+            meta_fields = self.meta_server.identity_fields(self.meta_template)
+            fields |= {"min_mass": min_mass, "meta": Identity(judge=META.name, **meta_fields).digest}
+        self.identity = self.make_identity(**fields)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Summed votes per image; metadata is not looked at."""
+        """Sum the votes for each of B images; metadata is ignored."""
         request = read_request(self.name, images, prompts, metadata)
-        reasons = list(request.images.reasons)
+        reasons, size = list(request.images.reasons), len(request)
         rows, queries = requests(request, self.template, reasons)
-        drawn = self.server.ask(self.template, queries, read=self.read, **self.drawing)
-        samples = [[said for said in row if not isinstance(said, AnswerError)] for row in drawn]
-        for place, row in enumerate(rows):
-            if len(samples[place]) < self.least:
-                reasons[row] = failed(drawn[place])
-                samples[place] = []
-        metas = self._meta(queries, samples) if self.k_meta is not None else None
-        size = len(request)
-        columns = {name: torch.full((size,), torch.nan) for name in ("value", "std", "mean", "votes", "meta")}
-        text = [""] * size
-        for place, row in enumerate(rows):
+        answers = self.server.ask(self.template, queries, read=self._read, **self.sampling)
+        samples = [[answer for answer in row if not isinstance(answer, AnswerError)] for row in answers]
+        for index, row in enumerate(rows):
+            if len(samples[index]) < self.min_readable:
+                reasons[row] = failure_reason(answers[index])
+                samples[index] = []
+        meta_scores = [None] * len(rows) if self.k_meta is None else self._ask_meta(queries, samples)
+        columns = {name: torch.full((size,), torch.nan) for name in _COLUMNS}
+        texts = [""] * size
+        for row, row_samples, row_meta in zip(rows, samples, meta_scores, strict=True):
             if reasons[row] is not None:
                 continue
-            kept, why = _kept(samples[place], None if metas is None else metas[place], self.votes)
-            if not kept:
-                reasons[row] = why
-                continue
-            text[row] = kept[0][1]
-            for name, number in self._summed(kept).items():
-                columns[name][row] = number
-        return self._scores(columns, reasons, text)
+            votes, reasons[row] = _select_votes(row_samples, row_meta, self.votes)
+            if votes:
+                texts[row] = votes[0][1]
+                for name, number in self._sum_votes(votes).items():
+                    columns[name][row] = number
+        value, std = columns.pop("value"), columns.pop("std")
+        if self.k_meta is None:
+            del columns["meta"]
+        std = std if self.answers > 1 else None
+        return make_scores(value, reasons, self.unit, std=std, parts=columns, text=texts)
 
-    def read(self, reply: Reply) -> tuple[float, str]:
-        """(score, text) of one sample."""
+    def _read(self, reply: Reply) -> tuple[float, str]:
         return self.reader(reply.text), reply.text
 
-    def _meta(
+    def _ask_meta(
         self, queries: list[Query], samples: list[list[tuple[float, str]]]
     ) -> list[list[float | AnswerError]]:
-        """The meta score of each readable sample."""
-        questions = [
+        """Ask the meta judge about each readable sample."""
+        meta_queries = [
             replace(query, fields={"critique": text})
-            for query, row in zip(queries, samples, strict=True)
-            for _, text in row
+            for query, row_samples in zip(queries, samples, strict=True)
+            for _, text in row_samples
         ]
-        words = self.meta_template.words
 
         def read(reply: Reply) -> float:
-            yes, no = words.get("yes", ("yes",)), words.get("no", ("no",))
-            return read_yes_no(reply.first_token, yes=yes, no=no, min_mass=self.min_mass).bound
+            return read_reply_yes_no(reply, self.meta_template, self.min_mass).bound
 
-        found = iter(
-            self.meta_server.ask(
-                self.meta_template, questions, read=read, max_new_tokens=1, top_logprobs=TOP_LOGPROBS
-            )
-        )
-        return [[next(found)[0] for _ in row] for row in samples]
+        options = {"max_new_tokens": 1, "top_logprobs": TOP_LOGPROBS}
+        answers = iter(self.meta_server.ask(self.meta_template, meta_queries, read=read, **options))
+        return [[next(answers)[0] for _ in row_samples] for row_samples in samples]
 
-    def _summed(self, kept: Sequence[tuple[float, str, float]]) -> dict[str, float]:
-        count = len(kept)
-        mean = math.fsum(score for score, _, _ in kept) / count
-        found = {"value": self.votes * mean, "mean": mean, "votes": float(count)}
-        found["meta"] = math.fsum(meta for _, _, meta in kept) / count
+    def _sum_votes(self, votes: Sequence[tuple[float, str, float]]) -> dict[str, float]:
+        count = len(votes)
+        mean = math.fsum(score for score, _, _ in votes) / count
+        meta = math.fsum(meta for _, _, meta in votes) / count
+        columns = {"value": self.votes * mean, "mean": mean, "votes": float(count), "meta": meta}
         if count > 1:
-            spread = math.sqrt(math.fsum((score - mean) ** 2 for score, _, _ in kept) / (count - 1))
-            found["std"] = self.votes * spread / math.sqrt(count)
-        return found
-
-    def _scores(self, columns: dict[str, torch.Tensor], reasons: list[str | None], text: list[str]) -> Scores:
-        value, std, meta = columns.pop("value"), columns.pop("std"), columns.pop("meta")
-        parts = columns if self.k_meta is None else {**columns, "meta": meta}
-        spread = std if self.answers > 1 else None
-        return make_scores(value, reasons, self.unit, std=spread, parts=parts, text=text)
+            spread = math.sqrt(math.fsum((score - mean) ** 2 for score, _, _ in votes) / (count - 1))
+            columns["std"] = self.votes * spread / math.sqrt(count)  # K·s/√n
+        return columns
 
 
-def _kept(
-    samples: Sequence[tuple[float, str]], metas: Sequence[float | AnswerError] | None, votes: int
-) -> tuple[Sequence[tuple[float, str, float]], str]:
-    """(score, text, meta score) of the samples that count, best first; or why there is none."""
-    if metas is None:
-        return [(score, text, math.nan) for score, text in samples], ""
+def _select_votes(
+    samples: Sequence[tuple[float, str]], meta_scores: Sequence[float | AnswerError] | None, votes: int
+) -> tuple[Sequence[tuple[float, str, float]], str | None]:
+    """Return (score, text, meta score) of the samples that count, best first; or why there is none."""
+    if meta_scores is None:
+        return [(score, text, math.nan) for score, text in samples], None
     rated = [
         (score, text, meta)
-        for (score, text), meta in zip(samples, metas, strict=True)
+        for (score, text), meta in zip(samples, meta_scores, strict=True)
         if not isinstance(meta, AnswerError)
     ]
     if not rated:
-        return [], f"the meta judge rated none of {len(samples)} samples: {failed(metas)}"
-    return sorted(rated, key=lambda sample: -sample[2])[:votes], ""
+        reason = failure_reason(meta_scores)
+        return [], f"the meta judge rated none of {len(samples)} samples: {reason}"
+    return sorted(rated, key=lambda sample: -sample[2])[:votes], None

@@ -18,40 +18,49 @@ from visalign.rewards.base.contract import read_request
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import listed_scores
 from visalign.rewards.vlm.requests import requests
-from visalign.rewards.vlm.template import Template
+from visalign.rewards.vlm.template import Template, question
 
-from .asking import ServedJudge, as_template
-from .messages import Reply, question
+from .judge import Answer, ChatJudge, as_template
+from .messages import Reply
 from .published_wording import PUBLISHED
 
 HIGH = 25.0
-"""Of the published score_range."""
-_FORM = '{\n\n"reasoning" : "...",\n"score" : [...],\n}'
+"""Largest number of the published answers."""
 
 
 def wording(kind: str) -> str:
-    """EditScore's question, "edit_following" or "edit_quality": UnifiedReward-Edit's, whose form of the
-    answer it writes otherwise.
+    """Return EditScore's question "edit_following" or "edit_quality".
+
+    It is UnifiedReward-Edit's with another layout of the answer's form.
     """
-    text = PUBLISHED[kind].replace(_FORM, '{\n"reasoning" : "...",\n"score" : [...]\n}')
+    text = PUBLISHED[kind].replace(
+        '{\n\n"reasoning" : "...",\n"score" : [...],\n}', '{\n"reasoning" : "...",\n"score" : [...]\n}'
+    )
     return text.replace("instruction:{prompt}", "instruction: {prompt}")
 
 
-class EditScore(ServedJudge):
+class EditScore(ChatJudge):
     """√(following · quality) of an edit, from 0 to 10; the source image is the record's "source".
 
-    Two questions are asked, each answered by two numbers from 0 to 25, which are divided by 2.5: of source
-    and edit how well the instruction is followed ("prompt_following") and how little else changed
-    ("consistency"); of the edit alone its naturalness and its freedom from artifacts. Following is the
-    smaller of the former two, quality ("perceptual_quality") of the latter. With more than one answer the
-    score is the mean of the passes, as upstream's num_pass, with its standard error; a pass of which one
-    answer cannot be read is left out.
+    Two questions are asked, each answered by two numbers from 0 to 25, which are divided by 2.5. About source
+    and edit: how well the instruction is followed ("prompt_following") and how little else changed
+    ("consistency"). About the edit alone: its naturalness and its freedom from artifacts. Following is the
+    smaller of the first two, quality ("perceptual_quality") of the last two. With more than one answer the
+    score is the mean of the passes, as upstream's num_pass, with its standard error; a pass with an
+    unreadable answer is left out.
+
+    Args:
+        labelled: write "<img1>: " before each image, as checkpoints on Qwen2.5-VL were trained.
+        quality_template: replaces the second question, as `template` does the first.
+        **options: of `ChatJudge`, as are the others: a LoRA's base as `model` with the LoRA as `adapter`, in
+            this process; upstream samples at temperature 0.7.
     """
 
     name = "edit_score"
     unit = "points from 0 to 10"
     range = (0.0, 10.0)
     higher_is_better = True
+    default_max_new_tokens = 512
 
     def __init__(
         self,
@@ -61,58 +70,45 @@ class EditScore(ServedJudge):
         labelled: bool = False,
         quality_template: Template | str | None = None,
         device: Any = "cpu",
-        **asking: Any,
+        **options: Any,
     ) -> None:
-        """Say who is asked, and what.
-
-        Args:
-            base_url: see `ServedJudge`.
-            model: see `ServedJudge`; a LoRA's base, with the LoRA as `adapter`, in this process.
-            labelled: write "<img1>: " before each image, as checkpoints on Qwen2.5-VL were trained.
-            quality_template: instead of the second question, as `template` of the first.
-            device: see `ServedJudge`.
-            **asking: of `ServedJudge`; an answer has 512 tokens, and upstream draws at temperature 0.7.
-        """
         labels = ["<img1>: ", "<img2>: "] if labelled else ["", ""]
-        default = question("edit_score", wording("edit_following"), images=labels)
-        super().__init__(
-            base_url, model, **{"default": default, "max_new_tokens": 512, "device": device, **asking}
-        )
-        alone = question("edit_score_quality", wording("edit_quality"), images=labels[:1])
-        self.quality = as_template(self.name, quality_template, alone, needed=())
-        self.identity = self.identified(quality=self.quality.text, **self.drawing)
+        self.default_template = question("edit_score", wording("edit_following"), images=labels)
+        super().__init__(base_url, model, device=device, **options)
+        quality = question("edit_score_quality", wording("edit_quality"), images=labels[:1])
+        self.quality = as_template(self.name, quality_template, quality, required_fields=())
+        self.identity = self.make_identity(quality=self.quality.text, **self.sampling)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Points per edit; the prompt is its instruction, and the metadata hold its "source"."""
+        """Score B edits; the prompt is the instruction, and the metadata holds the "source"."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
-        rows, both = requests(request, self.template, reasons, source=True)
-        edits = [replace(query, images=query.images[1:]) for query in both]
-        following = self.server.ask(self.template, both, read=_read, **self.drawing)
-        quality = self.server.ask(self.quality, edits, read=_read, **self.drawing)
+        rows, queries = requests(request, self.template, reasons, source=True)
+        edits_alone = [replace(query, images=query.images[1:]) for query in queries]
+        following = self.server.ask(self.template, queries, read=_read, **self.sampling)
+        quality = self.server.ask(self.quality, edits_alone, read=_read, **self.sampling)
         passes = [
-            [_overall(one, other) for one, other in zip(*row, strict=True)]
-            for row in zip(following, quality, strict=True)
+            [_combine(*answers) for answers in zip(*row_answers, strict=True)]
+            for row_answers in zip(following, quality, strict=True)
         ]
-        return self.summed(request, rows, passes, reasons, self.unit)
+        return self.average_answers(request, rows, passes, reasons, self.unit)
 
 
-_Read = tuple[list[float], str]
+_Numbers = tuple[list[float], str]
 
 
-def _read(reply: Reply) -> _Read:
+def _read(reply: Reply) -> _Numbers:
     return [score * 10 / HIGH for score in listed_scores(reply.text, high=HIGH)], reply.text
 
 
-def _overall(
-    following: _Read | AnswerError, quality: _Read | AnswerError
-) -> tuple[dict[str, float], str] | AnswerError:
-    """One pass."""
+def _combine(following: _Numbers | AnswerError, quality: _Numbers | AnswerError) -> Answer | AnswerError:
+    """Combine the answers to both questions of one pass."""
     if isinstance(following, AnswerError):
         return following
     if isinstance(quality, AnswerError):
         return quality
-    success, restraint = following[0]
-    least = min(quality[0])
-    parts = {"prompt_following": success, "consistency": restraint, "perceptual_quality": least}
-    return {"value": math.sqrt(min(success, restraint) * least), **parts}, f"{following[1]}\n{quality[1]}"
+    followed, consistency = following[0]
+    worst = min(quality[0])
+    parts = {"prompt_following": followed, "consistency": consistency, "perceptual_quality": worst}
+    # √(min(followed, consistency) · min(naturalness, no artifacts))
+    return {"value": math.sqrt(min(followed, consistency) * worst), **parts}, f"{following[1]}\n{quality[1]}"

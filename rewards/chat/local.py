@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vision-language model in this process where a chat server's judge expects its server."""
+"""Vision-language model in this process that stands in for a chat server."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from visalign.rewards.vlm.engine import VisionLanguageEngine, engine_of
 from visalign.rewards.vlm.requests import Query
 from visalign.rewards.vlm.template import Template
 
-from .messages import Reply, explain
+from .messages import CUT_OFF, EMPTY, Reply, read_or_explain
 
 T = TypeVar("T")
 
 
 class LocalModel:
-    """Asks a model as `ChatServer` asks a server, with the same replies and failures.
+    """Model with the interface of `ChatServer`: the same questions, replies and failures.
 
     Args:
         model: folder, hub id or packaged name of a model that `rewards.vlm` knows; or a loaded
@@ -49,65 +49,59 @@ class LocalModel:
         max_new_tokens: int = 1024,
         top_logprobs: int = 0,
     ) -> list[list[T | AnswerError]]:
-        """K answers to each of B requests, as `ChatServer.ask` gives them.
+        """Return K answers to each of B requests, as `ChatServer.ask`.
 
-        With `top_logprobs` the likeliest first tokens alone are read, at the temperature 1 of the model, and
-        nothing is written.
+        With `top_logprobs` nothing is generated: only the likeliest first tokens are read, at temperature 1.
         """
         if top_logprobs:
-            replies = self._first_tokens(template, queries, top_logprobs)
-            found = [[self._read(reply, read)] * answers for reply in replies]
+            replies = [[reply] * answers for reply in self._first_tokens(template, queries, top_logprobs)]
         else:
-            drawing = {"seed": seed, "temperature": temperature, "max_new_tokens": max_new_tokens}
-            made = self.engine.generate(template, queries, answers=answers, **drawing)
-            found = []
-            for texts, ended, reason in zip(made.texts, made.finished, made.reasons, strict=True):
-                said = [_reply(text, whole) for text, whole in zip(texts, ended, strict=True)]
-                lost = [AnswerError(reason)] * answers if reason is not None else said
-                found.append([self._read(one, read) for one in lost])
-        for row in found:
-            for one in row:
-                self.alarm.note(str(one) if isinstance(one, AnswerError) else None)
-        return found
+            sampling = {"seed": seed, "temperature": temperature, "max_new_tokens": max_new_tokens}
+            generated = self.engine.generate(template, queries, answers=answers, **sampling)
+            replies = [
+                [_reply(text, ended) for text, ended in zip(texts, finished, strict=True)]
+                if reason is None
+                else [AnswerError(reason)] * answers
+                for texts, finished, reason in zip(
+                    generated.texts, generated.finished, generated.reasons, strict=True
+                )
+            ]
+        results = [[read_or_explain(reply, read) for reply in row] for row in replies]
+        for result in (result for row in results for result in row):
+            self.alarm.note(str(result) if isinstance(result, AnswerError) else None)
+        return results
 
     def identity_fields(self, template: Template, **options: Any) -> dict[str, Any]:
-        """Arguments of `Identity` but `judge`."""
+        """Return the arguments of `Identity` except `judge`."""
         return self.engine.identity_fields(template, **options)
-
-    def _read(self, reply: Reply | AnswerError, read: Callable[[Reply], T]) -> T | AnswerError:
-        if isinstance(reply, AnswerError):
-            return reply
-        try:
-            return read(reply)
-        except AnswerError as error:
-            return explain(error, reply.text)
 
     @torch.no_grad()
     def _first_tokens(
         self, template: Template, queries: Sequence[Query], count: int
     ) -> list[Reply | AnswerError]:
-        """The likeliest first tokens of each request, as text -> log-prob, alike spellings added up."""
+        """Return the likeliest first tokens of each request; probabilities of equal spellings are added."""
         rows, reasons = self.engine.encode(template, queries)
-        real = [row for row in rows if row is not None]
-        if not real:
+        valid_rows = [row for row in rows if row is not None]
+        if not valid_rows:
             return [AnswerError(str(reason)) for reason in reasons]
-        log_prob, ids = self.engine.network.likeliest(self.engine.states(real), count)
-        told = iter(zip(log_prob.tolist(), ids.tolist(), strict=True))
+        log_prob, ids = self.engine.network.likeliest(self.engine.states(valid_rows), count)
+        tokens = iter(zip(log_prob.tolist(), ids.tolist(), strict=True))
+        decode = self.engine.processor.tokenizer.decode
         replies: list[Reply | AnswerError] = []
         for reason in reasons:
             if reason is not None:
                 replies.append(AnswerError(reason))
                 continue
-            listed: dict[str, torch.Tensor] = {}
-            for value, token in zip(*next(told), strict=True):
-                spelled = self.engine.processor.tokenizer.decode([token])
-                before = listed.get(spelled, torch.tensor(-torch.inf))
-                listed[spelled] = torch.logaddexp(before, torch.tensor(value))
-            replies.append(Reply("", {spelled: float(value) for spelled, value in listed.items()}))
+            first_token: dict[str, torch.Tensor] = {}
+            for value, token_id in zip(*next(tokens), strict=True):
+                token = decode([token_id])
+                before = first_token.get(token, torch.tensor(-torch.inf))
+                first_token[token] = torch.logaddexp(before, torch.tensor(value))
+            replies.append(Reply("", {token: float(value) for token, value in first_token.items()}))
         return replies
 
 
 def _reply(text: str, ended: bool) -> Reply | AnswerError:
     if not ended:
-        return AnswerError("the judge's answer was cut off at the token limit; raise max_new_tokens")
-    return Reply(text, {}) if text.strip() else AnswerError("the judge wrote nothing")
+        return AnswerError(CUT_OFF)
+    return Reply(text, {}) if text.strip() else AnswerError(EMPTY)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E501, W291
-"""The questions that UnifiedReward's checkpoints were trained with, letter by letter, by name.
+"""Questions that UnifiedReward's checkpoints were trained with, word for word, by name.
 
 Source: github.com/CodeGoat24/UnifiedReward, MIT licence, copyright (c) 2025 Yibin Wang: the scripts of
-`inference_qwen`, `UnifiedReward-Think`, `-Flex` and `-Edit`. `{prompt}` stands where they put the caption or
+`inference_qwen`, `UnifiedReward-Think`, `-Flex` and `-Edit`. `{prompt}` replaces the caption or
 the edit's instruction; the images come before the text, with nothing between them.
 """
 
@@ -32,7 +32,7 @@ You are given a text caption and a generated image based on that caption. Your t
 Extract key elements from the provided text caption, evaluate their presence in the generated image using the format: 'element (type): value' (where value=0 means not generated, and value=1 means generated), and assign a score from 1 to 5 after 'Final Score:'.
 Your task is provided as follows:
 Text Caption: [{prompt}]""",
-    # Which of two, or both equal.
+    # Which of two is better, or both equal.
     "rank": """\
 You are given a text caption and two generated images based on that caption. Your task is to evaluate and compare these images based on two key criteria:
 1. Alignment with the Caption: Assess how well each image aligns with the provided caption. Consider the accuracy of depicted objects, their relationships, and attributes as described in the caption.

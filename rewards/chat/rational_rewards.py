@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E501
-"""RationalRewards: a vision-language model writes a judgement by aspects, each with a score from 1 to 4.
+"""RationalRewards: a vision-language model judges an image by aspects, each with a score from 1 to 4.
 
 Source: Wang et al., "RationalRewards", arXiv 2604.11626; checkpoints TIGER-Lab/RationalRewards-8B-T2I and
 -Edit (Qwen3-VL, Apache-2.0), whose cards hold the questions below, letter by letter. Upstream scores a
@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import RewardError, read_request
+from visalign.rewards.base.contract import read_request
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import (
     RATIONAL_ASPECTS,
@@ -24,7 +24,7 @@ from visalign.rewards.reading.ratings import (
 )
 from visalign.rewards.vlm.template import Template
 
-from .asking import ServedJudge
+from .judge import ChatJudge, check_choice
 from .messages import Reply
 
 Mode = Literal["generation", "edit"]
@@ -77,12 +77,12 @@ _WORDS = {
 
 
 def wording(mode: Mode) -> tuple[str, str]:
-    """(system message, what stands behind the images) of the published question."""
-    own, aspects = _WORDS[mode], ASPECTS[mode].items()
+    """Return the system message and the text behind the images of the published question."""
+    words, aspects = _WORDS[mode], ASPECTS[mode].items()
     kind = {"generation": "generation", "edit": "editing"}[mode]
     system = (
-        f"You are an expert image {kind} evaluator. Your task is to evaluate the quality of {own['judged']}. Afterwards, "
-        f"you need to suggest how to refine the original user request to produce better {own['improves']} (if any)."
+        f"You are an expert image {kind} evaluator. Your task is to evaluate the quality of {words['judged']}. Afterwards, "
+        f"you need to suggest how to refine the original user request to produce better {words['improves']} (if any)."
     )
     rubrics = "\n\n".join(f"**{n}. {name}** {_RUBRICS[key]}" for n, (key, name) in enumerate(aspects, 1))
     forms = []
@@ -94,18 +94,18 @@ def wording(mode: Mode) -> tuple[str, str]:
         forms.append(f"{n}. {name}:\n## Justification: [ {how} ]\n## Score: [ {score} ]\n")
     text = f"""
 
-{own["before"]}To do this, you must first assess the image on {own["count"]} critical aspects, provide justifications and absolute scores in 1-4 scale.
+{words["before"]}To do this, you must first assess the image on {words["count"]} critical aspects, provide justifications and absolute scores in 1-4 scale.
 
 ### Critical Aspects & Scoring Rubric
 {rubrics}
 
 ### Scoring Methodology (CRITICAL)
-During assessment for each aspect, recall {own["recalls"]} the scoring rubrics of the aspect, provide scores with detailed justifications for {own["of"]} and reflect fine-grained preferences.
-1. **Anchor:** Have a global inspection based on the user request and the resulting generation. Determine the rough integer score level (1, 2, 3, or 4) according to the definitions provided{own["stop"]}
+During assessment for each aspect, recall {words["recalls"]} the scoring rubrics of the aspect, provide scores with detailed justifications for {words["of"]} and reflect fine-grained preferences.
+1. **Anchor:** Have a global inspection based on the user request and the resulting generation. Determine the rough integer score level (1, 2, 3, or 4) according to the definitions provided{words["stop"]}
 2. **Justify and Adjust:** Do careful visual analysis and identify specific flaws in generation. Justify the score with concrete evidence and scoring logic. Fine-tune this anchor score into a float value. Add small increments for exceptional execution or deduct points for specific flaws.
    - *Example:* deduct points from 4.0 for slight flaws if the assessed dimension is close to satisfaction. add increments from 1.0 or 2.0 based on severity of flaws.
 
-Afterwards, try to construct a refined user request that helps the visual generation model to produce better {own["improves"]}.
+Afterwards, try to construct a refined user request that helps the visual generation model to produce better {words["improves"]}.
 Think of the weaknesses identified in the judgement, then map them to instruction details and apply specific fixes.
 Provide a final new user request that enrich the initial user request.
 
@@ -117,12 +117,12 @@ Output your evaluation in the following format:
 
 # User Request Refinement:
 ## Refinement Comments: [Specific suggestions for improving the user request]
-## Refined Request: [The improved, more specific user request for {own["for"]} like a standard user instruction]"""
+## Refined Request: [The improved, more specific user request for {words["for"]} like a standard user instruction]"""
     return system, text
 
 
 def _template(mode: Mode) -> Template:
-    system, behind = wording(mode)
+    system, text_behind = wording(mode)
     image = {"type": "image"}
     if mode == "edit":
         first = "User Instruction: {prompt}\nYou are provided with two images:\n1. Source Image "
@@ -130,24 +130,29 @@ def _template(mode: Mode) -> Template:
     else:
         texts = ["User Instruction: {prompt}\nYou are provided with one image:\n1. Generated Image "]
     content = [part for text in texts for part in ({"type": "text", "text": text}, image)]
-    content.append({"type": "text", "text": behind})
+    content.append({"type": "text", "text": text_behind})
     messages = [{"role": "system", "content": system}, {"role": "user", "content": content}]
     return Template(name=f"rational_rewards_{mode}", messages=messages)
 
 
-class RationalRewards(ServedJudge):
-    """(m − 1)/3, from 0 to 1, with m the mean of the aspects' scores, each held in [1, 4]; the judgement is in
-    `text`.
+class RationalRewards(ChatJudge):
+    """(m − 1)/3, from 0 to 1, with m the mean of the aspects' scores, each clipped to [1, 4].
 
     "generation": faithfulness to the text, physical and visual quality, rendering of text. "edit": also
     faithfulness to the source image, which is the record's "source". An aspect that does not apply ("N/A")
-    is left out of the mean and NaN among the parts; a judgement without a word on one is a failure.
+    is left out of the mean and NaN among the parts; a judgement that skips an aspect is a failure. The
+    judgement is in `text`.
+
+    Args:
+        mode: "generation" or "edit".
+        **options: of `ChatJudge`, as are the others; upstream samples at temperature 0.1.
     """
 
     name = "rational_rewards"
     unit = "(points from 1 to 4 − 1) / 3"
     range = (0.0, 1.0)
     higher_is_better = True
+    default_max_new_tokens = 2048
 
     def __init__(
         self,
@@ -156,32 +161,23 @@ class RationalRewards(ServedJudge):
         *,
         mode: Mode = "generation",
         device: Any = "cpu",
-        **asking: Any,
+        **options: Any,
     ) -> None:
-        """Say who is asked, and what.
-
-        Args:
-            base_url: see `ServedJudge`.
-            model: see `ServedJudge`.
-            mode: "generation" or "edit".
-            device: see `ServedJudge`.
-            **asking: of `ServedJudge`; an answer has 2048 tokens, and upstream draws at temperature 0.1.
-        """
-        if mode not in get_args(Mode):
-            raise RewardError(f"{self.name}: mode is {mode!r}; allowed are {', '.join(get_args(Mode))}.")
+        check_choice(self.name, "mode", mode, ASPECTS)
         self.mode: Mode = mode
-        asking = {"default": _template(mode), "max_new_tokens": 2048, **asking}
-        super().__init__(base_url, model, device=device, **asking)
-        self.identity = self.identified(mode=mode, **self.drawing)
+        self.default_template = _template(mode)
+        super().__init__(base_url, model, device=device, **options)
+        self.identity = self.make_identity(mode=mode, **self.sampling)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score per image; of the metadata an edit's "source" is looked at."""
+        """Score B images; of the metadata only an edit's "source" is read."""
         request = read_request(self.name, images, prompts, metadata)
-        return self.rate(request, self._read, self.unit, source=self.mode == "edit")
+        return self.score_answers(request, self._read, self.unit, source=self.mode == "edit")
 
     def _read(self, reply: Reply) -> dict[str, float]:
-        scores = rational_scores(reply.text, ASPECTS[self.mode])
-        if missing := [ASPECTS[self.mode][key] for key, score in scores.items() if score is None]:
+        aspects = ASPECTS[self.mode]
+        scores = rational_scores(reply.text, aspects)
+        if missing := [aspects[key] for key, score in scores.items() if score is None]:
             raise AnswerError(f"the judgement gives no score for {', '.join(missing)}")
-        numbers = {key: score if isinstance(score, float) else math.nan for key, score in scores.items()}
-        return {"value": rational_mean(scores), **numbers}
+        parts = {key: score if isinstance(score, float) else math.nan for key, score in scores.items()}
+        return {"value": rational_mean(scores), **parts}

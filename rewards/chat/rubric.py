@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rubric: a model writes what an image of the prompt must show; then each point is asked of the image.
+"""Rubric: a model writes a checklist for the prompt, then each of its questions is asked about the image.
 
-Sources: RubricRM, arXiv 2608.26956, and AutoRubric-T2I, arXiv 2605.17602, of which the idea is taken, a
-list of criteria for each input before anything is scored. Both questions are worded here, for any model;
-nothing is known here of those papers' checkpoints.
+Sources: RubricRM, arXiv 2608.26956, and AutoRubric-T2I, arXiv 2605.17602, for the idea of writing a list of
+criteria for each input before anything is scored. Both questions are in our words and suit any model; they
+are not those of the papers' checkpoints.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError, prompt_problem, read_request
 from visalign.rewards.reading.numbers import AnswerError, statement
 from visalign.rewards.vlm.requests import Query
-from visalign.rewards.vlm.template import Template
+from visalign.rewards.vlm.template import Template, question
 from visalign.rewards.vlm.yes_no import MIN_MASS
 
-from .asking import ServedJudge, as_template, failed
+from .judge import Answer, ChatJudge, as_template, failure_reason
 from .local import LocalModel
-from .messages import Reply, question
+from .messages import Reply
 from .server import ChatServer
-from .yes_no import read_yes_no, sigmoid
+from .yes_no import check_reading, read_reply_yes_no, sigmoid
 
 WRITING = question(
     "rubric_writing",
@@ -39,23 +39,34 @@ ASKING = question(
     "This picture was generated from the caption: {prompt}\n{question}\nAnswer with one word, yes or no.",
     words={"yes": ("yes",), "no": ("no",)},
 )
-_POINT = re.compile(r"^\s*(?:\d+\s*[.)]|[-*•])\s+(?P<text>\S.*?)\s*$", re.MULTILINE)
+_LIST_ITEM = re.compile(r"^\s*(?:\d+\s*[.)]|[-*•])\s+(?P<text>\S.*?)\s*$", re.MULTILINE)
 
 
-class Rubric(ServedJudge):
+class Rubric(ChatJudge):
     """Mean over a checklist of the probability of yes, from 0 to 1; the checklist is written for each prompt.
 
-    The list is the record's "checklist", [question, ...], where it has one. Else it is written once from the
-    prompt, without an image, by the likeliest words, and remembered, so that all images of a prompt are
-    held against the same list. The parts hold "questions", their number, and "least", the smallest
-    probability; `text` has a line for each question. An image of which one question has no answer has no
-    score, nor have those whose prompt no list could be written for.
+    The checklist is the record's "checklist", [question, ...], where it has one. Else it is written once from
+    the prompt, without an image, by greedy decoding, and remembered, so that all images of a prompt are
+    checked against the same list. The parts hold "questions", their number, and "least", the smallest
+    probability; `text` has a line for each question. An image with an unanswered question has no score, nor
+    have images whose prompt got no readable checklist.
+
+    Args:
+        writer: writes the checklists; a language model suffices. The judge itself when None.
+        writing_template: replaces our request for a checklist; has {prompt} and no image.
+        most: largest number of questions of a checklist; a longer one is a failure.
+        top_logprobs: alternatives of the first token to request.
+        min_mass: smallest probability of yes and no together that counts as an answer.
+        **options: of `ChatJudge`, as are the others; a template has {question}, and max_new_tokens is that of
+            a checklist.
     """
 
     name = "rubric"
     unit = "probability"
     range = (0.0, 1.0)
     higher_is_better = True
+    default_template = ASKING
+    required_fields = ("question",)
 
     def __init__(
         self,
@@ -68,107 +79,85 @@ class Rubric(ServedJudge):
         top_logprobs: int = 20,
         min_mass: float = MIN_MASS,
         device: Any = "cpu",
-        **asking: Any,
+        **options: Any,
     ) -> None:
-        """Say who is asked, and what.
-
-        Args:
-            base_url: see `ServedJudge`.
-            model: see `ServedJudge`.
-            writer: writes the checklists, a language model does; the judge itself when None.
-            writing_template: instead of our question for a checklist; holds {prompt} and no image.
-            most: questions of a checklist; a longer one is a failure.
-            top_logprobs: alternatives of the first token to ask for.
-            min_mass: smallest probability of yes and no together that counts as an answer.
-            device: see `ServedJudge`.
-            **asking: of `ServedJudge`; the template holds {question}, a checklist has 1024 tokens.
-        """
-        if most < 1 or not 2 <= top_logprobs or not 0 <= min_mass < 1:
-            raise RewardError(
-                f"{self.name}: most is {most}, top_logprobs {top_logprobs}, min_mass {min_mass}; allowed are "
-                "whole numbers from 1, from 2, and probabilities from 0 up to below 1."
-            )
-        asking = {"default": ASKING, "needed": ("question",), **asking}
-        super().__init__(base_url, model, device=device, **asking)
+        if most < 1:
+            raise RewardError(f"{self.name}: most is {most}; allowed are whole numbers from 1.")
+        check_reading(self.name, top_logprobs=top_logprobs, min_mass=min_mass)
+        super().__init__(base_url, model, device=device, **options)
         self.writer = writer or self.server
         self.writing = as_template(self.name, writing_template, WRITING)
         self.most, self.top_logprobs, self.min_mass = most, top_logprobs, min_mass
         self._written: dict[str, list[str]] = {}
-        told = {"writer": self.writer.model, "writing": self.writing.text, "most": most, "min_mass": min_mass}
-        self.identity = self.identified(top_logprobs=top_logprobs, **told, **self.drawing)
+        fields = {"writer": self.writer.model, "writing": self.writing.text, "most": most}
+        fields |= {"top_logprobs": top_logprobs, "min_mass": min_mass}
+        self.identity = self.make_identity(**fields, **self.sampling)
 
     def checklists(self, prompts: Sequence[str]) -> dict[str, list[str] | AnswerError]:
-        """prompt -> its questions, or why there are none; what was written before is not asked for again."""
+        """Return prompt -> its questions, or why there are none; each prompt's list is written only once."""
         new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._written]
-        asked = [Query(images=[], prompt=prompt) for prompt in new]
-        length = self.drawing["max_new_tokens"]
-        answers = self.writer.ask(self.writing, asked, read=self._points, max_new_tokens=length)
-        found: dict[str, list[str] | AnswerError] = dict(self._written)
-        for prompt, (said,) in zip(new, answers, strict=True):
-            found[prompt] = said
-            if not isinstance(said, AnswerError):
-                self._written[prompt] = said
-        return found
+        queries = [Query(images=[], prompt=prompt) for prompt in new]
+        length = self.sampling["max_new_tokens"]
+        answers = self.writer.ask(self.writing, queries, read=self._read_checklist, max_new_tokens=length)
+        written = {prompt: answer for prompt, (answer,) in zip(new, answers, strict=True)}
+        self._written |= {p: answer for p, answer in written.items() if not isinstance(answer, AnswerError)}
+        return self._written | written
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score per (image, prompt); of the metadata a "checklist" is looked at."""
+        """Score B images for their prompts; of the metadata only a "checklist" is read."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
-        lists: dict[int, list[str]] = {}
-        shown = dict(request.images.readable())
-        for row in shown:
+        readable = dict(request.images.readable())
+        checklists: dict[int, list[str]] = {}
+        for row in readable:
             record = request.metadata[row] or {}
             reasons[row] = prompt_problem(request.prompts[row])
             if reasons[row] is None and "checklist" in record:
-                lists[row], reasons[row] = _given(record)
-        missing = [row for row in shown if reasons[row] is None and row not in lists]
+                checklists[row], reasons[row] = _recorded_checklist(record)
+        missing = [row for row in readable if reasons[row] is None and row not in checklists]
         written = self.checklists([request.prompts[row] for row in missing])
         for row in missing:
-            said = written[request.prompts[row]]
-            if isinstance(said, AnswerError):
-                reasons[row] = f"its checklist: {said}"
+            answer = written[request.prompts[row]]
+            if isinstance(answer, AnswerError):
+                reasons[row] = f"its checklist: {answer}"
             else:
-                lists[row] = said
-        rows = [row for row in sorted(lists) if reasons[row] is None]
+                checklists[row] = answer
+        rows = [row for row in sorted(checklists) if reasons[row] is None]
         queries = [
-            Query(images=[shown[row]], prompt=request.prompts[row], fields={"question": one})
+            Query(images=[readable[row]], prompt=request.prompts[row], fields={"question": wording})
             for row in rows
-            for one in lists[row]
+            for wording in checklists[row]
         ]
         options = {"top_logprobs": self.top_logprobs, "max_new_tokens": 1}
-        answers = iter(self.server.ask(self.template, queries, read=self._probability, **options))
-        found = [[_summary(lists[row], [next(answers)[0] for _ in lists[row]])] for row in rows]
-        return self.summed(request, rows, found, reasons, self.unit)
+        answers = iter(self.server.ask(self.template, queries, read=self._read_probability, **options))
+        results = [
+            [_mean_answer(checklists[row], [next(answers)[0] for _ in checklists[row]])] for row in rows
+        ]
+        return self.average_answers(request, rows, results, reasons, self.unit)
 
-    def _points(self, reply: Reply) -> list[str]:
-        """The questions of a written checklist."""
-        points = list(dict.fromkeys(match["text"] for match in _POINT.finditer(statement(reply.text).text)))
-        if not 1 <= len(points) <= self.most:
-            raise AnswerError(f"the model wrote {len(points)} questions; allowed are 1 to {self.most}")
-        return points
+    def _read_checklist(self, reply: Reply) -> list[str]:
+        items = _LIST_ITEM.finditer(statement(reply.text).text)
+        questions = list(dict.fromkeys(item["text"] for item in items))
+        if not 1 <= len(questions) <= self.most:
+            raise AnswerError(f"the model wrote {len(questions)} questions; allowed are 1 to {self.most}")
+        return questions
 
-    def _probability(self, reply: Reply) -> float:
-        words = self.template.words
-        yes, no = words.get("yes", ("yes",)), words.get("no", ("no",))
-        said = read_yes_no(reply.first_token, yes=yes, no=no, min_mass=self.min_mass)
-        return sigmoid(said.bound)
-
-
-def _given(record: Mapping[str, Any]) -> tuple[list[str], str | None]:
-    """The checklist of a record, or why it cannot be used."""
-    given = record["checklist"]
-    is_list = isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0
-    if not is_list or not all(isinstance(one, str) and one.strip() for one in given):
-        return [], f'its "checklist" is {given!r:.60}; needed is a list of questions'
-    return list(given), None
+    def _read_probability(self, reply: Reply) -> float:
+        return sigmoid(read_reply_yes_no(reply, self.template, self.min_mass).bound)
 
 
-def _summary(
-    questions: Sequence[str], answers: Sequence[float | AnswerError]
-) -> tuple[dict[str, float], str] | AnswerError:
+def _recorded_checklist(record: Mapping[str, Any]) -> tuple[list[str], str | None]:
+    """Return the checklist of a record, or why it cannot be used."""
+    checklist = record["checklist"]
+    is_list = isinstance(checklist, Sequence) and not isinstance(checklist, str) and len(checklist) > 0
+    if not is_list or not all(isinstance(item, str) and item.strip() for item in checklist):
+        return [], f'its "checklist" is {checklist!r:.60}; needed is a list of questions'
+    return list(checklist), None
+
+
+def _mean_answer(questions: Sequence[str], answers: Sequence[float | AnswerError]) -> Answer | AnswerError:
     probs = [answer for answer in answers if not isinstance(answer, AnswerError)]
     if len(probs) < len(questions):
-        return AnswerError(failed(answers))
-    text = "\n".join(f"{prob:.3f} {one}" for prob, one in zip(probs, questions, strict=True))
-    counted = {"value": sum(probs) / len(probs), "questions": float(len(probs)), "least": min(probs)}
-    return counted, text
+        return AnswerError(failure_reason(answers))
+    text = "\n".join(f"{prob:.3f} {wording}" for prob, wording in zip(probs, questions, strict=True))
+    return {"value": sum(probs) / len(probs), "questions": float(len(probs)), "least": min(probs)}, text

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges behind an OpenAI-compatible chat-completions server (vLLM, SGLang, OpenAI): questions and answers.
+"""Client of an OpenAI-compatible chat-completions server (vLLM, SGLang, OpenAI) for judges.
 
-A request that fails, for whatever reason, is a failure with a reason and costs its own row alone: a server
-that hangs or hangs up, 429 and 5xx after the retries, what is no JSON, no choices, an answer cut at the token
-limit, a refusal. What no row can get past (401, 403, 404), and failures above `max_failure_rate`, end the
-call.
+A request that fails, for whatever reason, is a failure with a reason and costs only its own row: a server
+that hangs or hangs up, 429 and 5xx after the retries, text that is no JSON, no choices, an answer cut at the
+token limit, a refusal. Errors that every row would meet (401, 403, 404), and failures above
+`max_failure_rate`, end the call.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from visalign.remote import ServerConnection, ServerError
 from visalign.rewards.base.contract import RewardError
@@ -22,42 +22,42 @@ from visalign.rewards.vlm.generation import JudgeAnswers, check_drawing
 from visalign.rewards.vlm.requests import Query
 from visalign.rewards.vlm.template import Template
 
-from .messages import ImageUrls, Reply, chat_messages, explain, read_reply
+from .messages import ImageUrls, Reply, chat_messages, read_or_explain, read_reply
 
 T = TypeVar("T")
 
 Dialect = Literal["vllm", "sglang", "openai"]
-"""What a server takes beside OpenAI's own fields."""
+"""Which fields a server takes in addition to OpenAI's."""
 
-_OWN_DEFAULTS = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+_NEUTRAL_SAMPLING = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """vLLM and SGLang take these from the model's generation config when they are left out."""
-_HOPELESS = (401, 403, 404)
+_FATAL_STATUS = (401, 403, 404)
 
 
 class ChatServer:
-    """Asks a served vision-language model; its answers serve where a `VisionLanguageEngine` gives its own.
+    """Asks a served vision-language model; may stand in for a `VisionLanguageEngine` that generates.
 
-    Equal requests are sent once. An answer depends on its request, its number and the seed alone, as far as
-    the server keeps to the seed.
+    Equal requests are sent once. An answer depends only on its request, its number and the seed, as far as
+    the server respects the seed.
 
     Args:
         base_url: as OpenAI clients take it, "http://host:8000/v1".
         model: the name under which the server serves the model.
-        api_key_env: name of the environment variable that holds the key; the key itself is in no config.
-        dialect: fields that the server takes beside OpenAI's.
-        parallel: requests under way at once.
+        api_key_env: name of the environment variable that holds the key; no config holds the key itself.
+        dialect: which fields the server takes in addition to OpenAI's.
+        parallel: largest number of concurrent requests.
         timeout: seconds that the server may be silent.
         deadline: seconds that one attempt may take in all.
         retries: attempts after the first, for connection errors, 429 and 5xx.
-        backoff: seconds before the second attempt, doubled from one to the next.
-        jitter: share of a pause that is drawn at random.
-        retry_seed: of that draw.
+        backoff: seconds before the second attempt, doubled for each further one.
+        jitter: share of a pause that is random.
+        retry_seed: seed of the jitter.
         max_failure_rate: share of failures among the last 200 answers above which `RewardError` is raised.
         token_field: "max_tokens", or "max_completion_tokens" for servers that want that.
         extra: further fields of the request; None as a value leaves one of ours out.
 
     Raises:
-        RewardError: an argument that cannot be used; the environment variable is not set.
+        RewardError: an argument that cannot be used, or a missing environment variable.
         UserError: an address that is none, or a number out of range.
     """
 
@@ -79,16 +79,14 @@ class ChatServer:
         token_field: str = "max_tokens",
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        if dialect not in ("vllm", "sglang", "openai"):
-            raise RewardError(f"dialect is {dialect!r}; allowed are 'vllm', 'sglang' and 'openai'.")
-        if not isinstance(model, str) or not model or parallel < 1:
+        if dialect not in get_args(Dialect) or not model or parallel < 1:
             raise RewardError(
-                f"model is {model!r} and parallel {parallel}; needed are the served model's name and a whole "
-                "number from 1."
+                f"dialect is {dialect!r}, model {model!r} and parallel {parallel}; allowed are 'vllm', "
+                "'sglang' and 'openai', the served model's name, and whole numbers from 1."
             )
         self.connection = ServerConnection(
             base_url,
-            api_key=_key(api_key_env),
+            api_key=_read_key(api_key_env),
             timeout=timeout,
             deadline=deadline,
             retries=retries,
@@ -112,65 +110,78 @@ class ChatServer:
         max_new_tokens: int = 1024,
         top_logprobs: int = 0,
     ) -> list[list[T | AnswerError]]:
-        """K answers to each of B requests, read; a failure stands in the place of its answer. A server that
-        no request can pass, and too many failures, end the call.
+        """Return K answers to each of B requests; a failed one is an AnswerError.
 
-        `read` takes from an answer what the judge wants, or raises AnswerError. The first answer has the seed
-        and the next ones the next; `top_logprobs` alternatives of the first token are asked for, and an
-        answer may then end at the limit.
+        Args:
+            template: the question.
+            queries: B requests.
+            read: takes from a reply what the judge needs, or raises AnswerError.
+            answers: K.
+            seed: of the first answer; the next answers use the next seeds.
+            temperature: of the answers.
+            max_new_tokens: of an answer.
+            top_logprobs: alternatives of the first token to request; above 0, an answer may be cut off.
         """
         check_drawing(answers, temperature, max_new_tokens)
         urls = ImageUrls()
         bodies: dict[str, dict[str, Any]] = {}
         keys: list[list[str]] = []
-        for one in queries:
-            messages = chat_messages(template, one, urls)
+        for query in queries:
+            messages = chat_messages(template, query, urls)
             keys.append([])
             for number in range(answers):
-                body = self._body(template, messages, top_logprobs) | {"temperature": temperature}
+                body = self._common_body(template, messages, top_logprobs) | {"temperature": temperature}
                 body |= {"seed": seed + number, self.token_field: max_new_tokens, **self.extra}
                 body = {name: value for name, value in body.items() if value is not None}
                 key = json.dumps(body, sort_keys=True)
                 bodies[key] = body
                 keys[-1].append(key)
 
-        def take(sent: Mapping[str, Any] | ServerError) -> T | AnswerError:
-            return _read(sent, read, first_token_only=top_logprobs > 0)
+        def parse(response: Mapping[str, Any] | ServerError) -> T | AnswerError:
+            if isinstance(response, ServerError):
+                return AnswerError(str(response))
+            try:
+                reply = read_reply(response, first_token_only=top_logprobs > 0)
+            except AnswerError as error:
+                return error
+            return read_or_explain(reply, read)
 
-        def watch(sent: Mapping[str, Any] | ServerError) -> None:
-            if isinstance(sent, ServerError) and sent.status in _HOPELESS:
-                raise RewardError(f"{self.name}: {sent}") from sent
-            found = take(sent)
-            self.alarm.note(str(found) if isinstance(found, AnswerError) else None)
+        def watch(response: Mapping[str, Any] | ServerError) -> None:
+            if isinstance(response, ServerError) and response.status in _FATAL_STATUS:
+                raise RewardError(f"{self.name}: {response}") from response
+            result = parse(response)
+            self.alarm.note(str(result) if isinstance(result, AnswerError) else None)
 
-        sent = self.connection.post_each(
+        responses = self.connection.post_each(
             "chat/completions", list(bodies.values()), parallel=self.parallel, on_done=watch
         )
-        found = dict(zip(bodies, map(take, sent), strict=True))
-        return [[found[key] for key in row] for row in keys]
+        results = dict(zip(bodies, map(parse, responses), strict=True))
+        return [[results[key] for key in query_keys] for query_keys in keys]
 
-    def generate(self, template: Template, queries: Sequence[Query], **drawing: Any) -> JudgeAnswers:
-        """Texts, as `VisionLanguageEngine.generate` gives them, with its options and defaults.
+    def generate(self, template: Template, queries: Sequence[Query], **sampling: Any) -> JudgeAnswers:
+        """Return texts, as `VisionLanguageEngine.generate`, with its options and defaults.
 
-        An answer that failed is an unfinished empty text; a request of which all failed has the first reason.
+        A failed answer is an unfinished empty text; a request without any answer has its first failure as
+        reason.
         """
-        drawing = {"temperature": 1.0, "max_new_tokens": 256, **drawing}
-        found = self.ask(template, queries, read=lambda reply: reply.text, **drawing)
+        sampling = {"temperature": 1.0, "max_new_tokens": 256, **sampling}
+        answers = self.ask(template, queries, read=lambda reply: reply.text, **sampling)
         texts, finished, reasons = [], [], []
-        for row in found:
-            failed = [said for said in row if isinstance(said, AnswerError)]
-            lost = len(failed) == len(row)
-            texts.append([] if lost else ["" if isinstance(said, AnswerError) else said for said in row])
-            finished.append([] if lost else [not isinstance(said, AnswerError) for said in row])
-            reasons.append(str(failed[0]) if lost else None)
+        for row in answers:
+            failures = [answer for answer in row if isinstance(answer, AnswerError)]
+            all_failed = len(failures) == len(row)
+            usable = [] if all_failed else row
+            texts.append(["" if isinstance(answer, AnswerError) else answer for answer in usable])
+            finished.append([not isinstance(answer, AnswerError) for answer in usable])
+            reasons.append(str(failures[0]) if all_failed else None)
         return JudgeAnswers(texts, finished, reasons)
 
     def template(self, kind: str, default: Template) -> Template:
-        """The given template: a server has no settings of a folder."""
+        """Return the default: a server has no model folder with templates."""
         return default
 
     def identity_fields(self, template: Template, **options: Any) -> dict[str, Any]:
-        """Arguments of `Identity` but `judge`; the address is none of them, the served model's name is."""
+        """Return the arguments of `Identity` except `judge`: the served model's name, not the address."""
         return {
             "model": self.model,
             "template": template.text,
@@ -179,14 +190,16 @@ class ChatServer:
             "options": {"dialect": self.dialect, "extra": self.extra, **options},
         }
 
-    def _body(self, template: Template, messages: list[dict[str, Any]], top_logprobs: int) -> dict[str, Any]:
-        """What all answers to a question have in common."""
+    def _common_body(
+        self, template: Template, messages: list[dict[str, Any]], top_logprobs: int
+    ) -> dict[str, Any]:
+        """Return the fields that all answers to a question share."""
         body: dict[str, Any] = {"model": self.model, "messages": messages}
         body |= {"n": 1, "stream": False, "top_p": 1.0}
         if top_logprobs:
             body |= {"logprobs": True, "top_logprobs": top_logprobs}
         if self.dialect != "openai":
-            body |= _OWN_DEFAULTS
+            body |= _NEUTRAL_SAMPLING
             if template.chat:
                 body["chat_template_kwargs"] = dict(template.chat)
         if messages[-1]["role"] == "assistant":
@@ -199,23 +212,7 @@ class ChatServer:
         return body
 
 
-def _read(
-    sent: Mapping[str, Any] | ServerError, read: Callable[[Reply], T], *, first_token_only: bool
-) -> T | AnswerError:
-    """What a judge wants of an answer, or why it cannot have it."""
-    if isinstance(sent, ServerError):
-        return AnswerError(str(sent))
-    try:
-        reply = read_reply(sent, first_token_only=first_token_only)
-    except AnswerError as error:
-        return error
-    try:
-        return read(reply)
-    except AnswerError as error:
-        return explain(error, reply.text)
-
-
-def _key(name: str | None) -> str | None:
+def _read_key(name: str | None) -> str | None:
     if name is None:
         return None
     key = os.environ.get(name)

@@ -1,37 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""UnifiedReward: a vision-language model gives an image, or an edit of one, points.
+"""UnifiedReward: a vision-language model rates an image, or an edit of one, in points.
 
 Source: Wang et al., "Unified Reward Model for Multimodal Understanding and Generation", arXiv 2503.05236, its
 versions 2.0 and Edit; checkpoints CodeGoat24/UnifiedReward-*. The questions are those of their training
-(`published_wording`). Peers score an answer that cannot be read 0 or with the batch mean; here it is masked.
+(`published_wording`). Peers score an unreadable answer 0 or with the batch mean; here its image is masked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import RewardError, read_request
+from visalign.rewards.base.contract import read_request
 from visalign.rewards.reading.ratings import all_aspects, aspect_mean, final_score, listed_scores
+from visalign.rewards.vlm.template import question
 
-from .asking import ServedJudge
-from .messages import Reply, question
+from .judge import ChatJudge, check_choice
+from .messages import Reply
 from .published_wording import PUBLISHED
 
 Mode = Literal["aspects", "final", "edit_following", "edit_quality"]
 
 
-def _aspects(reply: Reply) -> dict[str, float]:
+def _read_aspects(reply: Reply) -> dict[str, float]:
     scores = all_aspects(reply.text)
     return {"value": aspect_mean(scores)[0], **scores}
 
 
-def _final(reply: Reply) -> dict[str, float]:
+def _read_final(reply: Reply) -> dict[str, float]:
     return {"value": final_score(reply.text)}
 
 
-def _listed(*names: str) -> Callable[[Reply], dict[str, float]]:
+def _list_reader(*names: str) -> Callable[[Reply], dict[str, float]]:
     def read(reply: Reply) -> dict[str, float]:
         scores = listed_scores(reply.text, count=len(names), low=0.0, high=25.0)
         return {"value": sum(scores) / len(scores), **dict(zip(names, scores, strict=True))}
@@ -40,21 +41,25 @@ def _listed(*names: str) -> Callable[[Reply], dict[str, float]]:
 
 
 _READERS: dict[str, Callable[[Reply], dict[str, float]]] = {
-    "aspects": _aspects,
-    "final": _final,
-    "edit_following": _listed("success", "restraint"),
-    "edit_quality": _listed("naturalness", "no_artifacts"),
+    "aspects": _read_aspects,
+    "final": _read_final,
+    "edit_following": _list_reader("success", "restraint"),
+    "edit_quality": _list_reader("naturalness", "no_artifacts"),
 }
 
 
-class UnifiedReward(ServedJudge):
+class UnifiedReward(ChatJudge):
     """Points for an image and its prompt, from 1 to 5; for edits from 0 to 25.
 
-    "aspects": the mean of alignment, coherence and style, which are in the parts. "final": the number after
-    "Final Score:". "edit_following": the mean of how well an edit does what the prompt, its instruction, asks
-    for ("success"), and of how little else it changes ("restraint"); the source image is the record's
+    "aspects": the mean of alignment, coherence and style, which are parts. "final": the number after
+    "Final Score:". "edit_following": the mean of how well an edit follows the prompt, its instruction
+    ("success"), and of how little else it changes ("restraint"); the source image is the record's
     "source", a file, a PIL image or an array. "edit_quality": the mean of "naturalness" and "no_artifacts" of
     the edit alone. With more than one answer the score is their mean, with their standard deviation.
+
+    Args:
+        mode: "aspects", "final", "edit_following" or "edit_quality".
+        **options: of `ChatJudge`, as are the others; a template has {prompt} where the published one does.
     """
 
     name = "unified_reward"
@@ -69,31 +74,20 @@ class UnifiedReward(ServedJudge):
         *,
         mode: Mode = "aspects",
         device: Any = "cpu",
-        **asking: Any,
+        **options: Any,
     ) -> None:
-        """Say who is asked, and what.
-
-        Args:
-            base_url: see `ServedJudge`.
-            model: see `ServedJudge`.
-            mode: "aspects", "final", "edit_following" or "edit_quality".
-            device: see `ServedJudge`.
-            **asking: of `ServedJudge`; the template holds {prompt} where the published one does.
-        """
-        if mode not in get_args(Mode):
-            raise RewardError(f"{self.name}: mode is {mode!r}; allowed are {', '.join(get_args(Mode))}.")
+        check_choice(self.name, "mode", mode, _READERS)
         self.mode = mode
         if mode.startswith("edit"):
             self.unit, self.range = "points from 0 to 25", (0.0, 25.0)
-        self._source = mode == "edit_following"
-        default = question(f"unified_reward_{mode}", PUBLISHED[mode], images=[""] * (1 + self._source))
-        needed = () if mode == "edit_quality" else ("prompt",)
-        super().__init__(
-            base_url, model, **{"default": default, "needed": needed, "device": device, **asking}
-        )
-        self.identity = self.identified(mode=mode, **self.drawing)
+        self._shows_source = mode == "edit_following"
+        images = [""] * (1 + self._shows_source)
+        self.default_template = question(f"unified_reward_{mode}", PUBLISHED[mode], images=images)
+        self.required_fields = () if mode == "edit_quality" else ("prompt",)
+        super().__init__(base_url, model, device=device, **options)
+        self.identity = self.make_identity(mode=mode, **self.sampling)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Points per image; of the metadata an edit's "source" is looked at."""
+        """Score B images; of the metadata only an edit's "source" is read."""
         request = read_request(self.name, images, prompts, metadata)
-        return self.rate(request, _READERS[self.mode], self.unit, source=self._source)
+        return self.score_answers(request, _READERS[self.mode], self.unit, source=self._shows_source)

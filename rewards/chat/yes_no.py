@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P(yes) of a served vision-language model, from the alternatives of its first token; the rest is reported.
+"""P(yes) of a chat model from the alternatives of its first token, as top_logprobs lists them.
 
 The question of RewardDance (arXiv 2509.08826) and VQAScore through any server that gives top_logprobs:
 log-odds = logsumexp over the yes tokens − logsumexp over the no tokens. Peers read one spelling and take 0
-where it is missing; here all spellings count, and an answer is masked that is neither yes nor no, or of which
-one side is not listed.
+where it is missing; here all spellings count, and an answer is masked that is neither yes nor no, or lists
+one side only.
 
-A list has the top 20 or so alone: where one side is missing the log-odds are undefined (not infinite: a token
-that is not listed has some probability), but that is below the last of the list, which bounds them.
+A list holds only the top 20 or so tokens. Where one side is missing the log-odds are undefined, not infinite:
+an unlisted token has some probability, at most that of the last listed one, which bounds them.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from visalign.core.preference.yes_no import yes_no_answer
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError, read_request
 from visalign.rewards.reading.numbers import AnswerError
-from visalign.rewards.vlm.template import Template
+from visalign.rewards.vlm.template import Template, question
 from visalign.rewards.vlm.yes_no import MIN_MASS
 
-from .asking import ServedJudge, connect
+from .judge import ChatJudge, check_choice, connect
 from .local import LocalModel
-from .messages import Reply, question
+from .messages import Reply
 from .server import ChatServer
 
-_ROUNDING = 1e-7
-"""Log-probs come in float32: a remainder below this is not told from 0."""
-_MARKS = str.maketrans({"Ġ": " ", "▁": " ", "Ċ": "\n"})
+_MIN_REMAINDER = 1e-7
+"""Log-probs come in float32, which cannot tell a smaller remainder from 0."""
+_TOKEN_MARKS = str.maketrans({"Ġ": " ", "▁": " ", "Ċ": "\n"})
 """How tokenizers spell blanks and line ends."""
 
 
 @dataclass(frozen=True)
 class ListedAnswer:
-    """What a list of first tokens says of yes and no."""
+    """Yes against no by a list of first tokens."""
 
     log_odds: float
     """ln P(yes) − ln P(no), in nats; NaN where one side is not listed, which leaves them undefined."""
     bound: float
-    """The log-odds; where one side is not listed, the nearest to 0 that they can be. Finite always."""
+    """The log-odds; where one side is not listed, the nearest to 0 that they can be. Always finite."""
     mass: float
     """Probability of the listed yes and no together."""
     missing: str | None = None
@@ -52,7 +52,7 @@ class ListedAnswer:
 
     @property
     def prob(self) -> float:
-        """P(yes) / (P(yes) + P(no)) = σ(log_odds); NaN where these are undefined."""
+        """P(yes) / (P(yes) + P(no)) = σ(log_odds); NaN where the log-odds are undefined."""
         return sigmoid(self.log_odds)
 
     @property
@@ -62,16 +62,16 @@ class ListedAnswer:
 
 
 def read_yes_no(
-    listed: Mapping[str, float],
+    log_probs: Mapping[str, float],
     *,
     yes: Sequence[str] = ("yes",),
     no: Sequence[str] = ("no",),
     min_mass: float = 0.0,
 ) -> ListedAnswer:
-    """Add up the tokens that spell yes and those that spell no, whatever their case and blanks.
+    """Add up the tokens that spell yes and those that spell no, ignoring case and blanks.
 
     Args:
-        listed: token -> log-prob in nats.
+        log_probs: token -> log-prob in nats.
         yes: words for yes.
         no: words for no.
         min_mass: smallest probability of both together that counts as an answer.
@@ -80,21 +80,21 @@ def read_yes_no(
         AnswerError: neither side is listed, both together are too improbable, or a log-prob is no number or
             above 0.
     """
-    for token, value in listed.items():
+    for token, value in log_probs.items():
         if math.isnan(value) or value > 1e-3:
             raise AnswerError(f"the log-prob of the first token {token!r} is {value:g}, which is none")
-    spelled = [token.translate(_MARKS).strip().lower() for token in listed]
+    spelled = [token.translate(_TOKEN_MARKS).strip().lower() for token in log_probs]
     sides = []
     for words in (yes, no):
-        wanted = {word.strip().lower() for word in words}
-        sides.append([place for place, word in enumerate(spelled) if word in wanted])
-    log_prob = torch.tensor(list(listed.values()), dtype=torch.float64)
+        spellings = {word.strip().lower() for word in words}
+        sides.append([index for index, word in enumerate(spelled) if word in spellings])
+    log_prob = torch.tensor(list(log_probs.values()), dtype=torch.float64)
     answer = yes_no_answer(log_prob, *sides, normalised=True)
     log_yes, log_no, mass = float(answer.log_yes), float(answer.log_no), float(answer.mass)
     if log_yes == log_no == -math.inf:
-        first = max(listed, key=lambda token: listed[token], default=None)
+        first = max(log_probs, key=lambda token: log_probs[token], default=None)
         raise AnswerError(
-            f"neither yes nor no is among the {len(listed)} likeliest first tokens ({first!r} leads)"
+            f"neither yes nor no is among the {len(log_probs)} likeliest first tokens ({first!r} leads)"
         )
     if not mass >= min_mass:
         raise AnswerError(
@@ -103,10 +103,25 @@ def read_yes_no(
         )
     if -math.inf not in (log_yes, log_no):
         return ListedAnswer(log_yes - log_no, log_yes - log_no, mass)
-    total = math.fsum(math.exp(value) for value in listed.values())
-    unseen = max(min(1 - total, min(math.exp(value) for value in listed.values())), _ROUNDING)
-    bound = max(log_yes, math.log(unseen)) - max(log_no, math.log(unseen))
+    probs = [math.exp(value) for value in log_probs.values()]
+    unlisted = max(min(1 - math.fsum(probs), min(probs)), _MIN_REMAINDER)
+    bound = max(log_yes, math.log(unlisted)) - max(log_no, math.log(unlisted))
     return ListedAnswer(math.nan, bound, mass, "no" if log_no == -math.inf else "yes")
+
+
+def read_reply_yes_no(reply: Reply, template: Template, min_mass: float) -> ListedAnswer:
+    """Read the first token of a reply, with the template's words for yes and no."""
+    yes, no = template.words.get("yes", ("yes",)), template.words.get("no", ("no",))
+    return read_yes_no(reply.first_token, yes=yes, no=no, min_mass=min_mass)
+
+
+def check_reading(name: str, *, top_logprobs: int, min_mass: float) -> None:
+    """Raise RewardError for options with which no first token can be read."""
+    if not 2 <= top_logprobs or not 0 <= min_mass < 1:
+        raise RewardError(
+            f"{name}: top_logprobs is {top_logprobs} and min_mass is {min_mass}; allowed are whole numbers "
+            "from 2, and probabilities from 0 up to below 1."
+        )
 
 
 def sigmoid(x: float) -> float:
@@ -122,18 +137,29 @@ QUESTION = question(
 )
 
 
-class YesNoServer(ServedJudge):
+class YesNoServer(ChatJudge):
     """Log-odds of yes against no in nats.
 
     The parts hold "prob", P(yes) of the two, σ of the value; "mass", the probability of both together;
     "left_over", that of everything else; "is_bound", 1 where the list holds one side only and the value is
     the smallest distance from 0 that the list allows (`one_sided="bound"`).
+
+    Args:
+        template: replaces ours: a `Template`, whose words "yes" and "no" count, or only its text.
+        top_logprobs: alternatives of the first token to request; OpenAI and vLLM allow 20 by default.
+        min_mass: smallest probability of yes and no together that counts as an answer.
+        one_sided: where yes or no is not among the alternatives, so that the log-odds are undefined:
+            "invalid" masks the image, "bound" takes the nearest to 0 that the list allows.
+        **server_options: of `ChatServer` or `LocalModel`; see `ChatJudge` for the others.
     """
 
     name = "yes_no_server"
     unit = "log-odds of yes (nats)"
     range = (-math.inf, math.inf)
     higher_is_better = True
+    default_template = QUESTION
+    required_fields = ()
+    default_max_new_tokens = 1
 
     def __init__(
         self,
@@ -148,37 +174,18 @@ class YesNoServer(ServedJudge):
         one_sided: Literal["invalid", "bound"] = "invalid",
         **server_options: Any,
     ) -> None:
-        """Say who is asked, and what.
-
-        Args:
-            base_url: see `ServedJudge`.
-            model: see `ServedJudge`.
-            server: see `ServedJudge`.
-            device: see `ServedJudge`.
-            template: instead of ours: a `Template`, whose words "yes" and "no" count, or the text alone.
-            top_logprobs: alternatives of the first token to ask for; 20 is what OpenAI and vLLM allow
-                by default.
-            min_mass: smallest probability of yes and no together that counts as an answer.
-            one_sided: where yes or no is not among the alternatives, so that the log-odds are undefined:
-                "invalid" masks the image, "bound" takes the nearest to 0 that the list allows.
-            **server_options: of `ChatServer` or `LocalModel`.
-        """
-        if not 2 <= top_logprobs or not 0 <= min_mass < 1:
-            raise RewardError(
-                f"{self.name}: top_logprobs is {top_logprobs} and min_mass {min_mass}; allowed are "
-                "whole numbers from 2, and probabilities from 0 up to below 1."
-            )
-        if one_sided not in ("invalid", "bound"):
-            raise RewardError(f"{self.name}: one_sided is {one_sided!r}; allowed are 'invalid' and 'bound'.")
+        check_reading(self.name, top_logprobs=top_logprobs, min_mass=min_mass)
+        check_choice(self.name, "one_sided", one_sided, ("invalid", "bound"))
+        # connected here, so that options of sampling, which a first token has not, are refused
         server = connect(self.name, server, base_url, model, server_options, device=device)
-        super().__init__(server=server, template=template, default=QUESTION, needed=(), max_new_tokens=1)
+        super().__init__(server=server, template=template)
         self.top_logprobs, self.min_mass, self.one_sided = top_logprobs, min_mass, one_sided
-        self.identity = self.identified(top_logprobs=top_logprobs, min_mass=min_mass, one_sided=one_sided)
+        self.identity = self.make_identity(top_logprobs=top_logprobs, min_mass=min_mass, one_sided=one_sided)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Log-odds per image; metadata is not looked at."""
+        """Score B images by their log-odds; metadata is ignored."""
         request = read_request(self.name, images, prompts, metadata)
-        return self.rate(request, self._read, self.unit, top_logprobs=self.top_logprobs)
+        return self.score_answers(request, self._read, self.unit, top_logprobs=self.top_logprobs)
 
     def _read(self, reply: Reply) -> dict[str, float]:
         if not reply.first_token:
@@ -186,22 +193,16 @@ class YesNoServer(ServedJudge):
                 "the server gave no top_logprobs; start vLLM with --max-logprobs of at least "
                 f"{self.top_logprobs}, or use one that gives them"
             )
-        words = self.template.words
-        said = read_yes_no(
-            reply.first_token,
-            yes=words.get("yes", ("yes",)),
-            no=words.get("no", ("no",)),
-            min_mass=self.min_mass,
-        )
-        if said.missing and self.one_sided == "invalid":
+        answer = read_reply_yes_no(reply, self.template, self.min_mass)
+        if answer.missing and self.one_sided == "invalid":
             raise AnswerError(
-                f"{said.missing} is not among the {len(reply.first_token)} likeliest first tokens, so the "
+                f"{answer.missing} is not among the {len(reply.first_token)} likeliest first tokens, so the "
                 "log-odds are undefined; ask for more top_logprobs, or take one_sided='bound'"
             )
         return {
-            "value": said.bound,
-            "prob": sigmoid(said.bound),
-            "mass": said.mass,
-            "left_over": said.left_over,
-            "is_bound": float(said.missing is not None),
+            "value": answer.bound,
+            "prob": sigmoid(answer.bound),
+            "mass": answer.mass,
+            "left_over": answer.left_over,
+            "is_bound": float(answer.missing is not None),
         }

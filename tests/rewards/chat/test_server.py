@@ -14,11 +14,11 @@ from visalign.errors import UserError
 from visalign.remote import ServerConnection, ServerError
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure import FailureAlarm
-from visalign.rewards.chat.messages import ImageUrls, Reply, chat_messages, question, read_reply, safe_text
+from visalign.rewards.chat.messages import ImageUrls, Reply, chat_messages, read_reply, safe_text
 from visalign.rewards.chat.server import ChatServer
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.vlm.requests import Query
-from visalign.rewards.vlm.template import Template
+from visalign.rewards.vlm.template import Template, question
 
 SHOW = question("show", "What of {prompt}?")
 
@@ -309,7 +309,7 @@ def test_content_in_parts():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dialect": "tgi"}, "dialect is 'tgi'; allowed are 'vllm'"),
+        ({"dialect": "tgi"}, "dialect is 'tgi'.*allowed are 'vllm'"),
         ({"parallel": 0}, "parallel 0"),
         ({"base_url": "localhost:8000"}, "base_url is 'localhost:8000'"),
         ({"timeout": 0}, "timeout is 0"),

@@ -248,7 +248,7 @@ def test_the_published_questions_are_asked_letter_by_letter():
     wanted = (PUBLISHED["rank"].replace("{prompt}", "a {cat}"), "Which? a")
     for body, text in zip(stub.asked, wanted, strict=True):
         kinds = [part["type"] for part in body["messages"][0]["content"]]
-        assert kinds == ["image_url", "image_url", "text"], "nothing stands between the pictures"
+        assert kinds == ["image_url", "image_url", "text"], "nothing between the images"
         assert words(body) == text
 
 
@@ -290,8 +290,8 @@ def test_edits_are_shown_behind_their_source():
     assert better.prob[0] == 1 and better.valid.tolist() == [True, False]
     assert found.value[0] == 20 and found.parts["success"][0] == 25 and found.unit == "points from 0 to 25"
     assert found.valid.tolist() == [True, False, False] and found.reason is not None
-    assert found.reason[1] == 'its record has no "source", the picture that was edited'
-    assert str(found.reason[2]).startswith("the source picture: ")
+    assert found.reason[1] == 'its record has no "source", the image that was edited'
+    assert str(found.reason[2]).startswith("the source image: ")
     assert quality.value[0] == 7.5 and quality.parts["no_artifacts"][0] == 15
     with pytest.raises(AnswerError, match="asked for is a list of 2 numbers"):
         listed_scores('{"score": [3]}')
@@ -415,9 +415,9 @@ def test_a_meta_judge_that_hardly_answers_keeps_nothing():
         lenient = least.score(bright(0.5), ["a"])
     assert found.value.tolist() == [3] and lenient.value.tolist() == [9]
     assert least.identity.options["min_mass"] == 0
-    with pytest.raises(RewardError, match=r"one_sided is 'zero'; allowed are 'invalid' and 'bound'"):
+    with pytest.raises(RewardError, match=r"one_sided is 'zero'; allowed are invalid, bound"):
         YesNoServer("http://localhost:1", "tiny", one_sided="zero")  # type: ignore[arg-type]
-    with pytest.raises(RewardError, match=r"min_mass is 1\.5; allowed are probabilities"):
+    with pytest.raises(RewardError, match=r"min_mass is 1\.5; allowed are whole numbers from 2, and prob"):
         DeepSeekGRM("http://localhost:1", "tiny", min_mass=1.5)
 
 
