@@ -104,9 +104,9 @@ class DeepSeekGRM(ChatJudge):
         if meta is not None:
             if k_meta is None or meta_server is not None or meta_template is not None:
                 raise RewardError(
-                    f"{self.name}: meta is '{meta}' and k_meta {k_meta}. A trained meta judge keeps k_meta of "
-                    "the samples, and has its own model and question: set k_meta, and leave meta_server and "
-                    "meta_template out."
+                    f"{self.name}: meta is '{meta}' and k_meta {k_meta}. A trained meta judge keeps k_meta "
+                    "of the samples, and has its own model and question: set k_meta, and leave meta_server "
+                    "and meta_template out."
                 )
             meta_server = LocalModel(meta, device=device)
             meta_template = meta_server.engine.template(META.name, META)

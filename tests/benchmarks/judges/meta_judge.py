@@ -105,11 +105,11 @@ def asked(metas: dict[str, str], pairs: list[ShapesPair], votes: int) -> dict[st
     for name, meta in metas.items():
         judge = DeepSeekGRM(answers=votes, k_meta=votes // 2, meta=meta, max_new_tokens=TOKENS, **options)
         if not readable:
-            drawn = judge.server.ask(judge.template, queries, read=judge.read, **judge.drawing)
+            drawn = judge.server.ask(judge.template, queries, read=judge._read, **judge.sampling)
             readable = [[one for one in row if not isinstance(one, AnswerError)] for row in drawn]
             readable = [row if len(row) >= judge.least else [] for row in readable]
         found[name] = np.full((len(images), votes), np.nan)
-        for place, (row, said) in enumerate(zip(readable, judge._meta(queries, readable), strict=True)):
+        for place, (row, said) in enumerate(zip(readable, judge._ask_meta(queries, readable), strict=True)):
             found["votes"][place, : len(row)] = [score for score, _ in row]
             found[name][place, : len(row)] = [np.nan if isinstance(m, AnswerError) else m for m in said]
         mine = summed(found["votes"], found[name], votes // 2)

@@ -105,7 +105,7 @@ def test_its_folder_rates_as_it_did(model, tmp_path, monkeypatch):
     judge.save(tmp_path / "judge")
     grm = DeepSeekGRM(model=str(model), meta=tmp_path / "judge", k_meta=1, min_mass=0.0)
     queries = [Query(images=[one.images[0]], prompt=one.prompt) for one in shown]
-    rated = grm._meta(queries, [[(1.0, one.critique)] for one in shown])
+    rated = grm._ask_meta(queries, [[(1.0, one.critique)] for one in shown])
     torch.testing.assert_close(torch.tensor(rated)[:, 0], wanted, rtol=1e-4, atol=1e-4)
     assert judge.encode(shown).target.tolist() == [1, 0, 1, 0]  # type: ignore[union-attr]  # answers have them
 
@@ -175,7 +175,7 @@ def test_the_command_line_takes_a_trained_meta_judge(model, tmp_path, monkeypatc
     Image.fromarray(pair.images()[0]).save(tmp_path / "0.png")
     given: dict[str, Any] = {
         "model": "shapes-vlm", "reads": "yes_no", "answers": 8, "max_new_tokens": 40, "meta": model,
-        "template": "Does the image show {prompt}? Answer, then say why.", "min_mass": 0,
+        "template": "Does the picture show {prompt}? Answer, then say why.", "min_mass": 0,
     }  # fmt: skip
     options = [part for name, value in given.items() for part in ("--option", f"{name}={value}")]
     arguments = ["score", str(tmp_path / "0.png"), "-p", pair.prompt, "-r", "deepseek_grm", *options]
