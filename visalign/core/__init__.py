@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objectives as pure functions of tensors [B, T], for tokens and denoising steps alike. Imports torch alone.
+"""Objectives as pure functions of tensors [B, T], for tokens and denoising steps alike.
 
 B samples, T decisions, `group` any labels, `weight` 0 for what is absent. An `Objective` is a set of choices;
 `named_objective("dapo")` is one by name. `__all__` has the main names; `from visalign.core import NAME` finds
 those of `MODULES` too: `advantages`, `rewards`, `surrogates` (ratios, losses, KL, averages), `tokens`
 (log-probs, entropy, selection), `preference` (reward losses, DPO), `regression`. README.md lists the paper of
-each function.
+each function. It needs torch alone; no model, file or configuration comes in.
 
 Everywhere: shapes that do not fit, and arguments outside their range, are a ValueError that says what was
 given and what is allowed.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labels, moments and statistics of groups. Imports torch alone."""
+"""Labels, moments and statistics of groups. It needs torch; nothing else of the package."""

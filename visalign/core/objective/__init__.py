@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `Objective`: named algorithms, prepared per optimizer step and summed over any micro-batches.
 
-It uses all other folders of the core; none of them but `regression` imports it.
+It needs all other folders of the core; none of them but `regression` imports it.
 """

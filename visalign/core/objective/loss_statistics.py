@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an update did to the ratio and to the clip: sums over decisions, added up over micro-batches."""
+"""Statistics of an update's ratio and clip: sums over decisions, added up over micro-batches."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class LossStatistics:
     """
 
     decisions: Tensor
-    """Present decisions."""
+    """Number of present decisions."""
     samples: Tensor
-    """Rows with a present decision."""
+    """Number of rows with a present decision."""
     shift: Tensor
     """Σ (r − 1)."""
     square: Tensor
     """Σ (r − 1)²."""
     dead_low: Tensor
-    """Decisions with A < 0 whose policy term has no gradient; NaN where log π carries none."""
+    """Number of decisions with A < 0 whose policy term has no gradient; NaN if log π carries none."""
     dead_high: Tensor
     """The same for A > 0."""
     moved: Tensor
@@ -33,30 +33,30 @@ class LossStatistics:
     reference: Tensor | None
     """Σ KL(π‖π_ref), exact where PolicyOutput.kl is given, else k3; None without a reference."""
     largest: Tensor
-    """max |log r|; the one field that is no sum."""
+    """max |log r|; the only field that is not a sum."""
 
     def plus(self, other: LossStatistics) -> LossStatistics:
-        """Of both micro-batches."""
-        more = {f.name: _add(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
-        return LossStatistics(**{**more, "largest": torch.maximum(self.largest, other.largest)})
+        """Add another micro-batch."""
+        sums = {f.name: _add(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
+        return LossStatistics(**{**sums, "largest": torch.maximum(self.largest, other.largest)})
 
     def stack(self) -> Tensor:
-        """[8] the sums in the order of the fields, for one all-reduce; `reference` is 0 where it is None."""
+        """Stack the sums [8] in the order of the fields, for one all-reduce; a `reference` of None is 0."""
         zero = torch.zeros_like(self.decisions)
         sums = [getattr(self, f.name) for f in fields(self) if f.name != "largest"]
         return torch.stack([zero if value is None else value for value in sums])
 
     def with_sums(self, sums: Tensor, largest: Tensor) -> LossStatistics:
-        """The same fields with the reduced sums of `stack` and the reduced maximum."""
+        """Replace the fields by the reduced sums of `stack` and the reduced maximum."""
         names = [f.name for f in fields(self) if f.name != "largest"]
-        given = dict(zip(names, sums.unbind(), strict=True))
+        reduced = dict(zip(names, sums.unbind(), strict=True))
         if self.reference is None:
-            given.pop("reference")
-        return replace(self, **given, largest=largest)
+            reduced.pop("reference")
+        return replace(self, **reduced, largest=largest)
 
 
 def no_statistics(device: torch.device | None = None, *, reference: bool = False) -> LossStatistics:
-    """Statistics of nothing, for a process that holds no row of a step."""
+    """Return zero statistics, for a process that holds no row of a step."""
     zero = torch.zeros((), dtype=torch.float64, device=device)
     names = [f.name for f in fields(LossStatistics) if f.name != "reference"]
     return LossStatistics(**dict.fromkeys(names, zero), reference=zero if reference else None)
@@ -78,24 +78,21 @@ def loss_statistics(
     kl: Tensor | None = None,
     ref_log_prob: Tensor | None = None,
 ) -> LossStatistics:
-    """Sums over a micro-batch, nothing of which waits for the device.
+    """Compute the statistics of a micro-batch, without waiting for the device.
 
     Args:
-        policy_term: 0-dim, the policy's term of the loss, still with its graph; it alone is asked for dead
-            decisions, so that a KL term hides no clip.
+        policy_term: 0-dim, the policy's term of the loss, still with its graph; dead decisions are those of this
+            term alone, so that a KL term hides no clip.
         log_prob: [b, T], as the term has used it.
         old_log_prob: [b, T].
         advantage: [b, T].
         weight: [b, T], 0 for absent decisions.
         kl: [b, T] exact KL(π‖π_ref).
         ref_log_prob: [b, T], for k3 where kl is not given.
-
-    Returns:
-        The sums.
     """
-    known = log_prob.requires_grad and torch.is_grad_enabled()
+    has_graph = log_prob.requires_grad and torch.is_grad_enabled()
     gradient = None
-    if known and policy_term.requires_grad:
+    if has_graph and policy_term.requires_grad:
         (gradient,) = torch.autograd.grad(policy_term, [log_prob], retain_graph=True, allow_unused=True)
     with torch.no_grad():
         present = weight != 0
@@ -115,8 +112,8 @@ def loss_statistics(
             samples=present.any(1).sum().double(),
             shift=shift.sum(),
             square=shift.square().sum(),
-            dead_low=(dead & (advantage < 0)).sum().double() if known else unknown,
-            dead_high=(dead & (advantage > 0)).sum().double() if known else unknown,
+            dead_low=(dead & (advantage < 0)).sum().double() if has_graph else unknown,
+            dead_high=(dead & (advantage > 0)).sum().double() if has_graph else unknown,
             moved=(shift - log_r).sum(),
             reference=reference,
             largest=log_r.abs().max() if log_r.numel() else log_r.new_zeros(()),
