@@ -81,8 +81,8 @@ def loss_statistics(
     """Compute the statistics of a micro-batch, without waiting for the device.
 
     Args:
-        policy_term: 0-dim, the policy's term of the loss, still with its graph; dead decisions are those of this
-            term alone, so that a KL term hides no clip.
+        policy_term: 0-dim, the policy's term of the loss, still with its graph; dead decisions are those of
+            this term alone, so that a KL term hides no clip.
         log_prob: [b, T], as the term has used it.
         old_log_prob: [b, T].
         advantage: [b, T].
