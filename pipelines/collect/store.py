@@ -241,7 +241,7 @@ class VoteStore:
                 if chosen is None:
                     return None
                 task, _, swapped, _ = chosen
-                number = db.execute(_ASSIGN, (voter, *chosen, time.time())).lastrowid
+                number = db.execute(_ASSIGN, (voter, *chosen, time.time())).lastrowid or 0
             return Assignment(assignment=number, task=self.tasks[task], swapped=bool(swapped))
 
     def before(self, name: str, assignment: int | None) -> Assignment | None:
@@ -439,8 +439,9 @@ Settings = TypeVar("Settings", Form, Plan)
 
 
 def _from_json(settings: type[Settings], text: str) -> Settings:
-    values = json.loads(text).items()
-    return settings(**{name: tuple(value) if isinstance(value, list) else value for name, value in values})
+    values: dict[str, Any] = json.loads(text)
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return settings(**values)
 
 
 def _connect(path: Path) -> sqlite3.Connection:

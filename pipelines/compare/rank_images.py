@@ -51,7 +51,7 @@ def ranking_record(
         "unit": ranking.unit,
         "whose": provenance(judge),
         "caution": domain_note(judge, [prompt]),
-        "higher_is_better": is_pairwise or judge.higher_is_better,
+        "higher_is_better": is_pairwise or not isinstance(judge, PointwiseReward) or judge.higher_is_better,
         "level": ranking.level,
         "calls": ranking.calls,
         "all_pairs": readable * (readable - 1) // 2,

@@ -142,7 +142,7 @@ class PairRunner(ProbeRunner):
         pairs = self._ask_both_orders(self.paired, self._pair, tolerant=False)
         first, reasons = self._all_rows(ProbeAnswers(pairs.rows, pairs.first, pairs.reasons))
         second, _ = self._all_rows(ProbeAnswers(pairs.rows, pairs.second, pairs.reasons))
-        own_bias = {
+        own_bias: dict[str, dict[str, float | None]] = {
             name: dict(zip(("mean", "low", "high"), response.mean_interval(np.array(values)), strict=True))
             for name, values in self._own_biases.items()
             if values

@@ -161,7 +161,8 @@ class ProbeRunner(ABC):
 
     def _all_rows(self, answers: ProbeAnswers) -> Answer:
         """[N] answers and reasons of all samples, NaN and None for those not asked about."""
-        values, reasons = self._no_responses(), [None] * len(self.reference.samples)
+        values = self._no_responses()
+        reasons: list[str | None] = [None] * len(self.reference.samples)
         values[answers.rows] = answers.value
         for row, reason in zip(answers.rows, answers.reasons, strict=True):
             reasons[row] = reason
