@@ -342,10 +342,10 @@ if "compiled" in a.steps:
 nft = (
     "model.guidance=1.0",
     "objective.algorithm=diffusion_nft",
-    'objective.rows={"diffusion_nft": {"levels": 1}}',
+    'objective.changes_for={"diffusion_nft": {"levels": 1}}',
     "objective.ratio_bound=null",
 )
-plain = ("model.guidance=1.0", 'objective.rows={"flow_grpo": {"kl": 0.0}}')
+plain = ("model.guidance=1.0", 'objective.changes_for={"flow_grpo": {"kl": 0.0}}')
 window = (*plain, "rollout.sde_window=3")
 fast = dict(form=CastLora, blocks=True)
 if "trainer_fast" in a.steps:

@@ -25,8 +25,8 @@ from visalign.config import load_config, resolve_config
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, plan
 
 TRAJECTORY, REGRESSION = "shapes_grpo_guard", "shapes_quickstart"
-PLAIN = "objective.rows.diffusion_nft_closed.reference_guidance=null"
-TWO_LEVELS = "objective.rows.diffusion_nft_closed.levels=2"
+PLAIN = "objective.changes_for.diffusion_nft_closed.reference_guidance=null"
+TWO_LEVELS = "objective.changes_for.diffusion_nft_closed.levels=2"
 LEVELS = "{levels: 2, level_range: [0.0, 0.6]}"
 WINDOW = ["rollout.sde_window=2", "rollout.sde_window_order=random"]
 MOVING = ["rollout.sde_window=2", "rollout.sde_window_order=progressive", "rollout.sde_window_every=2"]
@@ -40,7 +40,7 @@ PULLED = [
     "rewards={terms: {verifier: {name: shapes_verifier, options: {mode: mixed}}, "
     f"brightness: {{weight: {BRIGHTNESS}}}}}, allow_mixed_units: true}}",
 ]
-GDPO = "objective.rows.grpo_guard={advantage: gdpo, advantage_options: {ddof: 0}}"
+GDPO = "objective.changes_for.grpo_guard={advantage: gdpo, advantage_options: {ddof: 0}}"
 CPS = ["rollout.schedule=cps", "rollout.noise_level=0.8", "objective.ratio_bound=null"]
 ROWS: dict[str, tuple[str, list[str]]] = {
     "Flow-GRPO": (TRAJECTORY, ["objective.algorithm=flow_grpo"]),
@@ -59,7 +59,7 @@ ROWS: dict[str, tuple[str, list[str]]] = {
     "DiffusionNFT": (REGRESSION, [PLAIN, TWO_LEVELS]),
     "DiffusionNFT, guided reference": (REGRESSION, [TWO_LEVELS]),
     **{
-        name: (REGRESSION, [f"objective.algorithm={row}", f"objective.rows.{row}={LEVELS}"])
+        name: (REGRESSION, [f"objective.algorithm={row}", f"objective.changes_for.{row}={LEVELS}"])
         for name, row in {
             "RAM": "ram",
             "AWM": "awm",

@@ -141,7 +141,7 @@ def normal(seed: int, *images: Any) -> float:
 
 
 WIN_RATES = f"comparison={{both_orders: false, hard: true, scores: [{', '.join(WATCHED)}]}}"
-BATCH = "objective.rows.grpo_guard.advantage_options={scale: batch}"
+BATCH = "objective.changes_for.grpo_guard.advantage_options={scale: batch}"
 ARMS: dict[str, tuple[str, list[str]]] = {
     "score": ("Score", []),
     "win rate": ("Votes", [WIN_RATES]),

@@ -167,7 +167,7 @@ def references(folder: Path, asked: Path, samples: Path, judge: Path) -> dict[st
 def policy(folder: Path, reward: str, judge: Path, table: Path, seed: int, iterations: int) -> None:
     """The quickstart's trainer with a judge as its only reward."""
     if not (folder / "summary.json").is_file():
-        row = "objective.rows.diffusion_nft_closed"
+        row = "objective.changes_for.diffusion_nft_closed"
         command(
             "train", "shapes_quickstart", f"data.train={table}",
             f"rewards.terms={{judge: {{name: '{reward}', options: {{model: '{judge}'}}}}}}",

@@ -103,7 +103,7 @@ def run(output: Path, votes: int, seed: int, iterations: int, kind: str) -> None
         place = folder / f"policy_{name}"
         if not (place / "summary.json").is_file():
             judge = f"rewards.terms={{judge: {{name: {kind}, options: {options}}}}}"
-            plain = "objective.rows.diffusion_nft_closed.reference_guidance=null"
+            plain = "objective.changes_for.diffusion_nft_closed.reference_guidance=null"
             command(
                 "train",
                 "shapes_quickstart",

@@ -62,7 +62,7 @@ def first_round(folder: Path, seed: int, labels: int) -> None:
         return
     changes = (
         "{run.iterations: 24, optimizer.decay_updates: 192, evaluation.every: 0, run.max_seconds: null, "
-        "objective.rows.diffusion_nft_closed.reference_guidance: null}"
+        "objective.changes_for.diffusion_nft_closed.reference_guidance: null}"
     )
     given = [f"seed={seed}", "rounds=1", f"labels.first={labels}", f"policy.changes={changes}"]
     command("train", "shapes_ugda", *given, "-o", str(folder), *(["--resume"] if folder.exists() else []))

@@ -335,7 +335,10 @@ NFT = {"algorithm": "diffusion_nft"}
             r"tau must be a number in \(0, inf\)",
         ),
         ({"algorithm": "grpo", "changes": {"levels": 2}}, "an objective has no field 'levels'"),
-        ({"algorithm": "grpo", "rows": {"ram": {"levls": 2}}}, "no field 'levls'. Did you mean 'levels'"),
+        (
+            {"algorithm": "grpo", "changes_for": {"ram": {"levls": 2}}},
+            "no field 'levls'. Did you mean 'levels'",
+        ),
     ],
 )
 def test_bad_objectives_are_refused(objective: dict[str, Any], message: str):

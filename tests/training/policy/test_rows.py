@@ -202,16 +202,18 @@ def test_copo_of_images_compares_prompts_where_a_group_agrees(tmp_path):
 
 def test_changes_of_a_row_apply_where_it_is_chosen():
     rows = {"grpo_guard": {"surrogate_options": {"eps_low": 0.001}}}
-    guard = DiffusionObjectiveSettings(algorithm="grpo_guard", rows=rows, changes={"kl": 0.1})
+    guard = DiffusionObjectiveSettings(algorithm="grpo_guard", changes_for=rows, changes={"kl": 0.1})
     assert guard.build(length=3).surrogate_options == {"eps_low": 0.001, "eps_high": 2e-6}
     assert guard.build(length=3).kl == 0.1
-    assert DiffusionObjectiveSettings(algorithm="cispo", rows=rows).build(length=3).surrogate == "cispo"
+    assert (
+        DiffusionObjectiveSettings(algorithm="cispo", changes_for=rows).build(length=3).surrogate == "cispo"
+    )
     both = DiffusionObjectiveSettings(
-        algorithm="grpo_guard", rows=rows, changes={"surrogate_options": {"eps_high": 0.5}}
+        algorithm="grpo_guard", changes_for=rows, changes={"surrogate_options": {"eps_high": 0.5}}
     )
     assert both.build(length=3).surrogate_options == {"eps_low": 0.001, "eps_high": 0.5}
     with pytest.raises(UserError, match="no algorithm 'grpo_gard'"):
-        DiffusionObjectiveSettings(rows={"grpo_gard": {}})
+        DiffusionObjectiveSettings(changes_for={"grpo_gard": {}})
 
 
 def test_dr_grpo_divides_by_the_trained_steps_of_an_image(tmp_path):

@@ -74,7 +74,7 @@ ASCENTS = {
     "draft_lv": Ascent(renoised=2, source="DRaFT-LV, arXiv 2309.17400"),
     "refl": Ascent(stop_range=(0.75, 1.0), source="ReFL, arXiv 2304.05977"),
 }
-"""Name -> row; `objective.changes` and `objective.rows.NAME` change its fields."""
+"""Name -> row; `objective.changes` and `objective.changes_for.NAME` change its fields."""
 
 
 def named_ascent(name: str, **changes: Any) -> Ascent:

@@ -118,7 +118,7 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
             return None
         try:
             row = named_regression(
-                self.algorithm, **merge_changes(self.rows.get(self.algorithm, {}), self.changes)
+                self.algorithm, **merge_changes(self.changes_for.get(self.algorithm, {}), self.changes)
             )
         except (ValueError, TypeError) as error:
             raise UserError(f"objective: {error}") from error
@@ -155,7 +155,7 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
             return None
         try:
             return named_ascent(
-                self.algorithm, **merge_changes(self.rows.get(self.algorithm, {}), self.changes)
+                self.algorithm, **merge_changes(self.changes_for.get(self.algorithm, {}), self.changes)
             )
         except (ValueError, TypeError) as error:
             raise UserError(f"objective: {error}") from error

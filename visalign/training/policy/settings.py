@@ -33,7 +33,7 @@ class ObjectiveSettings:
     """A key of `visalign.core.NAMED`; the documentation says what each means for images and for texts."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Fields of `visalign.core.Objective` that differ from the algorithm's, e.g. {kl: 0.01}."""
-    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    changes_for: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Algorithm -> changes that apply only if it is the chosen one, before `changes`; so that a file suits
     several algorithms, and the command line can choose."""
     epochs: Count = 1
@@ -73,9 +73,9 @@ class ObjectiveSettings:
         Raises:
             UserError: an unknown algorithm, field or option, with the nearest name, or a value out of range.
         """
-        changes = merge_changes(self.rows.get(self.algorithm, {}), self.changes)
+        changes = merge_changes(self.changes_for.get(self.algorithm, {}), self.changes)
         try:
-            for name, fields in self.rows.items():
+            for name, fields in self.changes_for.items():
                 look_up = named_regression if name in REGRESSIONS else named_objective
                 (named_ascent if name in ASCENTS else look_up)(name, **fields)
             if self.algorithm in (*REGRESSIONS, *ASCENTS):
