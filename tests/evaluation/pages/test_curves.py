@@ -24,7 +24,7 @@ from visalign.evaluation.pages.curves import (
 from visalign.evaluation.pages.plots import BOTTOM, LEFT, TOP, label, ticks
 
 REWARD = Curve(keys=("reward_mean",), title="Reward", unit="points", meaning="mean")
-SHARE = Curve(keys=("low", "high"), title="Clipped", unit="%", meaning="both", percent=True, from_zero=True)
+SHARE = Curve(keys=("low", "high"), title="Clipped", unit="%", meaning="both", from_zero=True)
 
 
 def draw(values: list, curve: Curve = REWARD, key: str = "reward_mean") -> str:

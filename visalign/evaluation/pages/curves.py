@@ -28,99 +28,48 @@ class Curve:
     title: str
     unit: str
     meaning: str
-    percent: bool = False
-    """Values are shares, shown in percent."""
     from_zero: bool = False
     """The y axis starts at zero."""
 
+    @property
+    def percent(self) -> bool:
+        """True where values are shares, shown in percent."""
+        return self.unit == "%"
+
+
+def _from_zero(keys: str, title: str, unit: str, meaning: str) -> Curve:
+    return Curve(tuple(keys.split()), title, unit, meaning, from_zero=True)
+
+
+_HELDOUT_IMAGES = "of held-out images from those before training"
 
 CURVES = (
     Curve(("reward_mean",), "Training reward", "reward", "mean over valid samples"),
-    Curve(
-        ("heldout/accuracy",),
-        "Held-out accuracy",
-        "%",
-        "held-out prompts, the same seeds each time",
-        percent=True,
-    ),
-    Curve(
-        ("reward_group_std",), "Spread within groups", "reward", "standard deviation, mean", from_zero=True
-    ),
+    Curve(("heldout/accuracy",), "Held-out accuracy", "%", "held-out prompts, the same seeds each time"),
+    _from_zero("reward_group_std", "Spread within groups", "reward", "standard deviation, mean"),
     Curve(("loss",), "Loss", "nats or reward", "mean over updates"),
     Curve(
         ("perplexity",), "Perplexity", "exp of nats per token", "of the demonstrations, before each update"
     ),
-    Curve(
-        ("rewards/accuracies",),
-        "Pairs the right way round",
-        "%",
-        "whose chosen completion has the higher implicit reward",
-        percent=True,
+    Curve(("rewards/accuracies",), "Pairs ranked correctly", "%", "by the implicit reward"),
+    Curve(("heldout/rewards/accuracies",), "Held-out pairs ranked correctly", "%", "by the implicit reward"),
+    Curve(("logps/chosen",), "Log-prob of chosen completions", "nats", "falls where both get unlikely"),
+    _from_zero(
+        "ratio_std", "Ratio spread", "root mean square of r − 1", "how far one iteration moves the policy"
     ),
-    Curve(
-        ("heldout/rewards/accuracies",),
-        "Held-out pairs the right way round",
-        "%",
-        "of prompts that are not learnt",
-        percent=True,
-    ),
-    Curve(
-        ("logps/chosen",),
-        "Log-prob of chosen completions",
-        "nats per completion",
-        "falls where both get unlikely",
-    ),
-    Curve(
-        ("ratio_std",),
-        "Ratio spread",
-        "root mean square of r − 1",
-        "how far one iteration moves the policy",
-        from_zero=True,
-    ),
-    Curve(
-        ("clip_low", "clip_high"),
-        "Clip fraction",
-        "%",
-        "denoising steps or tokens cut at either bound",
-        percent=True,
-        from_zero=True,
-    ),
-    Curve(("kl",), "KL to the reference", "nats", "distance from the starting model", from_zero=True),
-    Curve(
-        ("frac_reward_zero_std",),
-        "Samples without a signal",
-        "%",
-        "advantage zero: their group has one reward",
-        percent=True,
-        from_zero=True,
-    ),
+    _from_zero("clip_low clip_high", "Clip fraction", "%", "denoising steps or tokens cut at either bound"),
+    _from_zero("kl", "KL to the reference", "nats", "distance from the starting model"),
+    _from_zero("frac_reward_zero_std", "Samples without a signal", "%", "equal rewards within their group"),
     Curve(("diversity",), "Diversity within groups", "cosine distance or share", "of one prompt's samples"),
-    Curve(
-        ("heldout/feature_distance",),
-        "Drift of held-out images",
-        "cosine distance",
-        "from the same prompt and seed before training, in features",
-        from_zero=True,
+    _from_zero(
+        "heldout/feature_distance", "Drift of held-out images", "cosine distance", "from before training"
     ),
-    Curve(
-        ("heldout/feature_frechet",),
-        "Fréchet distance of held-out images",
-        "features of unit norm, squared",
-        "from those before training",
-        from_zero=True,
-    ),
-    Curve(("entropy",), "Entropy", "nats", "per token, mean", from_zero=True),
-    Curve(("repetition",), "Repetition", "share", "of runs of four tokens, mean", from_zero=True),
-    Curve(("length_mean",), "Length", "tokens", "mean of the completions", from_zero=True),
-    Curve(
-        ("truncated_share",),
-        "Cut off",
-        "%",
-        "completions that met the length limit",
-        percent=True,
-        from_zero=True,
-    ),
-    Curve(("grad_norm",), "Gradient norm", "L2", "before clipping, mean over updates", from_zero=True),
+    _from_zero("heldout/feature_frechet", "Fréchet distance", "squared, of unit features", _HELDOUT_IMAGES),
+    _from_zero("entropy", "Entropy", "nats", "per token, mean"),
+    _from_zero("repetition", "Repetition", "share", "of runs of four tokens, mean"),
+    _from_zero("length_mean", "Length", "tokens", "mean of the completions"),
+    _from_zero("truncated_share", "Cut off", "%", "completions that met the length limit"),
+    _from_zero("grad_norm", "Gradient norm", "L2", "before clipping, mean over updates"),
 )
 """Panels of a run, each drawn where the run recorded it."""
 
