@@ -7,7 +7,6 @@ Both try the same promises, each a probe that returns the problems with their fi
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -229,7 +228,7 @@ def _report(kind: _Kind, name: str, problems: list[str]) -> RewardError:
 
 
 def _declaration_problems(kind: _Kind, reward: Any) -> list[str]:
-    """Attributes that say what the numbers mean."""
+    """Check the attributes that say what the numbers mean."""
     expected = {
         "name": "a short string",
         "unit": f'what 1 means, e.g. "{kind.unit}"',
@@ -237,23 +236,15 @@ def _declaration_problems(kind: _Kind, reward: Any) -> list[str]:
         "higher_is_better": "True or False",
         "score": f"score(self, {kind.noun}s, prompts, metadata=None) -> Scores",
     }
+    if missing := [key for key in expected if not hasattr(reward, key)]:
+        return [f"it has no {key}: set it on the class ({expected[key]})" for key in missing]
     problems = [
-        f"it has no {key}: set it on the class ({mend})"
-        for key, mend in expected.items()
-        if not hasattr(reward, key)
+        f"{key} is {text!r}: make it a non-empty string"
+        for key, text in (("name", reward.name), ("unit", reward.unit))
+        if not isinstance(text, str) or not text
     ]
-    if problems:
-        return problems
-    for key in ("name", "unit"):
-        if not isinstance(getattr(reward, key), str) or not getattr(reward, key):
-            problems.append(f"{key} is {getattr(reward, key)!r}: make it a non-empty string")
     ends = reward.range
-    if (
-        not isinstance(ends, tuple)
-        or len(ends) != 2
-        or any(math.isnan(end) for end in ends)
-        or ends[0] >= ends[1]
-    ):
+    if not isinstance(ends, tuple) or len(ends) != 2 or not ends[0] < ends[1]:
         problems.append(f"range is {ends!r}: make it a pair (smallest, largest) with smallest < largest")
     if not isinstance(reward.higher_is_better, bool):
         problems.append(f"higher_is_better is {reward.higher_is_better!r}: make it True or False")
@@ -261,105 +252,104 @@ def _declaration_problems(kind: _Kind, reward: Any) -> list[str]:
 
 
 def _form_problems(case: _Case) -> list[str]:
-    """Types and lengths of what came back; everything after relies on them."""
+    """Check types and lengths of the scores, which all probes rely on."""
     scores, size, noun, unit = case.scores, len(case.rows), case.kind.noun, case.reward.unit
     if not isinstance(scores, Scores):
         return [f"score() returned a {type(scores).__name__}: return visalign.interfaces.Scores"]
-    problems = []
-    if len(scores) != size:
-        problems.append(
-            f"score() gave {len(scores)} values for {size} {noun}s: give one per {noun}, NaN where invalid"
-        )
-    for key, value, dtype in (("value", scores.value, torch.float32), ("valid", scores.valid, torch.bool)):
-        if value.dtype != dtype:
-            problems.append(f"{key} has dtype {value.dtype}: make it {dtype}")
-    if scores.value.requires_grad:
-        problems.append(
-            "value carries a gradient graph, which keeps memory: detach it, or score under torch.no_grad()"
-        )
-    if scores.unit != unit:
-        problems.append(f"Scores.unit is {scores.unit!r}, the reward declares {unit!r}: use one of them")
+    problems = {
+        f"score() gave {len(scores)} values for {size} {noun}s: give one per {noun}, NaN where invalid": (
+            len(scores) != size
+        ),
+        f"value has dtype {scores.value.dtype}: make it {torch.float32}": scores.value.dtype != torch.float32,
+        f"valid has dtype {scores.valid.dtype}: make it {torch.bool}": scores.valid.dtype != torch.bool,
+        "value carries a gradient graph, which keeps memory: detach it, or score under torch.no_grad()": (
+            scores.value.requires_grad
+        ),
+        f"Scores.unit is {scores.unit!r}, the reward declares {unit!r}: use one of them": scores.unit != unit,
+    }
     for key, column in {"std": scores.std, **scores.parts}.items():
-        if column is not None and tuple(column.shape) != (size,):
-            problems.append(f"{key!r} has shape {tuple(column.shape)}: make it [{size}]")
+        if column is not None:
+            shape = tuple(column.shape)
+            problems[f"{key!r} has shape {shape}: make it [{size}]"] = shape != (size,)
     for key, texts in (("text", scores.text), ("reason", scores.reason)):
-        if texts is not None and len(texts) != size:
-            problems.append(f"{key} has {len(texts)} entries for {size} {noun}s: give one per {noun}")
-    return problems
+        if texts is not None:
+            count = len(texts)
+            problems[f"{key} has {count} entries for {size} {noun}s: give one per {noun}"] = count != size
+    return [problem for problem, applies in problems.items() if applies]
 
 
 def _validity(case: _Case) -> list[str]:
-    """`valid`, NaN and reasons tell the same story."""
-    scores, problems, kind = case.scores, [], case.kind
+    """Check that `valid`, NaN and reasons agree."""
+    scores, kind = case.scores, case.kind
     reasons = scores.reason or [None] * len(scores)
     if not scores.valid.any():
         return [
             f"it judged none of the {kind.noun}s ({reasons[0]}): give {kind.function} {kind.noun}s=, "
             "prompts=, metadata= that it can judge"
         ]
-    if not torch.isfinite(scores.value[scores.valid]).all():
-        problems.append("a valid score is NaN or infinite: set valid=False and a reason for that sample")
-    if not torch.isnan(scores.value[~scores.valid]).all():
-        problems.append("an invalid sample has a number as its value: make it NaN, a failure is no score")
-    if any(not ok and not reason for ok, reason in zip(scores.valid.tolist(), reasons, strict=True)):
-        problems.append("an invalid sample has no reason: say in Scores.reason why it could not be judged")
-    return problems
+    pairs = zip(scores.valid.tolist(), reasons, strict=True)
+    problems = {
+        "a valid score is NaN or infinite: set valid=False and a reason for that sample": (
+            not torch.isfinite(scores.value[scores.valid]).all()
+        ),
+        "an invalid sample has a number as its value: make it NaN, a failure is no score": (
+            not torch.isnan(scores.value[~scores.valid]).all()
+        ),
+        "an invalid sample has no reason: say in Scores.reason why it could not be judged": any(
+            not valid and not reason for valid, reason in pairs
+        ),
+    }
+    return [problem for problem, applies in problems.items() if applies]
 
 
 def _in_range(case: _Case) -> list[str]:
     low, high = case.reward.range
     outside = [v for v in case.scores.value[case.scores.valid].tolist() if not low <= v <= high]
-    if not outside:
-        return []
     return [
-        f"the score {outside[0]:g} is outside the declared range ({low:g}, {high:g}): declare the true range"
+        f"the score {value:g} is outside the declared range ({low:g}, {high:g}): declare the true range"
+        for value in outside[:1]
     ]
 
 
 def _determinism(case: _Case) -> list[str]:
-    if case.same(case.run(case.rows), case.rows):
-        return []
-    return [
-        f"the same {case.kind.noun}s got other scores the second time: seed it, and put a model into eval() "
-        "mode"
-    ]
+    noun = case.kind.noun
+    problem = f"the same {noun}s got other scores the second time: seed it, and put a model into eval() mode"
+    return [] if case.same(case.run(case.rows), case.rows) else [problem]
 
 
 def _order(case: _Case) -> list[str]:
-    if case.same(case.run(reversed(case.rows)), reversed(case.rows)):
-        return []
-    noun = case.kind.noun
-    return [f"the scores do not follow the {noun}s when their order is reversed: score each {noun} by itself"]
+    noun, rows = case.kind.noun, case.rows[::-1]
+    problem = (
+        f"the scores do not follow the {noun}s when their order is reversed: score each {noun} by itself"
+    )
+    return [] if case.same(case.run(rows), rows) else [problem]
 
 
 def _independence(case: _Case) -> list[str]:
-    if all(case.same(case.run([row]), [row]) for row in case.rows):
-        return []
     article = "an" if case.kind.noun == "image" else "a"
-    return [
+    problem = (
         f"{article} {case.kind.noun} alone scores otherwise than in a batch: take out whatever mixes samples "
         "(batch statistics, padding to the longest, z-scores, ranks and comparisons over the batch)"
-    ]
+    )
+    return [] if all(case.same(case.run([row]), [row]) for row in case.rows) else [problem]
 
 
-def _inputs_kept(case: _Case) -> list[str]:
+def _unchanged_inputs(case: _Case) -> list[str]:
     inputs: list[Any] = copy.deepcopy([case.samples, case.prompts, case.metadata])
     case.reward.score(*inputs)
     samples, *rest = inputs
     original = case.samples
     unchanged = torch.equal(samples, original) if isinstance(original, Tensor) else samples == original
-    if unchanged and rest == [case.prompts, case.metadata]:
-        return []
-    return [f"it changed the {case.kind.noun}s, prompts or metadata that it was given: work on copies"]
+    problem = f"it changed the {case.kind.noun}s, prompts or metadata that it was given: work on copies"
+    return [] if unchanged and rest == [case.prompts, case.metadata] else [problem]
 
 
 def _lengths_refused(case: _Case) -> list[str]:
     with Attempt() as attempt:
         case.reward.score(copy.deepcopy(case.samples), case.prompts[:-1], None)
-    if attempt.error is not None:
-        return []
     noun, reader = case.kind.noun, case.kind.reader
-    return [f"it accepts fewer prompts than {noun}s: raise a ValueError ({reader} does)"]
+    problem = f"it accepts fewer prompts than {noun}s: raise a ValueError ({reader} does)"
+    return [problem] if attempt.error is None else []
 
 
 def _image_forms(case: _Case) -> list[str]:
@@ -386,21 +376,19 @@ def _unreadable_image(case: _Case) -> list[str]:
     assert isinstance(case.samples, Tensor)
     images: list[Any] = ["no/such/image.png", *(to_pil(image) for image in case.samples[1:])]
     with Attempt() as attempt:
-        scores = case.run(case.rows, images)
-        rest = list(case.rows)[1:]
-        expected = Scores(value=scores.value[rest], valid=scores.valid[rest], unit=scores.unit)
-        unchanged = bool(expected.valid.all()) if case.relative else case.same(expected, rest)
+        scores, rest = case.run(case.rows, images), list(case.rows)[1:]
+        remaining = Scores(value=scores.value[rest], valid=scores.valid[rest], unit=scores.unit)
+        unchanged = bool(remaining.valid.all()) if case.relative else case.same(remaining, rest)
         if scores.valid[0] or not unchanged:
             return [
                 "an unreadable image must be invalid and leave the other scores alone: read images with "
                 "load_images"
             ]
-    if attempt.error is not None:
-        return [
-            f"one unreadable image stopped the batch ({attempt.error!r}): give valid=False and a reason for "
-            "it"
-        ]
-    return []
+    if attempt.error is None:
+        return []
+    return [
+        f"one unreadable image stopped the batch ({attempt.error!r}): give valid=False and a reason for it"
+    ]
 
 
 _PROBES: dict[str, _Probe] = {
@@ -409,6 +397,6 @@ _PROBES: dict[str, _Probe] = {
     "the same {noun}s get the same scores": _determinism,
     "scores follow the order of the {noun}s": _order,
     "a score does not depend on its neighbours": _independence,
-    "inputs are left as they were": _inputs_kept,
+    "inputs are left as they were": _unchanged_inputs,
     "unequal lengths are refused": _lengths_refused,
 }
