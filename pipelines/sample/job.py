@@ -23,7 +23,7 @@ from visalign.flow.rollout import decode_images, encoder_inputs, middle_frames, 
 from visalign.flow.search import PathSearch, ZeroOrderSearch
 from visalign.flow.steering import steered_rollout
 from visalign.flow.transitions import SOLVERS
-from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores
+from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores, with_capabilities
 from visalign.pipelines.shared.parts import check_texts
 from visalign.pipelines.shared.run_folder import check_place
 from visalign.precision import check_device
@@ -253,7 +253,8 @@ def _drawn(
             sample_seed("sample", *record_key(entry), s, i)
             for entry, (_, s, i) in zip(inputs, part, strict=True)
         ]
-        judge = _Judge(rewards, [dict(record) for record, _, _ in part])
+        declared = {label: with_capabilities(reward) for label, reward in rewards.items()}
+        judge = _Judge(declared, [dict(record) for record, _, _ in part])
         best: dict[int, _Draw] = {}
         with torch.no_grad():
             condition = policy.encode(inputs)
@@ -284,7 +285,7 @@ class _Draw:
 class _Judge:
     """Scores of images or videos by the rewards, for the prompts of some records."""
 
-    rewards: Mapping[str, PointwiseReward]
+    rewards: Mapping[str, Any]
     records: Sequence[Mapping[str, Any]]
 
     def of(self, rows: slice) -> _Judge:

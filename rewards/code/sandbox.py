@@ -27,6 +27,10 @@ from visalign.rewards.base.contract import RewardError
 from visalign.rewards.text.contract import shortened
 
 
+_BASE_PYTHON: str = vars(sys)["_base_executable"]
+"""The interpreter behind a virtual environment."""
+
+
 class NoSandbox(RewardError):
     """Neither bubblewrap nor a sandbox server runs here."""
 
@@ -70,7 +74,7 @@ def run_bubblewrap(source: str, stdin: str, *, limits: SandboxLimits, packages: 
         program.write_text(source, "utf-8", "surrogatepass")
         program.chmod(0o644)
         names = ("stdin", "stdout", "stderr", "status")
-        files = {name: stack.enter_context(open(Path(folder, name), "w+b")) for name in names}
+        files: Any = {name: stack.enter_context(open(Path(folder, name), "w+b")) for name in names}
         files["stdin"].write(stdin.encode("utf-8", "surrogatepass"))
         files["stdin"].seek(0)
         status = files.pop("status")
@@ -79,7 +83,7 @@ def run_bubblewrap(source: str, stdin: str, *, limits: SandboxLimits, packages: 
         environment |= {"PYTHONPATH": "/packages"} if packages else {}
         try:
             # output goes to files, so that the limit of file sizes bounds it
-            process: Any = subprocess.Popen(command, pass_fds=[status.fileno()], env=environment, **files)
+            process = subprocess.Popen(command, pass_fds=[status.fileno()], env=environment, **files)
         except OSError as error:
             raise RewardError(f"bubblewrap cannot be started: {error}") from error
         try:
@@ -123,7 +127,7 @@ def _bubblewrap_command(program: Path, status: int, limits: SandboxLimits, packa
         command += ["--no-new-privs", "--", bwrap, *nobody, "--die-with-parent", "--dev-bind", "/", "/", "--"]
     command += [shutil.which("prlimit") or "prlimit", f"--cpu={math.ceil(limits.cpu_seconds)}", "--core=0"]
     command += [f"--as={limits.memory_mb * megabyte}", f"--fsize={limits.file_mb * megabyte}"]
-    python = Path("/python", os.path.relpath(os.path.realpath(sys._base_executable), sys.base_prefix))
+    python = Path("/python", os.path.relpath(os.path.realpath(_BASE_PYTHON), sys.base_prefix))
     flags = ["-s", "-P", "-B", *([] if packages else ["-S"])]
     return [*command, f"--nproc={limits.processes}", str(python), *flags, "/program.py"]
 

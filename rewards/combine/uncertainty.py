@@ -76,10 +76,10 @@ class UncertaintyUsed:
                 f"strength is {strength}, reference {reference}; needed are finite, strength ≥ 0."
             )
         self._compares = how == "bhattacharyya" and over == "batch"
-        reward = with_capabilities(reward)
+        self.reward: Any = with_capabilities(reward)
+        needs = self.reward.capabilities
         self.capabilities = RewardCapabilities(
-            needs_group=reward.capabilities.needs_group,
-            needs_batch=self._compares or reward.capabilities.needs_batch,
+            needs_group=needs.needs_group, needs_batch=self._compares or needs.needs_batch
         )
         if how == "bhattacharyya" and (pool is not None or remember) == self._compares:
             raise ValueError(
@@ -90,7 +90,7 @@ class UncertaintyUsed:
             raise ValueError(
                 f"pool must be two tensors [M]; got {tuple(pool[0].shape)} and {tuple(pool[1].shape)}."
             )
-        self.reward, self.how, self.strength, self.reference = reward, how, strength, reference
+        self.how, self.strength, self.reference = how, strength, reference
         self.name, self.unit = f"{reward.name}_{how}", reward.unit
         self.higher_is_better = reward.higher_is_better
         low, high = reward.range

@@ -137,7 +137,7 @@ class RemoteReward:
         self.range = (float(low), float(high))
         self.higher_is_better = bool(card.get("higher_is_better", True))
         self.capabilities = RewardCapabilities(needs_group=bool(card.get("needs_group")))
-        self.identity: Identity | None = None
+        self.identity: Any = None
         if card.get("identity"):
             self.identity = Identity(judge=self.name, model="remote", weights=str(card["identity"]))
 
