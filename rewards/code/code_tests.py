@@ -143,7 +143,7 @@ class CodeTests:
         Raises:
             ValueError: an option that is not allowed.
         """
-        values = asdict(limits) if isinstance(limits, SandboxLimits) else dict(limits or {})
+        values: dict[str, Any] = asdict(limits) if isinstance(limits, SandboxLimits) else dict(limits or {})
         keys = [entry.name for entry in fields(SandboxLimits)]
         positive = values.keys() <= {*keys} and all(value > 0 for value in values.values())
         rules = {

@@ -26,7 +26,6 @@ import httpx
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.text.contract import shortened
 
-
 _BASE_PYTHON: str = vars(sys)["_base_executable"]
 """The interpreter behind a virtual environment."""
 
@@ -116,7 +115,7 @@ def _bubblewrap_command(program: Path, status: int, limits: SandboxLimits, packa
     )
     binds = [part for source, target in folders.items() for part in ("--ro-bind-try", source, target)]
     megabyte = 1 << 20
-    size = ["--size", str(limits.file_mb * megabyte), "--perms", "1777", "--tmpfs", "/tmp"]
+    size = ["--size", str(int(limits.file_mb * megabyte)), "--perms", "1777", "--tmpfs", "/tmp"]
     files = ["--proc", "/proc", "--dev", "/dev", *size, "--ro-bind", str(program), "/program.py"]
     files += ["--remount-ro", "/", "--remount-ro", "/dev", "--chdir", "/tmp", "--"]
     command = [bwrap, *isolation, *([] if as_root else nobody), *binds, *files]
@@ -126,10 +125,10 @@ def _bubblewrap_command(program: Path, status: int, limits: SandboxLimits, packa
         command += [shutil.which("setpriv") or "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
         command += ["--no-new-privs", "--", bwrap, *nobody, "--die-with-parent", "--dev-bind", "/", "/", "--"]
     command += [shutil.which("prlimit") or "prlimit", f"--cpu={math.ceil(limits.cpu_seconds)}", "--core=0"]
-    command += [f"--as={limits.memory_mb * megabyte}", f"--fsize={limits.file_mb * megabyte}"]
+    command += [f"--as={int(limits.memory_mb * megabyte)}", f"--fsize={int(limits.file_mb * megabyte)}"]
     python = Path("/python", os.path.relpath(os.path.realpath(_BASE_PYTHON), sys.base_prefix))
     flags = ["-s", "-P", "-B", *([] if packages else ["-S"])]
-    return [*command, f"--nproc={limits.processes}", str(python), *flags, "/program.py"]
+    return [*command, f"--nproc={int(limits.processes)}", str(python), *flags, "/program.py"]
 
 
 @cache
