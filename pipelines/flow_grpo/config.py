@@ -6,12 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from visalign.errors import UserError
 from visalign.flow.transitions import Solver
 from visalign.pipelines.shared.sections import (
     Dtype,
@@ -23,7 +21,7 @@ from visalign.pipelines.shared.sections import (
 )
 from visalign.precision import Autocast
 from visalign.schema import STRICT
-from visalign.settings import Count, Natural
+from visalign.settings import Count, Natural, NonNegative, PositiveShare, check_rules
 from visalign.training.diffusion.rollout_settings import RolloutSettings
 from visalign.training.diffusion.settings import DiffusionObjectiveSettings, check_sampling, check_sharding
 from visalign.training.diffusion.stored_pairs import check_stored
@@ -43,7 +41,7 @@ class ModelConfig:
     model's index."""
     lora: LoraConfig | None = field(default_factory=LoraConfig)
     """null trains the whole transformer."""
-    guidance: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    guidance: NonNegative | None = None
     """Guidance scale of training and evaluation, as the pipeline counts it; null: none, or what a model that
     takes the scale as an input is used with. Published Flow-GRPO: 4.5."""
     dtype: Dtype = "float32"
@@ -98,10 +96,6 @@ class DataConfig:
     cycle: list[str] | None = None
     """Tags that the groups take in turn, repeats allowed; null with balance: each tag once."""
 
-    def __post_init__(self) -> None:
-        if self.cycle is not None and not self.balance:
-            raise UserError("data.cycle orders the tags of a balanced set; set data.balance=true with it.")
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvaluationConfig(HeldoutConfig):
@@ -145,17 +139,10 @@ class ComparisonConfig:
     """Ask each pair in both orders and average the log-odds. Published Pref-GRPO: false."""
     hard: bool = False
     """Count a pair as won or lost; false takes the judge's probability. Published Pref-GRPO: true."""
-    budget: Annotated[float, Field(gt=0, le=1)] | None = None
+    budget: PositiveShare | None = None
     """Share of a group's pairs that may be asked, in (0, 1]; null: all of them, each once."""
     scores: list[str] = field(default_factory=list)
     """Labels of terms that stay plain scores beside the win rates, e.g. a CLIP score that is only added."""
-
-    def __post_init__(self) -> None:
-        if self.budget is not None and self.hard:
-            raise UserError(
-                "comparison.budget and comparison.hard are both set; a budget estimates the win rates by a "
-                "fit, which has no hard wins. Leave one of them out."
-            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -191,36 +178,63 @@ class FlowGRPOConfig:
         check_batch_algebra(self.rollout.prompts_per_iteration, self.rollout.group_size)
         check_sampling(self.objective, self.rollout)
         check_stored(self.objective, self.rollout, stored=self.data.pairs is not None)
-        if self.data.pairs is not None and self.comparison is not None:
-            raise UserError(
-                "data.pairs are compared already, and comparison says how samples are. Leave comparison out "
-                "(pipeline: flow_grpo), or data.pairs."
-            )
+        check_rules(self, RULES)
         if self.run.sharding:
             check_sharding(self.objective, self.rollout)
-        self._check_sizes(len(self.rollout.image_sizes or [0]))
         self.evaluation.check_correctness(*self.rewarded)
 
-    def _check_sizes(self, count: int) -> None:
-        """Refuse a mean or a rhythm of iterations that would see other sizes each time, or one alone."""
-        window, every = self.monitor.window, self.objective.balance_every
-        if window % count:
-            raise UserError(
-                f"monitor.window is {window} and rollout.image_sizes has {count}: what the latest iterations "
-                "are compared with would be of another mix of sizes. Set monitor.window="
-                f"{math.ceil(window / count) * count}, or another multiple of {count}."
-            )
-        if every is not None and math.gcd(every, count) > 1:
-            other = next(n for n in range(every + 1, every + count + 2) if math.gcd(n, count) == 1)
-            raise UserError(
-                f"objective.balance_every is {every} and rollout.image_sizes has {count}: rewards would be "
-                f"measured at some of the sizes alone. Set objective.balance_every={other}."
-            )
+    @property
+    def size_count(self) -> int:
+        """Number of image sizes that the iterations take in turn."""
+        return len(self.rollout.image_sizes or [0])
 
     @property
     def rewarded(self) -> Mapping[str, RewardTerm]:
         """label -> reward that samples are given; none of stored pairs."""
         return self.rewards.terms if self.data.pairs is None else {}
+
+
+def _uneven_window(s: FlowGRPOConfig) -> int:
+    """Return the next monitor.window that holds each image size equally often, 0 if the present one does."""
+    count = s.size_count
+    return math.ceil(s.monitor.window / count) * count if s.monitor.window % count else 0
+
+
+def _uneven_balance(s: FlowGRPOConfig) -> int:
+    """Return the next objective.balance_every that visits all image sizes, 0 if the present one does."""
+    every, count = s.objective.balance_every, s.size_count
+    if every is None or math.gcd(every, count) == 1:
+        return 0
+    return next(n for n in range(every + 1, every + count + 2) if math.gcd(n, count) == 1)
+
+
+RULES = (
+    (
+        lambda s: s.data.cycle is not None and not s.data.balance,
+        "data.cycle orders the tags of a balanced set; set data.balance=true with it.",
+    ),
+    (
+        lambda s: s.comparison is not None and s.comparison.budget is not None and s.comparison.hard,
+        "comparison.budget and comparison.hard are both set; a budget estimates the win rates by a fit, "
+        "which has no hard wins. Leave one of them out.",
+    ),
+    (
+        lambda s: s.data.pairs is not None and s.comparison is not None,
+        "data.pairs are compared already, and comparison says how samples are. Leave comparison out "
+        "(pipeline: flow_grpo), or data.pairs.",
+    ),
+    (
+        _uneven_window,
+        "monitor.window is {s.monitor.window} and rollout.image_sizes has {s.size_count}: what the latest "
+        "iterations are compared with would be of another mix of sizes. Set monitor.window={v}, or another "
+        "multiple of {s.size_count}.",
+    ),
+    (
+        _uneven_balance,
+        "objective.balance_every is {s.objective.balance_every} and rollout.image_sizes has {s.size_count}: "
+        "rewards would be measured at some of the sizes alone. Set objective.balance_every={v}.",
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Flow-GRPO job needs besides its model: prompts and rewards, read and checked with the settings."""
+"""Prompts and rewards of a Flow-GRPO job, read and checked with the settings before the model is loaded."""
 
 from __future__ import annotations
 
@@ -42,68 +42,47 @@ class Inputs:
     records: Records
     heldout: Records
     rewards: Mapping[str, PointwiseReward]
-    """label -> reward to report on held-out images: all that can judge one image by itself."""
+    """label -> reward to report on held-out images: all that can score one image by itself."""
     reward: PointwiseReward
-    """The sum that is optimized, or what was said of stored pairs."""
+    """The optimized sum, or the preferences of stored pairs."""
     features: Features | None
-    """Of images, for the monitor."""
+    """Image features for the monitor."""
     strata: list[str] | None
     """Label per training record, with data.balance."""
     seen: int
-    """Held-out prompts that are trained on as well."""
+    """Number of held-out prompts that are trained on as well."""
     fingerprints: Mapping[str, str]
-    """What was read -> SHA-256 of its content."""
+    """Input -> SHA-256 of its content."""
     notes: tuple[str, ...] = ()
-    """What is odd but can be worked with."""
+    """Oddities of the inputs that do not stop the run."""
 
 
 def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> Inputs:
-    """Read what the configuration names and check it: all that can be known without the model."""
+    """Read and check all inputs that a run of `world` processes has without its model."""
     from visalign.rewards.catalogue import load_judge
 
-    rollout, data = config.rollout, config.data
-    check_batch_algebra(rollout.prompts_per_iteration, rollout.group_size, world)
-    if rollout.branch is not None:
-        check_whole_groups(rollout.prompts_per_iteration, world)
+    data = config.data
     model = resolve_model(config.model.path), config.model.adapter
-    edits = edits_of(*model)
-    several = joins_sources(*model)
+    edits, several = edits_of(*model), joins_sources(*model)
     read = partial(build_records, edits=edits, several=several)
     pairs = None if data.pairs is None else read_stored(data, edits, several=several)
     records = read(data.train, "data.train") if pairs is None else pairs.records
     heldout = read(data.heldout, "data.heldout")
     judges = load_terms({**config.evaluation.rewards, **config.rewarded}, load_judge, device)
-    rewards = _judging_alone(judges, config.evaluation.rewards)
-    reward = _build_reward(config, judges, world) if pairs is None else StoredPreference()
-    config.objective.check_constrained(reward)
+    rewards = _heldout_rewards(judges, config.evaluation.rewards)
+    reward = _optimized_sum(config, judges) if pairs is None else StoredPreference()
     strata = [str(record.get("tag", "")) for record in records] if data.balance else None
-    PromptSampler(
-        len(records),
-        rollout.prompts_per_iteration,
-        rollout.group_size,
-        config.seed,
-        strata=strata,
-        cycle=data.cycle,
-    )
-    if config.objective.ascent is not None:
-        ascent_for_run(config.objective, rollout)
-        check_differentiable(reward)
-    elif config.objective.regression is None:
-        sigmas = torch.linspace(1, 0, rollout.steps + 1)  # the model's own has as many steps
-        step_weights(config.objective, rollout, sigmas)
-    else:
-        regression_for_run(config.objective, rollout, world)
-        if config.objective.experts:
-            check_experts(config.objective.experts, records)
-    features = build_features(config, judges, device)
-    if (judge := config.evaluation.correctness) is not None:
-        check_judge(judge, rewards[judge], heldout[0])
+    _check_method(config, reward, records, strata, world)
+    if pairs is None:
+        _check_processes(config, judges, world)
+    if (correctness := config.evaluation.correctness) is not None:
+        check_judge(correctness, rewards[correctness], heldout[0])
     return Inputs(
         records=records,
         heldout=heldout,
         rewards=rewards,
         reward=reward,
-        features=features,
+        features=build_features(config, judges, device),
         strata=strata,
         seen=len(_prompts(records) & _prompts(heldout)),
         fingerprints=_fingerprints(config, records, heldout),
@@ -111,104 +90,133 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     )
 
 
-def _build_reward(config: FlowGRPOConfig, judges: Mapping[str, Any], world: int) -> PointwiseReward:
-    """The sum that is optimized."""
+def _optimized_sum(config: FlowGRPOConfig, judges: Mapping[str, Any]) -> PointwiseReward:
     from visalign.rewards.combine.weighted_sum import WeightedSum
 
-    config.rewards.check_processes(world)
-    size = config.rollout.prompts_per_iteration
     if config.comparison is None:
         terms = pointwise_only(judges, needed=config.rewards.terms)
-        _check_sets(terms, size, world)
     else:
-        check_whole_groups(size, world)
         terms = build_win_rates(config.comparison, config.rewards, judges)
     return weighted_sum(config.rewards, terms, WeightedSum)
 
 
+def _check_method(
+    config: FlowGRPOConfig, reward: Any, records: Records, strata: list[str] | None, world: int
+) -> None:
+    """Refuse an algorithm that the reward, the prompts or the processes do not fit."""
+    rollout, objective = config.rollout, config.objective
+    check_batch_algebra(rollout.prompts_per_iteration, rollout.group_size, world)
+    size = rollout.prompts_per_iteration, rollout.group_size
+    PromptSampler(len(records), *size, config.seed, strata=strata, cycle=config.data.cycle)
+    objective.check_constrained(reward)
+    if objective.ascent is not None:
+        ascent_for_run(objective, rollout)
+        check_differentiable(reward)
+    elif objective.regression is None:
+        step_weights(objective, rollout, torch.linspace(1, 0, rollout.steps + 1))
+    else:
+        regression_for_run(objective, rollout, world)
+        if objective.experts:
+            check_experts(objective.experts, records)
+
+
+def _check_processes(config: FlowGRPOConfig, judges: Mapping[str, Any], world: int) -> None:
+    """Refuse processes that would each see a part of what is compared."""
+    config.rewards.check_processes(world)
+    capabilities = {label: judges[label].capabilities for label in config.rewards.terms}
+    batch = [label for label, needs in capabilities.items() if needs.needs_batch]
+    if batch and world > 1:
+        raise UserError(
+            f"rewards.terms.{batch[0]} judges all images of an iteration as one set, and {world} processes "
+            f"would each have their own. Set rewards.terms.{batch[0]}.options.over=group, or use one process."
+        )
+    groups = config.comparison is not None or config.rollout.branch is not None
+    if groups or any(needs.needs_group for needs in capabilities.values()):
+        check_whole_groups(config.rollout.prompts_per_iteration, world)
+
+
 def build_features(config: FlowGRPOConfig, judges: Mapping[str, Any], device: str | None) -> Features | None:
-    """Images [b, 3, H, W] -> [b, d] of an image tower, by `monitor.features`; None where there is none."""
+    """Return a function from images [b, 3, H, W] to features [b, d] by `monitor.features`; None for none."""
     from visalign.rewards.base.contract import read_request
     from visalign.rewards.clip.towers import ClipTowers
 
     name = config.monitor.features
-    found = {label: one.towers for label, one in judges.items() if hasattr(one, "towers")}
-    is_there = name is not None and (name != "auto" or bool(found))
-    _check_monitor(config, is_there)
-    if name is None or not is_there:
+    loaded = {label: judge.towers for label, judge in judges.items() if hasattr(judge, "towers")}
+    if name == "auto":
+        name = next(iter(loaded), None)
+    _check_monitor(config, features=name is not None)
+    if name is None:
         return None
-    towers = next(iter(found.values())) if name == "auto" else found.get(name)
-    if towers is None:
-        towers = ClipTowers(name, device=device or "cpu", cache_bytes=0)
+    towers = loaded.get(name) or ClipTowers(name, device=device or "cpu", cache_bytes=0)
 
     def features(images: Tensor) -> Tensor:
         reasons: list[str | None] = [None] * len(images)
         request = read_request("monitor.features", images, [""] * len(images), None)
         rows, values = towers.image_features(request, reasons)
         if len(rows) < len(images):
-            why = next(why for why in reasons if why)
-            raise UserError(f"monitor.features: an image has none: {why}. Set monitor.features to null.")
+            reason = next(reason for reason in reasons if reason)
+            raise UserError(f"monitor.features: an image has none: {reason}. Set monitor.features to null.")
         return values
 
     return features
 
 
-def _check_monitor(config: FlowGRPOConfig, features: bool) -> None:
+def _check_monitor(config: FlowGRPOConfig, *, features: bool) -> None:
     """Refuse a monitor that would stop a run by what it does not measure."""
-    remedy = "Set monitor.features to a CLIP model, or leave it null."
+    remedy = "Set monitor.features to a CLIP model"
     drift = features and config.evaluation.every > 0
-    own = {
-        "diversity_ratio": (features, remedy),
-        "feature_drift": (
-            drift,
-            f"{remedy.removesuffix(', or leave it null.')} and evaluation.every above 0.",
+    measured = {
+        "diversity_ratio": (features, f"{remedy}, or leave it null."),
+        "feature_drift": (drift, f"{remedy} and evaluation.every above 0."),
+    }
+    unscored = {
+        "The reward's gradient is all that its samples are asked for; take group_std_ratio.": (
+            config.objective.ascent is not None
+        ),
+        "Stored pairs are not judged; hold an evaluation to heldout_change or feature_drift.": (
+            config.data.pairs is not None
         ),
     }
-    if config.objective.ascent is not None:
-        other = "The reward's gradient is all that its samples are asked for; take group_std_ratio."
-        names = ("agreement", "agreement_change", "recorded_change", "judge_std_ratio", "diversity_ratio")
-        own |= dict.fromkeys(names, (False, other))
-    if config.data.pairs is not None:
-        other = "Stored pairs are not judged; hold an evaluation to heldout_change or feature_drift."
-        names = ("agreement", "agreement_change", "recorded_change", "judge_std_ratio", "diversity_ratio")
-        own |= dict.fromkeys(names, (False, other))
-    config.rewards.check_monitor(config.monitor, config.evaluation, **own)
+    names = ("agreement", "agreement_change", "recorded_change", "judge_std_ratio", "diversity_ratio")
+    for substitute, applies in unscored.items():
+        if applies:
+            measured |= dict.fromkeys(names, (False, substitute))
+    config.rewards.check_monitor(config.monitor, config.evaluation, **measured)
 
 
 def _prompts(records: Records) -> set[tuple[str, ...]]:
-    """The prompts, with their sources, alike where only a prompt's blanks or capitals differ."""
+    """Return the prompts with their sources; blanks and capitals of a prompt do not count."""
     keys = map(record_key, records)
     return {(" ".join(prompt.split()).casefold(), *source) for prompt, *source in keys}
 
 
 def _fingerprints(config: FlowGRPOConfig, records: Records, heldout: Records) -> dict[str, str]:
-    """SHA-256 of the prompt records, of how many bytes the image files have that they name (not of those in
-    Parquet), and of the files of the user's own rewards."""
+    """Hash prompt records, the sizes of their image files (not in Parquet), and the user's reward files."""
     train = "data.train" if config.data.pairs is None else "data.pairs"
-    read = {train: records, "data.heldout": heldout}
-    found = {name: fingerprint(given) for name, given in read.items()}
-    for name, given in read.items():
+    inputs = {train: records, "data.heldout": heldout}
+    hashes = {name: fingerprint(rows) for name, rows in inputs.items()}
+    for name, rows in inputs.items():
         stored = name == "data.pairs"
-        if sizes := [Path(file).stat().st_size for record in given for file in _files(record, stored)]:
-            found[f"images of {name}"] = fingerprint([{"bytes": sizes}])
+        if sizes := [Path(file).stat().st_size for record in rows for file in _image_files(record, stored)]:
+            hashes[f"images of {name}"] = fingerprint([{"bytes": sizes}])
     for label, term in {**config.evaluation.rewards, **config.rewarded}.items():
         file = Path((term.name or label).rpartition(":")[0])
         if file.suffix == ".py":
-            found[f"reward {label}"] = hashlib.sha256(file.read_bytes()).hexdigest()
-    return found
+            hashes[f"reward {label}"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return hashes
 
 
-def _files(record: Mapping[str, Any], stored: bool) -> Iterable[str | Path]:
-    """The image files that a record names: what is to be edited, and of a stored pair both."""
-    named = [one["image"] for one in record["candidates"]] if stored else []
-    named += listed_sources(record.get("source"))
-    return [file for file in named if isinstance(file, str | Path) and os.path.isfile(file)]
+def _image_files(record: Mapping[str, Any], stored: bool) -> Iterable[str | Path]:
+    """List the image files of a record: its sources, and both images of a stored pair."""
+    images = [candidate["image"] for candidate in record["candidates"]] if stored else []
+    images += listed_sources(record.get("source"))
+    return [image for image in images if isinstance(image, str | Path) and os.path.isfile(image)]
 
 
 def build_win_rates(
     config: ComparisonConfig, rewards: RewardsConfig, judges: Mapping[str, PointwiseReward | PairwiseReward]
 ) -> dict[str, PointwiseReward]:
-    """The terms of the sum: a win rate for each judge, the score itself for those in `config.scores`.
+    """Build the terms of the sum: a win rate for each judge, the score itself for those in `config.scores`.
 
     A pointwise judge compares by its mean and standard deviation, a pairwise one directly.
     """
@@ -226,56 +234,39 @@ def build_win_rates(
             "comparison.scores names every term, so nothing is compared. Take one out, or write "
             "'pipeline: flow_grpo' to train on scores."
         )
-    built: dict[str, PointwiseReward] = {}
-    for label in rewards.terms:
+    terms: dict[str, PointwiseReward] = {}
+    for label, term in rewards.terms.items():
         judge: Any = judges[label]
-        if label not in config.scores:
-            if rewards.terms[label].bound is not None:
+        if label in config.scores:
+            if not isinstance(judge, PointwiseReward):
                 raise UserError(
-                    f"rewards.terms.{label}.bound is {rewards.terms[label].bound}, and the mean of its win "
-                    f"rates is always 0.5. Name it in comparison.scores: [{label}], or set the bound to null."
+                    f"comparison.scores names {label!r}, a judge that only compares; take it out."
                 )
-            if _is_of_sets(judge):
-                raise UserError(
-                    f"rewards.terms.{label} judges sets of images, and no two can be compared by it. Name "
-                    f"it in comparison.scores: [{label}]."
-                )
-            pairwise = judge if isinstance(judge, PairwiseReward) else as_pairwise(judge)
-            built[label] = GroupWinRate(
-                pairwise, both_orders=config.both_orders, hard=config.hard, budget=config.budget
+            terms[label] = judge
+            continue
+        if term.bound is not None:
+            raise UserError(
+                f"rewards.terms.{label}.bound is {term.bound}, and the mean of its win rates is always 0.5. "
+                f"Name it in comparison.scores: [{label}], or set the bound to null."
             )
-        elif isinstance(judge, PointwiseReward):
-            built[label] = judge
-        else:
-            raise UserError(f"comparison.scores names {label!r}, a judge that only compares; take it out.")
-    return built
+        if judge.capabilities.needs_group:
+            raise UserError(
+                f"rewards.terms.{label} judges sets of images, and no two can be compared by it. Name it in "
+                f"comparison.scores: [{label}]."
+            )
+        pairwise = judge if isinstance(judge, PairwiseReward) else as_pairwise(judge)
+        options: dict[str, Any] = {"both_orders": config.both_orders, "hard": config.hard}
+        terms[label] = GroupWinRate(pairwise, budget=config.budget, **options)
+    return terms
 
 
-def _judging_alone(judges: Mapping[str, Any], needed: Iterable[str]) -> dict[str, PointwiseReward]:
-    """Those that judge a held-out image by itself."""
-    found = pointwise_only(judges, needed=needed)
-    alone = {label: one for label, one in found.items() if not _is_of_sets(one)}
-    if named := [label for label in needed if label not in alone]:
+def _heldout_rewards(judges: Mapping[str, Any], needed: Iterable[str]) -> dict[str, PointwiseReward]:
+    """Select the rewards that score a held-out image by itself."""
+    pointwise: dict[str, Any] = pointwise_only(judges, needed=needed)
+    rewards = {label: reward for label, reward in pointwise.items() if not reward.capabilities.needs_group}
+    if sets := [label for label in needed if label not in rewards]:
         raise UserError(
-            f"evaluation.rewards names {', '.join(named)}, which judges sets of a training and no held-out "
+            f"evaluation.rewards names {', '.join(sets)}, which judges sets of a training and no held-out "
             "image. Leave it in rewards.terms alone."
         )
-    return alone
-
-
-def _is_of_sets(judge: Any) -> bool:
-    """Whether a judge needs to be told which images belong together."""
-    return judge.capabilities.needs_group
-
-
-def _check_sets(terms: Mapping[str, Any], prompts_per_iteration: int, world: int) -> None:
-    """Refuse processes that would each see a part of a set."""
-    for label, term in terms.items():
-        if term.capabilities.needs_batch and world > 1:
-            raise UserError(
-                f"rewards.terms.{label} judges all images of an iteration as one set, and {world} "
-                f"processes would each have their own. Set rewards.terms.{label}.options.over=group, or use "
-                "one process."
-            )
-        if _is_of_sets(term):
-            check_whole_groups(prompts_per_iteration, world)
+    return rewards

@@ -38,18 +38,11 @@ def build_policy(model: ModelConfig, device: torch.device, seed: int) -> Diffusi
             targets = model.lora.target_modules
             chosen: dict[str, Any] = {} if targets is None else {"target_modules": tuple(targets)}
             lora = LoraSettings(rank=model.lora.rank, alpha=model.lora.alpha, seed=seed, **chosen)
-        options_of = {
-            "use_t5": model.use_t5,
-            "guidance": model.guidance,
-            "lora": lora,
-            "max_sequence_length": model.max_sequence_length,
-            "autocast": autocast_dtype(model.autocast, device),
-            "image_size": model.image_size,
-            "decode_batch": model.decode_batch,
-            "quantization": model.quantization,
-            **{k: _dtype(v) if k.endswith("dtype") else v for k, v in model.options.items()},
-        }
-        return {name: value for name, value in options_of.items() if value is not None}
+        names = ("use_t5", "guidance", "max_sequence_length", "image_size", "decode_batch", "quantization")
+        values = {name: getattr(model, name) for name in names}
+        values |= {"lora": lora, "autocast": autocast_dtype(model.autocast, device)}
+        values |= {k: _dtype(v) if k.endswith("dtype") else v for k, v in model.options.items()}
+        return {name: value for name, value in values.items() if value is not None}
 
     with no_loading_bars():
         policy = load_policy(
@@ -115,21 +108,20 @@ def build_evaluator(
 def build_drift(
     features: Features | None, before: Path, first: bool
 ) -> Callable[[HeldoutResult], dict[str, float]]:
-    """Measure the feature distance of an evaluation's images from those before training, by prompt and seed.
+    """Return a function that measures the feature drift of an evaluation's images since before training.
 
     Args:
-        features: None measures nothing.
-        before: file of the evaluation before training.
+        features: image features; None measures nothing.
+        before: file of the evaluation before training, with the same prompts and seeds.
         first: whether this process has that file; the others measure nothing.
     """
     base: dict[tuple[Any, int], torch.Tensor] = {}
 
-    def looked_at(result: HeldoutResult) -> dict[tuple[Any, int], torch.Tensor]:
+    def features_by_sample(result: HeldoutResult) -> dict[tuple[Any, int], torch.Tensor]:
         assert features is not None
         images = torch.from_numpy(np.ascontiguousarray(result.images.transpose(0, 3, 1, 2))).float() / 255
-        keys = result.keys
-        names = [(keys[row], int(result.seeds[row])) for row in result.image_index.tolist()]
-        return dict(zip(names, features(images), strict=True))
+        samples = [(result.keys[row], int(result.seeds[row])) for row in result.image_index.tolist()]
+        return dict(zip(samples, features(images), strict=True))
 
     def drift(result: HeldoutResult) -> dict[str, float]:
         from visalign.evaluation import load_heldout
@@ -137,10 +129,10 @@ def build_drift(
         if features is None or not first:
             return {}
         if not base:
-            base.update(looked_at(load_heldout(before)))
-        now = {name: features_of for name, features_of in looked_at(result).items() if name in base}
+            base.update(features_by_sample(load_heldout(before)))
+        now = {sample: value for sample, value in features_by_sample(result).items() if sample in base}
         if len(now) < 2:
             return {}
-        return feature_drift(torch.stack([*now.values()]), torch.stack([base[name] for name in now]))
+        return feature_drift(torch.stack([*now.values()]), torch.stack([base[sample] for sample in now]))
 
     return drift
