@@ -119,7 +119,7 @@ def _ask(
     """Answer every request; equal ones are asked once, and those in the log are not asked again."""
     options = options or ScoringOptions()
     log = ScoreLog(options.log, {reward.name: reward_identity(reward)}, Logged)
-    alarm = FailureAlarm(reward.name, options.max_failure_rate, least=50)
+    alarm = FailureAlarm(reward.name, options.max_failure_rate, min_samples=50)
     keys = [tuple(request.key for request in row) for row in rows]
     distinct = {key: request for row in rows for request in row for key in (request.key,)}
     answers = {key: entry for key in distinct if (entry := log.get(key)) is not None}

@@ -36,16 +36,6 @@ def test_pairs_are_read_with_conversations(tmp_path):
     assert found.records == [{**PAIR, "more": 1}, {"prompt": asked, **said}] and not found.left_out
 
 
-def test_parquet_holds_the_same(tmp_path):
-    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    talk = [{"role": "assistant", "content": "good"}]
-    table = pa.Table.from_pylist(
-        [{"prompt": "p", "chosen": talk, "rejected": [{**talk[0], "content": "bad"}]}]
-    )
-    parquet.write_table(table, tmp_path / "a.parquet")
-    assert load_pairs(tmp_path / "a.parquet").records == [PAIR]
-
-
 def test_the_best_and_the_worst_of_judged_completions_become_a_pair(tmp_path):
     rows = _judged(("p", "mid", 0.5), ("q", "x", 1), ("p", "bad", 0), ("p", "good", 1), ("q", "y", 1))
     found = load_pairs(_file(tmp_path, *rows, *_judged(("r", "same", 0), ("r", "same", 1))))

@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -314,32 +313,6 @@ def test_what_cannot_be_evaluated_is_said(tmp_path: Path, changes: dict[str, Any
         evaluate(EvaluateOptions(**given))
 
 
-class _Page(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ids: list[str] = []
-        self.links: list[str] = []
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.outside: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        if tag not in ("meta", "link", "br", "img", "line", "circle", "path", "rect"):
-            self.open.append(tag)
-        for name, value in attrs:
-            if name == "id":
-                self.ids.append(value or "")
-            if name == "href" and (value or "").startswith("#"):
-                self.links.append((value or "")[1:])
-            elif name in ("href", "src") and not (value or "").startswith("data:"):
-                self.outside.append(value or "")
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in self.open:
-            assert self.open.pop() == tag
-
-
 def test_the_command_writes_a_page_and_refuses_to_overwrite(tmp_path: Path) -> None:
     given = str(table(tmp_path, 60, **{"<b>_left": lambda p: 1.0, "<b>_right": lambda p: 0.5}))
     out = tmp_path / "out"
@@ -349,12 +322,9 @@ def test_the_command_writes_a_page_and_refuses_to_overwrite(tmp_path: Path) -> N
     assert "half_credit (headline)" in ran.output and "Calibration" in ran.output
     result = json.loads((out / "evaluation.json").read_text())
     assert result["format"] == "visalign evaluation 1" and len(result["judges"]) == 2
-    page = _Page()
     text = (out / "evaluation.html").read_text()
-    page.feed(text)
-    assert page.open == [] and page.outside == [] and set(page.links) <= set(page.ids)
-    assert page.tags.count("script") == 1 and page.tags.count("svg") == 4 and "<b>" not in text
-    assert len(page.ids) == len(set(page.ids))
+    assert text.count("<script") == 1 and text.count("<svg") == 4 and "<b>" not in text
+    assert set(re.findall(r'href="#([^"]+)"', text)) <= set(re.findall(r'id="([^"]+)"', text))
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 2 and "nothing is overwritten" in again.output
     assert CliRunner().invoke(app, [*arguments, "--resume"]).exit_code == 0
@@ -384,36 +354,6 @@ def test_one_judge_without_a_report_costs_no_other(tmp_path: Path) -> None:
         evaluate(EvaluateOptions(source=str(file), columns=("flat",), settings=settings))
 
 
-def test_a_share_of_one_has_an_interval_with_width(tmp_path: Path) -> None:
-    right = {"sure_left": lambda p: p.label, "sure_right": lambda p: 1 - p.label}
-    settings = IntervalSettings(resamples=100)
-    given = str(table(tmp_path, 40, **right))
-    result = evaluate(EvaluateOptions(source=given, columns=("sure",), settings=settings))
-    text = json.dumps(result["judges"][0])
-    shares = [entry for entry in _intervals(json.loads(text)) if entry["estimate"] == 1.0]
-    assert shares and all(entry["low"] < 0.99 for entry in shares)
-
-
-def _intervals(found: Any) -> list[dict[str, Any]]:
-    if isinstance(found, dict):
-        own = [found] if {"estimate", "low", "high"} <= found.keys() and found["low"] is not None else []
-        return own + [item for value in found.values() for item in _intervals(value)]
-    return [item for value in found for item in _intervals(value)] if isinstance(found, list) else []
-
-
-def test_the_cache_is_shared(tmp_path: Path) -> None:
-    given = EvaluateOptions(
-        source="shapes:pairs",
-        rewards=("jpeg_size",),
-        limit=10,
-        cache=tmp_path / "cache",
-        settings=IntervalSettings(resamples=100),
-    )
-    first, second = evaluate(given), evaluate(given)
-    assert (tmp_path / "cache" / "judgements.sqlite").is_file()
-    assert first["judges"] == second["judges"]
-
-
 def test_a_judge_that_tells_nothing_apart_is_said_to(tmp_path: Path) -> None:
     flat = {"flat_left": lambda p: 1.0, "flat_right": lambda p: 1.0}
     given = str(table(tmp_path, 40, **flat))
@@ -422,21 +362,6 @@ def test_a_judge_that_tells_nothing_apart_is_said_to(tmp_path: Path) -> None:
     )
     judges = evaluate(options)["judges"]
     assert [any("tells none apart" in note for note in judge["notes"]) for judge in judges] == [True, False]
-
-
-def test_kendalls_tau_has_an_interval_in_terminal_and_page(tmp_path: Path) -> None:
-    rows = [
-        record.to_row() | {"q": record.mos + k % 3} for k, record in enumerate(shapes_quality(40).records)
-    ]
-    file, out = tmp_path / "q.jsonl", tmp_path / "out"
-    file.write_text("\n".join(json.dumps(row) for row in rows))
-    ran = CliRunner().invoke(app, ["evaluate", str(file), "-s", "q", "--resamples", "100", "-o", str(out)])
-    assert ran.exit_code == 0, ran.output
-    found = json.loads((out / "evaluation.json").read_text())["judges"][0]["correlations"]["kendall_b"]
-    low, high = (f"{found[end]:.3f}" for end in ("low", "high"))
-    assert re.search(rf"Kendall's τ-b +{found['estimate']:.3f} \[{low}, {high}\]", ran.output)
-    page = (out / "evaluation.html").read_text().split("Kendall&#39;s τ-b")[1]
-    assert f"{found['estimate']:.3f}<small>{low} to {high}</small>" in page
 
 
 def ten_metrics(folder: Path, count: int = 300) -> Path:
@@ -535,16 +460,6 @@ def test_the_worst_pairs_of_each_judge_are_shown(tmp_path: Path) -> None:
     )["judges"]
     gaps = [abs(row["place"] - row["place_mos"]) for row in quality["worst"]]
     assert gaps == sorted(gaps, reverse=True) and len(gaps) == 6 and gaps[0] <= 1
-
-
-def test_a_page_says_what_made_it(tmp_path: Path) -> None:
-    options = EvaluateOptions(
-        source="shapes:quality", rewards=("sharpness",), limit=12, output=tmp_path / "out", settings=FAST
-    )
-    (judge,) = evaluate(options)["judges"]
-    page = (tmp_path / "out" / "evaluation.html").read_text()
-    assert f"identity {judge['judge']['identity']['digest'][:12]}" in page
-    assert re.search(r"visalign evaluate</code> with visalign \S+ on \d{4}-\d\d-\d\d\.", page)
 
 
 def test_stacking_needs_two_judges_and_twenty_prompts(tmp_path: Path) -> None:

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
-from torch import Tensor
 from typer.testing import CliRunner
 
 from tests.support.judges.brightness import BrightnessPairs, grey
@@ -23,7 +21,6 @@ from tests.support.judges.hackable import (
     GoesInCircles,
     LooksAtNeighbours,
     LovesFrames,
-    LovesSaturation,
     PrefersTheLeft,
     Remembered,
 )
@@ -90,17 +87,6 @@ def test_love_of_the_left_is_found() -> None:
     spread = result["reference"]["spread"]
     assert same["mean"] == pytest.approx(1.5 / spread) and place["mean"] == pytest.approx(1.5 / spread)
     assert levels(result, "swap")["two real images"]["share"] < 0.5
-
-
-def test_love_of_saturation_is_found() -> None:
-    result = tried(ComparesBy(Remembered(LovesSaturation())), [*SOME, "changed_among_real"])
-    found = verdicts(result)
-    assert found["saturation"] == "fails" and found["changed_among_real"] == "fails"
-    assert "fails" not in {found[name] for name in [*OF_THE_JUDGE, "white_border", "neighbours", "form"]}
-    vivid, pale = (levels(result, "saturation")[label] for label in ("× 2.2", "× 0"))
-    assert vivid["mean"] > 0.1 > 0 > pale["mean"] and vivid["win"] > 0.5 > pale["win"]
-    among = levels(result, "changed_among_real")["saturation × 2.2"]
-    assert among["verdict"] == "fails" and among["win"] > among["win_before"]
 
 
 def test_love_of_frames_and_captions_is_found() -> None:
@@ -212,39 +198,6 @@ def test_pairs_that_fail_are_left_out_everywhere() -> None:
     assert (shuffled["judged"], shuffled["left_out"]) == (0, 3), "all have the same prompt"
     [circles] = levels(result, "transitivity").values()
     assert (circles["judged"], circles["failed"]) == (2, 1), "0.8, 0.2, 0.4 lacks its last side"
-
-
-class RaisesOnLists:
-    """Compares tensors, and raises on everything else."""
-
-    name = "raises_on_lists"
-
-    def compare(self, left: Any, right: Any, prompts: Any, metadata: Any = None) -> Preferences:
-        if not isinstance(left, Tensor):
-            raise TypeError("tensors only")
-        odds = 10 * (left.mean((1, 2, 3)) - right.mean((1, 2, 3)))
-        return Preferences(prob=odds.sigmoid(), valid=torch.ones(len(odds), dtype=torch.bool))
-
-
-def test_what_a_judge_raises_is_a_failure_of_that_probe_alone() -> None:
-    result = tried(RaisesOnLists(), ["form", "brightness"], by_hand(0.2, 0.4, 0.6))
-    assert verdicts(result)["form"] == "fails" and result["probes"][0]["failed"] == 15
-    [reason] = levels(result, "form")["PIL"]["reasons"]
-    assert "'raises_on_lists' raised TypeError: tensors only" in reason
-    assert levels(result, "brightness")["× 0.6"]["judged"] == 3
-
-
-def test_a_judge_that_needs_records_gets_them() -> None:
-    class ByRecord:
-        name = "by_record"
-
-        def compare(self, left: Any, right: Any, prompts: Any, metadata: Any = None) -> Preferences:
-            odds = 10 * (left.mean((1, 2, 3)) - right.mean((1, 2, 3)))
-            valid = torch.full((len(odds),), metadata is not None)
-            return Preferences(prob=torch.where(valid, odds.sigmoid(), torch.nan), valid=valid)
-
-    result = tried(ByRecord(), ["identical"])
-    assert result["reference"]["with_records"] and result["reference"]["judged"] == 40
 
 
 def test_what_cannot_be_probed_is_said() -> None:

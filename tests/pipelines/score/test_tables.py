@@ -221,16 +221,6 @@ def test_ctrl_c_loses_nothing_and_resume_asks_for_the_rest_alone(light: Light) -
     )
 
 
-def test_scores_of_another_version_are_not_continued(light: Light) -> None:
-    light.stop_after = 2
-    base = ("images", "-p", "x", "-r", "light", "-o", "out.csv", "-f", "csv", "--batch-size", "2")
-    assert visalign(*base).exit_code == 130
-    light.stop_after = None
-    done = visalign(*base, "--resume", "--option", "light.version=2")
-    assert done.exit_code == 2
-    assert "holds scores of another version of 'light': they differ in options." in done.output
-
-
 def test_a_working_file_that_is_none_of_ours(light: Light, tmp_path: Path) -> None:
     path = partial_path(tmp_path / "out.json")
     path.write_text('{"other": 1}\n')
@@ -257,15 +247,6 @@ def test_failed_rows_are_tried_again(light: Light, tmp_path: Path) -> None:
     with RowLog(tmp_path / "x.part", {"light": light}, resume=True) as log:
         second = score_rows(table, {"light": light}, store=log)
     assert light.asked == ["b"] and second[1].value == 1.0 and second[0] == first[0]
-
-
-def test_the_cache_serves_the_second_command(light: Light) -> None:
-    base = ("images", "-p", "x", "-r", "light", "-f", "json", "--cache", "kept")
-    first = visalign(*base)
-    assert first.exit_code == 0 and len(light.asked) == 6
-    light.asked = []
-    second = visalign(*base)
-    assert second.stdout == first.stdout and light.asked == []
 
 
 def test_all_failed_is_said(light: Light) -> None:
