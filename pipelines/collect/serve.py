@@ -24,7 +24,9 @@ def serve_votes(
         port: Port to listen on.
         on_ready: Called with the page's address when the server listens.
     """
-    import uvicorn
+    from uvicorn import Server
+
+    from visalign.rewards.serve.connections import server_config
 
     from .server import vote_server
 
@@ -32,16 +34,8 @@ def serve_votes(
     local = is_loopback(host)
     invite = None if local else secrets.token_urlsafe(9)
     hosts = ["127.0.0.1", "localhost", "[::1]", host] if local else None
-    config = uvicorn.Config(
-        vote_server(store, invite=invite, hosts=hosts),
-        host=host,
-        port=port,
-        log_level="error",
-        limit_concurrency=256,
-        timeout_keep_alive=30,
-        ws="none",
-    )
-    server = uvicorn.Server(config)
+    app = vote_server(store, invite=invite, hosts=hosts)
+    server = Server(server_config(app, host, port, connections=256, idle=30.0))
     address = _own_address() if host in ("0.0.0.0", "::") else host
     start = server.startup
 
