@@ -95,8 +95,8 @@ def rollout(
             solvers.clear()
         for number, rows in enumerate(tree[k].unique().split(size)):
             ode = solvers.setdefault(number, ODESolver(solver))
-            nodes = (tree[k], tree[k_next])
-            _advance(policy, condition, sigmas, times, seed_list, trajectory, nodes, rows, (k, k_next), ode)
+            pair = (tree[k], tree[k_next])
+            _advance(policy, condition, sigmas, times, seed_list, trajectory, pair, rows, (k, k_next), ode)
     check_finite(trajectory.latents)
     return trajectory
 

@@ -301,7 +301,8 @@ class Objective:
         """
         self._check_output(rows, policy)
         mode: Mode = self.aggregation if self.mean_rows is None else "group_token_mean"
-        losses, modes = {"policy": self._policy_loss(rows, policy)}, {"policy": mode, "kl": mode}
+        modes: dict[str, Mode] = {"policy": mode, "kl": mode}
+        losses = {"policy": self._policy_loss(rows, policy)}
         if self.kl:
             losses["kl"] = self.kl * self._kl(rows, policy)
         if self.entropy:

@@ -159,12 +159,12 @@ def _problem(value: Any, types: tuple[Any, ...], interval: str) -> str:
     allowed += [f"a {'whole ' if whole else ''}number in {interval}"] if {int, float} & {*types} else []
     allowed += ["a name"] if str in types else []
     allowed += ["None"] if NoneType in types else []
-    is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    number = value if isinstance(value, int if whole else int | float) else math.nan
     fits = (
         (isinstance(value, str) and (value in names or str in types))
         or (value is None and NoneType in types)
         or (isinstance(value, bool) and bool in types)
-        or (is_number and bool({int, float} & {*types}) and _inside(value, interval))
+        or (not isinstance(value, bool) and bool({int, float} & {*types}) and _inside(number, interval))
     )
     return "" if fits else " or ".join(allowed)
 
