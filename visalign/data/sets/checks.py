@@ -37,10 +37,6 @@ def check_preferences(
     Returns:
         Repeated pairs, pairs judged differently in different rows, images compared with themselves, all
         winners on one side, ties; and that not all images of several splits could be compared in time.
-
-    Raises:
-        UserError: Missing files; a prompt or an image in more than one split; all labels tie; or all winners
-            are on one side and the judge sees sides.
     """
     images = [(image, pair.split) for pair in pairs.pairs for image in (pair.image_left, pair.image_right)]
     _refuse_missing([image for image, _ in images], files)
@@ -66,12 +62,7 @@ def check_preferences(
 
 
 def check_quality(records: QualitySet, *, files: bool = True) -> list[Finding]:
-    """Check a quality set: report repeated images, and that not all images could be compared in time.
-
-    Raises:
-        UserError: Missing files, one image with two scores, an image or images of one reference in more than
-            one split, all scores equal, or fewer than two images.
-    """
+    """Check a quality set: report repeated images, and that not all images could be compared in time."""
     _refuse_missing([record.image for record in records.records], files)
     if len(records) < 2:
         raise UserError(f"'{records.name}' holds {len(records)} image; a correlation needs at least 2.")

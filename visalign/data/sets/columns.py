@@ -127,9 +127,6 @@ def read_pair(row: Row, coding: Coding = None, folder: Path | None = None) -> Pr
     """Read one pair from the columns that `load_preferences` names; numbers may be strings, as CSV has them.
 
     Relative image paths start at the folder; None leaves them as they are.
-
-    Raises:
-        UserError: A column is missing or cannot be read, or label and votes contradict one another.
     """
     votes, share = _read_votes(row)
     label = share

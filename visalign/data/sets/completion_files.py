@@ -46,9 +46,6 @@ def load_pairs(path: str | Path, *, unusable: str = "refuse") -> JudgedCompletio
             none. A prompt is a text or a list of messages, a completion a text or a list of one message.
         unusable: A pair of equal completions, or with an empty one, is an error ("refuse") or left out
             ("drop").
-
-    Raises:
-        UserError: A missing file or column, a row that cannot be read, or no pair.
     """
     rows = _read(path, PAIR, "pairs")
     if is_scored := PAIR[0] not in rows[0][1]:
@@ -74,9 +71,6 @@ def load_votes(path: str | Path, *, threshold: float = 1.0, unusable: str = "ref
             each pair becomes two votes; or prompt, completion, reward.
         threshold: Smallest reward of a good completion.
         unusable: An empty completion is an error ("refuse") or left out ("drop").
-
-    Raises:
-        UserError: As `load_pairs`; a label that is neither true nor false; only good or only bad votes.
     """
     votes: list[NumberedRecord] = []
     for number, row in _read(path, VOTE, "votes"):

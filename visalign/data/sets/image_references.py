@@ -34,11 +34,7 @@ def shapes_reference(split: str, seed: int, kind: str, number: int, side: str = 
 
 
 def resolve_image(reference: str) -> Any:
-    """Turn a reference into an input of a reward: a path (not opened), a PIL image or uint8 [H, W, 3].
-
-    Raises:
-        UserError: The reference is broken, or the Parquet file has no such column, row or image.
-    """
+    """Turn a reference into an input of a reward: a path (not opened), a PIL image or uint8 [H, W, 3]."""
     if reference.startswith(PARQUET):
         return _from_parquet(reference)
     if reference.startswith(SHAPES):
@@ -57,11 +53,7 @@ def missing_files(references: list[str]) -> list[str]:
 
 
 def open_bytes(content: bytes, name: str) -> Image.Image:
-    """Open the content of an image file without decoding it.
-
-    Raises:
-        UserError: The bytes hold no image; the message names it.
-    """
+    """Open the content of an image file without decoding it."""
     try:
         return Image.open(io.BytesIO(content))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:

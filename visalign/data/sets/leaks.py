@@ -118,9 +118,6 @@ def refuse_shared_images(
         sets: As in `shared_images`.
         what: Middle of the message, e.g. "of data.heldout are also in data.train".
         seconds: As in `shared_images`.
-
-    Raises:
-        UserError: An image is in more than one set; the message names them.
     """
     leaks = shared_images(sets, seconds=seconds)
     if leaks.shared:

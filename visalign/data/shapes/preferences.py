@@ -116,9 +116,6 @@ class ShapesPreferences:
         kinds: Differences of the pairs, each equally often; any of KINDS.
         surroundings: Share in [0, 1] of images on other grounds, with specks or on a canvas (`surround`);
             images of a pair have the same ground and canvas, or each its own. All else is as at 0.
-
-    Raises:
-        ValueError: an unknown split or kind, or no annotators.
     """
 
     def __init__(
