@@ -8,8 +8,9 @@ scores the image. A reward of records (GenEval's, the shapes verifier, OCR's "te
 
 from __future__ import annotations
 
+import math
 import unicodedata
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,50 @@ GROUP_KEY = "group_id"
 
 class RewardError(RuntimeError):
     """A reward cannot be loaded, broke while judging, or failed too often."""
+
+
+def check_rules(name: str, rules: Mapping[str, bool]) -> None:
+    """Raise a ValueError with the first message whose rule does not hold."""
+    for message, holds in rules.items():
+        if not holds:
+            raise ValueError(f"{name}: {message}.")
+
+
+def check_scales(name: str, scales: Mapping[str, tuple[float, float]], labels: Iterable[str]) -> None:
+    """Check label -> (mean, std) of rewards that are brought to one scale."""
+    labels = list(labels)
+    if missing := [label for label in labels if label not in scales]:
+        raise ValueError(f"{name} has no (mean, std) for {', '.join(missing)}; give one for each reward.")
+    for label, (mean, std) in scales.items():
+        if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+            raise ValueError(
+                f"{name}[{label!r}] is ({mean}, {std}); needed are finite numbers with std above 0."
+            )
+
+
+def check_answer(label: str, answer: Any, size: int, noun: str) -> Scores:
+    """Check that a reward returned one score per sample; errors name its label."""
+    if not isinstance(answer, Scores):
+        check = "check_reward" if noun == "image" else "check_text_reward"
+        raise RewardError(
+            f"Reward {label!r} returned a {type(answer).__name__}; it must return a "
+            "visalign.interfaces.Scores, or be a plain function that returns numbers. "
+            f"visalign.rewards.{check}(reward) finds the fault."
+        )
+    if len(answer) != size:
+        raise RewardError(
+            f"Reward {label!r} returned {len(answer)} scores for {size} {noun}s; it must return one each."
+        )
+    for name, part in answer.parts.items():
+        if not isinstance(part, Tensor) or part.shape != (size,):
+            shape = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
+            raise RewardError(
+                f"Reward {label!r} returned the part {name!r} as {shape} for {size} {noun}s; it must be a "
+                f"tensor of shape ({size},)."
+            )
+    if answer.valid.dtype != torch.bool:
+        raise RewardError(f"Reward {label!r} returned valid as {answer.valid.dtype}; it must be torch.bool.")
+    return answer
 
 
 @dataclass(frozen=True)

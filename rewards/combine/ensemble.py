@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,13 @@ from torch import Tensor
 
 from visalign.core.rewards.uncertainty import combine_members, penalise
 from visalign.interfaces import Metadata, PointwiseReward, RewardCapabilities, Scores, with_capabilities
-from visalign.rewards.base.contract import RewardError, make_scores, read_request
+from visalign.rewards.base.contract import (
+    check_answer,
+    check_rules,
+    check_scales,
+    make_scores,
+    read_request,
+)
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import as_contract
@@ -72,22 +77,25 @@ class Ensemble:
                 calibration, or a number out of range.
         """
         labels = list(members)
-        if len(labels) < 2:
-            raise ValueError(f"{name}: {len(labels)} members; an ensemble needs at least two.")
-        if how not in HOW:
-            raise ValueError(f"{name}: how is {how!r}; allowed are {', '.join(HOW)}.")
-        if not 0 <= strength < math.inf:
-            raise ValueError(f"{name}: strength is {strength}; allowed are finite numbers from 0.")
-        if ddof not in (0, 1):
-            raise ValueError(f"{name}: ddof is {ddof}; allowed are 0 and 1.")
         needed = len(labels) if min_members is None else min_members
         minimum = 2 if how in ("lower_bound", "uwo") else 1
-        if not minimum <= needed <= len(labels):
-            why = ", as one alone has no spread" if minimum == 2 else ""
-            raise ValueError(
-                f"{name}: min_members is {needed}; allowed are {minimum} to {len(labels)}, the members{why}."
-            )
-        _check_scales(name, members, calibration)
+        why = ", as one alone has no spread" if minimum == 2 else ""
+        check_rules(
+            name,
+            {
+                f"{len(labels)} members; an ensemble needs at least two": len(labels) >= 2,
+                f"how is {how!r}; allowed are {', '.join(HOW)}": how in HOW,
+                f"strength is {strength}; allowed are finite numbers from 0": 0 <= strength < math.inf,
+                f"ddof is {ddof}; allowed are 0 and 1": ddof in (0, 1),
+                f"min_members is {needed}; allowed are {minimum} to {len(labels)}, the members{why}": (
+                    minimum <= needed <= len(labels)
+                ),
+            },
+        )
+        if calibration is None:
+            _check_same_scale(name, members)
+        else:
+            check_scales("calibration", calibration, labels)
         self.name = name
         self.members = {label: with_capabilities(member) for label, member in members.items()}
         self.how, self.strength, self.ddof, self.min_members = how, strength, ddof, needed
@@ -150,7 +158,9 @@ class Ensemble:
         variance = torch.zeros(count, size, dtype=torch.float64)
         failures: list[list[str]] = [[] for _ in range(size)]
         for number, (label, member) in enumerate(self.members.items()) if usable else ():
-            scores = self._ask(label, partial(judge, member), len(usable))
+            with Naming(label):
+                answer = judge(member)
+            scores = check_answer(label, answer, len(usable), self.noun)
             mean[number, rows] = self._convert(label, scores.value.detach().cpu().double())
             mean[number, rows[~scores.valid.cpu()]] = torch.nan
             if scores.std is not None:
@@ -160,13 +170,6 @@ class Ensemble:
                 if reason is not None:
                     failures[row].append(f"{label}: {reason}")
         return self._combine(mean, variance, reasons, failures)
-
-    def _ask(self, label: str, judge: Callable[[], Any], size: int) -> Scores:
-        with Naming(label):
-            scores = judge()
-        if not isinstance(scores, Scores) or len(scores) != size:
-            raise RewardError(f"Member {label!r} did not return one score for each of {size} {self.noun}s.")
-        return scores
 
     def _combine(
         self, mean: Tensor, variance: Tensor, reasons: list[str | None], failures: list[list[str]]
@@ -193,24 +196,12 @@ class Ensemble:
         return replace(scores, std=total, parts=parts | dict(scores.parts))
 
 
-def _check_scales(
-    name: str, members: Mapping[str, PointwiseReward], calibration: Mapping[str, tuple[float, float]] | None
-) -> None:
-    if calibration is None:
-        for key, noun in (("unit", "units"), ("higher_is_better", "directions")):
-            values = {label: getattr(member, key) for label, member in members.items()}
-            if len(set(values.values())) > 1:
-                listed = ", ".join(f"{label}: {value!r}" for label, value in values.items())
-                raise ValueError(
-                    f"{name}: the members have different {noun} ({listed}); give calibration={{label: (mean, "
-                    "std)} of their scores on a common set of samples."
-                )
-        return
-    if set(calibration) != set(members):
-        raise ValueError(
-            f"{name}: calibration is for {', '.join(calibration) or 'nothing'}; needed is (mean, std) for "
-            f"each of {', '.join(members)}."
-        )
-    for label, (mean, std) in calibration.items():
-        if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
-            raise ValueError(f"{name}: calibration[{label!r}] is ({mean}, {std}); needed is std above 0.")
+def _check_same_scale(name: str, members: Mapping[str, PointwiseReward]) -> None:
+    for key, noun in (("unit", "units"), ("higher_is_better", "directions")):
+        values = {label: getattr(member, key) for label, member in members.items()}
+        if len(set(values.values())) > 1:
+            listed = ", ".join(f"{label}: {value!r}" for label, value in values.items())
+            raise ValueError(
+                f"{name}: the members have different {noun} ({listed}); give calibration={{label: (mean, "
+                "std)} of their scores on a common set of samples."
+            )

@@ -14,6 +14,9 @@ from torch import Tensor
 from visalign.interfaces import Metadata, RewardCapabilities, Scores, with_capabilities
 from visalign.rewards.base.contract import (
     RewardError,
+    check_answer,
+    check_rules,
+    check_scales,
     make_scores,
     read_metadata,
     read_request,
@@ -89,7 +92,13 @@ class WeightedSum:
             )
         self._normalise = dict(normalise) if isinstance(normalise, Mapping) else normalise
         units = {label: reward.unit for label, (reward, weight) in rewards.items() if weight}
-        _check_normalise(self._normalise, list(units))
+        if isinstance(self._normalise, dict):
+            check_scales("normalise", self._normalise, units)
+        elif self._normalise not in ("none", "batch"):
+            raise ValueError(
+                f"normalise is {normalise!r}; allowed are 'none', 'batch', or {{label: (mean, std)}}. "
+                "Normalising within groups is done by the advantage (visalign.core)."
+            )
         if self._normalise == "none" and len(set(units.values())) > 1 and not allow_mixed_units:
             listed = ", ".join(f"{label} in {unit!r}" for label, unit in units.items())
             raise ValueError(
@@ -99,9 +108,19 @@ class WeightedSum:
         self.unit = _unit(self._normalise, units)
         self.range = self._total_range()
         constraints = {label: self._bound(label, value) for label, value in (bounds or {}).items()}
-        _check_strengths(name, advantage_weights or {}, list(units))
-        if constraints and constraints.keys() >= units.keys():
-            raise ValueError(f"{name} has a bound on every term, so nothing is maximised; leave one without.")
+        strengths = dict(advantage_weights or {})
+        check_rules(
+            name,
+            {
+                f"advantage_weights are {strengths}; needed are a finite λ ≥ 0 and rewards with a weight above "
+                f"0 ({', '.join(units)})": all(
+                    k in units and 0 <= v < math.inf for k, v in strengths.items()
+                ),
+                "every term has a bound, so nothing is maximised; leave one without": not (
+                    constraints and constraints.keys() >= units.keys()
+                ),
+            },
+        )
         terms = self.rewards.items()
         self.capabilities = RewardCapabilities(
             needs_group=any(term.needs_group for term in needs.values()),
@@ -114,7 +133,7 @@ class WeightedSum:
                 if not weight
             },
             constraints=constraints,
-            advantage_weights=dict(advantage_weights or {}),
+            advantage_weights=strengths,
         )
 
     def gradient_terms(self) -> Iterator[tuple[str, Any, float, float]]:
@@ -167,7 +186,7 @@ class WeightedSum:
         for label, (reward, weight) in self.rewards.items():
             with Naming(label):
                 answer = judge(reward)
-            scores = _spread(_checked(label, answer, len(usable), self.noun), usable, len(reasons))
+            scores = _spread(check_answer(label, answer, len(usable), self.noun), usable, len(reasons))
             if label in self.capabilities.advantage_weights:
                 scores, _ = with_deviation(label, scores)
             parts[label] = scores.value
@@ -232,31 +251,6 @@ def _standardise(value: Tensor, valid: Tensor) -> Tensor:
     return (value - scores.mean()) / spread
 
 
-def _checked(label: str, answer: Any, size: int, noun: Noun) -> Scores:
-    """Check that a reward returned one score per sample; errors name its label."""
-    if not isinstance(answer, Scores):
-        check = "check_reward" if noun == "image" else "check_text_reward"
-        raise RewardError(
-            f"Reward {label!r} returned a {type(answer).__name__}; it must return a "
-            "visalign.interfaces.Scores, or be a plain function that returns numbers. "
-            f"visalign.rewards.{check}(reward) finds the fault."
-        )
-    if len(answer) != size:
-        raise RewardError(
-            f"Reward {label!r} returned {len(answer)} scores for {size} {noun}s; it must return one each."
-        )
-    for name, part in answer.parts.items():
-        if not isinstance(part, Tensor) or part.shape != (size,):
-            shape = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
-            raise RewardError(
-                f"Reward {label!r} returned the part {name!r} as {shape} for {size} {noun}s; it must be a "
-                f"tensor of shape ({size},)."
-            )
-    if answer.valid.dtype != torch.bool:
-        raise RewardError(f"Reward {label!r} returned valid as {answer.valid.dtype}; it must be torch.bool.")
-    return answer
-
-
 def _spread(scores: Scores, rows: list[int], size: int) -> Scores:
     """Scores of a subset of rows as scores of all rows; invalid are rows not asked and values not finite."""
     index = torch.tensor(rows, dtype=torch.long)
@@ -289,15 +283,6 @@ def _unit(normalise: str | dict[str, tuple[float, float]], units: dict[str, str]
     return "batch standard deviations" if normalise == "batch" else "reference standard deviations"
 
 
-def _check_strengths(name: str, strengths: Mapping[str, float], added: list[str]) -> None:
-    for label, strength in strengths.items():
-        if label not in added or not 0 <= strength < math.inf:
-            raise ValueError(
-                f"{name}: the advantages are to be weighed with {label!r} and λ = {strength}; needed are "
-                f"a finite λ ≥ 0 and one of the rewards with a weight above 0 ({', '.join(added)})."
-            )
-
-
 def _check_weights(rewards: Mapping[str, tuple[Any, float]]) -> None:
     if not rewards:
         raise ValueError("A weighted sum of no rewards; give at least one as {label: (reward, weight)}.")
@@ -311,22 +296,3 @@ def _check_weights(rewards: Mapping[str, tuple[Any, float]]) -> None:
         raise ValueError(
             f"All weights are 0 ({', '.join(rewards)}); give at least one reward a weight above 0."
         )
-
-
-def _check_normalise(normalise: str | dict[str, tuple[float, float]], labels: list[str]) -> None:
-    if isinstance(normalise, str):
-        if normalise not in ("none", "batch"):
-            raise ValueError(
-                f"normalise is {normalise!r}; allowed are 'none', 'batch', or {{label: (mean, std)}}. "
-                "Normalising within groups is done by the advantage (visalign.core)."
-            )
-        return
-    if missing := [label for label in labels if label not in normalise]:
-        raise ValueError(
-            f"normalise has no (mean, std) for {', '.join(missing)}; give one for each weighted reward."
-        )
-    for label, (mean, std) in normalise.items():
-        if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
-            raise ValueError(
-                f"normalise[{label!r}] is ({mean}, {std}); needed are finite numbers with std above 0."
-            )

@@ -89,7 +89,7 @@ def test_a_member_that_raises_or_answers_too_little_is_named() -> None:
     with pytest.raises(RewardError, match=r"'second' .*gone"):
         TextEnsemble({"first": fixed([1.0, 2, 3]), "second": Broken()}).score(TEXTS, PROMPTS)
     short: Any = Doubtful()
-    with pytest.raises(RewardError, match="'short' did not return one score for each of 2 completions"):
+    with pytest.raises(RewardError, match="'short' returned 3 scores for 2 completions"):
         TextEnsemble({"ok": fixed([1.0, 2]), "short": short}).score(TEXTS[:2], PROMPTS[:2])
 
 
@@ -130,5 +130,5 @@ def test_without_a_deviation_nothing_can_be_weighed() -> None:
             text_sum(config, {"a": fixed([1.0, 2, 3])}).score(TEXTS, PROMPTS)
     rewards = {"a": (Doubtful(), 1.0), "b": (Doubtful(), 0.0)}
     for weights in ({"b": 1.0}, {"a": -1.0}, {"c": 1.0}):
-        with pytest.raises(ValueError, match=r"advantages are to be weighed with .*weight above 0 \(a\)"):
+        with pytest.raises(ValueError, match=r"advantage_weights are .*weight above 0 \(a\)"):
             WeightedTextSum(rewards, advantage_weights=weights)
