@@ -109,18 +109,15 @@ class WeightedSum:
         self.range = self._total_range()
         constraints = {label: self._bound(label, value) for label, value in (bounds or {}).items()}
         strengths = dict(advantage_weights or {})
-        check_rules(
-            name,
-            {
-                f"advantage_weights are {strengths}; needed are a finite λ ≥ 0 and rewards with a weight above "
-                f"0 ({', '.join(units)})": all(
-                    k in units and 0 <= v < math.inf for k, v in strengths.items()
-                ),
-                "every term has a bound, so nothing is maximised; leave one without": not (
-                    constraints and constraints.keys() >= units.keys()
-                ),
-            },
-        )
+        is_weighable = all(k in units and 0 <= v < math.inf for k, v in strengths.items())
+        rules = {
+            f"advantage_weights are {strengths}; needed are a finite λ ≥ 0 and rewards with a weight above 0 "
+            f"({', '.join(units)})": is_weighable,
+            "every term has a bound, so nothing is maximised; leave one without": (
+                not constraints or not constraints.keys() >= units.keys()
+            ),
+        }
+        check_rules(name, rules)
         terms = self.rewards.items()
         self.capabilities = RewardCapabilities(
             needs_group=any(term.needs_group for term in needs.values()),
