@@ -47,9 +47,9 @@ def load_job(name_or_path: str, overrides: Sequence[str] = ()) -> Job:
     path = resolve_config(name_or_path)
     pipeline = read_config(path).get(PIPELINE_KEY)
     if pipeline not in PIPELINES:
-        given = f"names the pipeline '{pipeline}', which does not exist" if pipeline else "names no pipeline"
+        fault = f"names the pipeline '{pipeline}', which does not exist" if pipeline else "names no pipeline"
         raise ConfigError(
-            f"'{path}' {given}. {suggestion(str(pipeline or ''), PIPELINES)}Write a line "
+            f"'{path}' {fault}. {suggestion(str(pipeline or ''), PIPELINES)}Write a line "
             f"'pipeline: NAME' with one of: {', '.join(PIPELINES)}."
         )
     module_name, _, schema = PIPELINES[pipeline].partition(":")
@@ -67,9 +67,9 @@ def require_pipeline(name_or_path: str, pipeline: str) -> None:
         ConfigError: it is of another job.
     """
     path = resolve_config(name_or_path)
-    given = read_config(path).get(PIPELINE_KEY)
-    if given != pipeline:
+    actual = read_config(path).get(PIPELINE_KEY)
+    if actual != pipeline:
         raise ConfigError(
-            f"'{path}' is a configuration of the pipeline '{given}', and this command runs '{pipeline}'. "
+            f"'{path}' is a configuration of the pipeline '{actual}', and this command runs '{pipeline}'. "
             f"Run it with visalign train, or write 'pipeline: {pipeline}' into it."
         )

@@ -61,8 +61,8 @@ def main() -> None:
             sys.modules["visalign.training"].end_processes()
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(show_version: bool) -> None:
+    if show_version:
         typer.echo(visalign_version())
         raise typer.Exit
 

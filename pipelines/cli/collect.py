@@ -114,8 +114,8 @@ def _words(slider: str | None) -> tuple[str, ...]:
     return tuple(word.strip() for word in slider.split(",")) if slider else ()
 
 
-def _only_new(*given: Any) -> None:
-    if any(given):
+def _only_new(*options: Any) -> None:
+    if any(options):
         raise UserError(
             "What is asked, and of whom, stands in the file of votes since it was begun. To ask something "
             "else begin another file: visalign collect OTHER.sqlite SOURCE …"
@@ -186,8 +186,8 @@ def show_report(console: Console, result: dict[str, Any]) -> None:
 
     table = Table("voter", "votes", "seconds", "the rest", "repeats", "gold", "reliability")
     for row in result["annotators"]:
-        known = [row.get("rest"), row["repeats"], row["gold"]]
-        cells = [share(cell["estimate"]) if cell and cell["estimate"] is not None else "–" for cell in known]
+        shares = [row.get("rest"), row["repeats"], row["gold"]]
+        cells = [share(cell["estimate"]) if cell and cell["estimate"] is not None else "–" for cell in shares]
         table.add_row(
             Text(row["name"]),
             str(row["votes"]),

@@ -44,13 +44,13 @@ def compare(
         images = read_two([first, second])
         with clean_output():
             judges = load_each(reward, options or [], load_judge)
-            said = needed_prompt(prompt, judges)
-            result = compare_images(images, said, with_cache(judges, cache))
+            text = needed_prompt(prompt, judges)
+            result = compare_images(images, text, with_cache(judges, cache))
         result["images"] = {"A": str(first), "B": str(second)}
         page = partial(compare_page, result, images, [first.name, second.name])
         tell(result, show_comparison, as_json, _writer(result, page, output))
         keep_tables(tables, partial(file_tables, result))
-        tell_whose(judges, [said])
+        tell_whose(judges, [text])
     if result["votes"].get("failed"):
         raise typer.Exit(1)
 
@@ -100,7 +100,7 @@ def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
 def texts_of(judge: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(of what, explanation) that a judge wrote."""
     if judge["kind"] == "scores":
-        return [(side, found["text"]) for side, found in judge["sides"].items() if found["text"]]
+        return [(side, scores["text"]) for side, scores in judge["sides"].items() if scores["text"]]
     return [(f"{o['left']} on the left", o["text"]) for o in judge["orders"] if o["text"]]
 
 
@@ -138,12 +138,12 @@ def rank(
         names = [str(path) for path in paths]
         with clean_output():
             loaded = load_each([reward], options or [], load_judge)
-            said, judge = needed_prompt(prompt, loaded), with_cache(loaded, cache)[reward]
-            found = order(names, said, judge, budget=budget, level=level)
-        result = ranking_record(found, names, said, reward, judge)
+            text, judge = needed_prompt(prompt, loaded), with_cache(loaded, cache)[reward]
+            ranking = order(names, text, judge, budget=budget, level=level)
+        result = ranking_record(ranking, names, text, reward, judge)
         tell(result, show_ranking, as_json, _writer(result, partial(ranking_page, result), output))
         keep_tables(tables, partial(file_tables, result))
-        tell_whose({reward: judge}, [said])
+        tell_whose({reward: judge}, [text])
     failed = sum(row["reason"] is not None for row in result["images"])
     if failed:
         typer.echo(
@@ -162,8 +162,8 @@ def show_ranking(console: Console, result: Mapping[str, Any]) -> None:
     table = Table("place", image, f"score ({result['unit']})", f"{result['level']:.0%} interval")
     for row in result["images"]:
         interval = "" if row["low"] is None else f"{plain(row['low'])} to {plain(row['high'])}"
-        place = "–" if row["place"] is None else str(row["place"])
-        table.add_row(place, Text(names[row["image"]]), plain(row["score"]), interval)
+        position = "–" if row["place"] is None else str(row["place"])
+        table.add_row(position, Text(names[row["image"]]), plain(row["score"]), interval)
     console.print(table)
     for row in result["images"]:
         if row["reason"]:

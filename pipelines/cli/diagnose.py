@@ -104,23 +104,23 @@ def _show_support(console: Console, support: Mapping[str, Any]) -> None:
     )
 
 
-def _show_best_of_n(console: Console, found: Mapping[str, Any]) -> None:
+def _show_best_of_n(console: Console, result: Mapping[str, Any]) -> None:
     from visalign.evaluation.pages.base import signed, span
 
-    tuned, title = found["tuned"], "Reward against KL (nats)"
+    tuned, title = result["tuned"], "Reward against KL (nats)"
     table = Table("policy", "reward", "KL", "KL at most", title=title, title_justify="left", box=None)
-    for point in found["base"]:
+    for point in result["base"]:
         reward = f"{signed(point['reward']['estimate'], 3)} ({span(point['reward'])})"
         name = f"base, best of {point['n']}"
         table.add_row(name, reward, f"{point['kl_estimate']:.3f}", f"{point['kl_bound']:.3f}")
     cells = [f"{signed(tuned[key]['estimate'], 3)} ({span(tuned[key])})" for key in ("reward", "kl")]
     table.add_row("tuned", *cells, "")
     console.print(table)
-    if found["equal_n"] is None:
+    if result["equal_n"] is None:
         console.print(Text("No best of n of the base reaches the tuned policy's reward."))
     else:
-        less = "less" if found["cheaper_than_bound"] else "more"
-        n = found["equal_n"]
+        less = "less" if result["cheaper_than_bound"] else "more"
+        n = result["equal_n"]
         console.print(
             Text(f"Best of {n} of the base reaches it; the tuned policy moved {less} than its bound.")
         )
@@ -140,17 +140,17 @@ def _show_distances(console: Console, pairs: Sequence[Mapping[str, Any]]) -> Non
     console.print(table)
 
 
-def _show_greedy(console: Console, found: Mapping[str, Any]) -> None:
+def _show_greedy(console: Console, result: Mapping[str, Any]) -> None:
     from visalign.evaluation.pages.base import share, signed, span, whole
 
-    tie, noise = f"near a tie (< {found['margin']:g} nats)", f"other under noise {found['noise']:g}"
+    tie, noise = f"near a tie (< {result['margin']:g} nats)", f"other under noise {result['noise']:g}"
     title = "Greedy answers"
     table = Table("policy", tie, noise, "reward", "its change", "size of it", title=title, box=None)
     table.title_justify = "left"
-    for name, own in found["policies"].items():
+    for name, row in result["policies"].items():
         shares = [
-            f"{share(own[key]['estimate'])} ({span(own[key], whole)})" for key in ("near_tie", "changed")
+            f"{share(row[key]['estimate'])} ({span(row[key], whole)})" for key in ("near_tie", "changed")
         ]
-        paid = [signed(own[key]["estimate"], 3) for key in ("reward", "reward_change", "reward_change_abs")]
+        paid = [signed(row[key]["estimate"], 3) for key in ("reward", "reward_change", "reward_change_abs")]
         table.add_row(name, *shares, *paid)
     console.print(table)

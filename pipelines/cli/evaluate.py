@@ -127,8 +127,8 @@ def show_evaluation(console: Console, result: Mapping[str, Any]) -> None:
     console.print(Text(f"{about['name']}: {about['size']} {what}"))
     for finding in about["findings"]:
         console.print(Text(f"  {finding['message']}"))
-    for name, told in (result.get("whose") or {}).items():
-        console.print(Text(provenance_sentence(name, told)), soft_wrap=True)
+    for name, provenance in (result.get("whose") or {}).items():
+        console.print(Text(provenance_sentence(name, provenance)), soft_wrap=True)
     names = [escape(judge["judge"]["name"]) for judge in judges]
     tables = [table for tables in evaluation_tables(result).values() for table in tables]
     for entry in sorted(tables, key=lambda table: bool(table.columns)):

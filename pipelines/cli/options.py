@@ -61,13 +61,13 @@ class Command(TyperCommand):
         parse = parser.parse_args
 
         def once(args: list[str]) -> Any:
-            found, rest, order = parse(args=args)
+            values, rest, order = parse(args=args)
             for option in dict.fromkeys(order):
                 single = isinstance(option, TyperOption) and not (option.multiple or option.is_flag)
                 if single and order.count(option) > 1:
                     names = " / ".join(f"'{name}'" for name in option.opts)
                     ctx.fail(f"Option {names} was given {order.count(option)} times; it takes one value.")
-            return found, rest, order
+            return values, rest, order
 
         parser.parse_args = once
         return parser

@@ -35,8 +35,8 @@ def plan(
 
         job = load_job(config, overrides or [])
         with clean_output():
-            found = job.estimate(job.config)
+            estimate = job.estimate(job.config)
         if as_json:
-            typer.echo(json.dumps(found, indent=1))
+            typer.echo(json.dumps(estimate, indent=1))
         else:
-            show_plan(Console(), found)
+            show_plan(Console(), estimate)

@@ -54,18 +54,18 @@ def probe_reward(
         with clean_output():
             judge = load_judge(reward, **parse_options(options or []))
         probes = probes_for(judge, only)
-        found = _reference(reference, prompt, count, seed)
+        images = _reference(reference, prompt, count, seed)
         with Progress(console=Console(stderr=True), transient=True) as progress, clean_output():
             task = progress.add_task("probing", total=len(probes))
             result = run(
                 judge,
-                found,
+                images,
                 probes=probes,
                 seed=seed,
                 batch_size=batch_size,
                 on_probe=lambda done, total, title: progress.update(task, completed=done, description=title),
             )
-        write = None if output is None else lambda: ("Page", write_probe(output, result, found, seed=seed))
+        write = None if output is None else lambda: ("Page", write_probe(output, result, images, seed=seed))
         tell(result, show_probe, as_json, write)
     if result["summary"].get("fails"):
         raise typer.Exit(1)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 
@@ -25,12 +25,12 @@ def sample(
     seeds: Annotated[
         str, typer.Option(help="Such as 0,1,2 or 0-7; an image of each prompt for each.")
     ] = "0-3",
-    steps: Annotated[int, typer.Option(help="Denoising steps.")] = 10,
+    steps: Annotated[int, typer.Option(help="Denoising steps.", min=1)] = 10,
     solver: Annotated[
-        str, typer.Option(help="Of the steps: euler, or dpmpp_2m, of second order, for 10 or more.")
+        str, typer.Option(help="Solver: euler, or dpmpp_2m, of second order, for 10 steps or more.")
     ] = "euler",
     reward: Annotated[list[str] | None, typer.Option("--reward", "-r", help="Also score the images.")] = None,
-    best_of: Annotated[int, typer.Option(help="Draw so many for each seed, keep the best by -r.")] = 1,
+    best_of: Annotated[int, typer.Option(help="Draws for each seed; the best by -r is kept.", min=1)] = 1,
     steer: Annotated[
         str | None,
         typer.Option(help="Steps such as 3,5,7: there the draws are resampled by -r (Feynman-Kac)."),
@@ -45,13 +45,13 @@ def sample(
     strength: Annotated[float, typer.Option(help="With --steer: of exp(strength * reward).")] = 10.0,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    batch_size: Annotated[int, typer.Option(help="Images at once.")] = 16,
+    batch_size: Annotated[int, typer.Option(help="Images at once.", min=1)] = 16,
     options: Annotated[
         list[str] | None,
         typer.Option("--option", help="NAME=VALUE of the model: guidance=4.5, image_size=512, adapter=..."),
     ] = None,
 ) -> None:
-    """Make images or videos of prompts: a folder, a table that `visalign score` takes, a grid, a page."""
+    """Sample images or videos into a folder, with a table for `visalign score`, a grid and a page."""
     with user_messages():
         from visalign.pipelines.sample.job import (
             COST,
@@ -63,20 +63,17 @@ def sample(
             search_of,
         )
         from visalign.pipelines.shared.reward_options import parse_options
-        from visalign.pipelines.shared.sections import Dtype
         from visalign.rewards.catalogue import load_reward
-        from visalign.training.loop.optimizer import choice
 
-        choice("--dtype", dtype, get_args(Dtype))
-        given: dict[str, Any] = parse_options(options or [])
-        if isinstance(given.get("image_size"), list):
-            given["image_size"] = tuple(given["image_size"])
+        model_options: dict[str, Any] = parse_options(options or [])
+        if isinstance(model_options.get("image_size"), list):
+            model_options["image_size"] = tuple(model_options["image_size"])
         searching = parse_options(search_options or [], "--search-option")
         if search_options and search is None:
             raise UserError(f"--search-option {search_options[0]} belongs to --search, which is not given.")
         settings = SampleSettings(
             model=model,
-            adapter=given.pop("adapter", None),
+            adapter=model_options.pop("adapter", None),
             lora=lora,
             seeds=numbers(seeds),
             best_of=best_of,
@@ -88,7 +85,7 @@ def sample(
             batch_size=batch_size,
             dtype=dtype,
             device=device,
-            options=given,
+            options=model_options,
         )
         rewards = {name: load_reward(name) for name in dict.fromkeys(reward or [])}
         rows = sample_images(_records(prompts, settings), settings, output, rewards=rewards)
@@ -101,13 +98,13 @@ def sample(
 
 def numbers(text: str, option: str = "--seeds") -> list[int]:
     """Numbers as typed: 0,1,5 or 0-7."""
-    found: list[int] = []
+    values: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise UserError(f"{option} is {text!r}; give numbers from 0 up, such as 0,1,2 or 0-7.")
-        found += range(int(first), int(last or first) + 1)
-    return found
+        values += range(int(first), int(last or first) + 1)
+    return values
 
 
 def _records(prompts: list[str], settings: Any) -> Any:
@@ -116,8 +113,8 @@ def _records(prompts: list[str], settings: Any) -> Any:
     from visalign.data.assets import resolve_model
     from visalign.pipelines.shared.parts import build_records
 
-    one = prompts[0]
-    if len(prompts) == 1 and (one.startswith("shapes:") or Path(one).suffix in (".txt", ".jsonl")):
+    source = prompts[0]
+    if len(prompts) == 1 and (source.startswith("shapes:") or Path(source).suffix in (".txt", ".jsonl")):
         model = resolve_model(settings.model), settings.adapter
-        return build_records(one, "The prompts", edits=edits_of(*model), several=joins_sources(*model))
+        return build_records(source, "The prompts", edits=edits_of(*model), several=joins_sources(*model))
     return [{"prompt": prompt} for prompt in prompts]

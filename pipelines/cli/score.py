@@ -96,16 +96,16 @@ def score(
     """Score images with one or more rewards. Exits with 1 if any image could not be scored; its row gives the
     reason."""
     again = shlex.join(["visalign", *sys.argv[1:], *([] if resume else ["--resume"])])
-    kept = output or page
+    saved = output or page
     if engine is Engine.ray:
         with user_messages(resume=again):
             local = {"--format": form, "--page": page, "--tables": tables, "--cache": cache}
             _only("local", local)
-            asked = {"prompt": prompt, "options": options or [], "batch_size": batch_size}
-            found = _on_ray(images, reward, output, columns or [], asked, resume, workers or 1, address)
-        _tell(found.failed, found.rows, unread=found.unread)
+            request = {"prompt": prompt, "options": options or [], "batch_size": batch_size}
+            result = _on_ray(images, reward, output, columns or [], request, resume, workers or 1, address)
+        _tell(result.failed, result.rows, unread=result.unread)
         return
-    with user_messages(resume=again if kept is not None else None):
+    with user_messages(resume=again if saved is not None else None):
         _only("ray", {"--workers": workers, "--address": address})
         _check_files(output, page, tables, resume)
         from visalign.data.sets.columns import parse_map
@@ -124,7 +124,7 @@ def score(
         clips = any(map(takes_clips, loaded.values()))
         table = image_rows(images, prompt, needs_prompt=any_needs_prompt(loaded), names=names, clips=clips)
         rewards = with_cache(loaded, cache)
-        part = None if kept is None else partial_path(kept)
+        part = None if saved is None else partial_path(saved)
         with scoring(part, rewards, len(table), resume=resume) as keeping, clean_output():
             rows = score_rows(table, rewards, batch_size=batch_size, **keeping)
         show_scores(rows, _form(form, output), output)
@@ -151,8 +151,8 @@ def _tell(failed: int, total: int, *, unread: Mapping[str, str] = {}) -> None:
 
 def _only(engine: str, options: Mapping[str, Any]) -> None:
     """Refuse options that the other engine has alone."""
-    if given := [name for name, value in options.items() if value is not None]:
-        raise UserError(f"{', '.join(given)} needs --engine {engine}. Leave it out.")
+    if names := [name for name, value in options.items() if value is not None]:
+        raise UserError(f"{', '.join(names)} needs --engine {engine}. Leave it out.")
 
 
 def _on_ray(
@@ -160,7 +160,7 @@ def _on_ray(
     reward: list[str],
     output: Path | None,
     columns: list[str],
-    asked: dict[str, Any],
+    request: dict[str, Any],
     resume: bool,
     workers: int,
     address: str | None,
@@ -178,13 +178,13 @@ def _on_ray(
     if output is None:
         raise UserError("--engine ray writes a file of scores for each file of images. Add --output FOLDER.")
     with clean_output():
-        loaded = load_each(reward, asked["options"], load_reward)
+        loaded = load_each(reward, request["options"], load_reward)
     needs_prompt, names = any_needs_prompt(loaded), parse_map(columns)
     clips = any(map(takes_clips, loaded.values()))
-    options = ScoringOptions(rewards=reward, needs_prompt=needs_prompt, names=names, clips=clips, **asked)
+    options = ScoringOptions(rewards=reward, needs_prompt=needs_prompt, names=names, clips=clips, **request)
     with Progress(console=Console(stderr=True), transient=True) as progress, clean_output():
         bar = progress.add_task("scoring", total=None)
-        found = score_on_ray(
+        result = score_on_ray(
             images,
             output,
             options,
@@ -195,8 +195,8 @@ def _on_ray(
             on_part=lambda done, total: progress.update(bar, completed=done, total=total),
         )
     tell_whose(loaded, [])
-    typer.echo(f"Scores: {output} ({found.files} files now, {found.before} before)", err=True)
-    return found
+    typer.echo(f"Scores: {output} ({result.files} files now, {result.before} before)", err=True)
+    return result
 
 
 def _form(form: Format | None, output: Path | None) -> str:

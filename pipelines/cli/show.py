@@ -68,13 +68,15 @@ def show_probes(console: Console) -> None:
     """Print every probe and what it expects of a judge."""
     from visalign.evaluation.probes.catalogue import PAIR_PROBES, PROBES, WANTED, WANTED_OF_PAIRS
 
-    for title, probes, wanted in (
+    for title, probes, expectations in (
         ("that scores", PROBES, WANTED),
         ("that compares", PAIR_PROBES, WANTED_OF_PAIRS),
     ):
-        table = Table("name", "what is changed", "wanted", title=f"Of a judge {title}", title_justify="left")
+        table = Table(
+            "name", "what is changed", "expected", title=f"Probes of a judge {title}", title_justify="left"
+        )
         for probe in probes:
-            table.add_row(Text(probe.name), Text(probe.title), Text(wanted[probe.wanted]))
+            table.add_row(Text(probe.name), Text(probe.title), Text(expectations[probe.wanted]))
         console.print(table)
 
 
@@ -122,8 +124,8 @@ def before_after(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
     """A table of held-out accuracy, per category and as a whole, of a judge's other measures, and of the
     rewards, before and after.
     """
-    known = [key for key in HELDOUT if key in before and key in after]
-    rows = [(f"held-out {HELDOUT[key]}", before[key], after[key]) for key in known]
+    measures = [key for key in HELDOUT if key in before and key in after]
+    rows = [(f"held-out {HELDOUT[key]}", before[key], after[key]) for key in measures]
     for tag, value in (before.get("by_category") or {}).items():
         rows.append((f"  {tag.replace('_', ' ')}", value, (after.get("by_category") or {}).get(tag)))
     for name, reward in (before.get("rewards") or {}).items():
@@ -158,13 +160,13 @@ def cost_line(summary: Mapping[str, Any]) -> str:
     >>> cost_line({"seconds": 318.2, "peak_memory_bytes": 1.5e9, "forward_equivalents_per_image": None})
     'Cost: 5:18 min, 1.5 GB of memory at most.'
     """
-    known = {
+    formats = {
         "seconds": lambda value: duration(value),
         "peak_memory_bytes": lambda value: f"{value / 1e9:.1f} GB of memory at most",
         "forward_equivalents_per_image": lambda value: f"{value:.1f} forward-equivalents per image",
     }
-    said = [say(summary[key]) for key, say in known.items() if summary.get(key) is not None]
-    return f"Cost: {', '.join(said)}." if said else ""
+    costs = [say(summary[key]) for key, say in formats.items() if summary.get(key) is not None]
+    return f"Cost: {', '.join(costs)}." if costs else ""
 
 
 def duration(seconds: float) -> str:
@@ -184,22 +186,22 @@ def result_files(folder: Path) -> list[str]:
     of_text = (folder / "lora" / "adapter_config.json").exists()
     kinds = {"model_index.json": "DiffusionPipeline", "modular_model_index.json": "ModularPipeline"}
     drawn = [kind for index, kind in kinds.items() if (folder / "model" / index).exists()]
-    whole = drawn[0] if drawn else "AutoModelForCausalLM"
-    wanted = {
+    loader = drawn[0] if drawn else "AutoModelForCausalLM"
+    descriptions = {
         "report.html": "before and after, opens in a browser",
         "lora": "for peft.PeftModel.from_pretrained"
         if of_text
         else "for diffusers, by the code in report.html",
         "judge": "the judge and its card; give this folder as the model of its reward",
-        "model": f"for {whole}.from_pretrained",
+        "model": f"for {loader}.from_pretrained",
         "dataset.jsonl": "the chosen completions; data.train of text_sft",
         "samples.jsonl": "what was sampled",
         "points": "the completions of each point of the grid, with their scores",
         "summary.json": "the numbers",
         "metrics.jsonl": "a line per iteration",
     }
-    found = [f"{folder / name}  ({what})" for name, what in wanted.items() if (folder / name).exists()]
-    return found or [str(folder)]
+    lines = [f"{folder / name}  ({what})" for name, what in descriptions.items() if (folder / name).exists()]
+    return lines or [str(folder)]
 
 
 def show_scores(rows: Sequence[ScoreRow], form: str, output: Path | None) -> None:

@@ -22,14 +22,15 @@ from visalign.evaluation.pages.sample_page import sample_page
 from visalign.flow.rollout import decode_images, encoder_inputs, middle_frames, rollout
 from visalign.flow.search import PathSearch, ZeroOrderSearch
 from visalign.flow.steering import steered_rollout
-from visalign.flow.transitions import SOLVERS
+from visalign.flow.transitions import Solver
 from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores, with_capabilities
 from visalign.pipelines.shared.parts import check_texts
 from visalign.pipelines.shared.run_folder import check_place
+from visalign.pipelines.shared.sections import Dtype
 from visalign.precision import check_device
 from visalign.rewards.base.images import to_pil
 from visalign.seeds import sample_seed
-from visalign.training.loop.optimizer import choice
+from visalign.settings import Count, Positive, check_rules, settings
 
 TABLE, COST = "images.jsonl", "forward_equivalents"
 GRID, PAGE = "grid.png", "index.html"
@@ -40,7 +41,7 @@ LARGEST_GRID = 64
 SEARCHES: dict[str, type[ZeroOrderSearch | PathSearch]] = {"zero_order": ZeroOrderSearch, "paths": PathSearch}
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings("sample")
 class SampleSettings:
     """Model and sampling."""
 
@@ -52,7 +53,7 @@ class SampleSettings:
     """The folder that a run, or `pipe.save_lora_weights`, left."""
     seeds: Sequence[int] = (0, 1, 2, 3)
     """Seeds; each gives an image of each prompt."""
-    best_of: int = 1
+    best_of: Count = 1
     """Draw so many for each seed and keep the one that the rewards like best."""
     resample_after: Sequence[int] = ()
     """Steps, 0 to T − 3, after which the `best_of` draws of a seed are resampled by the rewards of their
@@ -60,19 +61,19 @@ class SampleSettings:
     search: ZeroOrderSearch | PathSearch | None = None
     """Search for noise that the rewards like: from each draw, or with the `best_of` draws of a seed as the
     paths of a group."""
-    strength: float = 10.0
+    strength: Positive = 10.0
     """λ of exp(λ r), what a steered draw is likelier by, per unit of the rewards' sum."""
-    noise_level: float = 0.7
+    noise_level: Positive = 0.7
     """Level of the noise that separates the children of a resampled draw."""
-    steps: int = 10
+    steps: Count = 10
     """Denoising steps; without noise on the way where nothing is resampled."""
-    solver: str = "euler"
+    solver: Solver = "euler"
     """Solver of the steps without noise, "euler" or "dpmpp_2m"; steering and searches take Euler steps."""
     timestep_schedule: str = "diffusers"
     """See `rollout.timestep_schedule`."""
-    batch_size: int = 16
+    batch_size: Count = 16
     """Images at once; memory only."""
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
     """Dtype of the weights."""
     device: str = "cpu"
     """Device of model and samples."""
@@ -80,51 +81,71 @@ class SampleSettings:
     """Further options of the adapter: guidance, image_size, negative_prompt, ..."""
 
     def __post_init__(self) -> None:
-        if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) != len(self.seeds):
-            raise UserError(f"The seeds are {list(self.seeds)}; give different numbers from 0 up.")
-        refused = sorted({"dtype", "device", "lora", "model"} & set(self.options))
-        if refused:
-            raise UserError(
-                f"--option names {', '.join(refused)}, which is an option of its own (--{refused[0]})."
-            )
-        guidance, size = self.options.get("guidance", 1.0), self.options.get("image_size", 1)
-        if not isinstance(guidance, int | float):
-            raise UserError(f"guidance is {guidance!r}; give a number.")
-        pair = isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(n, int) for n in size)
-        if not (isinstance(size, int) or pair):
-            raise UserError(f"image_size is {size!r}; give one number or [height, width].")
+        check_rules(self, RULES)
         check_device(self.device)
-        for name in ("best_of", "steps", "batch_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        choice("--solver", self.solver, SOLVERS)
-        after = list(self.resample_after)
-        if self.solver != "euler" and (after or self.search is not None):
-            raise UserError(
-                f"--solver is {self.solver}, and --{'steer' if after else 'search'} takes Euler steps. "
-                "Leave one of the two out."
-            )
-        if after and (after != sorted(set(after)) or not 0 <= after[0] <= after[-1] <= self.steps - 3):
-            raise UserError(
-                f"Draws are to be resampled (--steer) after the steps {after}; of {self.steps} steps give "
-                f"rising ones from 0 to {self.steps - 3}: the noise of the next step sets them apart."
-            )
-        if after and self.best_of < 2:
-            raise UserError("--steer resamples the draws of a seed: give best_of (--best-of) of 2 or more.")
-        if self.search is not None and after:
-            raise UserError("--search and --steer are two ways to one image; give one of them.")
-        if self.search is not None:
-            try:
-                self.search.velocities(self.steps)
-            except ValueError as error:
-                raise UserError(f"The search does not fit: {error}") from error
-        if isinstance(self.search, PathSearch) and self.best_of * self.search.branches < 2:
-            raise UserError(
-                "One path of one branch leaves nothing to choose: give branches=2 or --best-of 2."
-            )
-        for name in ("strength", "noise_level"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise UserError(f"{name} is {getattr(self, name)}; it must be above 0 and finite.")
+
+
+def _misfit_search(s: SampleSettings) -> str:
+    """Describe why a search does not fit the steps."""
+    try:
+        if s.search is not None:
+            s.search.velocities(s.steps)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _last_steering_step(s: SampleSettings) -> str:
+    """Return the last step after which draws may be resampled, if `resample_after` does not keep to it."""
+    after, last = list(s.resample_after), s.steps - 3
+    return (
+        str(last) if after and (after != sorted(set(after)) or not 0 <= after[0] <= after[-1] <= last) else ""
+    )
+
+
+def _wrong_size(s: SampleSettings) -> bool:
+    size = s.options.get("image_size", 1)
+    pair = isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(n, int) for n in size)
+    return not (isinstance(size, int) or pair)
+
+
+RULES = (
+    (
+        lambda s: not s.seeds or min(s.seeds) < 0 or len(set(s.seeds)) != len(s.seeds),
+        "The seeds are {s.seeds}; give different numbers from 0 up.",
+    ),
+    (
+        lambda s: ", ".join(sorted({"dtype", "device", "lora", "model"} & set(s.options))),
+        "--option names {v}, which is an option of its own (--{v}).",
+    ),
+    (
+        lambda s: not isinstance(s.options.get("guidance", 1.0), int | float),
+        "guidance is {s.options[guidance]!r}; give a number.",
+    ),
+    (_wrong_size, "image_size is {s.options[image_size]!r}; give one number or [height, width]."),
+    (
+        lambda s: s.solver != "euler" and ("--steer" if s.resample_after else s.search and "--search"),
+        "--solver is {s.solver}, and {v} takes Euler steps. Leave one of the two out.",
+    ),
+    (
+        _last_steering_step,
+        "Draws are to be resampled (--steer) after the steps {s.resample_after}; of {s.steps} steps give "
+        "rising ones from 0 to {v}: the noise of the next step sets them apart.",
+    ),
+    (
+        lambda s: s.resample_after and s.best_of < 2,
+        "--steer resamples the draws of a seed: give best_of (--best-of) of 2 or more.",
+    ),
+    (
+        lambda s: s.search is not None and s.resample_after,
+        "--search and --steer are two ways to one image; give one of them.",
+    ),
+    (_misfit_search, "The search does not fit: {v}"),
+    (
+        lambda s: isinstance(s.search, PathSearch) and s.best_of * s.search.branches < 2,
+        "One path of one branch leaves nothing to choose: give branches=2 or --best-of 2.",
+    ),
+)
 
 
 def search_of(name: str, options: Mapping[str, Any]) -> ZeroOrderSearch | PathSearch:
