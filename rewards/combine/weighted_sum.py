@@ -113,7 +113,7 @@ class WeightedSum:
         rules = {
             f"advantage_weights are {strengths}; needed are a finite λ ≥ 0 and rewards with a weight above 0 "
             f"({', '.join(units)})": is_weighable,
-            "every term has a bound, so nothing is maximised; leave one without": (
+            "there is a bound on every term, so nothing is maximised; leave one without": (
                 not constraints or not constraints.keys() >= units.keys()
             ),
         }
