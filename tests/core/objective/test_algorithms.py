@@ -13,17 +13,17 @@ from visalign.core.objective.algorithms import NAMED, named_objective
 from visalign.core.objective.invariance import check_invariance
 
 NO_POLICY_GRADIENT = {"flowrl"}
-"""Rows whose loss is not −A log π at ratio 1."""
+"""Algorithms whose loss is not −A log π at ratio 1."""
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_every_row_is_invariant(name: str) -> None:
+def test_every_algorithm_is_invariant(name: str) -> None:
     report = check_invariance(objectives()[name], *step_for(name))
     assert report.passed, f"{name}\n{report}"
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMED) - NO_POLICY_GRADIENT))
-def test_at_ratio_one_every_row_follows_the_policy_gradient(name: str) -> None:
+def test_at_ratio_one_every_algorithm_follows_the_policy_gradient(name: str) -> None:
     """−A ∇log π, weighted as the aggregation says; with sequence ratios in sum over the completion."""
     objective = replace(objectives()[name], kl=0.0, entropy=0.0, value=0.0, ptx=0.0)
     trajectories, policy = step_for(name)
@@ -40,7 +40,7 @@ def test_at_ratio_one_every_row_follows_the_policy_gradient(name: str) -> None:
     torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_every_row_names_its_source() -> None:
+def test_every_algorithm_names_its_source() -> None:
     for name, row in NAMED.items():
         assert "arXiv" in row.source or name == "flow_gspo", name
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.core.objective.test_entropy_rows import golden, prepared, with_advantages
+from tests.core.objective.test_entropy_algorithms import golden, prepared, with_advantages
 from tests.support.core import assert_values, f64
 from visalign.core.objective.algorithms import named_objective
 from visalign.core.objective.data import PolicyOutput, Trajectories

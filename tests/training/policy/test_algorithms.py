@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every row on images and on text: two updates make what was good likelier, or it is refused by name."""
+"""Every algorithm on images and on text: two updates make good samples likelier, or it is refused."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ TEXT_ONLY = {
     *("rank_bonus", "rlfr", "aepo"),
     "canon",  # without objective.metric
 }
-"""Rows that are refused for denoising steps."""
+"""Algorithms that are refused for denoising steps."""
 STEPS_ONLY = {"flow_grpo", "flow_gspo", "grpo_guard", "flow_dppo", "pref_grpo"}
-"""Rows that are refused for tokens."""
+"""Algorithms that are refused for tokens."""
 
 
 def _gain(advantage: torch.Tensor, weight: torch.Tensor, moved: torch.Tensor) -> float:
@@ -38,7 +38,7 @@ def _gain(advantage: torch.Tensor, weight: torch.Tensor, moved: torch.Tensor) ->
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMED) - TEXT_ONLY))
-def test_a_row_makes_good_images_likelier(name, tmp_path):
+def test_an_algorithm_makes_good_images_likelier(name, tmp_path):
     trainer = toy_trainer(
         tmp_path,
         objective={"algorithm": name, "ratio_bound": 1e-4},
@@ -58,7 +58,7 @@ def test_a_row_makes_good_images_likelier(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMED) - STEPS_ONLY))
-def test_a_row_makes_good_texts_likelier(name, tmp_path):
+def test_an_algorithm_makes_good_texts_likelier(name, tmp_path):
     trainer = toy_text_trainer(tmp_path, name, optimizer={"lr": 1e-4})
     algorithm, context = trainer.algorithm, trainer.context
     start = weights_of(trainer)
