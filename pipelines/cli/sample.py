@@ -71,6 +71,7 @@ def sample(
         searching = parse_options(search_options or [], "--search-option")
         if search_options and search is None:
             raise UserError(f"--search-option {search_options[0]} belongs to --search, which is not given.")
+        choices: dict[str, Any] = {"solver": solver, "dtype": dtype}  # checked by their types
         settings = SampleSettings(
             model=model,
             adapter=model_options.pop("adapter", None),
@@ -81,11 +82,10 @@ def sample(
             search=None if search is None else search_of(search, searching),
             strength=strength,
             steps=steps,
-            solver=solver,
             batch_size=batch_size,
-            dtype=dtype,
             device=device,
             options=model_options,
+            **choices,
         )
         rewards = {name: load_reward(name) for name in dict.fromkeys(reward or [])}
         rows = sample_images(_records(prompts, settings), settings, output, rewards=rewards)
