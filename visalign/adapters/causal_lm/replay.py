@@ -216,7 +216,7 @@ def replay(
     value: Callable[[Tensor], Tensor] | None = None,
     statistic: Callable[[Tensor], Tensor] | None = None,
 ) -> TokenTerms:
-    """Log-prob and entropy of the n packed tokens, differentiable. `token_sets` are those of the packed samples
+    """Log-prob and entropy of the n packed tokens, differentiable. `token_sets` belong to the packed samples
     where `sampling` truncates; `value` maps [n, H] last hidden states to [n], `statistic` [n, V] log-probs.
     """
     device = network.model.device

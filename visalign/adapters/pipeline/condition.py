@@ -38,10 +38,10 @@ class Source:
     def encoded(self, ask: Callable[[], Any]) -> Any:
         """Return the pipeline's encoding, computed once; it uses the posterior mean, so nothing is
         sampled."""
-        place, self.asked = self.asked, self.asked + 1
-        if place not in self.latents:
-            self.latents[place] = ask()
-        return self.latents[place]
+        index, self.asked = self.asked, self.asked + 1
+        if index not in self.latents:
+            self.latents[index] = ask()
+        return self.latents[index]
 
 
 @dataclass(frozen=True)
