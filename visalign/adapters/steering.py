@@ -180,8 +180,8 @@ def _level_of(scheduler: Any) -> Callable[[Any], tuple[Level, Level]]:
         raise UserError(
             f"The pipeline samples with {kind.__name__}, whose steps do not say what the network predicted. "
             f"Steering works with {', '.join(supported.__name__ for supported in _LEVELS)}: set "
-            f"pipe.scheduler = "
-            f"{'FlowMatchEulerDiscrete' if 'Flow' in kind.__name__ else 'DDIM'}Scheduler.from_config(pipe.scheduler.config)."
+            f"pipe.scheduler = {'FlowMatchEulerDiscrete' if 'Flow' in kind.__name__ else 'DDIM'}Scheduler."
+            "from_config(pipe.scheduler.config)."
         )
     changed = [name for name in _PLAIN if config.get(name)]
     if changed:
