@@ -169,7 +169,7 @@ def test_parts_that_are_missing_are_named(folders, tmp_path):
     ):
         PipelinePolicy(pipe, lora=LORA)
     with pytest.raises(
-        FileNotFoundError, match=r"no model_index.json and no modular_model_index.json, so it"
+        FileNotFoundError, match=r"no model_index.json or modular_model_index.json, so it"
     ):
         policy_of(folders["flux3"] / "vae")
 
