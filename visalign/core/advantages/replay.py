@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SPEAR: which stored samples are worth learning from again, and how much they count."""
+"""SPEAR: select stored samples that are worth learning from again, and weigh them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,10 @@ from visalign.core.precision import float32
 
 
 def replay_advantages(reward: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
-    """SPEAR: judge replayed samples by today's standard, A = R − median(history), and keep those with A > 0.
+    """Score replayed samples by today's standard: A = R − median(history), [B], and keep [B] those with A >
+    0.
 
-    Args:
-        reward: [B] of stored samples, any unit; what is not finite is missing.
-        history: [H] recent mean rewards of groups, same unit; what is not finite is left out.
-
-    Returns:
-        (advantage [B], float32 or better, 0 where missing; keep [B] bool, the samples to replay). No std.
-
-    Raises:
-        ValueError: not vectors, or an empty history.
+    `history` [H] holds recent mean rewards of groups; what is not finite is left out. There is no std.
 
     SPEAR, arXiv 2509.22601 (capacity 10240 means, 2048 samples of age ≤ 10 steps).
     """
@@ -41,15 +34,9 @@ def replay_advantages(reward: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def replay_weight(step: Tensor | float, *, warmup: float = 200.0, ceiling: float = 1.0) -> Tensor:
-    """SPEAR's weight of the replay loss, c(s) = c₀ (1 − cos(π min(s, T)/T))/2: from 0 to c₀ in T steps.
+    """Compute SPEAR's weight of the replay loss, c(s) = c₀ (1 − cos(π min(s, T)/T))/2.
 
-    Args:
-        step: s ≥ 0, optimizer steps so far, any shape.
-        warmup: T > 0, in steps.
-        ceiling: c₀.
-
-    Returns:
-        The shape of step, float64.
+    It rises from 0 to the `ceiling` c₀ in `warmup` T optimizer steps; float64 of the shape of `step`.
 
     SPEAR, arXiv 2509.22601 (T = 200, c₀ = 1 in the released scripts).
     """
