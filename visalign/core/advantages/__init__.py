@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards to advantages: baselines, scales, returns, and published rules.
 
+It needs `groups`; no ratio and no log-probability comes in.
+
 Common to all functions: rewards are [B], in any unit; `group` [B] holds labels, an integer tensor or a
 sequence of hashables in any order; decisions (tokens, denoising steps) are [B, T]. Statistics are float64
 over all that is passed in: pass the whole optimizer step, gathered from all devices. Results have no gradient

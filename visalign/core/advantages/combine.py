@@ -6,7 +6,7 @@ weight 0 is only logged: it makes no sample missing. `missing` says what a sampl
 worth:
 * "drop": the whole sample is missing, so it shifts no baseline and takes no part in the loss;
 * "skip": the sum of its present rewards (TRL). Right when rewards do not apply to every sample; wrong for
-failed judges, because a missing term then acts as a reward of 0.
+  failed judges, because a missing term then acts as a reward of 0.
 """
 
 from __future__ import annotations

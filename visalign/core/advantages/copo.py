@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""COPO: compare prompts with each other where the samples of a group agree."""
+"""COPO, arXiv 2508.04138: compare prompts with each other where the samples of a group agree."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ def between_group_advantages(reward: Tensor, group: Labels, *, eps: float = 1e-6
     A_q = (R̄_q − mean_q R̄)/(std_q R̄ + eps), given to every sample of q, with R̄_q the mean of the group's
     rewards. A group of equal rewards, without signal in GRPO, gets one. 0 for a single group and for equal
     means.
-
-    COPO, arXiv 2508.04138.
     """
     check_axes(reward=(reward, "B"))
     index, groups = group_index(group, reward.shape[0], reward.device)
@@ -36,8 +34,6 @@ def consistency_entropy(cluster: Labels, group: Labels, weight: Tensor | None = 
 
     `cluster` [B] holds labels of answers, compared within a group only; `weight` [B] ≥ 0 is the mass of each
     sample. Returns [B], H of the sample's group, NaN without mass.
-
-    COPO, arXiv 2508.04138.
     """
     size = len(group)
     device = group.device if isinstance(group, Tensor) else None
@@ -56,10 +52,8 @@ def consistency_entropy(cluster: Labels, group: Labels, weight: Tensor | None = 
 def copo_weight(entropy: Tensor, *, gamma: float = 20.0, rho: float = 1.5) -> Tensor:
     """Compute COPO's weight of the local advantage, w = σ(γ (H − ρ)): near 0 where all answers agree.
 
-    `entropy` H has any shape, in nats, e.g. from `consistency_entropy`; for images any spread of the group. ρ
-    = 1.5 nats needs five different answers; with G ≤ 4 (ln 4 = 1.39) w stays below 0.1. Scale ρ with ln G.
-
-    COPO, arXiv 2508.04138.
+    `entropy` H has any shape, in nats, e.g. from `consistency_entropy`; for images any spread of the group.
+    ρ = 1.5 nats needs five different answers; with G ≤ 4 (ln 4 = 1.39) w stays below 0.1. Scale ρ with ln G.
     """
     value = float32(entropy.detach())
     return torch.sigmoid(gamma * (value - rho))
@@ -73,8 +67,6 @@ def copo_advantages(
     `weight` [B] is w of the sample's group, from `copo_weight`. Deviation: the paper blends the two losses.
     Blending the advantages gives the same gradient while no ratio is clipped, at half the cost; for the
     losses, use `between_group_advantages` and two surrogates.
-
-    COPO, arXiv 2508.04138.
     """
     check_axes(reward=(reward, "B"), weight=(weight, "B"))
     local = group_advantages(reward, group, eps=eps, ddof=ddof)

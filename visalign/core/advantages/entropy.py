@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages shaped by entropy: AEM of responses, EMPG of steps, AEPO of decisions; by perplexity; by
-position.
+"""Advantages shaped by entropy (AEM, EMPG, AEPO), by perplexity, and by position.
 
 Entropies are in nats. Denoising steps of fixed variance all have the same entropy, so every factor is 1: give
 another measure of uncertainty there, such as the disagreement of several rewards on a sample.
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from visalign.core.checks import check_axes, check_not_negative
+from visalign.core.checks import check_axes
 from visalign.core.groups.group_statistics import group_extremes, group_mean
 from visalign.core.groups.labels import Labels, group_index
 from visalign.core.precision import float32, float32_dtype
@@ -31,7 +30,6 @@ def aem_scale(entropy: Tensor, group: Labels, *, lam: float = 1.0, min_range: fl
 
     AEM, arXiv 2605.00425 (λ = 1, range 0.1).
     """
-    check_not_negative(lam=lam, min_range=min_range)
     check_axes(entropy=(entropy, "B"))
     index, groups = group_index(group, entropy.shape[0], entropy.device)
     present = torch.isfinite(entropy)
@@ -48,25 +46,19 @@ def aem_advantages(
     advantage: Tensor, entropy: Tensor, group: Labels, *, lam: float = 1.0, min_range: float = 0.1
 ) -> Tensor:
     """Compute AEM's A′ = α A for advantages [B] or [B, T], with α from `aem_scale`; arXiv 2605.00425."""
-    if advantage.ndim not in (1, 2) or advantage.shape[:1] != entropy.shape:
-        raise ValueError(
-            f"advantage must be [B] or [B, T] with entropy [B]; got {tuple(advantage.shape)}, "
-            f"{tuple(entropy.shape)}."
-        )
+    check_axes(advantage=(advantage, "B T" if advantage.ndim > 1 else "B"), entropy=(entropy, "B"))
     scale = aem_scale(entropy, group, lam=lam, min_range=min_range)
     return advantage.detach() * (scale if advantage.ndim == 1 else scale[:, None])
 
 
 def entropy_aware_advantages(advantage: Tensor, entropy: Tensor, weight: Tensor, *, a: float = 0.2) -> Tensor:
-    """Weigh uncertain decisions more (AEPO): A′_t = A (1 + a (H_t − mean H)/std H), over all present
-    decisions.
+    """Weigh uncertain decisions more (AEPO): A′_t = A (1 + a (H_t − mean H)/std H) over the batch.
 
     `entropy` [B, T] is that of each decision at sampling; a missing one, or a std of 0, leaves A.
 
     AEPO, arXiv 2510.14545 (a = 0.2). Deviations: the released code recomputes the entropies at each update,
     and takes mean and std (ddof 1) from each micro-batch. Addition: the factor stays at 0 or above.
     """
-    check_not_negative(a=a)
     check_axes(advantage=(advantage, "B"), entropy=(entropy, "B T"), weight=(weight, "B T"))
     gain, inside = float32(advantage).detach()[:, None], weight != 0
     present = inside & torch.isfinite(entropy)
@@ -142,10 +134,9 @@ def perplexity_advantages(
     w_i = (ln PPL_i − mean)/std (ddof 1) among the responses of a group, ln PPL_i = −mean_t log π_old.
 
     Decomposing the Entropy-Performance Exchange, arXiv 2508.02260 (perplexity). Addition: the factor stays at
-    0 or above, so that no sign turns. The paper states neither α nor the scope of the statistics; both are
-    ours.
+    0 or above, so that no sign turns. α and the scope of the statistics are ours, as
+    we did not find the paper's.
     """
-    check_not_negative(alpha=alpha)
     check_axes(advantage=(advantage, "B"), log_prob=(log_prob, "B T"), weight=(weight, "B T"))
     inside = weight != 0
     log_ppl = -torch.where(inside, log_prob.detach().double(), 0.0).sum(1) / inside.sum(1)
@@ -159,10 +150,9 @@ def perplexity_advantages(
 def position_advantages(advantage: Tensor, weight: Tensor, *, gamma: float = 0.1) -> Tensor:
     """Weigh late decisions more: A′_t = A + sign(A) γ σ(r_t), r_t = t/n the position among the row's n.
 
-    Decomposing the Entropy-Performance Exchange, arXiv 2508.02260 (position). The paper states neither γ nor
-    r_t; both are ours.
+    Decomposing the Entropy-Performance Exchange, arXiv 2508.02260 (position). γ and r_t are ours, as
+    we did not find the paper's.
     """
-    check_not_negative(gamma=gamma)
     check_axes(advantage=(advantage, "B"), weight=(weight, "B T"))
     inside, gain = weight != 0, float32(advantage).detach()[:, None]
     position = inside.cumsum(1) / inside.sum(1, keepdim=True).clamp(min=1)
@@ -170,7 +160,6 @@ def position_advantages(advantage: Tensor, weight: Tensor, *, gamma: float = 0.1
 
 
 def _confidence(entropy: Tensor, present: Tensor, k: float, eps: float) -> Tensor:
-    check_not_negative(k=k, eps=eps)
     value = torch.where(present, entropy.detach().double(), math.inf)
     low, high = value.amin(), torch.where(present, value, -math.inf).amax()
     width = (high - low + eps).clamp(min=torch.finfo(value.dtype).tiny)  # 0/0: equal entropies, eps = 0

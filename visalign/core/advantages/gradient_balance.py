@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Balance several rewards by their gradients: MARBLE's min-norm combination and its cheap form.
 
-The cheap form: every few steps take one gradient per reward, solve for the weights, smooth them; in between
-use `weighted_sum` of the per-reward advantages with the smoothed weights. This equals combining gradients as
-long as the loss is linear in the advantage: for REINFORCE, for DiffusionNFT with |A| below its bound, for PPO
-only while no ratio is clipped. Keep the KL term outside the combination.
+The cheap form: every few steps (10 in the paper) take one gradient per reward, solve for the weights, smooth
+them; in between use `weighted_sum` of the per-reward advantages with the smoothed weights. This equals
+combining gradients as long as the loss is linear in the advantage: for REINFORCE, for DiffusionNFT with |A|
+below its bound, for PPO only while no ratio is clipped. Keep the KL term outside the combination.
 """
 
 from __future__ import annotations
@@ -59,8 +59,6 @@ def combine_gradients(
 
     `alpha` [K] is from `min_norm_weights` with the same `normalise`. `rescale` multiplies d by the mean of
     ‖g_k‖ over the gradients that are not zero.
-
-    MARBLE, arXiv 2605.06507.
     """
     _check_gradients(gradient)
     check_axes(gradient=(gradient, "K N"), alpha=(alpha, "K"))
@@ -72,13 +70,8 @@ def combine_gradients(
 
 
 def smooth_weights(previous: Tensor, alpha: Tensor, *, rho: float = 0.7) -> Tensor:
-    """Average weights [K] over time, ᾱ ← ρ ᾱ + (1 − ρ) α; start from equal weights.
-
-    MARBLE, arXiv 2605.06507 (ρ = 0.7, every 10 steps).
-    """
+    """Average weights [K] over time, ᾱ ← ρ ᾱ + (1 − ρ) α; start from equal weights."""
     check_same(previous=previous, alpha=alpha)
-    if not 0 <= rho < 1:
-        raise ValueError(f"rho must lie in [0, 1); got {rho}.")
     return rho * previous.detach() + (1 - rho) * alpha.detach()
 
 

@@ -3,7 +3,7 @@
 
 Deliberate deviations from the published code:
 * a group of equal rewards gives exactly 0 in every setting (float32 means give rounding noise divided by
-eps);
+  eps);
 * a missing reward leaves the statistics of its group and gets 0; it is never counted as a reward of 0;
 * a group with one valid member gives 0 unless `singleton="raw"` (verl keeps the raw reward).
 """
@@ -66,9 +66,8 @@ def group_advantages(
         raise ValueError(f"reward must be [B] or [B, T]; got shape {tuple(reward.shape)}.")
     index, groups = group_index(group, reward.shape[0], reward.device)
     present = present_entries(reward, valid)
-    values = _columns(reward.detach().double())
-    mask = _columns(present).expand_as(values)
-    values = torch.where(mask, values, 0.0)
+    mask = present[:, None] if present.ndim == 1 else present
+    values = torch.where(mask, reward.detach().double().reshape(mask.shape), 0.0)
 
     # A_i = (R_i − mean_g)/(std + eps), or (R_i − mean_g) n/(n − 1) over it
     count, centred = centre(values, mask, index, groups)
@@ -76,7 +75,9 @@ def group_advantages(
     if scale == "group":
         result = divide(result, spread(centred, mask, index, groups, ddof) + eps)
     elif scale == "batch":
-        result = divide(result, _batch_std(values, mask, ddof) + eps)
+        all_rows = torch.zeros_like(index)
+        deviation = centre(values, mask, all_rows, 1)[1]
+        result = divide(result, spread(deviation, mask, all_rows, 1, ddof) + eps)
     alone = values if singleton == "raw" else torch.zeros_like(values)
     result = torch.where(mask, torch.where(count == 1, alone, result), 0.0)
     return result.reshape(reward.shape).to(float32_dtype(reward))
@@ -122,12 +123,3 @@ def clamp_advantages(advantage: Tensor, bound: float) -> Tensor:
     if not bound > 0:
         raise ValueError(f"bound must be positive; got {bound}. To switch the clamp off, do not call it.")
     return advantage.clamp(-bound, bound)
-
-
-def _batch_std(values: Tensor, mask: Tensor, ddof: int) -> Tensor:
-    one = torch.zeros(values.shape[0], dtype=torch.int64, device=values.device)
-    return spread(centre(values, mask, one, 1)[1], mask, one, 1, ddof)
-
-
-def _columns(values: Tensor) -> Tensor:
-    return values[:, None] if values.ndim == 1 else values

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from visalign.core.checks import check_axes, check_embeddings, check_positive
+from visalign.core.checks import check_axes, check_embeddings
 from visalign.core.precision import float32
 
 
@@ -39,8 +39,7 @@ def rank_dynamics(hidden: Tensor, *, stride: int = 40) -> Tensor:
 
     VERL, arXiv 2509.23808 (stride 40).
     """
-    if hidden.ndim != 2 or stride < 1:
-        raise ValueError(f"hidden must be [T, D] and stride ≥ 1; got {tuple(hidden.shape)} and {stride}.")
+    check_axes(hidden=(hidden, "T D"))
     dynamics = torch.zeros(3, dtype=torch.float64, device=hidden.device)
     if not len(hidden):
         return dynamics
@@ -67,10 +66,7 @@ def rank_bonus(
 
     VERL, arXiv 2509.23808 (κ = 2).
     """
-    check_positive(kappa=kappa)
-    check_axes(advantage=(advantage, "B"))
-    if rank.shape != (len(advantage), 3):
-        raise ValueError(f"rank must be [{len(advantage)}, 3]; got shape {tuple(rank.shape)}.")
+    check_axes(advantage=(advantage, "B"), rank=(rank, "B n"))
     gain = float32(advantage).detach()
     if average is None:
         return gain
@@ -105,8 +101,6 @@ def flow_deviation(velocity: Tensor, hidden: Tensor, noise: Tensor, *, t: float 
 
     RLFR, arXiv 2510.10201 (t = 0.8).
     """
-    if not 0 < t < 1:
-        raise ValueError(f"t must be in (0, 1); got {t}.")
     residual = float32(velocity) - (float32(hidden) - float32(noise))
     return t / (1 - t) * residual.square().mean(-1)
 
@@ -123,10 +117,6 @@ def flow_rewards(
     row (the first is taken for padding), and rows of equal scores are 0/0.
     """
     check_axes(deviation=(deviation, "B T"), weight=(weight, "B T"))
-    if not (0 <= keep < 1 and top >= 1 and scale >= 0):
-        raise ValueError(
-            f"keep must be in [0, 1), top ≥ 1 and scale ≥ 0; got keep={keep}, top={top}, scale={scale}."
-        )
     present, score = weight != 0, float32(deviation).detach()
     low = torch.where(present, score, torch.inf).amin(1, keepdim=True)
     high = torch.where(present, score, -torch.inf).amax(1, keepdim=True)

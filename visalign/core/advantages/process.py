@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards of steps (a process reward model, a critic of spans): assigned to decisions, aggregated, as
-advantages.
+"""Rewards of steps: assigned to decisions, aggregated, as advantages.
 
 Step rewards are [B, K]. `step` [B, T] holds the step 0 … K − 1 of each decision, −1 for none; `span_index`
 makes it from starts and ends. A step exists where a present decision belongs to it, so rows may have fewer

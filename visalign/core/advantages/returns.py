@@ -44,9 +44,9 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Compute generalised advantage estimates, and the returns that a value function is fitted to.
 
-    δ_t = r_t + γ V_{t'} − V_t;  A_t = δ_t + γλ A_{t'};  R_t = A_t + V_t; t' is the next present decision. λ =
-    1 gives Σ γ^l r − V_t, λ = 0 gives δ_t. PPO whitens A over all present decisions: `whiten(A, weight !=
-    0)`.
+    δ_t = r_t + γ V_{t'} − V_t;  A_t = δ_t + γλ A_{t'};  R_t = A_t + V_t; t' is the next present decision.
+    λ = 1 gives Σ γ^l r − V_t, λ = 0 gives δ_t. PPO whitens A over all present decisions: `whiten(A,
+    weight != 0)`.
 
     Args:
         reward: [B, T] per decision.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RiskPO: advantages that weigh the tail of the scores, arXiv 2510.00911.
+"""RiskPO, arXiv 2510.00911: advantages that weigh the tail of the scores; defaults are the paper's.
 
 Scores have any shape and unit; those that are not finite are missing and get 0. `q_down` and `q_up` are their
 α_d and α_u quantiles (`level_down`, `level_up`), numbers or tensors that broadcast.
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.core.checks import check_not_negative
 from visalign.core.groups.group_statistics import group_mean
 from visalign.core.groups.labels import group_index, group_sum
 from visalign.core.precision import float32
@@ -32,9 +31,8 @@ def range_value_at_risk(
     RVaR(S) = [(S − q_d)⁺ − (S − q_u)⁺ + q_d − q_u]/(α_u − α_d), the last two terms being the natural
     baseline: with it the value is ≤ 0 and 0 from q_u on, without it ≥ 0 and 0 up to q_d.
 
-    RiskPO, arXiv 2510.00911. The released single-prompt estimator divides by q_u − q_d instead.
+    The released single-prompt estimator divides by q_u − q_d instead.
     """
-    _check_levels(level_down, level_up)
     value = float32(score).detach()
     inside = (value - q_down).clamp(min=0) - (value - q_up).clamp(min=0)
     if natural_baseline:
@@ -44,7 +42,6 @@ def range_value_at_risk(
 
 def conditional_value_at_risk(score: Tensor, q_down: Tensor | float, *, level_down: float = 0.2) -> Tensor:
     """Weigh a score in the mean of the worst: CVaR(S) = −(q_d − S)⁺/α_d, 0 from q_d on; arXiv 2510.00911."""
-    _check_levels(level_down, 1.0)
     value = float32(score).detach()
     return torch.where(torch.isfinite(value), -(q_down - value).clamp(min=0) / level_down, 0.0)
 
@@ -63,11 +60,8 @@ def mixed_value_at_risk(
 
     Non-decreasing in the score and constant from q_u on; with the natural baseline all advantages are ≤ 0.
     Scores may be [B] sums over bundles of prompts; for images, scores of one prompt with the quantiles of its
-    group guard against one lucky image among bad ones. `tail_weight` is ω ≥ 0.
-
-    RiskPO, arXiv 2510.00911 (ω = 1.5, levels 0.2 and 0.8).
+    group guard against one lucky image among bad ones. `tail_weight` is ω ≥ 0. The paper has ω = 1.5.
     """
-    check_not_negative(tail_weight=tail_weight)
     middle = range_value_at_risk(
         score, q_down, q_up, level_down=level_down, level_up=level_up, natural_baseline=natural_baseline
     )
@@ -79,10 +73,7 @@ def track_quantile(quantile: Tensor | float, score: Tensor, *, level: float, rat
     """Move a running quantile towards that of the scores: q ← q + η (α − mean 1[S ≤ q]); 0-dim.
 
     `level` is α in (0, 1); `rate` η is in the unit of the scores. Without a finite score q stays.
-
-    RiskPO, arXiv 2510.00911 (η = 0.1).
     """
-    _check_levels(level, 1.0)
     value = float32(score).detach()
     present = torch.isfinite(value)
     below = ((value <= quantile) & present).sum() / present.sum().clamp(min=1).to(value.dtype)
@@ -95,11 +86,7 @@ def bundle_scores(reward: Tensor, bundle: Tensor, *, size: int = 5) -> tuple[Ten
 
     This is the sum of a whole bundle; bundles of another size, or with a missing reward, stay comparable.
     Returns the scores [N] float64 of the N bundles, NaN without a reward, and the bundle [B] of each sample.
-
-    RiskPO, arXiv 2510.00911 (5 prompts).
     """
-    if size < 1:
-        raise ValueError(f"bundle must be at least 1 prompt; got {size}.")
     index, count = group_index(bundle, len(reward), reward.device)
     present = torch.isfinite(reward)
     scored = group_sum(present.double()[:, None], index, count)[:, 0] > 0
@@ -117,8 +104,6 @@ def riskpo_advantages(
     """Divide `mixed_value_at_risk` of bundle scores [N] by the std (n − 1) of all scores passed in, plus eps.
 
     NaN where missing, 0 where all scores are equal.
-
-    RiskPO, arXiv 2510.00911.
     """
     present = torch.isfinite(score)
     value = mixed_value_at_risk(score, q_down, q_up, **options)
@@ -126,8 +111,3 @@ def riskpo_advantages(
     if len(scores) < 2 or bool((scores == scores[0]).all()):
         return torch.where(present, torch.zeros_like(value), torch.nan)
     return torch.where(present, value / (scores.std() + eps), torch.nan)
-
-
-def _check_levels(down: float, up: float) -> None:
-    if not 0 < down < up <= 1:
-        raise ValueError(f"quantile levels must satisfy 0 < down < up ≤ 1; got {down} and {up}.")

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages of single papers: CANON, PRL and online DPO."""
+"""Advantages of single papers: CANON, PRL, online DPO and SPEAR's replay."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from visalign.core.checks import check_axes, check_choice, check_share
+from visalign.core.checks import check_axes, check_choice
 from visalign.core.groups.group_statistics import group_centre, group_extremes, group_mean
 from visalign.core.groups.labels import Labels, group_index
 from visalign.core.precision import float32, float32_dtype
@@ -17,8 +17,6 @@ from visalign.core.preference.direct import DIRECT, direct_preference_loss
 from visalign.core.rewards.steps import next_present
 
 from .returns import discounted_returns
-
-Side = Literal["high", "low"]
 
 
 def conditional_advantages(
@@ -28,7 +26,7 @@ def conditional_advantages(
     *,
     mu: float = 1.0,
     alpha: float = 1.0,
-    side: Side = "high",
+    side: Literal["high", "low"] = "high",
 ) -> Tensor:
     """Split each group at the median of a second metric and compare each half with the other (CANON).
 
@@ -42,10 +40,6 @@ def conditional_advantages(
     which is the aggregation's. Equal metrics at the median are split in the order given.
     """
     check_axes(reward=(reward, "B"), metric=(metric, "B"))
-    check_share(mu=mu)
-    if not math.isfinite(alpha):
-        raise ValueError(f"alpha must be finite; got {alpha}.")
-    check_choice("side", side, get_args(Side))
     index, groups = group_index(group, reward.shape[0], reward.device)
     present = torch.isfinite(reward) & torch.isfinite(metric)
     lowest, mean, _ = group_centre(reward, present, index, groups)
@@ -68,13 +62,13 @@ def conditional_advantages(
 def prl_advantages(
     advantage: Tensor, log_ratio: Tensor, weight: Tensor | None = None, *, eta: float = 100.0, block: int = 1
 ) -> Tensor:
-    """Subtract the divergence from the reference that is still to come: A_t = A − (1/η) Σ_{s≥t} w_s
-    log(π_old/π_ref)_s.
+    """Subtract the divergence that is still to come (PRL): A_t = A − (1/η) Σ_{s≥t} w_s log(π_old/π_ref)_s.
 
-    With block > 1 every decision of a block takes the value at the block's last one. With block = 1 and A = R
-    − baseline on fresh samples this is the score-function gradient of E[R] − KL(π‖π_ref)/η, so add no KL
-    loss. Blocks count present decisions, from the row's first: padding and holes change nothing, and the last
-    block may be short. Released code marks block ends by non-zero values, and loses an end whose value is 0.
+    With block > 1 every decision of a block takes the value at the block's last one. With block = 1 and
+    A = R − baseline on fresh samples this is the score-function gradient of E[R] − KL(π‖π_ref)/η, so add no
+    KL loss. Blocks count present decisions, from the row's first: padding and holes change nothing, and the
+    last block may be short. Released code marks block ends by non-zero values, and loses an end whose value
+    is 0.
 
     Args:
         advantage: [B], from the outcome.
@@ -89,10 +83,6 @@ def prl_advantages(
     Process reward learning, arXiv 2601.10201.
     """
     check_axes(advantage=(advantage, "B"), log_ratio=(log_ratio, "B T"))
-    if not eta > 0:
-        raise ValueError(f"eta must be positive; got {eta}. Infinity switches the term off.")
-    if block < 1:
-        raise ValueError(f"block must be at least 1; got {block}.")
     remaining = discounted_returns(log_ratio, weight)
     inside = torch.ones_like(log_ratio, dtype=torch.bool) if weight is None else weight != 0
     if block > 1:
@@ -149,6 +139,37 @@ def online_dpo_advantages(
             loss = direct_preference_loss(pair[:1], pair[1:], zero, zero, row=row, beta=beta, eps=eps)
             advantage[chosen] = -len(rows) * torch.autograd.grad(loss.sum(), pair)[0]
     return advantage.to(float32_dtype(reward))
+
+
+def replay_advantages(reward: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
+    """Score replayed samples by today's standard, A = R − median(history) [B], and keep A > 0.
+
+    `history` [H] holds recent mean rewards of groups; what is not finite is left out. There is no std.
+
+    SPEAR, arXiv 2509.22601 (capacity 10240 means, 2048 samples of age ≤ 10 steps).
+    """
+    check_axes(reward=(reward, "B"))
+    if history.ndim != 1 or not len(history):
+        raise ValueError(
+            f"history must be [H] with at least one mean; got shape {tuple(history.shape)}. Skip the replay "
+            "until there is one."
+        )
+    past = history.detach().double()
+    median = torch.where(torch.isfinite(past), past, float("nan")).nanquantile(0.5)
+    centred = reward.detach().double() - median
+    advantage = torch.where(torch.isfinite(centred), centred, 0.0).to(float32(reward).dtype)
+    return advantage, advantage > 0
+
+
+def replay_weight(step: Tensor | float, *, warmup: float = 200.0, ceiling: float = 1.0) -> Tensor:
+    """Compute SPEAR's weight of the replay loss, c(s) = c₀ (1 − cos(π min(s, T)/T))/2.
+
+    It rises from 0 to the `ceiling` c₀ in `warmup` T optimizer steps; float64 of the shape of `step`.
+
+    SPEAR, arXiv 2509.22601 (T = 200, c₀ = 1 in the released scripts).
+    """
+    part = torch.as_tensor(step, dtype=torch.float64).clamp(0, warmup) / warmup
+    return ceiling * (1 - torch.cos(math.pi * part)) / 2
 
 
 def _high_half(metric: Tensor, present: Tensor, index: Tensor, groups: int) -> Tensor:
