@@ -116,7 +116,7 @@ def score(
         from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each, with_cache
         from visalign.rewards.catalogue import load_reward
 
-        from .show import show_scores, print_provenance
+        from .show import print_provenance, show_scores
 
         started, names = time.perf_counter(), parse_map(columns or [])
         with clean_output():
