@@ -13,7 +13,7 @@ from visalign.errors import UserError
 from visalign.evaluation.probes import response
 from visalign.evaluation.probes.catalogue import PAIR_PROBES, Level, Probe, Sample
 from visalign.interfaces import PairwiseReward, with_capabilities
-from visalign.rewards.pairs.asking import one_each, read_preferences
+from visalign.rewards.pairs.asking import check_preferences, read_preferences
 
 from .reference import Reference
 from .runner import FORMS, Answer, LevelResult, MakeSamples, ProbeAnswers, ProbeRunner
@@ -127,7 +127,8 @@ class PairRunner(ProbeRunner):
 
     def _ask(self, sides: list[Any], prompts: list[str], records: list[Any] | None) -> Answer:
         left, right = sides
-        preferences = one_each(self.name, self.judge.compare(left, right, prompts, records), len(prompts))
+        preferences = self.judge.compare(left, right, prompts, records)
+        check_preferences(self.name, preferences, len(prompts))
         answers = read_preferences(preferences)
         if self._own_biases is not None:
             for name, part in preferences.parts.items():

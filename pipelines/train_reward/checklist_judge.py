@@ -34,7 +34,7 @@ class ChecklistJudge(SeeingJudge):
 
     A question whose given weight is negative speaks of a fault and keeps its sign, so that w ≥ 0 says that no
     question turns round. After each update w is projected, w ← max(w, 0): with train=head the problem is
-    convex, and the updates go to the optimum of `visalign.rewards.questions.checklist.fit_weights`.
+    convex.
 
     VisionReward, arXiv 2412.21059, section 3.
     """
@@ -170,7 +170,7 @@ class Questions:
         parts, rule = scores.parts or {}, self.checklist.rule
         answers = torch.stack([parts[question] for question in self.checklist.questions], 1).double()
         aligned = parts["alignment"].double() if rule.has_alignment else None
-        return rule.features(rule.counted((answers + 1) / 2), aligned)[0].float()
+        return rule.features(rule.fill_unanswered((answers + 1) / 2), aligned)[0].float()
 
     def rows(self, images: Sequence[Tensor], prompts: Sequence[str]) -> tuple[list[Any], int]:
         """(rows of all questions image by image, then of the alignment; number of images)."""

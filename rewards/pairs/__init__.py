@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From scores to preferences and back: win rates, ranking, asking both orders.
+"""Preferences from scores, win rates and rankings from preferences; works with any reward.
 
-It needs `base` and the core's preference room; it knows no particular judge.
+Imports `base` and the core's preference module.
 """

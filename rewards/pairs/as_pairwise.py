@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From scores to preferences: any pointwise reward as a judge of pairs, by mean and std."""
+"""Pairwise judge from any pointwise reward: compares two images by their scores' mean and std."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -27,15 +27,14 @@ from visalign.rewards.base.images import as_contract
 from .asking import distinct_images
 
 Link = Literal["auto", "logistic", "normal"]
-LINKS = ("auto", "logistic", "normal")
 LOGIT_WORDS = ("bradley-terry", "log-odds", "logit")
 """A unit with one of these words is a Bradley-Terry unit: a difference of 1 is odds of e."""
 TIE = 1e-6
-"""Scores without a standard deviation that differ by less of their size are equal up to rounding."""
+"""Relative difference up to which scores without a standard deviation count as equal (rounding)."""
 
 
 def as_pairwise(reward: PointwiseReward, *, link: Link = "auto") -> PairwiseReward:
-    """A pairwise judge that compares the two images' scores.
+    """Make a pairwise judge that compares the two images' scores.
 
     P(left better), with d = μ_left − μ_right, or its opposite where lower is better, and s² = σ_left² +
     σ_right²:
@@ -45,10 +44,10 @@ def as_pairwise(reward: PointwiseReward, *, link: Link = "auto") -> PairwiseRewa
     - "normal" (Thurstone), for all other units: Φ(d / s); without a standard deviation 1, 0, or 1/2 for
       scores that are equal up to rounding.
 
-    What σ is depends on the judge: the spread of one judgement, or the standard error of a mean (see
-    `units.DEVIATIONS`); P is of a judgement or of the means accordingly. Each distinct (image, prompt,
-    record) is scored once. Rows where either image could not be judged, or has NaN as standard deviation, are
-    invalid with its reason. The parts hold the two scores, "left" and "right", in the reward's unit.
+    The reward decides what σ is, the spread of one judgement or the standard error of a mean
+    (`units.DEVIATIONS`); P is of a judgement or of the means accordingly. Each distinct (image, prompt,
+    record) is scored once. A pair is invalid, with the reason, if either image could not be scored or its
+    standard deviation is NaN. The parts hold the two scores, "left" and "right", in the reward's unit.
 
     Args:
         reward: any pointwise reward.
@@ -64,11 +63,11 @@ def as_pairwise(reward: PointwiseReward, *, link: Link = "auto") -> PairwiseRewa
 
 
 class PairsFromScores:
-    """See `as_pairwise`; `floor` is added to s²."""
+    """Pairwise judge of `as_pairwise`; `floor` is added to s²."""
 
     def __init__(self, reward: PointwiseReward, *, link: Link = "auto", floor: float = 0.0) -> None:
-        if link not in LINKS:
-            raise ValueError(f"link is {link!r}; allowed are {', '.join(LINKS)}.")
+        if link not in get_args(Link):
+            raise ValueError(f"link is {link!r}; allowed are {', '.join(get_args(Link))}.")
         self.reward, self.floor = with_capabilities(reward), floor
         self.name = f"{reward.name}_compared"
         is_logit = any(word in reward.unit.lower() for word in LOGIT_WORDS)
@@ -76,11 +75,11 @@ class PairsFromScores:
 
     @property
     def identity(self) -> Identity | None:
-        """What the preferences depend on; None where the reward does not say."""
-        found = self.reward.identity
-        if not isinstance(found, Identity):
+        """Identity of the preferences; None if the reward has none."""
+        identity = self.reward.identity
+        if not isinstance(identity, Identity):
             return None
-        return replace(found, options={**found.options, "compared_by": self.link})
+        return replace(identity, options={**identity.options, "compared_by": self.link})
 
     def compare(
         self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
@@ -95,74 +94,79 @@ class PairsFromScores:
         return self._compare(read_request(self.name, images, prompts, metadata), pairs)
 
     def _compare(self, request: Request, pairs: Tensor) -> Preferences:
-        value = torch.full((len(request),), torch.nan, dtype=torch.float64)
-        std = torch.zeros_like(value)
-        reasons = list(request.images.reasons)
-        rows = [row for row, _ in request.images.readable()]
-        if rows:
-            scores, index = self._score(request)
-            at, take = torch.tensor(rows), torch.tensor(index)
-            value[at] = torch.where(scores.valid, scores.value, torch.nan).detach().cpu().double()[take]
-            if scores.std is not None:
-                std[at] = scores.std.detach().cpu().double()[take]
-            said = failure_reasons(scores)
-            for row, number in zip(rows, index, strict=True):
-                unsure = "the reward gave a value without its standard deviation"  # which is no certainty
-                reasons[row] = said[number] or (unsure if bool(std[row].isnan()) else None)
-            std = std.nan_to_num(0.0)
-        return self._preferences(value, std, reasons, pairs)
-
-    def _score(self, request: Request) -> tuple[Scores, list[int]]:
-        """Scores of the distinct readable images, and which of them each readable image is."""
-        found = request.images.readable()
-        labels = [(request.prompts[row], repr(request.metadata[row])) for row, _ in found]
-        first, index = distinct_images([image for _, image in found], labels)
-        chosen = [found[i] for i in first]
-        with Naming(self.reward.name):
-            scores = self.reward.score(
-                as_contract([image for _, image in chosen]),
-                [request.prompts[row] for row, _ in chosen],
-                [request.metadata[row] for row, _ in chosen],
-            )
-        if not isinstance(scores, Scores) or len(scores) != len(first):
-            raise RewardError(f"Reward {self.reward.name!r} did not return one score for each image.")
-        return scores, index
-
-    def _preferences(
-        self, value: Tensor, std: Tensor, reasons: list[str | None], pairs: Tensor
-    ) -> Preferences:
+        value, std, reasons = self._score(request)
         left, right = pairs.cpu().unbind(1)
-        gap = (value[left] - value[right]) * (1 if self.reward.higher_is_better else -1)
-        spread = (std[left].square() + std[right].square() + self.floor).sqrt()
+        gap = (value[left] - value[right]) * (1 if self.reward.higher_is_better else -1)  # d
+        spread = (std[left].square() + std[right].square() + self.floor).sqrt()  # s
         scale = torch.maximum(value[left].abs(), value[right].abs())
         log_odds = logistic_odds(gap, spread) if self.link == "logistic" else normal_odds(gap, spread, scale)
-        why: list[str | None] = []
+        pair_reasons: list[str | None] = []
         for i, j in pairs.tolist():
-            side = "left" if reasons[i] else "right"
-            reason = reasons[i] or reasons[j]
-            why.append(None if reason is None else f"{side}: {reason}")
-        valid = torch.tensor([reason is None for reason in why], dtype=torch.bool)
-        nan = torch.tensor(torch.nan, dtype=torch.float64)
-        log_odds = torch.where(valid, log_odds, nan)
+            side, reason = ("left", reasons[i]) if reasons[i] else ("right", reasons[j])
+            pair_reasons.append(None if reason is None else f"{side}: {reason}")
+        valid = torch.tensor([reason is None for reason in pair_reasons], dtype=torch.bool)
+        log_odds = torch.where(valid, log_odds, torch.nan)
         return Preferences(
             prob=log_odds.sigmoid().float(),
             valid=valid,
             log_odds=log_odds.float(),
             parts={"left": value[left].float(), "right": value[right].float()},
-            reason=why,
+            reason=pair_reasons,
         )
+
+    def _score(self, request: Request) -> tuple[Tensor, Tensor, list[str | None]]:
+        """Score each distinct readable image once: (mean [n], std [n], both float64, reasons)."""
+        value = torch.full((len(request),), torch.nan, dtype=torch.float64)
+        std = torch.zeros_like(value)
+        reasons = list(request.images.reasons)
+        readable = request.images.readable()
+        if not readable:
+            return value, std, reasons
+        labels = [(request.prompts[row], repr(request.metadata[row])) for row, _ in readable]
+        first, index = distinct_images([image for _, image in readable], labels)
+        distinct = [readable[i] for i in first]
+        with Naming(self.reward.name):
+            scores = self.reward.score(
+                as_contract([image for _, image in distinct]),
+                [request.prompts[row] for row, _ in distinct],
+                [request.metadata[row] for row, _ in distinct],
+            )
+        check_scores(self.reward.name, scores, len(distinct))
+        rows = [row for row, _ in readable]
+        value[rows] = torch.where(scores.valid, scores.value, torch.nan).detach().cpu().double()[index]
+        if scores.std is not None:
+            std[rows] = scores.std.detach().cpu().double()[index]
+        score_reasons = failure_reasons(scores)
+        for row, number in zip(rows, index, strict=True):
+            # a missing standard deviation is no certainty
+            unsure = "the reward gave a value without its standard deviation" if std[row].isnan() else None
+            reasons[row] = score_reasons[number] or unsure
+        return value, std.nan_to_num(0.0), reasons
+
+
+def check_scores(name: str, scores: Any, size: int) -> None:
+    """Raise RewardError unless a reward returned one score per image."""
+    if not isinstance(scores, Scores) or len(scores) != size:
+        raise RewardError(f"Reward {name!r} did not return one score for each image.")
 
 
 def logistic_odds(gap: Tensor, spread: Tensor) -> Tensor:
-    """ln(p / (1 − p)) of p = E[σ(d + s z)], z ~ N(0, 1), by 32-node Gauss-Hermite quadrature: gap [N] d
-    float64, spread [N] s ≥ 0, of which 0 gives d itself.
+    """ln(p / (1 − p)) of p = E[σ(d + s z)], z ~ N(0, 1), by 32-node Gauss-Hermite quadrature.
+
+    Args:
+        gap: [N] float64, d.
+        spread: [N] s ≥ 0; 0 gives d itself.
     """
     return log_win_probability(gap, spread) - log_win_probability(-gap, spread)
 
 
 def normal_odds(gap: Tensor, spread: Tensor, scale: Tensor) -> Tensor:
-    """ln(p / (1 − p)) of p = Φ(d / s), gap [N] d float64, spread [N] s ≥ 0; where s is 0: ±∞ by the sign of
-    d, 0 for a tie, which is a gap within `TIE` of the scores' size, `scale` [N].
+    """ln(p / (1 − p)) of p = Φ(d / s); where s is 0, ±∞ by the sign of d, or 0 for a tie.
+
+    Args:
+        gap: [N] float64, d.
+        spread: [N] s ≥ 0.
+        scale: [N] size of the scores; a gap up to `TIE` times it is a tie.
     """
     z = gap / spread.clamp(min=1e-300)
     graded = torch.special.log_ndtr(z) - torch.special.log_ndtr(-z)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From preferences to scores: the win rate of an image inside its group, the reward of Pref-GRPO."""
+"""Win rate of an image inside its group as a score: the reward of Pref-GRPO."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from visalign.rewards.base.contract import (
 )
 
 from .asking import PairAnswers, PairAsker, distinct_images
-from .ranking import ask_in_rounds, calls_of
+from .ranking import ask_in_rounds, count_calls
 
 
 def as_pointwise(judge: PairwiseReward, **options: Any) -> GroupWinRate:
-    """A pairwise judge as a reward: the win rates of `GroupWinRate(judge, **options)`."""
+    """Make a reward of a pairwise judge: the win rates of `GroupWinRate(judge, **options)`."""
     return GroupWinRate(judge, **options)
 
 
@@ -37,20 +37,35 @@ class GroupWinRate:
     """Win rate of each image against the others of its group, in [0, 1].
 
     A group is the images of one `metadata["group_id"]`, which trainers fill in: two groups may have the same
-    prompt. Where no record has the key it is the images of one prompt, or of one edit. By definition a score
+    prompt. Where no record has the key, it is the images of one prompt, or of one edit. By definition a score
     depends on the group: give `score` whole groups, never parts of them. Without a budget each pair of
     distinct images is asked once, and by default in both orders, the two log-odds averaged: ½ (ℓ_ij − ℓ_ji),
-    so that a judge's liking for one side cancels. With a budget the pairs are chosen in rounds
+    so that a judge's bias for one side cancels. With a budget the pairs are chosen in rounds
     (`visalign.core.preference.pairing`), the position bias is a fitted parameter, and the value is the win
     rate that the fit expects against all others.
 
-    A comparison that failed is left out, and never a tie; an image without a valid comparison is invalid, and
-    so is the only image of its group. Equal images are asked about once and tie with each other. The part
-    "compared" counts the valid comparisons of a row.
+    A failed comparison is left out, and never a tie. An image without a valid comparison is invalid, and so
+    is the only image of its group. Equal images are asked about once and tie with each other. The part
+    "compared" counts the valid comparisons of an image.
 
     Win rates as a reward: Wang et al., Pref-GRPO, arXiv 2508.20751. Their code asks each pair i < j of a
     group once, image i first, takes hard answers, counts a failure as half a win of both, and rounds to three
     decimals: `rule="published"`.
+
+    Args:
+        judge: the pairwise judge.
+        rule: "own" as above, or "published", which sets both_orders, hard and budget itself.
+        both_orders: ask each pair in both orders (without a budget); None does so unless the judge averages
+            both itself (`RewardCapabilities.both_orders`).
+        hard: count p > ½ as a win, p < ½ as a loss, after averaging both orders; otherwise the probability
+            itself is the share of a win.
+        budget: share of the G(G − 1)/2 pairs of a group that may be asked as single calls, in (0, 1]; None
+            for all pairs.
+        group_key: key of the metadata whose value names the group; the judge does not see it.
+        name: for messages and logs.
+
+    Raises:
+        ValueError: a budget outside (0, 1], or options that exclude each other.
     """
 
     unit = "win rate"
@@ -69,63 +84,51 @@ class GroupWinRate:
         group_key: str = GROUP_KEY,
         name: str | None = None,
     ) -> None:
-        """Choose how the pairs are asked.
-
-        Args:
-            judge: the pairwise judge.
-            rule: "own" as above, or "published", which sets both_orders, hard and budget itself.
-            both_orders: ask each pair in both orders (without a budget); None does so unless the judge says
-                that it averages both itself (`RewardCapabilities.both_orders`).
-            hard: count p > ½ as a win, p < ½ as a loss; otherwise the probability itself is the share of a
-                win. With both orders the averaged answer is what is decided.
-            budget: share of the G(G − 1)/2 pairs of a group that may be asked as single calls, in (0, 1];
-                None for all pairs.
-            group_key: of the metadata, whose value names the group; the judge does not see it.
-            name: for messages and logs.
-
-        Raises:
-            ValueError: a budget outside (0, 1], or one with `hard`.
-        """
-        if rule not in ("own", "published"):
-            raise ValueError(f"rule is {rule!r}; allowed are 'own' and 'published'.")
-        if rule == "published" and (both_orders or budget is not None):
-            raise ValueError("rule 'published' asks every pair once; leave out both_orders and budget.")
         self.published = rule == "published"
+        rules = [
+            (rule not in ("own", "published"), f"rule is {rule!r}; allowed are 'own' and 'published'"),
+            (
+                self.published and (both_orders or budget is not None),
+                "rule 'published' asks every pair once; leave out both_orders and budget",
+            ),
+            (
+                budget is not None and not 0 < budget <= 1,
+                f"budget is {budget}; allowed are shares in (0, 1], or None for all pairs",
+            ),
+            (
+                budget is not None and hard,
+                "hard with a budget: the fit's win rates are expected ones; leave one of them out",
+            ),
+        ]
+        for is_broken, message in rules:
+            if is_broken:
+                raise ValueError(f"{message}.")
         if self.published:
             both_orders, hard = False, True
-        if budget is not None and not 0 < budget <= 1:
-            raise ValueError(f"budget is {budget}; allowed are shares in (0, 1], or None for all pairs.")
-        if budget is not None and hard:
-            raise ValueError(
-                "hard with a budget: the fit's win rates are expected ones; leave one of them out."
-            )
         self.judge, self.hard = with_capabilities(judge), hard
         self.both_orders = not self.judge.capabilities.both_orders if both_orders is None else both_orders
         self.budget, self.group_key = budget, group_key
         self.name = name or f"{judge.name}_win_rate"
         self.identity = self.judge.identity
         self.calls = 0
-        """Comparisons asked since the reward was made."""
+        """Comparisons asked since the reward was created."""
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Win rates of B images, groups in any order; all records or none have the group's key, and a group
-        has one prompt.
+        """Score B images by their win rates.
+
+        Groups may come in any order; all records or none have the group's key, and a group has one prompt.
         """
         request = read_request(self.name, images, prompts, metadata)
         labels = group_labels(self.name, request, self.group_key)
-        found = request.images.readable()
-        rows = [row for row, _ in found]
-        own = [labels[row] for row in rows]
-        first, index = distinct_images([image for _, image in found], own)
-        asker = PairAsker(
-            self.judge,
-            [found[i][1] for i in first],
-            [request.prompts[rows[i]] for i in first],
-            without_group([request.metadata[rows[i]] for i in first], self.group_key),
-        )
-        groups = [own[i] for i in first]
+        readable = request.images.readable()
+        rows = [row for row, _ in readable]
+        first, index = distinct_images([image for _, image in readable], [labels[row] for row in rows])
+        first_rows = [rows[i] for i in first]
+        records = without_group([request.metadata[row] for row in first_rows], self.group_key)
+        distinct = [readable[i][1] for i in first]
+        asker = PairAsker(self.judge, distinct, [request.prompts[row] for row in first_rows], records)
         ask = self._round_robin if self.budget is None else self._budgeted
-        outcome = ask(asker, groups)
+        outcome = ask(asker, [labels[row] for row in first_rows])
         self.calls += asker.calls
         return self._scores(request, rows, index, outcome)
 
@@ -133,15 +136,15 @@ class GroupWinRate:
         pairs = group_pairs(groups, len(groups))
         if self.both_orders:
             answers = asker.ask(torch.cat([pairs, pairs.flip(1)]))
-            there, back = answers.log_odds[: len(pairs)], answers.log_odds[len(pairs) :]
-            reasons = [
-                a or b
-                for a, b in zip(answers.reasons[: len(pairs)], answers.reasons[len(pairs) :], strict=True)
-            ]
-            answers = PairAnswers((there - back) / 2, reasons)
+            forward, backward = answers.log_odds.view(2, -1)
+            both_reasons = zip(answers.reasons[: len(pairs)], answers.reasons[len(pairs) :], strict=True)
+            # ½ (ℓ_ij − ℓ_ji)
+            answers = PairAnswers(
+                (forward - backward) / 2, [first or second for first, second in both_reasons]
+            )
         else:
             if not self.published:
-                # Odd pairs are turned round, so that each image stands on either side about equally often.
+                # swap odd pairs, so that each image is on either side about equally often
                 pairs = torch.where((pairs.sum(1) % 2 == 1)[:, None], pairs.flip(1), pairs)
             answers = asker.ask(pairs)
         prob = answers.prob
@@ -149,46 +152,45 @@ class GroupWinRate:
             prob = torch.where(torch.isnan(prob), prob, (1 + (prob - 0.5).sign()) / 2)
         if self.published:
             prob = prob.nan_to_num(0.5)
-        return _Outcome(
-            pairs, prob, _count(pairs, answers, len(groups)), _reasons(pairs, answers, len(groups))
-        )
+        size = len(groups)
+        return _Outcome(pairs, prob, _count_valid(pairs, answers, size), _image_reasons(pairs, answers, size))
 
     def _budgeted(self, asker: PairAsker, groups: list[Hashable]) -> _Outcome:
-        labels = dict.fromkeys(groups)
-        sets = [torch.tensor([i for i, own in enumerate(groups) if own == label]) for label in labels]
-        calls = [calls_of(len(members), self.budget or 1.0) for members in sets]
         size = len(groups)
+        sets = [
+            torch.tensor([i for i, group in enumerate(groups) if group == label])
+            for label in dict.fromkeys(groups)
+        ]
+        calls = [count_calls(len(members), self.budget or 1.0) for members in sets]
         expected = torch.full((size, size), torch.nan, dtype=torch.float64)
         compared = torch.zeros(size)
         reasons: list[str | None] = [None] * size
-        for members, asked in zip(sets, ask_in_rounds(asker, sets, calls), strict=True):
-            expected[members[:, None], members] = asked.fit.win_probability()
-            compared += _count(members[asked.pairs], asked.answers, size)
-            said = _reasons(members[asked.pairs], asked.answers, size)
-            reasons = [old or new for old, new in zip(reasons, said, strict=True)]
+        for members, comparisons in zip(sets, ask_in_rounds(asker, sets, calls), strict=True):
+            expected[members[:, None], members] = comparisons.fit.win_probability()
+            pairs, answers = members[comparisons.pairs], comparisons.answers
+            compared += _count_valid(pairs, answers, size)
+            new_reasons = _image_reasons(pairs, answers, size)
+            reasons = [old or new for old, new in zip(reasons, new_reasons, strict=True)]
         expected[compared == 0] = torch.nan
         expected[:, compared == 0] = torch.nan
         pairs = group_pairs(groups, size)
         return _Outcome(pairs, expected[pairs[:, 0], pairs[:, 1]], compared, reasons)
 
     def _scores(self, request: Request, rows: list[int], index: list[int], outcome: _Outcome) -> Scores:
-        """Spread what is known of the distinct images over the rows; equal images tie with each other."""
+        """Spread the outcome of the distinct images over the rows; equal images tie with each other."""
         copies: dict[int, list[int]] = {}
         for row, number in enumerate(index):
             copies.setdefault(number, []).append(row)
         pairs: list[tuple[int, int]] = []
         prob: list[float] = []
         for (i, j), p in zip(outcome.pairs.tolist(), outcome.prob.tolist(), strict=True):
-            met = list(itertools.product(copies[i], copies[j]))
-            pairs, prob = pairs + met, prob + [p] * len(met)
-        for same in copies.values():
-            met = list(itertools.combinations(same, 2))
-            pairs, prob = pairs + met, prob + [0.5] * len(met)
-        rates = win_rates(
-            torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2),
-            torch.tensor(prob, dtype=torch.float64),
-            len(index),
-        )
+            row_pairs = list(itertools.product(copies[i], copies[j]))
+            pairs, prob = pairs + row_pairs, prob + [p] * len(row_pairs)
+        for equal_rows in copies.values():
+            row_pairs = list(itertools.combinations(equal_rows, 2))
+            pairs, prob = pairs + row_pairs, prob + [0.5] * len(row_pairs)
+        pair_index = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+        rates = win_rates(pair_index, torch.tensor(prob, dtype=torch.float64), len(index))
         if self.published:
             rates = (rates * 1000).round() / 1000
         reasons = list(request.images.reasons)
@@ -202,24 +204,24 @@ class GroupWinRate:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What is known of the distinct images."""
+    """Result of the comparisons of n distinct images."""
 
     pairs: Tensor
     """[N, 2] pairs within groups."""
     prob: Tensor
-    """[N] share of a win of the first one; NaN where unknown."""
+    """[N] share of a win of the first image; NaN where unknown."""
     compared: Tensor
-    """[n] valid answers that each image stood in."""
+    """[n] number of valid answers about each image."""
     reasons: list[str | None]
-    """[n] why one of its comparisons failed, if one did."""
+    """[n] reason of one failed comparison, if any failed."""
 
 
-def _count(pairs: Tensor, answers: PairAnswers, size: int) -> Tensor:
+def _count_valid(pairs: Tensor, answers: PairAnswers, size: int) -> Tensor:
     valid = torch.isfinite(answers.log_odds)
     return torch.bincount(pairs[valid].flatten(), minlength=size).float()
 
 
-def _reasons(pairs: Tensor, answers: PairAnswers, size: int) -> list[str | None]:
+def _image_reasons(pairs: Tensor, answers: PairAnswers, size: int) -> list[str | None]:
     reasons: list[str | None] = [None] * size
     for (i, j), reason in zip(pairs.tolist(), answers.reasons, strict=True):
         reasons[i], reasons[j] = reasons[i] or reason, reasons[j] or reason

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges that ask a vision-language model: RewardDance, VisualQuality-R1, VisionReward, with their
-prompts.
+"""Rewards that read a vision-language model's next token: RewardDance, VisualQuality-R1, VisionReward, ...
 
-It needs `vlm` and `reading`; networks are run by `vlm` alone.
+Imports `vlm` and `reading`; only `vlm` runs networks.
 """

@@ -5,9 +5,9 @@ Sources: Wu et al., "Q-Align", arXiv 2312.17090; You et al., "DeQA-Score", arXiv
 question and read the same five words, excellent, good, fair, poor, bad, as 5 to 1; they differ in training.
 
 The published checkpoints (q-future/one-align, zhiyuanyou/DeQA-Score-Mix3) are mPLUG-Owl2, whose code comes
-with them, is never run here, and does not import under transformers 5. They are refused by name; what is
-judged here is any model of `rewards.vlm` that was trained on the levels, or is asked for them unseen, in the
-images' own shape, where upstream pads them to squares.
+with them, is never run here, and does not import under transformers 5. They are refused by name. Any model of
+`rewards.vlm` can be asked, whether trained on the levels or not; it sees images in their own shape, where
+upstream pads them to squares.
 """
 
 from __future__ import annotations
@@ -30,16 +30,25 @@ LEVELS = {"excellent": 5.0, "good": 4.0, "fair": 3.0, "poor": 2.0, "bad": 1.0}
 
 
 def _question(task: str) -> Template:
-    asked = {"type": "text", "text": f"How would you rate the {task} of this image?\n"}
-    messages = [{"role": "user", "content": [asked, {"type": "image"}]}]
+    text = {"type": "text", "text": f"How would you rate the {task} of this image?\n"}
+    messages = [{"role": "user", "content": [text, {"type": "image"}]}]
     return Template(name=f"q_align_{task}", messages=messages, answer_prefix=f"The {task} of the image is")
 
 
 class QAlign:
-    """Σ p·s over the levels s = 5 to 1, with p the softmax over the five words; the prompt is not looked at.
+    """Σ p·s over the levels s = 5 to 1, with p the softmax over the five words; the prompt is ignored.
 
     `std` is √Σ p·(s − value)², the width of the distribution (DeQA-Score's), not an error. The parts hold
     each level's p, and "mass", the probability of all five among everything that the model may write.
+
+    Args:
+        model: folder or hub id; or a loaded `rewards.vlm.VisionLanguageEngine`.
+        task: "quality" or "aesthetics".
+        template: replaces the folder's "q_align_quality" or "q_align_aesthetics", or the published words; it
+            ends where the level begins.
+        min_mass: smallest probability of the five words together that counts as an answer; upstream reads
+            them whatever else the model would write (0).
+        **loading: of `engine_of`, as are device and precision.
     """
 
     name = "q_align"
@@ -58,59 +67,41 @@ class QAlign:
         precision: str = "auto",
         **loading: Any,
     ) -> None:
-        """Load the model.
-
-        Args:
-            model: folder or hub id; or a loaded `rewards.vlm.VisionLanguageEngine`.
-            task: "quality" or "aesthetics".
-            template: instead of the folder's "q_align_quality" or "q_align_aesthetics", or the published
-                words; it ends where the level begins.
-            min_mass: smallest probability of the five words together that counts as an answer; upstream
-                reads them whatever else the model would write (0).
-            device: where the model runs.
-            precision: of its weights, as in `engine_of`.
-            **loading: of `engine_of`: attention, device_map, quantization, max_tokens_per_batch, ...
-
-        Raises:
-            RewardError: an unknown task, or a model that cannot be used.
-            ValueError: min_mass out of range.
-        """
         if task not in get_args(Task):
             raise RewardError(f"{self.name}: task is {task!r}; allowed are {', '.join(get_args(Task))}.")
         if not 0 <= min_mass < 1:
             raise ValueError(f"min_mass is {min_mass}; allowed are probabilities from 0 up to below 1.")
         self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
         self.template = template or self.engine.template(f"q_align_{task}", _question(task))
-        self.min_mass, self._ids = min_mass, _first_tokens(self.engine.processor.tokenizer)
+        self.min_mass, self._level_ids = min_mass, _first_tokens(self.engine.processor.tokenizer)
 
     @property
     def identity(self) -> Identity:
-        """What the scores depend on."""
-        fields = self.engine.identity_fields(self.template, min_mass=self.min_mass, levels=self._ids)
+        """Identity of the scores."""
+        fields = self.engine.identity_fields(self.template, min_mass=self.min_mass, levels=self._level_ids)
         return Identity(judge=self.name, **fields)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score per image; prompts and metadata are not looked at."""
+        """Score B images; prompts and metadata are ignored."""
         request = read_request(self.name, images, prompts, metadata)
         reasons, size = list(request.images.reasons), len(request)
-        rows, queries = requests(
-            Request(request.images, ["-"] * size, request.metadata), self.template, reasons
-        )
+        promptless = Request(request.images, ["-"] * size, request.metadata)
+        rows, queries = requests(promptless, self.template, reasons)
         if not rows:
             return make_scores(torch.full((size,), torch.nan), reasons, self.unit)
-        reply = self.engine.answer_logits(self.template, queries, self._ids, left_over=True)
-        assert reply.log_total is not None
-        logits = reply.logits.double()
-        mass = (logits.logsumexp(-1) - reply.log_total.double()).exp().clamp(max=1.0)
-        for row, reason, share in zip(rows, reply.reasons, mass.tolist(), strict=True):
+        answer = self.engine.answer_logits(self.template, queries, self._level_ids, left_over=True)
+        assert answer.log_total is not None
+        logits = answer.logits.double()
+        mass = (logits.logsumexp(-1) - answer.log_total.double()).exp().clamp(max=1.0)
+        for row, reason, row_mass in zip(rows, answer.reasons, mass.tolist(), strict=True):
             reasons[row] = reason
-            if reason is None and not share >= self.min_mass:
+            if reason is None and not row_mass >= self.min_mass:
                 reasons[row] = (
-                    f"the model names no level: the five words have {share:.2g} of the probability, and at "
-                    f"least {self.min_mass:g} is asked for"
+                    f"the model names no level: the five words have {row_mass:.2g} of the probability, and "
+                    f"min_mass is {self.min_mass:g}"
                 )
         prob, level = logits.softmax(-1), torch.tensor(list(LEVELS.values()), dtype=torch.float64)
-        mean = prob @ level
+        mean = prob @ level  # Σ p·s
         std = (prob * (level - mean[:, None]).square()).sum(-1).sqrt()
         columns = {**dict(zip(LEVELS, prob.unbind(1), strict=True)), "mass": mass, "value": mean, "std": std}
         parts = {key: scatter(column.float(), rows, size) for key, column in columns.items()}
@@ -119,7 +110,7 @@ class QAlign:
 
 
 def _first_tokens(tokenizer: Any) -> list[int]:
-    """The first token of each level's word, with a blank before it where that tells them apart."""
+    """Return the first token of each level's word, behind a blank where that gives different tokens."""
     for blank in (" ", ""):
         ids = [int(tokenizer(blank + word, add_special_tokens=False)["input_ids"][0]) for word in LEVELS]
         if len(set(ids)) == len(LEVELS):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RewardDance: a vision-language model's log-odds of "yes" to one question about an image, or about two.
+"""RewardDance: a vision-language model's log-odds of "yes" to one question about an image or a pair.
 
 Source: Wu et al., "RewardDance: Reward Scaling in Visual Generation", arXiv 2509.08826; no code is out.
-The reward is P("yes") where the answer begins, after one prefill; a reason, where one is wanted, is written
-behind the decision and is not needed for the score. Choices of ours, because the paper leaves them open or
-because a reward needs them: log-odds over all spellings of yes and no instead of the probability of one token
-(a probability saturates, its left-over mass is reported beside it); a pair asked in both orders; the wording
-of the questions. A model folder's `judge.json` replaces the wording.
+The reward is P("yes") where the answer begins, after one prefill; a reason, if wanted, is written behind the
+decision and does not change the score. Our choices, where the paper is silent or a reward needs more:
+log-odds over all spellings of yes and no instead of the probability of one token (a probability saturates;
+the left-over mass is reported too); a pair asked in both orders; the wording of the questions. A model
+folder's `judge.json` replaces the wording.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ UNITS: dict[str, tuple[str, tuple[float, float]]] = {
     "prob": ("probability of yes", (0.0, 1.0)),
 }
 
-
 _ONE = (
     "A text-to-image model made this picture for the caption below.\nCaption: {prompt}{instruction}\n"
     "Judge whether it shows all that the caption asks for, and nothing that contradicts it. "
@@ -57,16 +56,33 @@ PAIR_EXPLAIN = question("pair_explain", _TWO + _REASON, images=("", ""))
 
 
 class _YesNoJudge:
-    """What both judges share: a model, a question, and how its answer is read."""
+    """Model, question, and how its answer is read.
+
+    Args:
+        model: folder, hub id or packaged name of a Qwen2-VL, Qwen2.5-VL, Qwen3-VL or InternVL model; or a
+            loaded `rewards.vlm.VisionLanguageEngine`.
+        instruction: task-specific criteria, filled in for the template's {instruction}.
+        decision_first: ask for reasons behind the decision; the score is still read at the decision.
+        write_reasons: also generate the reasons, into `text`; needs decision_first.
+        template: replaces the folder's, or ours.
+        yes: spellings of yes instead of the template's, each one token of the model.
+        no: spellings of no.
+        min_mass: smallest probability of yes and no together that counts as an answer.
+        max_new_tokens: of a reason.
+        options: the judge's own, for the identity.
+        **loading: of `engine_of`, as are device and precision.
+    """
 
     name: str
+    short_question: Template
+    """Our question, where the folder has none of its name."""
+    long_question: Template
+    """Our question with reasons behind the decision."""
 
     def __init__(
         self,
         model: Any,
         *,
-        short: Template,
-        long: Template,
         instruction: str = "",
         decision_first: bool = False,
         write_reasons: bool = False,
@@ -80,75 +96,57 @@ class _YesNoJudge:
         options: Mapping[str, Any],
         **loading: Any,
     ) -> None:
-        """Load the model and choose the question.
-
-        Args:
-            model: folder, hub id or packaged name of a Qwen2-VL, Qwen2.5-VL, Qwen3-VL or InternVL model; or a
-                loaded `rewards.vlm.VisionLanguageEngine`.
-            short: our question, where the folder has none of its name.
-            long: the same, asking for reasons behind the decision.
-            instruction: task-specific criteria, put where the template has {instruction}.
-            decision_first: ask for reasons behind the decision; the score is read at the decision all the
-                same.
-            write_reasons: also have them written, into `text`; needs decision_first.
-            template: instead of the folder's, or ours.
-            yes: spellings of yes instead of the template's, each one token of the model.
-            no: spellings of no.
-            min_mass: smallest probability of yes and no together that counts as an answer.
-            max_new_tokens: of a reason.
-            device: where the model runs.
-            precision: of its weights, as in `engine_of`.
-            options: of the judge itself, for the identity.
-            **loading: of `engine_of`: attention, device_map, quantization, max_tokens_per_batch, ...
-
-        Raises:
-            ValueError: options that are not allowed, or an instruction that the template has no place for.
-            RewardError: the model or its answer tokens cannot be used.
-        """
         if write_reasons and not decision_first:
             raise ValueError(
                 f"{self.name}: write_reasons without decision_first: the question then asks for one word. "
                 "Set both."
             )
         self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
-        ours = long if decision_first else short
-        self.template = template or self.engine.template(ours.name, ours)
+        default = self.long_question if decision_first else self.short_question
+        self.template = template or self.engine.template(default.name, default)
         self._fields = check_fields(self.template, instruction=instruction)
         self._read = YesNoReader(self.engine, self.template, yes=yes, no=no, min_mass=min_mass)
-        self._tokens = max_new_tokens if write_reasons else 0
-        fixed = {**options, "instruction": instruction, "min_mass": min_mass}
-        self._options = {**fixed, **self._read.spellings}
+        self._reason_tokens = max_new_tokens if write_reasons else 0
+        fixed = {"instruction": instruction, "min_mass": min_mass}
+        self._options = {**options, **fixed, **self._read.spellings}
 
     @property
     def identity(self) -> Identity:
-        """What the scores depend on."""
+        """Identity of the scores."""
         return Identity(judge=self.name, **self.engine.identity_fields(self.template, **self._options))
 
-    def _texts(self, rows: list[int], size: int, queries: Sequence[Any], odds: Odds) -> list[str] | None:
-        """What the model writes behind its decision, decision included, without chance; "" where it made
-        none, None where reasons are not asked for."""
-        if not self._tokens:
+    def _write_reasons(
+        self, rows: list[int], size: int, queries: Sequence[Query], odds: Odds
+    ) -> list[str] | None:
+        """Generate the reasons greedily, decision included; None where they are not asked for."""
+        if not self._reason_tokens:
             return None
         text = [""] * size
-        made = [place for place, reason in enumerate(odds.reasons) if reason is None]
-        decided = [replace(queries[place], continuation=odds.decision[place]) for place in made]
-        reply = self.engine.generate(
-            self.template, decided, answers=1, temperature=0.0, max_new_tokens=self._tokens
+        decided = [index for index, reason in enumerate(odds.reasons) if reason is None]
+        continued = [replace(queries[index], continuation=odds.decision[index]) for index in decided]
+        answers = self.engine.generate(
+            self.template, continued, answers=1, temperature=0.0, max_new_tokens=self._reason_tokens
         )
-        for place, answers in zip(made, reply.texts, strict=True):
-            text[rows[place]] = odds.decision[place] + (answers[0] if answers else "")
+        for index, texts in zip(decided, answers.texts, strict=True):
+            text[rows[index]] = odds.decision[index] + (texts[0] if texts else "")
         return text
 
 
 class RewardDance(_YesNoJudge):
     """Log-odds (or probability) that the answer to a yes/no question about one image is yes.
 
-    Parts of the scores: "log_odds", "prob" (σ of it), "mass" (what yes and no have of the whole vocabulary's
-    probability) and "prob_vocabulary" (what yes alone has of it).
+    Parts of the scores: "log_odds", "prob" (σ of it), "mass" (probability of yes and no over the whole
+    vocabulary) and "prob_vocabulary" (that of yes alone).
+
+    Args:
+        value: "log_odds", or "prob" as in the paper, over yes and no.
+        **options: model, instruction, decision_first, write_reasons, template ("yes_no" or "explain" of the
+            folder), yes, no, min_mass, max_new_tokens, and those of `engine_of`.
     """
 
     name = "reward_dance"
     higher_is_better = True
+    short_question, long_question = YES_NO, EXPLAIN
 
     def __init__(
         self,
@@ -156,24 +154,14 @@ class RewardDance(_YesNoJudge):
         *,
         value: Value = "log_odds",
         device: str | torch.device = "cpu",
-        **asking: Any,
+        **options: Any,
     ) -> None:
-        """Load the model and choose the question (template "yes_no", or "explain").
-
-        Args:
-            model: as `_YesNoJudge.__init__` says, with the other options.
-            value: "log_odds", or "prob" as in the paper, over yes and no.
-            device: where the model runs.
-            **asking: instruction, decision_first, write_reasons, template, yes, no, min_mass, max_new_tokens,
-                precision, and those of `engine_of`.
-        """
-        if value not in UNITS:
-            raise ValueError(f"{self.name}: value is {value!r}; allowed are {', '.join(UNITS)}.")
+        check_value(self.name, value)
         self.value, self.unit, self.range = value, *UNITS[value]
-        super().__init__(model, short=YES_NO, long=EXPLAIN, device=device, options={"value": value}, **asking)
+        super().__init__(model, device=device, options={"value": value}, **options)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score per (image, prompt); metadata is not looked at."""
+        """Score B images for their prompts; metadata is ignored."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         rows, queries = requests(request, self.template, reasons, self._fields)
@@ -188,20 +176,27 @@ class RewardDance(_YesNoJudge):
             "prob_vocabulary": prob * odds.mass,
         }
         parts = {key: scatter(column, rows, len(request)) for key, column in columns.items()}
-        text = self._texts(rows, len(request), queries, odds)
+        text = self._write_reasons(rows, len(request), queries, odds)
         return make_scores(parts[self.value], reasons, self.unit, parts=parts, text=text)
 
 
 class RewardDancePairs(_YesNoJudge):
-    """Whether one of two images is better: the question with a reference, in both orders.
+    """Probability that the left of two images is better: the question with a reference, in both orders.
 
     With ℓ(a, b) the log-odds of yes to "is b better than the reference a", the left image's log-odds are
-    ½ (ℓ(right, left) − ℓ(left, right)): a liking for one place cancels. Parts: "left_second", ℓ(right, left),
-    "left_first", −ℓ(left, right), "second_bias", half of their difference, and "mass", the smaller one of
-    both orders.
+    ½ (ℓ(right, left) − ℓ(left, right)), so a bias for one position cancels. Parts: "left_second",
+    ℓ(right, left), "left_first", −ℓ(left, right), "second_bias", half of their difference, and "mass", the
+    smaller one of both orders.
+
+    Args:
+        both_orders: ask in both orders; otherwise once, with the right image as the reference, as the paper.
+        **options: as for `RewardDance` (templates "pair" and "pair_explain", with two images, the first for
+            the reference); `min_mass` counts in each order, and reasons are written for the order with the
+            left image second.
     """
 
     name = "reward_dance_pairs"
+    short_question, long_question = PAIR, PAIR_EXPLAIN
 
     def __init__(
         self,
@@ -209,28 +204,16 @@ class RewardDancePairs(_YesNoJudge):
         *,
         both_orders: bool = True,
         device: str | torch.device = "cpu",
-        **asking: Any,
+        **options: Any,
     ) -> None:
-        """Load the model and choose the question (template "pair", or "pair_explain", of two image slots, the
-        first for the reference).
-
-        Args:
-            model: as for `RewardDance`.
-            both_orders: ask in both orders; otherwise once, with the right image as the reference, as the
-                paper does.
-            device: where the model runs.
-            **asking: as for `RewardDance`; `min_mass` counts in each order, and reasons are written for the
-                order with the left one second.
-        """
         self.both_orders = both_orders
         self.capabilities = RewardCapabilities(both_orders=both_orders)
-        options = {"both_orders": both_orders}
-        super().__init__(model, short=PAIR, long=PAIR_EXPLAIN, device=device, options=options, **asking)
+        super().__init__(model, device=device, options={"both_orders": both_orders}, **options)
 
     def compare(
         self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
     ) -> Preferences:
-        """Compare B pairs of images; metadata is not looked at."""
+        """Compare B pairs of images; metadata is ignored."""
         return self._compare(*read_pairs(self.name, left, right, prompts, metadata))
 
     def compare_pairs(
@@ -240,37 +223,41 @@ class RewardDancePairs(_YesNoJudge):
         return self._compare(read_request(self.name, images, prompts, metadata), pairs.cpu())
 
     def _compare(self, request: Request, pairs: Tensor) -> Preferences:
+        size, orders = len(pairs), 1 + self.both_orders
         reasons: list[str | None] = [self._pair_reason(request, i, j) for i, j in pairs.tolist()]
         rows = [row for row, reason in enumerate(reasons) if reason is None]
-        queries = []
-        for i, j in pairs[rows].tolist():
-            for first, second in ((j, i), (i, j))[: 1 + self.both_orders]:
-                shown = [request.images.images[first], request.images.images[second]]
-                queries.append(Query(images=shown, prompt=request.prompts[i], fields=self._fields))  # type: ignore[arg-type]  # unreadable ones have a reason
-        odds, step = self._read(queries), 1 + self.both_orders
-        for place, row in enumerate(rows):
-            reasons[row] = next(filter(None, odds.reasons[place * step : (place + 1) * step]), None)
-        second = odds.log_odds[::step]
-        other = odds.log_odds[1::step] if self.both_orders else torch.full_like(second, torch.nan)
-        log_odds, bias = both_orders(second, other)
+        readable = dict(request.images.readable())
+        queries = [
+            Query(images=[readable[first], readable[second]], prompt=request.prompts[i], fields=self._fields)
+            for i, j in pairs[rows].tolist()
+            for first, second in ((j, i), (i, j))[:orders]
+        ]
+        odds = self._read(queries)
+        for index, row in enumerate(rows):
+            reasons[row] = next(filter(None, odds.reasons[index * orders : (index + 1) * orders]), None)
+        left_second = odds.log_odds[::orders]
+        right_second = (
+            odds.log_odds[1::orders] if self.both_orders else torch.full_like(left_second, torch.nan)
+        )
+        log_odds, bias = both_orders(left_second, right_second)
         columns = {
-            "left_second": second,
-            "left_first": -other,
+            "left_second": left_second,
+            "left_first": -right_second,
             "second_bias": bias,
-            "mass": odds.mass.view(-1, step).amin(1) if rows else odds.mass,
+            "mass": odds.mass.view(-1, orders).amin(1) if rows else odds.mass,
+            "value": log_odds if self.both_orders else left_second,
         }
         valid = torch.tensor([reason is None for reason in reasons], dtype=torch.bool)
-        chosen = log_odds if self.both_orders else second
-        full = torch.where(valid, scatter(chosen, rows, len(pairs)), torch.nan)
-        parts = {k: torch.where(valid, scatter(v, rows, len(pairs)), torch.nan) for k, v in columns.items()}
-        told = Odds(second, odds.mass[::step], odds.decision[::step], odds.reasons[::step])
-        text = self._texts(rows, len(pairs), queries[::step], told)
+        parts = {k: torch.where(valid, scatter(v, rows, size), torch.nan) for k, v in columns.items()}
+        value = parts.pop("value")
+        first_order = Odds(left_second, odds.mass[::orders], odds.decision[::orders], odds.reasons[::orders])
+        text = self._write_reasons(rows, size, queries[::orders], first_order)
         return Preferences(
-            prob=full.sigmoid(), valid=valid, log_odds=full, parts=parts, text=text, reason=reasons
+            prob=value.sigmoid(), valid=valid, log_odds=value, parts=parts, text=text, reason=reasons
         )
 
     def _pair_reason(self, request: Request, left: int, right: int) -> str | None:
-        """Why a pair cannot be asked about; the prompt counts where the template asks for it."""
+        """Return why a pair cannot be asked about; prompts count only where the template has one."""
         for side, row in (("left", left), ("right", right)):
             if request.images.reasons[row] is not None:
                 return f"{side}: {request.images.reasons[row]}"
@@ -279,3 +266,9 @@ class RewardDancePairs(_YesNoJudge):
         if request.prompts[left] != request.prompts[right]:
             return "the two images have different prompts"
         return prompt_problem(request.prompts[left])
+
+
+def check_value(name: str, value: str) -> None:
+    """Raise ValueError for an unknown `value` option."""
+    if value not in UNITS:
+        raise ValueError(f"{name}: value is {value!r}; allowed are {', '.join(UNITS)}.")

@@ -2,15 +2,16 @@
 """VisionReward: many yes/no questions about one image, each with a weight.
 
 Source: Xu et al., "VisionReward", arXiv 2412.21059. Its released code asks with 30 generations per image
-and takes everything that is not the exact string "yes" for no, refusals included. Here all questions of an
-image are one batch that shares the image and the beginning of the prompt, an answer is read as log-odds,
-and a question that the model does not answer is left out and named. The default checklist is one for the
-shapes world; VisionReward's own is read from its two files by `Checklist.from_visionreward`.
+and counts every answer but the exact string "yes" as no, refusals included. Here all questions of an image
+are one batch that shares the image and the beginning of the prompt, an answer is read as log-odds, and an
+unanswered question is left out and named. The default checklist is for the shapes world;
+`Checklist.from_visionreward` reads VisionReward's own from its two files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,9 +38,23 @@ class VisionReward:
     """Weighted sum of the answers to a checklist, in the unit of its weights (log-odds, as they are fitted).
 
     An answer counts x = 2p − 1 with p the probability of yes ("soft"), or ±1 ("hard", as published). A
-    question that the model answers with neither yes nor no counts 0 and is named in `text`; where it decides
-    about others they count 0 too. The parts hold each question's x (NaN where not answered), "alignment" and
+    question that the model answers with neither yes nor no counts 0 and is named in `text`; if it masks
+    others, they count 0 too. The parts hold each question's x (NaN if unanswered), "alignment" and
     "unanswered".
+
+    Args:
+        model: folder, hub id or packaged name; or a loaded `rewards.vlm.VisionLanguageEngine`.
+        checklist: the questions, as object or JSON file; if None, "checklist" in the folder's judge.json,
+            else the one for the shapes world.
+        answers: "soft" or "hard".
+        alignment: text-image score that is added where the rule has one; when None, the same model's P(yes)
+            to its yes/no question (VQAScore's form, as published).
+        template: replaces the folder's "checklist", or ours; has {question}.
+        yes: spellings of yes instead of the template's, each one token of the model.
+        no: spellings of no.
+        min_mass: smallest probability of yes and no together that counts as an answer.
+        max_unanswered: share of unanswered questions above which an image is not scored.
+        **loading: of `engine_of`, as are device and precision.
     """
 
     name = "vision_reward"
@@ -62,28 +77,6 @@ class VisionReward:
         precision: str = "auto",
         **loading: Any,
     ) -> None:
-        """Load the model and the checklist.
-
-        Args:
-            model: folder, hub id or packaged name; or a loaded `rewards.vlm.VisionLanguageEngine`.
-            checklist: the questions, as object or JSON file; "checklist" in the folder's judge.json, else
-                the one for the shapes world, when None.
-            answers: "soft" or "hard".
-            alignment: the text-image score that stands beside the answers where the rule has one; the same
-                model's P(yes) to its yes/no question (VQAScore's form, as published) when None.
-            template: instead of the folder's "checklist", or ours; has {question}.
-            yes: spellings of yes instead of the template's, each one token of the model.
-            no: spellings of no.
-            min_mass: smallest probability of yes and no together that counts as an answer.
-            max_unanswered: the share of unanswered questions above which an image is not scored.
-            device: where the model runs.
-            precision: of its weights, as in `engine_of`.
-            **loading: of `engine_of`: attention, device_map, quantization, max_tokens_per_batch, ...
-
-        Raises:
-            ValueError: options that are not allowed, or a template without {question}.
-            RewardError: the model or its answer tokens cannot be used.
-        """
         if answers not in ("soft", "hard"):
             raise ValueError(f"{self.name}: answers is {answers!r}; allowed are 'soft' and 'hard'.")
         if not 0 <= max_unanswered <= 1:
@@ -99,22 +92,17 @@ class VisionReward:
             )
         words: dict[str, Any] = {"yes": yes, "no": no, "min_mass": min_mass}
         self._read = YesNoReader(self.engine, self.template, **words)
-        self.answers, self.max_unanswered = answers, max_unanswered
-        rule = self.checklist.rule
-        self.alignment = with_capabilities(alignment) if rule.has_alignment and alignment else None
-        if rule.has_alignment and self.alignment is None:
-            self.alignment = RewardDance(self.engine, value="prob", **words)
-        self.range = _range(rule, self.alignment)
-        self.min_mass = min_mass
+        self.answers, self.max_unanswered, self.min_mass = answers, max_unanswered, min_mass
+        self.alignment: Any = None
+        if self.checklist.rule.has_alignment:
+            alignment = alignment or RewardDance(self.engine, value="prob", **words)
+            self.alignment = with_capabilities(alignment)
+        self.range = _range(self.checklist.rule, self.alignment)
 
     @property
     def identity(self) -> Identity:
-        """What the scores depend on."""
-        return Identity(judge=self.name, **self.engine.identity_fields(self.template, **self._options()))
-
-    def _options(self) -> dict[str, Any]:
-        """What moves the score beside model and template."""
-        return {
+        """Identity of the scores."""
+        options = {
             "questions": self.checklist.questions,
             "rule": repr(self.checklist.rule),
             "answers": self.answers,
@@ -122,100 +110,91 @@ class VisionReward:
             "min_mass": self.min_mass,
             **self._read.spellings,
         }
+        return Identity(judge=self.name, **self.engine.identity_fields(self.template, **options))
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score per (image, prompt); metadata is passed on to the alignment score."""
+        """Score B images for their prompts; metadata is passed on to the alignment score."""
         request = read_request(self.name, images, prompts, metadata)
-        reasons = list(request.images.reasons)
+        reasons, size = list(request.images.reasons), len(request)
         rows, yes, unanswered = self._ask(request, reasons)
-        aligned = self._align(request, rows, reasons)
-        value = torch.full((len(request),), torch.nan)
-        columns = {asked: value.clone() for asked in self.checklist.questions}
-        columns |= {"unanswered": value.clone()}
-        text = [""] * len(request)
-        if rows:
-            counted = self.checklist.rule.counted(yes)
-            score = self.checklist.rule.score(counted, None if aligned is None else aligned[rows].double())
-            value = scatter(score.float(), rows, len(request))
-            for number, asked in enumerate(self.checklist.questions):
-                columns[asked] = scatter((2 * yes[:, number] - 1).float(), rows, len(request))
-            columns["unanswered"] = scatter(yes.isnan().sum(1).float(), rows, len(request))
+        alignment = self._align(request, rows, reasons)
+        row_alignment = None if alignment is None else alignment[rows].double()
+        rule = self.checklist.rule
+        value = scatter(rule.score(rule.fill_unanswered(yes), row_alignment).float(), rows, size)
+        columns = {
+            wording: scatter((2 * yes[:, number] - 1).float(), rows, size)
+            for number, wording in enumerate(self.checklist.questions)
+        }
+        columns["unanswered"] = scatter(yes.isnan().sum(1).float(), rows, size)
+        if alignment is not None:
+            columns["alignment"] = alignment
+        text = [""] * size
         for row, missing in zip(rows, unanswered, strict=True):
             text[row] = "left out: " + "; ".join(missing) if missing else ""
-        if aligned is not None:
-            columns["alignment"] = aligned
         return make_scores(value, reasons, self.unit, parts=columns, text=text if any(text) else None)
 
     def _ask(self, request: Request, reasons: list[str | None]) -> tuple[list[int], Tensor, list[list[str]]]:
         """(rows, probability of yes [rows, N] float64, NaN where unanswered, the unanswered with reasons)."""
-        from visalign.rewards.vlm.engine import Query
-
         questions = self.checklist.questions
-        asks_prompt = any("{prompt}" in asked for asked in questions)
-        for row, prompt in enumerate(request.prompts):
-            if asks_prompt:
+        count = len(questions)
+        if any("{prompt}" in wording for wording in questions):
+            for row, prompt in enumerate(request.prompts):
                 reasons[row] = reasons[row] or prompt_problem(prompt)
-        rows, plain = requests(request, self.template, reasons)
-        queries = [
-            Query(
-                images=query.images,
-                prompt=query.prompt,
-                fields={"question": asked.replace("{prompt}", query.prompt)},
-            )
-            for query in plain
-            for asked in questions
-        ]
-        odds = self._read(queries)
-        log_odds = odds.log_odds.double().view(len(rows), len(questions))
+        rows, queries = requests(request, self.template, reasons)
+        odds = self._read(
+            [
+                replace(query, fields={"question": wording.replace("{prompt}", query.prompt)})
+                for query in queries
+                for wording in questions
+            ]
+        )
+        log_odds = odds.log_odds.double().view(len(rows), count)
         yes = log_odds.sigmoid()
         if self.answers == "hard":
             yes = torch.where(yes.isnan(), yes, (log_odds.sign() + 1) / 2)
         unanswered: list[list[str]] = []
-        for place, row in enumerate(rows):
-            said = odds.reasons[place * len(questions) : (place + 1) * len(questions)]
-            missing = [f"{q!r}: {why}" for q, why in zip(questions, said, strict=True) if why is not None]
+        for index, row in enumerate(rows):
+            answer_reasons = odds.reasons[index * count : (index + 1) * count]
+            missing = [f"{w!r}: {why}" for w, why in zip(questions, answer_reasons, strict=True) if why]
             unanswered.append(missing)
-            if len(missing) > self.max_unanswered * len(questions):
-                reasons[row] = f"{len(missing)} of {len(questions)} questions have no answer; {missing[0]}"
+            if len(missing) > self.max_unanswered * count:
+                reasons[row] = f"{len(missing)} of {count} questions have no answer; {missing[0]}"
         return rows, yes, unanswered
 
     def _align(self, request: Request, rows: list[int], reasons: list[str | None]) -> Tensor | None:
-        """Alignment [B] of the rows, NaN elsewhere; a row that it cannot score gets its reason."""
+        """Return the alignment [B], NaN outside `rows`; a row that has none gets its reason."""
         if self.alignment is None:
             return None
-        aligned = torch.full((len(request),), torch.nan)
-        found = [request.images.images[row] for row in rows]
+        alignment = torch.full((len(request),), torch.nan)
+        images = [image for row, image in request.images.readable() if row in rows]
         if rows:
             with Naming(self.alignment.name):
                 scores = self.alignment.score(
-                    as_contract([image for image in found if image is not None]),
+                    as_contract(images),
                     [request.prompts[row] for row in rows],
                     [request.metadata[row] for row in rows],
                 )
-            aligned[rows] = scores.value
-            for row, why in zip(rows, failure_reasons(scores), strict=True):
-                if why is not None:
-                    reasons[row] = reasons[row] or f"alignment: {why}"
-        return aligned
+            alignment[rows] = scores.value
+            for row, reason in zip(rows, failure_reasons(scores), strict=True):
+                reasons[row] = reasons[row] or (reason and f"alignment: {reason}")
+        return alignment
 
 
-def checklist_of(given: Any, engine: Any) -> Checklist:
-    """The checklist that a judge was given (itself, its object or a JSON file), that of its model's folder,
-    or the one for the shapes world.
-    """
-    if isinstance(given, Checklist):
-        return given
-    if given is None:
+def checklist_of(checklist: Checklist | Mapping[str, Any] | str | Path | None, engine: Any) -> Checklist:
+    """Return the given checklist (object or JSON file), else that of the model's folder or shapes world."""
+    if isinstance(checklist, Checklist):
+        return checklist
+    if checklist is None:
         settings = getattr(engine, "settings", None)
-        folder = settings.rest.get("checklist") if settings is not None else None
-        return SHAPES_CHECKLIST if folder is None else Checklist.from_dict(folder)
-    return Checklist.from_dict(given) if isinstance(given, Mapping) else Checklist.read(given)
+        record = settings.rest.get("checklist") if settings is not None else None
+        return SHAPES_CHECKLIST if record is None else Checklist.from_dict(record)
+    return Checklist.from_dict(checklist) if isinstance(checklist, Mapping) else Checklist.read(checklist)
 
 
 def _range(rule: ChecklistRule, alignment: PointwiseReward | None) -> tuple[float, float]:
     weights = list(rule.weights)
     low = high = rule.intercept
-    if rule.has_alignment and alignment is not None:
+    if alignment is not None:
         weight = weights.pop(0)
         ends = [weight * end for end in alignment.range] if weight else [0.0]  # 0 · ∞ is no number
         low, high = low + min(ends), high + max(ends)

@@ -61,7 +61,7 @@ class ShapesVerifier:
             height, width = image.shape[1:]
             if (height, width) != (SIDE, SIDE):
                 problem = (
-                    f"the shapes verifier reads {SIDE}×{SIDE} readable_images, this one has {width}×{height}"
+                    f"the shapes verifier reads {SIDE}×{SIDE} images, this one has {width}×{height}"
                 )
             if problem is not None:
                 reasons[row] = problem

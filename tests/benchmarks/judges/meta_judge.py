@@ -107,7 +107,7 @@ def asked(metas: dict[str, str], pairs: list[ShapesPair], votes: int) -> dict[st
         if not readable:
             drawn = judge.server.ask(judge.template, queries, read=judge._read, **judge.sampling)
             readable = [[one for one in row if not isinstance(one, AnswerError)] for row in drawn]
-            readable = [row if len(row) >= judge.least else [] for row in readable]
+            readable = [row if len(row) >= judge.min_readable else [] for row in readable]
         found[name] = np.full((len(images), votes), np.nan)
         for place, (row, said) in enumerate(zip(readable, judge._ask_meta(queries, readable), strict=True)):
             found["votes"][place, : len(row)] = [score for score, _ in row]

@@ -12,7 +12,7 @@ import torch
 from tests.support.judges.brightness import Brightness, BrightnessPairs, grey
 from visalign.rewards.pairs.as_pairwise import as_pairwise
 from visalign.rewards.pairs.asking import PairAsker
-from visalign.rewards.pairs.ranking import ask_in_rounds, calls_of, rank
+from visalign.rewards.pairs.ranking import ask_in_rounds, count_calls, rank
 
 VALUES = [0.05 * k for k in (3, 17, 9, 1, 12, 6, 15, 10, 4, 19, 8, 14)]
 BEST_FIRST = sorted(range(12), key=lambda k: -VALUES[k])
@@ -31,7 +31,7 @@ def test_a_pointwise_judge_ranks_by_its_mean_with_its_interval() -> None:
 def test_a_graded_judge_on_a_budget(method: Any) -> None:
     judge = BrightnessPairs(scale=8, bias=0.6)
     found = rank(grey(VALUES), "p", judge, method=method)
-    assert found.calls == len(judge.asked) == 19 == calls_of(12, 0.3) and len(set(judge.asked)) == 19
+    assert found.calls == len(judge.asked) == 19 == count_calls(12, 0.3) and len(set(judge.asked)) == 19
     assert found.order == BEST_FIRST and found.unit == "log-odds"
     assert found.bias == pytest.approx(0.6, abs=0.05) and found.bias_std is not None
     true = 8 * (torch.tensor(VALUES) - sum(VALUES) / 12)
@@ -86,8 +86,8 @@ def test_several_groups_go_through_the_same_rounds() -> None:
 
 
 def test_calls_of_a_budget() -> None:
-    assert calls_of(24, 0.3) == 82 and calls_of(24, 1.0) == 276 and calls_of(24, 2.0) == 552
-    assert calls_of(2, 0.1) == 1 and calls_of(1, 1.0) == 0
+    assert count_calls(24, 0.3) == 82 and count_calls(24, 1.0) == 276 and count_calls(24, 2.0) == 552
+    assert count_calls(2, 0.1) == 1 and count_calls(1, 1.0) == 0
 
 
 def test_bad_arguments_are_refused() -> None:

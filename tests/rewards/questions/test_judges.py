@@ -77,7 +77,7 @@ def test_verifier_says_what_is_missing_in_a_blank_image():
 
 def test_verifier_other_size_is_invalid():
     scores = ShapesVerifier().score([torch.rand(3, 64, 48)], ["a red circle"])
-    assert scores.reason == ["the shapes verifier reads 64×64 pictures, this one has 48×64"]
+    assert scores.reason == ["the shapes verifier reads 64×64 images, this one has 48×64"]
 
 
 @pytest.mark.parametrize(

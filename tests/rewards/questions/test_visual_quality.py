@@ -191,9 +191,9 @@ def test_options_that_cannot_be_are_refused():
         ({"min_mass": -0.1}, "min_mass is -0.1"),
         ({"variance_floor": 0.0}, "variance_floor is 0.0"),
         ({"template": ask_text("x")}, r"has the scores \[\]"),
-        ({"template": ask_text("x", words={"scores": ("good", "bad")})}, "'good' .* is no number"),
-        ({"template": ask_text("x", words={"scores": ("1", "7")})}, "'7' .* is no number from 1 to 5"),
-        ({"template": ask_text("x", words={"scores": ("1",), "digits": ("1",)})}, "needed are '0' to '9'"),
+        ({"template": ask_text("x", words={"scores": ("good", "bad")})}, r"\['good', 'bad'\]; needed are different"),
+        ({"template": ask_text("x", words={"scores": ("1", "7")})}, "needed are different numbers from 1 to 5"),
+        ({"template": ask_text("x", words={"scores": ("1",), "digits": ("1",)})}, "must be '0' to '9'"),
     ]
     for options, message in refused:
         with pytest.raises(ValueError, match=message):
@@ -212,7 +212,7 @@ def test_identity_tells_mode_seed_and_wording():
         VisualQuality(engine, mode="sampled", thinking=True),
     ]
     assert len({judge.identity.digest for judge in made}) == 5
-    assert made[4].template is RATING_THINKING and made[4].max_new_tokens == 2048
+    assert made[4].template is RATING_THINKING and made[4].identity.options["max_new_tokens"] == 2048
 
 
 @pytest.mark.parametrize("template", [WHOLE, FINE])
