@@ -13,13 +13,16 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from visalign.core import laplace_loss
 from visalign.data.shapes.preferences import ShapesPreferences, degraded
 from visalign.data.shapes.prompts import Record
 from visalign.data.shapes.render import render
@@ -30,9 +33,8 @@ from visalign.data.shapes.wrong_regions import wrong_pixels
 from visalign.evaluation.statistics.correlations import srcc
 from visalign.evaluation.statistics.heatmaps import THRESHOLD, heatmap_quality, laplace_coverage
 from visalign.evaluation.statistics.selective import auroc
-from visalign.rewards.heie.heads import HeieHeads, HeieSettings, draw_maps
+from visalign.rewards.heie.heads import HeieHeads, HeieSettings, View, compute_views, draw_maps
 from visalign.rewards.heie.judge import HEADS, Heie
-from visalign.rewards.heie.training import HeieData, heie_data, heie_loss, pooled
 from visalign.rewards.questions.reward_dance import EXPLAIN
 from visalign.rewards.vlm.engine import Query, VisionLanguageEngine
 from visalign.rewards.vlm.template import JudgeSettings
@@ -104,21 +106,63 @@ def shapes_faults(count: int, *, split: str, seed: int, surroundings: float = 0.
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeieData:
+    """N images as the heads read them, with their truth."""
+
+    views: Sequence[View]
+    """Views of one grid."""
+    heat: Tensor
+    """[N, h, w] in [0, 1], 1 where the image is wrong."""
+    score: Tensor
+    """[N] in [0, 1], 1 plausible."""
+
+
 def faults_data(engine: VisionLanguageEngine, faults: ShapesFaults, *, tiles: int) -> HeieData:
-    """Compute what the heads read of the images, with their truth."""
+    """Compute the views of the images, with their truth; images that the model cannot take are left out."""
     template = engine.template("explain", EXPLAIN)
-    parts = []
+    views: list[View | None] = []
     for start in range(0, len(faults.prompts), CHUNK):
         rows = slice(start, start + CHUNK)
         pairs = zip(faults.images[rows], faults.prompts[rows], strict=True)
         queries = [Query(images=[i], prompt=prompt, fields={"instruction": ""}) for i, prompt in pairs]
-        parts.append(heie_data(engine, template, queries, faults.heat[rows], faults.score[rows], tiles=tiles))
+        views += compute_views(engine, template, queries, tiles)[0]
         engine.clear_features()
-    return HeieData(
-        seen=[view for part in parts for view in part.seen],
-        heat=torch.cat([part.heat for part in parts]),
-        score=torch.cat([part.score for part in parts]),
-    )
+    rows = [row for row, view in enumerate(views) if view is not None]
+    valid = [view for view in views if view is not None]
+    return HeieData(views=valid, heat=faults.heat[rows], score=faults.score[rows])
+
+
+def heie_loss(
+    heads: HeieHeads, views: Sequence[View], heat: Tensor, score: Tensor, *, wrong_weight: float = 4.0
+) -> Tensor:
+    """Sum the Laplace likelihoods of both maps, the absolute error of their fusion, and the score's entropy.
+
+    Wrong cells are rare: a cell with heat 1 counts 1 + `wrong_weight` times as much as one with heat 0 (HEIE
+    uses a focal weight for that).
+
+    Args:
+        heads: the heads.
+        views: B views.
+        heat: [B, h, w] truth in [0, 1].
+        score: [B] truth in [0, 1].
+        wrong_weight: additional weight of a wrong cell.
+    """
+    maps = draw_maps(heads, views)
+    loss = F.binary_cross_entropy_with_logits(maps.score, score)
+    for logits, log_std in filter(None, (maps.whole, maps.tiles)):
+        target = pooled(heat, logits)
+        nll = laplace_loss(logits.sigmoid(), target, log_std.exp())
+        nll = nll + F.binary_cross_entropy_with_logits(logits, target, reduction="none")
+        loss = loss + ((1 + wrong_weight * target) * nll).mean() / 2
+    target = pooled(heat, maps.heat)
+    return loss + ((1 + wrong_weight * target) * (maps.heat - target).abs()).mean()
+
+
+def pooled(truth: Tensor, like: Tensor) -> Tensor:
+    """Average the truth [B, h, w] over the cells of a map [B, h', w']."""
+    height, width = int(like.shape[1]), int(like.shape[2])
+    return F.adaptive_avg_pool2d(truth[:, None], (height, width))[:, 0]
 
 
 @torch.no_grad()
@@ -132,7 +176,7 @@ def heie_measures(judge: Heie, faults: ShapesFaults) -> dict[str, float]:
         that are not distorted.
     """
     data = faults_data(judge.engine, faults, tiles=judge.tiles)
-    maps = draw_maps(judge.heads, data.seen)
+    maps = draw_maps(judge.heads, data.views)
     truth = pooled(data.heat, maps.heat)
     measures = dict(vars(heatmap_quality(maps.heat, truth)))
     wrong = truth >= THRESHOLD
@@ -157,8 +201,8 @@ def train_heads(
     draw, losses = torch.Generator().manual_seed(seed), []
     heads.train()
     for _ in range(steps):
-        index = torch.randint(len(data.seen), (batch,), generator=draw)
-        loss = heie_loss(heads, [data.seen[i] for i in index.tolist()], data.heat[index], data.score[index])
+        index = torch.randint(len(data.views), (batch,), generator=draw)
+        loss = heie_loss(heads, [data.views[i] for i in index.tolist()], data.heat[index], data.score[index])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(heads.parameters(), 1.0)
@@ -176,7 +220,7 @@ def build_heie(base: str | Path, folder: Path, plan: Plan | None = None) -> dict
     engine = VisionLanguageEngine.from_pretrained(base, window=0)
     faults = shapes_faults(plan.heie_images, split="train", seed=seed, surroundings=SURROUNDINGS)
     data = faults_data(engine, faults, tiles=TILES)
-    view = data.seen[0]
+    view = data.views[0]
     settings = HeieSettings(
         hidden=view.hidden.shape[1],
         features=view.features.shape[2],

@@ -1,5 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HEIE: a judge that draws where an image is wrong.
-
-`assets/build/heie.py` trains its heads.
-"""
+"""HEIE: plausibility of an image with a heatmap of what is wrong; `assets/build/heie.py` trains its heads."""

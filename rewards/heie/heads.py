@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HEIE's heads: a mapper from a hidden state and an image's features to a heatmap, and a scorer beside it;
-what they read of a frozen model, of an image whole and in tiles; and the maps of both fused.
+"""HEIE's heads on a frozen vision-language model: heatmaps of the image and of its tiles, fused, and a score.
 
 Source: Yang et al., "HEIE", CVPR 2025, arXiv 2411.17261: two cross-attentions, of the map token to the
 features and back, give the map; the score comes from a token's hidden state together with the map. The
-released repository has data alone, so sizes and layers are ours.
+released repository holds only data, so sizes and layers are ours.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from torch.nn.functional import interpolate, pixel_shuffle
 from visalign.atomic import umask_permissions
 from visalign.core import fuse_heatmaps, soft_clamp
 from visalign.rewards.base.contract import RewardError
+from visalign.rewards.vlm.requests import Query
 from visalign.rewards.vlm.template import Template
 from visalign.rewards.weights.resize import resize_smoothly
 from visalign.vision.pixels import to_levels
@@ -41,10 +41,10 @@ class HeieSettings:
     features: int
     """Width of an image's features."""
     width: int = 96
-    """Of the heads; divisible by 4 and by `attention_heads`."""
+    """Width of the heads; divisible by 4 and by `attention_heads`."""
     attention_heads: int = 4
     queries: int = 4
-    """Vectors that are made of a hidden state."""
+    """Number of query vectors made from a hidden state."""
     cells: int = 8
     """Cells of the map on each side of a feature."""
     tiles: int = 2
@@ -81,24 +81,23 @@ class MapHead(nn.Module):
 
         Args:
             hidden: [B, hidden] of the map's token.
-            context: [B, hidden] of the whole image's, which a tile needs: what it lacks may be beside it.
+            context: [B, hidden] of the whole image's; the object that a tile lacks may be in another tile.
             features: [B, rows · columns, features].
             grid: (rows, columns).
         """
-        batch = hidden.shape[0]
-        place = _places(*grid, self.norm_token.normalized_shape[0]).to(features)
-        both = torch.cat([self.token(hidden), self.context(context)], 1)
-        tokens = self.norm_token(both.view(batch, 2 * self.queries, -1))
-        seen = self.norm_picture(self.picture(features) + place)
-        tokens = tokens + self.to_picture(tokens, seen, seen, need_weights=False)[0]
-        told = self.to_token(seen, tokens, tokens, need_weights=False)[0]
-        mixed = self.norm_out(seen + told + self.mix(torch.cat([seen, told * seen], -1)))
+        positions = _position_embedding(*grid, self.norm_token.normalized_shape[0]).to(features)
+        tokens = torch.cat([self.token(hidden), self.context(context)], 1)
+        tokens = self.norm_token(tokens.view(len(hidden), 2 * self.queries, -1))
+        image = self.norm_picture(self.picture(features) + positions)
+        tokens = tokens + self.to_picture(tokens, image, image, need_weights=False)[0]
+        attended = self.to_token(image, tokens, tokens, need_weights=False)[0]
+        mixed = self.norm_out(image + attended + self.mix(torch.cat([image, attended * image], -1)))
         maps = pixel_shuffle(self.out(mixed).mT.unflatten(2, grid), self.cells)
         return maps[:, 0], soft_clamp(maps[:, 1] - 1.5, *LOG_STD)
 
 
 class ScoreHead(nn.Module):
-    """A logit from a hidden state and a heatmap of any size."""
+    """Logit from a hidden state and a heatmap of any size."""
 
     def __init__(self, settings: HeieSettings) -> None:
         super().__init__()
@@ -115,13 +114,13 @@ class ScoreHead(nn.Module):
 
     def forward(self, hidden: Tensor, heat: Tensor) -> Tensor:
         """Logits [B] of plausibility, of hidden states [B, hidden] and heat [B, h, w] in [0, 1]."""
-        found = self.heat(heat[:, None])
-        pooled = torch.cat([found.mean((2, 3)), found.amax((2, 3))], 1)
+        features = self.heat(heat[:, None])
+        pooled = torch.cat([features.mean((2, 3)), features.amax((2, 3))], 1)
         return self.out(self.token(hidden) + self.pooled(pooled))[:, 0]
 
 
 class HeieHeads(nn.Module):
-    """Both heads, with a saved form."""
+    """Both heads, with a file format."""
 
     def __init__(self, settings: HeieSettings) -> None:
         super().__init__()
@@ -142,11 +141,11 @@ class HeieHeads(nn.Module):
 
     @classmethod
     def load(cls, file: str | Path) -> HeieHeads:
-        """Read what `save` wrote, as float32.
+        """Read a file of `save` as float32.
 
         Raises:
             FileNotFoundError: there is none.
-            RewardError: it holds other things, or keys are missing, left over or of other sizes.
+            RewardError: another kind of file, or keys that are missing, left over or of other sizes.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -159,24 +158,22 @@ class HeieHeads(nn.Module):
             with safe_open(str(file), "pt") as opened:
                 metadata = opened.metadata() or {}
                 state = {key: opened.get_tensor(key) for key in opened.keys()}  # no mapping
+            if metadata.get("format") != FORMAT:
+                raise RewardError(f"{file} has the format {metadata.get('format')!r}; needed is {FORMAT!r}.")
+            heads = cls(HeieSettings(**json.loads(metadata["settings"])))
+            heads.load_state_dict(state)
         except SafetensorError as error:
             raise RewardError(f"{file} is no safetensors file: {error}.") from error
-        if metadata.get("format") != FORMAT:
-            raise RewardError(f"{file} has the format {metadata.get('format')!r}; needed is {FORMAT!r}.")
-        try:
-            heads = cls(HeieSettings(**json.loads(metadata["settings"])))
         except (KeyError, TypeError, ValueError) as error:
             raise RewardError(f"{file} does not say the sizes of HEIE heads: {error}") from error
-        try:
-            heads.load_state_dict(state)
         except RuntimeError as error:
-            raise RewardError(
-                f"{file} does not hold all keys of HEIE heads and no others: {error}"
-            ) from error
+            if isinstance(error, RewardError):
+                raise
+            raise RewardError(f"{file} does not hold exactly the keys of HEIE heads: {error}") from error
         return heads.eval()
 
 
-def _places(rows: int, columns: int, width: int) -> Tensor:
+def _position_embedding(rows: int, columns: int, width: int) -> Tensor:
     """[rows · columns, width]: sines and cosines of row and column, as shares of the image."""
     step = torch.exp(torch.arange(width // 4) * (-math.log(50.0) / max(width // 4 - 1, 1))) * math.pi * 25
     down, across = (((torch.arange(n) + 0.5) / n)[:, None] * step for n in (rows, columns))
@@ -187,7 +184,7 @@ def _places(rows: int, columns: int, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class View:
-    """An image as the heads see it: whole first, then its tiles row by row."""
+    """Inputs of the heads for one image: the whole first, then its tiles row by row."""
 
     hidden: Tensor
     """[1 + n², hidden] float32."""
@@ -214,92 +211,87 @@ class Maps:
 
 
 @torch.no_grad()
-def views(
-    engine: Any, template: Template, queries: Sequence[Any], tiles: int
+def compute_views(
+    engine: Any, template: Template, queries: Sequence[Query], tiles: int
 ) -> tuple[list[View | None], list[str | None]]:
-    """(views or None, reasons or None) of B requests of one image each: hidden states and features of the
-    image and its n × n tiles (n = 1: of the whole alone), each tile enlarged to the size of the image
-    and asked about with the same prompt. The template's last position is the map's token; a model whose
-    features have no grid is refused.
+    """Compute hidden states and features of B images and their n × n tiles (n = 1: only of the whole).
+
+    Each tile is enlarged to the image's size and asked about with the same prompt; the template's last
+    position is the map's token.
+
+    Returns:
+        (views or None, reasons or None) of B requests of one image each.
     """
     if not queries:
         return [], []
-    if not engine.network.images.merge:
+    images = engine.network.images
+    if not images.merge:
         raise RewardError(
             "heie needs features on a grid, as the Qwen-VL families have them; this model cuts tiles."
         )
     parts = [[query.images[0], *cut_tiles(query.images[0], tiles)] for query in queries]
-    every = [replace(ask, images=[part]) for ask, cut in zip(queries, parts, strict=True) for part in cut]
-    count = len(parts[0])
-    said = engine.hidden(template, every)
-    found: list[View | None] = []
+    part_queries = [
+        replace(query, images=[part]) for query, cut in zip(queries, parts, strict=True) for part in cut
+    ]
+    hidden = engine.hidden(template, part_queries)
+    result: list[View | None] = []
     reasons: list[str | None] = []
     for number, cut in enumerate(parts):
-        here = slice(number * count, (number + 1) * count)
-        reason = next(filter(None, said.reasons[here]), None)
-        reasons.append(reason)
-        if reason is not None:
-            found.append(None)
+        rows = slice(number * len(cut), (number + 1) * len(cut))
+        reasons.append(next(filter(None, hidden.reasons[rows]), None))
+        if reasons[-1] is not None:
+            result.append(None)
             continue
-        shown = [engine.network.images.measure(to_levels(part)) for part in cut]
-        features = engine.network.features(shown)
-        merge = engine.network.images.merge
-        grid = shown[0].grid[1] // merge, shown[0].grid[2] // merge
-        stacked = torch.stack([features[one].embeds.float().cpu() for one in shown])
-        found.append(View(said.states[here].float().cpu(), stacked, grid))
-    return found, reasons
+        measured = [images.measure(to_levels(part)) for part in cut]
+        features = engine.network.features(measured)
+        grid = measured[0].grid[1] // images.merge, measured[0].grid[2] // images.merge
+        stacked = torch.stack([features[image].embeds.float().cpu() for image in measured])
+        result.append(View(hidden.states[rows].float().cpu(), stacked, grid))
+    return result, reasons
 
 
 def cut_tiles(image: Tensor, tiles: int) -> list[Tensor]:
-    """n × n tiles of an image [3, H, W] in [0, 1], each enlarged to its size; none for n = 1."""
+    """Cut an image [3, H, W] in [0, 1] into n × n tiles, each enlarged to its size; none for n = 1."""
     if tiles == 1:
         return []
     height, width = image.shape[1:]
-    rows, columns = ([round(k * size / tiles) for k in range(tiles + 1)] for size in (height, width))
     if min(height, width) < tiles:
         return [image] * tiles**2  # smaller than the grid: nothing to enlarge
-    cut = [
-        image[:, rows[i] : rows[i + 1], columns[j] : columns[j + 1]]
-        for i in range(tiles)
-        for j in range(tiles)
-    ]
+    y, x = ([round(k * size / tiles) for k in range(tiles + 1)] for size in (height, width))
+    cut = [image[:, y[i] : y[i + 1], x[j] : x[j + 1]] for i in range(tiles) for j in range(tiles)]
     return [resize_smoothly(part[None].float(), (height, width))[0].clamp(0, 1) for part in cut]
 
 
-def draw_maps(heads: HeieHeads, seen: Sequence[View]) -> Maps:
-    """Maps and scores of images of one grid; differentiable in the heads.
-
-    The views have the same grid and number of tiles.
-    """
-    hidden = torch.stack([view.hidden for view in seen])
-    features = torch.stack([view.features for view in seen])
+def draw_maps(heads: HeieHeads, views: Sequence[View]) -> Maps:
+    """Compute maps and scores of images with one grid and number of tiles; differentiable in the heads."""
+    hidden = torch.stack([view.hidden for view in views])
+    features = torch.stack([view.features for view in views])
     batch, parts = hidden.shape[:2]
     context = hidden[:, :1].expand_as(hidden)
-    own, around = hidden.flatten(0, 1), context.flatten(0, 1)
-    logits, log_std = heads.mapper(own, around, features.flatten(0, 1), seen[0].grid)
+    logits, log_std = heads.mapper(
+        hidden.flatten(0, 1), context.flatten(0, 1), features.flatten(0, 1), views[0].grid
+    )
     logits, log_std = (part.view(batch, parts, *part.shape[1:]) for part in (logits, log_std))
     whole = logits[:, 0], log_std[:, 0]
     if parts == 1:
         heat, std = whole[0].sigmoid(), whole[1].exp()
         return Maps(whole, None, heat, std, heads.scorer(hidden[:, 0], heat))
-    side = round((parts - 1) ** 0.5)
+    side = math.isqrt(parts - 1)
     tiled = splice_tiles(logits[:, 1:], side, side), splice_tiles(log_std[:, 1:], side, side)
-    wide = [enlarged(part, (tiled[0].shape[1], tiled[0].shape[2])) for part in whole]
-    std = torch.stack([wide[1].exp(), tiled[1].exp()])
-    heat, weight = fuse_heatmaps(torch.stack([wide[0].sigmoid(), tiled[0].sigmoid()]), std)
+    enlarged = [resize_maps(part, (tiled[0].shape[1], tiled[0].shape[2])) for part in whole]
+    std = torch.stack([enlarged[1].exp(), tiled[1].exp()])
+    heat, weight = fuse_heatmaps(torch.stack([enlarged[0].sigmoid(), tiled[0].sigmoid()]), std)
     # Maps of one image share their errors, so the mean deviation is what an average of them has at most.
     return Maps(whole, tiled, heat, (weight * std).sum(0), heads.scorer(hidden[:, 0], heat))
 
 
 def splice_tiles(tiles: Tensor, rows: int, columns: int) -> Tensor:
     """Put maps of tiles [B, rows · columns, h, w] side by side, row by row: [B, rows · h, columns · w]."""
-    if tiles.ndim != 4 or tiles.shape[1] != rows * columns:
-        raise ValueError(f"tiles must be [B, {rows * columns}, h, w]; got {tuple(tiles.shape)}.")
     batch, _, height, width = tiles.shape
     split = tiles.view(batch, rows, columns, height, width)
     return split.transpose(2, 3).reshape(batch, rows * height, columns * width)
 
 
-def enlarged(maps: Tensor, size: tuple[int, int]) -> Tensor:
-    """Maps [B, h, w] at another size, bilinear."""
+def resize_maps(maps: Tensor, size: tuple[int, int]) -> Tensor:
+    """Resize maps [B, h, w], bilinear."""
     return interpolate(maps[:, None], size=size, mode="bilinear", align_corners=False)[:, 0]

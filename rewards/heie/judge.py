@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HEIE-type judge: how plausible an image is, where it is not, and why.
+"""HEIE-type reward: plausibility of an image, a heatmap of what is wrong, and reasons in words.
 
 Source: Yang et al., "HEIE: MLLM-Based Hierarchical Explainable AIGC Image Implausibility Evaluator", CVPR
 2025, arXiv 2411.17261. Its weights and code are not released, so this is its form on a model of one's own: a
-frozen vision-language model, small heads trained on its hidden states and features (`training`), maps of
-the whole image and of its tiles fused by their Laplace deviations, a score from a hidden state and the map,
-and reasons that the model writes. Differences: one hidden state, read where the answer begins, stands for the
-added [MAP] and [SCORE] tokens, and tiles are asked about one by one, their maps made with the state of the
-whole image beside their own, instead of inside one conversation.
+frozen vision-language model, small heads trained on its hidden states and features, maps of the whole image
+and of its tiles fused by their Laplace deviations, a score from a hidden state and the map, and reasons that
+the model writes. Differences: one hidden state, read where the answer begins, replaces the added [MAP] and
+[SCORE] tokens, and tiles are asked about one by one, their maps computed with the state of the whole image in
+addition to their own, instead of inside one conversation.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visalign.data.assets import resolve_model
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError, make_scores, read_request
 from visalign.rewards.base.identity import Identity, fingerprint
@@ -29,17 +30,16 @@ from visalign.rewards.vlm.requests import check_fields, requests
 from visalign.rewards.vlm.template import Template
 from visalign.rewards.weights.fingerprints import weights_of
 
-from .heads import HeieHeads, draw_maps, enlarged, views
+from .heads import HeieHeads, View, compute_views, draw_maps, resize_maps
 
 HEADS = "heie_heads.safetensors"
-"""Name of the heads in a model's folder."""
-
+"""Name of the heads' file in a model's folder."""
 _BATCH = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeatmapExplanation:
-    """What a judge that explains itself returns: scores of B images, maps of what is wrong, and words."""
+    """Scores of B images, maps of what is wrong, and reasons in words."""
 
     scores: Scores
     heatmap: Tensor
@@ -49,24 +49,29 @@ class HeatmapExplanation:
     text: Sequence[str]
     """Reasons in words; "" where none were written."""
 
-    def __post_init__(self) -> None:
-        size = len(self.scores)
-        shapes = tuple(self.heatmap.shape), tuple(self.heatmap_std.shape)
-        if self.heatmap.ndim != 3 or shapes[0] != shapes[1] or shapes[0][0] != size or len(self.text) != size:
-            raise ValueError(
-                f"An explanation of {size} images has maps [{size}, h, w] and {size} texts; got maps "
-                f"{shapes[0]} and {shapes[1]}, and {len(self.text)} texts."
-            )
-
-    def __len__(self) -> int:
-        return len(self.scores)
-
 
 class Heie:
     """Plausibility in [0, 1] of an image for a prompt; `explain` adds the heatmap and the reasons.
 
-    The maps have `size` × `size` cells whatever the image's shape: a cell is a share of its height and
-    width.
+    The maps have `size` × `size` cells whatever the image's shape: a cell is a share of its height and width.
+
+    Args:
+        model: folder, hub id or packaged name of a Qwen-VL model, or of heads whose `judge.json` names it as
+            "base"; or a loaded `rewards.vlm.VisionLanguageEngine`.
+        heads: trained heads or their file; `heie_heads.safetensors` in the model's folder when None.
+        tiles: n of n × n tiles in addition to the whole image, 1 for none; as in the heads' training if None.
+        size: cells of a returned map on each side.
+        template: question that is answered with reasons, and whose answer's first state is read; replaces the
+            folder's "explain", or ours.
+        write_reasons: let `explain` write them.
+        max_new_tokens: of the reasons.
+        **loading: of `engine_of`, as are device and precision; the heads are always float32.
+
+    Raises:
+        ValueError: options that are not allowed, heads of other sizes than the model's, or a loaded engine
+            that crops images (`window`).
+        FileNotFoundError: there are no heads.
+        RewardError: model or heads cannot be used.
     """
 
     name = "heie"
@@ -88,28 +93,6 @@ class Heie:
         precision: str = "auto",
         **loading: Any,
     ) -> None:
-        """Load the model and its heads.
-
-        Args:
-            model: folder, hub id or packaged name of a Qwen-VL model, or of heads whose `judge.json` names it
-                as "base"; or a loaded `rewards.vlm.VisionLanguageEngine`.
-            heads: trained heads or their file; `heie_heads.safetensors` in the model's folder when None.
-            tiles: n of n × n tiles beside the whole image, 1 for none; as the heads were trained when None.
-            size: cells of a returned map on each side.
-            template: the question at whose answer the state is read, and that is answered with reasons;
-                instead of the folder's "explain", or ours.
-            write_reasons: let `explain` write them.
-            max_new_tokens: of the reasons.
-            device: where the model runs.
-            precision: of its weights, as in `engine_of`; heads are float32 always.
-            **loading: of `engine_of`: attention, device_map, quantization, max_tokens_per_batch, ...
-
-        Raises:
-            ValueError: options that are not allowed, heads of other sizes than the model's, or a loaded
-                engine that reads a part of an image (`window`).
-            FileNotFoundError: there are no heads.
-            RewardError: model or heads cannot be used.
-        """
         if (tiles is not None and tiles < 1) or size < 1:
             raise ValueError(
                 f"{self.name}: tiles is {tiles} and size {size}; allowed are whole numbers from 1."
@@ -117,8 +100,17 @@ class Heie:
         if isinstance(model, str | Path):
             loading = {"window": 0, **loading}  # a map is of the whole image
         self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
-        _check_whole(self.engine, self.name)
-        self.heads = heads if isinstance(heads, HeieHeads) else HeieHeads.load(_find(heads, model))
+        if window := self.engine.network.images.settings().get("window", 0):
+            raise ValueError(
+                f"{self.name}: the model reads {window} pixels of an image with a plain border, and a map is "
+                "of the whole image. Load it by VisionLanguageEngine.from_pretrained(..., window=0)."
+            )
+        if isinstance(heads, HeieHeads):
+            self.heads, weights = heads, weights_of(heads)
+        else:
+            file = _find_heads(heads, model)
+            self.heads = HeieHeads.load(file)
+            weights = fingerprint(file)
         sizes, width = self.heads.settings, self.engine.model.config.get_text_config().hidden_size
         if (sizes.hidden, sizes.features) != (width, width):  # an image's features are its tokens
             raise ValueError(
@@ -128,77 +120,61 @@ class Heie:
         self.template = template or self.engine.template("explain", EXPLAIN)
         self._fields = check_fields(self.template)
         self.tiles, self.size = tiles or sizes.tiles, size
-        self._tokens = max_new_tokens if write_reasons else 0
-        given = "" if isinstance(heads, HeieHeads) else fingerprint(_find(heads, model))
-        options = {"tiles": self.tiles, "heads": given or weights_of(self.heads)}
-        self.identity = Identity(judge=self.name, **self.engine.identity_fields(self.template, **options))
+        self._reason_tokens = max_new_tokens if write_reasons else 0
+        fields = self.engine.identity_fields(self.template, tiles=self.tiles, heads=weights)
+        self.identity = Identity(judge=self.name, **fields)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Plausibility per (image, prompt), with the map's "mean_heat", "max_heat" and "mean_std"."""
+        """Score B images for their prompts; parts are the map's "mean_heat", "max_heat" and "mean_std"."""
         return self._judge(images, prompts, metadata, 0).scores
 
     def explain(
         self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None
     ) -> HeatmapExplanation:
-        """Plausibility, heatmap and reasons per (image, prompt)."""
-        return self._judge(images, prompts, metadata, self._tokens)
+        """Return plausibility, heatmap and reasons of B images for their prompts."""
+        return self._judge(images, prompts, metadata, self._reason_tokens)
 
     @torch.no_grad()
     def _judge(
-        self, images: Any, prompts: Sequence[str], metadata: Metadata | None, tokens: int
+        self, images: Any, prompts: Sequence[str], metadata: Metadata | None, reason_tokens: int
     ) -> HeatmapExplanation:
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         rows, queries = requests(request, self.template, reasons, self._fields)
-        seen, said = views(self.engine, self.template, queries, self.tiles)
-        for row, reason in zip(rows, said, strict=True):
-            reasons[row] = reason
+        views, view_reasons = compute_views(self.engine, self.template, queries, self.tiles)
         size, shape = len(request), (self.size, self.size)
         heat, std = (torch.full((size, *shape), torch.nan) for _ in range(2))
         value = torch.full((size,), torch.nan)
-        by_grid: dict[tuple[int, int], list[int]] = {}
-        for place, view in enumerate(seen):
+        by_grid: dict[tuple[int, int], list[tuple[int, View]]] = {}
+        for row, view, reason in zip(rows, views, view_reasons, strict=True):
+            reasons[row] = reason
             if view is not None:
-                by_grid.setdefault(view.grid, []).append(place)
-        for places in by_grid.values():
-            for start in range(0, len(places), _BATCH):
-                part = places[start : start + _BATCH]
-                found = draw_maps(self.heads, [v for v in (seen[p] for p in part) if v is not None])
-                at = torch.tensor([rows[place] for place in part])
-                heat[at], std[at] = (enlarged(maps, shape) for maps in (found.heat, found.std))
-                value[at] = found.score.sigmoid()
+                by_grid.setdefault(view.grid, []).append((row, view))
+        for group in by_grid.values():
+            for start in range(0, len(group), _BATCH):
+                batch_rows, batch = zip(*group[start : start + _BATCH], strict=True)
+                maps, index = draw_maps(self.heads, batch), torch.tensor(batch_rows)
+                heat[index], std[index] = resize_maps(maps.heat, shape), resize_maps(maps.std, shape)
+                value[index] = maps.score.sigmoid()
         parts = {"mean_heat": heat.mean((1, 2)), "max_heat": heat.amax((1, 2)), "mean_std": std.mean((1, 2))}
         text = [""] * size
-        if tokens and queries:
-            reply = self.engine.generate(
-                self.template, queries, answers=1, temperature=0.0, max_new_tokens=tokens
+        if reason_tokens and queries:
+            answers = self.engine.generate(
+                self.template, queries, answers=1, temperature=0.0, max_new_tokens=reason_tokens
             )
-            for row, answers in zip(rows, reply.texts, strict=True):
-                text[row] = answers[0] if answers else ""
+            for row, texts in zip(rows, answers.texts, strict=True):
+                text[row] = texts[0] if texts else ""
         scores = make_scores(value, reasons, self.unit, parts=parts, text=text if any(text) else None)
         return HeatmapExplanation(scores=scores, heatmap=heat, heatmap_std=std, text=text)
 
 
-def _find(heads: str | Path | None, model: Any) -> Path:
-    """The file of the heads."""
-    if isinstance(heads, str | Path):
+def _find_heads(heads: str | Path | None, model: Any) -> Path:
+    if heads is not None:
         return Path(heads)
-    if heads is None and isinstance(model, str | Path):
-        from visalign.data.assets import resolve_model
-
-        place = resolve_model(model)
-        if isinstance(place, Path):
-            return place / HEADS
+    folder = resolve_model(model) if isinstance(model, str | Path) else None
+    if isinstance(folder, Path):
+        return folder / HEADS
     raise RewardError(
         "heie: a loaded model and a hub id bring no heads; give heads=, the HeieHeads or the file that "
         "`train_heads` made."
     )
-
-
-def _check_whole(engine: Any, name: str) -> None:
-    """Refuse a model that reads a part of an image: a map is of all that was given."""
-    if window := engine.network.images.settings().get("window", 0):
-        raise ValueError(
-            f"{name}: the model reads {window} pixels of a picture with a plain border, and a map is of the "
-            "whole picture. Load it by VisionLanguageEngine.from_pretrained(..., window=0)."
-        )

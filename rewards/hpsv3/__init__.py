@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HPSv3 and its ensemble of LoRA members in one pass.
+"""HPSv3, its ensemble of LoRA members in one pass, EditReward and VideoAlign: heads at a reward token.
 
-It needs `vlm`; other questions asked of a model belong to `questions`.
+Imports `vlm`.
 """

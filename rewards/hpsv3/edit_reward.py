@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E501, W291
-"""EditReward: how much people prefer an edit of an image for its instruction, by two heads of HPSv3's kind.
+"""EditReward: human preference for an edit of an image and its instruction, by two heads of HPSv3's kind.
 
-Source: Wu et al., "EditReward", arXiv 2509.26346; the questions, letter by letter, and the forward are those of
+Source: Wu et al., "EditReward", arXiv 2509.26346; the questions, word for word, and the forward are those of
 github.com/TIGER-AI-Lab/EditReward, MIT licence, copyright (c) 2025 TIGER Lab (configs with "ranknet_multi_head"
 and "mean"). Checkpoints: the collection TIGER-Lab/editreward, one weight file under the names of HPSv3's, with two heads
 `rm_heads.head_0`, `rm_heads.head_1`. As with HPSv3 embeddings are handed to the language model without ids, so
@@ -28,9 +28,9 @@ from visalign.rewards.vlm.requests import requests
 from visalign.rewards.vlm.template import question
 from visalign.rewards.weights.checkpoint_files import dtype_of
 
-from .head import PLACES, RanknetHead
+from .head import LAYERS, RanknetHead
 from .loading import find_weights, published_engine
-from .model import REWARD_TOKEN
+from .model import REWARD_TOKEN, mark_not_finite
 
 _FOLLOWING = """
 You are tasked with evaluating an edited image **in comparison with the original source image** based on **Instruction Following & Semantic Fidelity**, and assigning a score from 1 to 4, with 1 being the worst and 4 being the best.  
@@ -99,14 +99,24 @@ QUESTIONS = (
     question("edit_reward_following", _FOLLOWING + _TAIL, images=("", "")),
     question("edit_reward_quality", _QUALITY + _TAIL, images=("", "")),
 )
-"""Of each head; the source image comes first."""
+"""Question of each head; the source image comes first."""
 
 
 class EditReward:
     """Mean of two heads' rewards in Bradley-Terry logits, unbounded; the source is the record's "source".
 
-    The parts "following" and "quality" are the heads' own means. `std` is the geometric mean of the heads'
-    deviations, as published; it is trained as HPSv3's is, and carries as little.
+    The parts "following" and "quality" are the heads' means. `std` is the geometric mean of the heads'
+    deviations, as published; it is trained like HPSv3's, and is as uninformative. The model is loaded at the
+    first score.
+
+    Args:
+        model: the published file, its folder, or hub id.
+        base: folder or hub id of the model that it was trained from, whose config and processor are needed
+            where the folder has none: "Qwen/Qwen2.5-VL-7B-Instruct", "XiaomiMiMo/MiMo-VL-7B-SFT-2508", ...
+        **options: of `engine_of`, as are device and precision; the heads are always float32.
+
+    Raises:
+        ValueError: an unknown precision. Errors of loading come with the first score.
     """
 
     name = "edit_reward"
@@ -123,76 +133,60 @@ class EditReward:
         precision: str = "auto",
         **options: Any,
     ) -> None:
-        """Note the model, which is loaded at the first score.
-
-        Args:
-            model: the published file, its folder, or hub id.
-            base: folder or hub id of the model that it was trained from, whose config and processor are needed
-                where the folder has none: "Qwen/Qwen2.5-VL-7B-Instruct", "XiaomiMiMo/MiMo-VL-7B-SFT-2508", ...
-            device: where it runs.
-            precision: of the vision-language model, as in `engine_of`; the heads are float32 always.
-            **options: of `engine_of`: attention, device_map, quantization, positions, min_pixels, ...
-
-        Raises:
-            ValueError: an unknown precision. What loading raises comes with the first score.
-        """
         check_loading(self.name, options)
         self._model, self._base = model, base
         self._options = {"device": device, "dtype": dtype_of(precision, "edit_reward: ", device), **options}
 
     @cached_property
     def _loaded(self) -> tuple[VisionLanguageEngine, list[RanknetHead]]:
-        place = find_weights(self._model)
-        engine, state = published_engine(place, self._base, usual=None, heads="rm_heads.", **self._options)
+        path = find_weights(self._model)
+        engine, state = published_engine(
+            path, self._base, default_base=None, heads="rm_heads.", **self._options
+        )
         engine.model.eval().requires_grad_(False)
-        heads = [_head(state, number).to(engine.network.device) for number in range(2)]
+        heads = [_pop_head(state, number).to(engine.network.device) for number in range(2)]
         if state:
-            raise RewardError(f"{place.name} holds more than two heads: {', '.join(sorted(state)[:4])}.")
+            raise RewardError(f"{path.name} holds more than two heads: {', '.join(sorted(state)[:4])}.")
         return engine, heads
 
     @property
     def identity(self) -> Identity:
-        """What the scores depend on."""
+        """Identity of the scores."""
         engine = self._loaded[0]
-        texts = "".join(engine.template(one.name, one).text for one in QUESTIONS)
+        texts = "".join(engine.template(template.name, template).text for template in QUESTIONS)
         return Identity(judge=self.name, **{**engine.identity_fields(QUESTIONS[0]), "template": texts})
 
     @torch.no_grad()
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score per edit; the prompt is its instruction, and the metadata hold its "source"."""
+        """Score B edits; the prompt is the instruction, and the metadata holds the "source"."""
         request = read_request(self.name, images, prompts, metadata)
         reasons, size = list(request.images.reasons), len(request)
         engine, heads = self._loaded
         rows, queries = requests(request, QUESTIONS[0], reasons, source=True)
-        said: list[Tensor] = []
-        for ours, head in zip(QUESTIONS, heads, strict=True):
-            found = engine.hidden(engine.template(ours.name, ours), queries, at=REWARD_TOKEN)
-            said.append(head(found.states.to(engine.network.device)).cpu())
-            for row, reason in zip(rows, found.reasons, strict=True):
+        outputs: list[Tensor] = []
+        for template, head in zip(QUESTIONS, heads, strict=True):
+            hidden = engine.hidden(engine.template(template.name, template), queries, at=REWARD_TOKEN)
+            outputs.append(head(hidden.states.to(engine.network.device)).cpu())
+            for row, reason in zip(rows, hidden.reasons, strict=True):
                 reasons[row] = reasons[row] or reason
-        following, quality = (scatter(one[:, 0], rows, size) for one in said)
-        log_std = scatter((said[0][:, 1] + said[1][:, 1]) / 2, rows, size)
-        value, std = (following + quality) / 2, log_std.exp()
-        for row in rows:
-            if reasons[row] is None and not math.isfinite(float(value[row] + std[row])):
-                reasons[row] = f"the model gave mean {float(value[row])} and deviation {float(std[row])}"
+        following, quality = (scatter(output[:, 0], rows, size) for output in outputs)
+        # √(σ₁ σ₂) from the log-deviations
+        std = scatter((outputs[0][:, 1] + outputs[1][:, 1]) / 2, rows, size).exp()
+        value = (following + quality) / 2
+        mark_not_finite(rows, value, std, reasons)
         parts = {"following": following, "quality": quality}
         return make_scores(value, reasons, self.unit, std=std, parts=parts)
 
 
-def _head(state: dict[str, Tensor], number: int) -> RanknetHead:
-    """One head, whose tensors are taken out of the state."""
-    found = {}
-    for place in PLACES:
-        for kind in ("weight", "bias"):
-            key = f"rm_heads.head_{number}.{place}.{kind}"
-            if key not in state:
-                raise RewardError(
-                    f"The weights hold no {key}, so they are no EditReward with two heads; give the file as it was "
-                    "published."
-                )
-            found[f"rm_head.{place}.{kind}"] = state.pop(key)
-    try:
-        return RanknetHead.from_state_dict(found)
-    except ValueError as error:
-        raise RewardError(str(error)) from error
+def _pop_head(state: dict[str, Tensor], number: int) -> RanknetHead:
+    """Build one head from its tensors, which are removed from the state."""
+    tensors = {}
+    for key in [f"{layer}.{part}" for layer in LAYERS for part in ("weight", "bias")]:
+        source = f"rm_heads.head_{number}.{key}"
+        if source not in state:
+            raise RewardError(
+                f"The weights hold no {source}, so they are no EditReward with two heads; give the file as it was "
+                "published."
+            )
+        tensors[f"rm_head.{key}"] = state.pop(source)
+    return RanknetHead.from_state_dict(tensors)

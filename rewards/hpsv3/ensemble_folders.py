@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of a LoRA ensemble: members read, checked to belong together and stacked; the one that is kept.
+"""Folders of a LoRA ensemble: reads members, checks that they belong together, stacks and writes them.
 
-A member is a folder as `visalign train-reward` writes it for `model.kind=hpsv3 model.train=lora`. Of the
-ensemble's own, `members.safetensors` holds every tensor as [M, ...], `judge.json` the template, positions,
+A member is a folder as `visalign train-reward` writes it for `model.kind=hpsv3 model.train=lora`. In the
+ensemble's folder, `members.safetensors` holds every tensor as [M, ...], `judge.json` the template, positions,
 name of the base, the adapters' scaling, bounds of the log-deviation, and sizes of images.
 """
 
@@ -29,11 +29,11 @@ from visalign.rewards.vlm.template import SETTINGS, JudgeSettings
 from visalign.rewards.weights.hub import local_folder
 
 from .ensemble_model import TOKEN, LoraEnsembleModel
-from .model import CLAMP, HEAD_FILE, TEMPLATE
+from .model import HEAD_FILE, TEMPLATE, pixel_settings, read_clamp
 
 MEMBERS_FILE = "members.safetensors"
 HEAD = "ranknet members"
-"""The "type" of the head in the ensemble's judge.json; HPSv3's own is another."""
+"""The "type" of the head in the ensemble's judge.json; HPSv3's own has another one."""
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight")
 _PLAIN: dict[str, Any] = {
@@ -42,51 +42,51 @@ _PLAIN: dict[str, Any] = {
     **dict.fromkeys(("use_dora", "use_rslora", "lora_bias", "fan_in_fan_out", "modules_to_save")),
     **dict.fromkeys(("rank_pattern", "alpha_pattern", "layer_replication", "trainable_token_indices")),
 }
-"""Settings of peft that the stacked adapters have; what is None must be empty or false."""
+"""peft's settings of a plain LoRA, which the stacked adapters implement; None means empty or false."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One trained judge."""
+    """Trained judge of an ensemble."""
 
     name: str
     tensors: Mapping[str, Tensor]
-    """As `LoraEnsembleModel` names them, without the axis of members."""
+    """Tensors as `LoraEnsembleModel` names them, without the axis of members."""
     scaling: float
     settings: JudgeSettings
     base: str | Path
     """Folder of the base, or its name."""
-    named: str
+    base_name: str
     """The base as the member names it, for comparing."""
 
-    def facts(self) -> dict[str, Any]:
-        """What all members must have in common, by what it is called in a message."""
+    def shared_facts(self) -> dict[str, Any]:
+        """Return what all members must share, by its name in a message."""
         rest = self.settings.rest
-        layers = {
+        widths = {
             key: value.shape[-1] if key.endswith("A") else value.shape[0]
             for key, value in sorted(self.tensors.items())
-            if key[-7:] in (".lora_A", ".lora_B")
+            if key.endswith((".lora_A", ".lora_B"))
         }
-        widths = [tuple(value.shape) for key, value in sorted(self.tensors.items()) if "rm_head" in key]
+        head_shapes = [tuple(value.shape) for key, value in sorted(self.tensors.items()) if "rm_head" in key]
         return {
-            "base": self.named,
-            "adapted layers": layers,
+            "base": self.base_name,
+            "adapted layers": widths,
             "template": self.settings.templates.get("hpsv3", TEMPLATE).text,
             "positions": self.settings.positions,
-            "shapes of the head": widths,
-            "bounds of the log-deviation": rest["head"].get("clamp", CLAMP),
+            "shapes of the head": head_shapes,
+            "bounds of the log-deviation": read_clamp(rest["head"]),
             "pixels": rest.get("pixels", {}),
         }
 
 
 def find_folder(place: str | Path) -> Path:
-    """An existing folder; packaged names and hub ids are looked up."""
-    found = resolve_model(place)
-    return found if isinstance(found, Path) else local_folder(found, ("*",))
+    """Return an existing folder; packaged names and hub ids are looked up."""
+    folder = resolve_model(place)
+    return folder if isinstance(folder, Path) else local_folder(folder, ("*",))
 
 
 def read_member(place: str | Path, base: str | Path | None = None) -> Member:
-    """One trained judge of a folder, packaged name or hub id; `base` replaces what its judge.json names."""
+    """Read a trained judge from a folder, packaged name or hub id; `base` replaces that of its judge.json."""
     folder = find_folder(place)
     settings = JudgeSettings.read(folder)
     head = settings.rest.get("head")
@@ -103,34 +103,33 @@ def read_member(place: str | Path, base: str | Path | None = None) -> Member:
     tensors = {**adapters_of(folder), **load_file(folder / HEAD_FILE)}
     if TOKEN not in tensors:
         raise RewardError(f"{folder.name}/{HEAD_FILE} holds no {TOKEN}; save the member again.")
-    named = base_of(folder, settings)
+    own_base = base_of(folder, settings)
     return Member(
         name=folder.name,
         tensors=tensors,
         scaling=_scaling(folder),
         settings=settings,
-        base=_resolved(named if base is None else base),
-        named=str(_resolved(named)) if base is None else Path(str(named)).name,
+        base=_resolve_base(own_base if base is None else base),
+        base_name=str(_resolve_base(own_base)) if base is None else Path(str(own_base)).name,
     )
 
 
 def stack_members(members: Sequence[Member]) -> tuple[JudgeSettings, dict[str, Tensor]]:
-    """Settings and tensors [M, ...] of an ensemble of two or more members; one in which they differ and must
-    not is named.
+    """Return settings and tensors [M, ...] of an ensemble of two or more members that fit together.
 
-    Adapters of a lower rank are filled up with zeros, and those of another scaling are multiplied by the
-    ratio to the first one's: neither changes what a member says.
+    Adapters of a lower rank are padded with zeros, and those of another scaling are multiplied by the ratio
+    to the first one's: neither changes a member's output.
     """
     if len(members) < 2:
         raise RewardError(f"{len(members)} members were given; an ensemble needs at least two.")
     first = members[0]
+    facts = first.shared_facts()
     for member in members[1:]:
-        mine, theirs = first.facts(), member.facts()
-        for fact in mine:
-            if mine[fact] != theirs[fact]:
+        for name, value in member.shared_facts().items():
+            if value != facts[name]:
                 raise RewardError(
-                    f"The members {first.name} and {member.name} differ in {fact}: {shown(mine[fact])} and "
-                    f"{shown(theirs[fact])}. In one pass they must agree; else put them together as "
+                    f"The members {first.name} and {member.name} differ in {name}: {_shorten(facts[name])} "
+                    f"and {_shorten(value)}. In one pass they must agree; else put them together as "
                     "visalign.rewards.Ensemble, which asks one after another."
                 )
     rank = max(value.shape[0] for m in members for key, value in m.tensors.items() if key.endswith("lora_A"))
@@ -148,33 +147,32 @@ def stack_members(members: Sequence[Member]) -> tuple[JudgeSettings, dict[str, T
         "pixels": first.settings.rest.get("pixels", {}),
         "scaling": first.scaling,
     }
-    template = first.settings.templates.get("hpsv3", TEMPLATE)
-    settings = JudgeSettings(templates={"hpsv3": template}, positions=first.settings.positions, rest=rest)
-    return settings, stacked
+    templates = {"hpsv3": first.settings.templates.get("hpsv3", TEMPLATE)}
+    return JudgeSettings(templates=templates, positions=first.settings.positions, rest=rest), stacked
 
 
 def adapters_of(folder: Path) -> dict[str, Tensor]:
-    """`<layer>.lora_A` and `<layer>.lora_B` of a member."""
-    found: dict[str, Tensor] = {}
+    """Read `<layer>.lora_A` and `<layer>.lora_B` of a member."""
+    adapters: dict[str, Tensor] = {}
     for key, value in load_file(folder / _ADAPTER_WEIGHTS).items():
         match = _KEY.fullmatch(key)
         if match is None:
             raise RewardError(
                 f"{folder.name}/{_ADAPTER_WEIGHTS} holds {key}, which is no matrix A or B of a LoRA; members "
-                "of an ensemble have these alone."
+                "of an ensemble have nothing else."
             )
-        found[f"{match[1]}.lora_{match[2]}"] = value
-    return found
+        adapters[f"{match[1]}.lora_{match[2]}"] = value
+    return adapters
 
 
 def _scaling(folder: Path) -> float:
-    """α/r of a plain LoRA."""
+    """Return α/r of a plain LoRA."""
     try:
         config = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
     except ValueError as error:
         raise RewardError(f"{ADAPTER} of {folder.name} is no JSON: {error}.") from error
     odd = [
-        f"{key} {config[key]!r}" for key, usual in _PLAIN.items() if config.get(key) and config[key] != usual
+        f"{key} {config[key]!r}" for key, plain in _PLAIN.items() if config.get(key) and config[key] != plain
     ]
     if odd or not config.get("r") or not config.get("lora_alpha"):
         raise RewardError(
@@ -184,25 +182,24 @@ def _scaling(folder: Path) -> float:
     return float(config["lora_alpha"]) / int(config["r"])
 
 
-def _resolved(base: str | Path) -> str | Path:
-    """The folder of a base that is here, or its name."""
-    found = resolve_model(base)
-    return found.resolve() if isinstance(found, Path) else found
+def _resolve_base(base: str | Path) -> str | Path:
+    """Return the folder of a base that is on this disk, or its name."""
+    folder = resolve_model(base)
+    return folder.resolve() if isinstance(folder, Path) else folder
 
 
-def shown(value: Any) -> str:
-    """A value for a message, not too long."""
+def _shorten(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 120 else text[:117] + "..."
 
 
 def read_ensemble(folder: Path) -> tuple[JudgeSettings, dict[str, Tensor]]:
-    """Settings and tensors [M, ...] of a folder that `write_ensemble` wrote."""
+    """Read settings and tensors [M, ...] of a folder of `write_ensemble`."""
     settings = JudgeSettings.read(folder)
     head = settings.rest.get("head")
     if not isinstance(head, Mapping) or head.get("type") != HEAD or "scaling" not in settings.rest:
         raise RewardError(
-            f"{folder.name} is no LoRA ensemble: its {SETTINGS} has the head {shown(head)}. Join trained "
+            f"{folder.name} is no LoRA ensemble: its {SETTINGS} has the head {_shorten(head)}. Join trained "
             "judges: LoraEnsembleReward.from_members([folder, ...]).save(folder)."
         )
     if not (folder / MEMBERS_FILE).is_file():
@@ -218,48 +215,54 @@ def build_ensemble(
     max_tokens_per_batch: int = 8192,
     **options: Any,
 ) -> LoraEnsembleModel:
-    """The module of what `read_ensemble` or `stack_members` gave, on the model that the members start from;
-    all members count in `max_tokens_per_batch`, and `options` are those of
-    `VisionLanguageEngine.from_pretrained`.
+    """Build the module from the settings and tensors of an ensemble, on the members' base.
+
+    Args:
+        settings: of the ensemble.
+        tensors: [M, ...].
+        base: the model that the members were trained from.
+        max_tokens_per_batch: all members counted.
+        **options: of `VisionLanguageEngine.from_pretrained`.
     """
     members = max(1, len(tensors.get(TOKEN, ())))
     options = {"settings": settings, "positions": settings.positions, **options}
     engine = VisionLanguageEngine.from_pretrained(
         base, max_tokens_per_batch=max(1, max_tokens_per_batch // members), **options
     )
-    clamp = settings.rest["head"].get("clamp", CLAMP)
     return LoraEnsembleModel(
         engine,
         tensors,
         template=settings.templates.get("hpsv3"),
         scaling=float(settings.rest["scaling"]),
-        clamp=None if clamp is None else (float(clamp[0]), float(clamp[1])),
+        clamp=read_clamp(settings.rest["head"]),
     ).eval()
 
 
 def write_ensemble(
     folder: Path, model: LoraEnsembleModel, base: str | Path, dtype: torch.dtype | None = None
 ) -> None:
-    """Write what `read_ensemble` reads. A base that is a folder is named relative to this one; weights are
-    float16 where that loses nothing, else float32, unless `dtype` says otherwise.
+    """Write the folder that `read_ensemble` reads; a base that is a folder is named relative to it.
+
+    Weights are float16 where that loses nothing, else float32, unless `dtype` says otherwise.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    place = Path(base)
-    named = str(base)
-    if place.is_dir():
-        packaged = place.name in PACKAGED and place.resolve().parent == assets_folder().resolve()
-        named = place.name if packaged else os.path.relpath(place.resolve(), folder.resolve())
-    tensors, engine = model.tensors(), model.engine
-    exact = all(torch.equal(value.half().float(), value.float()) for value in tensors.values())
-    dtype = dtype or (torch.float16 if exact else torch.float32)
-    kept = {key: value.detach().to("cpu", dtype).contiguous() for key, value in tensors.items()}
-    cutter, clamp = engine.network.images.settings(), model.clamp
+    base_path = Path(base)
+    base_name = str(base)
+    if base_path.is_dir():
+        is_packaged = base_path.name in PACKAGED and base_path.resolve().parent == assets_folder().resolve()
+        relative = os.path.relpath(base_path.resolve(), folder.resolve())
+        base_name = base_path.name if is_packaged else relative
+    tensors = model.tensors()
+    is_exact = all(torch.equal(value.half().float(), value.float()) for value in tensors.values())
+    dtype = dtype or (torch.float16 if is_exact else torch.float32)
+    state = {key: value.detach().to("cpu", dtype).contiguous() for key, value in tensors.items()}
     rest = {
-        "head": {"type": HEAD, "clamp": None if clamp is None else list(clamp)},
-        "pixels": {name: cutter[name] for name in ("min_pixels", "max_pixels", "window") if name in cutter},
+        "head": {"type": HEAD, "clamp": None if model.clamp is None else list(model.clamp)},
+        "pixels": pixel_settings(model.engine),
         "scaling": model.scaling,
-        "base": named,
+        "base": base_name,
     }
-    JudgeSettings(templates={"hpsv3": model.template}, positions=engine.positions, rest=rest).write(folder)
-    save_file(kept, folder / MEMBERS_FILE)
+    positions = model.engine.positions
+    JudgeSettings(templates={"hpsv3": model.template}, positions=positions, rest=rest).write(folder)
+    save_file(state, folder / MEMBERS_FILE)
     umask_permissions(folder / MEMBERS_FILE)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The LoRA ensemble as a judge: M HPSv3-type members in one pass, what they say and how far they are apart.
+"""LoRA ensemble as a reward: M HPSv3-type members in one pass, their mean and their disagreement.
 
-Members are made by training with different seeds, which change the generated data, its order, and the new
+Members come from trainings with different seeds, which change the generated data, its order, and the new
 weights; then their folders are joined:
 
     visalign train-reward shapes_hpsv3 seed=0 --output members/0
@@ -9,12 +9,12 @@ weights; then their folders are joined:
     python -c "from visalign.rewards import LoraEnsembleReward as E
     E.from_members(['members/0/judge', 'members/1/judge']).save('ensemble')"
 
-With own files as data the seed changes the order and the new weights alone; split the files for more.
+With data from files the seed changes only the order and the new weights; split the files for more.
 
-Pairs do not tell a reward's level: a constant added to all scores changes no comparison. They hardly tell
-its scale: leads c times as large with a deviation to match say the same of every pair. So each member has a
-level and a scale of its own, and the distance between these is no uncertainty. `align` takes it out, on
-images that the members know; do so before `save` if "epistemic", "min" or "lower_bound" are to be used.
+Pairs do not determine a reward's level: a constant added to all scores changes no comparison. They hardly
+determine its scale: leads c times as large, with a deviation to match, predict the same for every pair. So
+each member has its own level and scale, and the distance between these is no uncertainty. `align` removes it,
+on images like those of the training; call it before `save` if "epistemic", "min" or "lower_bound" are used.
 
 Sources: Zhai et al., UP-RLHF, arXiv 2401.00243 (LoRA ensembles of reward models); Coste et al., arXiv
 2310.02743 (mean, worst case, lower bound); Lakshminarayanan et al., arXiv 1612.01474 (total variance of
@@ -58,15 +58,29 @@ VALUES = ("mean", "min", "lower_bound")
 
 
 class LoraEnsembleReward:
-    """Mean reward of M members in Bradley-Terry logits, with a standard deviation that knows its parts.
+    """Mean reward of M members in Bradley-Terry logits, with a standard deviation and its two parts.
 
-    σ² = s² + mean of σ_m²: s the deviation between the members' means (epistemic: what the members have not
-    learnt alike), σ_m the deviation that each member states (aleatoric: what voters disagree about). The
-    parts are `member_0`, `member_1`, ..., "mean", "min" (the most careful member), "epistemic", "aleatoric",
-    and "members", how many judged the row.
+    σ² = s² + mean of σ_m²: s the deviation between the members' means (epistemic: what the members learnt
+    differently), σ_m the deviation that each member states (aleatoric: what voters disagree about). The parts
+    are `member_0`, `member_1`, ..., "mean", "min" (the most careful member), "epistemic", "aleatoric", and
+    "members", the number of members that judged the row.
 
-    A member that gives no finite numbers for a row is left out there, and the row's text says so. Use the
-    uncertainty by `value`, or by `UncertaintyUsed` around this judge (Ctrl-U, PURM).
+    A member without finite numbers for a row is left out there, and the row's text says so. Use the
+    uncertainty by `value`, or by `UncertaintyUsed` around this reward (Ctrl-U, PURM). The model is loaded at
+    the first score.
+
+    Args:
+        model: packaged name, folder that `save` wrote, hub id, or the module.
+        value: what is scored: "mean"; "min" over the members; "lower_bound", mean − β·s.
+        beta: β ≥ 0 of the lower bound.
+        min_members: a row that fewer members judged is invalid; from 1, and from 2 for "lower_bound". A
+            single member's score has no known deviation.
+        base: the base model, replacing the one that judge.json names.
+        **options: of `engine_of`, as are device and precision; max_tokens_per_batch counts all members, and
+            adapters and heads are always float32.
+
+    Raises:
+        ValueError: an option that is not allowed. Errors of loading come with the first score.
     """
 
     name = "lora_ensemble"
@@ -86,34 +100,18 @@ class LoraEnsembleReward:
         precision: str = "auto",
         **options: Any,
     ) -> None:
-        """Note the model, which is loaded at the first score.
-
-        Args:
-            model: packaged name, folder that `save` wrote, hub id, or the module.
-            value: what is scored: "mean"; "min" over the members; "lower_bound", mean − β·s.
-            beta: β ≥ 0 of the lower bound.
-            min_members: a row that fewer members judged is invalid; from 1, and from 2 for "lower_bound".
-                What a single member says has no known deviation.
-            base: the base model, in place of the one that judge.json names.
-            device: where it runs.
-            precision: of the base, "fp32", "bf16", "fp16", or "auto", which is bf16 but on the CPU; adapters
-                and heads are float32 always.
-            **options: of `engine_of`: attention, device_map, max_tokens_per_batch (all members counted), ...
-
-        Raises:
-            ValueError: an option that is not allowed. What loading raises comes with the first score.
-        """
         if value not in VALUES:
             raise ValueError(f"{self.name}: value is {value!r}; allowed are {', '.join(VALUES)}.")
         if not 0 <= beta < math.inf:
             raise ValueError(f"{self.name}: beta is {beta}; allowed are finite numbers from 0.")
-        least = 2 if value == "lower_bound" else 1
-        if min_members < least:
+        smallest = 2 if value == "lower_bound" else 1
+        if min_members < smallest:
             raise ValueError(
-                f"{self.name}: min_members is {min_members}; allowed with value={value!r} is {least} or more."
+                f"{self.name}: min_members is {min_members}; allowed with value={value!r} is {smallest} or "
+                "more."
             )
         self.value, self.beta, self.min_members = value, beta, min_members
-        self._given, self._base = model, base
+        self._source, self._base = model, base
         self._options = {**options, "device": device, "dtype": dtype_of(precision, f"{self.name}: ", device)}
 
     @classmethod
@@ -125,7 +123,7 @@ class LoraEnsembleReward:
         Args:
             folders: of the members, two or more: adapters, head and judge.json, as `visalign train-reward`
                 writes them for `model.kind=hpsv3 model.train=lora`. Ranks may differ.
-            base: the base model, in place of the one that the members name.
+            base: the base model, replacing the one that the members name.
             **options: see the class.
 
         Raises:
@@ -148,10 +146,10 @@ class LoraEnsembleReward:
     @cached_property
     def model(self) -> LoraEnsembleModel:
         """The module, loaded when it is first needed."""
-        if isinstance(self._given, LoraEnsembleModel):
-            self._keep(self._given)
-            return self._given
-        folder = find_folder(self._given)
+        if isinstance(self._source, LoraEnsembleModel):
+            self._set_model(self._source)
+            return self._source
+        folder = find_folder(self._source)
         settings, tensors = read_ensemble(folder)
         return self._load(settings, tensors, self._base or base_of(folder, settings), folder.name)
 
@@ -159,36 +157,37 @@ class LoraEnsembleReward:
     def align(self, images: Any, prompts: Sequence[str]) -> None:
         """Give all members one level and one scale on these images: a constant and a factor for each.
 
-        The scale is that of the member whose scores are spread the most, since a deviation can be added but
-        not taken away (`ensemble_model.stretched`); the level is the members' mean. A member's order of
-        images stays as it is, and so, but for an approximation, do its probabilities of pairs.
+        The scale is that of the member with the largest spread, since a deviation can be added but not taken
+        away (`ensemble_model.stretch_scale`); the level is the members' mean. A member's order of images
+        does not change, nor, up to an approximation, do its probabilities of pairs.
 
         Args:
-            images: images like those that the members learnt from; a hundred or more.
-            prompts: theirs.
+            images: images like those of the members' training; a hundred or more.
+            prompts: their prompts.
 
         Raises:
             RewardError: fewer than two images were judged by all members, or one gives all the same score.
         """
         scores, model = self.score(images, prompts), self.model
-        said = torch.stack([scores.parts[f"member_{m}"] for m in range(model.members)]).double()
-        known = said[:, scores.valid & said.isfinite().all(0)]
-        spread = known.std(1) if known.shape[1] > 1 else torch.zeros(len(known))
+        by_member = torch.stack([scores.parts[f"member_{m}"] for m in range(model.members)]).double()
+        judged = by_member[:, scores.valid & by_member.isfinite().all(0)]
+        spread = judged.std(1) if judged.shape[1] > 1 else torch.zeros(len(judged))
         if not bool((spread > 0).all()):
             raise RewardError(
-                f"{self.name}: {known.shape[1]} pictures were judged by all members, with spreads of "
-                f"{', '.join(f'{one:.3g}' for one in spread.tolist())}; give a hundred or more to align."
+                f"{self.name}: {judged.shape[1]} images were judged by all members, with spreads of "
+                f"{', '.join(f'{value:.3g}' for value in spread.tolist())}; give a hundred or more to align."
             )
         factor = spread.max() / spread
-        level = known.mean(1) * factor
+        level = judged.mean(1) * factor
         bias = model.heads.biases[-1]
         model.stretch.mul_(factor.to(model.stretch))
         bias[:, 0] += ((level.mean() - level).to(bias)) / model.stretch
-        self._keep(model)
+        self._set_model(model)
 
     def save(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
-        """Write the members into one folder (members.safetensors, judge.json) that names its base; float16
-        where that loses nothing, else float32, unless `dtype` says otherwise.
+        """Write the members into one folder (members.safetensors, judge.json) that names its base.
+
+        Weights are float16 where that loses nothing, else float32, unless `dtype` says otherwise.
         """
         model = self.model
         if self._base is None:
@@ -200,7 +199,7 @@ class LoraEnsembleReward:
 
     @property
     def identity(self) -> Identity:
-        """What the scores depend on; the weights are those of the base and of all members."""
+        """Identity of the scores; the weights are those of the base and of all members."""
         model = self.model
         options = {"clamp": model.clamp, "members": model.members, "value": self.value, "beta": self.beta}
         fields = model.engine.identity_fields(model.template, min_members=self.min_members, **options)
@@ -208,52 +207,51 @@ class LoraEnsembleReward:
 
     @torch.no_grad()
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """The members' judgement per (image, prompt); metadata is not looked at."""
+        """Score B images for their prompts; metadata is ignored."""
         model = self.model
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
-        asked, queries = requests(request, model.template, reasons)
-        encoded, told = model.engine.encode(model.template, queries, at=REWARD_TOKEN)
-        places, rows = [], []
-        for place, row, reason in zip(asked, encoded, told, strict=True):
-            reasons[place] = reason
-            if row is not None:
-                places.append(place)
-                rows.append(row)
-        mean = torch.full((2, model.members, len(request)), torch.nan)
-        if rows:
-            found, log_std = model(rows)
-            mean[:, :, places] = torch.stack([found, log_std.exp()]).cpu()
-        return self._combined(mean[0].double(), mean[1].double(), reasons)
+        rows, queries = requests(request, model.template, reasons)
+        encoded, encoding_reasons = model.engine.encode(model.template, queries, at=REWARD_TOKEN)
+        for row, reason in zip(rows, encoding_reasons, strict=True):
+            reasons[row] = reason
+        valid = [(row, tokens) for row, tokens in zip(rows, encoded, strict=True) if tokens is not None]
+        mean, std = (torch.full((model.members, len(request)), torch.nan) for _ in range(2))
+        if valid:
+            index = [row for row, _ in valid]
+            member_mean, log_std = model([tokens for _, tokens in valid])
+            mean[:, index], std[:, index] = member_mean.cpu(), log_std.exp().cpu()
+        return self._combine(mean.double(), std.double(), reasons)
 
-    def _combined(self, mean: Tensor, std: Tensor, reasons: list[str | None]) -> Scores:
-        """One judgement [B] of the members' means and deviations [M, B]."""
-        answered = mean.isfinite() & std.isfinite()
-        number = answered.sum(0)
+    def _combine(self, mean: Tensor, std: Tensor, reasons: list[str | None]) -> Scores:
+        """Combine the members' means and deviations [M, B]."""
+        is_finite = mean.isfinite() & std.isfinite()
+        count = is_finite.sum(0)
         notes = [""] * len(reasons)
-        for row in (number < len(mean)).nonzero().flatten().tolist():
+        for row in (count < len(mean)).nonzero().flatten().tolist():
             if reasons[row] is None:
-                out = [
+                left_out = ", ".join(
                     f"member_{m} gave mean {float(mean[m, row])} and deviation {float(std[m, row])}"
-                    for m in (~answered[:, row]).nonzero().flatten().tolist()
-                ]
-                notes[row] = f"Left out: {', '.join(out)}."
-                if number[row] < self.min_members:
-                    reasons[row] = f"{int(number[row])} of {len(mean)} members judged it: {', '.join(out)}"
-        mean = torch.where(answered, mean, torch.nan)
-        how: Any = self.value
-        value, spread = combine_members(mean, how=how, strength=self.beta)
-        average, least = (combine_members(mean, how=rule)[0] for rule in ("mean", "min"))
-        epistemic = torch.where(number > 1, spread, torch.nan)
-        variance = torch.where(answered, std.square(), 0.0).sum(0) / number.clamp(min=1)
+                    for m in (~is_finite[:, row]).nonzero().flatten().tolist()
+                )
+                notes[row] = f"Left out: {left_out}."
+                if count[row] < self.min_members:
+                    reasons[row] = f"{int(count[row])} of {len(mean)} members judged it: {left_out}"
+        mean = torch.where(is_finite, mean, torch.nan)
+        rule: Any = self.value
+        value, spread = combine_members(mean, how=rule, strength=self.beta)
+        average, smallest = (combine_members(mean, how=how)[0] for how in ("mean", "min"))
+        epistemic = torch.where(count > 1, spread, torch.nan)
+        # √(mean of σ_m²) over the members that judged the row
+        aleatoric = (torch.where(is_finite, std.square(), 0.0).sum(0) / count.clamp(min=1)).sqrt()
         parts = {f"member_{m}": part for m, part in enumerate(mean)}
-        parts |= {"mean": average, "min": least, "epistemic": epistemic, "aleatoric": variance.sqrt()}
-        parts["members"] = number
+        parts |= {"mean": average, "min": smallest, "epistemic": epistemic, "aleatoric": aleatoric}
+        parts["members"] = count
         return make_scores(
             value.float(),
             reasons,
             self.unit,
-            std=torch.hypot(epistemic, variance.sqrt()).float(),
+            std=torch.hypot(epistemic, aleatoric).float(),
             parts={name: part.float() for name, part in parts.items()},
             text=notes if any(notes) else None,
         )
@@ -261,14 +259,13 @@ class LoraEnsembleReward:
     def _load(
         self, settings: JudgeSettings, tensors: Mapping[str, Tensor], base: str | Path, name: str
     ) -> LoraEnsembleModel:
-        """Build the module and note its base."""
         model = build_ensemble(settings, tensors, base, **{"name": name, **self._options})
         self._base = base
-        self._keep(model)
+        self._set_model(model)
         return model
 
-    def _keep(self, model: LoraEnsembleModel) -> None:
-        """Take the module with the weights that it has."""
+    def _set_model(self, model: LoraEnsembleModel) -> None:
+        """Set the module and fingerprint its current weights."""
         if self.min_members > model.members:
             raise RewardError(
                 f"{self.name}: min_members is {self.min_members}, and the ensemble has {model.members}."

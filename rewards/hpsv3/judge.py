@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HPSv3: how much people prefer an image for its prompt, with a mean and a standard deviation.
+"""HPSv3: human preference for an image and its prompt, as a mean and a standard deviation.
 
-Source: Ma et al., "HPSv3: Towards Wide-Spectrum Human Preference Score", arXiv 2508.03789. `loading` says
-which files and folders are read; published weights are asked in the words of their training (`published`).
+Source: Ma et al., "HPSv3: Towards Wide-Spectrum Human Preference Score", arXiv 2508.03789. `loading` lists
+the files and folders that are read; published weights are asked in the words of their training (`published`).
 
 Differences from the released inference: the standard deviation is returned, not its logarithm; the head runs
 at the reward token alone; a reward token in a prompt is escaped; the mode of positions is explicit. By the
@@ -35,7 +35,7 @@ from visalign.rewards.weights.checkpoint_files import dtype_of
 from visalign.rewards.weights.fingerprints import WeightPrint
 
 from .loading import load_hpsv3
-from .model import REWARD_TOKEN, TEMPLATE, HPSv3Batch, HPSv3Model
+from .model import REWARD_TOKEN, TEMPLATE, HPSv3Batch, HPSv3Model, mark_not_finite
 
 __all__ = ["REWARD_TOKEN", "TEMPLATE", "HPSv3", "HPSv3Batch", "HPSv3Model"]
 
@@ -44,7 +44,20 @@ PUBLISHED = "MizzenAI/HPSv3"
 
 
 class HPSv3:
-    """Mean reward in Bradley-Terry logits, unbounded, with its standard deviation in the same unit."""
+    """Mean reward in Bradley-Terry logits, unbounded, with its standard deviation in the same unit.
+
+    The model is loaded at the first score.
+
+    Args:
+        model: packaged name, folder in our layout or the published one, the published file, hub id
+            (`PUBLISHED`), or the module.
+        base: config and processor for the published layout; see `loading.load_hpsv3`.
+        template: replaces the folder's.
+        **options: of `engine_of`, as are device and precision; the head is always float32.
+
+    Raises:
+        ValueError: an unknown precision. Errors of loading come with the first score.
+    """
 
     name = "hpsv3"
     unit = "logit"
@@ -61,37 +74,20 @@ class HPSv3:
         precision: str = "auto",
         **options: Any,
     ) -> None:
-        """Note the model, which is loaded at the first score.
-
-        Args:
-            model: packaged name, folder in our layout or the published one, the published file, hub id
-                (`PUBLISHED`), or the module.
-            base: config and processor for the published layout; see `hpsv3_loading.load_hpsv3`.
-            template: in place of the folder's.
-            device: where it runs.
-            precision: of the vision-language model, "fp32", "bf16", "fp16", or "auto", which is bf16 but on
-                the CPU; the head is float32 always.
-            **options: of `engine_of`: attention, device_map, quantization, positions, max_tokens_per_batch,
-                min_pixels, ...
-
-        Raises:
-            ValueError: an unknown precision. What `load_hpsv3` raises comes with the first score.
-        """
         check_loading(self.name, options)
-        self._given = model
+        self._source = model
         self._options = {"base": base, "template": template, "device": device, **options}
         self._options["dtype"] = dtype_of(precision, "hpsv3: ", device)
 
     @cached_property
     def model(self) -> HPSv3Model:
         """The module, loaded when it is first needed."""
-        given = self._given
-        if isinstance(given, HPSv3Model):  # may be in training
-            self._print = WeightPrint(given, None)
-            return given
-        found = load_hpsv3(given, **self._options)
-        self._print = WeightPrint(found, found.engine.weights)
-        return found
+        if isinstance(self._source, HPSv3Model):  # may be in training
+            self._print = WeightPrint(self._source, None)
+            return self._source
+        model = load_hpsv3(self._source, **self._options)
+        self._print = WeightPrint(model, model.engine.weights)
+        return model
 
     @classmethod
     def from_pretrained(cls, place: str | Path, **options: Any) -> HPSv3:
@@ -102,39 +98,36 @@ class HPSv3:
 
     @property
     def identity(self) -> Identity:
-        """What the scores depend on; positions are among the options."""
+        """Identity of the scores; positions are among the options."""
         fields = self.model.engine.identity_fields(self.model.template, clamp=self.model.clamp)
         return Identity(judge=self.name, **{**fields, "weights": str(self._print)})
 
     @torch.no_grad()
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Mean and standard deviation per (image, prompt); metadata is not looked at."""
+        """Score B images for their prompts by mean and standard deviation; metadata is ignored."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
-        rows = []
+        shown = []
         for row, image in request.images.readable():
             reasons[row] = prompt_problem(request.prompts[row])
             if reasons[row] is None:
-                rows.append((row, image))
-        batch = self.model.encode([image for _, image in rows], [request.prompts[row] for row, _ in rows])
-        for (row, _), reason in zip(rows, batch.reasons, strict=True):
+                shown.append((row, image))
+        batch = self.model.encode([image for _, image in shown], [request.prompts[row] for row, _ in shown])
+        for (row, _), reason in zip(shown, batch.reasons, strict=True):
             reasons[row] = reason
-        places = [rows[place][0] for place in batch.places]
-        values, deviations = [], []
-        if places:
-            with _evaluation(self.model):
+        rows = [shown[index][0] for index in batch.places]
+        mean, log_std = torch.zeros(0), torch.zeros(0)
+        if rows:
+            with _evaluation_mode(self.model):
                 mean, log_std = self.model(batch)
-            values, deviations = mean, log_std.exp()
-        value, std = (scatter(of, places, len(request)) for of in (values, deviations))
-        for row in places:
-            if not (math.isfinite(float(value[row])) and math.isfinite(float(std[row]))):
-                reasons[row] = f"the model gave mean {float(value[row])} and deviation {float(std[row])}"
+        value, std = (scatter(column, rows, len(request)) for column in (mean, log_std.exp()))
+        mark_not_finite(rows, value, std, reasons)
         return make_scores(value, reasons, self.unit, std=std, parts={"mean": value, "std": std})
 
 
 @contextmanager
-def _evaluation(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; every part is left in the mode that it had."""
+def _evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Switch to evaluation mode, and back for every part that was in training."""
     in_training = [part for part in module.modules() if part.training]
     module.eval()
     try:

@@ -7,8 +7,8 @@ whole model or the name of its base with a LoRA.
 The published one: one file of 736 tensors named `visual.*`, `model.*`, `lm_head.weight`, `rm_head.*` (the
 names of transformers 4; 5 nests tower and language model in `model`), in which the vocabulary holds the
 reward token (151 658 for the 7B model). Its config and processor are those of the model that it was trained
-from (`BASE`, of which the small files alone are fetched). Its instruction is built in (`published`); a
-`judge.json` beside the file ({"templates": {"hpsv3": ...}}, see `vlm.template`) or `template` replaces it.
+from (`BASE`, of which only the small files are fetched). Its instruction is built in (`published`); a
+`judge.json` next to the file ({"templates": {"hpsv3": ...}}, see `vlm.template`) or `template` replaces it.
 """
 
 from __future__ import annotations
@@ -20,29 +20,36 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from visalign.data.assets import resolve_model
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import fingerprint
 from visalign.rewards.vlm.engine import VisionLanguageEngine
-from visalign.rewards.vlm.loading import PLACING, base_of, find_model, load_processor, placed, placing_options
+from visalign.rewards.vlm.loading import (
+    ADAPTER,
+    PLACING,
+    base_of,
+    find_model,
+    load_processor,
+    placed,
+    placing_options,
+)
 from visalign.rewards.vlm.template import SETTINGS, JudgeSettings, Template
 from visalign.rewards.weights.checkpoint_files import listed, quiet_loading, read_tensors
 from visalign.rewards.weights.hub import SMALL_FILES, local_folder, revision_of
 from visalign.vision.patches import smart_resize as _smart_resize
 
 from .head import RanknetHead
-from .model import CLAMP, HEAD_FILE, REWARD_TOKEN, HPSv3Model, add_reward_tokens
+from .model import HEAD_FILE, REWARD_TOKEN, HPSv3Model, add_reward_tokens, read_clamp
 from .published import PUBLISHED_TEMPLATE
 
 PIXELS = 448 * 448
-"""Of each resized image in the published model: least and most alike."""
+"""Smallest and largest size of a resized image in the published model."""
 _FILES = ("*.safetensors", "*.pt", "*.pth", "*.bin")
 BASE = "Qwen/Qwen2-VL-7B-Instruct"
-"""Whose config and processor the published weights need."""
+"""Hub id of the config and processor that the published weights need."""
 
-MIN_PIXELS = 56 * 56
-"""Qwen2-VL's default."""
-MAX_PIXELS = 16384 * 28 * 28
-"""Qwen2-VL's default."""
+MIN_PIXELS, MAX_PIXELS = 56 * 56, 16384 * 28 * 28
+"""Qwen2-VL's defaults."""
 V = TypeVar("V")
 
 
@@ -55,30 +62,25 @@ def load_hpsv3(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> HPSv3Model:
-    """Load either layout.
+    """Load either layout, in evaluation mode and without gradients.
 
     Args:
         place: folder, packaged name, hub id, or the published file itself.
         base: folder or hub id with config and processor for the published layout; where its folder has none
-            and None is given, `BASE`. In our layout in place of what judge.json names.
-        template: in place of the folder's.
+            and None is given, `BASE`. In our layout it replaces what judge.json names.
+        template: replaces the folder's.
         device: where it runs.
-        dtype: of the vision-language model; the head is float32 always.
+        dtype: of the vision-language model; the head is always float32.
         **options: of `VisionLanguageEngine.from_pretrained`.
-
-    Returns:
-        The model in evaluation mode, without gradients.
 
     Raises:
         FileNotFoundError: a part is missing.
         RewardError: keys that are missing or unexpected, each named.
     """
-    folder = find_weights(place)
-    if folder.is_dir() and "head" in JudgeSettings.read(folder).rest:
-        model = _load_ours(folder, base, template, device=device, dtype=dtype, **options)
-    else:
-        model = _load_published(folder, base, template, device=device, dtype=dtype, **options)
-    return model.eval().requires_grad_(False)
+    path = find_weights(place)
+    is_ours = path.is_dir() and "head" in JudgeSettings.read(path).rest
+    load = _load_ours if is_ours else _load_published
+    return load(path, base, template, device=device, dtype=dtype, **options).eval().requires_grad_(False)
 
 
 def _load_ours(
@@ -93,88 +95,77 @@ def _load_ours(
     from safetensors.torch import load_file
 
     settings = JudgeSettings.read(folder)
-    head_settings = settings.rest["head"]
-    if not isinstance(head_settings, Mapping) or head_settings.get("type") != "ranknet":
+    head = settings.rest["head"]
+    if not isinstance(head, Mapping) or head.get("type") != "ranknet":
         raise RewardError(
-            f"The head of {folder.name}/{SETTINGS} is {head_settings!r}; HPSv3's is 'ranknet'. A folder of "
+            f"The head of {folder.name}/{SETTINGS} is {head!r}; HPSv3's is 'ranknet'. A folder of "
             "'ranknet members' is for the judge lora_ensemble."
         )
     if not (folder / HEAD_FILE).is_file():
         raise FileNotFoundError(f"{folder} holds no {HEAD_FILE}; copy the folder again.")
-    source = base or base_of(folder, settings)
-    adapter = folder if (folder / "adapter_config.json").is_file() else None
-    options = {"settings": settings, "positions": settings.positions, **options}
+    options = {"name": folder.name, "settings": settings, "positions": settings.positions, **options}
+    if (folder / ADAPTER).is_file():
+        options["adapter"] = folder
     engine = VisionLanguageEngine.from_pretrained(
-        source, device=device, dtype=dtype, adapter=adapter, **{"name": folder.name, **options}
+        base or base_of(folder, settings), device=device, dtype=dtype, **options
     )
     weights = engine.weights + "+" + fingerprint(folder / HEAD_FILE)
     tensors = load_file(folder / HEAD_FILE)
     token = tensors.pop("reward_token", None)
-    clamp = head_settings.get("clamp", CLAMP)
-    model = HPSv3Model(
-        engine,
-        _head(tensors).to(engine.network.device),
-        template=template,
-        clamp=None if clamp is None else (float(clamp[0]), float(clamp[1])),
-    )
+    module = RanknetHead.from_state_dict(tensors).to(engine.network.device)
+    model = HPSv3Model(engine, module, template=template, clamp=read_clamp(head))
     model.add_token(None if token is None else token.to(engine.network.device))
     engine.settle(weights)
     return model
 
 
 def _load_published(
-    place: Path,
-    base: str | Path | None,
-    template: Template | None,
-    *,
-    device: str | torch.device,
-    dtype: torch.dtype,
-    **options: Any,
+    path: Path, base: str | Path | None, template: Template | None, **options: Any
 ) -> HPSv3Model:
-    options = {"device": device, "dtype": dtype, **options}
-    engine, heads = published_engine(place, base, usual=BASE, heads="rm_head.", **options)
+    engine, tensors = published_engine(path, base, default_base=BASE, heads="rm_head.", **options)
+    head = RanknetHead.from_state_dict(tensors).to(engine.network.device)
     template = template or engine.template("hpsv3", PUBLISHED_TEMPLATE)
-    return HPSv3Model(engine, _head(heads).to(engine.network.device), template=template, clamp=None)
+    return HPSv3Model(engine, head, template=template, clamp=None)
 
 
 def published_engine(
-    place: Path,
+    path: Path,
     base: str | Path | None,
     *,
-    usual: str | Path | None,
+    default_base: str | Path | None,
     heads: str,
     device: str | torch.device,
     dtype: torch.dtype,
     **options: Any,
 ) -> tuple[VisionLanguageEngine, dict[str, Tensor]]:
-    """(model, tensors of its heads) of one weight file or its folder, whose tokenizer gets the reward token.
+    """Load one weight file or its folder: (model, tensors of its heads); adds the reward token.
 
     Args:
-        place: file or folder.
-        base: folder or hub id with config and processor; that of the folder, else `usual`, when None.
-        usual: the base where nothing is said; None where there are several.
-        heads: how the names of the heads' tensors begin.
+        path: file or folder.
+        base: folder or hub id with config and processor; that of the folder, else `default_base`, when None.
+        default_base: base if none is named; None where there are several.
+        heads: prefix of the heads' tensors.
         device: where it runs.
         dtype: of the model.
         **options: of `VisionLanguageEngine` and `PLACING`.
     """
-    file, folder = (place, place.parent) if place.is_file() else (_weight_file(place), place)
+    file, folder = (path, path.parent) if path.is_file() else (_weight_file(path), path)
     settings = JudgeSettings.read(folder)
-    own = folder if (folder / "config.json").is_file() else usual
-    if base is None and own is None:
+    base = base or (folder if (folder / "config.json").is_file() else default_base)
+    if base is None:
         raise RewardError(
             f"{folder} holds no config.json; give as base the model that the weights were trained from "
             "(folder or hub id), whose config and processor they need."
         )
     state = read_tensors(file, "model" if file.suffix in (".pt", ".pth") else None, optional=True)
-    found = {key: state.pop(key) for key in list(state) if key.startswith(heads)}
+    head_tensors = {key: state.pop(key) for key in list(state) if key.startswith(heads)}
     options = {"min_pixels": PIXELS, "max_pixels": PIXELS, **settings.rest.get("pixels", {}), **options}
     options = {"name": folder.name, "settings": settings, **options}
-    source = find_model(base or own or "", SMALL_FILES)
+    source = find_model(base, SMALL_FILES)
     engine = engine_of_tensors(state, source, tokens=[REWARD_TOKEN], device=device, dtype=dtype, **options)
     engine.settle(fingerprint(file))
     engine.revision = revision_of(folder)
-    return engine, found
+    return engine, head_tensors
 
 
 def engine_of_tensors(
@@ -187,8 +178,9 @@ def engine_of_tensors(
     settings: JudgeSettings,
     **options: Any,
 ) -> VisionLanguageEngine:
-    """A model with these weights, under the names of transformers 4 or 5, in whose vocabulary the reward
-    `tokens` are the last; config and processor from the folder `source`, positions plain unless told.
+    """Build a model of weights under the names of transformers 4 or 5; its vocabulary ends with `tokens`.
+
+    Config and processor come from the folder `source`; positions are plain unless the options say otherwise.
 
     Raises:
         RewardError: weights of another model, an `adapter`, or a tokenizer with other ids for the tokens.
@@ -200,68 +192,52 @@ def engine_of_tensors(
         )
     processor = load_processor(source)
     placing = {name: options.pop(name) for name in PLACING if name in options}
-    model = _backbone(source, _renamed(state), placing_options(dtype, device, **placing))
+    model = _build_backbone(source, current_keys(state), placing_options(dtype, device, **placing))
     options.setdefault("positions", settings.positions or "1d")
     engine = VisionLanguageEngine(placed(model, device, **placing), processor, settings=settings, **options)
     add_reward_tokens(engine, tokens)
-    vocabulary, places = len(model.get_input_embeddings().weight), [engine.rows.specials[t] for t in tokens]
-    if places != list(range(vocabulary - len(tokens), vocabulary)):
+    vocabulary, ids = len(model.get_input_embeddings().weight), [engine.rows.specials[t] for t in tokens]
+    if ids != list(range(vocabulary - len(tokens), vocabulary)):
         raise RewardError(
-            f"The tokenizer of the base gives {', '.join(tokens)} the id {', '.join(map(str, places))}, and "
+            f"The tokenizer of the base gives {', '.join(tokens)} the id {', '.join(map(str, ids))}, and "
             f"in the weights it is the last of {vocabulary}. Give the processor of the model that they were "
             "trained from."
         )
     return engine
 
 
-def _backbone(source: str | Path, state: dict[str, Tensor], options: dict[str, Any]) -> Any:
-    """The vision-language model of a config with these weights, all of them and no other."""
+def _build_backbone(source: str | Path, state: dict[str, Tensor], options: dict[str, Any]) -> Any:
+    """Build the vision-language model of a config with exactly these weights."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoModelForImageTextToText
 
     config: Any = AutoConfig.from_pretrained(str(source))
-    rows = state.get("model.language_model.embed_tokens.weight")
-    if rows is not None:
-        config.get_text_config().vocab_size = len(rows)
+    embeddings = state.get("model.language_model.embed_tokens.weight")
+    if embeddings is not None:
+        config.get_text_config().vocab_size = len(embeddings)
     config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     with torch.device("meta"):
-        wanted = AutoModelForImageTextToText.from_config(config).state_dict()
-    check_keys(wanted, state)
+        expected = AutoModelForImageTextToText.from_config(config).state_dict()
+    check_keys(expected, state)
     kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     with quiet_loading():
         return kind.from_pretrained(None, config=config, state_dict=state, **options)
 
 
-def check_keys(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Refuse weights that are not exactly those that are wanted: each missing, unexpected or ill-shaped one
-    is named.
-    """
-    missing, unexpected = sorted(set(wanted) - set(given)), sorted(set(given) - set(wanted))
+def check_keys(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Raise RewardError that names each missing, unexpected or ill-shaped weight."""
+    missing, unexpected = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
     if missing or unexpected:
         raise RewardError(
             f"The weights do not fit the model: missing {listed(missing)}; unexpected "
             f"{listed(unexpected)}. Give the config of the model that they were trained from."
         )
     wrong = [
-        f"{key} {tuple(given[key].shape)} for {tuple(wanted[key].shape)}"
-        for key in wanted
-        if given[key].shape != wanted[key].shape
+        f"{key} {tuple(state[key].shape)} for {tuple(expected[key].shape)}"
+        for key in expected
+        if state[key].shape != expected[key].shape
     ]
     if wrong:
         raise RewardError(f"The weights are of other shapes than the config says: {listed(wrong)}.")
-
-
-def _head(tensors: Mapping[str, Tensor]) -> RanknetHead:
-    try:
-        return RanknetHead.from_state_dict(tensors)
-    except ValueError as error:
-        raise RewardError(str(error)) from error
-
-
-def _renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    try:
-        return current_keys(state)
-    except ValueError as error:
-        raise RewardError(str(error)) from error
 
 
 def _weight_file(folder: Path) -> Path:
@@ -275,26 +251,23 @@ def _weight_file(folder: Path) -> Path:
 
 
 def find_weights(place: str | Path) -> Path:
-    """An existing file or folder; hub ids are fetched."""
-    from visalign.data.assets import resolve_model
-
-    if Path(place).exists():
-        return Path(place)
-    found = resolve_model(place)
-    return found if isinstance(found, Path) else local_folder(found, ("*",))
+    """Return an existing file or folder; hub ids are fetched."""
+    path = Path(place) if Path(place).exists() else resolve_model(place)
+    return path if isinstance(path, Path) else local_folder(path, ("*",))
 
 
 def smart_resize(
     height: int, width: int, *, factor: int = 28, min_pixels: int = MIN_PIXELS, max_pixels: int = MAX_PIXELS
 ) -> tuple[int, int]:
-    """Height and width of an image as qwen-vl-utils and the published HPSv3 resize it: `factor` is 28 for
-    Qwen2-VL and Qwen2.5-VL, 32 for Qwen3-VL; HPSv3 sets both bounds to 200704.
+    """Height and width to which qwen-vl-utils and the published HPSv3 resize an image.
+
+    `factor` is 28 for Qwen2-VL and Qwen2.5-VL, 32 for Qwen3-VL; HPSv3 sets both bounds to 200704.
     """
     return _smart_resize(height, width, factor, min_pixels, max_pixels, whole_tokens=True)
 
 
 def current_key(key: str) -> str:
-    """The name in transformers 5 of a weight that transformers 4 saved; others, heads included, stay.
+    """Return the name in transformers 5 of a weight that transformers 4 saved; others, heads included, stay.
 
     >>> current_key("visual.merger.ln_q.weight")
     'model.visual.merger.ln_q.weight'
@@ -307,14 +280,16 @@ def current_key(key: str) -> str:
 
 
 def current_keys(state: Mapping[str, V]) -> dict[str, V]:
-    """A state dict under the names of transformers 5; one that has them already is left as it is. Two weights
-    that get the same name are refused, since one would be lost.
+    """Rename a state dict to the names of transformers 5, which stay as they are.
+
+    Raises:
+        RewardError: two weights would get the same name, so that one would be lost.
     """
     renamed: dict[str, V] = {}
     for key, value in state.items():
         new = current_key(key)
         if new in renamed:
-            raise ValueError(
+            raise RewardError(
                 f"The checkpoint holds {new!r} under its old name and its new one; it is a mixture of two."
             )
         renamed[new] = value

@@ -6,7 +6,8 @@ Source: Ma et al., "HPSv3", arXiv 2508.03789, and its released code for the head
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,29 +29,29 @@ CLAMP = (-7.0, 3.0)
 """Bounds of the log-deviation of a head that is trained here."""
 
 TEMPLATE = question("hpsv3", "Quality, and match with the caption: {prompt} " + REWARD_TOKEN)
-"""For heads that are trained here; the published head needs the published text."""
+"""Question for heads that are trained here; the published head needs the published text."""
 
 
 @dataclass(frozen=True)
 class HPSv3Batch:
-    """Images with their prompts, tokenised; nothing was run."""
+    """Tokenised images and prompts, before any forward pass."""
 
     rows: list[TokenRow]
-    """N rows, of those that can be judged."""
+    """N valid rows."""
     places: list[int]
-    """Their places among the B that were given."""
+    """Index of each row among the B given ones."""
     reasons: list[str | None]
-    """Why one of the B cannot be judged; None for the others."""
+    """Reason why one of the B cannot be judged; None for the others."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
 
 class HPSv3Model(nn.Module):
-    """(mean, log-deviation) of images and prompts, float32, with gradients where parameters ask for them.
+    """(mean, log-deviation) of images and prompts, float32, with gradients where parameters require them.
 
-    What is trained is the caller's choice: `backbone` whole, a LoRA in it (`backbone.add_adapter(config)`),
-    or `head` alone. A tower without trainable parameters is run once per image and remembered.
+    The caller chooses what is trained: `backbone` whole, a LoRA in it (`backbone.add_adapter(config)`), or
+    only `head`. A tower without trainable parameters runs once per image; its features are cached.
 
     Args:
         engine: the vision-language model; its tokenizer needs `REWARD_TOKEN` before rows are encoded.
@@ -77,11 +78,11 @@ class HPSv3Model(nn.Module):
         self.backbone: nn.Module = engine.model
         self.head = head
         self.template = template or engine.template("hpsv3", TEMPLATE)
-        written = self.template.text.count(REWARD_TOKEN)
-        if written != 1 or self.template.images != 1:
+        count = self.template.text.count(REWARD_TOKEN)
+        if count != 1 or self.template.images != 1:
             raise RewardError(
-                f"The template {self.template.name!r} holds {REWARD_TOKEN} {written} times and "
-                f"{self.template.images} image slots; HPSv3 reads one picture at exactly one such token."
+                f"The template {self.template.name!r} holds {REWARD_TOKEN} {count} times and "
+                f"{self.template.images} image slots; HPSv3 reads one image at exactly one such token."
             )
         width, outputs = head.rm_head[0].in_features, head.rm_head[5].out_features
         size = engine.model.config.get_text_config().hidden_size
@@ -93,7 +94,7 @@ class HPSv3Model(nn.Module):
 
     @classmethod
     def new(cls, engine: VisionLanguageEngine, *, seed: int = 0, **options: Any) -> HPSv3Model:
-        """A model whose head is to be trained, with weights of the seed; adds a missing token."""
+        """Create a model with a new head, initialised from the seed; adds a missing token."""
         size = engine.model.config.get_text_config().hidden_size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -103,44 +104,44 @@ class HPSv3Model(nn.Module):
         return model
 
     def add_token(self, embedding: Tensor | None = None) -> None:
-        """Give the tokenizer its reward token, and the model a row for it, where they are missing; its
-        embedding is the mean of all others when None.
-        """
-        missing = add_reward_tokens(self.engine, [REWARD_TOKEN])
-        tokenizer = self.engine.processor.tokenizer
+        """Add the reward token if it is missing; None as embedding takes the mean of all others."""
+        is_new = add_reward_tokens(self.engine, [REWARD_TOKEN])
         model: Any = self.engine.model
-        place = tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
+        token_id = self._token_id
         weight = model.get_input_embeddings().weight
-        trained = weight.requires_grad
-        if place >= len(weight):
-            model.resize_token_embeddings(place + 1, mean_resizing=False)
-        if missing or embedding is not None:
-            weight = model.get_input_embeddings().weight
+        requires_grad = weight.requires_grad
+        if token_id >= len(weight):
+            model.resize_token_embeddings(token_id + 1, mean_resizing=False)
+        weight = model.get_input_embeddings().weight
+        if is_new or embedding is not None:
             with torch.no_grad():
-                mean = weight[:place].float().mean(0) if embedding is None else embedding
-                weight[place] = mean.to(weight)
-        model.get_input_embeddings().weight.requires_grad_(trained)
+                mean = weight[:token_id].float().mean(0) if embedding is None else embedding
+                weight[token_id] = mean.to(weight)
+        weight.requires_grad_(requires_grad)
+
+    @property
+    def _token_id(self) -> int:
+        return self.engine.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
 
     def encode(self, images: Sequence[Tensor], prompts: Sequence[str]) -> HPSv3Batch:
-        """B images [3, H, W], float in [0, 1] or uint8, and prompts as rows; may be done once for a whole
-        training set.
+        """Tokenise B images [3, H, W], float in [0, 1] or uint8, with their prompts.
+
+        May be done once for a whole training set.
         """
-        queries = [
-            Query(images=[image], prompt=prompt) for image, prompt in zip(images, prompts, strict=True)
-        ]
+        pairs = zip(images, prompts, strict=True)
+        queries = [Query(images=[image], prompt=prompt) for image, prompt in pairs]
         rows, reasons = self.engine.encode(self.template, queries, at=REWARD_TOKEN)
-        kept = [(place, row) for place, row in enumerate(rows) if row is not None]
-        return HPSv3Batch([row for _, row in kept], [place for place, _ in kept], reasons)
+        valid = [(index, row) for index, row in enumerate(rows) if row is not None]
+        return HPSv3Batch([row for _, row in valid], [index for index, _ in valid], reasons)
 
     def features(self, batch: HPSv3Batch) -> Tensor:
-        """Hidden states [N, H] float32 at the reward tokens: all that training the head alone needs."""
+        """Hidden states [N, H] float32 at the reward tokens: all that training only the head needs."""
         return self.engine.states(batch.rows)
 
     def read(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """(mean [N], log-deviation [N]) float32 of hidden states [N, H]."""
-        found = self.head(features)
-        log_std = found[:, 1]
-        return found[:, 0], log_std if self.clamp is None else soft_clamp(log_std, *self.clamp)
+        mean, log_std = self.head(features).unbind(1)
+        return mean, log_std if self.clamp is None else soft_clamp(log_std, *self.clamp)
 
     def forward(self, batch: HPSv3Batch) -> tuple[Tensor, Tensor]:
         """(mean [N], log-deviation [N]) float32, in the order of `batch.rows`."""
@@ -150,7 +151,7 @@ class HPSv3Model(nn.Module):
         """Write what `HPSv3` reads.
 
         Args:
-            folder: is made.
+            folder: created if missing.
             base: where the vision-language model can be found (packaged name, hub id, or folder relative to
                 this one), whose weights are then not written; only a LoRA in it, the head, and the embedding
                 of the token. None writes the whole model and its processor.
@@ -167,7 +168,7 @@ class HPSv3Model(nn.Module):
         if base is None and has_adapter:
             raise RewardError(
                 "The model holds a LoRA; name its base: save_pretrained(folder, base=...), so that the LoRA "
-                "is written beside the head."
+                "is written next to the head."
             )
         if base is None or has_adapter:
             model.save_pretrained(folder)
@@ -176,17 +177,13 @@ class HPSv3Model(nn.Module):
         if base is None:
             self.engine.processor.save_pretrained(folder)
         tensors = {key: value.detach().cpu().contiguous() for key, value in self.head.state_dict().items()}
-        place = self.engine.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
-        tensors["reward_token"] = model.get_input_embeddings().weight[place].detach().cpu().clone()
+        tensors["reward_token"] = model.get_input_embeddings().weight[self._token_id].detach().cpu().clone()
         save_file(tensors, folder / HEAD_FILE)
-        cutter = self.engine.network.images.settings()
         settings = self.engine.settings
         rest = {
             **settings.rest,
             "head": {"type": "ranknet", "clamp": None if self.clamp is None else list(self.clamp)},
-            "pixels": {
-                name: cutter[name] for name in ("min_pixels", "max_pixels", "window") if name in cutter
-            },
+            "pixels": pixel_settings(self.engine),
             **({} if base is None else {"base": base}),
         }
         templates = {**settings.templates, "hpsv3": self.template}
@@ -195,7 +192,7 @@ class HPSv3Model(nn.Module):
 
 
 def add_reward_tokens(engine: VisionLanguageEngine, tokens: Sequence[str]) -> bool:
-    """Give the tokenizer its reward tokens, in their order; whether one was missing."""
+    """Add missing reward tokens to the tokenizer, in their order; return True if one was missing."""
     from transformers import AddedToken
 
     missing = [token for token in tokens if token not in engine.rows.specials]
@@ -204,3 +201,23 @@ def add_reward_tokens(engine: VisionLanguageEngine, tokens: Sequence[str]) -> bo
         engine.processor.tokenizer.add_tokens(added, special_tokens=True)
         engine.rows.refresh()
     return bool(missing)
+
+
+def pixel_settings(engine: VisionLanguageEngine) -> dict[str, Any]:
+    """Return "pixels" of a judge.json: the sizes to which images are resized or cropped."""
+    settings = engine.network.images.settings()
+    return {name: settings[name] for name in ("min_pixels", "max_pixels", "window") if name in settings}
+
+
+def read_clamp(head: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return the bounds of the log-deviation in the "head" of a judge.json."""
+    clamp = head.get("clamp", CLAMP)
+    return None if clamp is None else (float(clamp[0]), float(clamp[1]))
+
+
+def mark_not_finite(rows: Sequence[int], value: Tensor, std: Tensor, reasons: list[str | None]) -> None:
+    """Give each of the rows without finite mean and deviation its reason."""
+    for row in rows:
+        mean, deviation = float(value[row]), float(std[row])
+        if reasons[row] is None and not (math.isfinite(mean) and math.isfinite(deviation)):
+            reasons[row] = f"the model gave mean {mean} and deviation {deviation}"

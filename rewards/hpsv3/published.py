@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E501, W291
-"""The question that HPSv3's published weights were trained with, letter by letter.
+"""Question that HPSv3's published weights were trained with, word for word.
 
 Source: the package hpsv3 1.0.0, MIT licence, copyright (c) 2024 HPSv3 Team: its instruction and the line of its
 reward token behind it.

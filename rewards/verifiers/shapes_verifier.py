@@ -60,9 +60,7 @@ class ShapesVerifier:
             record, problem = _record(request.prompts[row], request.metadata[row])
             height, width = image.shape[1:]
             if (height, width) != (SIDE, SIDE):
-                problem = (
-                    f"the shapes verifier reads {SIDE}×{SIDE} images, this one has {width}×{height}"
-                )
+                problem = f"the shapes verifier reads {SIDE}×{SIDE} images, this one has {width}×{height}"
             if problem is not None:
                 reasons[row] = problem
                 continue

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from assets.build.heie import train_heads
+from assets.build.heie import HeieData, pooled, train_heads
 from tests.support.judges.vision_language import PROMPTS, ask_text, given, images, tiny_engine, why
 from visalign.data.shapes.prompts import parse_prompt
 from visalign.data.shapes.scenes import Scene, SceneObject
@@ -21,13 +21,12 @@ from visalign.rewards.heie.heads import (
     HeieHeads,
     HeieSettings,
     View,
+    compute_views,
     cut_tiles,
     draw_maps,
     splice_tiles,
-    views,
 )
-from visalign.rewards.heie.judge import HeatmapExplanation, Heie
-from visalign.rewards.heie.training import HeieData, heie_data, pooled
+from visalign.rewards.heie.judge import Heie
 from visalign.rewards.vlm.engine import Query
 
 ASK = ask_text("wrong {prompt}?")
@@ -97,8 +96,6 @@ def test_tiles_are_cut_enlarged_and_put_back():
     whole = torch.arange(24.0).view(1, 4, 6)
     parts = torch.stack([whole[0, r : r + 2, c : c + 3] for r in (0, 2) for c in (0, 3)])[None]
     assert torch.equal(splice_tiles(parts, 2, 2), whole)
-    with pytest.raises(ValueError, match=r"tiles must be \[B, 4, h, w\]"):
-        splice_tiles(parts[:, :3], 2, 2)
 
 
 def test_a_surer_map_counts_more_where_they_disagree():
@@ -137,11 +134,11 @@ def test_a_tile_is_judged_in_the_light_of_the_whole_image():
 def test_views_hold_the_models_own_states_and_features():
     engine = tiny_engine()
     shown = images(2, size=32)
-    seen, reasons = views(engine, ASK, asks(shown), 2)
+    seen, reasons = compute_views(engine, ASK, asks(shown), 2)
     assert reasons == [None, None] and given(seen[0]).grid == (4, 4)
     assert given(seen[0]).hidden.shape == (5, 32) and given(seen[0]).features.shape == (5, 16, 32)
     assert torch.allclose(given(seen[1]).hidden[0], engine.hidden(ASK, asks(shown)).states[1], atol=1e-5)
-    alone, _ = views(engine, ASK, asks(shown), 1)
+    alone, _ = compute_views(engine, ASK, asks(shown), 1)
     assert torch.equal(given(alone[0]).features[0], given(seen[0]).features[0])
 
 
@@ -209,11 +206,6 @@ def test_wrong_options_are_refused():
         Heie(engine)
     with pytest.raises(ValueError, match="width divisible by 4"):
         HeieSettings(hidden=8, features=8, width=30)
-    scores = Heie(engine, heads=heads(), template=ASK).score(images(1), ["a"])
-    with pytest.raises(ValueError, match=r"maps \[1, h, w\]"):
-        HeatmapExplanation(
-            scores=scores, heatmap=torch.zeros(2, 4, 4), heatmap_std=torch.zeros(2, 4, 4), text=[""]
-        )
 
 
 def test_a_model_whose_features_have_no_grid_is_refused():
@@ -254,14 +246,16 @@ def test_heads_learn_where_and_whether_an_image_is_wrong():
     engine = tiny_engine()
     train, held = patched(200, 0), patched(60, 1)
     data, test = (
-        heie_data(engine, ASK, asks(shown, ["a"] * len(shown)), heat, score, tiles=1)
+        HeieData(
+            views=compute_views(engine, ASK, asks(shown, ["a"] * len(shown)), 1)[0], heat=heat, score=score
+        )  # type: ignore[arg-type]  # all can be read
         for shown, heat, score in (train, held)
     )
     model = heads()
 
     def found():
         with torch.no_grad():
-            maps = draw_maps(model, test.seen)
+            maps = draw_maps(model, test.views)
         return maps, heatmap_quality(maps.heat, pooled(test.heat, maps.heat))
 
     before = found()[1]
@@ -271,12 +265,3 @@ def test_heads_learn_where_and_whether_an_image_is_wrong():
     assert before.auc < 0.75 and after.auc > 0.92
     assert after.correlation > 0.6 and auroc(maps.score, test.score > 0.5) > 0.95
     assert maps.std.mean().item() == pytest.approx(2**0.5 * after.error, rel=0.7)
-
-
-def test_training_data_that_does_not_fit_is_refused():
-    view = View(torch.zeros(1, 32), torch.zeros(1, 4, 32), (2, 2))
-    with pytest.raises(ValueError, match="1 views need heat"):
-        HeieData(seen=[view], heat=torch.zeros(2, 8, 8), score=torch.zeros(1))
-    other = View(torch.zeros(1, 32), torch.zeros(1, 6, 32), (2, 3))
-    with pytest.raises(ValueError, match="one size in features"):
-        HeieData(seen=[view, other], heat=torch.zeros(2, 8, 8), score=torch.zeros(2))

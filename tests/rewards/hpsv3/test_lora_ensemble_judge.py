@@ -22,7 +22,7 @@ from visalign.rewards.catalogue import load_reward
 from visalign.rewards.checks import check_reward
 from visalign.rewards.combine.uncertainty import UncertaintyUsed
 from visalign.rewards.hpsv3.ensemble_judge import LoraEnsembleReward
-from visalign.rewards.hpsv3.ensemble_model import LoraEnsembleModel, nuclear_diversity, stretched
+from visalign.rewards.hpsv3.ensemble_model import LoraEnsembleModel, stretch_scale
 from visalign.rewards.hpsv3.judge import HPSv3, HPSv3Model
 from visalign.rewards.pairs.as_pairwise import as_pairwise
 from visalign.rewards.vlm.template import JudgeSettings
@@ -43,12 +43,6 @@ def judge(place: Path) -> LoraEnsembleReward:
 
 def _spoil(judge: LoraEnsembleReward, member: int) -> None:
     judge.model.heads.biases[0].data[member] = torch.nan
-
-
-def test_the_diversity_of_the_members_can_be_added_to_a_loss(judge: LoraEnsembleReward) -> None:
-    layers = judge.model.adapters.values()
-    each = [nuclear_diversity(layer.lora_a, layer.lora_b) for layer in layers]
-    assert float(judge.model.diversity()) == pytest.approx(sum(map(float, each))) and len(each) > 1
 
 
 def test_the_members_say_what_they_say_one_by_one(place: Path, judge: LoraEnsembleReward) -> None:
@@ -227,7 +221,7 @@ def test_levels_and_scales_of_the_members_are_aligned(place: Path) -> None:
     torch.testing.assert_close(read.value, again.value, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(given(read.std), given(again.std), rtol=1e-5, atol=1e-6)
     for images, prompts in ((IMAGES[:1], PROMPTS[:1]), (IMAGES[:1], [" "])):
-        with pytest.raises(RewardError, match=r"[01] pictures were judged by all members, with spreads of 0"):
+        with pytest.raises(RewardError, match=r"[01] images were judged by all members, with spreads of 0"):
             judge.align(images, prompts)
 
 
@@ -243,11 +237,11 @@ def test_a_stretched_member_says_the_same_of_every_pair() -> None:
 
     plain = chances(mean, log_std)
     for factor in (1.0, 1.5, 3.0):
-        wide, log_wide = stretched(mean, log_std, torch.tensor(factor))
+        wide, log_wide = stretch_scale(mean, log_std, torch.tensor(factor))
         torch.testing.assert_close(wide, factor * mean)
         assert float((chances(wide, log_wide) - plain).abs().max()) < 0.025
         assert factor == 1 or float((chances(factor * mean, log_std) - plain).abs().max()) > 0.05
-    assert torch.equal(stretched(mean, log_std, torch.tensor(1.0))[1], log_std)
+    assert torch.equal(stretch_scale(mean, log_std, torch.tensor(1.0))[1], log_std)
 
 
 def test_rows_that_cannot_be_judged_carry_their_reason(judge: LoraEnsembleReward) -> None:

@@ -70,7 +70,7 @@ def test_damaged_folders_and_wrong_options_are_refused(place: Path, tmp_path: Pa
     tensors = load_file(file)
     name = next(key for key in tensors if key.endswith("lora_B"))
     for change, message in (
-        ({name: None}, rf"missing {re.escape(name)}"),
+        ({name: None}, rf"missing {re.escape(name)}; unexpected nothing"),
         ({"rm_head.3.bias": None}, r"missing \['rm_head.3.bias'\]"),
         ({name: tensors[name][:, :5].contiguous()}, r"of other shapes than the config says: .*lora_B"),
         ({"reward_token": tensors["reward_token"][:1]}, r"members by tensor \[1, 2\]"),

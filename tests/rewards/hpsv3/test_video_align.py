@@ -22,8 +22,8 @@ from visalign.rewards.hpsv3.video_align import (
     PUBLISHED,
     TEMPLATE,
     VideoAlign,
-    merged,
-    sampled_frames,
+    merge_lora,
+    sample_frames,
 )
 
 
@@ -49,13 +49,13 @@ def test_the_published_words() -> None:
 
 
 def test_frames_are_even_from_the_first_to_the_last() -> None:
-    assert sampled_frames(10, clip_fps=5, fps=2) == [0, 3, 6, 9]
-    assert sampled_frames(3, clip_fps=8, fps=2) == [0, 2], "of three frames there is one pair"
-    assert sampled_frames(9, clip_fps=8, fps=2, frames=5) == [0, 3, 5, 8], "halves of pairs round to even"
-    assert sampled_frames(5, clip_fps=None, fps=2, frames=8) == [0, 1, 3, 4]
-    assert len(sampled_frames(10_000, clip_fps=1, fps=2)) == 768
-    assert sampled_frames(1, clip_fps=8, fps=2) == "a clip of 1 frame shows no motion; 2 frames are needed"
-    assert 'give clip_fps, an "fps" in its record' in str(sampled_frames(9, clip_fps=None, fps=2))
+    assert sample_frames(10, clip_fps=5, fps=2) == [0, 3, 6, 9]
+    assert sample_frames(3, clip_fps=8, fps=2) == [0, 2], "of three frames there is one pair"
+    assert sample_frames(9, clip_fps=8, fps=2, frames=5) == [0, 3, 5, 8], "halves of pairs round to even"
+    assert sample_frames(5, clip_fps=None, fps=2, frames=8) == [0, 1, 3, 4]
+    assert len(sample_frames(10_000, clip_fps=1, fps=2)) == 768
+    assert sample_frames(1, clip_fps=8, fps=2) == "a clip of 1 frame shows no motion; 2 frames are needed"
+    assert 'give clip_fps, an "fps" in its record' in str(sample_frames(9, clip_fps=None, fps=2))
 
 
 def test_parts_add_up_in_deviations_and_a_clip_stands_alone(folder) -> None:
@@ -149,12 +149,12 @@ def test_halves_of_a_lora_are_refused() -> None:
     names = [
         f"base_model.model.q.{part}.weight" for part in ("base_layer", "lora_A.default", "lora_B.default")
     ]
-    done = merged(dict(zip(names, (w, a, b), strict=True)), 2.0, torch.float32)
+    done = merge_lora(dict(zip(names, (w, a, b), strict=True)), 2.0, torch.float32)
     assert list(done) == ["q.weight"] and torch.equal(done["q.weight"], torch.full((3, 2), 2.0))
     with pytest.raises(RewardError, match=r"q\.lora_B\.weight does not fit"):
-        merged({names[0]: w, names[2]: b}, 2.0, torch.float32)
+        merge_lora({names[0]: w, names[2]: b}, 2.0, torch.float32)
     with pytest.raises(RewardError, match=r"q\.lora_A\.weight lacks its other half"):
-        merged({names[0]: w, names[1]: a}, 2.0, torch.float32)
+        merge_lora({names[0]: w, names[1]: a}, 2.0, torch.float32)
 
 
 def test_other_checkpoints_are_refused_by_name(folder, tmp_path) -> None:

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 
+from visalign.rewards.base.contract import RewardError
 from visalign.rewards.chat.yes_no import read_yes_no
 from visalign.rewards.hpsv3.loading import current_key, current_keys, smart_resize
 from visalign.rewards.questions.checklist import ChecklistRule
@@ -475,7 +476,7 @@ def test_key_map():
     }
     assert current_keys(new) == new
     assert current_key("modelling.x") == "modelling.x"
-    with pytest.raises(ValueError, match=r"'model.visual.a' under its old name and its new one"):
+    with pytest.raises(RewardError, match=r"'model.visual.a' under its old name and its new one"):
         current_keys({"visual.a": 1, "model.visual.a": 2})
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from visalign.rewards.hpsv3.head import RanknetHead, special_positions, valid_tokens
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.hpsv3.head import RanknetHead
 from visalign.rewards.weights.affine_head import IMAGEREWARD_MEAN, IMAGEREWARD_STD, AffineHead, standardise
 
 
@@ -105,10 +106,10 @@ class TestRanknetHead:
         state = one.state_dict()
         state["rm_head.7.bias"] = state.pop("rm_head.5.bias")
         with pytest.raises(
-            ValueError, match=r"missing \['rm_head.5.bias'\], unexpected \['rm_head.7.bias'\]"
+            RewardError, match=r"missing \['rm_head.5.bias'\], unexpected \['rm_head.7.bias'\]"
         ):
             RanknetHead.from_state_dict(state)
-        with pytest.raises(ValueError, match="do not fit one another"):
+        with pytest.raises(RewardError, match="do not fit one another"):
             RanknetHead.from_state_dict(one.state_dict() | {"rm_head.3.weight": torch.zeros(4, 9)})
 
     def test_half_precision_tower(self) -> None:
@@ -164,15 +165,11 @@ class TestPooling:
         ("call", "message"),
         [
             (
-                lambda: special_positions(torch.tensor([[9, 1], [1, 1], [9, 9]]), 9),
+                lambda: ranknet().pooled(
+                    torch.ones(3, 2, 6), torch.tensor([[9, 1], [1, 1], [9, 9]]), special_token_id=9
+                ),
                 r"counts: \{1: 0, 2: 2\}.*Escape",
             ),
-            (
-                lambda: valid_tokens(torch.ones(1, 2), attention_mask=torch.ones(1, 3)),
-                r"input_ids \(1, 2\); got \(1, 3\)",
-            ),
-            (lambda: ranknet().pooled(torch.ones(1, 2, 6), torch.ones(1, 2)), "needs special_token_id"),
-            (lambda: ranknet().pooled(torch.ones(1, 2, 6), torch.ones(1, 2), pooling="x"), "pooling must be"),  # pyright: ignore[reportArgumentType]
             (lambda: AffineHead(4, activation="gelu"), 'activation must be "none" or "relu"; got \'gelu\''),  # pyright: ignore[reportArgumentType]
             (lambda: AffineHead(4, widths=(3, 1)), r"widths needs 5 numbers.*got \(3, 1\)"),
         ],
