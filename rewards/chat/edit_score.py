@@ -17,26 +17,15 @@ from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import read_request
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import listed_scores
+from visalign.rewards.vlm.published import published_prompt
 from visalign.rewards.vlm.requests import requests
 from visalign.rewards.vlm.template import Template, question
 
 from .judge import Answer, ChatJudge, as_template
 from .messages import Reply
-from .published_wording import PUBLISHED
 
 HIGH = 25.0
 """Largest number of the published answers."""
-
-
-def wording(kind: str) -> str:
-    """Return EditScore's question "edit_following" or "edit_quality".
-
-    It is UnifiedReward-Edit's with another layout of the answer's form.
-    """
-    text = PUBLISHED[kind].replace(
-        '{\n\n"reasoning" : "...",\n"score" : [...],\n}', '{\n"reasoning" : "...",\n"score" : [...]\n}'
-    )
-    return text.replace("instruction:{prompt}", "instruction: {prompt}")
 
 
 class EditScore(ChatJudge):
@@ -73,9 +62,11 @@ class EditScore(ChatJudge):
         **options: Any,
     ) -> None:
         labels = ["<img1>: ", "<img2>: "] if labelled else ["", ""]
-        self.default_template = question("edit_score", wording("edit_following"), images=labels)
+        self.default_template = question(
+            "edit_score", published_prompt("edit_score_following"), images=labels
+        )
         super().__init__(base_url, model, device=device, **options)
-        quality = question("edit_score_quality", wording("edit_quality"), images=labels[:1])
+        quality = question("edit_score_quality", published_prompt("edit_score_quality"), images=labels[:1])
         self.quality = as_template(self.name, quality_template, quality, required_fields=())
         self.identity = self.make_identity(quality=self.quality.text, **self.sampling)
 

@@ -54,7 +54,7 @@ class Rubric(ChatJudge):
     Args:
         writer: writes the checklists; a language model suffices. The judge itself when None.
         writing_template: replaces our request for a checklist; has {prompt} and no image.
-        most: largest number of questions of a checklist; a longer one is a failure.
+        max_questions: largest number of questions of a checklist; a longer one is a failure.
         top_logprobs: alternatives of the first token to request.
         min_mass: smallest probability of yes and no together that counts as an answer.
         **options: of `ChatJudge`, as are the others; a template has {question}, and max_new_tokens is that of
@@ -75,21 +75,23 @@ class Rubric(ChatJudge):
         *,
         writer: ChatServer | LocalModel | None = None,
         writing_template: Template | str | None = None,
-        most: int = 20,
+        max_questions: int = 20,
         top_logprobs: int = 20,
         min_mass: float = MIN_MASS,
         device: Any = "cpu",
         **options: Any,
     ) -> None:
-        if most < 1:
-            raise RewardError(f"{self.name}: most is {most}; allowed are whole numbers from 1.")
+        if max_questions < 1:
+            raise RewardError(
+                f"{self.name}: max_questions is {max_questions}; allowed are whole numbers from 1."
+            )
         check_reading(self.name, top_logprobs=top_logprobs, min_mass=min_mass)
         super().__init__(base_url, model, device=device, **options)
         self.writer = writer or self.server
         self.writing = as_template(self.name, writing_template, WRITING)
-        self.most, self.top_logprobs, self.min_mass = most, top_logprobs, min_mass
+        self.max_questions, self.top_logprobs, self.min_mass = max_questions, top_logprobs, min_mass
         self._written: dict[str, list[str]] = {}
-        fields = {"writer": self.writer.model, "writing": self.writing.text, "most": most}
+        fields = {"writer": self.writer.model, "writing": self.writing.text, "max_questions": max_questions}
         fields |= {"top_logprobs": top_logprobs, "min_mass": min_mass}
         self.identity = self.make_identity(**fields, **self.sampling)
 
@@ -138,8 +140,10 @@ class Rubric(ChatJudge):
     def _read_checklist(self, reply: Reply) -> list[str]:
         items = _LIST_ITEM.finditer(statement(reply.text).text)
         questions = list(dict.fromkeys(item["text"] for item in items))
-        if not 1 <= len(questions) <= self.most:
-            raise AnswerError(f"the model wrote {len(questions)} questions; allowed are 1 to {self.most}")
+        if not 1 <= len(questions) <= self.max_questions:
+            raise AnswerError(
+                f"the model wrote {len(questions)} questions; allowed are 1 to {self.max_questions}"
+            )
         return questions
 
     def _read_probability(self, reply: Reply) -> float:

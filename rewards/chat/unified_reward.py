@@ -3,7 +3,7 @@
 
 Source: Wang et al., "Unified Reward Model for Multimodal Understanding and Generation", arXiv 2503.05236, its
 versions 2.0 and Edit; checkpoints CodeGoat24/UnifiedReward-*. The questions are those of their training
-(`published_wording`). Peers score an unreadable answer 0 or with the batch mean; here its image is masked.
+(`vlm.published`). Peers score an unreadable answer 0 or with the batch mean; here its image is masked.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, Literal
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import read_request
 from visalign.rewards.reading.ratings import all_aspects, aspect_mean, final_score, listed_scores
+from visalign.rewards.vlm.published import published_prompt
 from visalign.rewards.vlm.template import question
 
 from .judge import ChatJudge, check_choice
 from .messages import Reply
-from .published_wording import PUBLISHED
 
 Mode = Literal["aspects", "final", "edit_following", "edit_quality"]
 
@@ -82,7 +82,8 @@ class UnifiedReward(ChatJudge):
             self.unit, self.range = "points from 0 to 25", (0.0, 25.0)
         self._shows_source = mode == "edit_following"
         images = [""] * (1 + self._shows_source)
-        self.default_template = question(f"unified_reward_{mode}", PUBLISHED[mode], images=images)
+        name = f"unified_reward_{mode}"
+        self.default_template = question(name, published_prompt(name), images=images)
         self.required_fields = () if mode == "edit_quality" else ("prompt",)
         super().__init__(base_url, model, device=device, **options)
         self.identity = self.make_identity(mode=mode, **self.sampling)

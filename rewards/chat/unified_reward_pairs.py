@@ -4,7 +4,7 @@
 Source: Wang et al., UnifiedReward, arXiv 2503.05236, and its version 2.0; UnifiedReward-Think, arXiv
 2505.03318; UnifiedReward-Flex, arXiv 2602.02380; UnifiedReward-Edit. Pref-GRPO (arXiv 2508.20751) asks in one
 order; models prefer a position, so here each pair is asked in both. The questions are those of the
-checkpoints' training (`published_wording`).
+checkpoints' training (`vlm.published`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from visalign.rewards.base.contract import Request, RewardError, prompt_problem,
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import ASPECTS
 from visalign.rewards.reading.verdicts import aspect_pair_scores, flex_answer, pair_scores, verdict
+from visalign.rewards.vlm.published import published_prompt
 from visalign.rewards.vlm.requests import Query, source_images
 from visalign.rewards.vlm.template import Template, question
 
 from .judge import ChatJudge, check_choice, failure_reason
 from .messages import Reply
-from .published_wording import PUBLISHED
 
 Mode = Literal["rank", "think", "think_qwen3", "score", "flex", "edit_rank"]
 
@@ -79,7 +79,8 @@ class UnifiedRewardPairs(ChatJudge):
             )
         self._shows_source = mode == "edit_rank"
         images = [""] * (2 + self._shows_source)
-        self.default_template = question(f"unified_reward_{mode}", PUBLISHED[mode], images=images)
+        name = f"unified_reward_{mode}"
+        self.default_template = question(name, published_prompt(name), images=images)
         super().__init__(base_url, model, device=device, **options)
         self.mode, self.both_orders = mode, both_orders
         self.capabilities = RewardCapabilities(both_orders=both_orders)

@@ -34,7 +34,7 @@ from .server import ChatServer
 _MIN_REMAINDER = 1e-7
 """Log-probs come in float32, which cannot tell a smaller remainder from 0."""
 _TOKEN_MARKS = str.maketrans({"Ġ": " ", "▁": " ", "Ċ": "\n"})
-"""How tokenizers spell blanks and line ends."""
+"""Characters by which tokenizers spell blanks and line ends."""
 
 
 @dataclass(frozen=True)

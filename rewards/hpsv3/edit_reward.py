@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: E501, W291
 """EditReward: human preference for an edit of an image and its instruction, by two heads of HPSv3's kind.
 
-Source: Wu et al., "EditReward", arXiv 2509.26346; the questions, word for word, and the forward are those of
-github.com/TIGER-AI-Lab/EditReward, MIT licence, copyright (c) 2025 TIGER Lab (configs with "ranknet_multi_head"
-and "mean"). Checkpoints: the collection TIGER-Lab/editreward, one weight file under the names of HPSv3's, with two heads
-`rm_heads.head_0`, `rm_heads.head_1`. As with HPSv3 embeddings are handed to the language model without ids, so
-that positions are plain ("1d"); a reward token in a prompt is escaped.
+Source: Wu et al., "EditReward", arXiv 2509.26346; the forward is that of github.com/TIGER-AI-Lab/EditReward
+(configs with "ranknet_multi_head" and "mean"). Checkpoints: the collection TIGER-Lab/editreward, one weight
+file under the names of HPSv3's, with two heads `rm_heads.head_0`, `rm_heads.head_1`. As with HPSv3, the
+language model gets embeddings without ids, so that positions are plain ("1d"); a reward token in a prompt is
+escaped.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError, make_scores, read_request, scatter
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.vlm.engine import VisionLanguageEngine, check_loading
+from visalign.rewards.vlm.published import published_prompt
 from visalign.rewards.vlm.requests import requests
 from visalign.rewards.vlm.template import question
 from visalign.rewards.weights.checkpoint_files import dtype_of
@@ -32,72 +32,9 @@ from .head import LAYERS, RanknetHead
 from .loading import find_weights, published_engine
 from .model import REWARD_TOKEN, mark_not_finite
 
-_FOLLOWING = """
-You are tasked with evaluating an edited image **in comparison with the original source image** based on **Instruction Following & Semantic Fidelity**, and assigning a score from 1 to 4, with 1 being the worst and 4 being the best.  
-This dimension focuses on how accurately, completely, and exclusively the model executed the given text instruction.
-
-**Inputs Provided:**  
-- Source Image (before editing)  
-- Edited Image (after applying the instruction)  
-- Text Instruction  
-
-**Sub-Dimensions to Evaluate:**
-
-- **Semantic Accuracy:**  
-  Assess whether the edited content accurately captures the semantics of the instruction. The edited result should precisely match the intended meaning. For example, if the instruction is "replace apples with oranges," the object must clearly be oranges, not other fruits.
-
-- **Completeness of Editing:**  
-  Check whether **all parts** of the instruction are fully executed. For multi-step edits (e.g., "replace a red car with a blue bicycle"), both the color change and the object replacement must be done without omissions.
-
-- **Exclusivity of Edit (No Over-Editing):**  
-  Ensure that only the requested parts are changed. The rest of the image (as seen in the source) should remain unaltered. For example, if the instruction only involves replacing an object, the background, lighting, and unrelated objects should not be unnecessarily modified.
-
-**Scoring Criteria:**
-- **4 (Very Good):** Perfectly accurate, complete, and exclusive execution of the instruction.  
-- **3 (Relatively Good):** Largely correct, but with minor omissions or slight over-editing.  
-- **2 (Relatively Poor):** Major misinterpretation, incomplete edits, or noticeable unintended changes.  
-- **1 (Very Poor):** Instruction ignored or completely wrong execution.
-
-Text instruction - {prompt}
-"""
-_QUALITY = """
-You are tasked with evaluating an edited image **in comparison with the original source image** based on **Visual Quality & Realism**, and assigning a score from 1 to 4, with 1 being the worst and 4 being the best.  
-This dimension focuses on how realistic, artifact-free, and aesthetically appealing the edited image is, while remaining consistent with the source image.
-
-**Inputs Provided:**  
-- Source Image (before editing)  
-- Edited Image (after applying the instruction)  
-- Text Instruction  
-
-**Sub-Dimensions to Evaluate:**
-
-- **Plausibility & Physical Consistency:**  
-  Check whether the edit aligns with the laws of physics and the scene context. Lighting, shadows, reflections, perspective, size, and interactions with the environment should all appear natural compared to the source image.
-
-- **Artifact-Free Quality:**  
-  Look for technical flaws such as blur, distortions, pixel misalignment, unnatural textures, or seams around edited regions. High-quality results should be free from such visible artifacts.
-
-- **Aesthetic Quality:**  
-  Evaluate the overall harmony and visual appeal. The image should look natural, balanced, and pleasant. Colors, composition, and atmosphere should enhance the image rather than degrade it.
-
-**Scoring Criteria:**
-- **4 (Very Good):** Perfectly realistic, artifact-free, seamless, and aesthetically pleasing.  
-- **3 (Relatively Good):** Mostly realistic and clean, with only minor flaws that do not significantly distract.  
-- **2 (Relatively Poor):** Noticeable physical inconsistencies or visible artifacts that make the edit unnatural.  
-- **1 (Very Poor):** Severe artifacts, incoherent composition, or visually unusable result.
-
-Text instruction - {prompt}
-"""
-_TAIL = """
-Please provide the overall ratings of this image: <|Reward|>
-
-END
-"""
-
-
 QUESTIONS = (
-    question("edit_reward_following", _FOLLOWING + _TAIL, images=("", "")),
-    question("edit_reward_quality", _QUALITY + _TAIL, images=("", "")),
+    question("edit_reward_following", published_prompt("edit_reward_following"), images=("", "")),
+    question("edit_reward_quality", published_prompt("edit_reward_quality"), images=("", "")),
 )
 """Question of each head; the source image comes first."""
 
@@ -185,8 +122,8 @@ def _pop_head(state: dict[str, Tensor], number: int) -> RanknetHead:
         source = f"rm_heads.head_{number}.{key}"
         if source not in state:
             raise RewardError(
-                f"The weights hold no {source}, so they are no EditReward with two heads; give the file as it was "
-                "published."
+                f"The weights hold no {source}, so they are no EditReward with two heads; give the file as "
+                "it was published."
             )
         tensors[f"rm_head.{key}"] = state.pop(source)
     return RanknetHead.from_state_dict(tensors)

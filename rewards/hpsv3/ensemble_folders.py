@@ -79,15 +79,15 @@ class Member:
         }
 
 
-def find_folder(place: str | Path) -> Path:
+def find_folder(path_or_id: str | Path) -> Path:
     """Return an existing folder; packaged names and hub ids are looked up."""
-    folder = resolve_model(place)
+    folder = resolve_model(path_or_id)
     return folder if isinstance(folder, Path) else local_folder(folder, ("*",))
 
 
-def read_member(place: str | Path, base: str | Path | None = None) -> Member:
+def read_member(path_or_id: str | Path, base: str | Path | None = None) -> Member:
     """Read a trained judge from a folder, packaged name or hub id; `base` replaces that of its judge.json."""
-    folder = find_folder(place)
+    folder = find_folder(path_or_id)
     settings = JudgeSettings.read(folder)
     head = settings.rest.get("head")
     kind = head.get("type") if isinstance(head, Mapping) else None

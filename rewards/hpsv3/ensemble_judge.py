@@ -137,9 +137,9 @@ class LoraEnsembleReward:
         return judge
 
     @classmethod
-    def from_pretrained(cls, place: str | Path, **options: Any) -> LoraEnsembleReward:
+    def from_pretrained(cls, model_path: str | Path, **options: Any) -> LoraEnsembleReward:
         """Load an ensemble's folder, packaged name or hub id at once."""
-        judge = cls(place, **options)
+        judge = cls(model_path, **options)
         _ = judge.model
         return judge
 
@@ -170,15 +170,15 @@ class LoraEnsembleReward:
         """
         scores, model = self.score(images, prompts), self.model
         by_member = torch.stack([scores.parts[f"member_{m}"] for m in range(model.members)]).double()
-        judged = by_member[:, scores.valid & by_member.isfinite().all(0)]
-        spread = judged.std(1) if judged.shape[1] > 1 else torch.zeros(len(judged))
+        judged_scores = by_member[:, scores.valid & by_member.isfinite().all(0)]
+        spread = judged_scores.std(1) if judged_scores.shape[1] > 1 else torch.zeros(len(judged_scores))
         if not bool((spread > 0).all()):
             raise RewardError(
-                f"{self.name}: {judged.shape[1]} images were judged by all members, with spreads of "
+                f"{self.name}: {judged_scores.shape[1]} images were judged by all members, with spreads of "
                 f"{', '.join(f'{value:.3g}' for value in spread.tolist())}; give a hundred or more to align."
             )
         factor = spread.max() / spread
-        level = judged.mean(1) * factor
+        level = judged_scores.mean(1) * factor
         bias = model.heads.biases[-1]
         model.stretch.mul_(factor.to(model.stretch))
         bias[:, 0] += ((level.mean() - level).to(bias)) / model.stretch

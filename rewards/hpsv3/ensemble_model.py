@@ -177,8 +177,8 @@ class LoraEnsembleModel(nn.Module):
         repeated = {name: self._repeat(name, value) for name, value in inputs.items()}
         embeds, deepstack = inputs["inputs_embeds"], inputs.get("deepstack_visual_embeds")
         is_token = (ids == self._token_id).to(embeds.device)[None, ..., None]
-        own = torch.where(is_token, self.tokens[:, None, None].to(embeds.dtype), embeds[None])
-        repeated["inputs_embeds"] = own.flatten(0, 1)
+        with_token = torch.where(is_token, self.tokens[:, None, None].to(embeds.dtype), embeds[None])
+        repeated["inputs_embeds"] = with_token.flatten(0, 1)
         if deepstack is not None:
             repeated["deepstack_visual_embeds"] = [layer.repeat(self.members, 1) for layer in deepstack]
         return repeated

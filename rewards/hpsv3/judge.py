@@ -2,7 +2,7 @@
 """HPSv3: human preference for an image and its prompt, as a mean and a standard deviation.
 
 Source: Ma et al., "HPSv3: Towards Wide-Spectrum Human Preference Score", arXiv 2508.03789. `loading` lists
-the files and folders that are read; published weights are asked in the words of their training (`published`).
+the files and folders that are read; published weights are asked in the words of their training.
 
 Differences from the released inference: the standard deviation is returned, not its logarithm; the head runs
 at the reward token alone; a reward token in a prompt is escaped; the mode of positions is explicit. By the
@@ -90,9 +90,9 @@ class HPSv3:
         return model
 
     @classmethod
-    def from_pretrained(cls, place: str | Path, **options: Any) -> HPSv3:
+    def from_pretrained(cls, model_path: str | Path, **options: Any) -> HPSv3:
         """Load a folder at once."""
-        judge = cls(place, **options)
+        judge = cls(model_path, **options)
         _ = judge.model
         return judge
 
@@ -107,15 +107,17 @@ class HPSv3:
         """Score B images for their prompts by mean and standard deviation; metadata is ignored."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
-        shown = []
+        valid_rows = []
         for row, image in request.images.readable():
             reasons[row] = prompt_problem(request.prompts[row])
             if reasons[row] is None:
-                shown.append((row, image))
-        batch = self.model.encode([image for _, image in shown], [request.prompts[row] for row, _ in shown])
-        for (row, _), reason in zip(shown, batch.reasons, strict=True):
+                valid_rows.append((row, image))
+        batch = self.model.encode(
+            [image for _, image in valid_rows], [request.prompts[row] for row, _ in valid_rows]
+        )
+        for (row, _), reason in zip(valid_rows, batch.reasons, strict=True):
             reasons[row] = reason
-        rows = [shown[index][0] for index in batch.places]
+        rows = [valid_rows[index][0] for index in batch.index]
         mean, log_std = torch.zeros(0), torch.zeros(0)
         if rows:
             with _evaluation_mode(self.model):

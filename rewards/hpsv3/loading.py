@@ -7,7 +7,7 @@ whole model or the name of its base with a LoRA.
 The published one: one file of 736 tensors named `visual.*`, `model.*`, `lm_head.weight`, `rm_head.*` (the
 names of transformers 4; 5 nests tower and language model in `model`), in which the vocabulary holds the
 reward token (151 658 for the 7B model). Its config and processor are those of the model that it was trained
-from (`BASE`, of which only the small files are fetched). Its instruction is built in (`published`); a
+from (`BASE`, of which only the small files are fetched). Its instruction is built in (`vlm.published`); a
 `judge.json` next to the file ({"templates": {"hpsv3": ...}}, see `vlm.template`) or `template` replaces it.
 """
 
@@ -33,14 +33,14 @@ from visalign.rewards.vlm.loading import (
     placed,
     placing_options,
 )
-from visalign.rewards.vlm.template import SETTINGS, JudgeSettings, Template
+from visalign.rewards.vlm.published import published_prompt
+from visalign.rewards.vlm.template import SETTINGS, JudgeSettings, Template, question
 from visalign.rewards.weights.checkpoint_files import listed, quiet_loading, read_tensors
 from visalign.rewards.weights.hub import SMALL_FILES, local_folder, revision_of
 from visalign.vision.patches import smart_resize as _smart_resize
 
 from .head import RanknetHead
 from .model import HEAD_FILE, REWARD_TOKEN, HPSv3Model, add_reward_tokens, read_clamp
-from .published import PUBLISHED_TEMPLATE
 
 PIXELS = 448 * 448
 """Smallest and largest size of a resized image in the published model."""
@@ -52,9 +52,12 @@ MIN_PIXELS, MAX_PIXELS = 56 * 56, 16384 * 28 * 28
 """Qwen2-VL's defaults."""
 V = TypeVar("V")
 
+PUBLISHED_TEMPLATE = question("hpsv3", published_prompt("hpsv3"))
+"""Question that the published weights were trained with."""
+
 
 def load_hpsv3(
-    place: str | Path,
+    path_or_id: str | Path,
     *,
     base: str | Path | None = None,
     template: Template | None = None,
@@ -65,7 +68,7 @@ def load_hpsv3(
     """Load either layout, in evaluation mode and without gradients.
 
     Args:
-        place: folder, packaged name, hub id, or the published file itself.
+        path_or_id: folder, packaged name, hub id, or the published file itself.
         base: folder or hub id with config and processor for the published layout; where its folder has none
             and None is given, `BASE`. In our layout it replaces what judge.json names.
         template: replaces the folder's.
@@ -77,7 +80,7 @@ def load_hpsv3(
         FileNotFoundError: a part is missing.
         RewardError: keys that are missing or unexpected, each named.
     """
-    path = find_weights(place)
+    path = find_weights(path_or_id)
     is_ours = path.is_dir() and "head" in JudgeSettings.read(path).rest
     load = _load_ours if is_ours else _load_published
     return load(path, base, template, device=device, dtype=dtype, **options).eval().requires_grad_(False)
@@ -250,9 +253,9 @@ def _weight_file(folder: Path) -> Path:
     return files[0]
 
 
-def find_weights(place: str | Path) -> Path:
+def find_weights(path_or_id: str | Path) -> Path:
     """Return an existing file or folder; hub ids are fetched."""
-    path = Path(place) if Path(place).exists() else resolve_model(place)
+    path = Path(path_or_id) if Path(path_or_id).exists() else resolve_model(path_or_id)
     return path if isinstance(path, Path) else local_folder(path, ("*",))
 
 

@@ -38,7 +38,7 @@ class HPSv3Batch:
 
     rows: list[TokenRow]
     """N valid rows."""
-    places: list[int]
+    index: list[int]
     """Index of each row among the B given ones."""
     reasons: list[str | None]
     """Reason why one of the B cannot be judged; None for the others."""

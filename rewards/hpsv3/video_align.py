@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: E501, W291
 """VideoAlign's VideoReward: visual quality, motion quality and text alignment of a clip, by one linear head.
 
-Source: Liu et al., "Improving Video Generation with Human Feedback", arXiv 2501.13918; the question, word for
-word, the choice of frames and the forward are those of github.com/KwaiVGI/VideoAlign, MIT licence, copyright
-(c) 2025 Kling Team, Kuaishou Technology. Checkpoint: the hub's `PUBLISHED`, a LoRA in a Qwen2-VL 2B, saved with
-its base in one file. The states of three reward tokens behind the clip go through the head; as with HPSv3
-embeddings are handed to the language model without ids, so that positions are plain ("1d").
+Source: Liu et al., "Improving Video Generation with Human Feedback", arXiv 2501.13918; the choice of frames
+and the forward are those of github.com/KwaiVGI/VideoAlign. Checkpoint: the hub's `PUBLISHED`, a LoRA in a
+Qwen2-VL 2B, saved with its base in one file. The states of three reward tokens behind the clip go through the
+head; as with HPSv3, the language model gets embeddings without ids, so that positions are plain ("1d").
 
-Differences from the released inference: the LoRA is added to the weights; a reward token in a prompt is
-escaped; an odd number of frames, which it cannot cut into pairs, loses one; a prompt may hold braces.
+Differences from the released inference: the LoRA is merged into the weights; a reward token in a prompt is
+escaped; an odd number of frames, which cannot be cut into pairs, loses one; a prompt may hold braces.
 """
 
 from __future__ import annotations
@@ -26,16 +24,11 @@ from torch import Tensor
 
 from visalign.interfaces import Metadata, RewardCapabilities, Scores
 from visalign.rewards.base.clips import listed_clips, read_clip
-from visalign.rewards.base.contract import (
-    RewardError,
-    make_scores,
-    prompt_problem,
-    read_metadata,
-    scatter,
-)
+from visalign.rewards.base.contract import RewardError, make_scores, prompt_problem, read_metadata, scatter
 from visalign.rewards.base.identity import Identity, fingerprint
 from visalign.rewards.vlm.engine import Query, TokenRow, VisionLanguageEngine, check_loading
 from visalign.rewards.vlm.loading import find_model
+from visalign.rewards.vlm.published import published_prompt
 from visalign.rewards.vlm.template import JudgeSettings, question
 from visalign.rewards.weights.checkpoint_files import dtype_of, read_folder, read_tensors
 from visalign.rewards.weights.hub import SMALL_FILES, revision_of
@@ -57,46 +50,7 @@ MIN_FRAMES, MAX_FRAMES = 4, 768
 PAIR = 2
 """Frames per temporal patch."""
 
-_TEXT = """
-You are tasked with evaluating a generated video based on three distinct criteria: Visual Quality, Motion Quality, and Text Alignment. Please provide a rating from 0 to 10 for each of the three categories, with 0 being the worst and 10 being the best. Each evaluation should be independent of the others.
-
-**Visual Quality:**  
-Evaluate the overall visual quality of the video, with a focus on static factors. The following sub-dimensions should be considered:
-- **Reasonableness:** The video should not contain any significant biological or logical errors, such as abnormal body structures or nonsensical environmental setups.
-- **Clarity:** Evaluate the sharpness and visibility of the video. The image should be clear and easy to interpret, with no blurring or indistinct areas.
-- **Detail Richness:** Consider the level of detail in textures, materials, lighting, and other visual elements (e.g., hair, clothing, shadows).
-- **Aesthetic and Creativity:** Assess the artistic aspects of the video, including the color scheme, composition, atmosphere, depth of field, and the overall creative appeal. The scene should convey a sense of harmony and balance.
-- **Safety:** The video should not contain harmful or inappropriate content, such as political, violent, or adult material. If such content is present, the image quality and satisfaction score should be the lowest possible. 
-
-Please provide the ratings of Visual Quality: <|VQ_reward|>
-END
-
-**Motion Quality:**  
-Assess the dynamic aspects of the video, with a focus on dynamic factors. Consider the following sub-dimensions:
-- **Stability:** Evaluate the continuity and stability between frames. There should be no sudden, unnatural jumps, and the video should maintain stable attributes (e.g., no fluctuating colors, textures, or missing body parts).
-- **Naturalness:** The movement should align with physical laws and be realistic. For example, clothing should flow naturally with motion, and facial expressions should change appropriately (e.g., blinking, mouth movements).
-- **Aesthetic Quality:** The movement should be smooth and fluid. The transitions between different motions or camera angles should be seamless, and the overall dynamic feel should be visually pleasing.
-- **Fusion:** Ensure that elements in motion (e.g., edges of the subject, hair, clothing) blend naturally with the background, without obvious artifacts or the feeling of cut-and-paste effects.
-- **Clarity of Motion:** The video should be clear and smooth in motion. Pay attention to any areas where the video might have blurry or unsteady sections that hinder visual continuity.
-- **Amplitude:** If the video is largely static or has little movement, assign a low score for motion quality.
-
-Please provide the ratings of Motion Quality: <|MQ_reward|>
-END
-
-**Text Alignment:**  
-Assess how well the video matches the textual prompt across the following sub-dimensions:
-- **Subject Relevance** Evaluate how accurately the subject(s) in the video (e.g., person, animal, object) align with the textual description. The subject should match the description in terms of number, appearance, and behavior.
-- **Motion Relevance:** Evaluate if the dynamic actions (e.g., gestures, posture, facial expressions like talking or blinking) align with the described prompt. The motion should match the prompt in terms of type, scale, and direction.
-- **Environment Relevance:** Assess whether the background and scene fit the prompt. This includes checking if real-world locations or scenes are accurately represented, though some stylistic adaptation is acceptable.  
-- **Style Relevance:** If the prompt specifies a particular artistic or stylistic style, evaluate how well the video adheres to this style.
-- **Camera Movement Relevance:** Check if the camera movements (e.g., following the subject, focus shifts) are consistent with the expected behavior from the prompt.
-
-Textual prompt - {prompt}
-Please provide the ratings of Text Alignment: <|TA_reward|>
-END
-"""
-
-TEMPLATE = question("video_align", _TEXT)
+TEMPLATE = question("video_align", published_prompt("video_align"))
 
 
 def sample_frames(
@@ -110,8 +64,8 @@ def sample_frames(
     >>> sample_frames(81, clip_fps=16, fps=2)
     [0, 9, 18, 27, 36, 44, 53, 62, 71, 80]
     """
-    most = length // PAIR * PAIR
-    if not most:
+    longest_even = length // PAIR * PAIR
+    if not longest_even:
         return f"a clip of {length} frame shows no motion; {PAIR} frames are needed"
     if frames is None:
         if clip_fps is None:
@@ -122,7 +76,7 @@ def sample_frames(
         count = min(max(length / clip_fps * fps, MIN_FRAMES), MAX_FRAMES)
     else:
         count = frames
-    count = max(PAIR, min(round(count / PAIR) * PAIR, most))
+    count = max(PAIR, min(round(count / PAIR) * PAIR, longest_even))
     return torch.linspace(0, length - 1, count).round().long().tolist()
 
 
@@ -192,8 +146,8 @@ class VideoAlign:
         config["max_pixels"] = config["max_pixels"] if self._max_pixels is None else self._max_pixels
         if self._normalise and not config["normal"]:
             raise RewardError(
-                f"{CONFIG} of {root.name} has no inference_config with the means and deviations of VQ, MQ and "
-                "TA; take the head's own outputs by normalise=False."
+                f"{CONFIG} of {root.name} has no inference_config with the means and deviations of VQ, MQ "
+                "and TA; take the head's own outputs by normalise=False."
             )
         is_merged = weights.is_file()
         source = find_model(self._base, SMALL_FILES) if is_merged else find_model(self._base)
@@ -203,7 +157,7 @@ class VideoAlign:
         if head is None or head.ndim != 2 or len(head) not in (1, len(PARTS)):
             shape = "no rm_head.weight" if head is None else f"an rm_head.weight of shape {tuple(head.shape)}"
             raise RewardError(
-                f"{weights.name} holds {shape}; the head of VideoAlign is [1, width] or [{len(PARTS)}, width]."
+                f"{weights.name} holds {shape}; the head of VideoAlign is [1 or {len(PARTS)}, width]."
             )
         engine = engine_of_tensors(
             state,
@@ -275,7 +229,7 @@ class VideoAlign:
     def _read_clip(
         self, where: str, clip: Any, record: Mapping[str, Any]
     ) -> tuple[Tensor | None, str | None]:
-        """Return the judged frames, uint8 [n, 3, h, w] resized as torchvision resizes tensors, or the reason."""
+        """Return the judged frames, uint8 [n, 3, h, w], resized as torchvision does; or the reason."""
         clip_fps = record.get("fps", self._clip_fps)
         if clip_fps is not None and not _is_rate(clip_fps):
             return None, f'"fps" of its record is {clip_fps!r}; allowed are numbers above 0'
@@ -314,9 +268,7 @@ class VideoAlign:
             # in sequence, so that the shared beginning of the three rows of a request is computed once
             token_rows = [row for index in valid for column in by_token if (row := column[index]) is not None]
             states = engine.states(token_rows).view(len(valid), len(PARTS), -1)
-            rewards[valid] = (
-                (states * head).sum(-1).float().cpu()
-            )  # a row of the head per token, or one for all
+            rewards[valid] = (states * head).sum(-1).float().cpu()  # a row of the head per token, or one
         if self._normalise:
             mean, std = (
                 torch.tensor([config["normal"][f"{part}_{key}"] for part in PARTS]) for key in ("mean", "std")

@@ -295,14 +295,14 @@ class RatingDigits:
         values = torch.tensor(self.values, dtype=torch.float64)
         if not self._digit_ids:
             return values, prob, torch.ones(len(prob), dtype=torch.float64)
-        whole = [n for n, value in enumerate(self.values) if value < self.high]
+        integers = [n for n, value in enumerate(self.values) if value < self.high]
         top = [n for n, value in enumerate(self.values) if value >= self.high]
-        tenths, tenths_mass = self._next_digits(queries, [f"{self._scores[n]}." for n in whole])
-        stems = [f"{self._scores[n]}.{digit}" for n in whole for digit in range(10)]
+        tenths, tenths_mass = self._next_digits(queries, [f"{self._scores[n]}." for n in integers])
+        stems = [f"{self._scores[n]}.{digit}" for n in integers for digit in range(10)]
         hundredths, hundredths_mass = self._next_digits(queries, stems)
-        to_tenths = (prob[:, whole, None] * tenths).flatten(1)  # P(s) P(d | "s.")
+        to_tenths = (prob[:, integers, None] * tenths).flatten(1)  # P(s) P(d | "s.")
         to_hundredths = to_tenths[..., None] * hundredths
-        ratings = (values[whole][:, None] + torch.arange(100, dtype=torch.float64) / 100).flatten()
+        ratings = (values[integers][:, None] + torch.arange(100, dtype=torch.float64) / 100).flatten()
         digit_mass = tenths_mass.repeat_interleave(10, 1) * hundredths_mass
         complete = (to_tenths * digit_mass).sum(1) + prob[:, top].sum(1)
         all_prob = torch.cat([to_hundredths.flatten(1), prob[:, top]], 1)

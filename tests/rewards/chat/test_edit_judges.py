@@ -14,10 +14,11 @@ from tests.support.judges.vision_language import noise, tiny_judge
 from tests.support.servers.chat import chat, sent_images, serving, words
 from visalign.rewards import check_reward, load_reward
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.chat.edit_score import EditScore, wording
+from visalign.rewards.chat.edit_score import EditScore
 from visalign.rewards.chat.local import LocalModel
 from visalign.rewards.chat.rational_rewards import Mode, RationalRewards
 from visalign.rewards.chat.rubric import Rubric
+from visalign.rewards.vlm.published import published_prompt
 
 SOURCES = [{"source": Image.new("RGB", (4, 4))}] * 3
 
@@ -32,8 +33,8 @@ def points(*scores: float) -> dict:
 
 def test_edit_score_asks_in_the_published_words():
     assert (
-        digest(wording("edit_following")) == "80bac216c8f7"
-        and digest(wording("edit_quality")) == "8249deba103d"
+        digest(published_prompt("edit_score_following")) == "80bac216c8f7"
+        and digest(published_prompt("edit_score_quality")) == "8249deba103d"
     )
     labelled = EditScore("http://localhost:1/v1", "tiny", labelled=True)
     shown = [part.get("text", "")[:8] for part in labelled.template.messages[0]["content"]]

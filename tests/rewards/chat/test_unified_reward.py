@@ -20,7 +20,6 @@ from visalign.rewards.base.contract import RewardError
 from visalign.rewards.catalogue import load_judge
 from visalign.rewards.chat.deepseek_grm import DeepSeekGRM
 from visalign.rewards.chat.lift import Lift
-from visalign.rewards.chat.published_wording import PUBLISHED
 from visalign.rewards.chat.server import ChatServer
 from visalign.rewards.chat.unified_reward import UnifiedReward
 from visalign.rewards.chat.unified_reward_pairs import UnifiedRewardPairs
@@ -29,6 +28,7 @@ from visalign.rewards.questions.visual_quality_r1 import VisualQuality
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import listed_scores
 from visalign.rewards.reading.verdicts import aspect_pair_scores
+from visalign.rewards.vlm.published import published_prompt
 
 QUICK = {"retries": 0, "timeout": 5.0, "max_failure_rate": 1.0}
 
@@ -237,7 +237,8 @@ DIGESTS = {
 
 
 def test_the_published_questions_are_asked_letter_by_letter():
-    found = {name: hashlib.sha256(text.encode()).hexdigest()[:12] for name, text in PUBLISHED.items()}
+    texts = {name: published_prompt(f"unified_reward_{name}") for name in DIGESTS}
+    found = {name: hashlib.sha256(text.encode()).hexdigest()[:12] for name, text in texts.items()}
     assert found == DIGESTS
     with serving(lambda body: chat("Image 1 is better")) as stub:
         UnifiedRewardPairs(stub.url, "tiny", both_orders=False, **QUICK).compare(
@@ -245,7 +246,7 @@ def test_the_published_questions_are_asked_letter_by_letter():
         )
         own = UnifiedRewardPairs(stub.url, "tiny", both_orders=False, template="Which? {prompt}", **QUICK)
         own.compare(bright(0.6), bright(0.2), ["a"])
-    wanted = (PUBLISHED["rank"].replace("{prompt}", "a {cat}"), "Which? a")
+    wanted = (published_prompt("unified_reward_rank").replace("{prompt}", "a {cat}"), "Which? a")
     for body, text in zip(stub.asked, wanted, strict=True):
         kinds = [part["type"] for part in body["messages"][0]["content"]]
         assert kinds == ["image_url", "image_url", "text"], "nothing between the images"

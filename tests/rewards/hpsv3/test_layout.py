@@ -121,10 +121,7 @@ def test_options_of_the_weights(tmp_path) -> None:
             r"model.language_model.norm.weight \(3,\) for \(32,\)",
         ),
         (lambda s: s.pop("rm_head.5.bias"), r"missing \['rm_head.5.bias'\]"),
-        (
-            lambda s: s.update({"rm_head.7.bias": torch.zeros(2)}),
-            r"unexpected \['rm_head.7.bias'\]",
-        ),
+        (lambda s: s.update({"rm_head.7.bias": torch.zeros(2)}), r"unexpected \['rm_head.7.bias'\]"),
     ],
 )
 def test_wrong_keys_are_refused_by_name(tmp_path, change, message) -> None:

@@ -20,11 +20,7 @@ from tests.support.judges.vision_language import (
     why,
 )
 from visalign.rewards import RewardError, check_reward
-from visalign.rewards.questions.checklist import (
-    SHAPES_CHECKLIST,
-    VISIONREWARD_MASKS,
-    Checklist,
-)
+from visalign.rewards.questions.checklist import SHAPES_CHECKLIST, VISIONREWARD_MASKS, Checklist
 from visalign.rewards.questions.vision_reward import VisionReward
 from visalign.rewards.vlm.template import JudgeSettings
 

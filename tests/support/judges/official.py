@@ -324,7 +324,7 @@ def hpsv3(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     from safetensors.torch import save_file
 
     from visalign.rewards.hpsv3.judge import HPSv3
-    from visalign.rewards.hpsv3.published import PUBLISHED_TEMPLATE
+    from visalign.rewards.hpsv3.loading import PUBLISHED_TEMPLATE
 
     base = folder / "hpsv3" / "base"
     _seeing(base, 9)
@@ -625,8 +625,8 @@ def unified_reward(folder: Path, *, mode: Mode) -> tuple[Any, Callable[[], Tenso
     Random weights write nothing that can be read. So the vocabulary has whole answers as tokens, which alone
     have rows in the output layer, and an answer's embedding is the direction of the end's row.
     """
-    from visalign.rewards.chat.published_wording import PUBLISHED
     from visalign.rewards.chat.unified_reward import UnifiedReward
+    from visalign.rewards.vlm.published import published_prompt
 
     draws = np.random.default_rng(20).integers(100, 501, (NUMBERS, 3)) / 100
     forms = {
@@ -654,7 +654,9 @@ def unified_reward(folder: Path, *, mode: Mode) -> tuple[Any, Callable[[], Tenso
     def official() -> Tensor:
         found = []
         for image, prompt in zip(images(), _SPELLED, strict=True):
-            inputs = _asked(processor, PUBLISHED[mode].replace("{prompt}", prompt), image)
+            inputs = _asked(
+                processor, published_prompt(f"unified_reward_{mode}").replace("{prompt}", prompt), image
+            )
             ids = model.eval().generate(**inputs, max_new_tokens=512)[:, inputs["input_ids"].shape[1] :]
             text = processor.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             found.append(points[spelled.index(text[0])])
