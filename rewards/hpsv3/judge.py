@@ -27,9 +27,10 @@ import torch
 from torch import nn
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import make_scores, prompt_problem, read_request, scatter
+from visalign.rewards.base.contract import make_scores, read_request, scatter
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.vlm.engine import check_loading
+from visalign.rewards.vlm.requests import requests
 from visalign.rewards.vlm.template import Template
 from visalign.rewards.weights.checkpoint_files import dtype_of
 from visalign.rewards.weights.fingerprints import WeightPrint
@@ -107,17 +108,11 @@ class HPSv3:
         """Score B images for their prompts by mean and standard deviation; metadata is ignored."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
-        valid_rows = []
-        for row, image in request.images.readable():
-            reasons[row] = prompt_problem(request.prompts[row])
-            if reasons[row] is None:
-                valid_rows.append((row, image))
-        batch = self.model.encode(
-            [image for _, image in valid_rows], [request.prompts[row] for row, _ in valid_rows]
-        )
-        for (row, _), reason in zip(valid_rows, batch.reasons, strict=True):
+        rows, queries = requests(request, self.model.template, reasons)
+        batch = self.model.encode([query.images[0] for query in queries], [query.prompt for query in queries])
+        for row, reason in zip(rows, batch.reasons, strict=True):
             reasons[row] = reason
-        rows = [valid_rows[index][0] for index in batch.index]
+        rows = [rows[index] for index in batch.index]
         mean, log_std = torch.zeros(0), torch.zeros(0)
         if rows:
             with _evaluation_mode(self.model):

@@ -41,7 +41,7 @@ def test_edit_score_asks_in_the_published_words():
     assert shown == ["<img1>: ", "", "<img2>: ", "", "You are "], "vision ids of Qwen2.5-VL's"
 
 
-def test_an_edit_is_its_worse_numbers_together():
+def test_edit_score_is_the_root_of_the_smaller_numbers():
     def answer(body):
         shades = light(body)
         if len(shades) == 2:
@@ -59,7 +59,7 @@ def test_an_edit_is_its_worse_numbers_together():
     assert 'no "source"' in str(found.reason[1]) and "30 is outside [0, 25]" in str(found.reason[2])
 
 
-def test_passes_are_averaged_and_a_lost_one_is_no_score():
+def test_passes_are_averaged_and_a_failed_one_is_left_out():
     def answer(body):
         if len(sent_images(body)) == 1:
             return points(25, 25)
@@ -93,7 +93,7 @@ def test_rational_rewards_asks_in_the_published_words():
         )
 
 
-def test_rational_rewards_means_the_aspects_that_apply():
+def test_rational_rewards_averages_the_applicable_aspects():
     def answer(body):
         if len(sent_images(body)) == 2:
             return chat(JUDGEMENT.format("**2**", "Image Faithfulness:\n## Score: 4\n3. ", 4))

@@ -26,7 +26,7 @@ IMAGES = [noise(16, 24, 1), noise(40, 8, 2), noise(16, 24, 3)]
 PROMPTS = ["a cat", "a red dog", "a cat"]
 
 
-def test_texts_are_those_of_the_engine_and_what_is_cut_off_is_a_failure():
+def test_texts_equal_the_engines_and_a_cut_off_text_is_a_failure():
     engine = tiny_judge()
     queries = [Query(images=[image], prompt=prompt) for image, prompt in zip(IMAGES, PROMPTS, strict=True)]
     drawing = {"answers": 2, "seed": 3, "temperature": 1.0, "max_new_tokens": 4}
@@ -41,7 +41,7 @@ def test_texts_are_those_of_the_engine_and_what_is_cut_off_is_a_failure():
     assert not all(done for row in wanted.finished for done in row), "some answers are cut off"
 
 
-def test_yes_and_no_are_those_of_the_reader():
+def test_yes_no_equals_reward_dance():
     """Over the whole vocabulary the first tokens give the log-odds that `RewardDance` reads."""
     engine = tiny_judge()
     template = replace(ONE, words={"yes": ("y",), "no": ("n",)})
@@ -53,7 +53,7 @@ def test_yes_and_no_are_those_of_the_reader():
     torch.testing.assert_close(found.parts["mass"], wanted.parts["mass"], rtol=1e-4, atol=1e-5)
 
 
-def test_a_folder_is_loaded_here(tmp_path, monkeypatch):
+def test_a_folder_is_loaded_in_this_process(tmp_path, monkeypatch):
     monkeypatch.delenv("VISALIGN_JUDGE_URL", raising=False)
     folder = save_tiny_seeing_model(tmp_path / "judge")
     options = {"max_new_tokens": 2, "max_failure_rate": 1.0, "max_tokens": 10**6, "min_pixels": 64}

@@ -70,7 +70,7 @@ def test_images_are_sent_without_loss_and_equal_requests_once():
     assert any((one == levels).all() for one in sent) and any((one == 255 - levels).all() for one in sent)
 
 
-def test_the_body_says_what_a_server_would_take_from_its_own_defaults():
+def test_the_body_overrides_the_servers_own_sampling_defaults():
     with serving(lambda body: chat("x")) as stub:
         options = {"temperature": 0.7, "max_new_tokens": 9, "seed": 5, "answers": 2}
         server = client(stub.url, extra={"min_p": None, "guided": 1})
@@ -125,7 +125,7 @@ FAILURES = {
 }
 
 
-def test_every_failure_costs_its_own_row_alone():
+def test_every_failure_costs_only_its_own_row():
     def answer(body):
         name = words(body).removeprefix("What of ").removesuffix("?")
         return FAILURES[name][0] if name in FAILURES else chat(name)
@@ -144,7 +144,7 @@ def test_every_failure_costs_its_own_row_alone():
             assert said == name
 
 
-def test_passing_failures_are_tried_again_and_others_are_not():
+def test_only_transient_failures_are_retried():
     seen: dict[str, int] = {}
 
     def answer(body):
@@ -183,7 +183,7 @@ def test_pauses_grow_and_their_jitter_follows_the_seed(monkeypatch):
     assert all(full / 2 <= (pause or 0) <= full for pause, full in zip(first, (1, 2, 4), strict=True))
 
 
-def test_a_notebook_that_stands_in_an_event_loop_can_ask():
+def test_a_notebook_with_a_running_event_loop_can_ask():
     async def inside():
         return texts(client(stub.url), "a", "b")
 
@@ -202,7 +202,7 @@ def test_no_more_requests_at_once_than_allowed():
 
 
 @pytest.mark.parametrize(("status", "said"), [(401, "api_key"), (404, "name of the model")])
-def test_what_no_row_can_pass_ends_the_call(status, said):
+def test_a_fatal_status_ends_the_call(status, said):
     with serving(lambda body: (status, "no", {})) as stub:
         with pytest.raises(RewardError, match=f"tiny: .*answered {status}.*{said}"):
             texts(client(stub.url, parallel=1), *(f"p{number}" for number in range(60)))
@@ -236,7 +236,7 @@ def test_the_alarm_counts_a_window():
         FailureAlarm("judge", 1.5)
 
 
-def test_what_the_reader_cannot_read_is_a_failure_and_a_refusal_is_named():
+def test_an_unreadable_answer_is_a_failure_and_a_refusal_is_named():
     def read(reply: Reply) -> str:
         raise AnswerError("no number")
 
@@ -248,7 +248,7 @@ def test_what_the_reader_cannot_read_is_a_failure_and_a_refusal_is_named():
     assert str(found[1][0]) == "no number"
 
 
-def test_generate_is_the_engines():
+def test_generate_returns_what_an_engine_returns():
     with serving(
         lambda body: chat("ok") if body["seed"] < 2 and "bad" not in words(body) else "!close"
     ) as stub:
@@ -258,7 +258,7 @@ def test_generate_is_the_engines():
     assert said.reasons[0] is None and "broke off" in str(said.reasons[1])
 
 
-def test_an_answer_that_is_begun():
+def test_an_answer_prefix_is_continued():
     begun = Template(
         name="begun", messages=SHOW.messages, answer_prefix="<answer>", chat={"enable_thinking": False}
     )
@@ -285,7 +285,7 @@ def test_the_key_comes_from_the_environment(monkeypatch):
         client(stub.url, api_key_env="JUDGE_KEY")
 
 
-def test_first_tokens_that_are_spelled_alike_are_added_up():
+def test_probabilities_of_equal_spellings_are_added():
     top = [
         {"token": "yes", "logprob": -1.0},
         {"token": "yes", "logprob": -1.0},
@@ -336,6 +336,6 @@ def test_drawing_refused(options, message):
         texts(client("http://127.0.0.1:9"), "a", **options)
 
 
-def test_another_number_of_images_is_refused():
+def test_a_wrong_number_of_images_is_refused():
     with pytest.raises(RewardError, match="1 slots for images and got 2"):
         chat_messages(SHOW, Query(images=list(images(2)), prompt="a"), ImageUrls())

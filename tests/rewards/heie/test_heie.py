@@ -69,7 +69,7 @@ BOTH = "a red circle and a blue square"
         ("a red circle", [("cross", "white", 45, 45)], [False, True]),
     ],
 )
-def test_who_is_to_blame(prompt, others, blame):
+def test_objects_that_break_the_prompt_are_found(prompt, others, blame):
     given = scene(RED, *others, prompt=prompt)
     assert find_wrong_objects(given, given.record) == blame
 
@@ -87,7 +87,7 @@ def test_wrong_pixels_cover_the_object_that_is_to_blame():
     assert wrong_pixels(replace(given, objects=given.objects[:1]), given.record).sum() == 0  # one is missing
 
 
-def test_tiles_are_cut_enlarged_and_put_back():
+def test_tiles_are_cut_enlarged_and_spliced():
     image = torch.arange(16.0).view(1, 4, 4).expand(3, -1, -1) / 16
     tiles = cut_tiles(image, 2)
     assert [tile.shape for tile in tiles] == [(3, 4, 4)] * 4
@@ -98,7 +98,7 @@ def test_tiles_are_cut_enlarged_and_put_back():
     assert torch.equal(splice_tiles(parts, 2, 2), whole)
 
 
-def test_a_surer_map_counts_more_where_they_disagree():
+def test_fusion_weights_the_surer_map_more():
     class Fixed:
         settings = SMALL
 
@@ -122,7 +122,7 @@ def test_a_surer_map_counts_more_where_they_disagree():
     )
 
 
-def test_a_tile_is_judged_in_the_light_of_the_whole_image():
+def test_maps_of_tiles_depend_on_the_whole_image():
     generator = torch.Generator().manual_seed(0)
     hidden, features = (torch.randn(5, *shape, generator=generator) for shape in ((32,), (4, 32)))
     other = torch.cat([torch.randn(1, 32, generator=generator), hidden[1:]])
@@ -131,7 +131,7 @@ def test_a_tile_is_judged_in_the_light_of_the_whole_image():
     assert (found.tiles[0] - changed.tiles[0]).abs().amax() > 1e-3  # the tiles' own states are the same
 
 
-def test_views_hold_the_models_own_states_and_features():
+def test_views_hold_the_models_states_and_features():
     engine = tiny_engine()
     shown = images(2, size=32)
     seen, reasons = compute_views(engine, ASK, asks(shown), 2)
@@ -162,7 +162,7 @@ def test_an_explanation_has_maps_text_and_masked_rows():
     assert scores.parts["max_heat"][0] == pytest.approx(told.heatmap[0].max().item(), abs=1e-6)
 
 
-def test_heads_come_back_from_their_file(tmp_path):
+def test_heads_survive_a_round_trip_through_their_file(tmp_path):
     made = heads()
     made.save(tmp_path / "h.safetensors")
     read = HeieHeads.load(tmp_path / "h.safetensors")

@@ -45,7 +45,7 @@ def _spoil(judge: LoraEnsembleReward, member: int) -> None:
     judge.model.heads.biases[0].data[member] = torch.nan
 
 
-def test_the_members_say_what_they_say_one_by_one(place: Path, judge: LoraEnsembleReward) -> None:
+def test_members_score_as_they_do_one_by_one(place: Path, judge: LoraEnsembleReward) -> None:
     scores = judge.score(IMAGES, PROMPTS)
     alone = [HPSv3(place / f"m{m}").score(IMAGES, PROMPTS) for m in range(MEMBERS)]
     means = torch.stack([given(one.value) for one in alone]).double()
@@ -92,7 +92,7 @@ def test_other_families_are_repeated_whole(kind: str) -> None:
         torch.testing.assert_close(found.parts[f"member_{m}"], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_one_pass_and_one_look_at_each_image(place: Path) -> None:
+def test_one_pass_encodes_each_image_once(place: Path) -> None:
     judge = joined(place)
     network, calls = judge.model.engine.network, []
     network.trunk.language_model.register_forward_hook(lambda *_: calls.append("language"))
@@ -117,7 +117,7 @@ def test_the_score_of_an_image_does_not_depend_on_its_neighbours(place, judge) -
             torch.testing.assert_close(together.parts[name][row], alone.parts[name][0], rtol=2e-6, atol=2e-6)
 
 
-def test_what_is_scored_can_be_the_careful_member_or_the_bound(judge) -> None:
+def test_min_and_lower_bound(judge) -> None:
     mean = judge.score(IMAGES, PROMPTS)
     careful = LoraEnsembleReward(judge.model, value="min").score(IMAGES, PROMPTS)
     bound = LoraEnsembleReward(judge.model, value="lower_bound", beta=0.5).score(IMAGES, PROMPTS)
@@ -178,7 +178,7 @@ def test_the_identity_follows_the_weights_and_the_options(place: Path) -> None:
     assert other.identity.differences(once) == ["weights"]
 
 
-def test_a_member_that_gives_no_number_is_left_out_and_named(place: Path) -> None:
+def test_a_member_with_nan_is_left_out_and_named(place: Path) -> None:
     judge = joined(place, MEMBERS)
     before = judge.score(IMAGES, PROMPTS)
     _spoil(judge, 1)
@@ -225,7 +225,7 @@ def test_levels_and_scales_of_the_members_are_aligned(place: Path) -> None:
             judge.align(images, prompts)
 
 
-def test_a_stretched_member_says_the_same_of_every_pair() -> None:
+def test_stretching_keeps_the_probability_of_every_pair() -> None:
     generator = torch.Generator().manual_seed(3)
     mean = 4 * torch.randn(200, generator=generator)
     log_std = torch.rand(200, generator=generator) * 4 - 2.5

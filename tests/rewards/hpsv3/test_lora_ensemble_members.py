@@ -44,7 +44,7 @@ def test_members_that_differ_are_refused_by_what_they_differ_in(place: Path, tmp
         LoraEnsembleReward.from_members([place / "m0", place / "base"])
 
 
-def test_adapters_that_one_pass_cannot_have_are_refused(place: Path, tmp_path: Path) -> None:
+def test_unsupported_adapters_are_refused(place: Path, tmp_path: Path) -> None:
     tower = [
         save_member(tmp_path / f"t{seed}", place / "base", seed, targets=r".*\.visual\..*qkv")
         for seed in (0, 1)

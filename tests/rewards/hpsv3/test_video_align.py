@@ -58,7 +58,7 @@ def test_frames_are_even_from_the_first_to_the_last() -> None:
     assert 'give clip_fps, an "fps" in its record' in str(sample_frames(9, clip_fps=None, fps=2))
 
 
-def test_parts_add_up_in_deviations_and_a_clip_stands_alone(folder) -> None:
+def test_parts_add_up_in_deviations_and_clips_are_independent(folder) -> None:
     shown, prompts = clips(), ["a cat", "a red dog", "a cat", "b"]
     found = judge(folder).score(shown, prompts)
     assert found.valid.all() and found.unit == "standard deviations"
@@ -76,7 +76,7 @@ def test_parts_add_up_in_deviations_and_a_clip_stands_alone(folder) -> None:
     assert (backwards - found.value).abs().min() > 1e-4, "the order of frames is seen"
 
 
-def test_every_form_of_a_clip_and_its_own_rate(folder, tmp_path) -> None:
+def test_every_form_of_a_clip_and_its_frame_rate(folder, tmp_path) -> None:
     clip = clips()[2]
     for at, frame in enumerate(clip):
         Image.fromarray(frame).save(tmp_path / f"{at:02}.png")
@@ -91,7 +91,7 @@ def test_every_form_of_a_clip_and_its_own_rate(folder, tmp_path) -> None:
     assert judge(folder, fps=1).identity != judge(folder).identity
 
 
-def test_what_cannot_be_judged_has_a_reason_and_no_score(folder) -> None:
+def test_clips_that_cannot_be_judged_have_a_reason(folder) -> None:
     clip = clips()[0]
     broken = [*(Image.fromarray(frame) for frame in clip[:4]), folder / "none.png"]
     long = np.zeros((4, 1, 300, 3), dtype=np.uint8)
@@ -123,7 +123,7 @@ def test_what_cannot_be_judged_has_a_reason_and_no_score(folder) -> None:
         judge(folder, fps=1, frames=4)
 
 
-def test_a_lora_that_was_saved_alone(folder, tmp_path) -> None:
+def test_a_lora_saved_without_its_base(folder, tmp_path) -> None:
     video_align(tmp_path, saved="apart")
     shown, prompts = clips(), ["a cat"] * 4
     whole, apart = (judge(place).score(shown, prompts).value for place in (folder, tmp_path))
@@ -135,7 +135,7 @@ def test_a_lora_that_was_saved_alone(folder, tmp_path) -> None:
         judge(tmp_path, frames=2).score(shown[:1], ["a"])
 
 
-def test_a_hub_id_brings_weights_and_of_its_base_the_small_files_alone(folder, monkeypatch) -> None:
+def test_a_hub_id_fetches_weights_and_only_small_files_of_the_base(folder, monkeypatch) -> None:
     log = hub(monkeypatch, {PUBLISHED: folder / "VideoReward", BASE: folder / "base"})
     options = {"clip_fps": RATE, "min_pixels": PIXELS["min_pixels"]}
     found = VideoAlign(PUBLISHED, **options).score(clips()[:1], ["a cat"])

@@ -39,7 +39,7 @@ def test_a_graded_judge_on_a_budget(method: Any) -> None:
     assert bool(((found.low < true) & (true < found.high)).all()) and judge.rounds <= 4
 
 
-def test_a_judge_that_says_only_which_is_fitted_as_votes() -> None:
+def test_hard_answers_are_fitted_as_votes() -> None:
     judge = BrightnessPairs(hard=True)
     found = rank(grey(VALUES), "p", judge, budget=1.0)
     assert found.order == BEST_FIRST and found.unit == "Bradley-Terry logits" and found.calls == 66
@@ -49,12 +49,12 @@ def test_a_judge_that_says_only_which_is_fitted_as_votes() -> None:
     assert thurstone.unit == "standard normal units" and thurstone.order == BEST_FIRST
 
 
-def test_a_pointwise_judge_can_be_made_to_compare() -> None:
+def test_a_pointwise_reward_can_be_ranked_by_comparisons() -> None:
     found = rank(grey(VALUES), "p", as_pairwise(Brightness(std=0.1)), budget=0.5)
     assert found.order == BEST_FIRST and abs(found.bias or 0.0) < 0.05
 
 
-def test_failed_calls_count_and_say_nothing() -> None:
+def test_failed_calls_count_but_are_left_out_of_the_fit() -> None:
     judge = BrightnessPairs(fails=lambda a, b: 0.5 in (a, b))
     found = rank([*grey([0.1, 0.5, 0.9, 0.3]), "no.png"], "p", judge, budget=1.0)
     assert found.order == [2, 3, 0] and found.valid.tolist() == [True, False, True, True, False]
@@ -62,7 +62,7 @@ def test_failed_calls_count_and_say_nothing() -> None:
     assert math.isnan(found.score[1]) and math.isnan(found.low[4]) and found.calls == 6
 
 
-def test_equal_images_share_a_place_and_few_images_are_no_trouble() -> None:
+def test_equal_images_are_one_item_and_few_images_work() -> None:
     judge = BrightnessPairs()
     found = rank(grey([0.5, 0.1, 0.5]), "p", judge, budget=2.0)
     assert found.order == [0, 2, 1] and found.score[0] == found.score[2] and found.calls <= 2

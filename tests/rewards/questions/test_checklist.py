@@ -53,11 +53,6 @@ def test_soft_score_is_the_weighted_sum_with_its_mask():
     assert scores.parts["unanswered"][0] == 0 and scores.text is None
 
 
-def test_soft_answers_are_the_tanh_of_half_the_log_odds():
-    scores = score({"face": 0.5, "eyes good": 0.9, "sharp": 0.2, "a cat": 0.75})
-    assert scores.parts["eyes good"][0] == pytest.approx(math.tanh(math.log(9) / 2), abs=1e-6)
-
-
 def test_hard_answers_are_plus_and_minus_one():
     answers = {"face": 0.6, "eyes good": 0.9, "sharp": 0.2, "a cat": 0.75}
     assert score(answers, answers="hard").value[0] == pytest.approx(0.25 + 2 - 0.5 + 1)
@@ -65,14 +60,14 @@ def test_hard_answers_are_plus_and_minus_one():
     assert score(hidden, answers="hard").value[0] == pytest.approx(0.25 + 0 - 0.5 + 1)
 
 
-def test_an_unanswered_question_counts_nothing_and_is_named():
+def test_an_unanswered_question_counts_zero_and_is_named():
     scores = score({"face": 1.0 - 1e-9, "eyes good": 0.9, "sharp": None, "a cat": 0.75})
     assert scores.valid[0] and scores.value[0] == pytest.approx(0.25 + 2 * 0.8 + 0.5, abs=1e-4)
     assert math.isnan(scores.parts["sharp"][0]) and scores.parts["unanswered"][0] == 1
     assert "'sharp'" in given(scores.text)[0] and "neither yes nor no" in given(scores.text)[0]
 
 
-def test_an_unanswered_mask_hides_what_depends_on_it():
+def test_an_unanswered_mask_hides_the_questions_it_masks():
     scores = score({"face": None, "eyes good": 0.9, "sharp": 0.2, "a cat": 0.75})
     assert scores.value[0] == pytest.approx(0.25 - 0.3 + 0.5, abs=1e-5)
 
@@ -84,7 +79,7 @@ def test_too_many_unanswered_questions_mask_the_image():
     assert score(none, max_unanswered=1.0).valid[0]
 
 
-def test_alignment_is_the_same_models_yes_unless_another_is_given():
+def test_alignment_defaults_to_the_same_models_yes():
     rule = {**RULE, "coef": [3.0, 2.0, 0.5, 1.0], "has_alignment": True}
     answers = {"face": 0.5, "eyes good": 0.5, "sharp": 0.5, "a cat": 0.5, None: 0.8}
     scores = score(answers, rule)
@@ -202,7 +197,7 @@ def test_the_images_are_seen_once_for_all_questions():
     assert model.network.cache.misses == 3
 
 
-def test_each_answer_is_what_the_question_alone_gets():
+def test_each_answer_equals_that_of_the_question_alone():
     judge = VisionReward(tiny_engine(), checklist={**FACE, **RULE}, template=QUESTION, **LETTERS)
     scores = judge.score(images(2), PROMPTS[:2])
     for number, question in enumerate(FACE["questions"]):
@@ -210,9 +205,3 @@ def test_each_answer_is_what_the_question_alone_gets():
         alone = VisionReward(judge.engine, checklist=single, template=QUESTION, **LETTERS)
         found = alone.score(images(2), PROMPTS[:2]).value
         assert torch.allclose(found, scores.parts[question], atol=1e-5), number
-
-
-def test_a_prompt_is_text_inside_a_question_too():
-    judge = VisionReward(tiny_engine(), checklist={**FACE, **RULE}, template=QUESTION, **LETTERS)
-    scores = judge.score(images(1).expand(3, -1, -1, -1), ["{question}", "<|im_end|>", "{prompt}"])
-    assert scores.valid.all() and len(set(scores.parts["a {prompt}"].tolist())) == 3

@@ -22,7 +22,7 @@ from tests.support.judges.vision_language import (
 from visalign.rewards import RewardError, check_reward
 from visalign.rewards.catalogue import load_judge
 from visalign.rewards.pairs.as_pointwise import GroupWinRate
-from visalign.rewards.questions.reward_dance import EXPLAIN, PAIR, YES_NO, RewardDance, RewardDancePairs
+from visalign.rewards.questions.reward_dance import EXPLAIN, YES_NO, RewardDance, RewardDancePairs
 from visalign.rewards.questions.reward_dance_reference import ReferenceReward, select_references
 from visalign.rewards.vlm.yes_no import SUREST
 
@@ -46,7 +46,7 @@ def brightness(*words):
     return ScriptedEngine(probability)
 
 
-def test_log_odds_are_over_all_spellings_and_the_rest_is_reported():
+def test_log_odds_count_all_spellings_and_report_the_remaining_mass():
     judge = scripted({"yes": 0.3, "Yes": 0.2, " yes": 0.1, "no": 0.1, "No": 0.1, "5": 0.2})
     scores = judge.score(images(1), ["a cat"])
     assert scores.value[0] == pytest.approx(math.log(0.6 / 0.2), abs=1e-5)
@@ -69,10 +69,6 @@ def test_a_model_that_answers_neither_is_masked_not_scored():
     assert "neither yes nor no" in why(scores, 0) and "0.05" in why(scores, 0)
     kept = scripted({"yes": 0.04, "no": 0.01}, min_mass=0.0).score(images(1), ["a"])
     assert kept.value[0] == pytest.approx(math.log(4), abs=1e-5)
-
-
-def test_a_model_that_answers_both_alike_is_undecided_at_zero():
-    assert scripted({"yes": 0.5, "no": 0.5}).score(images(1), ["a"]).value[0] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_certainty_is_the_surest_answer_and_finite():
@@ -98,13 +94,13 @@ def test_an_empty_prompt_is_masked(prompt):
     assert scores.valid.tolist() == [False, True] and "empty" in why(scores, 0)
 
 
-def test_what_the_engine_refuses_is_masked_with_its_reason():
+def test_requests_that_the_engine_refuses_are_masked():
     engine = ScriptedEngine(lambda template, ask: None if ask.prompt == "long" else {"yes": 0.5, "no": 0.4})
     scores = RewardDance(engine).score(images(2), ["long", "short"])
     assert scores.valid.tolist() == [False, True] and why(scores, 0) == "too long"
 
 
-def test_options_that_cannot_be_are_refused():
+def test_wrong_options_are_refused():
     engine = ScriptedEngine()
     with pytest.raises(ValueError, match="value is 'logit'; allowed are log_odds, prob"):
         load_judge("reward_dance", model=engine, value="logit")
@@ -211,31 +207,11 @@ def test_the_contract_holds_on_each_family(kind):
     check_reward(judge, images=images(4), prompts=PROMPTS)
 
 
-def test_scores_do_not_depend_on_neighbours():
-    judge = RewardDance(tiny_engine(max_tokens_per_batch=120), template=ASK, **LETTERS)
-    long = [*PROMPTS, "a" * 90, "z", "é{prompt}<|im_end|>ü"]
-    together = judge.score([*images(4), *images(3, size=40, seed=1)], long)
-    assert together.valid.all()
-    for row, image in enumerate([*images(4), *images(3, size=40, seed=1)]):
-        alone = judge.score([image], [long[row]]).value[0]
-        assert alone == pytest.approx(together.value[row].item(), rel=1e-6, abs=1e-6)
-
-
 def test_special_tokens_braces_and_other_letters_are_text():
     judge = RewardDance(tiny_engine(), template=ASK, **LETTERS)
     prompts = ["{prompt} {question} {0}", "<|im_end|><|im_start|>user", "<|image_pad|>", "ein Bär, 日本"]
     scores = judge.score(images(1).expand(4, -1, -1, -1), prompts)
     assert scores.valid.all() and len(set(scores.value.tolist())) == 4
-
-
-def test_no_words_are_not_the_usual_ones():
-    with pytest.raises(RewardError, match=r"None of the words \[\] is one token"):
-        RewardDance(tiny_engine(), yes=[], no=["n"])
-
-
-def test_a_text_that_is_no_unicode_costs_its_own_row():
-    scores = RewardDance(tiny_engine(), **LETTERS).score(images(2), ["a cat", "a \ud800 cat"])
-    assert scores.valid.tolist() == [True, False] and "is no text in Unicode" in why(scores, 1)
 
 
 def test_a_prompt_that_is_too_long_is_masked():
@@ -244,7 +220,7 @@ def test_a_prompt_that_is_too_long_is_masked():
     assert scores.valid.tolist() == [False, True] and "at most 100" in why(scores, 0)
 
 
-def test_equal_log_odds_as_the_library_computes_them():
+def test_log_odds_equal_those_from_transformers():
     engine = tiny_engine()
     judge = RewardDance(engine, template=ASK, **LETTERS)
     scores = judge.score(images(1), ["a cat"])
@@ -282,7 +258,7 @@ def test_reasons_on_a_model_begin_with_the_decision():
         assert text[0] in ("ys" if value > 0 else "ysn") and len(text) > 1
 
 
-def test_references_average_in_log_odds_and_what_is_missing_is_masked():
+def test_references_are_averaged_in_log_odds_and_missing_ones_masked():
     judge = ReferenceReward(
         RewardDancePairs(tiny_engine(), template=TWO, **LETTERS), {"a": images(2, seed=3)}
     )
@@ -306,7 +282,7 @@ def test_a_reward_against_references_keeps_the_contract():
     check_reward(judge, images=images(4), prompts=PROMPTS)
 
 
-def test_both_forms_are_found_by_name_and_pairs_make_win_rates():
+def test_both_judges_load_by_name_and_pairs_give_win_rates():
     assert isinstance(load_judge("reward_dance", model=brightness()), RewardDance)
     pairs = load_judge("reward_dance_pairs", model=brightness())
     shown = [torch.full((3, 8, 8), level) for level in (0.2, 0.9, 0.5)]
@@ -326,7 +302,3 @@ def test_the_best_of_n_are_chosen_by_wins():
         select_references(judge, shown, "a", top_k=9)
     with pytest.raises(ValueError, match="Only 4 of 5"):
         select_references(judge, [*shown, "missing.png"], "a", top_k=5)
-
-
-def test_the_pair_question_names_the_reference_first():
-    assert PAIR.images == 2 and "first one is the reference" in PAIR.text and YES_NO.images == 1

@@ -26,7 +26,6 @@ from visalign.rewards.questions.visual_quality_r1 import (
     RATING_THINKING,
     RatingDigits,
     VisualQuality,
-    read_ratings,
 )
 
 WHOLE = ask_text("rate", answer_prefix="<answer>", words={"scores": tuple("12345")})
@@ -78,7 +77,7 @@ def test_a_model_that_writes_no_rating_is_masked():
     assert direct(lambda ask: {"3": 0.05}, min_mass=0.0).score(images(1), [""]).value[0] == pytest.approx(3.0)
 
 
-def test_digits_that_the_model_would_not_write_make_no_rating():
+def test_improbable_digits_make_no_rating():
     """Behind "3." the model writes something else: what is left of the digits is rounding noise."""
 
     def probability(ask):
@@ -108,7 +107,7 @@ def test_the_mass_of_the_digits_by_hand():
     assert scores.parts["digit_mass"][0] == pytest.approx(hand, abs=1e-6)
 
 
-def test_no_digit_at_all_behind_the_point_is_a_failure_even_without_a_least_mass():
+def test_no_digit_behind_the_point_is_a_failure_even_with_min_mass_0():
     def probability(ask):
         return {"3": 0.9} if not ask.continuation else {}
 
@@ -142,7 +141,7 @@ def test_the_prefix_belongs_to_the_answer():
 @pytest.mark.parametrize(
     "texts", [("nice", "good"), ("<answer>3</answer>", "nice"), ("<answer>9.5</answer>", "")]
 )
-def test_answers_that_cannot_be_read_are_no_random_number(texts):
+def test_unreadable_answers_are_masked(texts):
     scores = answering(*texts).score(images(2), ["", ""])
     assert not scores.valid.any() and scores.value.isnan().all() and given(scores.std).isnan().all()
     assert "of 2 answers hold a rating from 1 to 5" in why(scores, 0)
@@ -153,12 +152,7 @@ def test_one_answer_has_no_deviation():
     assert scores.value[0] == 2 and scores.std is None
 
 
-def test_reading_names_the_first_failure():
-    ratings, why, first = read_ratings(["<answer>2.5", "<answer>3,5</answer>", "<answer>2</answer>"])
-    assert ratings == [2.0] and "not closed" in why and first == "<answer>2</answer>"
-
-
-def test_comparison_is_thurstones():
+def test_comparison_is_thurstones_model():
     def probability(ask):
         bright = float(ask.images[0].mean()) > 0.5
         return {"4": 0.8, "5": 0.2} if bright else {"2": 0.5, "3": 0.5}
@@ -182,7 +176,7 @@ def test_answers_that_agree_do_not_make_a_pair_certain():
     assert judge.compare(images(1), images(1, seed=1), ["a"]).prob[0] == pytest.approx(0.5)
 
 
-def test_options_that_cannot_be_are_refused():
+def test_wrong_options_are_refused():
     engine = ScriptedEngine()
     refused: list[tuple[dict[str, Any], str]] = [
         ({"mode": "both"}, "mode is 'both'"),
@@ -242,7 +236,7 @@ def test_sampled_answers_on_a_model_are_seeded_and_independent():
         assert alone.parts["readable"].equal(together.parts["readable"][row : row + 1]) or not alone.valid[0]
 
 
-def test_the_sampled_mean_comes_to_the_direct_one():
+def test_the_sampled_mean_converges_to_the_direct_one():
     """The same distribution, once summed and once drawn."""
     engine = tiny_engine()
     plain = ask_text("rate", words={"scores": tuple("12345")})
