@@ -182,7 +182,7 @@ def _build(config: TextProcessConfig, output: Path) -> ProcessRun:
     settings = FitSettings(batch_size=config.data.batch, seed=config.seed)
     divided = model if config.run.sharding else None
     fit = LabelFit(parameters, settings, accelerator=accelerator, divided=divided)
-    fit.judge, fit.rows = texts.judge, texts.rows
+    fit.outputs, fit.rows = texts.outputs, texts.rows
 
     def measure(*, final: bool = False) -> dict[str, float]:
         return asdict(measure_steps(heldout, config.data.batch)) if heldout.rows else {}
@@ -190,7 +190,7 @@ def _build(config: TextProcessConfig, output: Path) -> ProcessRun:
     return ProcessRun(
         config=config,
         output=output,
-        trainer=build_trainer(config, output, fit, lambda _: measure(), shown=SUPERVISED_COLUMNS),
+        trainer=build_trainer(config, output, fit, lambda _: measure(), columns=SUPERVISED_COLUMNS),
         fingerprints={"data.train": fingerprint([*trained.rows, *measured.rows])},
         texts=texts,
         network=model,

@@ -362,9 +362,9 @@ def test_measures_by_hand():
 def test_wrong_input_by_message(tmp_path):
     with pytest.raises(UserError, match=r"objective.task is 'uncertanty'. Did you mean 'uncertainty'"):
         RewardObjectiveSettings(task="uncertanty")
-    with pytest.raises(ValueError, match=r"objective.tie_strength is 1.0; for rao_kupper it must be above 1"):
+    with pytest.raises(ValueError, match=r"objective.tie_strength is 1.0; it must be above 1 for rao_kupper"):
         BradleyTerrySettings(ties="rao_kupper", tie_strength=1.0)
-    with pytest.raises(UserError, match=r"optimizer.decay is 'cosin'. Did you mean 'cosine'"):
+    with pytest.raises(UserError, match=r"optimizer.decay is 'cosin'. Input should be 'linear' or 'cosine'"):
         RewardOptimizerSettings(decay="cosin")
     with pytest.raises(UserError, match="no trainable parameter"):
         judge = ToyJudge()

@@ -104,19 +104,15 @@ def test_a_setting_is_refused_by_the_tasks_whose_loss_does_not_change_with_it(ta
         settings = RewardObjectiveSettings(task=task, **beside, **{name: CHANGED[name]})
         assert getattr(settings, name) == CHANGED[name]
         return
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=rf"objective has no setting '{name}'\..*Allowed: task"):
         RewardObjectiveSettings(task=task, **{name: CHANGED[name]})
-    assert str(refused.value) == (
-        f"objective.{name} is {CHANGED[name]!r}, and the task {task} does not use it; tasks that do: "
-        f"{', '.join(readers(name))}. Leave it out, or set objective.task to one of these."
-    )
     with pytest.raises(UserError, match=rf"Unknown key 'objective\.{name}' .*read where objective\.task is"):
         _config(task, f"objective.{name}={CHANGED[name]}")
 
 
 @pytest.mark.parametrize("name", ["margin", "centre", "displacement"])
 def test_models_of_ties_and_the_plain_loss_have_their_own_settings(name):
-    with pytest.raises(ValueError, match=rf"objective.{name} is .*, and objective.ties is rao_kupper, whose"):
+    with pytest.raises(ValueError, match=rf"objective.{name} is .*, .* of objective.ties=rao_kupper"):
         BradleyTerrySettings(ties="rao_kupper", **{name: CHANGED[name]})
     with pytest.raises(ValueError, match=r"objective.tie_strength is 3.0, and objective.ties is half, which"):
         BradleyTerrySettings(tie_strength=3.0)
@@ -227,7 +223,7 @@ RECORD = {
 @pytest.mark.parametrize("terminal", [False, True])
 def test_the_progress_of_a_judge_shows_what_it_has_and_nothing_of_ratios(terminal):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=160)
-    with TrainingProgress(4, console=console, shown=SUPERVISED_COLUMNS) as progress:
+    with TrainingProgress(4, console=console, columns=SUPERVISED_COLUMNS) as progress:
         progress.update(RECORD)
         progress.update({**RECORD, "iteration": 2, "heldout/accuracy": 0.875, "heldout/ece": 0.0312})
         progress.note("the end")

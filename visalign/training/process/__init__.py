@@ -1,5 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of process rewards: judges of the steps of a text.
-
-It needs a scored model and labels; rollouts do not come in.
-"""
+"""Training of process rewards, which score the steps of a text, from labels."""

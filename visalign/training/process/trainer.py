@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training a process reward model: a token classifier learns which steps are right, from labels of steps, or
-what each contributes, from outcomes alone.
+"""Train a process reward model: a token classifier learns which steps are right from step labels, or what
+each step contributes from outcomes.
 
 A record is {"prompt": text or conversation, "steps": [text, …], "labels": [1, 0, …]}. A label is right (1,
 True), wrong (0, False), between them the share of continuations that reach the answer (the soft labels of
-Math-Shepherd), or None where nobody judged. Each step is judged at the last token of the separator that
-follows it (`visalign.text.step_tokens`). The loss of a batch is the mean over its labelled steps, so that a
-text counts by its number of steps, as in TRL's PRMTrainer.
+Math-Shepherd), or None if unknown. Each step is scored at the last token of the separator that follows it
+(`visalign.text.step_tokens`). The loss of a batch is the mean over its labelled steps, so that a text counts
+by its number of steps, as in TRL's PRMTrainer.
 
-A classifier with one label is SPA-RL's progress estimator: what it says at the end of a step, c_k, is trained
-so that Σ_k c_k = R, by the mean over the completions of (Σ_k c_k − R)². Its records are judged completions,
-{"prompt", "completion", "reward"}, as text_sample writes them; those without a step or a finite reward take
-no part. The released code overwrites the values of the steps by one of the whole trajectory, and leaves the
-last step without a reward; the paper's formula is what stands here.
+A classifier with one label is SPA-RL's progress estimator: its output at the end of a step, c_k, is trained
+so that Σ_k c_k = R, by the mean over the completions of (Σ_k c_k − R)². Its records are scored completions,
+{"prompt", "completion", "reward"}, as text_sample writes them; those without a step or a finite reward are
+left out. The released code overwrites the values of the steps by one of the whole trajectory, and leaves the
+last step without a reward; this is the paper's formula.
 
 Sources: Lightman et al., "Let's verify step by step", arXiv 2305.20050; Wang et al., Math-Shepherd, arXiv
     2312.08935, eqs. 2-4; Wang et al., SPA-RL, arXiv 2505.20732.
@@ -50,10 +50,10 @@ StepRecord = Mapping[str, Any]
 
 
 def step_label_loss(odds: Tensor, label: Tensor) -> Tensor:
-    """Cross-entropy of a step's label: ℓ = −y ln σ(z) − (1 − y) ln σ(−z).
+    """Compute the cross-entropy of a step's label: ℓ = −y ln σ(z) − (1 − y) ln σ(−z).
 
     Args:
-        odds: [n] z, log-odds that the step is right; differentiable. Of a classifier with two logits it is
+        odds: [n] z, log-odds that the step is right; differentiable. For a classifier with two logits it is
             their difference, so that this is its cross-entropy.
         label: [n] y in [0, 1]; NaN where there is none, with loss and gradient 0.
 
@@ -62,25 +62,25 @@ def step_label_loss(odds: Tensor, label: Tensor) -> Tensor:
 
     Wang et al., Math-Shepherd, arXiv 2312.08935, eq. 2.
     """
-    known = torch.isfinite(label)
-    target = torch.where(known, label, 0.5).to(odds.dtype)
-    value = torch.where(known, odds, 0.0)
-    return torch.where(known, binary_cross_entropy_with_logits(value, target, reduction="none"), 0.0)
+    labelled = torch.isfinite(label)
+    target = torch.where(labelled, label, 0.5).to(odds.dtype)
+    value = torch.where(labelled, odds, 0.0)
+    return torch.where(labelled, binary_cross_entropy_with_logits(value, target, reduction="none"), 0.0)
 
 
 class StepTexts:
-    """Records as a process reward model reads them, and its loss on them, for `LabelFit`.
+    """Tokenized records of a process reward model, and its loss on them, for `LabelFit`.
 
     Args:
         model: a token classifier with two labels (`AutoModelForTokenClassification`, num_labels=2), or with
             one, a progress estimator.
         tokenizer: of the model.
-        records: labelled texts, or judged completions.
+        records: labelled texts, or scored completions.
         reading: separator, and marker if the model reads another.
         max_length: longest text in tokens; the model's own limit when None.
         right_label: which of two labels means right.
         numbers: of the records, in messages; 0, 1, ... when None.
-        too_long: what the model cannot read whole is refused ("refuse") or left out ("drop").
+        too_long: records above the model's length are refused ("refuse") or left out ("drop").
 
     Raises:
         UserError: a record that cannot be used, by its number.
@@ -103,14 +103,14 @@ class StepTexts:
     ) -> None:
         self.model, self.right_label, self.dropped = model, right_label, 0
         config = getattr(model, "config", None)
-        self.sums = getattr(config, "num_labels", 2) == 1
+        self.learns_outcomes = getattr(config, "num_labels", 2) == 1
         encoder = StepEncoder(tokenizer, reading or StepReading())
         limit = getattr(config, "max_position_embeddings", None)
         longest = min(bound for bound in (max_length, limit, math.inf) if bound is not None)
         self.texts: list[tuple[StepTokens, Tensor]] = []
-        named = range(len(records)) if numbers is None else numbers
-        for number, record in zip(named, records, strict=True):
-            steps, labels = read_record(number, record, encoder.reading, outcomes=self.sums)
+        numbers = range(len(records)) if numbers is None else numbers
+        for number, record in zip(numbers, records, strict=True):
+            steps, labels = read_record(number, record, encoder.reading, outcomes=self.learns_outcomes)
             tokens = encoder.encode(record["prompt"], steps)
             if len(tokens.ids) > longest and too_long == "drop":
                 self.dropped += 1
@@ -124,19 +124,23 @@ class StepTexts:
 
     @property
     def rows(self) -> list[int]:
-        """The texts that there is something to learn from."""
+        """Indices of the texts with a label."""
         return [row for row, (_, label) in enumerate(self.texts) if torch.isfinite(label).any()]
 
-    def judge(self, rows: Sequence[int]) -> LabelOutputs:
-        """What the model says of some texts, with gradient; of a progress estimator the odds are Σ_k c_k − ½:
-        above 0 it takes the completion for right."""
+    def outputs(self, rows: Sequence[int]) -> LabelOutputs:
+        """Evaluate the model on some texts, with gradient.
+
+        The odds of a progress estimator are Σ_k c_k − ½: above 0 the completion counts as right.
+        """
         texts = [self.texts[row] for row in rows]
-        said = step_logits(self.model, [tokens for tokens, _ in texts], right_label=self.right_label)
-        label = torch.cat([label for _, label in texts]).to(said.device)
-        if not self.sums:
-            return LabelOutputs(odds=said, label=label, loss=step_label_loss(said, label))
-        made = pad_sequence(list(said.split([len(t.ends) for t, _ in texts])), batch_first=True)
-        return LabelOutputs(odds=made.sum(1) - 0.5, label=label, loss=progress_loss(made, label))
+        logits = step_logits(self.model, [tokens for tokens, _ in texts], right_label=self.right_label)
+        label = torch.cat([label for _, label in texts]).to(logits.device)
+        if not self.learns_outcomes:
+            return LabelOutputs(odds=logits, label=label, loss=step_label_loss(logits, label))
+        lengths = [len(tokens.ends) for tokens, _ in texts]
+        contributions = pad_sequence(list(logits.split(lengths)), batch_first=True)
+        loss = progress_loss(contributions, label)
+        return LabelOutputs(odds=contributions.sum(1) - 0.5, label=label, loss=loss)
 
 
 def train_process_reward(
@@ -151,21 +155,19 @@ def train_process_reward(
     trainer: Trainer[LabelFit] | None = None,
     sharding: bool = False,
 ) -> list[LabelReport]:
-    """Fit a token classifier to labels of steps, or one with a single label to outcomes; it is changed in
-    place.
+    """Fit a token classifier to step labels, or one with a single label to outcomes, in place.
 
-    With a seed the run is the same every time. Dropout is that of the model and is off again afterwards if it
-    was before.
+    A run is reproducible by its seed. Afterwards the model's dropout is on or off as before.
 
     Args:
-        model: as of `StepTexts`, as what is not named here; parameters that do not require a gradient stay.
+        model: see `StepTexts`; parameters that do not require a gradient stay fixed.
         tokenizer: of the model.
         records: labelled texts; those without any label are left out.
         settings: epochs, batches, learning rate, seed.
         reading: separator, and marker if the model reads another.
         max_length: longest text in tokens; the model's own limit when None.
         right_label: which of two labels means right.
-        trainer: one to go on with, in place of a new one by the settings.
+        trainer: to continue with, instead of a new one by the settings.
         sharding: divide the model, its gradients and AdamW's moments among the processes (FSDP2), for a new
             trainer; it stays divided.
 
@@ -178,13 +180,12 @@ def train_process_reward(
     texts = StepTexts(
         model, tokenizer, records, reading=reading, max_length=max_length, right_label=right_label
     )
-    moving = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     was_training = model.training
     model.train()
-    divided = model if sharding else None
     try:
-        made = trainer or label_trainer(moving, settings, divided=divided)
-        return fit_labels(texts.judge, texts.rows, made)
+        trainer = trainer or label_trainer(trained, settings, divided=model if sharding else None)
+        return fit_labels(texts.outputs, texts.rows, trainer)
     finally:
         model.train(was_training)
 
@@ -199,7 +200,7 @@ def evaluate_process_reward(
     right_label: int = 1,
     batch_size: int = 16,
 ) -> LabelReport:
-    """Loss and accuracy on labelled texts, without dropout; arguments as in `train_process_reward`.
+    """Compute loss and accuracy on labelled texts without dropout; arguments as in `train_process_reward`.
 
     Raises:
         UserError: a record that cannot be used, by its number.
@@ -212,13 +213,13 @@ def evaluate_process_reward(
 
 @torch.no_grad()
 def measure_steps(texts: StepTexts, batch_size: int = 16) -> LabelReport:
-    """Loss and accuracy on texts that are read already, without dropout."""
+    """Compute loss and accuracy on tokenized texts without dropout."""
     order = sorted(texts.rows, key=lambda row: len(texts.texts[row][0].ids))
     was_training = texts.model.training
     texts.model.eval()
     try:
         return report_labels(
-            [texts.judge(order[start : start + batch_size]) for start in range(0, len(order), batch_size)]
+            [texts.outputs(order[start : start + batch_size]) for start in range(0, len(order), batch_size)]
         )
     finally:
         texts.model.train(was_training)
@@ -227,7 +228,7 @@ def measure_steps(texts: StepTexts, batch_size: int = 16) -> LabelReport:
 def read_record(
     number: int, record: StepRecord, reading: StepReading, *, outcomes: bool
 ) -> tuple[list[str], list[float]]:
-    """Steps of a record without separators, and their labels, or the outcome of all; NaN where there is none.
+    """Read the steps of a record, and their labels or the outcome; NaN where there is none.
 
     Raises:
         UserError: a record that cannot be used, by its number.
@@ -259,7 +260,7 @@ def _is_prompt(prompt: Any) -> bool:
 
 
 def _read_outcome(number: int, record: StepRecord, reading: StepReading) -> tuple[list[str], list[float]]:
-    """Steps of a judged completion, and its reward, NaN where it has none or there is no step."""
+    """Read the steps of a scored completion and its reward; NaN without a reward or a step."""
     reward, completion = record["reward"], record["completion"]
     if not isinstance(completion, str):
         raise UserError(f"The completion of record {number} is {completion!r}; needed is text.")
@@ -271,38 +272,39 @@ def _read_outcome(number: int, record: StepRecord, reading: StepReading) -> tupl
 
 
 def _read_steps(number: int, record: StepRecord, reading: StepReading) -> tuple[list[str], list[float]]:
-    """Steps without separators, and labels as numbers, NaN for None."""
+    """Read steps without separators, and labels as numbers, NaN for None."""
     steps, labels = record["steps"], record["labels"]
     if isinstance(steps, str) or not hasattr(steps, "__len__") or not len(steps):
         raise UserError(f"Record {number} has the steps {steps!r}; needed is a list of at least one text.")
-    if others := [step for step in steps if not isinstance(step, str)]:
-        raise UserError(f"Record {number} has the step {others[0]!r}; needed are texts.")
+    if invalid := [step for step in steps if not isinstance(step, str)]:
+        raise UserError(f"Record {number} has the step {invalid[0]!r}; needed are texts.")
     if isinstance(labels, str) or not hasattr(labels, "__len__"):
         raise UserError(f"Record {number} has the labels {labels!r}; needed is a list, one label per step.")
     if len(steps) != len(labels):
         raise UserError(
             f"Record {number} has {len(steps)} steps and {len(labels)} labels; give one label per step, None "
-            "where nobody judged."
+            "if unknown."
         )
-    read = []
-    for place, step in enumerate(steps):
+    texts = []
+    for index, step in enumerate(steps):
         pieces = reading.split(step)
         if len(pieces) != 1:
-            what = "is empty" if not pieces else f"holds the separator {reading.separator!r} in its middle"
+            problem = "is empty" if not pieces else f"has the separator {reading.separator!r} in its middle"
             raise UserError(
-                f"Step {place} of record {number} {what}, so a completion with it would be cut otherwise. "
+                f"Step {index} of record {number} {problem}, so a completion with it would be split "
+                f"differently. "
                 "Join or split the steps with their labels, or choose another separator."
             )
-        read += pieces
-    return read, [_read_label(number, place, label) for place, label in enumerate(labels)]
+        texts += pieces
+    return texts, [_read_label(number, index, label) for index, label in enumerate(labels)]
 
 
-def _read_label(number: int, place: int, label: Any) -> float:
+def _read_label(number: int, index: int, label: Any) -> float:
     if label is None:
         return math.nan
     if not isinstance(label, SupportsFloat) or not 0 <= float(label) <= 1:
         raise UserError(
-            f"Label {place} of record {number} is {label!r}; allowed are 1 (right), 0 (wrong), a share "
+            f"Label {index} of record {number} is {label!r}; allowed are 1 (right), 0 (wrong), a share "
             "between them, or None."
         )
     return float(label)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of image judges from votes and quality scores.
+"""Training of image rewards from votes and quality scores.
 
-It needs a trainable judge handed in; how judges are built or saved stays outside.
+The trainable reward model is given; building and saving it happens elsewhere.
 """

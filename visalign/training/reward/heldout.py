@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How good a judge is on held-out labels: accuracy, likelihood, calibration, use of its deviation."""
+"""Held-out quality of a reward: accuracy, likelihood, calibration, use of its standard deviation."""
 
 from __future__ import annotations
 
@@ -17,56 +17,55 @@ from .batch import Outputs, RewardBatch, TrainableJudge
 from .tasks import Task
 
 BINS = 10
-"""Of the calibration error, equally wide over [0, 1]."""
+"""Bins of the calibration error, equally wide over [0, 1]."""
 LOW = 0.01
-"""Quantile of the answers' mass that is reported."""
+"""Quantile of the answers' probability mass that is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldoutPairs:
-    """What a judge says of N held-out pairs, [N] each, float64."""
+    """Outputs of a reward on N held-out pairs, [N] each, float64."""
 
     difference: Tensor
-    """Score of the left minus that of the right one."""
+    """Score of the left minus that of the right image."""
     prob: Tensor | None
     """P(left better), None where the task gives none."""
     std: Tensor | None
-    """Standard deviation of the difference, None where the judge gives none."""
+    """Standard deviation of the difference, None where the reward gives none."""
     truth: Tensor
-    """Probability that the left one is truly better: 1, 0 or, where only votes are known, their majority; NaN
-    or ½ where there is none."""
+    """Probability that the left image is truly better: 1, 0 or, where only votes are known, their majority;
+    NaN or ½ where there is none."""
     share: Tensor
-    """Share of the votes for the left one, ties half; NaN where there are none."""
+    """Share of the votes for the left image, ties half; NaN where there are none."""
     weight: Tensor
     """Votes behind `share`."""
     clear: Tensor
-    """Bool: whether the truth is clear."""
+    """Bool: True where the truth is clear."""
     mass: Tensor | None = None
-    """Probability of all answers that are read, the smaller of the pair's two; None where none is read."""
+    """Probability of all allowed answers, the smaller of the pair's two; None for models without answers."""
 
 
 @torch.no_grad()
-def score_pairs(judge: TrainableJudge, batches: Iterable[RewardBatch], task: Task) -> HeldoutPairs:
-    """Ask a judge about held-out pairs; dropout is off meanwhile.
+def score_pairs(model: TrainableJudge, batches: Iterable[RewardBatch], task: Task) -> HeldoutPairs:
+    """Score held-out pairs without dropout.
 
     Args:
-        judge: as it is.
+        model: a reward model.
         batches: pairs, with label (the truth), votes, or both.
-        task: whose probability of a win is used.
+        task: defines the probability of a win.
 
     Raises:
         ValueError: a batch without pairs.
     """
-    judge.train(False)
-    found: dict[str, list[Tensor]] = {}
+    model.train(False)
+    chunks: dict[str, list[Tensor]] = {}
     for batch in batches:
         if batch.left is None or batch.right is None or batch.label is None:
             raise ValueError("held-out accuracy needs pairs.")
-        outputs = judge(batch.inputs)
-        for name, value in _columns(outputs, batch, task).items():
-            kept = value.detach().cpu()
-            found.setdefault(name, []).append(kept if kept.dtype == torch.bool else kept.double())
-    columns = {name: torch.cat(parts) for name, parts in found.items()}
+        for name, value in _columns(model(batch.inputs), batch, task).items():
+            value = value.detach().cpu()
+            chunks.setdefault(name, []).append(value if value.dtype == torch.bool else value.double())
+    columns = {name: torch.cat(parts) for name, parts in chunks.items()}
     return HeldoutPairs(
         prob=columns.pop("prob", None),
         std=columns.pop("std", None),
@@ -76,13 +75,13 @@ def score_pairs(judge: TrainableJudge, batches: Iterable[RewardBatch], task: Tas
 
 
 def concatenate_pairs(parts: Sequence[HeldoutPairs]) -> HeldoutPairs:
-    """Pairs of one judge and task that were asked about in parts, in the order of the parts."""
+    """Concatenate pairs that were scored in parts by one model and task."""
 
-    def joined(name: str) -> Tensor | None:
-        found = [getattr(part, name) for part in parts]
-        return None if found[0] is None else torch.cat(found)
+    def concatenate(name: str) -> Tensor | None:
+        columns = [getattr(part, name) for part in parts]
+        return None if columns[0] is None else torch.cat(columns)
 
-    return HeldoutPairs(**{field.name: joined(field.name) for field in fields(HeldoutPairs)})  # type: ignore[arg-type]
+    return HeldoutPairs(**{field.name: concatenate(field.name) for field in fields(HeldoutPairs)})  # type: ignore[arg-type]
 
 
 def _columns(outputs: Outputs, batch: RewardBatch, task: Task) -> dict[str, Tensor]:
@@ -108,13 +107,13 @@ def _columns(outputs: Outputs, batch: RewardBatch, task: Task) -> dict[str, Tens
 
 
 def pair_measures(pairs: HeldoutPairs) -> dict[str, float]:
-    """accuracy, accuracy_all, and where the judge offers them nll, ece, std_mean, std_auroc*, and mass_low.
+    """Compute accuracy, accuracy_all, and where available nll, ece, std_mean, std_auroc*, and mass_low.
 
-    Accuracy: pairs whose truth is clear (accuracy_all: is known) and not ½; an equal score counts half. NLL
-    and ECE: against the votes, each with its number as weight; nll in nats per vote. std_auroc: whether the
-    deviation of a pair is larger where its sign is wrong; std_auroc_votes: where it is against the majority
-    of the votes; std_auroc_lead: the latter among pairs of equal lead. NaN where all are right or all wrong.
-    mass_low: the LOW quantile of the answers' mass, whose rest the judge gives to other words.
+    Accuracy: pairs whose truth is clear (accuracy_all: known) and not ½; an equal score counts half. NLL and
+    ECE: against the votes, weighted by their number; nll in nats per vote. std_auroc: is the standard
+    deviation of a pair larger where its sign is wrong; std_auroc_votes: where it is against the majority of
+    the votes; std_auroc_lead: the latter among pairs of equal lead. NaN where all are right or all wrong.
+    mass_low: the LOW quantile of the allowed answers' total probability.
     """
     decided = torch.isfinite(pairs.truth) & (pairs.truth != 0.5)
     sign = torch.sign(pairs.difference[decided]) * torch.sign(pairs.truth[decided] - 0.5)
@@ -141,9 +140,9 @@ def pair_measures(pairs: HeldoutPairs) -> dict[str, float]:
 
 
 def calibration_error(prob: Tensor, share: Tensor, weight: Tensor, *, bins: int = BINS) -> float:
-    """Expected calibration error Σ_b W_b/W |mean p − mean share| of P(left better) over equally wide bins.
+    """Compute the expected calibration error of P(left better) over equally wide bins.
 
-    Both orders of each pair count, so the error does not depend on which one stands left.
+    ECE = Σ_b W_b/W |mean p − mean share|. Both orders of each pair count, so swapping sides changes nothing.
 
     Args:
         prob: [N] predicted probabilities.
@@ -154,14 +153,14 @@ def calibration_error(prob: Tensor, share: Tensor, weight: Tensor, *, bins: int 
     Guo et al., "On calibration of modern neural networks", arXiv 1706.04599, eq. 3.
     """
     both = torch.cat([prob, 1 - prob]), torch.cat([share, 1 - share]), torch.cat([weight, weight])
-    place = (both[0] * bins).long().clamp(0, bins - 1)
-    gap = torch.zeros(bins, dtype=prob.dtype).index_add_(0, place, both[2] * (both[0] - both[1]))
+    index = (both[0] * bins).long().clamp(0, bins - 1)
+    gap = torch.zeros(bins, dtype=prob.dtype).index_add_(0, index, both[2] * (both[0] - both[1]))
     total = both[2].sum()
     return float(gap.abs().sum() / total) if total > 0 else math.nan
 
 
 def auroc(score: Tensor, positive: Tensor, stratum: Tensor | None = None) -> float:
-    """Probability that a positive has the larger score than a negative, ties half; NaN with one class alone.
+    """Compute the probability that a positive outscores a negative, ties half; NaN with one class only.
 
     Args:
         score: [N].
@@ -170,19 +169,18 @@ def auroc(score: Tensor, positive: Tensor, stratum: Tensor | None = None) -> flo
     """
     above, compared = 0.0, 0
     for label in [None] if stratum is None else stratum.unique().tolist():
-        kept = slice(None) if stratum is None else stratum == label
-        own, mine = score[kept].double().numpy(), positive[kept].numpy()
-        if 0 < mine.sum() < len(mine):
-            above += stats.mannwhitneyu(own[mine], own[~mine], method="asymptotic")[0]
-            compared += mine.sum() * (~mine).sum()
+        rows = slice(None) if stratum is None else stratum == label
+        scores, is_positive = score[rows].double().numpy(), positive[rows].numpy()
+        if 0 < is_positive.sum() < len(is_positive):
+            above += stats.mannwhitneyu(scores[is_positive], scores[~is_positive], method="asymptotic")[0]
+            compared += is_positive.sum() * (~is_positive).sum()
     return float(above / compared) if compared else math.nan
 
 
 def lead_stratum(difference: Tensor, *, strata: int = 10) -> Tensor:
-    """[N] which of equally large groups of alike lead |l − r| a pair belongs to.
+    """Assign pairs [N] to equally large strata of similar lead |l − r|.
 
-    A deviation and a lead go together where hard images are also far apart, so that a deviation shows its
-    own worth among pairs of equal lead.
+    Standard deviation and lead may correlate, so a deviation shows its own worth among pairs of equal lead.
     """
     order = difference.abs().argsort(stable=True).argsort(stable=True)
     return order * strata // max(len(difference), 1)

@@ -1,183 +1,177 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the training of a judge can be told: which labels become which loss, and how the weights move."""
+"""Settings of reward training: the loss for each kind of labels, and the optimizer."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass as plain_dataclass
-from dataclasses import fields
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass
 
 from visalign.errors import UserError, suggestion
-from visalign.schema import STRICT
+from visalign.settings import Count, NonNegative, Positive, Share, check_rules, settings
 from visalign.training.loop.optimizer import AdamWSettings
 
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@settings("objective")
 class RewardObjectiveSettings:
-    """What is optimized on the labels; `task` chooses the class, which has the settings that its loss reads.
-
-    Raises:
-        UserError: no such task, or a setting that its loss does not read.
-    """
+    """Objective on labels; `task` selects the class, which has the settings that its loss reads."""
 
     task: str = "uncertainty"
-    """A row of `visalign.training.reward.tasks.TASKS`: bradley_terry, uncertainty, uncertainty_upstream,
+    """A key of `visalign.training.reward.tasks.TASKS`: bradley_terry, uncertainty, uncertainty_upstream,
     upstream_monte_carlo, ict, hp, yes_no, rating, rating_fidelity, critique, checklist."""
 
-    def __new__(cls, task: str = "uncertainty", **given: Any) -> RewardObjectiveSettings:
-        """The class of the task, where this one is called."""
+    def __new__(cls, task: str = "uncertainty", **values: Any) -> RewardObjectiveSettings:
+        """Create an instance of the task's class."""
         if cls is not RewardObjectiveSettings:
             return object.__new__(cls)
         if task not in OBJECTIVES:
             raise UserError(
                 f"objective.task is {task!r}. {suggestion(task, OBJECTIVES)}Allowed: {', '.join(OBJECTIVES)}."
             )
-        for name in given.keys() - {field.name for field in fields(OBJECTIVES[task])}:
-            readers = [other for other, kind in OBJECTIVES.items() if hasattr(kind, name)]
-            raise UserError(
-                f"objective.{name} is {given[name]!r}, and the task {task} does not use it; tasks that do: "
-                f"{', '.join(readers) or 'none'}. Leave it out, or set objective.task to one of these."
-            )
         return object.__new__(OBJECTIVES[task])
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@settings("objective")
 class VotesSettings(RewardObjectiveSettings):
-    """Of tasks that learn from pairs."""
+    """Base of tasks on pairs."""
 
-    smoothing: Weight = 0.5
+    smoothing: NonNegative = 0.5
     """Votes added to either side before they become a label; 0.5 is Jeffreys' prior, 0 takes them as they
     are."""
     pair_weight: Literal["pair", "votes"] = "pair"
-    """A pair counts once ("pair"), or as often as people voted ("votes", the binomial likelihood)."""
+    """Weight of a pair: 1 ("pair"), or its number of votes ("votes", the binomial likelihood)."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@settings("objective")
 class BradleyTerrySettings(VotesSettings):
-    """The logistic loss of a difference of scores."""
+    """Logistic loss of a score difference."""
 
     task: Literal["bradley_terry"] = "bradley_terry"
     """bradley_terry."""
-    margin: Weight = 0.0
+    margin: NonNegative = 0.0
     """Lead by which the better answer should win, in units of the score."""
-    centre: Weight = 0.0
+    centre: NonNegative = 0.0
     """Weight of (l + r)², which keeps scores of pairs near 0; TRL uses 0.01."""
     displacement: float = 1.0
     """HPSv3's factor τ on the rejected score."""
     ties: Literal["half", "rao_kupper", "davidson"] = "half"
-    """A tie is half a vote for either side, or an outcome of its own under rao_kupper or davidson."""
-    tie_strength: float = 2.0
+    """Model of ties: half a vote for either side, or an outcome of its own under rao_kupper or davidson."""
+    tie_strength: NonNegative = 2.0
     """θ > 1 of rao_kupper, ν > 0 of davidson."""
 
     def __post_init__(self) -> None:
-        plain = {field.name: field.default for field in fields(BradleyTerrySettings)}
-        for name in ("margin", "centre", "displacement"):
-            if self.ties != "half" and getattr(self, name) != plain[name]:
-                raise UserError(
-                    f"objective.{name} is {getattr(self, name)!r}, and objective.ties is {self.ties}, whose "
-                    "likelihood does not use it. Leave it out, or set objective.ties to half."
-                )
-        if self.ties == "half" and self.tie_strength != plain["tie_strength"]:
-            raise UserError(
-                f"objective.tie_strength is {self.tie_strength!r}, and objective.ties is half, which does "
-                "not use it. Leave it out, or set objective.ties to rao_kupper or davidson."
-            )
-        least = 1.0 if self.ties == "rao_kupper" else 0.0
-        if self.ties != "half" and not least < self.tie_strength < math.inf:
-            raise UserError(
-                f"objective.tie_strength is {self.tie_strength}; for {self.ties} it must be above {least:g}."
-            )
+        check_rules(self, BRADLEY_TERRY_RULES)
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+def _plain_loss_setting(s: BradleyTerrySettings) -> str:
+    """Describe a setting of the plain loss that was changed under a model of ties."""
+    defaults = {"margin": 0.0, "centre": 0.0, "displacement": 1.0}
+    changed = [name for name, default in defaults.items() if getattr(s, name) != default]
+    return f"{changed[0]} is {getattr(s, changed[0])!r}" if changed and s.ties != "half" else ""
+
+
+BRADLEY_TERRY_RULES = (
+    (
+        _plain_loss_setting,
+        "objective.{v}, and the likelihood of objective.ties={s.ties} does not use it. Leave it out, or set "
+        "objective.ties=half.",
+    ),
+    (
+        lambda s: s.ties == "half" and s.tie_strength != 2.0,
+        "objective.tie_strength is {s.tie_strength!r}, and objective.ties is half, which does not use it. "
+        "Leave it out, or set objective.ties to rao_kupper or davidson.",
+    ),
+    (
+        lambda s: s.ties != "half" and s.tie_strength <= (s.ties == "rao_kupper"),
+        "objective.tie_strength is {s.tie_strength}; it must be above 1 for rao_kupper, above 0 for "
+        "davidson.",
+    ),
+)
+
+
+@settings("objective")
 class UncertaintySettings(VotesSettings):
-    """The probability of a win under two normal distributions."""
+    """Probability of a win under two normal distributions."""
 
     task: Literal["uncertainty", "uncertainty_upstream"] = "uncertainty"
     """uncertainty, or uncertainty_upstream as HPSv3's released code computes it."""
-    centre: Weight = 0.0
+    centre: NonNegative = 0.0
     """Weight of (l + r)², which keeps scores of pairs near 0; TRL uses 0.01."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@settings("objective")
 class MonteCarloSettings(UncertaintySettings):
     """The same by sampling, as HPSv3's released code does."""
 
-    task: Literal["upstream_monte_carlo"] = "upstream_monte_carlo"  # type: ignore[assignment]  # another row
+    task: Literal["upstream_monte_carlo"] = "upstream_monte_carlo"  # type: ignore[assignment]  # another task
     """upstream_monte_carlo."""
-    samples: Annotated[int, Field(ge=1)] = 1000
+    samples: Count = 1000
     """Draws per pair."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@settings("objective")
 class IctSettings(RewardObjectiveSettings):
     """ICT's cosines."""
 
     task: Literal["ict"] = "ict"
     """ict."""
-    negatives: Weight = 0.5
+    negatives: NonNegative = 0.5
     """Weight of the mean squared cosine with other prompts' images; 0.5 is published."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@settings("objective")
 class HpSettings(VotesSettings):
     """HP's margin ranking."""
 
     task: Literal["hp"] = "hp"
     """hp."""
-    margin: Weight = 0.0
+    margin: NonNegative = 0.0
     """Lead by which the better answer should win, in units of the score; ICT-HP trains with 0.3."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@settings("objective")
 class RatingSettings(RewardObjectiveSettings):
-    """A rating by the expectation over score tokens."""
+    """Rating by the expectation over score tokens."""
 
     task: Literal["rating", "rating_fidelity"] = "rating"
-    """rating (its squared error) or rating_fidelity (who is rated higher)."""
-    mass: Weight = 1.0
-    """Weight of −ln of the probability that the answers asked for have together. Without it a judge that is
-    trained on their ratio alone comes to say something else."""
+    """rating (its squared error) or rating_fidelity (the order of ratings)."""
+    mass: NonNegative = 1.0
+    """Weight of −ln of the total probability of the allowed answers. Without it, training on their ratio
+    alone moves the model to other words."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@settings("objective")
 class CritiqueSettings(RewardObjectiveSettings):
-    """The log-odds that what a judge wrote is right, by cross-entropy."""
+    """Cross-entropy of the log-odds that a written critique is right."""
 
     task: Literal["critique"] = "critique"
     """critique."""
-    mass: Weight = 1.0
-    """As of a rating."""
+    mass: NonNegative = 1.0
+    """As in a rating."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@settings("objective")
 class YesNoSettings(VotesSettings):
-    """The log-odds of yes."""
+    """Log-odds of yes."""
 
     task: Literal["yes_no"] = "yes_no"
     """yes_no."""
-    likelihood: Weight = 0.1
-    """On pairs: weight of the likelihood of "yes" for the better and "no" for the worse one, beside
+    likelihood: NonNegative = 0.1
+    """Weight, on pairs, of the likelihood of "yes" for the better and "no" for the worse image, added to
     Bradley-Terry on the log-odds."""
-    mass: Weight = 1.0
-    """As of a rating."""
+    mass: NonNegative = 1.0
+    """As in a rating."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@settings("objective")
 class ChecklistSettings(VotesSettings):
     """Logistic regression on weighted answers."""
 
     task: Literal["checklist"] = "checklist"
     """checklist."""
-    mass: Weight = 1.0
-    """As of a rating."""
-    penalty: Weight = 1e-3
+    mass: NonNegative = 1.0
+    """As in a rating."""
+    penalty: NonNegative = 1e-3
     """λ of λ/2 |w|²; with 0 the weight of a question that separates all pairs grows without bound."""
 
 
@@ -201,15 +195,15 @@ OBJECTIVES: dict[str, type[RewardObjectiveSettings]] = {
 """Task -> its settings."""
 
 
-@plain_dataclass(frozen=True, kw_only=True)
+@settings("optimizer")
 class RewardOptimizerSettings(AdamWSettings):
-    """How the weights of a judge move; HPSv3's 7B model was trained with a learning rate of 2e-6."""
+    """Optimizer of a reward; HPSv3's 7B model was trained with a learning rate of 2e-6."""
 
-    lr: float = 1e-3
+    lr: Positive = 1e-3
     """Learning rate after the warm-up."""
-    lr_end: float = 0.0
+    lr_end: Share = 0.0
     """Share of the learning rate that is left after `decay_updates`."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegative = 0.0
     """AdamW decoupled weight decay."""
-    updates_per_iteration: int = 20
+    updates_per_iteration: Count = 20
     """Optimizer updates per iteration (one line of metrics)."""

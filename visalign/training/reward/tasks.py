@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a judge can learn from labels: one row per task, from what it says of a batch to a loss.
+"""Losses of reward training: one entry of `TASKS` per task, from a model's outputs on a batch to a loss.
 
-A batch holds M rows that the judge reads (an image with its prompt, or a request), and labels on rows or on
-pairs of rows. What the judge says is a mapping of tensors: "value" [M] always, "log_std" [M], "cosines" and
-others where the task needs them.
+A batch holds M rows (an image with its prompt, or a request), and labels on rows or on pairs of rows. The
+outputs are a mapping of tensors: "value" [M] always, "log_std" [M], "cosines" and others where the task needs
+them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from visalign.core.preference.bradley_terry import (
     tie_log_prob,
     vote_shares,
 )
+from visalign.core.preference.fidelity import fidelity_loss, quality_preferences, thurstone_score
 from visalign.core.preference.ict import IctLabels, ict_loss
 from visalign.core.preference.uncertainty import (
     log_win_probability,
@@ -32,24 +35,26 @@ from visalign.core.preference.uncertainty import (
 from visalign.core.preference.yes_no import YesNo, yes_no_loss, yes_no_pair_loss
 
 from .batch import Outputs, RewardBatch
-from .rating import Settings, Sums, other_answer_penalty, rating, rating_fidelity
+
+Settings = Any
+"""Class of the task in `settings`."""
+Sums = tuple[Tensor, Tensor]
+"""(Σ weight · loss, Σ weight): micro-batches and processes add up to the whole batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One row of `TASKS`."""
+    """One entry of `TASKS`."""
 
     loss: Callable[[Outputs, RewardBatch, Settings, torch.Generator], Sums]
     log_prob: Callable[[Outputs, RewardBatch], tuple[Tensor, Tensor]] | None = None
-    """(ln P, ln (1 − P)) [N] that the left one of each pair is better; None: the judge gives no
-    probability."""
+    """(ln P, ln (1 − P)) [N] that the left image of each pair is better; None: no probability."""
     labels: str = "pairs"
-    """"pairs", "triples", "rows" (rated images) or "answers" (what a judge wrote): what the labels stand
-    on."""
+    """Unit of the labels: "pairs", "triples", "rows" (rated images) or "answers" (written critiques)."""
 
 
 def _sides(outputs: Outputs, batch: RewardBatch, name: str = "value") -> tuple[Tensor, Tensor]:
-    """outputs[name] of the left and right rows, [N] each."""
+    """Select outputs[name] of the left and right rows, [N] each."""
     if batch.left is None or batch.right is None:
         raise ValueError("this task learns from pairs, and the batch has none.")
     value = outputs[name]
@@ -57,16 +62,16 @@ def _sides(outputs: Outputs, batch: RewardBatch, name: str = "value") -> tuple[T
 
 
 def _labels(batch: RewardBatch, settings: Settings, like: Tensor) -> tuple[Tensor, Tensor]:
-    """(p, weight) [N] of the pairs."""
+    """Compute (p, weight) [N] of the pairs."""
     assert batch.label is not None
     label, weight = batch.label.to(like), torch.ones_like(batch.label).to(like)
     if batch.votes is not None:
-        known = torch.isfinite(batch.votes).all(1)
+        voted = torch.isfinite(batch.votes).all(1)
         counts = batch.votes.nan_to_num(0.0)
         share = soft_labels(counts[:, 0], counts[:, 1], counts[:, 2], smoothing=settings.smoothing).to(like)
-        label = torch.where(known.to(like.device), share, label)
+        label = torch.where(voted.to(like.device), share, label)
         if settings.pair_weight == "votes":
-            weight = torch.where(known, counts.sum(1), 1.0).to(like)
+            weight = torch.where(voted, counts.sum(1), 1.0).to(like)
     if batch.weight is not None:
         weight = weight * batch.weight.to(like)
     return label, torch.where(torch.isnan(label), 0.0, weight)
@@ -92,25 +97,27 @@ def _bradley_terry(outputs: Outputs, batch: RewardBatch, settings: Settings, _: 
 
 
 def _outcome_shares(batch: RewardBatch, settings: Settings, like: Tensor) -> Tensor:
-    """[N, 3] shares of (left, equal, right): of the votes, or where there are none the label; ½ is a tie."""
+    """Compute [N, 3] shares of (left, equal, right) from votes, else from the label; ½ is a tie."""
     assert batch.label is not None
     label = batch.label.to(like)
     tied = (label == 0.5).to(like)
     share = torch.stack([label * (1 - tied), tied, (1 - label) * (1 - tied)], -1)
     if batch.votes is None:
         return share
-    known = torch.isfinite(batch.votes).all(1).to(like.device)
+    voted = torch.isfinite(batch.votes).all(1).to(like.device)
     counts = batch.votes.nan_to_num(0.0).to(like)
-    voted = vote_shares(counts[:, 0], counts[:, 1], counts[:, 2], smoothing=settings.smoothing)
-    return torch.where(known[:, None], voted, share)
+    vote_share = vote_shares(counts[:, 0], counts[:, 1], counts[:, 2], smoothing=settings.smoothing)
+    return torch.where(voted[:, None], vote_share, share)
 
 
 def _uncertainty(mode: str) -> Callable[..., Sums]:
-    def loss_of(outputs: Outputs, batch: RewardBatch, settings: Settings, generator: torch.Generator) -> Sums:
+    def loss_sums(
+        outputs: Outputs, batch: RewardBatch, settings: Settings, generator: torch.Generator
+    ) -> Sums:
         left, right = _sides(outputs, batch)
         label, weight = _labels(batch, settings, left)
         left_std, right_std = (side.exp() for side in _sides(outputs, batch, "log_std"))
-        drawn = {"samples": settings.samples} if mode == "upstream_monte_carlo" else {}
+        options = {"samples": settings.samples} if mode == "upstream_monte_carlo" else {}
         loss = uncertain_preference_loss(
             left,
             right,
@@ -118,26 +125,26 @@ def _uncertainty(mode: str) -> Callable[..., Sums]:
             right_std,
             label,
             mode=mode,  # type: ignore[arg-type]  # one of its three, below
-            **drawn,
+            **options,
             generator=generator,
         )
         if settings.centre:
             loss = loss + settings.centre * (left + right).square()
         return (loss * weight).sum(), weight.sum()
 
-    return loss_of
+    return loss_sums
 
 
 def _hp(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
-    """A pair counts as far as people agreed on it, |2p − 1|."""
+    """Weigh each pair by the agreement of the votes, |2p − 1|."""
     left, right = _sides(outputs, batch)
     label, weight = _labels(batch, settings, left)
-    agreed = torch.where(torch.isnan(label), 0.0, 2 * label - 1)
-    wins = agreed >= 0
+    agreement = torch.where(torch.isnan(label), 0.0, 2 * label - 1)
+    wins = agreement >= 0
     loss = margin_ranking_loss(
         torch.where(wins, left, right), torch.where(wins, right, left), margin=settings.margin
     )
-    weight = weight * agreed.abs()
+    weight = weight * agreement.abs()
     return (loss * weight).sum(), weight.sum()
 
 
@@ -158,36 +165,69 @@ def _ict(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Gene
 
 
 def _yes_no(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
-    """On rows the likelihood of the answer; on pairs Bradley-Terry on the log-odds, with some likelihood.
+    """Compute the likelihood of the answer on rows, Bradley-Terry on the log-odds (and some likelihood) on
+    pairs.
 
     With mass 1 the former is the likelihood over the vocabulary, `yes_no_loss(over="vocabulary")`.
     """
-    away = other_answer_penalty(outputs, settings)
+    penalty = other_answer_penalty(outputs, settings)
     if batch.target is not None:
         odds = outputs["value"]
         target = batch.target.to(odds)
-        known = ~torch.isnan(target)
-        loss = yes_no_loss(_answer(odds), target) + torch.where(known, away, 0.0)
-        return loss.sum(), known.sum().to(odds)
+        labelled = ~torch.isnan(target)
+        loss = yes_no_loss(_answer(odds), target) + torch.where(labelled, penalty, 0.0)
+        return loss.sum(), labelled.sum().to(odds)
     left, right = _sides(outputs, batch)
     label, weight = _labels(batch, settings, left)
     loss = yes_no_pair_loss(_answer(left), _answer(right), label, likelihood_weight=settings.likelihood)
-    loss = loss + (away[batch.left] + away[batch.right]) / 2
+    loss = loss + (penalty[batch.left] + penalty[batch.right]) / 2
     return (loss * weight).sum(), weight.sum()
 
 
 def _checklist(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
-    """Logistic regression on the difference of weighted answers, λ/2 |w|² added per pair."""
+    """Compute logistic regression on the difference of weighted answers, λ/2 |w|² added per pair."""
     left, right = _sides(outputs, batch)
     label, weight = _labels(batch, settings, left)
-    away = other_answer_penalty(outputs, settings)
-    loss = bradley_terry_loss(left, right, label) + (away[batch.left] + away[batch.right]) / 2
-    penalty = settings.penalty / 2 * outputs["weights"].square().sum()
-    return (loss * weight).sum() + penalty * weight.sum(), weight.sum()
+    penalty = other_answer_penalty(outputs, settings)
+    loss = bradley_terry_loss(left, right, label) + (penalty[batch.left] + penalty[batch.right]) / 2
+    decay = settings.penalty / 2 * outputs["weights"].square().sum()
+    return (loss * weight).sum() + decay * weight.sum(), weight.sum()
+
+
+def _rating(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
+    """Compute the squared error of the expectation over the score tokens."""
+    if batch.target is None:
+        raise ValueError("the task rating learns from rated images, and the batch has no target.")
+    value = outputs["value"]
+    target = batch.target.to(value)
+    rated = ~torch.isnan(target)
+    error = (value - target.nan_to_num(0.0)).square() + other_answer_penalty(outputs, settings)
+    return torch.where(rated, error, 0.0).sum(), rated.sum().to(value)
+
+
+def _rating_fidelity(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
+    """Compute VisualQuality-R1's fidelity of Thurstone's probability between all images of a micro-batch."""
+    if batch.target is None:
+        raise ValueError("the task rating_fidelity learns from rated images, and the batch has no target.")
+    mean, variance = outputs["value"], (2 * outputs["log_std"]).exp()
+    label = quality_preferences(batch.target.to(mean)).fill_diagonal_(math.nan)
+    score = thurstone_score(mean[:, None], mean[None, :], variance[:, None], variance[None, :])
+    count = (~torch.isnan(label)).sum().to(mean)
+    penalty = other_answer_penalty(outputs, settings)
+    return fidelity_loss(score, label).sum() + penalty.mean() * count, count
+
+
+def other_answer_penalty(outputs: Outputs, settings: Settings) -> Tensor:
+    """Compute −mass · ln P(any allowed answer), [M]: the penalty of answers other than those asked for.
+
+    0 for models without "log_mass", ln P [M].
+    """
+    log_mass = outputs.get("log_mass")
+    return torch.zeros_like(outputs["value"]) if log_mass is None else -settings.mass * log_mass
 
 
 def _answer(odds: Tensor) -> YesNo:
-    """What log-odds say of yes and no among the two."""
+    """Convert log-odds of yes against no to log-probabilities of the two."""
     return YesNo(odds, F.logsigmoid(odds), F.logsigmoid(-odds))
 
 
@@ -210,11 +250,10 @@ TASKS: dict[str, Task] = {
     "ict": Task(loss=_ict, labels="triples"),
     "hp": Task(loss=_hp),
     "yes_no": Task(loss=_yes_no, log_prob=_logistic),
-    "rating": Task(loss=rating, labels="rows"),
-    "rating_fidelity": Task(loss=rating_fidelity, labels="rows"),
+    "rating": Task(loss=_rating, labels="rows"),
+    "rating_fidelity": Task(loss=_rating_fidelity, labels="rows"),
     "critique": Task(loss=_yes_no, labels="answers"),
     "checklist": Task(loss=_checklist, log_prob=_logistic),
 }
-"""Name -> what is learned. uncertainty_upstream and upstream_monte_carlo are HPSv3's released code, which
-drives
+"""Task -> its loss. uncertainty_upstream and upstream_monte_carlo are HPSv3's released code, which drives
 the standard deviation to 0."""

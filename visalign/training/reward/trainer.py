@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training a judge on labels: AdamW over batches that are functions of their number, with exact resume.
+"""Train a reward model on labels, in batches that are functions of their number, with exact resume.
 
 The loss of an update is Σ w ℓ / Σ w over its whole batch: micro-batches and processes change memory and time,
-not the update. Exceptions are what looks across a batch, such as ICT's negatives, which see their own
+not the update. Exceptions are losses across a batch, such as ICT's negatives, which see their own
 micro-batch, and draws (dropout, Monte Carlo): those of update n come from (seed, n, process) alone.
 """
 
@@ -30,25 +30,24 @@ from .tasks import TASKS
 
 
 class RewardModeling(Algorithm):
-    """Trains a judge on labelled pairs, triples or images; an `Algorithm` for `Trainer`.
+    """Trains a reward model on labelled pairs, triples or images; an `Algorithm` for `Trainer`.
 
     Args:
-        judge: on its device.
+        judge: reward model on its device.
         data: the batches; process i of n takes share i of each.
-        objective: what is optimized.
+        objective: task and its settings.
         accelerator: processes and trackers.
         seed: of dropout and of sampled losses.
-        penalty: what each update adds to the loss of its labels, with gradient; None, or one that gives None,
-            adds nothing.
-        compute_dtype: of the judge's products, where not all are in float32; float16 gets its loss scaled.
-        sharding: divide the judge, its gradients and AdamW's moments among the processes (FSDP2). The judge
-            is a module then, or has all its weights in `module`, and uses each of them equally often for
-            any batch.
-        kept: with sharding, frozen parameters that stay whole in each process: those that the judge uses
-            more seldom, since it remembers what they said.
+        penalty: term that each update adds to the loss of its labels, with gradient; may return None.
+        compute_dtype: of the model's products, where not all are in float32; float16 gets its loss scaled.
+        sharding: divide the model, its gradients and AdamW's moments among the processes (FSDP2). The model
+            is then a module, or has all its weights in `module`, and uses each of them equally often for any
+            batch.
+        undivided: with sharding, frozen parameters that stay whole in each process: those used less often,
+            since the model caches their outputs.
 
     Raises:
-        UserError: a judge that cannot be divided, or its weights have a penalty.
+        UserError: a model that cannot be divided, or a penalty together with sharding.
     """
 
     def __init__(
@@ -62,55 +61,51 @@ class RewardModeling(Algorithm):
         penalty: Callable[[], Tensor | None] = lambda: None,
         compute_dtype: torch.dtype = torch.float32,
         sharding: bool = False,
-        kept: Collection[nn.Parameter] = (),
+        undivided: Collection[nn.Parameter] = (),
     ) -> None:
         self.judge, self.data, self.seed = judge, data, seed
         self.objective, self.accelerator = objective, accelerator
         self._compute_dtype, self._penalty = compute_dtype, penalty
         self.sharding = sharding
-        self.ask: Callable[[Any], Outputs] = judge
+        self.forward: Callable[[Any], Outputs] = judge
         if sharding and penalty() is not None:
-            raise UserError("sharding goes without a penalty of the weights. Leave one of the two out.")
+            raise UserError("sharding does not work with a penalty of the weights. Leave one of the two out.")
         if sharding:
-            self.ask = ModuleOfFunction(self._network(), judge)
-            shard(self.ask, accelerator, kept)
+            self.forward = ModuleOfFunction(self._network(), judge)
+            shard(self.forward, accelerator, undivided)
 
     def _network(self) -> nn.Module:
-        """The module with all weights of the judge.
-
-        Raises:
-            UserError: it has none.
-        """
+        """Return the module with all weights of the model."""
         network: Any = getattr(self.judge, "module", self.judge)
-        held = {id(p) for p in network.parameters()} if isinstance(network, nn.Module) else set()
+        ids = {id(p) for p in network.parameters()} if isinstance(network, nn.Module) else set()
         for name, parameter in self.parameters():
-            if id(parameter) not in held:
+            if id(parameter) not in ids:
                 raise UserError(
-                    f"sharding cannot divide {name}, which {type(self.judge).__name__} holds beside a torch "
-                    "module. Give a judge that is a module or has all its weights in `module`, or leave "
+                    f"sharding cannot divide {name}, which {type(self.judge).__name__} holds outside a torch "
+                    "module. Give a model that is a module or has all its weights in `module`, or leave "
                     "sharding out."
                 )
         return network
 
     def unsharded(self) -> AbstractContextManager[Any]:
-        """Inside, each process has all of the judge."""
-        return unsharded(self.ask) if isinstance(self.ask, ModuleOfFunction) else nullcontext()
+        """Hold the whole model in each process inside the block."""
+        return unsharded(self.forward) if isinstance(self.forward, ModuleOfFunction) else nullcontext()
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """What of the judge is trained."""
+        """Return the model's trained parameters."""
         return self.judge.trainable_parameters()
 
     def compute_dtype(self) -> torch.dtype:
-        """Of the judge's network."""
+        """Return the compute dtype of the network."""
         return self._compute_dtype
 
     def collect(self, run: Context) -> Collected:
-        """The numbers of the iteration's batches; they are read when their update comes."""
+        """Return the numbers of the iteration's batches, which are read in their update."""
         first, count = run.counters.updates, run.optimizer.updates_per_iteration
         return Collected(experience=list(range(first, first + count)))
 
     def backward(self, experience: list[int], step: int, run: Context) -> dict[str, float]:
-        """The gradient of Σ w ℓ / Σ w over batch `step`, summed over the processes."""
+        """Add the gradient of Σ w ℓ / Σ w over batch `step`, summed over the processes."""
         sums = self._accumulate(step, run.counters.loss_scale)
         parameters = [parameter for _, parameter in self.parameters()]
         if not self.sharding:
@@ -127,11 +122,11 @@ class RewardModeling(Algorithm):
         return {"loss": loss / weight, "samples": examples, "scale": run.counters.loss_scale}
 
     def record(self, experience: list[int], sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Mean loss of the batches; dropout is off again."""
+        """Average the loss of the batches; switch dropout off."""
         self.judge.train(False)
-        loss = float(np.mean([each["loss"] for each in sums]))
-        lost = not any(math.isfinite(each["grad_norm"]) for each in sums)
-        if lost and sums[-1]["scale"] <= LEAST_LOSS_SCALE:  # a larger one falls, and the next may be finite
+        loss = float(np.mean([update["loss"] for update in sums]))
+        is_lost = not any(math.isfinite(update["grad_norm"]) for update in sums)
+        if is_lost and sums[-1]["scale"] <= LEAST_LOSS_SCALE:  # a larger scale falls, and may become finite
             raise UserError(
                 f"None of the {len(sums)} updates {experience[0]} to {experience[-1]} had a finite gradient; "
                 f"their mean loss is {loss:.3g}. Start again with a lower optimizer.lr or, if model.autocast "
@@ -140,30 +135,30 @@ class RewardModeling(Algorithm):
         return {"loss": loss}
 
     def _accumulate(self, number: int, scale: float) -> Tensor:
-        """Add this process's gradient of Σ w ℓ; returns [Σ w ℓ, Σ w, examples] in float64."""
+        """Add this process's gradient of Σ w ℓ; return [Σ w ℓ, Σ w, examples] in float64."""
         accelerator = self.accelerator
         part = (accelerator.process_index, accelerator.num_processes)
         sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
         task = TASKS[self.objective.task]
         self.judge.train(True)
-        with _drawn_from(self.seed, number, part[0]) as generator:
+        with _seeded(self.seed, number, part[0]) as generator:
             for batch, counts in self._batches(number, part):
-                total, weight = task.loss(self.ask(batch.inputs), batch, self.objective, generator)
+                total, weight = task.loss(self.forward(batch.inputs), batch, self.objective, generator)
                 if (penalty := self._penalty()) is not None:
                     total = total + penalty * weight  # Σ w (ℓ + penalty) / Σ w over the micro-batches
-                # what is divided gets the mean over the processes
+                # FSDP2 averages gradients over the processes
                 (total * (counts * scale * (part[1] if self.sharding else 1))).backward()
-                found = torch.stack([total.detach().double(), weight.detach().double()])
-                sums[:2] += counts * found.to(sums.device)
+                batch_sums = torch.stack([total.detach().double(), weight.detach().double()])
+                sums[:2] += counts * batch_sums.to(sums.device)
                 sums[2] += counts * batch.size
         return sums
 
     def _batches(self, number: int, part: tuple[int, int]) -> Iterator[tuple[RewardBatch, int]]:
-        """(micro-batch, 1) of this process's share; of a judge that is divided, after them (one of them, 0)
-        where another process has more, and waits for weights."""
-        own, last = iter(self.data.batch(number, part)), None
+        """Yield (micro-batch, 1) of this process's share; with sharding, then (one of them, 0) while another
+        process has more, and waits for weights."""
+        batches, last = iter(self.data.batch(number, part)), None
         while True:
-            batch = next(own, None)
+            batch = next(batches, None)
             live = int(batch is not None)
             if not (max_over_processes(live, self.accelerator) if self.sharding else live):
                 return
@@ -172,8 +167,8 @@ class RewardModeling(Algorithm):
 
 
 @contextmanager
-def _drawn_from(seed: int, number: int, process: int) -> Iterator[torch.Generator]:
-    """Within the block dropout draws from (seed, number, process); yields a generator of the same origin."""
+def _seeded(seed: int, number: int, process: int) -> Iterator[torch.Generator]:
+    """Seed dropout by (seed, number, process) inside the block; yield a generator with a seed of its own."""
     value = int(np.random.SeedSequence([seed, number, process]).generate_state(1, np.uint64)[0]) >> 1
     with torch.random.fork_rng():
         torch.manual_seed(value)
