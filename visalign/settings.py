@@ -72,11 +72,12 @@ def check_rules(values: Any, rules: Rules) -> None:
 
 def _user_error(section: str, error: ValidationError, schema: Any) -> UserError:
     """Translate the first finding of pydantic; a rule of the settings comes with its own message."""
-    first = error.errors()[0]
+    first = max(error.errors(), key=lambda entry: len(entry["loc"]))  # of a union, the variant that fits best
     own = first.get("ctx", {}).get("error")
     if isinstance(own, UserError):
         return own
-    name, allowed = ".".join(map(str, first["loc"])), schema.__dataclass_fields__
+    keys = [str(key) for key in first["loc"] if isinstance(key, int) or key.isidentifier()]
+    name, allowed = ".".join(keys), schema.__dataclass_fields__
     if first["type"] == "unexpected_keyword_argument":
         return UserError(
             f"{section} has no setting {name!r}. {suggestion(name, allowed)}Allowed: {', '.join(allowed)}."

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of the site that are generated from the code, one file for each subject."""
+"""Tables of the site that the code writes itself, one file for each subject.
+
+It needs the package installed; no sentence that only a person can write comes in.
+"""
 
 from collections.abc import Callable
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Building blocks of Markdown for the macros."""
+"""Pieces of Markdown that the macros are made of."""
 
 from __future__ import annotations
 

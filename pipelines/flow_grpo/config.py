@@ -24,10 +24,8 @@ from visalign.schema import STRICT
 from visalign.settings import Count, Natural, NonNegative, PositiveShare, check_rules
 from visalign.training.diffusion.rollout_settings import RolloutSettings
 from visalign.training.diffusion.settings import DiffusionObjectiveSettings, check_sampling, check_sharding
-from visalign.training.diffusion.stored_pairs import check_stored
 from visalign.training.loop.monitor import MonitorSettings
 from visalign.training.loop.optimizer import OptimizerSettings
-from visalign.training.loop.sampler import check_batch_algebra
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -175,9 +173,7 @@ class FlowGRPOConfig:
     """Length, checkpoints, machine."""
 
     def __post_init__(self) -> None:
-        check_batch_algebra(self.rollout.prompts_per_iteration, self.rollout.group_size)
-        check_sampling(self.objective, self.rollout)
-        check_stored(self.objective, self.rollout, stored=self.data.pairs is not None)
+        check_sampling(self.objective, self.rollout, stored=self.data.pairs is not None)
         check_rules(self, RULES)
         if self.run.sharding:
             check_sharding(self.objective, self.rollout)

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from visalign.adapters.catalogue import edits_of, joins_sources
@@ -24,10 +23,9 @@ from visalign.pipelines.shared.parts import Records, build_records, load_terms, 
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.pipelines.shared.sections import RewardsConfig
 from visalign.training.diffusion.experts import check_experts
-from visalign.training.diffusion.flow_grpo import step_weights
 from visalign.training.diffusion.images import Features
-from visalign.training.diffusion.regression import regression_for_run
-from visalign.training.diffusion.reward_gradient import ascent_for_run, check_differentiable
+from visalign.training.diffusion.reward_gradient import check_differentiable
+from visalign.training.diffusion.settings import check_processes
 from visalign.training.diffusion.stored_pairs import StoredPreference
 from visalign.training.loop.sampler import PromptSampler, check_batch_algebra, check_whole_groups
 
@@ -106,18 +104,14 @@ def _check_method(
     """Refuse an algorithm that the reward, the prompts or the processes do not fit."""
     rollout, objective = config.rollout, config.objective
     check_batch_algebra(rollout.prompts_per_iteration, rollout.group_size, world)
+    check_processes(objective, rollout, world)
     size = rollout.prompts_per_iteration, rollout.group_size
     PromptSampler(len(records), *size, config.seed, strata=strata, cycle=config.data.cycle)
     objective.check_constrained(reward)
     if objective.ascent is not None:
-        ascent_for_run(objective, rollout)
         check_differentiable(reward)
-    elif objective.regression is None:
-        step_weights(objective, rollout, torch.linspace(1, 0, rollout.steps + 1))
-    else:
-        regression_for_run(objective, rollout, world)
-        if objective.experts:
-            check_experts(objective.experts, records)
+    if objective.experts:
+        check_experts(objective.experts, records)
 
 
 def _check_processes(config: FlowGRPOConfig, judges: Mapping[str, Any], world: int) -> None:

@@ -145,7 +145,7 @@ def _other_policies(config: FlowGRPOConfig) -> float:
     return planned_passes(
         regression,
         config.objective.epochs * config.optimizer.updates_per_iteration,
-        own=_passes(config, None),
+        passes=_passes(config, None),
         reference=_passes(config, regression.reference_guidance),
         iterations=config.run.iterations,
     )

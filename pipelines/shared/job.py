@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from visalign.atomic import write_atomic
 from visalign.config import flatten
 from visalign.signals import Stopped
-from visalign.training.loop.best import best_checkpoint_note, best_of
+from visalign.training.loop.best import best_checkpoint_note, best_summary
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.monitor import monitor_messages
 from visalign.training.loop.runtime import peak_memory_bytes
@@ -277,7 +277,7 @@ class PolicyRun(Job):
             **self.counts(result.counters),
         }
         spent = costs if self.seen is None else {**costs, "heldout_prompts_trained_on": self.seen}
-        spent = {**spent, "warnings": warnings, **best_of(state)}
+        spent = {**spent, "warnings": warnings, **best_summary(state)}
         shared: dict[str, Any] = {"config": asdict(self.config), "versions": package_versions}
         path = write_summary(output / "summary.json", before=before, after=after, costs=spent, **shared)
         accuracy = math.nan
@@ -365,7 +365,7 @@ class JudgeRun(Job):
             "after": after,
             **self.costs(result, measuring),
             **self.counts(result),
-            **best_of(result.counters.own),
+            **best_summary(result.counters.own),
             "config": asdict(self.config),
             "versions": versions(),
         }

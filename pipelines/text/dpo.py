@@ -178,7 +178,7 @@ def _build(config: TextDPOConfig, output: Path) -> PolicyRun:
             "epochs": counters.samples / len(trained),
         },
         seen=inputs.seen,
-        shown=SUPERVISED_COLUMNS,
+        columns=SUPERVISED_COLUMNS,
         more_metrics=algorithm.measure,
     )
 

@@ -118,7 +118,7 @@ def text_run(
     summary: Callable[[Any], Mapping[str, Any]] = lambda _: {},
     seen: int | None = None,
     more_metrics: Callable[[], Mapping[str, float]] = dict,
-    shown: Sequence[tuple[str, str, str]] = POLICY_COLUMNS,
+    columns: Sequence[tuple[str, str, str]] = POLICY_COLUMNS,
 ) -> PolicyRun:
     """Build the run of a text policy.
 
@@ -146,7 +146,7 @@ def text_run(
         config=config,
         output=output,
         trainer=build_trainer(
-            config, output, algorithm, lambda done: {**evaluate(done), **more_metrics()}, shown=shown
+            config, output, algorithm, lambda done: {**evaluate(done), **more_metrics()}, columns=columns
         ),
         fingerprints={key: fingerprint(records) for key, records in sources.items()},
         title=f"{method} on {config.model.path}",

@@ -136,7 +136,7 @@ def _build(config: TextSFTConfig, output: Path) -> PolicyRun:
             "epochs": counters.samples / len(fitting),
         },
         seen=inputs.seen,
-        shown=SUPERVISED_COLUMNS,
+        columns=SUPERVISED_COLUMNS,
     )
 
 

@@ -62,9 +62,9 @@ def _build(config: TrainRewardConfig, output: Path, resume: bool) -> RewardRun:
         penalty=judge.penalty,
         compute_dtype=compute_dtype(config.model, accelerator.device),
         sharding=config.run.sharding,
-        kept=judge.divide() if config.run.sharding else (),
+        undivided=judge.divide() if config.run.sharding else (),
     )
-    trainer = build_trainer(config, output, algorithm, lambda _: measure(), shown=SUPERVISED_COLUMNS)
+    trainer = build_trainer(config, output, algorithm, lambda _: measure(), columns=SUPERVISED_COLUMNS)
     for note in (*inputs.notes, *judge.first_notes()):
         trainer.progress.note(note)
     return RewardRun(

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A CLIP ViT-H/14 judge with random weights: images a second, by what stands around the tower."""
 
 import argparse
@@ -7,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import open_clip
 import torch
-from measure import CUDA, DEVICE, SCRATCH, alone, attempt, emit, end_after, free, sync, timed
+from common import CUDA, DEVICE, SCRATCH, alone, attempt, emit, end_after, free, sync, timed
 from PIL import Image
 
 from visalign.rewards.catalogue import load_reward

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """SD3.5-medium in size with random weights: LoRA forms, ratio at the first update, whole iterations."""
 
 import argparse
@@ -10,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from measure import (
+from common import (
     CUDA,
     DEVICE,
     PEAK,

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 from visalign.training.loop.metrics import read_metrics
-from visalign.training.loop.monitor import FROM_ABOVE, default_warnings
+from visalign.training.loop.monitor import UPPER_LIMITS, default_warnings
 
 ENSEMBLE = "judge: {name: lora_ensemble"
 ARMS = {
@@ -101,7 +101,7 @@ def warnings(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Limit -> the first iteration that crosses it."""
     found: dict[str, float] = {}
     for iteration, name, value in trends(rows):
-        if value > LIMITS[name] if name in FROM_ABOVE else value < LIMITS[name]:
+        if value > LIMITS[name] if name in UPPER_LIMITS else value < LIMITS[name]:
             found.setdefault(name, iteration)
     return found
 
@@ -110,7 +110,7 @@ def furthest(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Limit -> the value that came nearest to crossing it."""
     found: dict[str, float] = {}
     for _, name, value in trends(rows):
-        worse = max if name in FROM_ABOVE else min
+        worse = max if name in UPPER_LIMITS else min
         found[name] = worse(found.get(name, value), value)
     return found
 

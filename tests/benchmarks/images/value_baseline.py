@@ -97,7 +97,7 @@ def learnt(iterations: int, clock: PhaseClock) -> Tensor:
         now = []  # per baseline and step [B, d]
         for says in (
             [x.flatten(1).double() @ project for x in found],
-            [source.judge(x, made.records, clock).value.double()[:, None] for x in found],
+            [source.score(x, made.records, clock).value.double()[:, None] for x in found],
         ):
             now += [torch.cat([each, others[:, None]], 1) for each in says]
         if 2 * number >= iterations:

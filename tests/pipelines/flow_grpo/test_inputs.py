@@ -46,7 +46,6 @@ def config(*overrides: str) -> FlowGRPOConfig:
         ("rewards.terms={jpeg_size: {}, sharpness: {}}", "would add different units: jpeg_size in 'kB'"),
         ("rewards.terms={jpeg_size: {weight: -1}}", "weight of 'jpeg_size' is -1"),
         ("rewards.terms={shapes_verifier: {bound: 0.5}}", "a bound on every term"),
-        ("objective.step_weights=[1.0]", "1 weights for 3 steps"),
         ("data.cycle=[nope]", r"cycle names \['nope'\], which no prompt is labelled with"),
         ("data.train=absent.txt", r"data\.train: no prompt set 'absent\.txt'"),
         ("evaluation.rewards={sharpnes: {}}", "There is no reward 'sharpnes'"),
@@ -67,9 +66,10 @@ def test_what_the_run_refuses_the_plan_refuses(tmp_path: Path, override: str, me
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("rollout.timestep_schedule=nope", r"rollout\.timestep_schedule is 'nope'"),
+        ("objective.step_weights=[1.0]", r"step_weights is \[1\.0\] for 3 steps"),
+        ("rollout.timestep_schedule=nope", r"'rollout\.timestep_schedule' .*expected one of 'diffusers'"),
         ("rollout={steps: 4, schedule: cps, noise_level: 1.5}", r"rollout\.noise_level is 1\.5"),
-        ("optimizer.lr=.inf", r"optimizer\.lr is inf"),
+        ("optimizer.lr=.inf", r"'optimizer\.lr' .*got inf .*finite"),
         ("objective.changes={kl: 0, kl_form: velocity}", r"has no KL term\. Set its weight too"),
         ("model.guidance=.inf", r"Key 'model\.guidance' .*got inf .*finite"),
     ],

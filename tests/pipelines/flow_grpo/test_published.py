@@ -14,7 +14,7 @@ from visalign.core import ASCENTS, NAMED, REGRESSIONS
 from visalign.errors import ConfigError, UserError
 from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
 from visalign.training import DiffusionObjectiveSettings
-from visalign.training.diffusion.published import PUBLISHED, image_rows
+from visalign.training.diffusion.published import PUBLISHED, image_algorithms
 
 MIX = {"algorithm": "flow_grpo", "sde_window": 4, "sde_window_order": "progressive"}
 FIELDS: dict[str, dict[str, Any]] = {
@@ -92,7 +92,7 @@ def test_the_list_of_rows_is_of_those_that_images_take() -> None:
     with pytest.raises(UserError, match=r"'diffusion-nft'\. Did you mean 'diffusion_nft'") as caught:
         DiffusionObjectiveSettings(algorithm="diffusion-nft")
     listed = str(caught.value).partition("Choose one of: ")[2].removesuffix(".").split(", ")
-    assert listed == image_rows()
+    assert listed == image_algorithms()
     for name in listed:
         DiffusionObjectiveSettings(algorithm=name, metric="sharpness" if name == "canon" else None)
     for name in NAMED.keys() - {*listed}:

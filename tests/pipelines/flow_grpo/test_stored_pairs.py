@@ -166,7 +166,7 @@ def test_what_does_not_go_with_pairs_is_refused(overrides: list[str], message: s
 
 def test_several_processes_want_whole_pairs():
     config = _config("data.pairs=shapes:pairs", "rollout.prompts_per_iteration=3")
-    with pytest.raises(UserError, match=r"rollout.prompts_per_iteration=3 would spread one over 2 processes"):
+    with pytest.raises(UserError, match=r"prompts_per_iteration is 3 and there are 2 processes: some group"):
         prepare(config, 2)
 
 

@@ -17,7 +17,7 @@ from visalign.training import (
     RolloutSettings,
     forward_equivalents_per_image,
 )
-from visalign.training.diffusion.settings import check_sampling
+from visalign.training.diffusion.settings import check_processes, check_sampling
 
 GRID = {"group_size": 8, "sde_steps": [0, 1, 2]}
 TREE = {**GRID, "branch": BranchSettings(at=[0, 2], children=2)}
@@ -113,13 +113,14 @@ def _counted(folder: Any, objective: dict[str, Any]) -> Any:
     return trainer
 
 
-def test_one_child_everywhere_is_the_plain_rollout(tmp_path, monkeypatch):
-    monkeypatch.setattr(BranchSettings, "check", lambda *_: None)  # which refuses it, as nothing is shared
+def test_one_child_everywhere_is_the_plain_rollout(tmp_path):
+    branch = BranchSettings(at=[0, 2])
+    object.__setattr__(branch, "children", 1)  # refused otherwise, as nothing is shared
     plain: dict[str, Any] = {
         "rollout": GRID,
         "objective": {"changes": {"advantage_options": {"scale": "group", "ddof": 0}}},
     }
-    single = {"rollout": {**GRID, "branch": BranchSettings(at=[0, 2], children=1)}}
+    single = {"rollout": {**GRID, "branch": branch}}
     one, other = (_gradient(_trainer(tmp_path, updates=1, **given)) for given in (single, plain))
     assert torch.equal(one, other)
 
@@ -178,19 +179,15 @@ def test_a_step_in_common_is_asked_again_once(tmp_path):
     [
         (
             {"group_size": 6},
-            "group_size is 6, and a tree with 2 children at 2 steps has 4 images.*multiple of 4",
+            "group_size is 6, and a tree with 2 children at the steps .0, 2. has 4 images.*multiple of 4",
         ),
         ({"branch": BranchSettings(at=[3])}, r"branch.at is \[3\].*among the stochastic steps \[0, 1, 2\]"),
-        ({"branch": BranchSettings(at=[])}, r"branch.at is \[\]; it needs at least one step"),
-        (
-            {"branch": BranchSettings(at=[0, 2], children=1)},
-            "branch.children is 1, so no path would part.*Set it to 2 or more, or rollout.branch=null",
-        ),
-        ({"shared_noise": True}, "rollout.shared_noise is True. Set rollout.shared_noise=false"),
-        ({"sde_window": 2}, "rollout.sde_window is 2. Set rollout.sde_window=null"),
+        ({"branch": BranchSettings(at=[])}, r"branch.at is \[\]; list different steps"),
+        ({"shared_noise": True}, "rollout.shared_noise is set too. Leave one of the two out"),
+        ({"sde_window": 2}, "rollout.sde_window is set too"),
         (
             {"branch": BranchSettings(at=[1], children=8)},
-            "all images of a prompt have step 0 in common.*take 0 out of rollout.sde_steps or train_steps",
+            "all images of a prompt share step 0.*take 0 out of rollout.sde_steps or train_steps",
         ),
     ],
 )
@@ -235,18 +232,7 @@ def test_the_credit_of_branches_needs_them():
         check_sampling(DiffusionObjectiveSettings(credit="branches", changes=CHANGES), RolloutSettings())
 
 
-def test_a_group_lies_in_one_process(tmp_path):
-    class Three:
-        num_processes, process_index = 4, 0
-
-    from visalign.training.diffusion.images import ImageSource
-
+def test_a_group_lies_in_one_process():
+    rollout = RolloutSettings(prompts_per_iteration=6, steps=4, **TREE)
     with pytest.raises(UserError, match="prompts_per_iteration is 6 and there are 4 processes"):
-        ImageSource(
-            ToyPolicy(),  # type: ignore[arg-type]
-            Brightness(),
-            [{"prompt": "dark"}],
-            rollout=RolloutSettings(prompts_per_iteration=6, steps=4, **TREE),
-            seed=0,
-            accelerator=Three(),  # type: ignore[arg-type]
-        )
+        check_processes(DiffusionObjectiveSettings(**BRANCHES), rollout, 4)

@@ -135,10 +135,13 @@ def test_a_window_on_average_completes_its_share():
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
-        ({"credit": "turning_point"}, "objective.credit is 'turning_point'. Did you mean 'turning_points'"),
+        (
+            {"credit": "turning_point"},
+            "credit is 'turning_point'. Input should be 'image', 'turning_points'",
+        ),
         (
             {"credit": "one_step", "algorithm": "gdpo"},
-            "one_step.*goes with advantage='group'.*credit=image",
+            "one_step.*needs advantage='group'.*credit=image",
         ),
         ({"credit": "one_step", "balance_every": 2}, "one_step.*balance_every=null"),
         ({"credit": "one_step", "algorithm": "rloo"}, "one_step.*kl_in_reward=0"),

@@ -21,7 +21,7 @@ from visalign.training import (
     read_metrics,
 )
 from visalign.training.diffusion.cost import planned_passes
-from visalign.training.diffusion.regression import regression_for_run
+from visalign.training.diffusion.settings import check_processes, check_sampling
 from visalign.training.loop.metrics import METRICS, REGRESSION_ONLY
 
 
@@ -138,9 +138,9 @@ def test_a_process_without_a_sample_moves_nothing(name, tmp_path):
     algorithm = trainer.algorithm
     experience = algorithm.collect(trainer.context).experience
     steps = algorithm.prepare(experience, trainer.context)
-    made = replace(experience.made, first=1000)
+    made = replace(experience.images, first=1000)
     signal = torch.cat([torch.zeros(1000), experience.signal])
-    elsewhere = replace(experience, made=made, signal=signal)
+    elsewhere = replace(experience, images=made, signal=signal)
     for step in steps:
         before = policy.count.forward_backward
         sums = algorithm.backward(elsewhere, step, trainer.context)
@@ -206,7 +206,7 @@ def test_counted_cost_is_the_planned_one(tmp_path, name, changes, optimizer, gui
         trained=row.level_count(4),
         guided=guidance > 1,
         reference=planned_passes(
-            row, updates, own=own, reference=2 if row.reference_guidance else own, iterations=3
+            row, updates, passes=own, reference=2 if row.reference_guidance else own, iterations=3
         ),
         guided_rollout=None if not sampling else True,
     )
@@ -231,7 +231,7 @@ def test_a_pull_that_ends_costs_nothing_afterwards(tmp_path):
     assert [row.kl_at(i) for i in range(4)] == [2, 1, 0, 0]
     assert pull[1] > 0 == pull[2] == pull[3]
     assert found == [4 + 2 * 5, 4 + 2 * 5, 4 + 2 * 3, 4 + 2 * 3]
-    asked = planned_passes(row, 1, own=1, reference=2, iterations=4)
+    asked = planned_passes(row, 1, passes=1, reference=2, iterations=4)
     planned = forward_equivalents_per_image(steps=4, trained=2, guided=False, reference=asked)
     assert planned == sum(found) / 4
 
@@ -258,8 +258,8 @@ def test_the_old_policy_samples_and_moves_as_its_row_says(tmp_path):
     trainer.iterate()
     old = torch.cat([v.flatten() for v in trainer.context.tensors["old"].values()])
     torch.testing.assert_close(old, (first + _weights(policy)) / 2)
-    made = trainer.algorithm.collect(trainer.context).experience.made.trajectory.latents
-    with trainer.algorithm._as_old():
+    made = trainer.algorithm.collect(trainer.context).experience.images.trajectory.latents
+    with trainer.algorithm._with_old():
         again = trainer.algorithm.source.collect(2, trainer.clock).trajectory.latents
     fresh = trainer.algorithm.source.collect(2, trainer.clock).trajectory.latents
     assert torch.equal(made, again) and not torch.equal(made, fresh)
@@ -282,7 +282,7 @@ def test_levels_are_stratified_and_shared_in_a_group(tmp_path):
     trainer = toy_trainer(tmp_path, objective={"algorithm": "awm", "changes": changes})
     algorithm = trainer.algorithm
     experience = algorithm.collect(trainer.context).experience
-    made = experience.made
+    made = experience.images
     one, other = torch.arange(8), torch.arange(8, 16)  # two groups
     for number, (low, high) in enumerate([(0.5, 1.0), (0.0, 0.5)]):
         level = torch.full((8,), number)
@@ -303,7 +303,7 @@ def test_start_noise_is_the_noise_that_the_image_was_made_from(tmp_path):
     with torch.no_grad():  # the ODE of v = x is x0 = x1 Π (1 − Δσ)
         algorithm.policy.net.base.weight.zero_()
     experience = algorithm.collect(trainer.context).experience
-    made = experience.made
+    made = experience.images
     sample = torch.arange(48)
     _, target, _, _ = algorithm._noised(experience, sample, torch.zeros(48, dtype=torch.int64), 0)
     noise = target + made.trajectory.latents
@@ -347,32 +347,28 @@ def test_bad_objectives_are_refused(objective: dict[str, Any], message: str):
 
 
 @pytest.mark.parametrize(
-    ("rollout", "world", "message"),
+    ("rollout", "message"),
     [
-        (
-            {"sde_steps": [0, 1]},
-            1,
-            r"rollout.sde_steps is \[0, 1\].*diffusion_nft.*Set rollout.sde_steps=null",
-        ),
-        ({"sde_window": 2}, 1, "objective.changes.levels of an image. Set rollout.sde_window=null"),
-        ({"noise_level": 0.5}, 1, "Set rollout.noise_level=0.7"),
-        ({"schedule": "cps", "noise_level": 0.7}, 1, 'Set rollout.schedule="flow"'),
-        ({"shared_noise": True}, 1, "Set rollout.shared_noise=false"),
-        ({"steps": 3}, 1, "objective.changes.levels is 4, and the sampler has 3 timesteps"),
+        ({"sde_steps": [0, 1]}, r"rollout.sde_steps is \[0, 1\].*diffusion_nft.*Set rollout.sde_steps=null"),
+        ({"sde_window": 2}, "objective.changes.levels of an image. Set rollout.sde_window=null"),
+        ({"noise_level": 0.5}, "Set rollout.noise_level=0.7"),
+        ({"schedule": "cps", "noise_level": 0.7}, 'Set rollout.schedule="flow"'),
+        ({"shared_noise": True}, "Set rollout.shared_noise=false"),
+        ({"steps": 3}, "objective.changes.levels is 4, and the sampler has 3 timesteps"),
     ],
 )
-def test_rollouts_that_do_not_fit_are_refused(rollout: dict[str, Any], world: int, message: str):
+def test_rollouts_that_do_not_fit_are_refused(rollout: dict[str, Any], message: str):
     objective = DiffusionObjectiveSettings(algorithm="diffusion_nft", changes={"levels": 4})
     with pytest.raises(UserError, match=message):
-        regression_for_run(objective, RolloutSettings(**rollout), world)
+        check_sampling(objective, RolloutSettings(**rollout))
 
 
 def test_a_group_over_two_processes_is_refused_where_it_is_compared():
     odd = RolloutSettings(prompts_per_iteration=5, group_size=4)
     for name in ("crd", "gdro", "diffusion_dpo", "group_covariance"):
-        with pytest.raises(UserError, match=f"{name} compares the samples of a group.*Use a multiple of 2"):
-            regression_for_run(DiffusionObjectiveSettings(algorithm=name), odd, 2)
-    regression_for_run(DiffusionObjectiveSettings(algorithm="awm"), odd, 2)
+        with pytest.raises(UserError, match=r"some group would be spread over two.*Use a multiple of 2"):
+            check_processes(DiffusionObjectiveSettings(algorithm=name), odd, 2)
+    check_processes(DiffusionObjectiveSettings(algorithm="awm"), odd, 2)
 
 
 def test_guidance_is_refused_where_it_cannot_be_set_or_breaks_the_ratio(tmp_path):

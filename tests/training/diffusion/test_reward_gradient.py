@@ -75,8 +75,8 @@ def test_noising_again_takes_the_mean_of_all_predictions(tmp_path):
     for _, parameter in policy.trainable_parameters():
         parameter.grad = None
     everyone = torch.arange(len(asked.prompts))
-    x0, _ = algorithm._end(asked, step, everyone)
-    ends = [x0, *(algorithm._again(asked, step, everyone, x0.detach(), n)[0] for n in range(2))]
+    x0, _ = algorithm._clean(asked, step, everyone)
+    ends = [x0, *(algorithm._renoised(asked, step, everyone, x0.detach(), n)[0] for n in range(2))]
     assert not torch.equal(ends[1], ends[2])
     means = [Brightness().score_with_gradient(policy.decode(end), asked.prompts).mean() for end in ends]
     (-torch.stack(means).mean()).backward()
@@ -109,7 +109,7 @@ def test_a_process_without_a_sample_moves_nothing(tmp_path):
     trainer, asked, step, _ = _one_update(tmp_path)
     for _, parameter in trainer.algorithm.policy.trainable_parameters():
         parameter.grad = None
-    trainer.algorithm._said = lambda *_: {}  # the other process's samples are not here to be counted
+    trainer.algorithm._update_sums = lambda *_: {}  # the other process's samples are not here to be counted
     elsewhere = replace(step, sample=torch.tensor([48, 49]))
     before = trainer.algorithm.policy.count.forward_backward
     trainer.algorithm.backward(

@@ -20,7 +20,8 @@ from visalign.adapters.pipeline.policy import PipelinePolicy
 from visalign.errors import UserError
 from visalign.flow.parametrization import preserving_scale
 from visalign.training import DiffusionObjectiveSettings, RolloutSettings, VelocityRegression, read_metrics
-from visalign.training.diffusion.stored_pairs import StoredPreference, check_stored
+from visalign.training.diffusion.settings import check_sampling
+from visalign.training.diffusion.stored_pairs import StoredPreference
 from visalign.training.loop.algorithm import Context
 
 TABLE = torch.randn(12, 4, 4, 4, generator=torch.Generator().manual_seed(3))
@@ -100,7 +101,7 @@ def test_the_loss_of_a_flow_is_equation_14(soft: bool, tmp_path):
     noise = (x - (1 - wide) * x0) / wide
     torch.testing.assert_close(noise[0], noise[1])
     assert abs(float(noise.std()) - 1) < 0.3
-    condition = experience.made.condition
+    condition = experience.images.condition
     error = (policy.velocity(x, sigma, condition) - (noise - x0)).square().flatten(1).mean(1).detach()
     with torch.no_grad(), policy.reference():
         reference = (policy.velocity(x, sigma, condition) - (noise - x0)).square().flatten(1).mean(1)
@@ -191,7 +192,7 @@ def test_processes_divide_the_pairs_among_them(tmp_path):
     shown = []
     for batch in batches:
         records = [dict(source.records[i]) for i in batch.prompt_index.tolist()]
-        shown.append([record["latent"] for record in source._stored(batch, records, clock).records])
+        shown.append([record["latent"] for record in source._load_stored(batch, records, clock).records])
     assert shown[0] == [latent for part in shown[1:] for latent in part] and sorted(shown[0]) == [*range(12)]
 
 
@@ -202,15 +203,18 @@ def test_processes_divide_the_pairs_among_them(tmp_path):
         ({"algorithm": "diffusion_nft"}, r"diffusion_nft learns from samples.*Take diffusion_dpo, gdro"),
         ({"algorithm": "ram"}, "ram learns from samples of the policy itself"),
         ({"algorithm": "draft"}, "draft learns from samples of the policy itself"),
-        ({"algorithm": "diffusion_dpo", "changes": {"anchor": "old"}}, "anchor='old' leans on the policy"),
-        ({"algorithm": "reward_weighted", "changes": {"noise": "start"}}, "noise='start' takes the noise"),
+        ({"algorithm": "diffusion_dpo", "changes": {"anchor": "old"}}, "anchor='old' relies on the policy"),
+        (
+            {"algorithm": "reward_weighted", "changes": {"noise": "start"}},
+            "'start' takes the initial noise",
+        ),
         ({"algorithm": "gdro", "changes": {"signal": "gdpo"}}, "signal='gdpo' learns from rewards of many"),
     ],
 )
 def test_what_needs_the_policys_own_samples_is_refused(objective: Any, message: str):
     settings = DiffusionObjectiveSettings(**objective)
     with pytest.raises(UserError, match=message):
-        check_stored(settings, RolloutSettings(group_size=2), stored=True)
+        check_sampling(settings, RolloutSettings(group_size=2), stored=True)
 
 
 def test_groups_that_are_no_pairs_and_votes_without_any_are_refused(tmp_path):

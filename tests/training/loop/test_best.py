@@ -59,7 +59,8 @@ def test_the_weights_of_the_best_evaluation_are_the_result(
         known = {"by": by, "value": VALUES[best], "iteration": best}
         assert run.counters.own["best"] == known
     said = [
-        f"The run leaves the weights of iteration {best}, by run.best_by: {by} was {VALUES[best]:g} there."
+        f"The result has the weights of iteration {best}, selected by run.best_by: {by} was {VALUES[best]:g} "
+        "there."
     ]
     assert best_checkpoint_note(by, run.counters.own) == ([] if by is None else said)
 
@@ -87,7 +88,7 @@ def test_a_number_that_no_evaluation_had_leaves_the_last_weights_and_says_so(tmp
     run = _trainer(tmp_path, "heldout/unknown", 2)
     run.train()
     assert torch.equal(_result(run), _weights(run))
-    said = "Warning: no evaluation on the way had a number for run.best_by, heldout/unknown: the last weights"
+    said = "Warning: no evaluation during training had a number for run.best_by, heldout/unknown: keeping"
     assert [
         note for note in best_checkpoint_note("heldout/unknown", run.counters.own) if note.startswith(said)
     ]
@@ -105,15 +106,15 @@ def test_what_one_process_alone_measures_decides_for_all(tmp_path: Path) -> None
 
 def test_what_cannot_decide_is_refused(tmp_path: Path) -> None:
     for every in (0, 6):
-        said = r"best_by is 'heldout/other', and nothing is evaluated on the way.*of 5 at most"
+        said = r"best_by is 'heldout/other', and nothing is evaluated during training.*at most 5"
         with pytest.raises(UserError, match=said):
             _trainer(tmp_path / "never", "heldout/other", every=every)
-    said = r"'heldout/othr', .*Did you mean 'heldout/other'.*They say heldout/other, heldout/accuracy, "
+    said = r"'heldout/othr', .*Did you mean 'heldout/other'.*They have heldout/other, heldout/accuracy, "
     with pytest.raises(UserError, match=said):
         _trainer(tmp_path / "unknown", "heldout/othr").train()
-    with pytest.raises(UserError, match=r"'reward_mean', which the evaluations on the way do not say"):
+    with pytest.raises(UserError, match=r"'reward_mean', which no evaluation during training has"):
         _trainer(tmp_path / "trained", "reward_mean").train()
     nothing = _trainer(tmp_path / "nothing", "heldout/other")
     nothing.evaluate = lambda _: {}
-    with pytest.raises(UserError, match="They say nothing, as nothing is held out"):
+    with pytest.raises(UserError, match="They have nothing, as nothing is held out"):
         nothing.train()

@@ -47,10 +47,10 @@ def test_a_machine_that_vanishes_ends_all_processes(tmp_path: Path, capfd, monke
 
     def work() -> None:
         accelerator = Accelerator(cpu=True)
-        last, hold = accelerator.process_index == 2, machines._hold
+        last, hold = accelerator.process_index == 2, machines._watch
         if last:  # it hears nothing, and does not notice
             monkeypatch.setattr(machines, "IDLE", 1000)
-            monkeypatch.setattr(machines, "_hold", lambda link, *more: (unplug(link), hold(link, *more)))
+            monkeypatch.setattr(machines, "_watch", lambda link, *more: (unplug(link), hold(link, *more)))
         machines.watch_machines(accelerator)
         if last:
             time.sleep(15)
@@ -76,9 +76,9 @@ def test_a_process_that_holds_the_interpreter_is_waited_for(tmp_path: Path, capf
 
 def test_only_processes_of_the_run_are_let_in(monkeypatch) -> None:
     held: list[str] = []
-    monkeypatch.setattr(machines, "_hold", lambda link, rank, others: held.append(rank) or link.close())
+    monkeypatch.setattr(machines, "_watch", lambda link, rank, others: held.append(rank) or link.close())
     with socket.create_server(("127.0.0.1", 0)) as server:
-        greeting = threading.Thread(target=machines._greet, args=(server, "token", 2))
+        greeting = threading.Thread(target=machines._accept, args=(server, "token", 2))
         greeting.start()
         for said in (b"GET / HTTP/1.1", b"", b"token       1"):
             with socket.create_connection(server.getsockname()) as link:

@@ -64,7 +64,7 @@ def _trainer(folder: Path, policy: ToyPolicy, sizes: dict[str, Any] | None = Non
         (
             Narrow(CUDA, without=24),
             {"batch_size": 24},
-            "while samples were made (Tried to allocate 2.00 GiB). rollout.batch_size is 48.",
+            "while sampling (Tried to allocate 2.00 GiB). rollout.batch_size is 48.",
         ),
         (
             Narrow(CPU, within=32),
@@ -81,7 +81,7 @@ def test_the_setting_is_named_and_a_resume_with_half_of_it_goes_on(
     narrow.full = True
     stopped = _trainer(tmp_path, narrow)
     assert stopped.resume()
-    (key, half), same = smaller.popitem(), "memory alone: samples and updates stay the same"
+    (key, half), same = smaller.popitem(), "memory only: samples and updates stay the same"
     with pytest.raises(OutOfMemory, match=f"{re.escape(said)} .*{same}.*{key}={half} and --resume"):
         stopped.train()
     assert [path.name for path in checkpoint.folders(tmp_path / "checkpoints")] == ["step_000001"]
@@ -120,7 +120,7 @@ def test_an_evaluation_is_named_on_the_way_and_before_the_training(tmp_path: Pat
 def test_a_decoder_is_named(decode_batch: int | None, said: str, tmp_path: Path) -> None:
     policy, sizes = ToyPolicy(), {"decode_batch": decode_batch}
     policy.decode = lambda *_: (_ for _ in ()).throw(CUDA)  # type: ignore[method-assign]
-    with pytest.raises(OutOfMemory, match=rf"while images were decoded or encoded \(Tried .*model\.{said}"):
+    with pytest.raises(OutOfMemory, match=rf"while decoding or encoding images \(Tried .*model\.{said}"):
         _trainer(tmp_path, policy, sizes).train()
 
 

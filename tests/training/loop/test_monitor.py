@@ -146,9 +146,9 @@ def test_what_crosses_a_limit_is_said_once_with_both_numbers():
     _, said, own = _followed(rows, warn=MonitorLimits(), stop=limits)
     assert said == [
         "The monitor stops the run: judge_std_ratio/reward is 2, above monitor.stop.judge_std_ratio (1.5). "
-        "Go on with --resume and another monitor.stop.",
-        "The monitor stops the run: feature_drift is 0.3, above monitor.stop.feature_drift (0.2). Go on with "
-        "--resume and another monitor.stop.",
+        "Continue with --resume and another monitor.stop.",
+        "The monitor stops the run: feature_drift is 0.3, above monitor.stop.feature_drift (0.2). Continue "
+        "with --resume and another monitor.stop.",
     ]
     assert monitor_messages(own)[0].startswith("Stopped: judge_std_ratio/reward is 2, above")
 
@@ -173,14 +173,14 @@ def test_a_fall_on_held_out_prompts_is_said_of_each_reward():
 
 
 def test_limits_that_cannot_be_crossed_are_refused():
-    with pytest.raises(UserError, match=r"monitor: the limit group_std_ratio is nan; give a number, or null"):
+    with pytest.raises(UserError, match=r"monitor\.group_std_ratio is nan\. Input should be a finite number"):
         MonitorLimits(group_std_ratio=NAN)
-    with pytest.raises(UserError, match=r"monitor.window is 0; it must be .* at least 1"):
+    with pytest.raises(UserError, match=r"monitor\.window is 0\. Input should be greater than or equal to 1"):
         MonitorSettings(window=0)
     for limit, remedy in (
         ("agreement=0.2", "Hold a reward out"),
         ("agreement_change=-0.2", "Hold a reward out"),
-        ("feature_drift=1", "It is of pic"),
+        ("feature_drift=1", "It is of images"),
         ("heldout_change=-2", r"Set evaluation\.every above 0\. Hold a reward out"),
     ):
         with pytest.raises(ConfigError, match=f"monitor.stop.*this run does not measure it. {remedy}"):

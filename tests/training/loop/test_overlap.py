@@ -47,7 +47,7 @@ def test_stretches_change_no_sample_no_score_and_no_weight(tmp_path, kind):
     judge = listening(kind)
     parts = MAKERS[kind](tmp_path / "b", reward=judge, rollout={"overlap": 3})
     parts.train()
-    assert len(judge.calls) == 9 and all(name.startswith("judge") for name, _ in judge.calls)
+    assert len(judge.calls) == 9 and all(name.startswith("reward") for name, _ in judge.calls)
     torch.testing.assert_close(weights_of(parts), weights_of(at_once), rtol=1e-5, atol=1e-6)
     rows = zip(
         read_metrics(tmp_path / "a/metrics.jsonl"), read_metrics(tmp_path / "b/metrics.jsonl"), strict=True
@@ -191,7 +191,7 @@ def test_what_the_judge_raises_beside_the_rollout_ends_the_run(tmp_path):
     ("make", "message"),
     [
         (lambda f: toy_trainer(f, rollout={"overlap": 0}), "rollout.overlap is 0"),
-        (lambda f: toy_trainer(f, rollout={"staleness": 2}), "rollout.staleness is 2; it must be 0 or 1"),
+        (lambda f: toy_trainer(f, rollout={"staleness": 2}), "staleness is 2. Input should be 0 or 1"),
         (
             lambda f: toy_trainer(f, rollout={"staleness": 1}),
             "takes them for the policy's own. Set objective",
@@ -230,4 +230,4 @@ def test_scores_of_stretches_are_joined_with_what_one_of_them_lacks():
         "b": [True, False, False],
     }
     assert found.reason == [None, None, None] and found.text is None
-    assert RewardScorer(Brightness(), what="images", beside=False).chunks([0, 0, 1], 9)[2].tolist() == [2]
+    assert RewardScorer(Brightness(), what="images", threaded=False).chunks([0, 0, 1], 9)[2].tolist() == [2]

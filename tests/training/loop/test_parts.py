@@ -73,11 +73,7 @@ def test_ema_applied_gives_back_the_very_same_bits():
     assert torch.equal(p.detach(), own)
 
 
-def test_ema_refuses():
-    with pytest.raises(ValueError, match=r"decay is 1\.0; it must be in \[0, 1\)"):
-        EMA([], decay=1.0)
-    with pytest.raises(ValueError, match="every is 0"):
-        EMA([], decay=0.5, every=0)
+def test_an_average_of_another_model_is_refused():
     with pytest.raises(ValueError, match="another model's state"):
         EMA([_parameter([0.0])], decay=0.5).load({"v": torch.zeros(1)})
 
@@ -222,18 +218,14 @@ def test_versions_and_memory():
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
-        (RolloutSettings, {"steps": 0}, r"rollout\.steps is 0; it must be a finite number of at least 1"),
-        (
-            RolloutSettings,
-            {"schedule": "ode"},
-            r"rollout\.schedule is 'ode'\. Allowed: flow, dance, cps, ddim",
-        ),
+        (RolloutSettings, {"steps": 0}, r"rollout\.steps is 0\. Input should be greater than or equal to 1"),
+        (RolloutSettings, {"schedule": "ode"}, r"rollout\.schedule is 'ode'\. Input should be 'flow', "),
+        (RolloutSettings, {"step": 1}, r"rollout has no setting 'step'\. Did you mean 'steps'.*Allowed"),
         (
             RolloutSettings,
             {"noise_level": 0.0},
             r"rollout\.noise_level is 0\.0; without noise .*above 0, or .*objective\.algorithm=diffusion_nft",
         ),
-        (RolloutSettings, {"timestep_schedule": "nope"}, r"schedule is 'nope'\. Allowed: diffusers, plain"),
         (
             RolloutSettings,
             {"schedule": "cps", "noise_level": 1.5},
@@ -244,13 +236,8 @@ def test_versions_and_memory():
             {"schedule": "cps", "steps": 4, "sde_steps": [0, 3]},
             r"sde_steps \[0, 3\] holds the last of 4 steps.*Take 3 out",
         ),
-        (RolloutSettings, {"log_prob_reduction": "max"}, "Allowed: mean, sum"),
-        (RolloutSettings, {"sde_steps": [3, 10]}, r"sde_steps is \[3, 10\].*among steps \[0, 1, .* 9\]"),
-        (
-            RolloutSettings,
-            {"sde_steps": []},
-            r"rollout\.sde_steps is \[\]; without noise .*some of 0 to 9, or .*algorithm=diffusion_nft",
-        ),
+        (RolloutSettings, {"sde_steps": [3, 10]}, r"sde_steps is \[3, 10\]; .*\(rollout\.steps is 10\)"),
+        (RolloutSettings, {"sde_steps": []}, r"rollout\.sde_steps is \[\]; without noise .*=diffusion_nft"),
         (
             RolloutSettings,
             {"sde_steps": [1, 2], "train_steps": [3]},
@@ -258,9 +245,7 @@ def test_versions_and_memory():
         ),
         (RolloutSettings, {"sde_window": 10}, "sde_window is 10; with 9 sde_steps it must be 1 to 9"),
         (RolloutSettings, {"sde_window": 2, "train_steps": [3]}, "Remove one of the two"),
-        (RolloutSettings, {"max_failure_rate": 1.5}, "share from 0 to 1"),
-        (RolloutSettings, {"image_sizes": []}, r"image_sizes is \[\]; give sizes in pixels above 0.*or null"),
-        (RolloutSettings, {"image_sizes": [(64, 0)]}, r"image_sizes is \[\(64, 0\)\]; give sizes"),
+        (RolloutSettings, {"image_sizes": [(64, 0)]}, r"rollout\.image_sizes\.0\.1 is 0\."),
         (RolloutSettings, {"image_sizes": [8], "staleness": 1}, r"staleness=1 .* Leave one of the two out"),
         (
             DiffusionObjectiveSettings,
@@ -273,15 +258,10 @@ def test_versions_and_memory():
             r"eps_low must be a number in \(0, 1\]; got 0\.0",
         ),
         (DiffusionObjectiveSettings, {"changes": {"kl": -1.0}}, r"kl is -1\.0; it must be at least 0"),
-        (DiffusionObjectiveSettings, {"step_weights": [1.0, -1.0]}, "finite and not negative"),
-        (OptimizerSettings, {"lr": 0.0}, r"optimizer\.lr is 0\.0; it must be above 0"),
-        (OptimizerSettings, {"lr": float("inf")}, r"optimizer\.lr is inf; it must be above 0 and finite"),
-        (OptimizerSettings, {"micro_batch": 0}, r"optimizer\.micro_batch is 0"),
-        (OptimizerSettings, {"betas": [0.9]}, r"two numbers in \[0, 1\)"),
-        (OptimizerSettings, {"ema_decay": 1.0}, r"ema_decay is 1\.0"),
-        (OptimizerSettings, {"warmup_updates": -1}, "warmup_updates is -1"),
-        (OptimizerSettings, {"decay_updates": 0}, "decay_updates is 0; it must be"),
-        (OptimizerSettings, {"lr_end": 1.5}, r"lr_end is 1\.5; it is a share"),
+        (DiffusionObjectiveSettings, {"step_weights": [1.0, -1.0]}, r"step_weights\.1 is -1\.0\. Input"),
+        (OptimizerSettings, {"lr": float("inf")}, r"optimizer\.lr is inf\. Input should be a finite number"),
+        (OptimizerSettings, {"betas": [0.9]}, r"optimizer\.betas is \[0\.9\]\. List should have at least 2"),
+        (OptimizerSettings, {"ema_decay": 1.0}, r"ema_decay is 1\.0\. Input should be less than 1"),
     ],
 )
 def test_settings_refuse_what_cannot_work(kind, values, message):

@@ -166,8 +166,6 @@ def test_stretches_are_all_samples_once_and_differ_by_one(count: int, world: int
 def test_more_processes_than_samples_are_refused() -> None:
     with pytest.raises(UserError, match=r"7 processes were started for 6 samples.*Start 6 or fewer"):
         process_slice(6, 0, 7)
-    with pytest.raises(UserError, match="rank is 2; with world size 2 it must be 0 to 1"):
-        process_slice(6, 2, 2)
 
 
 def test_what_cannot_be_sharded_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,17 +186,15 @@ def test_what_cannot_be_sharded_is_refused_by_name(monkeypatch: pytest.MonkeyPat
             shard(single, two)
     beside: Any = SimpleNamespace(trainable_parameters=lambda: [("head", torch.nn.Parameter(torch.ones(1)))])
     task = RewardObjectiveSettings(task="bradley_terry")
-    with pytest.raises(
-        UserError, match=r"cannot divide head, which SimpleNamespace holds beside a torch mod"
-    ):
+    with pytest.raises(UserError, match=r"cannot divide head, which SimpleNamespace holds outside a torch"):
         RewardModeling(beside, ToyPairs(), objective=task, accelerator=two, sharding=True)
     for objective, said in (
-        ({"algorithm": "crd", "changes": {"kl": 0.0}}, "the row 'crd', which joins the samples of a group"),
+        ({"algorithm": "crd", "changes": {"kl": 0.0}}, "the algorithm 'crd', which joins the samples"),
         ({"algorithm": "diffusion_nft", "changes": {"kl": 0.1}}, r"a reference .* without LoRA"),
-        ({"algorithm": "flow_gspo", "changes": {"kl": 0.0}}, "the row 'flow_gspo', which joins the steps"),
+        ({"algorithm": "flow_gspo", "changes": {"kl": 0.0}}, "the algorithm 'flow_gspo', which joins"),
         ({"changes": {"kl": 0.1}}, r"a reference .* without LoRA"),
     ):
-        with pytest.raises(UserError, match=f"sharding goes without {said}"):
+        with pytest.raises(UserError, match=f"sharding does not work with {said}"):
             toy_trainer(Path(), objective=objective, sharding=True)
 
 

@@ -148,7 +148,7 @@ def test_gdpo_of_a_regression_hears_each_term_of_a_sum(tmp_path):
     gdpo = {"algorithm": "awm", "changes": {"signal": "gdpo", "signal_options": {"ddof": 0}, "clamp": None}}
     trainer = toy_trainer(tmp_path, reward=_several(), objective=gdpo)
     experience = trainer.algorithm.collect(trainer.context).experience
-    made = experience.made
+    made = experience.images
     expected = gdpo_advantages(made.columns, [1.0, 0.5], made.group, ddof=0)
     torch.testing.assert_close(experience.signal, expected.double())
     plain = toy_trainer(tmp_path, reward=_several(), objective={"algorithm": "awm"})

@@ -109,8 +109,8 @@ def test_a_bound_that_was_missed_is_met_again_while_the_other_reward_rises(tmp_p
         ({"algorithm": "gdpo"}, r"a bound \(red\).*objective.algorithm=gdpo takes each reward by itself"),
         ({"algorithm": "draft"}, "draft follows the rewards' own gradients"),
         ({"balance_every": 2}, "objective.balance_every=2 weighs them"),
-        ({"credit": "one_step"}, "objective.credit=one_step judges more than images"),
-        ({"multiplier_rate": 0.0}, r"objective.multiplier_rate is 0.0; set it above 0"),
+        ({"credit": "one_step"}, "objective.credit=one_step scores more than images"),
+        ({"multiplier_rate": 0.0}, r"objective.multiplier_rate is 0.0. Input should be greater than 0"),
     ],
 )
 def test_refused_beside_other_uses_of_the_terms(objective: dict[str, Any], message: str, tmp_path) -> None:

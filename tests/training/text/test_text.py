@@ -126,7 +126,7 @@ def test_a_failed_completion_counts_nowhere_whatever_its_number(algorithm, tmp_p
 
 def test_a_reward_that_fails_too_often_stops_the_run(tmp_path):
     trainer = toy_text_trainer(tmp_path, reward=Letters(fail=lambda text, record: record["prompt"] == "g"))
-    with pytest.raises(RewardFailure, match=r"could not judge 6 of 24 samples; .*unreadable \(6×\)"):
+    with pytest.raises(RewardFailure, match=r"could not score 6 of 24 samples; .*unreadable \(6×\)"):
         for _ in range(3):
             trainer.iterate()
 

@@ -18,7 +18,7 @@ from .result import HeldoutResult
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyRow:
-    """Accuracy of a category or of all samples."""
+    """One category, or all samples."""
 
     name: str
     before: Interval
@@ -34,7 +34,7 @@ class AccuracyRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardRow:
-    """Mean of a reward over all samples."""
+    """One reward over all samples."""
 
     name: str
     unit: str

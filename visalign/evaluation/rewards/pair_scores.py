@@ -71,7 +71,7 @@ class PairScores:
 
     @property
     def reading(self) -> str:
-        """Description of how the probability was read."""
+        """How the probability was read, in words."""
         return READINGS[self.link]
 
     def failures(self) -> dict[str, int]:

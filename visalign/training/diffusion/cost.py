@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration costs, in forward-equivalents: one transformer forward on one latent; a backward
-counts two."""
+"""Cost of a configuration in forward-equivalents: one transformer forward on one latent; a backward counts
+two."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ def forward_equivalents_per_image(
     guided_rollout: bool | None = None,
     measured: float = 0.0,
 ) -> float:
-    """The least that this configuration needs per image.
+    """Compute the least cost of a configuration per image.
 
     T·g + a·S·g + m·q·S·(g + 2) + E·q·S·(g − 1 + 3 + r·g) with g = 2 under guidance and 1 without: sampling;
     passes over all trained steps before the update; gradients of single rewards; per epoch and trained step
-    one forward and one backward of the conditional half, one forward of the unconditional half, and the other
-    policies. Old log-probabilities come from the rollout and cost nothing.
+    one forward and one backward of the conditional half, one forward of the unconditional half, and the
+    other policies. Old log-probabilities come from the rollout and cost nothing.
 
     Args:
-        steps: T, denoising steps of the sampling; without those that carry a gradient themselves. What images
-            have in common counts once: Σ_{k<T} n_k / G, a group of G having n_k latents before step k.
+        steps: T, denoising steps of the sampling, without those that carry a gradient. Shared steps count
+            once: Σ_{k<T} n_k / G, a group of G having n_k latents before step k.
         trained: S, steps of an image that are trained on; likewise Σ n_{k+1} / G.
-        guided: whether the guidance scale is above 1.
-        reference: r, other policies that are asked at each trained step: the reference for a KL (β > 0) or as
-            anchor, the old policy; a share where only some updates ask.
+        guided: True where the guidance scale is above 1.
+        reference: r, other policies evaluated at each trained step: the reference for a KL (β > 0) or as
+            anchor, the old policy; a share where only some updates need it.
         trained_share: q, share of the samples that are back-propagated; the rest have no signal.
         epochs: E, passes over the samples of an iteration.
-        asked_again: a, what is computed of every trained step before the update: the reference's log-prob for
-            a KL in the reward, the policy's own for an off-policy correction.
-        guided_rollout: whether the sampling is guided; None: as `guided`.
+        asked_again: a, passes over every trained step before the update: the reference's log-prob for a KL
+            in the reward, the policy's own for an off-policy correction.
+        guided_rollout: guidance while sampling; None: as `guided`.
         measured: m, gradients of single rewards in which an image takes part, for their balance.
 
     Example:
@@ -57,19 +57,22 @@ def forward_equivalents_per_image(
     )
 
 
-def planned_passes(row: Regression, updates: int, *, own: int, reference: int, iterations: int = 1) -> float:
-    """Other policies that are asked at each pair, r of `forward_equivalents_per_image`.
+def planned_passes(
+    row: Regression, updates: int, *, passes: int, reference: int, iterations: int = 1
+) -> float:
+    """Compute r of `forward_equivalents_per_image`: passes of other policies at each pair, in own passes.
 
     Args:
         row: the regression.
         updates: optimizer updates per iteration, in all epochs.
-        own: passes of the policy itself: 2 under guidance.
+        passes: passes of the policy itself: 2 under guidance.
         reference: passes of the reference, and of an expert.
         iterations: of the run, over which `Regression.kl_until` and `old_decay` are averaged.
     """
-    lasts = 1.0 if row.kl_until is None or row.anchor == "reference" else min(1.0, row.kl_until / iterations)
+    until = None if row.anchor == "reference" else row.kl_until
+    kl_share = 1.0 if until is None else min(1.0, until / iterations)
     # an iteration's first update is on-policy where the old policy is the current one, bit for bit
-    same = sum(not row.keeps_old or i == 0 or row.decay_at(i - 1) == 0 for i in range(iterations))
-    old = 1 - same / iterations / updates
-    others = row.asks_reference * lasts + (row.anchor == "expert")
-    return others * reference / own + (old if row.anchor == "old" else 0.0)
+    on_policy = sum(not row.keeps_old or i == 0 or row.decay_at(i - 1) == 0 for i in range(iterations))
+    old = 1 - on_policy / iterations / updates if row.anchor == "old" else 0.0
+    others = row.asks_reference * kl_share + (row.anchor == "expert")
+    return others * reference / passes + old

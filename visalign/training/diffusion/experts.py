@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several trained policies that a new one learns from, each on the prompts that are its own."""
+"""Distillation from several trained policies, each an expert for some tags of prompts."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from visalign.interfaces import Condition
 from visalign.training.policy.reference import swapped_weights
 
 REST = "*"
-"""The tag of all prompts that no other expert is named for."""
+"""Tag of all prompts that no other expert is named for."""
 
 
 def check_experts(folders: Mapping[str, str | Path], records: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse tags without an expert, experts without a prompt, and folders that are not there.
+    """Refuse tags without an expert, experts without a prompt, and missing folders.
 
     Raises:
         UserError: with what is allowed.
     """
     tags = {str(record.get("tag", "")) for record in records}
-    unknown, bare = sorted(folders.keys() - tags - {REST}), sorted(tags - folders.keys())
-    if not folders or unknown or (bare and REST not in folders):
+    unknown, without_expert = sorted(folders.keys() - tags - {REST}), sorted(tags - folders.keys())
+    if not folders or unknown or (without_expert and REST not in folders):
         raise UserError(
             f"objective.experts names {sorted(folders)}, and the tags of the training prompts are "
             f'{sorted(tags)}. Give each tag the folder of a trained policy, or "{REST}" one for the rest.'
@@ -40,10 +40,10 @@ def check_experts(folders: Mapping[str, str | Path], records: Sequence[Mapping[s
 
 
 class Experts:
-    """Weights of policies that were trained as this one is, asked for the samples of their tags.
+    """Weights of equally built policies, evaluated on the samples of their tags.
 
     Args:
-        policy: with `load`, of what `save` of an equally built policy wrote.
+        policy: with `load`, which reads the output of `save`.
         folders: tag of prompt records, or `REST` -> such a folder.
         records: the training prompts.
 
@@ -58,23 +58,23 @@ class Experts:
         if not hasattr(policy, "load"):
             raise UserError(
                 f"objective.experts reads weights by policy.load, which {type(policy).__name__} does not "
-                "offer. Add it: it reads what save wrote."
+                "offer. Add it: it reads the output of save."
             )
-        self._policy, self._place = policy, {tag: str(folder) for tag, folder in folders.items()}
-        own = self._copy()
+        self._policy, self._folders = policy, {tag: str(folder) for tag, folder in folders.items()}
+        trained = self._copy_weights()
         self._weights = {}
         try:
-            for folder in sorted(set(self._place.values())):
+            for folder in sorted(set(self._folders.values())):
                 policy.load(Path(folder))
-                self._weights[folder] = self._copy()
+                self._weights[folder] = self._copy_weights()
         except (OSError, RuntimeError, ValueError) as error:
             raise UserError(f"objective.experts: {folder} is no expert of this policy: {error}") from error
         finally:
             with torch.no_grad():
                 for name, parameter in policy.trainable_parameters():
-                    parameter.copy_(own[name])
+                    parameter.copy_(trained[name])
 
-    def _copy(self) -> dict[str, Tensor]:
+    def _copy_weights(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self._policy.trainable_parameters()}
 
     @torch.no_grad()
@@ -86,13 +86,14 @@ class Experts:
         condition: Condition,
         time: Tensor,
     ) -> Tensor:
-        """[N, ...], each row by the expert of its prompt."""
-        asked = [self._place.get(str(r.get("tag", "")), self._place.get(REST, "")) for r in records]
-        found = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        for folder in sorted(set(asked)):
-            rows = torch.tensor([i for i, one in enumerate(asked) if one == folder])
-            at = rows.to(x.device)
+        """Compute [N, ...] velocities, each row by the expert of its prompt."""
+        rest = self._folders.get(REST, "")
+        folders = [self._folders.get(str(record.get("tag", "")), rest) for record in records]
+        velocity = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        for folder in sorted(set(folders)):
+            rows = torch.tensor([i for i, other in enumerate(folders) if other == folder])
+            index = rows.to(x.device)
             with swapped_weights(self._policy, self._weights[folder]):
-                v = velocity_of(self._policy, x[at], sigma[at], condition.select(rows), time[at])
-            found[at] = v.to(found.dtype)
-        return found
+                v = velocity_of(self._policy, x[index], sigma[index], condition.select(rows), time[index])
+            velocity[index] = v.to(velocity.dtype)
+        return velocity

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What images look like, whatever they are worth: light, colour, detail; and how far apart they are."""
+"""Statistics of images (light, colour, detail) and distances between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATISTICS = ("brightness", "saturation", "contrast", "high_frequency")
 
 
 def image_statistics(images: Tensor) -> Tensor:
-    """[B, 4] float64 of images [B, 3, H, W] or clips [B, F, 3, H, W] (their middle frame) in [0, 1].
+    """Compute [B, 4] float64 of images [B, 3, H, W] or clips [B, F, 3, H, W] (middle frame) in [0, 1].
 
     Brightness: mean luma, Y = .299 R + .587 G + .114 B (ITU-R BT.601). Saturation: mean of (max − min)/max
     over the colours, 0 for black. Contrast: standard deviation of Y (Peli 1990). High frequency: the share of
@@ -44,45 +44,46 @@ def image_statistics(images: Tensor) -> Tensor:
 
 
 def middle_frame(images: Tensor) -> Tensor:
-    """[B, 3, H, W] of images, or of the middle of clips [B, F, 3, H, W]."""
+    """Return images [B, 3, H, W], or the middle frames of clips [B, F, 3, H, W]."""
     return images if images.ndim == 4 else images[:, images.shape[1] // 2]
 
 
 def mean_distance(features: Tensor) -> Tensor:
-    """Mean cosine distance of the pairs of a set [n, d], n ≥ 2: (n² − |Σ z|²)/(n (n − 1)), z of unit norm."""
+    """Compute the mean cosine distance of the pairs of a set [n, d], n ≥ 2."""
     count, total = len(features), normalize(features.double(), dim=1).sum(0)
+    # (n² − |Σ z|²)/(n (n − 1)), z of unit norm
     return (count**2 - total @ total).clamp(min=0) / (count * (count - 1))
 
 
 def group_diversity(features: Tensor, group: Tensor) -> float:
-    """Mean over groups of more than one sample of their mean pairwise cosine distance; NaN without one.
+    """Average the mean pairwise cosine distance over groups of more than one sample; NaN without one.
 
     Args:
         features: [B, d].
         group: [B] integer labels.
     """
     sets = [features[group == label] for label in group.unique()]
-    found = [float(mean_distance(own)) for own in sets if len(own) > 1]
-    return sum(found) / len(found) if found else math.nan
+    distances = [float(mean_distance(rows)) for rows in sets if len(rows) > 1]
+    return sum(distances) / len(distances) if distances else math.nan
 
 
 def feature_drift(features: Tensor, base: Tensor) -> dict[str, float]:
-    """How far samples have moved from those of the same prompts and seeds before training.
+    """Measure how far samples moved from those of the same prompts and seeds before training.
 
     Args:
         features: [N, d], N ≥ 2.
         base: [N, d], in the same order.
 
     Returns:
-        "feature_distance", mean cosine distance of a sample from its own; "feature_frechet", the squared
-        Fréchet distance of the two sets, of features of unit norm; "feature_drift", the distance over the
-        mean distance of two of the base's samples.
+        "feature_distance", mean cosine distance of a sample from its counterpart; "feature_frechet", the
+        squared Fréchet distance of the two sets, of features of unit norm; "feature_drift", that distance
+        over the mean distance of two of the base's samples.
     """
-    z, z0 = (normalize(each.double(), dim=1) for each in (features, base))
+    z, z0 = (normalize(rows.double(), dim=1) for rows in (features, base))
     distance = float((1 - (z * z0).sum(1)).mean())
-    apart = float(mean_distance(base))
+    base_distance = float(mean_distance(base))
     return {
         "feature_distance": distance,
         "feature_frechet": float(frechet_distance(z, z0)),
-        "feature_drift": distance / apart if apart else math.nan,
+        "feature_drift": distance / base_distance if base_distance else math.nan,
     }

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An iteration's images, whatever is learnt from them: prompts, rollout, decoding, judging."""
+"""Sample, decode and score an iteration's images: what every image algorithm shares."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from visalign.core.objective.algorithms import NAMED
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
 from visalign.flow.rollout import decode_images, encoder_inputs, rollout
@@ -29,7 +30,7 @@ from visalign.training.loop.judging import (
 )
 from visalign.training.loop.processes import Shares, get_accelerator, share_gradients
 from visalign.training.loop.runtime import PhaseClock
-from visalign.training.loop.sampler import Batch, PromptSampler, check_whole_groups
+from visalign.training.loop.sampler import Batch, PromptSampler
 from visalign.training.loop.sharding import max_over_processes, shard, unsharded
 from visalign.training.policy.balance import RewardBalance
 from visalign.training.policy.constraints import RewardConstraints
@@ -37,38 +38,38 @@ from visalign.training.policy.reference import Reference
 
 from .image_statistics import STATISTICS, group_diversity, image_statistics, middle_frame
 from .rollout_settings import RolloutSettings
-from .settings import DiffusionObjectiveSettings, check_sampling, check_sharding
-from .stored_pairs import check_stored
+from .settings import DiffusionObjectiveSettings, check_processes, check_sampling, check_sharding
 
+Records = Sequence[Mapping[str, Any]]
 Features = Callable[[Tensor], Tensor]
-"""Images [b, 3, H, W] -> features [b, d] of any unit, by which their distances are measured."""
-Stored = Callable[[Sequence[Mapping[str, Any]]], Tensor]
+"""Images [b, 3, H, W] -> features [b, d] in any unit, for distances between images."""
+Stored = Callable[[Records], Tensor]
 """b records -> clean latents [b, ...] of their images, in the policy's storage dtype, on its device."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """b samples of this process, which are being judged."""
+class PendingImages:
+    """b samples of this process whose scores are being computed."""
 
     condition: Condition
     trajectory: Trajectory
     batch: Batch
-    records: Sequence[Mapping[str, Any]]
-    verdicts: Sequence[Callable[[], Scores]]
-    """Of one stretch of samples after the other."""
-    looks: Tensor | None
-    """[b, 4 + d]: `image_statistics`, and features; None of stored images."""
+    records: Records
+    scores: Sequence[Callable[[], Scores]]
+    """One per chunk of samples, in order; a call waits for the chunk's scores."""
+    statistics: Tensor | None
+    """[b, 4 + d]: `image_statistics`, and features; None for stored images."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Images:
-    """b samples of this process, and what was said of all B."""
+class ScoredImages:
+    """b samples of this process, and the scores of all B."""
 
     condition: Condition
     trajectory: Trajectory
     batch: Batch
-    records: Sequence[Mapping[str, Any]]
-    """Of the b samples."""
+    records: Records
+    """Records of the b samples."""
     value: Tensor
     """[B] float64 of all processes in rank order, on the CPU."""
     valid: Tensor
@@ -80,40 +81,39 @@ class Images:
     parts: Mapping[str, Tensor]
     """name -> [B] float64, the parts of the reward."""
     first: int
-    """Place of this process's first sample among the B."""
+    """Index of this process's first sample among the B."""
     metrics: Mapping[str, float]
 
 
 def check_sizes(policy: DiffusionPolicy, rollout: RolloutSettings) -> None:
-    """Refuse several sizes of a policy that has one.
+    """Refuse several image sizes for a policy that has one.
 
     Raises:
-        UserError: its `image_size` is no property that may be set.
+        UserError: its `image_size` is no property with a setter.
     """
     if rollout.image_sizes and getattr(getattr(type(policy), "image_size", None), "fset", None) is None:
         raise UserError(
-            f"rollout.image_sizes is {rollout.image_sizes}, and {type(policy).__name__} makes images of "
+            f"rollout.image_sizes is {rollout.image_sizes}, and {type(policy).__name__} generates images of "
             "one size. Leave it out, or give the adapter the property image_size with a setter, as "
-            "visalign.interfaces.DiffusionPolicy says."
+            "visalign.interfaces.DiffusionPolicy describes."
         )
 
 
 class ImageSource:
-    """Makes and judges images.
+    """Samples and scores images.
 
     Args:
         policy: on the accelerator's device.
-        reward: judges one image at a time; higher is better (or its sign is turned).
+        reward: scores one image at a time; higher is better (or its sign is turned).
         records: prompt records, each with "prompt"; handed to the reward as metadata.
-        rollout: how samples are made.
+        rollout: sampling.
         seed: of the run.
-        accelerator: without mixed precision: that is the policy's own matter.
+        accelerator: without mixed precision, which is the policy's own.
         strata: label per record, see `PromptSampler`.
         cycle: see `PromptSampler`.
         features: see `Features`; None measures no distances.
-        stored: what makes clean latents of stored images, which are learnt from in place of samples. Each
-            prompt record then has under "candidates" a record for each of the G samples of its group, which
-            it is joined with.
+        stored: encoder of stored images that replace samples. Each prompt record then has under "candidates"
+            a record for each of the G samples of its group, which is merged into it.
 
     Raises:
         UserError: sizes that do not fit each other.
@@ -123,7 +123,7 @@ class ImageSource:
         self,
         policy: DiffusionPolicy,
         reward: PointwiseReward,
-        records: Sequence[Mapping[str, Any]],
+        records: Records,
         *,
         rollout: RolloutSettings,
         seed: int,
@@ -136,30 +136,28 @@ class ImageSource:
         self.features, self.stored = features, stored
         self.policy, self.reward, self.records, self.seed = policy, as_higher_is_better(reward), records, seed
         self.rollout, self.accelerator = rollout, accelerator
-        self.judging = RewardScorer(self.reward, what="images", beside=rollout.scores_in_thread)
+        self.scorer = RewardScorer(self.reward, what="images", threaded=rollout.scores_in_thread)
         size = rollout.prompts_per_iteration, rollout.group_size
         self.sampler = PromptSampler(len(records), *size, seed, strata=strata, cycle=cycle)
-        if rollout.branch is not None:
-            check_whole_groups(size[0], accelerator.num_processes)
         self.samples = size[0] * size[1]
         self.shares = Shares.even(self.samples, accelerator)
         self.gather_all = self.shares.gather_all
-        policy.module.eval()  # dropout would make a second look another function than the rollout
+        policy.module.eval()  # with dropout the replay would evaluate another function than the rollout
         check_sizes(policy, rollout)
-        self._own_size = getattr(policy, "image_size", None)
+        self._default_size = getattr(policy, "image_size", None)
         try:
-            for number, _ in enumerate(rollout.image_sizes or []):  # refused before an image is made
-                self.resize(number)
+            for iteration in range(len(rollout.image_sizes or ())):  # refused before an image is sampled
+                self.resize(iteration)
         except UserError as error:
             raise UserError(f"rollout.image_sizes: {error}") from error
         finally:
             self.resize(None)
 
     def resize(self, iteration: int | None) -> None:
-        """Let the policy make images of an iteration's size; None is its own, as between iterations."""
+        """Set the policy to an iteration's image size; None restores its own, as between iterations."""
         policy, sizes = self.policy, self.rollout.image_sizes
         if sizes:
-            size = self._own_size if iteration is None else sizes[iteration % len(sizes)]
+            size = self._default_size if iteration is None else sizes[iteration % len(sizes)]
             policy.image_size = size  # type: ignore[attr-defined]  # see check_sizes
         elif iteration is not None:
             return
@@ -167,8 +165,8 @@ class ImageSource:
         self.sigmas = policy.sigmas(steps, timestep_schedule=schedule)
         self.times = policy.times(self.sigmas)
 
-    def collect(self, iteration: int, clock: PhaseClock, sde_steps: Sequence[int] = ()) -> Images:
-        """Sample, decode and judge one iteration's groups.
+    def collect(self, iteration: int, clock: PhaseClock, sde_steps: Sequence[int] = ()) -> ScoredImages:
+        """Sample, decode and score one iteration's groups.
 
         Args:
             iteration: iterations finished.
@@ -176,150 +174,142 @@ class ImageSource:
             sde_steps: the stochastic steps.
 
         Raises:
-            RewardFailure: see `judge`.
+            RewardFailure: too many samples could not be scored.
             FloatingPointError: the rollout ended in latents that are not finite.
         """
-        return self.judged(self.draw(iteration, clock, sde_steps), clock)
+        return self.scored(self.sample(iteration, clock, sde_steps), clock)
 
-    def draw(self, iteration: int, clock: PhaseClock, sde_steps: Sequence[int] = ()) -> Drawn:
-        """Sample, decode and hand to the judge, a stretch of samples after the other."""
+    def prompts(self, iteration: int) -> tuple[Batch, list[dict[str, Any]], list[int]]:
+        """Return this process's batch of an iteration, its prompt records and its group labels."""
         process = self.accelerator
         self.resize(iteration)
         batch = self.sampler.batch(iteration, process.process_index, process.num_processes)
         records = [dict(self.records[i]) for i in batch.prompt_index.tolist()]
         group = batch.group_id.tolist()
-        if self.reward.capabilities.needs_group:  # win rates: a prompt may stand in two groups
+        if self.reward.capabilities.needs_group:  # win rates: a prompt may be in two groups
             for record, label in zip(records, group, strict=True):
                 record["group_id"] = label
+        return batch, records, group
+
+    def sample(self, iteration: int, clock: PhaseClock, sde_steps: Sequence[int] = ()) -> PendingImages:
+        """Sample, decode and submit to the reward, one chunk after the other."""
+        batch, records, group = self.prompts(iteration)
         if self.stored is not None:
-            return self._stored(batch, records, clock)
-        joined = self.rollout.shared_noise or self.rollout.branch is not None
-        parts = self.judging.chunks(group, self.rollout.overlap, whole_groups=joined)
-        condition = self._encoded(records, clock)
-        made, verdicts, looks = [], [], []
-        for places in parts:
-            one = condition if len(parts) == 1 else condition.select(places)
-            made.append(self._sample(one, batch, places, sde_steps, clock))
-            own = [records[i] for i in places.tolist()]
-            shown = self._shown(made[-1].latents, clock)
-            verdicts.append(self._ask(shown, own, clock))
-            looks.append(self._looked_at(shown, clock))
-        return Drawn(
+            return self._load_stored(batch, records, clock)
+        shares_steps = self.rollout.shared_noise or self.rollout.branch is not None
+        chunks = self.scorer.chunks(group, self.rollout.overlap, whole_groups=shares_steps)
+        condition = self.encode(records, clock)
+        trajectories, scores, statistics = [], [], []
+        for rows in chunks:
+            conditions = condition if len(chunks) == 1 else condition.select(rows)
+            trajectories.append(self._rollout(conditions, batch, rows, sde_steps, clock))
+            images = self._decode(trajectories[-1].latents, clock)
+            scores.append(self._submit(images, [records[i] for i in rows.tolist()], clock))
+            statistics.append(self._statistics(images, clock))
+        return PendingImages(
             condition=condition,
-            trajectory=concatenate_trajectories(made),
+            trajectory=concatenate_trajectories(trajectories),
             batch=batch,
             records=records,
-            verdicts=verdicts,
-            looks=torch.cat(looks),
+            scores=scores,
+            statistics=torch.cat(statistics),
         )
 
-    def _stored(self, batch: Batch, records: Sequence[Mapping[str, Any]], clock: PhaseClock) -> Drawn:
-        """The stored images of a batch's groups; what was said of them stands in their records."""
+    def _load_stored(self, batch: Batch, records: Records, clock: PhaseClock) -> PendingImages:
+        """Load the stored images of a batch's groups; their records hold their preferences."""
         assert self.stored is not None
-        places = (batch.sample_id % self.rollout.group_size).tolist()
-        own = [{**one, **one["candidates"][place]} for one, place in zip(records, places, strict=True)]
-        condition = self._encoded(records, clock)
+        candidate = (batch.sample_id % self.rollout.group_size).tolist()
+        merged = [{**record, **record["candidates"][i]} for record, i in zip(records, candidate, strict=True)]
+        condition = self.encode(records, clock)
         with clock.phase("decode"), torch.no_grad():
-            latents = self.stored(own)
-        return Drawn(
+            latents = self.stored(merged)
+        return PendingImages(
             condition=condition,
             trajectory=trajectory_of_latents(latents),
             batch=batch,
-            records=own,
-            verdicts=[self._ask(latents, own, clock)],
-            looks=None,
+            records=merged,
+            scores=[self._submit(latents, merged, clock)],
+            statistics=None,
         )
 
-    def judged(self, drawn: Drawn, clock: PhaseClock) -> Images:
-        """What the judge says of drawn samples, once it has.
+    def scored(self, pending: PendingImages, clock: PhaseClock) -> ScoredImages:
+        """Wait for the scores of sampled images and gather those of all processes.
 
         Raises:
-            RewardFailure: see `judge`.
+            RewardFailure: too many samples could not be scored.
         """
         with clock.phase("reward"):
-            scores = concatenate_scores([verdict() for verdict in drawn.verdicts])
+            scores = concatenate_scores([wait() for wait in pending.scores])
         value, valid, parts = self._gather(scores)
-        group = self.gather_all(drawn.batch.group_id)
+        group = self.gather_all(pending.batch.group_id)
         check_failures(scores, valid, self.rollout.max_failure_rate, self.reward.name)
-        return Images(
-            condition=drawn.condition,
-            trajectory=drawn.trajectory,
-            batch=drawn.batch,
-            records=drawn.records,
+        metrics = score_metrics(self.reward, value, valid, group, parts)
+        if pending.statistics is not None:
+            metrics |= self._statistics_metrics(self.gather_all(pending.statistics), group)
+        return ScoredImages(
+            condition=pending.condition,
+            trajectory=pending.trajectory,
+            batch=pending.batch,
+            records=pending.records,
             value=value,
             valid=valid,
             group=group,
             parts=parts,
             columns=self.gather_all(reward_columns(self.reward, scores)),
             first=self.first,
-            metrics={
-                **score_metrics(self.reward, value, valid, group, parts),
-                **({} if drawn.looks is None else self._look_metrics(self.gather_all(drawn.looks), group)),
-            },
+            metrics=metrics,
         )
 
-    def judge(self, latents: Tensor, records: Sequence[Mapping[str, Any]], clock: PhaseClock) -> Scores:
-        """What the reward says of this process's clean latents.
-
-        Args:
-            latents: [b, ...].
-            records: b prompt records.
-            clock: of the run.
-        """
-        verdict = self._ask(self._shown(latents, clock), records, clock)
+    def score(self, latents: Tensor, records: Records, clock: PhaseClock) -> Scores:
+        """Score clean latents [b, ...] of this process with the reward."""
+        wait = self._submit(self._decode(latents, clock), records, clock)
         with clock.phase("reward"):
-            return verdict()
+            return wait()
 
-    def _shown(self, latents: Tensor, clock: PhaseClock) -> Tensor:
-        """Images [b, 3, H, W], or clips [b, F, 3, H, W] for a judge of clips, on the CPU."""
+    def _decode(self, latents: Tensor, clock: PhaseClock) -> Tensor:
+        """Decode to images [b, 3, H, W], or clips [b, F, 3, H, W] for a reward of clips, on the CPU."""
+        clips = self.reward.capabilities.takes_clips
         with clock.phase("decode"), torch.no_grad(), self.accelerator.autocast():
             chunks = latents.split(min(self.rollout.batch_size, len(latents)))
-            clips = self.reward.capabilities.takes_clips
             return torch.cat(
                 [decode_images(self.policy, chunk, clips=clips).float().cpu() for chunk in chunks]
             )
 
-    def _ask(
-        self, shown: Tensor, records: Sequence[Mapping[str, Any]], clock: PhaseClock
-    ) -> Callable[[], Scores]:
+    def _submit(self, images: Tensor, records: Records, clock: PhaseClock) -> Callable[[], Scores]:
         with clock.phase("reward"):
-            return self.judging.ask(shown, records)
+            return self.scorer.submit(images, records)
 
-    def _looked_at(self, shown: Tensor, clock: PhaseClock) -> Tensor:
-        """[b, 4 + d] float64."""
+    def _statistics(self, images: Tensor, clock: PhaseClock) -> Tensor:
+        """Compute [b, 4 + d] float64 statistics and features of images."""
         with clock.phase("monitor"), torch.no_grad():
-            found = [image_statistics(shown)]
+            columns = [image_statistics(images)]
             if self.features is not None:
-                found.append(self.features(middle_frame(shown)).double().cpu())
-            return torch.cat(found, 1)
+                columns.append(self.features(middle_frame(images)).double().cpu())
+            return torch.cat(columns, 1)
 
-    def _look_metrics(self, looks: Tensor, group: Tensor) -> dict[str, float]:
-        """Of all B samples' looks."""
+    def _statistics_metrics(self, statistics: Tensor, group: Tensor) -> dict[str, float]:
+        """Compute metrics from the statistics of all B samples."""
         count = len(STATISTICS)
-        means = looks[:, :count].mean(0).tolist()
-        found = {f"image/{name}": value for name, value in zip(STATISTICS, means, strict=True)}
+        means = statistics[:, :count].mean(0).tolist()
+        metrics = {f"image/{name}": value for name, value in zip(STATISTICS, means, strict=True)}
         if self.features is not None:
-            found["diversity"] = group_diversity(looks[:, count:], group)
-        return found
+            metrics["diversity"] = group_diversity(statistics[:, count:], group)
+        return metrics
 
     def sample_seeds(self, sample_id: Tensor) -> list[int]:
-        """The seeds that samples' noise comes from."""
+        """Derive the noise seeds of samples."""
         return [sample_seed(self.seed, "sample", i) for i in sample_id.tolist()]
 
-    def _encoded(self, records: Sequence[Mapping[str, Any]], clock: PhaseClock) -> Condition:
+    def encode(self, records: Records, clock: PhaseClock) -> Condition:
+        """Encode the records' prompts."""
         with clock.phase("rollout"), torch.no_grad(), self.accelerator.autocast():
             return self.policy.encode(encoder_inputs(self.policy, records))
 
-    def _sample(
-        self,
-        condition: Condition,
-        batch: Batch,
-        places: Tensor,
-        sde_steps: Sequence[int],
-        clock: PhaseClock,
+    def _rollout(
+        self, condition: Condition, batch: Batch, rows: Tensor, sde_steps: Sequence[int], clock: PhaseClock
     ) -> Trajectory:
-        """The samples at `places` of the batch, whose condition it is."""
-        settings, group = self.rollout, batch.group_id[places]
+        """Sample the given rows of the batch, whose condition it is."""
+        settings, group = self.rollout, batch.group_id[rows]
         with clock.phase("rollout"), torch.no_grad(), self.accelerator.autocast():
             return rollout(
                 self.policy,
@@ -328,9 +318,9 @@ class ImageSource:
                 sde_steps=sde_steps,
                 schedule=settings.schedule,
                 noise_level=settings.noise_level,
-                seeds=self.sample_seeds(batch.sample_id[places]),
+                seeds=self.sample_seeds(batch.sample_id[rows]),
                 noise=self._shared_noise(group) if settings.shared_noise else None,
-                log_prob_reduction=settings.log_prob_reduction,  # type: ignore[arg-type]  # checked by the settings
+                log_prob_reduction=settings.log_prob_reduction,
                 batch_size=settings.batch_size,
                 nodes=settings.nodes(group, sde_steps),
                 solver=settings.solver,
@@ -338,38 +328,60 @@ class ImageSource:
             )
 
     def _shared_noise(self, group: Tensor) -> Tensor:
-        """One start per group, [b, ...]."""
+        """Draw one initial noise per group, [b, ...]."""
         seeds = [sample_seed(self.seed, "group", label) for label in group.tolist()]
         return initial_noise(seeds, self.policy.latent_shape)
 
     def _gather(self, scores: Scores) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """(value [B] float64, valid [B], name -> part [B] float64) of all processes, on the CPU."""
-        own = scores.value.float().cpu()
-        said = {**({} if scores.std is None else {"std": scores.std}), **scores.parts}
-        parts = self.shares.table({"": own, **{name: part.float() for name, part in said.items()}})
-        valid = self.gather_all(scores.valid.cpu() & torch.isfinite(own))
+        """Gather (value [B] float64, valid [B], name -> part [B] float64) of all processes on the CPU."""
+        value = scores.value.float().cpu()
+        columns = {**({} if scores.std is None else {"std": scores.std}), **scores.parts}
+        parts = self.shares.table({"": value, **{name: part.float() for name, part in columns.items()}})
+        valid = self.gather_all(scores.valid.cpu() & torch.isfinite(value))
         return parts.pop(""), valid, parts
 
     @property
     def first(self) -> int:
-        """Place of this process's first sample among all B."""
+        """Index of this process's first sample among all B."""
         return int(self.shares.own[0])
 
 
 class ImageAlgorithm(Algorithm):
-    """What every training of a diffusion policy on judged images has; its arguments are `FlowGRPO`'s.
+    """Base of the algorithms that train a diffusion policy on scored images.
 
-    A training defines `begin`, which finds policy, settings, rollout, accelerator and source in place.
+    A subclass defines `setup`, which runs once policy, settings, rollout, accelerator and source are set.
+
+    Args:
+        policy: on the accelerator's device.
+        reward: scores one image at a time; higher is better (or its sign is turned).
+        records: prompt records, each with "prompt"; handed to the reward as metadata.
+        rollout: sampling.
+        objective: algorithm and its changes.
+        seed: of the run.
+        accelerator: device, processes and trackers, without mixed precision, which is the policy's own. None
+            creates one on the policy's device.
+        strata: label per record, see `PromptSampler`.
+        cycle: see `PromptSampler`.
+        sharding: divide the network, its gradients and AdamW's moments among the processes (FSDP2).
+        features: of images [b, 3, H, W], [b, d], for the diversity of a group; None measures none.
+        stored: encoder of stored images that replace samples, see `ImageSource`.
+
+    Raises:
+        UserError: settings that do not fit each other.
     """
 
-    usual = "flow_grpo"
+    algorithms: ClassVar[Mapping[str, Any]] = NAMED
+    """Values of `objective.algorithm` that this class trains."""
+    default: ClassVar[str] = "flow_grpo"
     """`objective.algorithm` where no objective is given."""
+    divergence: float | None = None
+    """Divergence from the reference in the iteration's updates; None where it was not measured."""
 
     def __init__(
         self,
         policy: DiffusionPolicy,
         reward: PointwiseReward,
-        records: Sequence[Mapping[str, Any]],
+        records: Records,
         *,
         rollout: RolloutSettings | None = None,
         objective: DiffusionObjectiveSettings | None = None,
@@ -384,11 +396,10 @@ class ImageAlgorithm(Algorithm):
         self.sharding = sharding
         reward = with_capabilities(reward)
         self.policy, self.seed, self.reward = policy, seed, reward
-        self.settings = objective or DiffusionObjectiveSettings(algorithm=self.usual)
+        self.settings = objective or DiffusionObjectiveSettings(algorithm=self.default)
         self.rollout = rollout or RolloutSettings()
-        check_sampling(self.settings, self.rollout)
-        check_stored(self.settings, self.rollout, stored=stored is not None)
         self.accelerator = get_accelerator(accelerator, policy)
+        self._check(stored is not None)
         self.source = ImageSource(
             policy,
             reward,
@@ -401,68 +412,76 @@ class ImageAlgorithm(Algorithm):
             features=features,
             stored=stored,
         )
-        self.reference, self.divergence = Reference(policy, self.settings), None
-        every = self.settings.balance_every
-        self.settings.check_constrained(reward)
+        self.reference = Reference(policy, self.settings)
         self.constraints = RewardConstraints(reward, self.settings.multiplier_rate)
+        every = self.settings.balance_every
         self.balance = None if every is None else RewardBalance(reward, every)
-        self.begin()
+        self.setup()
 
-    def begin(self) -> None:
-        """Check the row against the rollout and make what it needs."""
+    def _check(self, stored: bool) -> None:
+        if self.settings.algorithm not in self.algorithms:
+            raise UserError(
+                f"objective.algorithm is {self.settings.algorithm}, which {type(self).__name__} does not "
+                f"train; it trains {', '.join(self.algorithms)}. Take FlowGRPO for algorithms on log-probs, "
+                "VelocityRegression for regressions, RewardGradient for draft, draft_lv and refl."
+            )
+        check_sampling(self.settings, self.rollout, stored=stored)
+        check_processes(self.settings, self.rollout, self.accelerator.num_processes)
+        self.settings.check_constrained(self.reward)
+
+    def setup(self) -> None:
+        """Build the objective and the trained module."""
         ...
 
-    def spread(self, module: nn.Module, *, asks_reference: bool, joins: str | None = None) -> nn.Module:
-        """The module that the processes share, or whose network they divide.
+    def distribute(self, module: nn.Module, *, needs_reference: bool, joins: str | None = None) -> nn.Module:
+        """Share the module among the processes, or divide its network (FSDP2).
 
         Args:
-            module: through which the training looks at the policy with gradient.
-            asks_reference: whether it looks at the policy before training as well.
-            joins: what a row joins, so that processes differ in their forwards; None: nothing.
+            module: forward with gradient.
+            needs_reference: True where the policy before training is evaluated as well.
+            joins: what an objective joins, so that processes differ in their forwards; None: nothing.
 
         Raises:
-            UserError: sharding with what looks at all weights at once, or see `shard`.
+            UserError: sharding with a setting that needs all weights at once, or see `shard`.
         """
         if not self.sharding:
             return share_gradients(module, self.accelerator)
         from peft.tuners.lora import LoraLayer
 
         settings, network = self.settings, self.policy.module
-        adapters = any(isinstance(each, LoraLayer) for each in network.modules())
-        refused = {
-            "a reference (objective.changes.kl) without LoRA": asks_reference and not adapters,
-            f"the row {settings.algorithm!r}, which joins {joins}": joins is not None,
+        has_adapters = any(isinstance(part, LoraLayer) for part in network.modules())
+        unsupported = {
+            "a reference (objective.changes.kl) without LoRA": needs_reference and not has_adapters,
+            f"the algorithm {settings.algorithm!r}, which joins {joins}": joins is not None,
         }
-        check_sharding(settings, self.rollout, refused)
+        check_sharding(settings, self.rollout, unsupported)
         shard(network, self.accelerator)
         return module
 
     def idle(self, batches: int) -> int:
-        """How many micro-batches without gradient this process makes beside its own: DDP must meet a backward
-        of every process, and each forward through a divided network gathers weights from all. All processes
-        call it before the first of an update."""
+        """Count the micro-batches without gradient that this process adds to its own in an update.
+
+        DDP needs a backward of every process, and each forward through a divided network gathers weights from
+        all. All processes call it before the first micro-batch of an update.
+        """
         if not self.sharding:
             return int(not batches)
         return max_over_processes(max(1, batches), self.accelerator) - batches
 
-    def constrained(self, made: Images, run: Context) -> Images:
-        """The images with what is optimised for their value, where a reward has a bound."""
+    def constrained(self, images: ScoredImages, run: Context) -> ScoredImages:
+        """Replace the value by what is optimized where a reward has a bound."""
         if not self.constraints.bounds:
-            return made
-        value, multipliers = self.constraints.apply(made.valid, made.parts, run)
-        judged = score_metrics(self.source.reward, value, made.valid, made.group, made.parts)
-        metrics = {**made.metrics, **judged, **multipliers}
-        return replace(made, value=value, metrics=metrics)
-
-    divergence: float | None
-    """From the reference, of the iteration's updates; None where none was measured."""
+            return images
+        value, multipliers = self.constraints.apply(images.valid, images.parts, run)
+        metrics = score_metrics(self.source.reward, value, images.valid, images.group, images.parts)
+        return replace(images, value=value, metrics={**images.metrics, **metrics, **multipliers})
 
     def wait_for_rewards(self) -> None:
-        """Wait until nothing is being judged."""
-        self.source.judging.wait_for_rewards()
+        """Wait until no reward is running."""
+        self.source.scorer.wait()
 
     def release(self) -> None:
-        """Give the policy its own size back."""
+        """Restore the policy's own image size."""
         if self.rollout.image_sizes:
             self.source.resize(None)
 
@@ -471,21 +490,21 @@ class ImageAlgorithm(Algorithm):
         self.reference.finish(run, self.divergence)
 
     def restore(self, run: Context) -> None:
-        """Take up the reference of a checkpoint."""
+        """Load the reference of a checkpoint."""
         self.reference.restore(run)
 
     def unsharded(self) -> AbstractContextManager[Any]:
-        """Inside, each process has all of the network."""
+        """Hold the whole network in each process inside the block."""
         return unsharded(self.policy.module)
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """What of the policy is trained."""
+        """Return the policy's trained parameters."""
         return self.policy.trainable_parameters()
 
     def compute_dtype(self) -> torch.dtype:
-        """Of the policy's network."""
+        """Return the compute dtype of the policy's network."""
         return self.policy.compute_dtype
 
     def forward_equivalents(self) -> int:
-        """One for a forward on one latent, two more for a backward."""
+        """Count one for a forward on one latent, two more for a backward."""
         return self.policy.forward_count.equivalents

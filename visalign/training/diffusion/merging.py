@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters in the weights while a policy samples.
+"""Merge LoRA adapters into the weights while a policy samples.
 
 Source: LoRA, arXiv 2106.09685, section 4.1: W + (α / r) B A costs no more than W.
 """
@@ -19,7 +19,7 @@ from visalign.errors import UserError
 
 
 def mergeable_adapters(network: nn.Module) -> list[Any]:
-    """The layers of a network that `merged_adapters` takes.
+    """List the layers of a network for `merged_adapters`.
 
     Raises:
         UserError: no adapters, variants of LoRA, or other layers than linear ones of floating-point weights.
@@ -27,37 +27,37 @@ def mergeable_adapters(network: nn.Module) -> list[Any]:
     layers: dict[str, Any] = {n: part for n, part in network.named_modules() if isinstance(part, LoraLayer)}
     bases: list[Any] = [layer.get_base_layer() for layer in layers.values()]
     uses = Counter(id(getattr(base, "weight", base)) for base in bases)
-    why = None if layers else "the network has none"
+    reason = None if layers else "the network has none"
     for (name, layer), base in zip(layers.items(), bases, strict=True):
         if type(base) is not nn.Linear:
-            why = f"{name} lies on a {type(base).__name__}"
+            reason = f"{name} is on a {type(base).__name__}"
         elif type(base.weight.data) is not Tensor:
-            why = f"the weights under {name} are a {type(base.weight.data).__name__}"
+            reason = f"the weights under {name} are a {type(base.weight.data).__name__}"
         elif uses[id(base.weight)] > 1:
-            why = f"the weights under {name} are another layer's too"
+            reason = f"the weights under {name} are shared with another layer"
         elif getattr(layer, "lora_variant", None):
-            why = f"{name} is a {type(next(iter(layer.lora_variant.values()))).__name__}"
-    if why:
+            reason = f"{name} is a {type(next(iter(layer.lora_variant.values()))).__name__}"
+    if reason:
         raise UserError(
             "rollout.merge_adapters needs LoRA on linear layers of floating-point weights of their own, and "
-            f"{why}. Set rollout.merge_adapters=false."
+            f"{reason}. Set rollout.merge_adapters=false."
         )
     return list(layers.values())
 
 
 @contextmanager
 def merged_adapters(layers: list[Any]) -> Iterator[None]:
-    """Let the layers under adapters hold W + (α / r) B A inside the block, so that a forward costs what it
-    costs without adapters; afterwards W again, bit for bit. For sampling without gradient.
+    """Merge adapters into their layers inside the block, W + (α / r) B A; afterwards W again, bit for bit.
 
-    It takes the memory of those weights once more, and rounds the sum to their dtype, where the products were
-    rounded and then added: what is computed differs by that. Inside, there is no reference.
+    A forward then costs what it costs without adapters; for sampling without gradient. It needs the memory of
+    those weights once more. The sum is rounded to their dtype, where unmerged products are rounded and then
+    added, so outputs differ by rounding. Inside the block there is no reference.
 
     Args:
-        layers: of `mergeable_adapters`.
+        layers: from `mergeable_adapters`.
     """
     bases: list[Any] = [layer.get_base_layer() for layer in layers]
-    own: list[Tensor] = [base.weight.data for base in bases]
+    weights: list[Tensor] = [base.weight.data for base in bases]
     flags = [(weight, weight.requires_grad) for layer in layers for weight in layer.parameters()]
     try:
         for layer, base in zip(layers, bases, strict=True):
@@ -68,7 +68,7 @@ def merged_adapters(layers: list[Any]) -> Iterator[None]:
         del merged
         yield
     finally:
-        for layer, base, weight in zip(layers, bases, own, strict=True):
+        for layer, base, weight in zip(layers, bases, weights, strict=True):
             layer.enable_adapters(True)
             base.weight.data = weight
         for weight, trainable in flags:

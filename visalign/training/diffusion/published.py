@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published algorithms of images that are settings here, or rows of another name."""
+"""Published image algorithms that are settings here, or have another name."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PUBLISHED: dict[str, tuple[str, str]] = {
     ),
     "gardo": (
         f"{_FLOW} objective.reset_reference_every=100",
-        "of GARDO, arXiv 2512.24138, the reference that follows; with any row that has a KL term",
+        "the moving reference of GARDO, arXiv 2512.24138; with any algorithm that has a KL term",
     ),
     "nft": (
         "objective.algorithm=diffusion_nft",
@@ -65,7 +65,7 @@ PUBLISHED: dict[str, tuple[str, str]] = {
     "dpo": (
         "objective.algorithm=diffusion_dpo",
         "Diffusion-DPO, arXiv 2311.12908, of stored pairs with data.pairs=FILE rollout.group_size=2, else "
-        "online; `sd35_diffusion_dpo` is a whole configuration; the row online_dpo is DPO on log-probs of "
+        "online; `sd35_diffusion_dpo` is a whole configuration; online_dpo is DPO on log-probs of "
         "steps",
     ),
     "best_of_n": (
@@ -73,15 +73,15 @@ PUBLISHED: dict[str, tuple[str, str]] = {
         "learns from the best image of each group; without training: `visalign sample --best-of N`",
     ),
 }
-"""Name -> (what to set, as on a command line, what it is and which packaged configuration has it)."""
+"""Name -> (overrides as on the command line, description with the packaged configuration)."""
 
 
-def image_rows() -> list[str]:
-    """Every `objective.algorithm` that means something on images."""
-    return [*filter(_means_something, NAMED), *REGRESSIONS, *ASCENTS]
+def image_algorithms() -> list[str]:
+    """List every `objective.algorithm` that works on images."""
+    return [*filter(_works_on_steps, NAMED), *REGRESSIONS, *ASCENTS]
 
 
-def _means_something(name: str) -> bool:
+def _works_on_steps(name: str) -> bool:
     try:
         check_decisions(NAMED[name], "denoising_steps", name=name, available=["metric"])
     except ValueError:
@@ -89,19 +89,18 @@ def _means_something(name: str) -> bool:
     return True
 
 
-def instead_of(name: str) -> str:
-    """What a job of images takes in place of an algorithm that it has no row for, as sentences.
+def published_alternative(name: str) -> str:
+    """Name what to set instead of an algorithm that does not exist, as sentences.
 
-    >>> instead_of("MixGRPO")  # doctest: +ELLIPSIS
+    >>> published_alternative("MixGRPO")  # doctest: +ELLIPSIS
     'It is settings here: objective.algorithm=flow_grpo ... (MixGRPO, arXiv 2507.21802; ...'
     """
-    known = {_plain(key): said for key, said in PUBLISHED.items()}
-    if _plain(name) in known:
-        settings, what = known[_plain(name)]
-        return f"It is settings here: {settings} ({what})."
-    rows = image_rows()
-    return f"{suggestion(name, rows)}Choose one of: {', '.join(rows)}."
+    aliases = {_normalise(key): entry for key, entry in PUBLISHED.items()}
+    if entry := aliases.get(_normalise(name)):
+        return f"It is settings here: {entry[0]} ({entry[1]})."
+    names = image_algorithms()
+    return f"{suggestion(name, names)}Choose one of: {', '.join(names)}."
 
 
-def _plain(name: str) -> str:
+def _normalise(name: str) -> str:
     return re.sub(r"[-_ ]", "", name.lower())

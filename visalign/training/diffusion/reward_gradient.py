@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A diffusion policy trained through the reward's own gradient: ReFL, DRaFT-K, DRaFT-LV, R0's normalisation.
+"""Train a diffusion policy through the reward's own gradient: ReFL, DRaFT-K, DRaFT-LV, R0's normalization.
 
-The rows are `ASCENTS`. They need a reward that is differentiable in the pixels; no groups, no log-probs, no
-noise on the way. What a reward likes for no good reason is found fast so: watch held-out rewards that are not
+The algorithms are `ASCENTS`. They need a reward that is differentiable in the pixels; no groups, no
+log-probs, no noise on the way. They exploit flaws of a reward quickly: watch held-out rewards that are not
 trained on.
 
-Where this deviates from the published code, always on purpose:
+Deliberate differences from the published code:
 * under guidance the unconditional half carries no gradient, as in every other training here;
-* the pull takes v_ref as given: with `last` above 1 it does not follow how v_ref moves with x;
-* an image leaves the autoencoder in [0, 1], and pixels that are cut there carry no gradient.
+* the KL term takes v_ref as given: with `last` above 1 it does not follow how v_ref moves with x;
+* an image leaves the autoencoder in [0, 1], and pixels that are clamped there carry no gradient.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.core.regression.ascents import Ascent
+from visalign.core.regression.ascents import ASCENTS, Ascent
 from visalign.core.surrogates.kl import velocity_kl
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
 from visalign.flow.parametrization import preserving_scale
-from visalign.flow.rollout import encoder_inputs, velocity_of
+from visalign.flow.rollout import velocity_of
 from visalign.interfaces import Condition, DifferentiableReward, DifferentiableSum, Scores
 from visalign.seeds import sample_seed
 from visalign.training.loop.algorithm import Collected, Context
@@ -36,13 +36,11 @@ from visalign.training.policy.update import split_updates
 
 from .images import ImageAlgorithm
 from .regression import VelocityModule
-from .rollout_settings import RolloutSettings
-from .settings import DiffusionObjectiveSettings, check_sampling
 
 
 @dataclass(kw_only=True)
-class Asked:
-    """The images to be made: b samples of this process."""
+class AscentBatch:
+    """Images to generate in an iteration: b samples of this process."""
 
     condition: Condition
     prompts: list[str]
@@ -51,7 +49,7 @@ class Asked:
     """[B] int64 of all processes in rank order."""
     iteration: int
     value: Tensor
-    """[B] float64, NaN where the reward is not known: what the updates found."""
+    """[B] float64 rewards that the updates computed, NaN where unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,41 +57,38 @@ class AscentStep:
     """One optimizer update."""
 
     sample: Tensor
-    """Places among the B."""
+    """Indices among the B."""
     stop: int
     """Denoising steps without gradient."""
     number: int
-    """Of the update in its iteration."""
+    """Index of the update in its iteration."""
 
 
 class RewardGradient(ImageAlgorithm):
-    """Trains a diffusion policy by a row of `ASCENTS`; an `Algorithm` for
+    """Trains a diffusion policy by one of `ASCENTS`; an `Algorithm` for
     `visalign.training.loop.trainer.Trainer`.
 
-    Args: as `FlowGRPO`; `objective.algorithm` names an ascent, and the reward has `score_with_gradient`.
-
-    Raises:
-        UserError: settings that do not fit each other, or a reward without a gradient.
+    Its arguments are those of `ImageAlgorithm`; the reward has `score_with_gradient`.
     """
 
-    usual = "draft"
+    algorithms = ASCENTS
+    default = "draft"
 
-    def begin(self) -> None:
-        """The row, and the module that the processes share or divide."""
-        self.row = ascent_for_run(self.settings, self.rollout)
+    def setup(self) -> None:
+        """Build the ascent and the velocity module."""
+        row = self.settings.ascent
+        assert row is not None
+        self.row = row
         check_differentiable(self.reward)
-        self.module = self.spread(VelocityModule(self.policy), asks_reference=self.row.kl > 0)
+        self.module = self.distribute(VelocityModule(self.policy), needs_reference=row.kl > 0)
 
     def collect(self, run: Context) -> Collected:
-        """Which images the iteration makes; each update makes its own, under the weights of that moment."""
-        process, iteration = self.accelerator, run.counters.iteration
-        self.source.resize(iteration)
-        batch = self.source.sampler.batch(iteration, process.process_index, process.num_processes)
-        records = [dict(self.source.records[i]) for i in batch.prompt_index.tolist()]
-        with run.clock.phase("rollout"), torch.no_grad(), process.autocast():
-            condition = self.policy.encode(encoder_inputs(self.policy, records))
+        """Choose and encode the iteration's prompts; each update samples its own images."""
+        iteration = run.counters.iteration
+        batch, records, _ = self.source.prompts(iteration)
+        condition = self.source.encode(records, run.clock)
         group = self.source.gather_all(batch.group_id)
-        asked = Asked(
+        experience = AscentBatch(
             condition=condition,
             prompts=[str(record["prompt"]) for record in records],
             batch=batch,
@@ -101,10 +96,10 @@ class RewardGradient(ImageAlgorithm):
             iteration=iteration,
             value=torch.full((len(group),), torch.nan, dtype=torch.float64),
         )
-        return Collected(experience=asked, samples=self.source.samples)
+        return Collected(experience=experience, samples=self.source.samples)
 
-    def prepare(self, experience: Asked, run: Context) -> list[AscentStep]:
-        """The samples of each update, and where their sampling stops."""
+    def prepare(self, experience: AscentBatch, run: Context) -> list[AscentStep]:
+        """Choose the samples of each update, and the step where sampling without gradient stops."""
         updates, iteration = run.optimizer.updates_per_iteration, experience.iteration
         parts = split_updates(experience.group, self.settings.epochs, updates, self.seed, iteration, False)
         stops = self.row.stops(self.rollout.steps)
@@ -117,8 +112,8 @@ class RewardGradient(ImageAlgorithm):
             for number, sample in enumerate(parts)
         ]
 
-    def backward(self, experience: Asked, step: AscentStep, run: Context) -> dict[str, float]:
-        """Make the update's images and add the gradient of −mean reward, in micro-batches of images."""
+    def backward(self, experience: AscentBatch, step: AscentStep, run: Context) -> dict[str, float]:
+        """Generate the update's images and add the gradient of −mean reward, in micro-batches of images."""
         process, size = self.accelerator, len(experience.batch)
         first = self.source.first
         own = step.sample[(first <= step.sample) & (step.sample < first + size)] - first
@@ -127,75 +122,76 @@ class RewardGradient(ImageAlgorithm):
         # DDP averages over the processes, and the loss is a mean over all of them
         scale = run.counters.loss_scale * process.num_processes / len(step.sample)
         batches = list(own.split(max(1, run.micro_batch))) if len(own) else []
-        idle, nothing = self.idle(len(batches)), torch.zeros(1, dtype=torch.int64)
+        idle, zero = self.idle(len(batches)), torch.zeros(1, dtype=torch.int64)
         for number, sample in enumerate(batches):
-            found, some = self._climb(experience, step, sample, scale, number == len(batches) - 1)
-            value[first + sample] = found
-            sums += some
+            last = number == len(batches) - 1
+            value[first + sample], batch_sums = self._backward_batch(experience, step, sample, scale, last)
+            sums += batch_sums
         for _ in range(idle):
-            x0, _ = self._end(experience, step, nothing)
+            x0, _ = self._clean(experience, step, zero)
             process.backward(x0.sum() * 0.0)
             for number in range(self.row.renoised if self.sharding else 0):
-                again, _ = self._again(experience, step, nothing, x0.detach(), number)
-                process.backward(again.sum() * 0.0)
+                renoised, _ = self._renoised(experience, step, zero, x0.detach(), number)
+                process.backward(renoised.sum() * 0.0)
         if process.num_processes > 1:
-            known = torch.stack([value.nan_to_num(), (~value.isnan()).double()]).to(self.policy.device)
-            total, seen = torch.as_tensor(process.reduce(known, "sum")).cpu()
-            value = torch.where(seen > 0, total, torch.nan)
+            columns = torch.stack([value.nan_to_num(), (~value.isnan()).double()]).to(self.policy.device)
+            total, count = torch.as_tensor(process.reduce(columns, "sum")).cpu()
+            value = torch.where(count > 0, total, torch.nan)
             sums = torch.as_tensor(process.reduce(sums.to(self.policy.device), "sum")).cpu()
-        return self._said(experience, step, value, sums)
+        return self._update_sums(experience, step, value, sums)
 
-    def _said(self, experience: Asked, step: AscentStep, value: Tensor, sums: Tensor) -> dict[str, float]:
-        """Sums of an update over all processes; stops where the reward fails too often."""
-        asked = value[step.sample]
-        valid = torch.isfinite(asked)
-        own = Scores(value=asked.float(), valid=valid, unit=self.reward.unit)
-        check_failures(own, valid, self.rollout.max_failure_rate, self.reward.name)
-        experience.value[step.sample] = asked
-        policy = -float(asked[valid].sum()) / len(asked)
-        norm, kl = (sums / len(asked)).tolist()
+    def _update_sums(
+        self, experience: AscentBatch, step: AscentStep, value: Tensor, sums: Tensor
+    ) -> dict[str, float]:
+        """Compute an update's sums over all processes; stop where the reward fails too often."""
+        update = value[step.sample]
+        valid = torch.isfinite(update)
+        scores = Scores(value=update.float(), valid=valid, unit=self.reward.unit)
+        check_failures(scores, valid, self.rollout.max_failure_rate, self.reward.name)
+        experience.value[step.sample] = update
+        norm, kl = (sums / len(update)).tolist()
+        policy = -float(update[valid].sum()) / len(update)
         return {"loss/policy": policy, "loss/kl": kl, "reward_gradient": norm}
 
-    def _climb(
-        self, experience: Asked, step: AscentStep, sample: Tensor, scale: float, last: bool
+    def _backward_batch(
+        self, experience: AscentBatch, step: AscentStep, sample: Tensor, scale: float, last: bool
     ) -> tuple[Tensor, Tensor]:
-        """(rewards [n] float64, sums) of one micro-batch, whose gradients are added.
+        """Add the gradient of one micro-batch; return (rewards [n] float64, sums).
 
-        Each prediction of the images goes back before the next is made: one graph at a time.
+        Each prediction of the images is backpropagated before the next is made: one graph at a time.
         """
         predictions = 1 + self.row.renoised
         process = self.accelerator
         with no_sync_unless_last(self.module, process, last=last and predictions == 1):
-            x0, pull = self._end(experience, step, sample)
-            value, norm = self._push(experience, sample, x0, pull, scale / predictions)
-        sums, x0 = torch.stack([norm, pull.detach().sum().double().cpu()]), x0.detach()
+            x0, kl = self._clean(experience, step, sample)
+            value, norm = self._backward_images(experience, sample, x0, kl, scale / predictions)
+        sums, x0 = torch.stack([norm, kl.detach().sum().double().cpu()]), x0.detach()
         for number in range(self.row.renoised):
             with no_sync_unless_last(self.module, process, last=last and number == self.row.renoised - 1):
-                again, pull = self._again(experience, step, sample, x0, number)
-                _, norm = self._push(experience, sample, again, pull, scale / predictions)
-            sums += torch.stack([norm, pull.detach().sum().double().cpu()])
+                renoised, kl = self._renoised(experience, step, sample, x0, number)
+                _, norm = self._backward_images(experience, sample, renoised, kl, scale / predictions)
+            sums += torch.stack([norm, kl.detach().sum().double().cpu()])
         return value, sums / predictions
 
-    def _push(
-        self, experience: Asked, sample: Tensor, x0: Tensor, pull: Tensor, scale: float
+    def _backward_images(
+        self, experience: AscentBatch, sample: Tensor, x0: Tensor, kl: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """(rewards [n], Σ norm of the image's gradient) of predictions x0; their gradient goes back."""
+        """Backpropagate the rewards of predictions x0; return (rewards [n], Σ norm of the image gradient)."""
         with self.accelerator.autocast():
             images = self.policy.decode(x0.to(self.policy.storage_dtype))
         prompts = [experience.prompts[i] for i in sample.tolist()]
-        value, slope = image_gradient(self.reward, images.detach(), prompts, self.row)
-        norm = slope.flatten(1).norm(dim=1).sum().double().cpu()
-        # ∂/∂θ of −Σ r(x0(θ)): the slope in the pixels goes on through the decoder and the last steps
-        loss = (pull.sum() - (images * slope).sum()) * scale
+        value, gradient = image_gradient(self.reward, images.detach(), prompts, self.row)
+        norm = gradient.flatten(1).norm(dim=1).sum().double().cpu()
+        # ∂/∂θ of −Σ r(x0(θ)): the gradient in the pixels goes on through the decoder and the last steps
+        loss = (kl.sum() - (images * gradient).sum()) * scale
         self.accelerator.backward(loss)
         return value, norm
 
-    def _start(self, experience: Asked, step: AscentStep, sample: Tensor) -> Tensor:
-        """[n, ...] latents where the gradient begins, made under the present weights."""
+    def _sampled(self, experience: AscentBatch, step: AscentStep, sample: Tensor) -> Tensor:
+        """Sample latents [n, ...] under the current weights, up to where the gradient begins."""
         policy, sigmas = self.policy, self.source.sigmas
-        noise = initial_noise(
-            self.source.sample_seeds(experience.batch.sample_id[sample]), policy.latent_shape
-        )
+        seeds = self.source.sample_seeds(experience.batch.sample_id[sample])
+        noise = initial_noise(seeds, policy.latent_shape)
         if policy.prediction != "velocity":
             noise = noise * preserving_scale(sigmas[0]).to(noise)
         x = noise.to(device=policy.device, dtype=policy.storage_dtype)
@@ -207,34 +203,34 @@ class RewardGradient(ImageAlgorithm):
                 x = (x + (sigmas[k + 1] - sigmas[k]).to(v) * v).to(x.dtype)
         return x
 
-    def _end(self, experience: Asked, step: AscentStep, sample: Tensor) -> tuple[Tensor, Tensor]:
-        """(x0 [n, ...] with gradient, pull [n]) of samples: their last steps, or one prediction."""
-        sigmas, x = self.source.sigmas, self._start(experience, step, sample)
-        pull = torch.zeros(len(x), device=x.device)
-        whole = self.row.stop_range is None
-        for k in range(step.stop, self.rollout.steps if whole else step.stop + 1):
-            v, own = self._ask(experience, sample, x, k)
-            pull = pull + own
+    def _clean(self, experience: AscentBatch, step: AscentStep, sample: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute (x0 [n, ...] with gradient, KL [n]) by the last steps, or by one prediction."""
+        sigmas, x = self.source.sigmas, self._sampled(experience, step, sample)
+        kl = torch.zeros(len(x), device=x.device)
+        to_end = self.row.stop_range is None
+        for k in range(step.stop, self.rollout.steps if to_end else step.stop + 1):
+            v, step_kl = self._velocity(experience, sample, x, k)
+            kl = kl + step_kl
             # an Euler step of the ODE, or x0 = x − σ v
-            length = sigmas[k + 1] - sigmas[k] if whole else -sigmas[k]
+            length = sigmas[k + 1] - sigmas[k] if to_end else -sigmas[k]
             x = x + length.to(v) * v
-        return x, pull
+        return x, kl
 
-    def _again(
-        self, experience: Asked, step: AscentStep, sample: Tensor, x0: Tensor, number: int
+    def _renoised(
+        self, experience: AscentBatch, step: AscentStep, sample: Tensor, x0: Tensor, number: int
     ) -> tuple[Tensor, Tensor]:
-        """(x0 [n, ...], pull [n]) predicted from clean latents that are noised to the last level."""
+        """Predict (x0 [n, ...], KL [n]) from clean latents that are noised to the last level."""
         k = self.rollout.steps - 1
         sigma = self.source.sigmas[k].to(x0)
         ids = experience.batch.sample_id[sample].tolist()
-        seeds = [sample_seed(self.seed, "again", one, step.number, number) for one in ids]
+        seeds = [sample_seed(self.seed, "again", i, step.number, number) for i in ids]
         noise = initial_noise(seeds, self.policy.latent_shape).to(x0)
         x = ((1 - sigma) * x0 + sigma * noise).to(self.policy.storage_dtype)
-        v, pull = self._ask(experience, sample, x, k)
-        return x - sigma.to(v) * v, pull
+        v, kl = self._velocity(experience, sample, x, k)
+        return x - sigma.to(v) * v, kl
 
-    def _ask(self, experience: Asked, sample: Tensor, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """(v [n, ...] at step k with gradient, [n] k · mean |v − v_ref|²)."""
+    def _velocity(self, experience: AscentBatch, sample: Tensor, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Compute (v [n, ...] at step k with gradient, [n] k · mean |v − v_ref|²)."""
         condition, (sigma, time) = experience.condition.select(sample), self._level(k, x)
         reference = None
         if self.row.kl:  # before the own forward: weights may be swapped in place
@@ -246,15 +242,15 @@ class RewardGradient(ImageAlgorithm):
         return v, self.row.kl * velocity_kl(v, reference)
 
     def _level(self, k: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(σ [n], time [n]) of step k."""
+        """Return (σ [n], time [n]) of step k."""
         levels = self.source.sigmas[k], self.source.times[k]
         return tuple(level.to(x.device).expand(len(x)) for level in levels)  # type: ignore[return-value]
 
-    def record(self, experience: Asked, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Metrics of the updates."""
-        mean = {name: sum(each[name] for each in sums) / len(sums) for name in sums[0]}
+    def record(self, experience: AscentBatch, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """Compute metrics of the updates."""
+        mean = {name: sum(update[name] for update in sums) / len(sums) for name in sums[0]}
         valid = torch.isfinite(experience.value)
-        terms = {} if not self.row.kl else {key: mean[key] for key in ("loss/policy", "loss/kl")}
+        terms = {key: mean[key] for key in ("loss/policy", "loss/kl")} if self.row.kl else {}
         self.divergence = mean["loss/kl"] / self.row.kl if self.row.kl else None
         return {
             **reward_metrics(experience.value, valid, experience.group),
@@ -264,28 +260,8 @@ class RewardGradient(ImageAlgorithm):
         }
 
 
-def ascent_for_run(objective: DiffusionObjectiveSettings, rollout: RolloutSettings) -> Ascent:
-    """The row of a run, refused where the rollout does not fit it.
-
-    Raises:
-        UserError: with what to set instead.
-    """
-    row = objective.ascent
-    if row is None:
-        raise UserError(
-            f"objective.algorithm={objective.algorithm} does not go through the reward's gradient."
-        )
-    check_sampling(objective, rollout)
-    if row.last > rollout.steps:
-        raise UserError(
-            f"objective.changes.last is {row.last}, and rollout.steps is {rollout.steps}. Take at most "
-            f"{rollout.steps}."
-        )
-    return row
-
-
-def terms_of(reward: Any) -> Iterator[tuple[str, Any, float, float]]:
-    """(label, reward r, weight w, mean m) of the w (r − m) that a reward adds up, or of itself."""
+def gradient_terms(reward: Any) -> Iterator[tuple[str, Any, float, float]]:
+    """Yield (label, reward r, weight w, mean m) of the terms w (r − m) of a sum, or of a single reward."""
     if isinstance(reward, DifferentiableSum):
         yield from reward.gradient_terms()
     else:
@@ -298,50 +274,50 @@ def check_differentiable(reward: Any) -> None:
     Raises:
         UserError: naming the term.
     """
-    for label, term, *_ in terms_of(reward):
+    for label, term, *_ in gradient_terms(reward):
         if not isinstance(term, DifferentiableReward):
             raise UserError(
                 f"The reward {label!r} ({type(term).__name__}) has no gradient in the pixels, through which "
                 "objective.algorithm would train. Take one with score_with_gradient(images, prompts), as the "
-                "CLIP judges, image_reward and laion_aesthetic have, or an algorithm that needs none, e.g. "
+                "CLIP rewards, image_reward and laion_aesthetic have, or an algorithm that needs none, e.g. "
                 "objective.algorithm=diffusion_nft."
             )
 
 
 def image_gradient(reward: Any, images: Tensor, prompts: Sequence[str], row: Ascent) -> tuple[Tensor, Tensor]:
-    """What a reward says of images, and where it grows.
+    """Compute the rewards of images and their gradient in the pixels.
 
     Args:
         reward: each term with `score_with_gradient`.
         images: [n, 3, H, W] in [0, 1].
         prompts: [n].
-        row: its hinge and normalisation.
+        row: hinge and normalization.
 
     Raises:
         UserError: a reward returned another shape.
 
     Returns:
-        ([n] float64 rewards, higher is better, NaN where not finite; [n, 3, H, W] where they grow, 0 there).
+        ([n] float64 rewards, higher is better, NaN where not finite; [n, 3, H, W] gradient, 0 there).
     """
     images = images.detach().float()
     value = torch.zeros(len(images), dtype=torch.float64)
-    slope = torch.zeros_like(images)
-    for label, term, weight, mean in terms_of(reward):
+    gradient = torch.zeros_like(images)
+    for label, term, weight, mean in gradient_terms(reward):
         leaf = images.clone().requires_grad_()
         with torch.enable_grad():
-            said = term.score_with_gradient(leaf, list(prompts))
-            if said.shape != (len(images),):
+            scores = term.score_with_gradient(leaf, list(prompts))
+            if scores.shape != (len(images),):
                 raise UserError(
-                    f"score_with_gradient of the reward {label!r} returned {list(said.shape)} for "
+                    f"score_with_gradient of the reward {label!r} returned {list(scores.shape)} for "
                     f"{len(images)} images; it must return one number for each, [{len(images)}]."
                 )
-            (found,) = torch.autograd.grad(said.sum(), leaf)
+            (term_gradient,) = torch.autograd.grad(scores.sum(), leaf)
         if row.normalise:
-            size = found.flatten(1).norm(dim=1).reshape(-1, 1, 1, 1)
-            found = torch.where(size == 0, 0.0, found / size)
-        value += weight * (said.detach().double().cpu() - mean)
-        slope += weight * found
-    finite = torch.isfinite(value) & torch.isfinite(slope).flatten(1).all(1).cpu()
+            norm = term_gradient.flatten(1).norm(dim=1).reshape(-1, 1, 1, 1)
+            term_gradient = torch.where(norm == 0, 0.0, term_gradient / norm)
+        value += weight * (scores.detach().double().cpu() - mean)
+        gradient += weight * term_gradient
+    finite = torch.isfinite(value) & torch.isfinite(gradient).flatten(1).all(1).cpu()
     live = finite if row.hinge is None else finite & (value < row.hinge)
-    slope = torch.where(live.to(slope.device).reshape(-1, 1, 1, 1), slope, 0.0)
-    return torch.where(finite, value, torch.nan), slope
+    gradient = torch.where(live.to(gradient.device).reshape(-1, 1, 1, 1), gradient, 0.0)
+    return torch.where(finite, value, torch.nan), gradient

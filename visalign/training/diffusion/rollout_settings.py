@@ -1,271 +1,169 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training of images can be told of how they are made.
-
-The defaults are Flow-GRPO's published ones for SD3.5-M (arXiv 2505.05470 and its code).
-"""
+"""Settings of the image rollout; the defaults are Flow-GRPO's published ones for SD3.5-M (arXiv
+2505.05470)."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Sequence
+from typing import Annotated, Literal
 
+import numpy as np
+from pydantic import Field
 from torch import Tensor
 
-from visalign.errors import UserError
 from visalign.flow.rollout import visited_steps
 from visalign.flow.schedules import LAST_IS_EXACT
-from visalign.flow.transitions import SOLVERS
+from visalign.flow.transitions import Solver
 from visalign.flow.tree import tree_nodes
-from visalign.flow.windows import WINDOW_ORDERS
-from visalign.training.loop.optimizer import at_least, choice
-from visalign.training.policy.settings import check_overlap
+from visalign.flow.windows import WindowOrder, window_steps
+from visalign.seeds import sample_seed
+from visalign.settings import (
+    MOST,
+    Count,
+    Finite,
+    Natural,
+    NonNegative,
+    PositiveShare,
+    Share,
+    check_rules,
+    settings,
+)
 
 from .branching import BranchSettings
 
-_NO_LOG_PROB = "without noise a step has no log-probability"
-_OTHER_ROW = "or leave it out with a row that needs no log-probs, e.g. objective.algorithm=diffusion_nft"
+_OTHER_ALGORITHM = "or use an algorithm that needs no log-probs, e.g. objective.algorithm=diffusion_nft"
 
 
-def _steps(name: str, given: Sequence[int], allowed: Sequence[int], which: str) -> None:
-    if not given or len(set(given)) != len(given) or not set(given) <= set(allowed):
-        raise UserError(
-            f"{name} is {list(given)}; it needs at least one step, none twice, all among {which} "
-            f"{list(allowed)}."
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
+@settings("rollout")
 class RolloutSettings:
-    """How the samples of an iteration are made."""
+    """Sampling of an iteration's images."""
 
-    prompts_per_iteration: int = 48
+    prompts_per_iteration: Count = 48
     """P, different prompts per iteration (over all processes)."""
-    group_size: int = 24
+    group_size: Annotated[int, Field(ge=2, le=MOST)] = 24
     """G, samples per prompt; at least 2."""
-    steps: int = 10
+    steps: Count = 10
     """T, denoising steps."""
-    timestep_schedule: str = "diffusers"
+    timestep_schedule: Literal["diffusers", "plain"] = "diffusers"
     """Timestep schedule: "diffusers" (the model's scheduler, whose shift is applied twice) or "plain"."""
-    schedule: str = "flow"
+    schedule: Literal["flow", "dance", "cps", "ddim"] = "flow"
     """Noise schedule of the stochastic steps: "flow" (Flow-GRPO), "dance" (DanceGRPO), "cps" (coefficients-
     preserving), "ddim" (DDPO)."""
-    noise_level: float = 0.7
-    """Noise level a (η for "dance" and "ddim")."""
-    sde_steps: list[int] | None = None
+    noise_level: Finite = 0.7
+    """Noise level a (η for "dance" and "ddim"), above 0."""
+    sde_steps: list[Natural] | None = None
     """Steps that are stochastic, 0 to T-1; the others are deterministic. null: all but the last."""
-    sde_window: int | None = None
-    """Draw this many of `sde_steps` anew in each iteration and make only them stochastic (Flow-GRPO-Fast,
+    sde_window: Count | None = None
+    """Number of `sde_steps` to draw in each iteration; only these are then stochastic (Flow-GRPO-Fast,
     MixGRPO). null: all of them."""
-    sde_window_order: str = "subset"
-    """How they are drawn: "subset" (any), "random" (neighbours), "progressive", "decay" or "exp_decay"
+    sde_window_order: WindowOrder = "subset"
+    """Rule that draws them: "subset" (any), "random" (neighbours), "progressive", "decay" or "exp_decay"
     (neighbours that move along the timestep schedule, with the last two ever faster, MixGRPO)."""
-    sde_window_every: int = 25
-    """Iterations that a moving window stays."""
-    sde_window_stride: int = 1
-    """Steps that it moves on."""
+    sde_window_every: Count = 25
+    """Iterations before a moving window moves."""
+    sde_window_stride: Count = 1
+    """Steps that it moves."""
     sde_window_roll_back: bool = True
-    """Whether it begins anew after the end of the schedule; otherwise it stays there."""
-    ode_compression: float | None = None
-    """Share of the steps after the last stochastic one that are made, along the ODE (MixGRPO-Flash: 0.4, with
-    rollout.solver=dpmpp_2m); null: all."""
+    """Restart a moving window after the end of the schedule; false leaves it there."""
+    ode_compression: PositiveShare | None = None
+    """Share of the steps after the last stochastic one that are taken, along the ODE (MixGRPO-Flash: 0.4,
+    with rollout.solver=dpmpp_2m); null: all."""
     shared_noise: bool = False
-    """Start all samples of a group from one noise (DanceGRPO): they differ by their steps' noise alone, and
-    the steps up to the first stochastic one are made once for the group."""
+    """Start all samples of a group from one noise (DanceGRPO): only the noise of the steps differs, and the
+    steps up to the first stochastic one are computed once for the group."""
     branch: BranchSettings | None = None
-    """Let the samples of a group have their first steps in common and part on the way; what they have in
-    common is made once and trained once. It goes with `objective.credit=branches`. null: each goes alone."""
-    train_steps: list[int] | None = None
+    """Share the first steps of a group's samples and branch on the way; shared steps are sampled and trained
+    once. Needs `objective.credit=branches`. null: every sample on its own."""
+    train_steps: list[Natural] | None = None
     """Those of `sde_steps` that are trained on; null: all that are stochastic."""
-    guidance: float | None = None
-    """Guidance scale of the rollout, in regressions alone, whose loss does not ask how an
-    image came about; null: the model's."""
+    guidance: NonNegative | None = None
+    """Guidance scale of the rollout, for regressions only, whose loss does not depend on how an image was
+    sampled; null: the model's."""
     merge_adapters: bool = False
-    """Add LoRA to the weights while samples for training are made, in regressions alone: a forward then costs
-    what it costs without adapters, and those weights lie in memory twice."""
-    solver: str = "euler"
-    """Of the deterministic steps: "euler" or "dpmpp_2m", DPM-Solver++(2M). Evaluations have a solver of
-    their own."""
-    image_sizes: list[int | tuple[int, int]] | None = None
-    """Sizes in pixels, one side or [height, width], that the iterations take in turn: an iteration's images
-    are alike in size, with the timestep schedule that the model has there. monitor.window is a multiple of
-    their number. Evaluations have model.image_size. null: that alone."""
-    log_prob_reduction: str = "mean"
+    """Add LoRA to the weights while training samples are generated, for regressions only: a forward then
+    costs what it costs without adapters, and those weights are in memory twice."""
+    solver: Solver = "euler"
+    """Solver of the deterministic steps: "euler" or "dpmpp_2m", DPM-Solver++(2M). Evaluations have their own
+    solver."""
+    image_sizes: Annotated[list[Count | tuple[Count, Count]], Field(min_length=1)] | None = None
+    """Sizes in pixels, one side or [height, width], that the iterations take in turn: the images of an
+    iteration share a size, with the timestep schedule that the model has there. monitor.window is a multiple
+    of their number. Evaluations use model.image_size. null: that one only."""
+    log_prob_reduction: Literal["mean", "sum"] = "mean"
     """Log-probability of a step: "mean" over the latent's numbers, as published, or their "sum"."""
-    batch_size: int = 64
-    """Samples that go through the network together while sampling; memory only, no effect on a sample."""
-    overlap: int = 1
-    """Stretches that an iteration's samples are made in: while one is made, the one before is judged in a
-    thread. 1: all are made, then all are judged. It gains where the judge works elsewhere (a server, another
-    GPU, processes that run code), and changes no sample, nor a score that neither the batch nor torch's
-    own random numbers are part of."""
-    staleness: int = 0
-    """1: the samples of an iteration are made before the update of the one before, which hides the judge
-    behind it. They come from weights one iteration old, so the objective needs `importance_sampling`."""
-    max_failure_rate: float = 0.2
+    batch_size: Count = 64
+    """Samples that go through the network together while sampling; bounds memory only."""
+    overlap: Count = 1
+    """Chunks in which an iteration is sampled: while one is sampled, the previous one is scored in a thread.
+    1: sample all, then score all. It helps where the reward runs elsewhere (a server, another GPU, processes
+    that run code), and changes no sample, nor a score that depends neither on the batch nor on torch's global
+    random numbers."""
+    staleness: Literal[0, 1] = 0
+    """1: sample an iteration before the update of the previous one, which hides the reward behind it. The
+    samples come from weights one iteration old, so the objective needs `importance_sampling`."""
+    max_failure_rate: Share = 0.2
     """Largest share of samples that the reward may fail on before the run stops."""
 
     def __post_init__(self) -> None:
-        at_least("rollout.steps", self.steps, 1)
-        at_least("rollout.batch_size", self.batch_size, 1)
-        check_overlap(self.overlap, self.staleness)
-        self._check_sizes()
-        if self.guidance is not None:
-            at_least("rollout.guidance", self.guidance, 0.0)
-        choice("rollout.timestep_schedule", self.timestep_schedule, ("diffusers", "plain"))
-        choice("rollout.schedule", self.schedule, ("flow", "dance", *LAST_IS_EXACT))
-        choice("rollout.sde_window_order", self.sde_window_order, WINDOW_ORDERS)
-        at_least("rollout.sde_window_every", self.sde_window_every, 1)
-        at_least("rollout.sde_window_stride", self.sde_window_stride, 1)
-        choice("rollout.solver", self.solver, SOLVERS)
-        choice("rollout.log_prob_reduction", self.log_prob_reduction, ("mean", "sum"))
-        if not (math.isfinite(self.noise_level) and self.noise_level > 0):
-            raise UserError(
-                f"rollout.noise_level is {self.noise_level}; {_NO_LOG_PROB}. Set it above 0, {_OTHER_ROW}."
-            )
-        if not 0.0 <= self.max_failure_rate <= 1.0:
-            raise UserError(
-                f"rollout.max_failure_rate is {self.max_failure_rate}; it is a share from 0 to 1."
-            )
-        noisy = self.stochastic
-        if not noisy:
-            raise UserError(
-                f"rollout.sde_steps is []; {_NO_LOG_PROB}. Set some of 0 to {self.steps - 1}, {_OTHER_ROW}."
-            )
-        _steps("rollout.sde_steps", noisy, range(self.steps), "steps")
-        if self.schedule in LAST_IS_EXACT:
-            self._check_exact_last(noisy)
-        if self.train_steps is not None:
-            _steps("rollout.train_steps", self.train_steps, noisy, "the stochastic steps")
-        if self.sde_window is not None:
-            if not 1 <= self.sde_window <= len(noisy):
-                raise UserError(
-                    f"rollout.sde_window is {self.sde_window}; with {len(noisy)} sde_steps it must "
-                    f"be 1 to {len(noisy)}."
-                )
-            if self.train_steps is not None:
-                raise UserError(
-                    "rollout.sde_window draws the steps to train anew in each iteration, so "
-                    "rollout.train_steps cannot be fixed as well. Remove one of the two."
-                )
-        self._check_moving()
-        if self.ode_compression is not None:
-            if not 0 < self.ode_compression <= 1:
-                raise UserError(
-                    f"rollout.ode_compression is {self.ode_compression}; it is a share above 0, at most 1."
-                )
-            if max(self.steps - 1 - window[-1] for window in self._windows) < 2:
-                raise UserError(
-                    f"rollout.ode_compression is {self.ode_compression}, and after the stochastic steps "
-                    f"{noisy} there are no two steps to make fewer of. Set rollout.sde_steps to earlier "
-                    "steps, or a rollout.sde_window with rollout.sde_window_order=progressive."
-                )
-        if self.branch is not None:
-            self._check_branch(self.branch)
-
-    def _check_sizes(self) -> None:
-        sizes = self.image_sizes
-        if sizes is None:
-            return
-        sides = [side for size in sizes for side in ((size,) if isinstance(size, int) else size)]
-        if not sides or min(sides) < 1:
-            raise UserError(
-                f"rollout.image_sizes is {sizes}; give sizes in pixels above 0, each one side or "
-                "[height, width], or null for model.image_size alone."
-            )
-        if self.staleness:
-            raise UserError(
-                "rollout.staleness=1 makes images of the next iteration before this one is learnt from, "
-                f"and rollout.image_sizes {sizes} gives them another size. Leave one of the two out."
-            )
-
-    def _check_moving(self) -> None:
-        """Refuse what only a window has, or one that moves."""
-        usual = {item.name: item.default for item in fields(RolloutSettings)}
-        moves = self.sde_window is not None and self.sde_window_order not in ("subset", "random")
-        if self.sde_window is None and self.sde_window_order != "subset":
-            raise UserError(
-                f"rollout.sde_window_order is {self.sde_window_order} and there is no window. Set "
-                "rollout.sde_window to its size."
-            )
-        for name in ("sde_window_every", "sde_window_stride", "sde_window_roll_back"):
-            if not moves and getattr(self, name) != usual[name]:
-                raise UserError(
-                    f"rollout.{name} is {getattr(self, name)}, and no window moves. Set rollout.sde_window "
-                    "to its size and rollout.sde_window_order=progressive, decay or exp_decay."
-                )
-
-    def _check_branch(self, branch: BranchSettings) -> None:
-        """Refuse branches beside what else makes samples alike, and steps that do not fit."""
-        for name, given, none in (
-            ("shared_noise", self.shared_noise, "false"),
-            ("sde_window", self.sde_window, "null"),
-        ):
-            if given:
-                raise UserError(
-                    f"rollout.branch says for good which steps are whose, and rollout.{name} is {given}. Set "
-                    f"rollout.{name}={none}, or rollout.branch=null."
-                )
-        _steps("rollout.branch.at", branch.at, self.stochastic, "the stochastic steps")
-        branch.check(self.group_size, self.trained)
-
-    def _check_exact_last(self, noisy: Sequence[int]) -> None:
-        """The limits of kernels that replace part of the predicted noise."""
-        if self.noise_level > 1:
-            usual = "which replaces all of the noise (published: 0.8)" if self.schedule == "cps" else "DDPO's"
-            raise UserError(
-                f"rollout.noise_level is {self.noise_level}; for rollout.schedule={self.schedule} it must "
-                f"be at most 1, {usual}."
-            )
-        if self.steps - 1 in noisy:
-            raise UserError(
-                f"rollout.sde_steps {list(noisy)} holds the last of {self.steps} steps, in which "
-                f"{self.schedule} adds no noise, so it has no log-probability. Take {self.steps - 1} out, or "
-                "set rollout.schedule to flow or dance."
-            )
+        check_rules(self, RULES)
 
     @property
     def scores_in_thread(self) -> bool:
-        """Whether the judge is asked in a thread."""
+        """True where the reward runs in a thread."""
         return self.overlap > 1 or self.staleness > 0
 
     @property
     def stochastic(self) -> list[int]:
-        """The steps that may be stochastic, ascending."""
+        """Steps that may be stochastic, ascending."""
         return list(range(max(1, self.steps - 1))) if self.sde_steps is None else sorted(self.sde_steps)
 
     @property
     def trained(self) -> list[int]:
-        """The steps that may be trained on, ascending."""
+        """Steps that may be trained on, ascending."""
         return self.stochastic if self.train_steps is None else sorted(self.train_steps)
+
+    def choose_steps(self, seed: int, iteration: int) -> tuple[list[int], tuple[int, ...]]:
+        """Choose an iteration's stochastic steps, and the indices among them that are trained on."""
+        steps = self.stochastic
+        if self.sde_window is None:
+            return steps, tuple(steps.index(step) for step in self.trained)
+        indices = window_steps(
+            len(steps),
+            self.sde_window,
+            iteration,
+            order=self.sde_window_order,
+            every=self.sde_window_every,
+            stride=self.sde_window_stride,
+            roll_back=self.sde_window_roll_back,
+            draw=np.random.default_rng(sample_seed(seed, "noise steps", iteration)),
+        )
+        return [steps[index] for index in indices], tuple(range(len(indices)))
 
     @property
     def sampled_per_image(self) -> float:
-        """Denoising steps that an image costs: Σ_k n_k / G over those that are made, n_k = `paths(k)`. With
-        a window that begins later it is less."""
-        ways = [visited_steps(self.steps, [window[-1]], self.ode_compression) for window in self._windows]
-        made = [sum(map(self.paths, way[:-1])) for way in ways]
-        return sum(made) / len(made) / self.group_size
+        """Denoising steps per image, Σ_k n_k / G over the steps taken with n_k = `paths(k)`; mean over
+        windows."""
+        routes = [visited_steps(self.steps, [window[-1]], self.ode_compression) for window in self.windows]
+        return sum(sum(map(self.paths, route[:-1])) for route in routes) / len(routes) / self.group_size
 
     @property
-    def _windows(self) -> list[list[int]]:
-        """The stochastic steps of each window, as if each stayed equally long; any subset counts as one that
-        reaches the end."""
-        noisy, size, order = self.stochastic, self.sde_window, self.sde_window_order
+    def windows(self) -> list[list[int]]:
+        """Stochastic steps of each window, all equally likely; a random subset counts as the last window."""
+        steps, size, order = self.stochastic, self.sde_window, self.sde_window_order
         if size is None or order == "subset":
-            return [noisy[-(size or len(noisy)) :]]
-        last = len(noisy) - size if order == "random" else len(noisy) - 1
+            return [steps[-(size or len(steps)) :]]
+        last = len(steps) - size if order == "random" else len(steps) - 1
         stride = 1 if order == "random" else self.sde_window_stride
-        return [noisy[start : start + size] for start in range(0, last + 1, stride)]
+        return [steps[start : start + size] for start in range(0, last + 1, stride)]
 
     def paths(self, step: int) -> int:
-        """n_k, different latents of a group before a step, or at the end (T)."""
+        """Count n_k, the different latents of a group before a step, or at the end (T)."""
         if self.branch is not None:
             return self.branch.paths(self.group_size, step)
         return 1 if self.shared_noise and step <= self.stochastic[0] else self.group_size
 
     def nodes(self, group: Tensor, sde_steps: Sequence[int]) -> Tensor | None:
-        """[T + 1, B] who has its latent in common with whom (`tree_nodes`); None: nobody.
+        """Map samples to shared latents, [T + 1, B] (`tree_nodes`); None where nothing is shared.
 
         Args:
             group: [B] labels.
@@ -279,21 +177,119 @@ class RolloutSettings:
 
     @property
     def completed_per_image(self) -> float:
-        """ODE steps that complete an image from each of its stochastic steps; with a window, on average."""
-        noisy = self.stochastic
-        return sum(self.steps - step for step in noisy) * (self.sde_window or len(noisy)) / len(noisy)
+        """ODE steps that complete an image from each of its stochastic steps; the mean with a window."""
+        steps = self.stochastic
+        return sum(self.steps - step for step in steps) * (self.sde_window or len(steps)) / len(steps)
 
     @property
     def trained_per_image(self) -> int:
-        """How many steps of one image are trained on in one iteration, at most."""
+        """Largest number of steps of one image that are trained on in an iteration."""
         return self.sde_window or len(self.trained)
 
     @property
     def pairs_per_image(self) -> float:
-        """Pairs of sample and step that are trained on for an image, Σ_k n_{k+1} / G over the trained steps:
-        what images have in common counts once. Moving windows are shorter at the end of the schedule."""
-        if self.branch is None and self.sde_window is not None:
-            return sum(map(len, self._windows)) / len(self._windows)
-        if self.branch is None:
-            return self.trained_per_image
-        return sum(self.paths(step + 1) for step in self.trained) / self.group_size
+        """Trained (sample, step) pairs per image, Σ_k n_{k+1} / G over the trained steps: shared steps count
+        once, and moving windows are shorter at the end of the schedule."""
+        if self.branch is not None:
+            return sum(self.paths(step + 1) for step in self.trained) / self.group_size
+        if self.sde_window is not None:
+            return sum(map(len, self.windows)) / len(self.windows)
+        return self.trained_per_image
+
+
+def _is_no_subset(steps: Sequence[int] | None, allowed: Collection[int]) -> bool:
+    return steps is not None and (not steps or len(set(steps)) < len(steps) or not set(steps) <= set(allowed))
+
+
+def _changed_window_setting(s: RolloutSettings) -> str | None:
+    """Find a setting of moving windows that was changed although no window moves."""
+    moves = s.sde_window is not None and s.sde_window_order not in ("subset", "random")
+    defaults = {"sde_window_every": 25, "sde_window_stride": 1, "sde_window_roll_back": True}
+    changed = [name for name, default in defaults.items() if getattr(s, name) != default]
+    return f"{changed[0]} is {getattr(s, changed[0])}" if changed and not moves else None
+
+
+RULES = (
+    (
+        lambda s: s.noise_level <= 0,
+        "rollout.noise_level is {s.noise_level}; without noise a step has no log-probability. Set it above "
+        "0, "
+        f"{_OTHER_ALGORITHM}.",
+    ),
+    (
+        lambda s: s.sde_steps == [],
+        "rollout.sde_steps is []; without noise a step has no log-probability. List steps from 0 to "
+        f"rollout.steps - 1, {_OTHER_ALGORITHM}.",
+    ),
+    (
+        lambda s: _is_no_subset(s.sde_steps, range(s.steps)),
+        "rollout.sde_steps is {s.sde_steps}; list different steps from 0 to rollout.steps - 1 "
+        "(rollout.steps is {s.steps}).",
+    ),
+    (
+        lambda s: s.schedule in LAST_IS_EXACT and s.noise_level > 1,
+        "rollout.noise_level is {s.noise_level}; for rollout.schedule={s.schedule} it must be at most 1 "
+        "(DDPO uses 1, Flow-CPS 0.8).",
+    ),
+    (
+        lambda s: s.schedule in LAST_IS_EXACT and s.steps - 1 in s.stochastic and f"{s.steps - 1}",
+        "rollout.sde_steps {s.stochastic} holds the last of {s.steps} steps, in which {s.schedule} adds no "
+        "noise, so it has no log-probability. Take {v} out, or set rollout.schedule to flow or dance.",
+    ),
+    (
+        lambda s: _is_no_subset(s.train_steps, s.stochastic),
+        "rollout.train_steps is {s.train_steps}; list different steps among the stochastic steps "
+        "{s.stochastic}.",
+    ),
+    (
+        lambda s: (s.sde_window or 0) > len(s.stochastic) and len(s.stochastic),
+        "rollout.sde_window is {s.sde_window}; with {v} sde_steps it must be 1 to {v}.",
+    ),
+    (
+        lambda s: s.sde_window is not None and s.train_steps is not None,
+        "rollout.sde_window draws the steps to train in each iteration, so rollout.train_steps cannot be "
+        "fixed as well. Remove one of the two.",
+    ),
+    (
+        lambda s: s.sde_window is None and s.sde_window_order != "subset",
+        "rollout.sde_window_order is {s.sde_window_order} and there is no window. Set rollout.sde_window to "
+        "its size.",
+    ),
+    (
+        _changed_window_setting,
+        "rollout.{v}, and no window moves. Set rollout.sde_window to its size and "
+        "rollout.sde_window_order=progressive, decay or exp_decay.",
+    ),
+    (
+        lambda s: s.ode_compression is not None and max(s.steps - 1 - w[-1] for w in s.windows) < 2,
+        "rollout.ode_compression is {s.ode_compression}, and there are no two steps to compress after the "
+        "stochastic steps {s.stochastic}. Set rollout.sde_steps to earlier steps, or a rollout.sde_window "
+        "with rollout.sde_window_order=progressive.",
+    ),
+    (
+        lambda s: s.image_sizes and s.staleness,
+        "rollout.staleness=1 samples the next iteration before this one is trained on, and "
+        "rollout.image_sizes {s.image_sizes} gives it another size. Leave one of the two out.",
+    ),
+    (
+        lambda s: s.branch and ((s.shared_noise and "shared_noise") or (s.sde_window and "sde_window")),
+        "rollout.branch fixes which steps samples share, and rollout.{v} is set too. Leave one of the two "
+        "out.",
+    ),
+    (
+        lambda s: s.branch and _is_no_subset(s.branch.at, s.stochastic),
+        "rollout.branch.at is {s.branch.at}; list different steps among the stochastic steps {s.stochastic}.",
+    ),
+    (
+        lambda s: s.branch and s.group_size % s.branch.leaves and s.branch.leaves,
+        "rollout.group_size is {s.group_size}, and a tree with {s.branch.children} children at the steps "
+        "{s.branch.at} has {v} images. Take a multiple of {v}, or other rollout.branch.at and children.",
+    ),
+    (
+        lambda s: s.branch and [step for step in s.trained if s.paths(step + 1) == 1],
+        "rollout.branch.at is {s.branch.at}, and all images of a prompt share step {v[0]}: there is nothing "
+        "to compare it with. Branch there, take {v[0]} out of rollout.sde_steps or train_steps, or let "
+        "rollout.group_size hold several trees.",
+    ),
+)
+"""Rules over several settings, in the order in which they are checked."""

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training of images can be told of what is optimized.
+"""Settings of the objective on images, and the rules that tie it to the rollout.
 
-The defaults are Flow-GRPO's published ones for SD3.5-M (arXiv 2505.05470 and its code); each field says where
-ours differ. Values are checked when a setting is made, before anything is loaded or written.
+The defaults are Flow-GRPO's published ones for SD3.5-M (arXiv 2505.05470 and its code); each field states
+where ours differ.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -26,343 +25,445 @@ from visalign.core.regression.rows import (
     named_regression,
 )
 from visalign.errors import UserError
-from visalign.training.loop.optimizer import at_least, choice
+from visalign.settings import NonNegative, Positive, check_rules, settings
+from visalign.training.loop.sampler import check_whole_groups
 from visalign.training.policy.settings import (
     MATRIX_ADVANTAGES,
     ObjectiveSettings,
-    Positive,
     check_stale,
     merge_changes,
 )
 from visalign.training.policy.update import couples_decisions
 
-from .published import instead_of
+from .published import published_alternative
 from .rollout_settings import RolloutSettings
 
+COMPLETIONS = ("turning_points", "one_step")
+"""Credits that score more images than are sampled."""
 
-@dataclass(frozen=True, kw_only=True)
+
+@settings("objective")
 class DiffusionObjectiveSettings(ObjectiveSettings):
-    """What is optimized on denoising steps."""
+    """Objective on denoising steps."""
 
     algorithm: str = "flow_grpo"
-    """A row of `visalign.core.NAMED`: flow_grpo, flow_gspo, grpo_guard, flow_dppo, pref_grpo, and of the rows
-    for text all that mean something on denoising steps: grpo, dr_grpo, rloo, reinforce_pp, dapo, cispo, sapo,
-    gmpo, ... Or of `visalign.core.REGRESSIONS`, which need no log-prob: diffusion_nft, awm, v_grpo, ram,
-    reward_weighted, rejection, crd, gdro, diffusion_dpo, opd, ... Or of `visalign.core.ASCENTS`, which go
-    through the reward's own gradient: draft, draft_lv, refl."""
-    step_weights: list[float] | None = None
-    """Factor of the policy's loss at each of the T steps, in place of the row's `step_weight`."""
-    credit: str = "image"
-    """What a denoising step earns: "image", the advantage of its image; "turning_points", by how much its
-    noise raised the reward of the deterministic rest, a turning point all that was still to come (TP-GRPO,
-    arXiv 2602.06422), at the price of completing and judging every sample from every stochastic step;
-    "one_step", by how much it raised the reward of the prediction x − σ v, at the price of judging alone;
-    "branches", the mean reward of the images that came of it, with `rollout.branch` (BranchGRPO)."""
+    """A name in `visalign.core.NAMED`: flow_grpo, flow_gspo, grpo_guard, flow_dppo, pref_grpo, and the text
+    algorithms that mean something on denoising steps: grpo, dr_grpo, rloo, reinforce_pp, dapo, cispo, sapo,
+    gmpo, ... Or in `visalign.core.REGRESSIONS`, which need no log-prob: diffusion_nft, awm, v_grpo, ram,
+    reward_weighted, rejection, crd, gdro, diffusion_dpo, opd, ... Or in `visalign.core.ASCENTS`, which use
+    the reward's own gradient: draft, draft_lv, refl."""
+    step_weights: list[NonNegative] | None = None
+    """Factor of the policy's loss at each of the T steps, instead of the algorithm's `step_weight`."""
+    credit: Literal["image", "turning_points", "one_step", "branches"] = "image"
+    """Advantage of a denoising step: "image", that of its image; "turning_points", how much its noise raised
+    the reward of the deterministic rest, at a turning point all that was still to come (TP-GRPO, arXiv
+    2602.06422), which completes and scores every sample from every stochastic step; "one_step", how much it
+    raised the reward of the prediction x − σ v, which only scores; "branches", the mean reward of the images
+    that descend from it, with `rollout.branch` (BranchGRPO)."""
     metric: str | None = None
-    """The part of the reward, e.g. the label of a term of weight 0, at whose median advantage=canon splits a
+    """Part of the reward, e.g. the label of a term of weight 0, at whose median advantage=canon splits a
     group."""
-    multiplier_rate: float = 0.1
+    multiplier_rate: Positive = 0.1
     """η of λ ← max(0, λ + η (bound − mean)), the multiplier of a reward that has a bound
-    (`rewards.terms.LABEL.bound`), after each iteration's judgement; in units of 1 / (weight · reward)."""
+    (`rewards.terms.LABEL.bound`), after each iteration is scored; in units of 1 / (weight · reward)."""
     experts: dict[str, str] | None = None
-    """Of algorithm=opd: tag of the prompts, or "*" for all that are not named -> folder of the trained
-    policy (a run's lora/ or model/) whose velocity is learnt there; made with the same model settings."""
+    """For algorithm=opd: tag of the prompts, or "*" for all others -> folder of the trained policy (a run's
+    lora/ or model/) whose velocity is learned there; trained with the same model settings."""
     ratio_bound: Positive | None = None
-    """Largest |log r| allowed at the run's first update, where r must be 1. null: 1e-5, times the
-    latent's numbers where the ratio sums over them; networks in bfloat16 may need more."""
+    """Largest |log r| allowed at the run's first update, where r must be 1. null: 1e-5, times the latent's
+    numbers where the ratio sums over them; networks in bfloat16 may need more."""
 
     def __post_init__(self) -> None:
-        if self.algorithm not in (*NAMED, *REGRESSIONS, *ASCENTS):
-            raise UserError(
-                f"objective: there is no algorithm {self.algorithm!r}. {instead_of(self.algorithm)}"
-            )
-        choice("objective.credit", self.credit, CREDITS)
-        if self.experts and (self.regression is None or self.regression.anchor != "expert"):
-            raise UserError(
-                f"objective.experts is {self.experts}, and objective.algorithm={self.algorithm} has none. "
-                "Set objective.algorithm=opd, or objective.experts=null."
-            )
-        if not 0 < self.multiplier_rate < math.inf:
-            raise UserError(f"objective.multiplier_rate is {self.multiplier_rate}; set it above 0.")
+        check_rules(self, OBJECTIVE_RULES)
         if self.regression is not None:
-            self._check_regression(self.regression)
+            _check_options(self.regression)
             self.check_reset(self.regression.asks_reference)
-            return
-        if self.ascent is not None:
-            self._check_absent("; objective.changes.stop_range says where sampling stops")
+        elif self.ascent is not None:
             self.check_reset(self.ascent.kl > 0)
-            if self.balance_every is not None:
-                raise UserError(
-                    f"objective.balance_every is {self.balance_every}, and objective.algorithm="
-                    f"{self.algorithm} adds the rewards' own gradients, with "
-                    "objective.changes.normalise each of one length. Set objective.balance_every=null."
-                )
-            return
-        super().__post_init__()
-        given = {"metric": self.metric is not None, "process_reward": self.credit != "image"}
-        self.check("denoising_steps", [name for name, there in given.items() if there])
-        if self.metric is not None and self.build(length=1).advantage != "canon":
-            raise UserError(
-                f"objective.metric is {self.metric!r}, which splits the groups of advantage='canon' alone. "
-                "Set objective.algorithm=canon, or objective.metric=null."
-            )
-        if self.step_weights is not None and not all(math.isfinite(w) and w >= 0 for w in self.step_weights):
-            raise UserError(
-                f"objective.step_weights is {self.step_weights}; weights are finite and not negative."
-            )
+        else:
+            super().__post_init__()
+            extra = {"metric": self.metric is not None, "process_reward": self.credit != "image"}
+            self.check("denoising_steps", [name for name, needed in extra.items() if needed])
+            check_rules(self, POLICY_GRADIENT_RULES)
+
+    @property
+    def is_policy_gradient(self) -> bool:
+        """True for algorithms on the log-probs of steps: neither a regression nor an ascent."""
+        return self.algorithm in NAMED
 
     @property
     def regression(self) -> Regression | None:
-        """The row where `algorithm` names a regression, else None."""
+        """The regression that `algorithm` names, else None."""
         if self.algorithm not in REGRESSIONS:
             return None
-        try:
-            row = named_regression(
-                self.algorithm, **merge_changes(self.changes_for.get(self.algorithm, {}), self.changes)
-            )
-        except (ValueError, TypeError) as error:
-            raise UserError(f"objective: {error}") from error
+        row = self._build(named_regression)
         if self.balance_every is None:
             return row
         self.check_balanced("signal", row.signal, "advantage")
         return replace(row, signal="normalise_then_sum", signal_options={"ddof": 0})
 
-    def build(self, *, length: int) -> Objective:
-        """The objective, with `credit` of each step."""
-        row = super().build(length=length)
-        return row if self.credit == "image" else self._by_step(row)
-
-    def _by_step(self, row: Objective) -> Objective:
-        """The row with an advantage of each step, z-scores within the group as in TP-GRPO's code."""
-        if row.advantage != "group" or self.balance_every is not None or row.kl_in_reward:
-            raise UserError(
-                f"objective.credit is {self.credit!r}, which makes an advantage of each step. It goes with "
-                "advantage='group', kl_in_reward=0 and objective.balance_every=null, as in flow_grpo; else "
-                "set objective.credit=image."
-            )
-        if self.credit == "branches" and couples_decisions(row):
-            raise UserError(
-                "objective.credit='branches' trains once what several images have in common, and "
-                f"objective.algorithm={self.algorithm} joins the steps of an image. Take flow_grpo, "
-                "grpo_guard or grpo."
-            )
-        return replace(row, advantage="steps", advantage_options={"scale": "group", "ddof": 0})
-
     @property
     def ascent(self) -> Ascent | None:
-        """The row where `algorithm` goes through the reward's gradient, else None."""
-        if self.algorithm not in ASCENTS:
-            return None
+        """The reward-gradient algorithm that `algorithm` names, else None."""
+        return self._build(named_ascent) if self.algorithm in ASCENTS else None
+
+    def _build(self, build: Any) -> Any:
+        """Build a named algorithm with `changes_for` and `changes` applied."""
         try:
-            return named_ascent(
+            return build(
                 self.algorithm, **merge_changes(self.changes_for.get(self.algorithm, {}), self.changes)
             )
         except (ValueError, TypeError) as error:
             raise UserError(f"objective: {error}") from error
 
+    def build(self, *, length: int) -> Objective:
+        """Build the objective; with `credit` its advantages are z-scores of each step within the group."""
+        objective = super().build(length=length)
+        if self.credit == "image":
+            return objective
+        check_rules(self, ((lambda s: _credit_conflict(s, objective), "{v}"),))
+        return replace(objective, advantage="steps", advantage_options={"scale": "group", "ddof": 0})
+
     def check_constrained(self, reward: Any) -> None:
-        """Refuse rewards with a bound where the sum of all is not what is learnt from.
+        """Refuse rewards with a bound where training does not use the sum of all rewards.
 
         Raises:
             UserError: with what to set instead.
         """
-        constraints = reward.capabilities.constraints
-        if not constraints:
+        bounds = reward.capabilities.constraints
+        if not bounds:
             return
         name = f"objective.algorithm={self.algorithm}"
-        why = {
+        reasons = {
             f"{name} follows the rewards' own gradients": self.ascent is not None,
             f"objective.balance_every={self.balance_every} weighs them": self.balance_every is not None,
-            f"objective.credit={self.credit} judges more than images": self.credit in COMPLETIONS,
+            f"objective.credit={self.credit} scores more than images": self.credit in COMPLETIONS,
             f"{name} takes each reward by itself": self._takes_columns,
         }
-        for reason, there in why.items():
-            if there:
+        for reason, applies in reasons.items():
+            if applies:
                 raise UserError(
-                    f"rewards.terms has a bound ({', '.join(constraints)}), which moves the weight of "
-                    f"that term, and {reason}. Take flow_grpo, grpo_guard, diffusion_nft, awm or ram with "
-                    "one advantage of the sum, or set the bound to null."
+                    f"rewards.terms has a bound ({', '.join(bounds)}), which changes the weight of that "
+                    f"term, and {reason}. Take flow_grpo, grpo_guard, diffusion_nft, awm or ram with one "
+                    "advantage of the sum, or set the bound to null."
                 )
 
     @property
     def _takes_columns(self) -> bool:
-        """Whether the advantage is made of the rewards one by one."""
-        if self.ascent is not None:
-            return False
-        row = self.regression
-        if row is not None:
-            return row.signal in MATRIX_SIGNALS
-        return self.build(length=1).advantage in MATRIX_ADVANTAGES
-
-    def _check_absent(self, of_steps: str) -> None:
-        """Refuse what means nothing without log-probs of stochastic steps."""
-        at_least("objective.epochs", self.epochs, 1)
-        absent = {
-            "ratio_bound": ("ratio", ""),
-            "metric": ("halves of a group", ""),
-            "step_weights": ("log-probs of steps", of_steps),
-        }
-        if self.credit != "image":
-            raise UserError(
-                f"objective.credit is {self.credit!r}, and objective.algorithm={self.algorithm} has no "
-                "log-probs of steps that could earn it. Set objective.credit=image, or take flow_grpo."
-            )
-        for name, (what, instead) in absent.items():
-            if getattr(self, name) is not None:
-                raise UserError(
-                    f"objective.{name} is {getattr(self, name)}, and objective.algorithm={self.algorithm} "
-                    f"has no {what}. Set objective.{name}=null{instead}."
-                )
-
-    def _check_regression(self, row: Regression) -> None:
-        """Refuse what means nothing to a regression, and values that its functions refuse."""
-        self._check_absent("; objective.changes.weighting weighs noise levels")
-        some, one = torch.zeros(4, 2), torch.full((4,), 0.5)
-        reward = torch.tensor([0.0, 1.0, 1.0, 0.0])
-        several = row.signal in MATRIX_SIGNALS
-        pairs = PairOutput(v=some, target=some, sigma=one, anchor=some, guidance=some)
-        try:
-            signal, _ = row.prepare(reward[:, None] if several else reward, [0, 0, 1, 1], weights=[1.0])
-            if row.of_groups:
-                row.group_loss(one[:2], one[:2], signal[:2])
-            else:
-                row.pair_loss(pairs, signal)
-        except (ValueError, TypeError) as error:
-            raise UserError(f"objective: {error}") from error
+        """True where the advantage is computed from the rewards one by one."""
+        if self.regression is not None:
+            return self.regression.signal in MATRIX_SIGNALS
+        return self.is_policy_gradient and self.build(length=1).advantage in MATRIX_ADVANTAGES
 
 
-COMPLETIONS = ("turning_points", "one_step")
-"""Credits that judge more images than are made."""
-CREDITS = ("image", *COMPLETIONS, "branches")
+def _credit_conflict(s: DiffusionObjectiveSettings, objective: Objective) -> str:
+    """Describe why an objective cannot have an advantage of each step; "" where it can."""
+    if objective.advantage != "group" or s.balance_every is not None or objective.kl_in_reward:
+        return (
+            f"objective.credit is {s.credit!r}, which computes an advantage of each step. It needs "
+            "advantage='group', kl_in_reward=0 and objective.balance_every=null, as in flow_grpo; else set "
+            "objective.credit=image."
+        )
+    if s.credit == "branches" and couples_decisions(objective):
+        return (
+            "objective.credit='branches' trains shared steps once, and "
+            f"objective.algorithm={s.algorithm} joins the steps of an image. Take flow_grpo, grpo_guard or "
+            "grpo."
+        )
+    return ""
 
-_OF_STEPS = (
-    *("sde_steps", "sde_window", "sde_window_order", "sde_window_every", "sde_window_stride"),
-    *("sde_window_roll_back", "ode_compression", "shared_noise", "branch"),
-    *("train_steps", "schedule", "noise_level", "log_prob_reduction"),
+
+def _check_options(row: Regression) -> None:
+    """Refuse options that the functions of a regression refuse, before a model is loaded."""
+    value, half = torch.zeros(4, 2), torch.full((4,), 0.5)
+    reward = torch.tensor([0.0, 1.0, 1.0, 0.0])
+    pairs = PairOutput(v=value, target=value, sigma=half, anchor=value, guidance=value)
+    try:
+        columns = reward[:, None] if row.signal in MATRIX_SIGNALS else reward
+        signal, _ = row.prepare(columns, [0, 0, 1, 1], weights=[1.0])
+        if row.of_groups:
+            row.group_loss(half[:2], half[:2], signal[:2])
+        else:
+            row.pair_loss(pairs, signal)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"objective: {error}") from error
+
+
+_NEEDS_LOG_PROBS = {
+    "ratio_bound": "no ratio. Set objective.ratio_bound=null",
+    "metric": "no halves of a group. Set objective.metric=null",
+    "step_weights": "no log-probs of steps. Set objective.step_weights=null",
+}
+_INSTEAD_OF_STEP_WEIGHTS = {
+    True: "; objective.changes.weighting weighs noise levels",
+    False: "; objective.changes.stop_range sets where sampling stops",
+}
+
+
+def _needs_log_probs(s: DiffusionObjectiveSettings) -> str:
+    """Describe a setting that means nothing without log-probs of stochastic steps."""
+    for name, missing in _NEEDS_LOG_PROBS.items():
+        if not s.is_policy_gradient and getattr(s, name) is not None:
+            instead = _INSTEAD_OF_STEP_WEIGHTS[s.algorithm in REGRESSIONS] if name == "step_weights" else ""
+            algorithm = f"objective.algorithm={s.algorithm}"
+            return f"objective.{name} is {getattr(s, name)}, and {algorithm} has {missing}{instead}."
+    return ""
+
+
+OBJECTIVE_RULES = (
+    (
+        lambda s: s.algorithm not in (*NAMED, *REGRESSIONS, *ASCENTS) and published_alternative(s.algorithm),
+        "objective: there is no algorithm {s.algorithm!r}. {v}",
+    ),
+    (
+        lambda s: s.experts and (s.regression is None or s.regression.anchor != "expert"),
+        "objective.experts is {s.experts}, and objective.algorithm={s.algorithm} has none. Set "
+        "objective.algorithm=opd, or objective.experts=null.",
+    ),
+    (
+        lambda s: s.credit != "image" and not s.is_policy_gradient,
+        "objective.credit is {s.credit!r}, and objective.algorithm={s.algorithm} has no log-probs of steps "
+        "to credit. Set objective.credit=image, or take flow_grpo.",
+    ),
+    (_needs_log_probs, "{v}"),
+    (
+        lambda s: s.ascent is not None and s.balance_every is not None,
+        "objective.balance_every is {s.balance_every}, and objective.algorithm={s.algorithm} adds the "
+        "rewards' own gradients, with objective.changes.normalise each of length one. Set "
+        "objective.balance_every=null.",
+    ),
 )
-"""Settings of stochastic steps; from one start the ODE makes one image."""
+"""Rules of every objective."""
+
+POLICY_GRADIENT_RULES = (
+    (
+        lambda s: s.metric is not None and s.build(length=1).advantage != "canon",
+        "objective.metric is {s.metric!r}, which splits groups with advantage='canon' only. Set "
+        "objective.algorithm=canon, or objective.metric=null.",
+    ),
+)
 
 
-def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettings) -> None:
-    """Refuse settings of stochastic steps for a regression, which has none, and more levels than there are.
+@dataclass(frozen=True)
+class _Job:
+    """Objective and rollout of a job, as `JOB_RULES` read them."""
+
+    objective: DiffusionObjectiveSettings
+    rollout: RolloutSettings
+
+    @property
+    def row(self) -> Regression | None:
+        return self.objective.regression
+
+
+def check_sampling(
+    objective: DiffusionObjectiveSettings, rollout: RolloutSettings, *, stored: bool = False
+) -> None:
+    """Refuse an objective and a rollout that do not fit each other.
+
+    Args:
+        objective: the loss.
+        rollout: the sampling.
+        stored: True where stored pairs of images take the place of samples.
 
     Raises:
         UserError: with what to set instead.
     """
-    row = objective.regression
-    if objective.changes.get("kl_form", "divergence") != "divergence" and not objective.build(length=1).kl:
-        raise UserError(
-            f"objective.changes.kl_form is {objective.changes['kl_form']}, and objective.algorithm="
-            f"{objective.algorithm} has no KL term. Set its weight too, e.g. objective.changes.kl=0.01."
-        )
-    _check_solver(objective, rollout)
-    _check_credit(objective, rollout)
+    job = _Job(objective, rollout)
+    check_rules(job, (*JOB_RULES, *(STORED_PAIR_RULES if stored else SAMPLED_RULES)))
     if rollout.staleness:
-        is_step = row is None and objective.ascent is None
-        check_stale(objective.build(length=1) if is_step else None, objective.algorithm)
-        if objective.credit == "turning_points":
-            raise UserError(
-                "objective.credit=turning_points completes images with the present weights, and "
-                "rollout.staleness=1 made them with others. Set rollout.staleness=0, or "
-                "objective.credit=one_step."
+        check_stale(objective.build(length=1) if objective.is_policy_gradient else None, objective.algorithm)
+
+
+_STOCHASTIC_STEPS = (
+    *("sde_steps", "sde_window", "sde_window_order", "sde_window_every", "sde_window_stride"),
+    *("sde_window_roll_back", "ode_compression", "shared_noise", "branch"),
+    *("train_steps", "schedule", "noise_level", "log_prob_reduction"),
+)
+"""Settings of stochastic steps; along the ODE one initial noise gives one image."""
+
+
+def _unused_noise_setting(s: _Job) -> str:
+    """Describe a setting of stochastic steps that an algorithm without them would ignore."""
+    if s.objective.is_policy_gradient or (s.row is not None and s.row.visited):
+        return ""
+    where = (
+        "at noised end points, objective.changes.levels of an image"
+        if s.row
+        else "through the reward's gradient"
+    )
+    defaults = {item.name: item.default for item in fields(RolloutSettings)}
+    for name in _STOCHASTIC_STEPS:
+        if getattr(s.rollout, name) != defaults[name]:
+            return (
+                f"rollout.{name} is {getattr(s.rollout, name)}, and objective.algorithm="
+                f"{s.objective.algorithm} samples along the ODE and trains {where}. Set "
+                f"rollout.{name}={json.dumps(defaults[name])}."
             )
-    if row is None:
-        if objective.ascent is not None:
-            _check_no_noise(objective, rollout, "through the reward's gradient")
-        why = "needs log-probs of" if objective.ascent is None else "climbs the reward's gradient through"
-        for name, given, none in (
-            ("guidance", rollout.guidance, "rollout.guidance=null and model.guidance"),
-            ("merge_adapters", rollout.merge_adapters or None, "rollout.merge_adapters=false"),
-        ):
-            if given is not None:
-                raise UserError(
-                    f"rollout.{name} is {given}, and objective.algorithm={objective.algorithm} {why} "
-                    f"the policy that sampled. Set {none}, or take a regression, e.g. "
-                    "objective.algorithm=diffusion_nft."
-                )
-        return
-    if row.anchor == "expert" and not objective.experts:
-        raise UserError(
-            f"objective.algorithm={objective.algorithm} learns from experts, and there are none. Set "
-            'objective.experts to the folders of trained policies, e.g. {counting: runs/a/lora, "*": '
-            "runs/b/lora}."
-        )
-    if row.visited and rollout.branch is not None:
-        raise UserError(
-            f"rollout.branch is {rollout.branch}, and objective.algorithm={objective.algorithm} learns at "
-            "each image's own states. Set rollout.branch=null."
-        )
-    if row.visited:
-        return
-    _check_no_noise(objective, rollout, "at noised end points, objective.changes.levels of an image")
-    if not row.continuous and (row.levels or 0) > rollout.steps:
-        raise UserError(
-            f"objective.changes.levels is {row.levels}, and the sampler has {rollout.steps} timesteps. "
-            f"Take at most {rollout.steps}, or levels between them too: objective.changes.continuous=true."
-        )
+    return ""
+
+
+def _needs_regression(s: _Job) -> str:
+    """Describe a rollout setting that makes the sampling policy another one than the trained policy."""
+    if s.row is not None:
+        return ""
+    why = "needs log-probs of" if s.objective.is_policy_gradient else "differentiates the reward through"
+    changed = {
+        "guidance": (s.rollout.guidance, "rollout.guidance=null and model.guidance"),
+        "merge_adapters": (s.rollout.merge_adapters or None, "rollout.merge_adapters=false"),
+    }
+    for name, (value, default) in changed.items():
+        if value is not None:
+            return (
+                f"rollout.{name} is {value}, and objective.algorithm={s.objective.algorithm} {why} the "
+                f"policy that sampled. Set {default}, or take a regression, e.g. "
+                f"objective.algorithm=diffusion_nft."
+            )
+    return ""
+
+
+JOB_RULES = (
+    (
+        lambda s: (
+            s.objective.changes.get("kl_form", "divergence") != "divergence"
+            and not s.objective.build(length=1).kl
+        ),
+        "objective.changes.kl_form is {s.objective.changes[kl_form]}, and objective.algorithm="
+        "{s.objective.algorithm} has no KL term. Set its weight too, e.g. objective.changes.kl=0.01.",
+    ),
+    (
+        lambda s: s.objective.credit == "turning_points" and s.rollout.ode_compression is not None,
+        "rollout.ode_compression is {s.rollout.ode_compression}, and objective.credit=turning_points "
+        "completes images on all timesteps. Set rollout.ode_compression=null, or objective.credit=one_step.",
+    ),
+    (
+        lambda s: s.objective.ascent is not None and s.rollout.solver != "euler",
+        "rollout.solver is {s.rollout.solver}, and objective.algorithm={s.objective.algorithm} sends the "
+        "reward's gradient through Euler steps. Set rollout.solver=euler.",
+    ),
+    (
+        lambda s: s.objective.credit == "branches" and s.rollout.branch is None,
+        "objective.credit is 'branches', and rollout.branch is null. Set rollout.branch={{at: [0], children: "
+        "2}} or other branches, or objective.credit=image.",
+    ),
+    (
+        lambda s: s.objective.is_policy_gradient and s.rollout.branch and s.objective.credit != "branches",
+        "objective.credit is {s.objective.credit!r}, and with rollout.branch a shared step earns the mean of "
+        "its images. Set objective.credit=branches, or rollout.branch=null.",
+    ),
+    (
+        lambda s: s.rollout.staleness and s.objective.credit == "turning_points",
+        "objective.credit=turning_points completes images with the current weights, and rollout.staleness=1 "
+        "sampled them with older ones. Set rollout.staleness=0, or objective.credit=one_step.",
+    ),
+    (_needs_regression, "{v}"),
+    (_unused_noise_setting, "{v}"),
+    (
+        lambda s: s.row and s.row.anchor == "expert" and not s.objective.experts,
+        "objective.algorithm={s.objective.algorithm} learns from experts, and there are none. Set "
+        'objective.experts to the folders of trained policies, e.g. {{counting: runs/a/lora, "*": '
+        "runs/b/lora}}.",
+    ),
+    (
+        lambda s: s.row and s.row.visited and s.rollout.branch,
+        "rollout.branch is {s.rollout.branch}, and objective.algorithm={s.objective.algorithm} learns at "
+        "each image's own states. Set rollout.branch=null.",
+    ),
+    (
+        lambda s: (
+            s.row and not s.row.visited and not s.row.continuous and (s.row.levels or 0) > s.rollout.steps
+        ),
+        "objective.changes.levels is {s.row.levels}, and the sampler has {s.rollout.steps} timesteps. Take "
+        "at most {s.rollout.steps}, or also levels between them: objective.changes.continuous=true.",
+    ),
+    (
+        lambda s: s.objective.ascent and s.objective.ascent.last > s.rollout.steps,
+        "objective.changes.last is {s.objective.ascent.last}, and rollout.steps is {s.rollout.steps}. Take "
+        "at most {s.rollout.steps}.",
+    ),
+    (
+        lambda s: s.objective.step_weights is not None and len(s.objective.step_weights) != s.rollout.steps,
+        "objective.step_weights is {s.objective.step_weights} for {s.rollout.steps} steps; give one weight "
+        "for each step, 0 for those that are not trained.",
+    ),
+)
+"""Rules over objective and rollout, in the order in which they are checked."""
+
+
+_STORED_PAIR_LOSSES = ("dpo", "gdro", "weighted")
+"""Losses whose samples another policy may have made."""
+
+
+def _off_policy_conflict(s: _Job) -> str:
+    """Describe why an algorithm cannot learn from stored images; "" where it can."""
+    row = s.row
+    if row is None or row.loss not in _STORED_PAIR_LOSSES:
+        return "learns from samples of the policy itself"
+    reasons = {
+        "with anchor='old' relies on the policy that sampled": row.anchor == "old",
+        "with noise='start' takes the initial noise of a sample": row.noise == "start",
+        f"with objective.balance_every={s.objective.balance_every} weighs several rewards": (
+            s.objective.balance_every is not None
+        ),
+        f"with signal={row.signal!r} learns from rewards of many samples": (
+            row.signal not in ("reward", "tilt", "best")
+        ),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+STORED_PAIR_RULES = (
+    (
+        _off_policy_conflict,
+        "objective.algorithm={s.objective.algorithm} {v}, and data.pairs holds images from elsewhere. Take "
+        "diffusion_dpo, gdro, reward_weighted or rejection as published, or leave data.pairs out.",
+    ),
+    (
+        lambda s: s.rollout.group_size != 2,
+        "rollout.group_size is {s.rollout.group_size}, and a group of data.pairs is a pair. Set "
+        "rollout.group_size=2; rollout.prompts_per_iteration is then the number of pairs.",
+    ),
+)
+SAMPLED_RULES = (
+    (
+        lambda s: s.row and s.row.loss_options.get("soft"),
+        "objective.algorithm={s.objective.algorithm} has loss_options soft=true, which takes votes for "
+        "probabilities, and samples of the policy have none. Set data.pairs to stored pairs, or soft=false.",
+    ),
+)
+
+
+def check_processes(objective: DiffusionObjectiveSettings, rollout: RolloutSettings, world: int) -> None:
+    """Refuse processes that would split a group whose samples are compared.
+
+    Raises:
+        UserError: names a number of prompts that fits.
+    """
+    row = objective.regression
+    if rollout.branch is not None or (row is not None and (row.of_groups or row.loss == "covariance")):
+        check_whole_groups(rollout.prompts_per_iteration, world)
 
 
 def check_sharding(
-    objective: DiffusionObjectiveSettings, rollout: RolloutSettings, found: Mapping[str, bool] | None = None
+    objective: DiffusionObjectiveSettings, rollout: RolloutSettings, unsupported: Mapping[str, bool] = {}
 ) -> None:
-    """Refuse beside FSDP2 what looks at all weights at once.
+    """Refuse settings that need all weights at once, which FSDP2 divides.
 
     Args:
         objective: the loss.
-        rollout: how images are made.
-        found: what the training itself found to be refused, by name.
+        rollout: the sampling.
+        unsupported: further reasons -> True where they apply.
 
     Raises:
         UserError: with the name of the first.
     """
-    refused = {
+    reasons = {
         "rollout.merge_adapters": rollout.merge_adapters,
         "objective.balance_every": objective.balance_every is not None,
         "objective.experts": bool(objective.experts),
         "objective.reset_reference_every": objective.reset_reference_every is not None,
         "objective.reset_reference_above": objective.reset_reference_above is not None,
-        **(found or {}),
+        **unsupported,
     }
-    given = [name for name, is_there in refused.items() if is_there]
-    if given:
-        raise UserError(f"sharding goes without {given[0]}. Leave one of the two out.")
-
-
-def _check_solver(objective: DiffusionObjectiveSettings, rollout: RolloutSettings) -> None:
-    """Refuse what completes an image, or carries a gradient, by Euler steps on all timesteps."""
-    if objective.credit == "turning_points" and rollout.ode_compression is not None:
-        raise UserError(
-            f"rollout.ode_compression is {rollout.ode_compression}, and objective.credit=turning_points "
-            "completes images on all timesteps. Set rollout.ode_compression=null, or "
-            "objective.credit=one_step."
-        )
-    if objective.ascent is not None and rollout.solver != "euler":
-        raise UserError(
-            f"rollout.solver is {rollout.solver}, and objective.algorithm={objective.algorithm} sends the "
-            "reward's gradient through Euler steps. Set rollout.solver=euler."
-        )
-
-
-def _check_credit(objective: DiffusionObjectiveSettings, rollout: RolloutSettings) -> None:
-    """Refuse branches whose steps would earn what one image does, and their credit without any."""
-    if objective.credit == "branches" and rollout.branch is None:
-        raise UserError(
-            "objective.credit is 'branches', and rollout.branch is null. Set rollout.branch={at: [0], "
-            "children: 2}, or where else images shall part, or objective.credit=image."
-        )
-    is_step = objective.regression is None and objective.ascent is None
-    if is_step and rollout.branch is not None and objective.credit != "branches":
-        raise UserError(
-            f"objective.credit is {objective.credit!r}, and with rollout.branch a step that several images "
-            "have in common earns the mean of theirs. Set objective.credit=branches, or rollout.branch=null."
-        )
-
-
-def _check_no_noise(objective: DiffusionObjectiveSettings, rollout: RolloutSettings, where: str) -> None:
-    usual = {item.name: item.default for item in fields(RolloutSettings)}
-    for name in _OF_STEPS:
-        if getattr(rollout, name) != usual[name]:
-            raise UserError(
-                f"rollout.{name} is {getattr(rollout, name)}, and objective.algorithm={objective.algorithm} "
-                f"samples along the ODE and learns {where}. Set rollout.{name}={json.dumps(usual[name])}."
-            )
+    if names := [name for name, applies in reasons.items() if applies]:
+        raise UserError(f"sharding does not work with {names[0]}. Leave one of the two out.")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of a run's weights are its result where a held-out number decides: one judge is learnt from, another
-approves of what was learnt (decoupled approval)."""
+"""Keep the weights of the best held-out evaluation (`run.best_by`) as the run's result.
+
+One reward is trained on, another selects the result (decoupled approval).
+"""
 
 from __future__ import annotations
 
@@ -11,32 +13,34 @@ from typing import Any
 from visalign.errors import UserError, suggestion
 
 BEST = "best"
-"""Of the best weights among a checkpoint's tensors, and of what is known of them among its numbers."""
+"""File stem of the best weights in a checkpoint, and their entry in `Counters.own`."""
 
 
 def check_best_by(by: str | None, evaluated: Mapping[str, Any]) -> None:
-    """Refuse a name that an evaluation on the way does not have; `evaluated` is what it says.
+    """Refuse a metric that is not among those of an evaluation.
 
     Raises:
-        UserError: says which there are.
+        UserError: lists them.
     """
     if by is None or by.removeprefix("-") in evaluated:
         return
-    near, known = suggestion(by.removeprefix("-"), evaluated), ", ".join(evaluated)
+    name = by.removeprefix("-")
     raise UserError(
-        f"run.best_by is {by!r}, which the evaluations on the way do not say. {near}They say "
-        f"{known or 'nothing, as nothing is held out'}; behind a '-' the lowest is the best."
+        f"run.best_by is {by!r}, which no evaluation during training has. {suggestion(name, evaluated)}They "
+        f"have {', '.join(evaluated) or 'nothing, as nothing is held out'}; with a '-' in front the lowest "
+        f"is the best."
     )
 
 
-def leads(by: str, evaluated: Mapping[str, Any], iteration: int, own: dict[str, Any]) -> bool:
-    """Whether an evaluation is better than all before it; if so, `own` gets to know it.
+def update_best(by: str, evaluated: Mapping[str, Any], iteration: int, own: dict[str, Any]) -> bool:
+    """Return True where an evaluation is better than all before it, and record it in `own`.
 
     Args:
-        by: name of a metric, the highest wins; behind "-" the lowest. NaN never wins, of equals the first.
-        evaluated: its numbers.
-        iteration: after which it was.
-        own: numbers of the run, in checkpoints.
+        by: name of a metric, the highest wins; with a "-" in front the lowest. NaN never wins, of equals the
+            first.
+        evaluated: its metrics.
+        iteration: of the evaluation.
+        own: state of the run, in checkpoints.
     """
     name, sign = by.removeprefix("-"), -1.0 if by.startswith("-") else 1.0
     value = float(evaluated[name])
@@ -46,20 +50,22 @@ def leads(by: str, evaluated: Mapping[str, Any], iteration: int, own: dict[str, 
     return True
 
 
-def best_of(own: Mapping[str, Any]) -> dict[str, Any]:
-    """For a summary: by what, where and how good the best was; nothing where the last weights are the
-    result."""
+def best_summary(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metric, value and iteration of the best evaluation; {} where the last weights are the result."""
     return {BEST: own[BEST]} if BEST in own else {}
 
 
 def best_checkpoint_note(by: str | None, own: Mapping[str, Any]) -> list[str]:
-    """For people: which weights are the result, where they were to be those of the best evaluation."""
-    if by is not None and BEST not in own:
+    """Describe which weights are the result, where `run.best_by` selects them."""
+    if BEST in own:
+        best = own[BEST]
         return [
-            f"Warning: no evaluation on the way had a number for run.best_by, {by}: the last weights stay."
+            f"The result has the weights of iteration {best['iteration']}, selected by run.best_by: "
+            f"{best['by']} was {best['value']:.4g} there."
         ]
+    if by is None:
+        return []
     return [
-        f"The run leaves the weights of iteration {best['iteration']}, by run.best_by: {best['by']} was "
-        f"{best['value']:.4g} there."
-        for best in best_of(own).values()
+        f"Warning: no evaluation during training had a number for run.best_by, {by}: keeping the last "
+        f"weights."
     ]

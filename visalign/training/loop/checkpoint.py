@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that are whole or absent: written aside, synced, hashed, renamed; verified before they are
-read.
+"""Atomic checkpoints: written to a temporary folder, synced, hashed, renamed; verified before they are read.
 
 A checkpoint is a folder `step_000123` with tensors as safetensors, counters as JSON, and `manifest.json` with
 the size and SHA-256 of each file and the configuration of the run. No pickle. Tensors that are divided among
-processes stand in `sharded/`, a file of each process by torch's distributed checkpoint: none has them whole.
+processes are in `sharded/`, one file per process by torch's distributed checkpoint: none has them whole.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
+from visalign.config import flatten
 from visalign.errors import UserError
 
 from .sharding import incomplete, local_shard, read_shards, write_shards
@@ -40,7 +40,7 @@ class CheckpointError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What a checkpoint holds."""
+    """Content of a checkpoint."""
 
     step: int
     tensors: Mapping[str, Mapping[str, Tensor]]
@@ -50,7 +50,7 @@ class Checkpoint:
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of `step` stands."""
+    """Return the folder of the checkpoint of `step`."""
     return root / f"{_PREFIX}{step:06d}"
 
 
@@ -72,62 +72,59 @@ def save(
         step: iterations finished.
         tensors: file stem -> tensor name -> tensor.
         state: JSON values.
-        config: the run's configuration, JSON values; a resume under another one is refused.
+        config: the run's configuration, JSON values; a resume with another one is refused.
         keep: checkpoints to keep, at least 1.
 
     Returns:
         The new folder.
 
     Raises:
-        ValueError: keep < 1.
         CheckpointError: writing failed, for example because the disk is full. What was written is removed;
-            the previous checkpoints stand untouched. Where tensors are divided, all processes raise it, also
-            when they do not share `root`.
-        OSError: the checkpoint is written, and one to be deleted could not be.
+            earlier checkpoints are untouched. With divided tensors all processes raise it, also when they do
+            not share `root`.
+        OSError: the checkpoint is written, but an old one could not be deleted.
     """
-    if keep < 1:
-        raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept.")
     temporary = root / f"{_TEMPORARY}{step:06d}"
     folder = step_folder(root, step)
     divided = _divided(tensors)
     several = bool(divided)
     try:
-        _by_first(several, _make_place, temporary)
+        _in_first_process(several, _create_folder, temporary)
         if several:
             write_shards(temporary / _SHARDS, divided)
-        _by_first(several, _complete, temporary, folder, step, tensors, state, config)
+        _in_first_process(several, _complete, temporary, folder, step, tensors, state, config)
     except (OSError, SafetensorError, CheckpointError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if several:
-            distributed.barrier()  # who tries again must not find another one removing
+            distributed.barrier()  # a retry must not meet a process that still removes files
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(_write_failure(folder, error)) from error
-    _by_first(several, _prune, root, folder, keep)
+    _in_first_process(several, _prune, root, folder, keep)
     return folder
 
 
-def _by_first(several: bool, work: Callable[..., None], *given: Any) -> None:
-    """Do `work`, of `several` processes in the first alone; the others wait for it and raise what it does."""
+def _in_first_process(several: bool, work: Callable[..., None], *arguments: Any) -> None:
+    """Run `work` in the first of `several` processes; the others wait and raise the error that it raised."""
     if not several:
-        work(*given)
+        work(*arguments)
         return
-    said: list[Any] = [RuntimeError("the first process failed over a checkpoint, and says there at what.")]
+    outcome: list[Any] = [RuntimeError("the first process failed to write a checkpoint; see its error.")]
     try:
         if distributed.get_rank() == 0:
-            work(*given)
-            said = [None]
+            work(*arguments)
+            outcome = [None]
     except (OSError, SafetensorError, CheckpointError) as error:
-        said = [error]
+        outcome = [error]
         raise
     finally:
-        distributed.broadcast_object_list(said, src=0)
-    if said[0] is not None:
-        raise said[0]
+        distributed.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        raise outcome[0]
 
 
-def _make_place(temporary: Path) -> None:
-    """An empty folder to write to, and no rests of killed writes beside it."""
+def _create_folder(temporary: Path) -> None:
+    """Create an empty folder to write to; remove those of killed writes."""
     temporary.parent.mkdir(parents=True, exist_ok=True)
     for stale in temporary.parent.glob(_TEMPORARY + "*"):
         shutil.rmtree(stale)
@@ -142,7 +139,7 @@ def _complete(
     state: Mapping[str, Any],
     config: Mapping[str, Any],
 ) -> None:
-    """Beside what the processes wrote of their parts, write the rest, and let it count."""
+    """Write what the processes did not write of their parts, and rename the folder."""
     lacking = incomplete(temporary / _SHARDS, _divided(tensors))
     if lacking:
         raise CheckpointError(
@@ -151,21 +148,21 @@ def _complete(
             "the run write where all its machines share one folder, and run the same command with --resume."
         )
     for stem, named in tensors.items():
-        mine = {name: t for name, t in named.items() if not isinstance(t, DTensor)}
-        copies = {name: t.detach().cpu().contiguous().clone() for name, t in mine.items()}
+        undivided = {name: t for name, t in named.items() if not isinstance(t, DTensor)}
+        copies = {name: t.detach().cpu().contiguous().clone() for name, t in undivided.items()}
         save_file(copies, temporary / f"{stem}.safetensors")
     _write_json(temporary / "state.json", state)
     _finish(temporary, folder, step, config)
 
 
 def _divided(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Of tensors that are divided among processes: "stem/name" -> tensor."""
-    named = ((f"{stem}/{name}", value) for stem, own in tensors.items() for name, value in own.items())
+    """Select the tensors that are divided among processes: "stem/name" -> tensor."""
+    named = ((f"{stem}/{name}", value) for stem, group in tensors.items() for name, value in group.items())
     return {name: value for name, value in named if isinstance(value, DTensor)}
 
 
 def _finish(temporary: Path, folder: Path, step: int, config: Mapping[str, Any]) -> None:
-    """Sync and list what was written, and give it its name: from then on it counts."""
+    """Sync the files, list them in the manifest, and rename the folder: from then on it is a checkpoint."""
     written = sorted(path for path in temporary.rglob("*") if path.is_file())
     manifest = {
         "format": FORMAT,
@@ -183,24 +180,24 @@ def _finish(temporary: Path, folder: Path, step: int, config: Mapping[str, Any])
 
 
 def not_finite(weights: Mapping[str, Tensor]) -> list[str]:
-    """Names of weights that are not finite, as far as this process holds them."""
+    """List the weights that are not finite, of this process's share."""
     return [name for name, value in weights.items() if not bool(local_shard(value).isfinite().all())]
 
 
-def check_finite(odd: Sequence[str], iteration: int) -> None:
-    """Refuse to keep weights that are not finite.
+def check_finite(names: Sequence[str], iteration: int) -> None:
+    """Refuse to save weights that are not finite.
 
     Args:
-        odd: names of these, `not_finite` of all processes.
+        names: of these, `not_finite` of all processes.
         iteration: the last one.
 
     Raises:
-        CheckpointError: names the first such.
+        CheckpointError: names the first.
     """
-    if odd:
+    if names:
         raise CheckpointError(
-            f"after iteration {iteration} the weight {odd[0]} is not finite: the run has diverged, and no "
-            "checkpoint of it is kept. Go on from the last whole one with a lower optimizer.lr, or "
+            f"after iteration {iteration} the weight {names[0]} is not finite: the run has diverged, and no "
+            "checkpoint of it is kept. Continue from the last whole one with a lower optimizer.lr, or "
             "compute in bfloat16 or float32 where the model is in float16."
         )
 
@@ -208,17 +205,17 @@ def check_finite(odd: Sequence[str], iteration: int) -> None:
 def _prune(root: Path, newest: Path, keep: int) -> None:
     """Delete all checkpoints but `newest` and the whole ones before it, `keep` in all.
 
-    What stands at later steps goes as well: the run has passed it over, or was set back.
+    Later steps go as well: the run passed them over, or was set back.
     """
     earlier = [path for path in folders(root) if path < newest and _has_all_bytes(path)]
-    kept = {newest, *earlier[max(0, len(earlier) - keep + 1) :]}
-    for old in folders(root):
-        if old not in kept:
-            shutil.rmtree(old)
+    current = {newest, *earlier[max(0, len(earlier) - keep + 1) :]}
+    for folder in folders(root):
+        if folder not in current:
+            shutil.rmtree(folder)
 
 
 def _has_all_bytes(folder: Path) -> bool:
-    """Whether no file is missing or of another size; the hashes are left to `verify`, which reads it all."""
+    """Return True where all files have their sizes; `verify` also reads them for their hashes."""
     try:
         listed = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["files"]
         return all((folder / name).stat().st_size == entry["bytes"] for name, entry in listed.items())
@@ -227,7 +224,7 @@ def _has_all_bytes(folder: Path) -> bool:
 
 
 def folders(root: Path) -> list[Path]:
-    """Checkpoint folders under `root`, oldest first."""
+    """List the checkpoint folders under `root`, oldest first."""
     return sorted(path for path in root.glob(_PREFIX + "*") if path.is_dir())
 
 
@@ -261,7 +258,7 @@ def verify(folder: Path) -> dict[str, Any]:
         if size != expected["bytes"]:
             word = "cut short" if size < expected["bytes"] else "too long"
             raise CheckpointError(
-                f"{folder} is damaged: {name} is {word} ({size} bytes, the manifest says "
+                f"{folder} is damaged: {name} is {word} ({size} bytes, the manifest has "
                 f"{expected['bytes']}).{_HINT}"
             )
         if _file_sha256(file) != expected["sha256"]:
@@ -286,10 +283,9 @@ def load(
     Args:
         folder: of the checkpoint.
         config: the configuration of the run that wants to resume.
-        free: dotted keys that may differ without changing what was trained (for example the number of
-            iterations).
-        divided: parameters that are divided among the processes, by name: of what a checkpoint has divided,
-            each process reads its part of them and of their averages and moments.
+        free: dotted keys that may differ, such as the number of iterations.
+        divided: parameters that are divided among the processes, by name; each process reads its part of
+            them and of their averages and moments.
 
     Raises:
         CheckpointError: damaged, or written under another configuration; the message lists the keys.
@@ -310,7 +306,7 @@ def load(
 
 
 def newest_intact(root: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint under `root`, None if there is none, and why newer ones were passed
+    """Return the newest whole checkpoint under `root` (None if there is none), and why newer ones were passed
     over."""
     passed = []
     for folder in reversed(folders(root)):
@@ -343,17 +339,6 @@ def check_same_config(
             f"{where} was written under another configuration. Differing keys: {'; '.join(differing)}. "
             f"Set them back to resume, or start a new run in another output folder."
         )
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _write_failure(folder: Path, error: Exception) -> str:

@@ -13,22 +13,18 @@ from .sharding import distribute_like
 
 
 class EMA:
-    """ē ← d·ē + (1 − d)·θ after every `every`-th optimizer update, in float32.
+    """Average ē ← d·ē + (1 − d)·θ after every `every`-th optimizer update, in float32.
 
     With `warmup` the decay after n updates is min(d, (1 + n) / (10 + n)), as in TensorFlow's
-    ExponentialMovingAverage(num_updates) and in Flow-GRPO's code, so that short runs are not dominated by the
-    starting point.
-
-    With decay 0 and every 1 the average is the parameters themselves: nothing is stored or copied.
+    ExponentialMovingAverage(num_updates) and in Flow-GRPO's code, so that the starting point does not
+    dominate short runs. With decay 0 and every 1 the average is the parameters themselves: nothing is stored
+    or copied.
 
     Args:
         parameters: names and parameters, in a fixed order.
-        decay: d in [0, 1); 0 makes the average equal to the parameters.
-        every: updates between two averages.
+        decay: d in [0, 1).
+        every: updates between two averages, at least 1.
         warmup: see above.
-
-    Raises:
-        ValueError: a decay or period outside its range.
     """
 
     def __init__(
@@ -39,24 +35,20 @@ class EMA:
         every: int = 1,
         warmup: bool = True,
     ) -> None:
-        if not 0.0 <= decay < 1.0:
-            raise ValueError(f"EMA decay is {decay}; it must be in [0, 1). Flow-GRPO uses 0.9.")
-        if every < 1:
-            raise ValueError(f"EMA every is {every}; it must be at least 1 update.")
         self.decay, self.every, self.warmup = decay, every, warmup
         self._parameters = list(parameters)
-        self._follows = decay == 0 and every == 1
-        kept = [] if self._follows else self._parameters
-        self._average = {name: p.detach().float().clone() for name, p in kept}
+        self._is_identity = decay == 0 and every == 1
+        averaged = [] if self._is_identity else self._parameters
+        self._average = {name: p.detach().float().clone() for name, p in averaged}
 
     def decay_at(self, n: int) -> float:
-        """The decay of the average after n = 1, 2, ... optimizer updates."""
+        """Return the decay after n = 1, 2, ... optimizer updates."""
         return min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay
 
     @torch.no_grad()
     def update(self, updates: int) -> None:
-        """Take in the parameters after `updates` optimizer updates (1, 2, ...)."""
-        if self._follows or updates % self.every:
+        """Average in the parameters after `updates` optimizer updates (1, 2, ...)."""
+        if self._is_identity or updates % self.every:
             return
         decay = self.decay_at(updates)
         for name, parameter in self._parameters:
@@ -64,13 +56,13 @@ class EMA:
 
     @contextmanager
     def applied(self, state: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-        """Inside the block the parameters hold the average, or an earlier `state` of it; afterwards their own
-        values again, bit for bit."""
-        if self._follows and state is None:
+        """Set the parameters to the average, or to an earlier `state` of it, inside the block; afterwards
+        their own values again, bit for bit."""
+        if self._is_identity and state is None:
             yield
             return
         average = self._average if state is None else state
-        kept = [p.detach().clone() for _, p in self._parameters]
+        saved = [p.detach().clone() for _, p in self._parameters]
         try:
             with torch.no_grad():
                 for name, parameter in self._parameters:
@@ -78,26 +70,27 @@ class EMA:
             yield
         finally:
             with torch.no_grad():
-                for (_, parameter), own in zip(self._parameters, kept, strict=True):
-                    parameter.copy_(own)
+                for (_, parameter), value in zip(self._parameters, saved, strict=True):
+                    parameter.copy_(value)
 
     def state(self) -> dict[str, Tensor]:
-        """Name -> average, float32 (not copied)."""
-        if self._follows:
+        """Return name -> average, float32 (not copied)."""
+        if self._is_identity:
             return {name: p.detach().float() for name, p in self._parameters}
         return dict(self._average)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a state of the same names.
+        """Load a state of the same names.
 
         Raises:
             ValueError: names that differ.
         """
         names = {name for name, _ in self._parameters}
         if state.keys() != names:
-            odd = sorted(state.keys() ^ names)
             raise ValueError(
-                f"EMA state and parameters differ in the names {odd[:5]}; it is another model's state."
+                f"EMA state and parameters differ in the names {sorted(state.keys() ^ names)[:5]}; it is "
+                f"another "
+                "model's state."
             )
         for name, average in self._average.items():
             average.copy_(distribute_like(state[name], average))

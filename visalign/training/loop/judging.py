@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples judged by a reward, at once or beside the making of others: failures counted, direction turned."""
+"""Score samples with a reward, now or in a thread while others are sampled; count failures, compute
+metrics."""
 
 from __future__ import annotations
 
@@ -20,18 +21,18 @@ from visalign.interfaces import Scores, with_capabilities
 
 from .algorithm import Context
 
+Records = Sequence[Mapping[str, Any]]
+
 
 class RewardFailure(UserError):
-    """The reward could not judge too many samples, or returned what is no score."""
+    """The reward could not score too many samples, or returned something other than scores."""
 
 
-def score_samples(
-    reward: Any, samples: Any, records: Sequence[Mapping[str, Any]], *, what: str = "images"
-) -> Scores:
-    """Score samples against their prompts; a value that is not finite counts as a failure.
+def score_samples(reward: Any, samples: Any, records: Records, *, what: str = "images") -> Scores:
+    """Score samples against their prompts.
 
     Args:
-        reward: of the kind that judges such samples.
+        reward: for such samples.
         samples: images [b, 3, H, W], or b completions.
         records: b prompt records.
         what: the samples' name in messages.
@@ -41,9 +42,9 @@ def score_samples(
     """
     scores = reward.score(samples, [record["prompt"] for record in records], records)
     if not isinstance(scores, Scores) or len(scores) != len(records):
-        given = f"{len(scores)} scores" if isinstance(scores, Scores) else type(scores).__name__
+        returned = f"{len(scores)} scores" if isinstance(scores, Scores) else type(scores).__name__
         raise RewardFailure(
-            f"reward {reward.name!r} returned {given} for {len(records)} {what}; it must return one "
+            f"reward {reward.name!r} returned {returned} for {len(records)} {what}; it must return one "
             f"Scores with one value for each of the {what}. visalign.rewards.check_reward(reward) (or "
             "check_text_reward) finds the fault."
         )
@@ -51,141 +52,151 @@ def score_samples(
 
 
 class RewardScorer:
-    """A reward that judges parts of an iteration in the order in which they are handed over.
+    """Scores chunks of an iteration in the order in which they are submitted.
 
     Args:
-        reward: see `judge`.
-        what: see `judge`.
-        beside: judge in a thread, beside what the caller goes on with.
+        reward: see `score_samples`.
+        what: see `score_samples`.
+        threaded: score in a thread, while the caller continues.
     """
 
-    def __init__(self, reward: Any, *, what: str, beside: bool) -> None:
+    def __init__(self, reward: Any, *, what: str, threaded: bool) -> None:
         self.reward, self._what = with_capabilities(reward), what
         self._thread = None
-        if beside:  # a thread begins on the first GPU, whichever this process works on
-            same = (
+        if threaded:  # a new thread starts on the first GPU, whichever this process works on
+            set_device = (
                 partial(torch.cuda.set_device, torch.cuda.current_device())
                 if torch.cuda.is_available()
                 else None
             )
-            self._thread = ThreadPoolExecutor(1, "judge", same)
+            self._thread = ThreadPoolExecutor(1, "reward", set_device)
 
-    def ask(self, samples: Any, records: Sequence[Mapping[str, Any]]) -> Callable[[], Scores]:
-        """Hand over a part; what is returned waits for its scores, and raises what the reward raised."""
+    def submit(self, samples: Any, records: Records) -> Callable[[], Scores]:
+        """Submit a chunk; the returned function waits for its scores, and raises what the reward raised."""
         if self._thread is not None:
             return self._thread.submit(score_samples, self.reward, samples, records, what=self._what).result
         scores = score_samples(self.reward, samples, records, what=self._what)
         return lambda: scores
 
-    def wait_for_rewards(self) -> None:
-        """Wait until nothing is being judged: others, such as an evaluation, may ask the same reward then."""
+    def wait(self) -> None:
+        """Wait until nothing is being scored, so that others, such as an evaluation, may use the reward."""
         if self._thread is not None:
             self._thread.submit(int).result()
 
     def chunks(self, group: Sequence[Any], count: int, *, whole_groups: bool = False) -> list[Tensor]:
-        """[b] places cut into at most `count` stretches; by whole groups, or not at all, where the reward
-        compares.
+        """Cut row indices [b] into at most `count` chunks.
+
+        Rewards that compare within a group get whole groups; rewards that compare the batch get one chunk.
 
         Args:
-            group: [b] labels, those of a group side by side.
+            group: [b] labels, those of a group next to each other.
             count: wanted.
             whole_groups: cut no group.
         """
-        if self.reward.capabilities.needs_batch:
+        capabilities = self.reward.capabilities
+        if capabilities.needs_batch:
             count = 1
-        alone = not (whole_groups or self.reward.capabilities.needs_group)
-        begins = [i for i in range(len(group)) if alone or i == 0 or group[i] != group[i - 1]]
-        parts = torch.tensor(begins).tensor_split(min(count, len(begins)))
+        anywhere = not (whole_groups or capabilities.needs_group)
+        starts = [i for i in range(len(group)) if anywhere or i == 0 or group[i] != group[i - 1]]
+        parts = torch.tensor(starts).tensor_split(min(count, len(starts)))
         return list(torch.arange(len(group)).tensor_split([int(part[0]) for part in parts[1:]]))
 
 
-def concatenate_scores(parts: Sequence[Scores]) -> Scores:
-    """Scores of stretches as those of all; a part or a deviation that a stretch lacks is NaN there."""
-    if len(parts) == 1:
-        return parts[0]
+def concatenate_scores(chunks: Sequence[Scores]) -> Scores:
+    """Concatenate the scores of consecutive chunks; a part or std missing from a chunk becomes NaN."""
+    if len(chunks) == 1:
+        return chunks[0]
 
-    def column(given: Sequence[Tensor | None]) -> Tensor:
-        pairs = zip(given, parts, strict=True)
-        return torch.cat([torch.full_like(one.value, torch.nan) if x is None else x for x, one in pairs])
+    def concatenate(columns: Sequence[Tensor | None]) -> Tensor:
+        pairs = zip(columns, chunks, strict=True)
+        return torch.cat([torch.full_like(c.value, torch.nan) if x is None else x for x, c in pairs])
 
-    def said(given: Sequence[Sequence[Any] | None], none: Any) -> list[Any] | None:
-        if not any(given):
+    def concatenate_text(columns: Sequence[Sequence[Any] | None], missing: Any) -> list[Any] | None:
+        if not any(columns):
             return None
-        pairs = zip(given, parts, strict=True)
-        return [each for texts, one in pairs for each in (texts or [none] * len(one))]
+        pairs = zip(columns, chunks, strict=True)
+        return [text for texts, chunk in pairs for text in (texts or [missing] * len(chunk))]
 
-    names = dict.fromkeys(name for one in parts for name in one.parts)
+    part_names = dict.fromkeys(name for chunk in chunks for name in chunk.parts)
+    stds = [chunk.std for chunk in chunks]
     return Scores(
-        value=torch.cat([one.value for one in parts]),
-        valid=torch.cat([one.valid for one in parts]),
-        unit=parts[0].unit,
-        std=column([one.std for one in parts]) if any(one.std is not None for one in parts) else None,
-        parts={name: column([one.parts.get(name) for one in parts]) for name in names},
-        text=said([one.text for one in parts], ""),
-        reason=said([one.reason for one in parts], None),
+        value=torch.cat([chunk.value for chunk in chunks]),
+        valid=torch.cat([chunk.valid for chunk in chunks]),
+        unit=chunks[0].unit,
+        std=None if all(std is None for std in stds) else concatenate(stds),
+        parts={name: concatenate([chunk.parts.get(name) for chunk in chunks]) for name in part_names},
+        text=concatenate_text([chunk.text for chunk in chunks], ""),
+        reason=concatenate_text([chunk.reason for chunk in chunks], None),
     )
 
 
-Made = TypeVar("Made")
+Rollout = TypeVar("Rollout")
 
 
-class RolloutPrefetcher(Generic[Made]):
-    """What the next iteration learns from, made before the weights move and judged while they do.
+class RolloutPrefetcher(Generic[Rollout]):
+    """Sample the next iteration's rollout before the weights move, so that it is scored during the update.
 
-    It is one iteration old at most. Before a scheduled checkpoint nothing is made ahead, so that a run which
-    is resumed from it begins as one that goes on does; a run that was stopped in between makes it anew.
+    A rollout is one iteration old at most. Nothing is prefetched before a scheduled checkpoint, so that a run
+    resumed from it begins as an uninterrupted one continues; a run stopped in between samples it again.
 
     Args:
-        make: (iterations finished, run) -> samples under the present weights, handed to the judge.
-        staleness: 0: make each iteration's own when it begins; 1: an iteration ahead.
+        sample: (iterations finished, run) -> rollout under the current weights, submitted to the reward.
+        staleness: 0: sample each iteration when it begins; 1: one iteration ahead.
     """
 
-    def __init__(self, make: Callable[[int, Context], Made], staleness: int) -> None:
-        self._make, self._staleness = make, staleness
-        self._next: tuple[int, Made] | None = None
+    def __init__(self, sample: Callable[[int, Context], Rollout], staleness: int) -> None:
+        self._sample, self._staleness = sample, staleness
+        self._prefetched: tuple[int, Rollout] | None = None
 
-    def take(self, run: Context) -> Made:
-        """Those of the present iteration; those of the next are begun if one follows without a checkpoint."""
-        iteration, waiting = run.counters.iteration, self._next
-        self._next = None
-        is_own = waiting is not None and waiting[0] == iteration
-        made = waiting[1] if waiting is not None and is_own else self._make(iteration, run)
+    def next(self, run: Context) -> Rollout:
+        """Return this iteration's rollout, and start sampling the next one if no checkpoint is between."""
+        iteration, prefetched = run.counters.iteration, self._prefetched
+        self._prefetched = None
+        if prefetched is not None and prefetched[0] == iteration:
+            rollout = prefetched[1]
+        else:
+            rollout = self._sample(iteration, run)
         if self._staleness and run.prefetch_next:
-            self._next = iteration + 1, self._make(iteration + 1, run)
-        return made
+            self._prefetched = iteration + 1, self._sample(iteration + 1, run)
+        return rollout
 
 
 def check_failures(scores: Scores, valid: Tensor, limit: float, name: str) -> None:
-    """Stop a run whose judge fails.
+    """Stop a run whose reward fails.
+
+    Args:
+        scores: of this process.
+        valid: bool [B] of all processes.
+        limit: largest share that may fail.
+        name: of the reward.
 
     Raises:
-        RewardFailure: more failed, or none could be judged; the message counts the commonest reasons.
+        RewardFailure: more failed, or all did; the message counts the most common reasons.
     """
     failed = int((~valid).sum())
     if failed <= limit * len(valid) and failed < len(valid):
         return
-    own = [
-        why or "no reason given"
-        for why, ok in zip(scores.reason or [], scores.valid.tolist(), strict=False)
-        if not ok
-    ]
-    reasons = (
-        "; ".join(f"{why} ({count}×)" for why, count in Counter(own).most_common(3)) or "value not finite"
-    )
+    pairs = zip(scores.reason or [], scores.valid.tolist(), strict=False)
+    counts = Counter(reason or "no reason given" for reason, is_valid in pairs if not is_valid)
+    reasons = "; ".join(f"{reason} ({count}×)" for reason, count in counts.most_common(3))
     raise RewardFailure(
-        f"reward {name!r} could not judge {failed} of {len(valid)} samples; at most {limit:.0%} may fail "
-        f"(rollout.max_failure_rate). Reasons: {reasons}. Mend the reward, then go on with --resume."
+        f"reward {name!r} could not score {failed} of {len(valid)} samples; at most {limit:.0%} may fail "
+        f"(rollout.max_failure_rate). Reasons: {reasons or 'value not finite'}. Fix the reward, then "
+        f"continue "
+        "with --resume."
     )
 
 
 def reward_weights(reward: Any) -> dict[str, float]:
-    """Label -> weight of what a reward adds up, as `visalign.rewards.WeightedSum` does; of another itself."""
+    """Return label -> weight of the terms of a sum; a single reward has weight 1."""
     return dict(reward.capabilities.term_weights or {reward.name: 1.0})
 
 
 def reward_columns(reward: Any, scores: Scores) -> Tensor:
-    """[B, M] float64 on the CPU: what each term of a sum says by itself, higher is better, for advantages
-    that normalise the terms one by one."""
+    """Return [B, M] float64 scores of the terms of a sum on the CPU, for advantages that normalize each term.
+
+    Higher is better in each.
+    """
     weights = reward_weights(reward)
     if f"{next(iter(weights))}.weighted" not in scores.parts:
         return scores.value.double().cpu()[:, None]
@@ -196,49 +207,49 @@ def reward_columns(reward: Any, scores: Scores) -> Tensor:
 def score_metrics(
     reward: Any, value: Tensor, valid: Tensor, group: Tensor, parts: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """What an iteration's judged samples say: the reward, its parts, and the rewards that are only recorded.
+    """Compute metrics of an iteration's scores: the reward, its parts, and rewards that are only recorded.
 
     Args:
         reward: that `value` is of; its `capabilities.recorded_terms` are recorded.
-        value: [B] float64, what is optimised.
+        value: [B] float64, what is optimized.
         valid: bool [B].
         group: [B] integer labels.
         parts: name -> [B] float64.
     """
-    found = reward_metrics(value, valid, group)
-    found |= {f"reward_part/{name}": float(part.nanmean()) for name, part in parts.items()}
+    metrics = reward_metrics(value, valid, group)
+    metrics |= {f"reward_part/{name}": float(part.nanmean()) for name, part in parts.items()}
     for label, sign in reward.capabilities.recorded_terms.items():
-        recorded = sign * parts[label]
-        own = reward_metrics(recorded, recorded.isfinite(), group)
-        found[f"recorded/{label}"] = own["reward_mean"]
-        found[f"recorded_std/{label}"] = own["reward_group_std"]
-        found[f"agreement/{label}"] = rank_agreement(torch.where(valid, value, torch.nan), recorded, group)
-    return found
+        term = sign * parts[label]
+        term_metrics = reward_metrics(term, term.isfinite(), group)
+        metrics[f"recorded/{label}"] = term_metrics["reward_mean"]
+        metrics[f"recorded_std/{label}"] = term_metrics["reward_group_std"]
+        metrics[f"agreement/{label}"] = rank_agreement(torch.where(valid, value, torch.nan), term, group)
+    return metrics
 
 
 def reward_metrics(value: Tensor, valid: Tensor, group: Tensor) -> dict[str, float]:
-    """Mean and spreads of the reward over the samples that could be judged.
+    """Compute mean and spreads of the reward over the valid samples.
 
     Args:
         value: [B].
         valid: bool [B].
         group: [B] integer labels.
     """
-    known = value[valid]
-    index, groups = group_index(group[valid], len(known))
-    count = group_sum(torch.ones(len(known), 1, dtype=torch.float64), index, groups)[:, 0]
-    mean = group_sum(known[:, None], index, groups)[:, 0] / count
-    spread = group_sum((known - mean[index]).square()[:, None], index, groups)[:, 0] / count
+    scored = value[valid]
+    index, groups = group_index(group[valid], len(scored))
+    count = group_sum(torch.ones(len(scored), 1, dtype=torch.float64), index, groups)[:, 0]
+    mean = group_sum(scored[:, None], index, groups)[:, 0] / count
+    variance = group_sum((scored - mean[index]).square()[:, None], index, groups)[:, 0] / count
     return {
-        "reward_mean": float(known.mean()),
-        "reward_std": float(known.std(correction=0)),
-        "reward_group_std": float(spread.sqrt().mean()),
+        "reward_mean": float(scored.mean()),
+        "reward_std": float(scored.std(correction=0)),
+        "reward_group_std": float(variance.sqrt().mean()),
         "valid_share": float(valid.double().mean()),
     }
 
 
 def rank_agreement(first: Tensor, second: Tensor, group: Tensor) -> float:
-    """Kendall's τ-b within groups, the mean over those in which both rewards vary.
+    """Average Kendall's τ-b within groups over the groups in which both rewards vary.
 
     τ_b = Σ_{i<j} s_ij t_ij / √(Σ s_ij² Σ t_ij²), s and t the signs of a pair's differences (Kendall 1945). A
     tie counts for neither side, so that a reward of 0 and 1 reaches 1 only against another of its kind.
@@ -249,21 +260,20 @@ def rank_agreement(first: Tensor, second: Tensor, group: Tensor) -> float:
         group: [B] integer labels.
 
     Returns:
-        −1 to 1; NaN where no group has two samples that each of the two tells apart.
+        −1 to 1; NaN where no group has two samples that both rewards tell apart.
     """
-    found = []
+    agreements = []
     for label in group.unique():
-        own = (group == label) & first.isfinite() & second.isfinite()
-        s, t = (torch.sign(each[own, None] - each[own]) for each in (first, second))
+        rows = (group == label) & first.isfinite() & second.isfinite()
+        s, t = (torch.sign(values[rows, None] - values[rows]) for values in (first, second))
         scale = float((s.square().sum() * t.square().sum()).sqrt())
         if scale:
-            found.append(float((s * t).sum()) / scale)
-    return sum(found) / len(found) if found else math.nan
+            agreements.append(float((s * t).sum()) / scale)
+    return sum(agreements) / len(agreements) if agreements else math.nan
 
 
 class NegatedReward:
-    """A reward whose smaller values are better, turned round: value and std as before, the sign of value
-    changed."""
+    """A reward with the sign of its values changed, so that higher is better."""
 
     higher_is_better = True
 
@@ -274,12 +284,12 @@ class NegatedReward:
         self._reward = reward
 
     def score(self, samples: Any, prompts: Sequence[Any], metadata: Any = None) -> Any:
-        """The reward's scores with the sign of `value` changed."""
+        """Score with the sign of `value` changed; `std` stays."""
         scores = self._reward.score(samples, prompts, metadata)
         return replace(scores, value=-scores.value)
 
 
 def as_higher_is_better(reward: Any) -> Any:
-    """The reward itself where higher is better, else its negative."""
+    """Return the reward, negated where lower is better."""
     reward = with_capabilities(reward)
     return reward if reward.higher_is_better else NegatedReward(reward)

@@ -1,74 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that ran out while a training went on: which setting bounds what lay in it, and what to try."""
+"""Explain an out-of-memory error: which setting bounds the memory, and what to try."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from visalign.config import flatten
 from visalign.errors import UserError
 
-from .checkpoint import flatten
-from .runtime import PhaseClock, is_out_of_memory
-
 BOUNDS = {
-    "rollout": ("while samples were made", ("rollout.batch_size", "model.generate_batch")),
-    "decode": ("while images were decoded or encoded", ("model.decode_batch",)),
-    "replay": ("while log-probs were computed again", ("model.score_batch", "optimizer.micro_batch")),
+    "rollout": ("while sampling", ("rollout.batch_size", "model.generate_batch")),
+    "decode": ("while decoding or encoding images", ("model.decode_batch",)),
+    "replay": ("while recomputing log-probs", ("model.score_batch", "optimizer.micro_batch")),
     "update": ("in an update", ("optimizer.micro_batch", "data.micro_batch")),
     "evaluation": (
         "in an evaluation",
         ("evaluation.batch_size", "evaluation.batch", "model.generate_batch"),
     ),
 }
-"""Phase -> (when that is, settings that bound its memory: the first that a configuration has is its own)."""
-_ASKED = re.compile(r"tried to allocate [\d.]+ \w+", re.I)
+"""Phase -> (when that is, settings that bound its memory, of which the first in the configuration counts)."""
+_REQUEST = re.compile(r"tried to allocate [\d.]+ \w+", re.I)
 
 
 class OutOfMemory(UserError):
     """Too much went through the network together."""
 
 
-@contextmanager
 def explain_out_of_memory(
-    clock: PhaseClock, config: Mapping[str, Any], free: Collection[str]
-) -> Iterator[None]:
-    """Inside, memory that runs out in a phase of `BOUNDS` raises `OutOfMemory` with what to set.
+    error: Exception, phase: str | None, config: Mapping[str, Any], free: Collection[str]
+) -> OutOfMemory | None:
+    """Describe what to set after memory ran out; None where no setting of the configuration bounds it.
 
     Args:
-        clock: whose phases the work is done in.
+        error: of torch.
+        phase: in which memory ran out.
         config: of the run, as JSON values.
         free: dotted keys of it that may differ on resume.
     """
-    clock.out_of_memory = None
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        when, keys = BOUNDS.get(clock.out_of_memory or "", ("", ()))
-        given = flatten(config)
-        key = next((key for key in keys if key in given), None)
-        if key is None or not is_out_of_memory(error):
-            raise
-        asked = _ASKED.search(str(error))
-        said = f" ({asked[0]})" if asked else ""
-        raise OutOfMemory(f"Out of memory {when}{said}. {_instead(key, given[key], key in free)}") from error
+    when, keys = BOUNDS.get(phase or "", ("", ()))
+    values = flatten(config)
+    key = next((key for key in keys if key in values), None)
+    if key is None:
+        return None
+    request = _REQUEST.search(str(error))
+    size = f" ({request[0]})" if request else ""
+    return OutOfMemory(f"Out of memory {when}{size}. {_advice(key, values[key], key in free)}")
 
 
-def _instead(key: str, value: int | None, is_free: bool) -> str:
-    alone = "It bounds memory alone: samples and updates stay the same. " if is_free else ""
+def _advice(key: str, value: int | None, is_free: bool) -> str:
     if value == 1:
-        less = (
+        smaller = (
             "smaller images (model.image_size, rollout.image_sizes)"
             if key == "model.decode_batch"
             else "train a LoRA"
         )
-        return f"{key} is {value} already. Take model.dtype=bfloat16, {less}, or take a larger device."
-    again = (
-        "and --resume: it goes on from the last checkpoint, or begins where there is none."
-        if is_free
-        else "and another --output: a run is resumed with the one that it began with."
-    )
-    said, smaller = ("null, the model's own number", 1) if value is None else (value, value // 2)
-    return f"{key} is {said}. {alone}Start the same command again with {key}={smaller} {again}"
+        return f"{key} is {value} already. Take model.dtype=bfloat16, {smaller}, or take a larger device."
+    if is_free:
+        harmless = "It bounds memory only: samples and updates stay the same. "
+        again = "and --resume: it continues from the last checkpoint, or starts where there is none."
+    else:
+        harmless, again = "", "and another --output: a run is resumed with the value that it started with."
+    current, lower = ("null, the model's own number", 1) if value is None else (value, value // 2)
+    return f"{key} is {current}. {harmless}Start the same command again with {key}={lower} {again}"

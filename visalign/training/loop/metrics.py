@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every metric a run logs: one table of keys and meanings, and the JSON-lines file that accepts no other
-key."""
+"""Table of all logged metrics with their meanings, and the JSON-lines file that accepts no other key."""
 
 from __future__ import annotations
 
@@ -16,17 +15,17 @@ METRICS: dict[str, str] = {
     "updates": "optimizer updates done so far in the run",
     "updates_skipped": "updates skipped so far because a gradient was not finite",
     "samples": "images or completions generated for training so far, all processes, those of groups that "
-    "were dropped included; of supervised fine-tuning, demonstrations read so far, repeats included; of "
-    "direct preference optimisation, pairs or votes; of the training of a judge, labelled examples (pairs, "
+    "were dropped included; in supervised fine-tuning, demonstrations read so far, repeats included; in "
+    "direct preference optimization, pairs or votes; in the training of a reward, labelled examples (pairs, "
     "triples, images)",
     "tokens": "tokens of these completions so far",
     "reward_mean": "mean reward of the valid samples of the iteration, in the reward's unit; "
-    "with rewards.terms.LABEL.bound that of what is optimised, which moves with its multiplier",
+    "with rewards.terms.LABEL.bound that of the optimized sum, which moves with its multiplier",
     "reward_std": "standard deviation of the reward over the valid samples, in the reward's unit",
     "reward_group_std": "mean over groups of the standard deviation within a group, in the reward's unit",
     "reward_part/*": "mean of one named part of the reward over the samples that have it; LABEL.std is the "
-    "standard deviation that the judge itself gives",
-    "agreement/*": "rank agreement of what is optimised with one reward that is only recorded (a term of "
+    "standard deviation that the reward itself gives",
+    "agreement/*": "rank agreement of the optimized reward with one that is only recorded (a term of "
     "weight 0): Kendall's τ-b within groups, mean over groups, −1 to 1",
     "recorded/*": "mean of that reward over the samples, in its unit, higher is better",
     "recorded_std/*": "mean over groups of its standard deviation within a group",
@@ -35,25 +34,25 @@ METRICS: dict[str, str] = {
     "recorded_change/*": "the same of recorded/LABEL, divided by recorded_std/LABEL of the first iterations",
     "group_std_ratio": "mean of reward_group_std over the latest iterations over that of the first: a reward "
     "that no longer tells a prompt's samples apart",
-    "judge_std_ratio/*": "the same of the judge's own standard deviation, reward_part/LABEL.std",
+    "judge_std_ratio/*": "the same for the reward's own standard deviation, reward_part/LABEL.std",
     "image/*": "means over the images: brightness (luma), saturation, contrast (std of the luma), "
-    "high_frequency (share of its energy above half of the finest that can be shown), all 0 to 1",
+    "high_frequency (share of its energy above half of the Nyquist frequency), all 0 to 1",
     "diversity": "images: mean cosine distance of two of a group in the features of `monitor.features`; "
     "completions: distinct-2, different pairs of neighbouring tokens of a group over all of them",
     "diversity_ratio": "mean of diversity over the latest iterations over that of the first",
     "reward_multiplier/*": "Lagrange multiplier of one reward that has a bound (rewards.terms.LABEL.bound)",
     "reward_weight/*": "weight of one reward in the sum of the advantages (objective.balance_every)",
-    "valid_share": "share of samples that the reward could judge, 0 to 1",
+    "valid_share": "share of samples that the reward could score, 0 to 1",
     "frac_reward_zero_std": "share of samples whose advantage is zero, 0 to 1: their group's rewards are all "
-    "equal, or could not be judged",
+    "equal, or could not be scored",
     "trained_share": "share of samples that were back-propagated, 0 to 1; 1 whenever the KL weight is "
     "above zero",
-    "advantage_abs": "mean absolute advantage over the valid samples; of a text policy over its tokens",
+    "advantage_abs": "mean absolute advantage over the valid samples; for a text policy over its tokens",
     "length_mean": "mean length of the iteration's completions, tokens",
     "repetition": "mean share of a completion's runs of four tokens that it had before (seq-rep-4), 0 to 1",
     "truncated_share": "share of completions that met the length limit, 0 to 1",
     "entropy": "mean entropy of the distribution that each token was drawn from, nats",
-    "engine_gap": "mean |log π_old - log μ| per token between the policy and who wrote the completions, nats",
+    "engine_gap": "mean |log π_old - log μ| per token between the policy and the engine that sampled, nats",
     "groups/*": "dynamic sampling: rounds; groups generated, kept (with signal), dropped as all right, all "
     "wrong or without spread, and surplus",
     "loss/*": "share of one term in the loss, coefficient included, mean over updates: policy, kl, value, "
@@ -74,24 +73,24 @@ METRICS: dict[str, str] = {
     "ratio_max": "largest |log r| over trained pairs",
     "ratio_floor": "largest |log r| at the iteration's first update, where r should be 1: the "
     "numerical floor",
-    "clip_range": "the smaller of the two clip bounds; the floor must lie well below it",
+    "clip_range": "the smaller of the two clip bounds; the floor must be well below it",
     "clip_low": "share of trained decisions (denoising steps, tokens) with a negative advantage and no "
     "gradient, whatever rule took it: the clip at 1 - eps_low, a mask",
     "clip_high": "the same of decisions with a positive advantage: the clip at 1 + eps_high, a mask",
     "kl": "mean Gaussian KL to the reference over trained pairs, nats (per latent number with "
     "log_prob_reduction mean; with kl_form velocity mean |v − v_ref|²); of a text policy the k3 estimate per "
     "token; of KTO its reference point, per completion",
-    "rewards/*": "direct preference optimisation: mean implicit reward of chosen and rejected completions "
+    "rewards/*": "direct preference optimization: mean implicit reward of chosen and rejected completions "
     "(of votes, good and bad ones) as the loss has it, β log π/π_ref, their margins, and accuracies: the "
     "share of pairs whose chosen completion has the higher one, of votes that are on the right side of kl",
-    "logps/*": "direct preference optimisation: mean log π of a whole completion, chosen and rejected, nats",
-    "label_mean": "direct preference optimisation whose labels move: their mean over the pairs as they were "
+    "logps/*": "direct preference optimization: mean log π of a whole completion, chosen and rejected, nats",
+    "label_mean": "direct preference optimization whose labels move: their mean over the pairs as they were "
     "visited, 1 where each chosen completion is taken for the better one",
     "match_error": "regressions of images: mean |v − (ε − x0)|² per latent number over trained pairs, the "
     "pretraining loss on the policy's own samples",
     "anchor_distance": "regressions of images: mean |v − v_anchor|² over trained pairs, the anchor the old "
     "policy or the reference",
-    "reward_gradient": "training through the reward's gradient: its mean L2 norm in the pixels of a "
+    "reward_gradient": "training through the reward's gradient: its mean L2 norm in the pixels of an "
     "image, all terms together",
     "grad_norm": "L2 norm of the gradient before clipping, mean over updates",
     "lr": "learning rate of the iteration's last update",
@@ -110,11 +109,11 @@ METRICS: dict[str, str] = {
     "training, feature_frechet, squared Fréchet distance from these, feature_drift, the former over the mean "
     "distance of two of these; change/LABEL, the mean change since before training, in its standard errors, "
     "of the accuracy and of rewards of weight 0; "
-    "of a judge on held-out labels: accuracy (where the truth is clear), accuracy_all, nll (nats per "
-    "vote), ece, std_mean, std_auroc, std_auroc_votes, std_auroc_lead, mass_low; of ratings mae, srcc and "
-    "mass_low; of a judge of critiques the share of right ones critique_right, critique_accuracy, "
-    "critique_auroc, critique_nll; of a judge of steps loss, accuracy, of labels that are right or wrong "
-    "accuracy_right and accuracy_wrong, and their number (labels)",
+    "for a reward on held-out labels: accuracy (where the truth is clear), accuracy_all, nll (nats per "
+    "vote), ece, std_mean, std_auroc, std_auroc_votes, std_auroc_lead, mass_low; for ratings mae, srcc and "
+    "mass_low; for critiques the share of right ones critique_right, critique_accuracy, critique_auroc, "
+    "critique_nll; for a process reward loss, accuracy, accuracy_right and accuracy_wrong on right and wrong "
+    "labels, and their number (labels)",
 }
 """Key -> meaning and unit. A key that ends in `/*` stands for a family of keys."""
 
@@ -136,13 +135,13 @@ TEXT_ONLY = (
     "logps/*",
     "label_mean",
 )
-"""Keys that only trainers of text policies log."""
+"""Keys of text policies only."""
 
 REGRESSION_ONLY = ("match_error", "anchor_distance")
-"""Keys that only regressions of images log."""
+"""Keys of image regressions only."""
 
 ASCENT_ONLY = ("reward_gradient",)
-"""Keys that only training through the reward's gradient logs."""
+"""Keys of training through the reward's gradient only."""
 
 MONITOR_ONLY = (
     "agreement/*",
@@ -158,7 +157,7 @@ MONITOR_ONLY = (
 """Keys that need a reward of weight 0, or the run's monitor."""
 
 TIMES = ("seconds", "samples_per_second")
-"""Families that differ between two runs of the same seed; every other value is reproducible on CPU."""
+"""Families that differ between two runs with the same seed; all others are reproducible on CPU."""
 
 
 def check_keys(record: Mapping[str, Any]) -> None:
@@ -172,17 +171,17 @@ def check_keys(record: Mapping[str, Any]) -> None:
         if family not in METRICS:
             raise KeyError(
                 f"metric {key!r} is not in visalign.training.loop.metrics.METRICS; add it there with its "
-                f"meaning and unit."
+                "meaning and unit."
             )
 
 
 def without_times(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The reproducible part of a record."""
+    """Drop the times from a record, which leaves its reproducible part."""
     return {key: value for key, value in record.items() if key.split("/", 1)[0] not in TIMES}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; a last line that a killed run left half-written is ignored.
+    """Read the records of a metrics file; a half-written last line of a killed run is ignored.
 
     Raises:
         ValueError: a line before the last is not JSON.
@@ -207,16 +206,16 @@ class MetricsFile:
 
     Args:
         path: of the file; created when missing.
-        after: lines of later iterations are cut off, so that a resumed run leaves the file that an
-            uninterrupted one would have left. 0 starts over.
+        after: lines of later iterations are removed, so that a resumed run leaves the same file as an
+            uninterrupted one. 0 starts over.
     """
 
     def __init__(self, path: Path, *, after: int = 0) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [record for record in read_metrics(path) if record["iteration"] <= after]
+        earlier = [record for record in read_metrics(path) if record["iteration"] <= after]
         temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(_line(record) for record in kept), encoding="utf-8")
+        temporary.write_text("".join(_line(record) for record in earlier), encoding="utf-8")
         os.replace(temporary, path)
 
     def write(self, record: Mapping[str, Any]) -> None:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The monitor of a reward while the policy moves: trends against the first iterations, a rule that warns and
-one that stops.
+"""Monitor reward hacking during training: trends against the first iterations, limits that warn or stop.
 
 Sources of the signs: rewards that are not trained on, Gao et al., arXiv 2210.10760 (gold against proxy); the
 spread of the reward within groups, after RewardDance, arXiv 2509.08826 (there over training steps).
@@ -10,56 +9,52 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field
 from statistics import fmean
 from typing import Any
 
 from visalign.errors import UserError
+from visalign.settings import Count, Finite, settings
 
-from .optimizer import at_least
 from .progress import TrainingProgress
 
 KEY = "monitor"
-"""Where the counters, and so a checkpoint, keep what was seen."""
+"""Entry of `Counters.own`, and so of checkpoints, with the monitor's state."""
 
-FROM_ABOVE = ("judge_std_ratio", "feature_drift")
+UPPER_LIMITS = ("judge_std_ratio", "feature_drift")
 """Limits that are crossed upwards; the others are crossed downwards."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings("monitor")
 class MonitorLimits:
-    """Numbers that a run is held against, each named as its metric; null: none."""
+    """Limits of metrics, each named as its metric; null: none."""
 
-    agreement: float | None = None
-    """Least rank agreement of a held-out reward with what is optimised, agreement/LABEL, as the mean of
+    agreement: Finite | None = None
+    """Least rank agreement of a held-out reward with the optimized one, agreement/LABEL, as the mean of
     `window` iterations, the first ones too; −1 to 1. A reward of something else agrees with none."""
-    agreement_change: float | None = None
+    agreement_change: Finite | None = None
     """Least change of a rank agreement, agreement/LABEL; −2 to 0."""
-    recorded_change: float | None = None
+    recorded_change: Finite | None = None
     """Least change of a recorded reward's mean, recorded/LABEL, in its standard deviations within groups."""
-    heldout_change: float | None = None
+    heldout_change: Finite | None = None
     """Least change since before training of a held-out reward (weight 0) or of the accuracy, in its standard
     errors over held-out prompts of the same seeds, heldout/change/LABEL."""
-    group_std_ratio: float | None = None
+    group_std_ratio: Finite | None = None
     """Least share that is left of the reward's spread within groups, reward_group_std."""
-    judge_std_ratio: float | None = None
-    """How many times the judge's own standard deviation at first it may become."""
-    diversity_ratio: float | None = None
+    judge_std_ratio: Finite | None = None
+    """Largest ratio of the reward's own standard deviation to that of the first iterations."""
+    diversity_ratio: Finite | None = None
     """Least share that is left of the diversity within groups."""
-    feature_drift: float | None = None
-    """How far held-out samples may get from those before training, heldout/feature_drift: 1 is as far as
-    two samples of different prompts were from each other."""
-
-    def __post_init__(self) -> None:
-        for limit in fields(self):
-            value = getattr(self, limit.name)
-            if value is not None and not math.isfinite(value):
-                raise UserError(f"monitor: the limit {limit.name} is {value}; give a number, or null.")
+    feature_drift: Finite | None = None
+    """Largest distance of held-out samples from those before training, heldout/feature_drift: 1 is the
+    distance of two samples of different prompts."""
 
 
 def default_warnings() -> MonitorLimits:
-    """Wide limits: they are to miss a slow drift rather than to cry at an honest run, as
-    tests/benchmarks/images/reward_hacking.py measures."""
+    """Return wide limits that rather miss a slow drift than warn of an honest run.
+
+    tests/benchmarks/images/reward_hacking.py measures them.
+    """
     return MonitorLimits(
         agreement_change=-0.3,
         recorded_change=-0.3,
@@ -71,150 +66,148 @@ def default_warnings() -> MonitorLimits:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings("monitor")
 class MonitorSettings:
-    """What is watched while the policy moves, and when that warns or stops."""
+    """Monitor of the policy's changes."""
 
-    window: int = 5
-    """Iterations that a trend is the mean of: the latest against the first."""
+    window: Count = 5
+    """Iterations that a trend averages: the latest against the first."""
     warn: MonitorLimits = field(default_factory=default_warnings)
-    """A warning, once for each metric. What the defaults saw: docs/evidence/claims.md."""
+    """Limits that warn, once for each metric. What the defaults detected: docs/evidence/claims.md."""
     stop: MonitorLimits = field(default_factory=MonitorLimits)
-    """The end of the run after the iteration, as at its last one; it goes on with --resume and other
+    """Limits that end the run after the iteration, as at its last one; it continues with --resume and other
     limits."""
 
-    def __post_init__(self) -> None:
-        at_least("monitor.window", self.window, 1)
-
-    def check(self, given: Mapping[str, tuple[bool, str]]) -> None:
-        """Refuse to stop by what is never measured.
+    def check(self, measured: Mapping[str, tuple[bool, str]]) -> None:
+        """Refuse to stop by a metric that is never measured.
 
         Args:
-            given: limit -> (whether it is measured, what to set where it is not).
+            measured: limit -> (True where it is measured, what to set where it is not).
 
         Raises:
             UserError: a limit of `stop` that could not be crossed.
         """
-        for name, (there, remedy) in given.items():
+        for name, (is_measured, remedy) in measured.items():
             limit = getattr(self.stop, name)
-            if limit is not None and not there:
+            if limit is not None and not is_measured:
                 raise UserError(
                     f"monitor.stop.{name} is {limit:g}, and this run does not measure it. {remedy}"
                 )
 
 
 class Monitor:
-    """Follows a run's records; what it has seen is kept in the counters, so that a resumed run goes on with
-    it.
+    """Follows a run's records; its state is in the counters, so that a resumed run continues with it.
 
     Args:
         settings: None follows nothing.
-        progress: that says what crosses a limit.
+        progress: prints the warnings.
     """
 
     def __init__(self, settings: MonitorSettings | None, progress: TrainingProgress) -> None:
         self.settings, self.progress = settings, progress
 
     def follow(self, record: Mapping[str, Any], own: dict[str, Any]) -> dict[str, float]:
-        """Trends up to an iteration, as metrics; says what crosses a limit that warns, once.
+        """Compute trends up to an iteration, as metrics; warn of a crossed limit, once.
 
         Args:
             record: of the iteration.
-            own: the counters that keep what was seen.
+            own: `Counters.own`, with the state.
         """
         if self.settings is None:
             return {}
-        seen = own.setdefault(KEY, {"first": {}, "latest": {}, "now": {}, "said": {}})
-        window = seen.setdefault("window", self.settings.window)  # that of the run's beginning
-        known = [key for key, value in record.items() if source_of(key) and math.isfinite(value)]
-        for key in known:
-            first = seen["first"].setdefault(key, [])
+        state = own.setdefault(KEY, {"first": {}, "latest": {}, "now": {}, "said": {}})
+        window = state.setdefault("window", self.settings.window)  # of the run's start, also after a resume
+        keys = [key for key, value in record.items() if trend_of(key) and math.isfinite(value)]
+        for key in keys:
+            first = state["first"].setdefault(key, [])
             if len(first) < window:
                 first.append(record[key])
             else:
-                seen["latest"][key] = [*seen["latest"].get(key, []), record[key]][-window:]
-        latest = {key: seen["latest"][key] for key in known if key in seen["latest"]}
-        trends = dict(_trends(seen["first"], latest, window))
-        for key in known:
-            recent = [*seen["first"][key], *seen["latest"].get(key, [])][-window:]
+                state["latest"][key] = [*state["latest"].get(key, []), record[key]][-window:]
+        latest = {key: state["latest"][key] for key in keys if key in state["latest"]}
+        trends = dict(_trends(state["first"], latest, window))
+        for key in keys:
+            recent = [*state["first"][key], *state["latest"].get(key, [])][-window:]
             if key.startswith("agreement/") and len(recent) == window:
-                seen["now"][key] = fmean(recent)
+                state["now"][key] = fmean(recent)
         for key, value in record.items():
-            if key == "heldout/feature_drift" or key.startswith("heldout/change/"):
-                if math.isfinite(value):
-                    name = key.removeprefix("heldout/").replace("change/", "heldout_change/", 1)
-                    seen["now"][name] = value
-        seen["now"] |= trends
-        for key, message in crossed(seen["now"], self.settings.warn, "warn"):
-            if key not in seen["said"]:
-                seen["said"][key] = f"Iteration {record['iteration']}: {message}"
+            is_heldout = key == "heldout/feature_drift" or key.startswith("heldout/change/")
+            if is_heldout and math.isfinite(value):
+                name = key.removeprefix("heldout/").replace("change/", "heldout_change/", 1)
+                state["now"][name] = value
+        state["now"] |= trends
+        for key, message in crossed_limits(state["now"], self.settings.warn, "warn"):
+            if key not in state["said"]:
+                state["said"][key] = f"Iteration {record['iteration']}: {message}"
                 self.progress.note(f"Warning: {message}")
         return trends
 
     def stops(self, own: dict[str, Any]) -> bool:
-        """Whether what was seen last crosses a limit that stops; says which."""
+        """Return True where the latest metrics cross a limit that stops; print which."""
         if self.settings is None or KEY not in own:
             return False
-        found = dict(crossed(own[KEY]["now"], self.settings.stop, "stop"))
-        for key, message in found.items():
+        crossed = dict(crossed_limits(own[KEY]["now"], self.settings.stop, "stop"))
+        for key, message in crossed.items():
             own[KEY]["said"][f"stop {key}"] = f"Stopped: {message}"
             self.progress.note(
-                f"The monitor stops the run: {message} Go on with --resume and another monitor.stop."
+                f"The monitor stops the run: {message} Continue with --resume and another monitor.stop."
             )
-        return bool(found)
+        return bool(crossed)
 
 
 def monitor_messages(own: Mapping[str, Any]) -> list[str]:
-    """What a run's monitor has said, in its order; empty where there was none."""
+    """Return the messages of a run's monitor in order; empty where there was none."""
     return list(own.get(KEY, {}).get("said", {}).values())
 
 
-def source_of(key: str) -> str:
-    """The trend that a metric has, "" where it has none: the family, and the label after it."""
+def trend_of(key: str) -> str:
+    """Name the trend that is computed from a metric, family and label; "" where there is none."""
     family, _, label = key.partition("/")
     if family == "reward_part":
         owner = "reward" if label == "std" else label.removesuffix(".std")
         return f"judge_std_ratio/{owner}" if label == "std" or owner != label else ""
-    known = {
+    trends = {
         "reward_group_std": "group_std_ratio",
         "diversity": "diversity_ratio",
         "agreement": f"agreement_change/{label}",
         "recorded": f"recorded_change/{label}",
         "recorded_std": f"recorded_std/{label}",
     }
-    return known.get(family, "")
+    return trends.get(family, "")
 
 
 def _trends(
     first: Mapping[str, list[float]], latest: Mapping[str, list[float]], window: int
 ) -> Iterator[tuple[str, float]]:
     for key, values in latest.items():
-        name, began = source_of(key), fmean(first[key])
+        name, start = trend_of(key), fmean(first[key])
         if len(values) < window or name.startswith("recorded_std/"):
             continue
         if name.startswith("agreement_change/"):
-            yield name, fmean(values) - began
+            yield name, fmean(values) - start
             continue
         is_recorded = name.startswith("recorded_change/")
-        unit = fmean(first[key.replace("recorded/", "recorded_std/", 1)]) if is_recorded else began
+        unit = fmean(first[key.replace("recorded/", "recorded_std/", 1)]) if is_recorded else start
         if unit:
-            yield name, (fmean(values) - (began if is_recorded else 0.0)) / unit
+            yield name, (fmean(values) - (start if is_recorded else 0.0)) / unit
 
 
-def crossed(now: Mapping[str, float], limits: MonitorLimits, rule: str) -> Iterator[tuple[str, str]]:
-    """(metric, "KEY is VALUE, below monitor.RULE.LIMIT (NUMBER).") of what is beyond a limit.
+def crossed_limits(
+    values: Mapping[str, float], limits: MonitorLimits, rule: str
+) -> Iterator[tuple[str, str]]:
+    """Yield (metric, "KEY is VALUE, below monitor.RULE.LIMIT (NUMBER).") of metrics beyond a limit.
 
     Args:
-        now: metric -> latest value.
-        limits: held against.
+        values: metric -> latest value.
+        limits: of these metrics.
         rule: "warn" or "stop".
     """
-    for key, value in now.items():
+    for key, value in values.items():
         name = key.partition("/")[0]
         limit = getattr(limits, name)
         if limit is None:
             continue
-        above = name in FROM_ABOVE
-        if value > limit if above else value < limit:
-            side = "above" if above else "below"
+        is_upper = name in UPPER_LIMITS
+        if value > limit if is_upper else value < limit:
+            side = "above" if is_upper else "below"
             yield key, f"{key} is {value:.3g}, {side} monitor.{rule}.{name} ({limit:g})."

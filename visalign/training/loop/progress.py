@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run shows while it runs: a live table in a terminal, a line per iteration anywhere else."""
+"""Progress of a run: a live table in a terminal, a line per iteration anywhere else."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ POLICY_COLUMNS = (
     ("grad", "grad_norm", "{:.2g}"),
     ("samples/s", "samples_per_second", "{:.1f}"),
 )
-"""Column title, metric, format. A metric that an iteration lacks shows its last value; held-out numbers of a
-log stand in the line of their evaluation alone."""
+"""Column title, metric, format. A metric that an iteration lacks shows its last value; in a log, held-out
+metrics are printed in the line of their evaluation only."""
 
 SUPERVISED_COLUMNS = (
     ("loss", "loss", "{:.4f}"),
@@ -36,12 +36,11 @@ SUPERVISED_COLUMNS = (
     ("lr", "lr", "{:.1e}"),
     ("samples/s", "samples_per_second", "{:.1f}"),
 )
-"""The same where labels or demonstrations are learnt, and the loss says how well; a metric that no
-iteration had has no column."""
+"""Columns of supervised trainings; a metric that no iteration had has no column."""
 
 
 def clock_text(seconds: float) -> str:
-    """Seconds as 1:02:03 or 2:03.
+    """Format seconds as 1:02:03 or 2:03.
 
     Example:
         >>> clock_text(123.4)
@@ -53,12 +52,12 @@ def clock_text(seconds: float) -> str:
 
 
 def _cell(form: str, value: float) -> str:
-    """A dash for NaN and infinities, such as the gradient norm where all updates were skipped."""
+    """Format a number; a dash for NaN and infinities, such as the gradient norm of skipped updates."""
     return form.format(value) if math.isfinite(value) else "–"
 
 
 class TrainingProgress:
-    """Shows records of `visalign.training.loop.metrics` as they come.
+    """Prints records of `visalign.training.loop.metrics`.
 
     Args:
         total: iterations of the run.
@@ -67,7 +66,7 @@ class TrainingProgress:
         enabled: False shows nothing (all processes but the first).
         every: iterations between two lines when the output is no terminal.
         rows: iterations kept in the live table.
-        shown: columns, as `SHOWN`.
+        columns: as `POLICY_COLUMNS`.
     """
 
     def __init__(
@@ -79,11 +78,11 @@ class TrainingProgress:
         enabled: bool = True,
         every: int = 1,
         rows: int = 8,
-        shown: Sequence[tuple[str, str, str]] = POLICY_COLUMNS,
+        columns: Sequence[tuple[str, str, str]] = POLICY_COLUMNS,
     ) -> None:
-        self.console, self._shown = console or Console(), shown
+        self.console, self._columns = console or Console(), columns
         self.enabled, self.every, self.rows = enabled, every, rows
-        self._total, self._done, self._begun_at = total, 0, 0
+        self._total, self._done, self._start = total, 0, 0
         self._seconds, self._seconds_left = 0.0, math.inf if max_seconds is None else max_seconds
         self._recent: list[dict[str, Any]] = []
         self._last: dict[str, Any] = {}
@@ -111,31 +110,31 @@ class TrainingProgress:
             self._live = None
 
     def go_on(self, done: int, seconds: float) -> None:
-        """Start from a resumed run, of which `done` iterations took `seconds`."""
-        self._done = self._begun_at = done
+        """Continue a run of which `done` iterations took `seconds`."""
+        self._done = self._start = done
         self._seconds_left -= seconds
         self._bar.update(self._task, completed=done)
 
     def note(self, text: str) -> None:
-        """One line that stays: a checkpoint passed over, a stop asked for."""
+        """Print a line that stays, such as a warning."""
         if self.enabled:
             self.console.print(text, highlight=False, markup=False)
 
     def update(self, record: Mapping[str, Any]) -> None:
-        """Show the record of a finished iteration."""
+        """Print the record of a finished iteration."""
         self._done = int(record["iteration"])
         seconds = float(record.get("seconds") or 0.0)
         self._seconds, self._seconds_left = self._seconds + seconds, self._seconds_left - seconds
-        known = {key: value for key, value in record.items() if value is not None}
+        values = {key: value for key, value in record.items() if value is not None}
         if "clip_low" in record or "clip_high" in record:
-            known["clip"] = known.get("clip_low", 0.0) + known.get("clip_high", 0.0)
-        self._last = {**self._last, **known}
+            values["clip"] = values.get("clip_low", 0.0) + values.get("clip_high", 0.0)
+        self._last = {**self._last, **values}
         self._recent = [*self._recent, dict(self._last)][-self.rows :]
         self._bar.update(self._task, completed=self._done, left=f"{clock_text(self.seconds_left())} left")
         if self._live is not None:
             self._live.update(self._view())
         elif self.enabled and (self._done % self.every == 0 or self._done == self._total):
-            fresh = {k: v for k, v in self._last.items() if k in known or not k.startswith("heldout/")}
+            fresh = {k: v for k, v in self._last.items() if k in values or not k.startswith("heldout/")}
             cells = ", ".join(f"{title} {text}" for title, text in self._cells(fresh) if text)
             left = clock_text(self.seconds_left())
             self.console.print(
@@ -146,24 +145,24 @@ class TrainingProgress:
             )
 
     def seconds_left(self) -> float:
-        """Expected seconds to the end, from the mean iteration seen and `max_seconds`; 0 before the first."""
-        seen = self._done - self._begun_at
-        left = self._seconds / seen * (self._total - self._done) if seen else 0.0
+        """Estimate the seconds to the end from the mean iteration and `max_seconds`; 0 before the first."""
+        count = self._done - self._start
+        left = self._seconds / count * (self._total - self._done) if count else 0.0
         return max(min(left, self._seconds_left), 0.0)
 
     def _cells(self, record: Mapping[str, Any]) -> list[tuple[str, str]]:
         return [
-            (title, _cell(form, record[key]) if key in record else "") for title, key, form in self._shown
+            (title, _cell(form, record[key]) if key in record else "") for title, key, form in self._columns
         ]
 
     def _view(self) -> Group:
         table = Table(expand=True, box=None, pad_edge=False)
         table.add_column("iteration", justify="right")
-        is_all = self._shown is POLICY_COLUMNS or not self._recent
-        kept = [n for n, (_, key, _) in enumerate(self._shown) if is_all or key in self._last]
-        for number in kept:
-            table.add_column(self._shown[number][0], justify="right")
+        shows_all = self._columns is POLICY_COLUMNS or not self._recent
+        numbers = [n for n, (_, key, _) in enumerate(self._columns) if shows_all or key in self._last]
+        for number in numbers:
+            table.add_column(self._columns[number][0], justify="right")
         for record in self._recent:
             cells = self._cells(record)
-            table.add_row(str(record["iteration"]), *(cells[number][1] for number in kept))
+            table.add_row(str(record["iteration"]), *(cells[number][1] for number in numbers))
         return Group(table, self._bar)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process a run lives in: phase times, memory."""
+"""Phase times and memory of the process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from torch import distributed
 
 
 def end_processes() -> None:
-    """Leave the other processes, if there are any; to be called last, before the interpreter ends.
+    """Leave the process group, if there is one; call it last, before the interpreter ends.
 
-    A thread of gloo may still hold the last collective's tensor; where it lets go of it after the interpreter
-    has begun to end, the process aborts ("terminate called without an active exception"), and
-    DistributedDataParallel keeps the threads alive when the group is destroyed (PyTorch 2.14). So they get
-    the time they need.
+    A gloo thread may still hold the last collective's tensor. If it releases it while the interpreter shuts
+    down, the process aborts ("terminate called without an active exception"), and DistributedDataParallel
+    keeps these threads alive when the group is destroyed (PyTorch 2.14). Hence the pause.
     """
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
@@ -27,8 +26,7 @@ def end_processes() -> None:
 
 
 def peak_memory_bytes() -> dict[str, int]:
-    """Largest memory of this process so far: resident `host` memory and, with CUDA, allocated `cuda`
-    memory."""
+    """Return the peak memory of this process: resident `host` and, with CUDA, allocated `cuda` memory."""
     peak = {}
     if sys.platform != "win32":
         import resource
@@ -41,16 +39,16 @@ def peak_memory_bytes() -> dict[str, int]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or torch's allocator on the CPU, had less memory than was asked for."""
-    said = isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(said)
+    """Return True where a device, or torch's CPU allocator, ran out of memory."""
+    is_named = isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(is_named)
 
 
 _NO_MEMORY = re.compile("DefaultCPUAllocator|out of memory|CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class PhaseClock:
-    """Seconds per named phase of an iteration; with CUDA a phase ends when its kernels have.
+    """Seconds per named phase of an iteration; with CUDA a phase ends when its kernels have finished.
 
     Example:
         >>> clock = PhaseClock()
@@ -61,7 +59,7 @@ class PhaseClock:
     """
 
     out_of_memory: str | None = None
-    """The innermost phase that memory ran out in."""
+    """Innermost phase in which memory ran out."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -81,7 +79,7 @@ class PhaseClock:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - begin
 
     def take(self) -> dict[str, float]:
-        """Seconds per phase and `total` since the last call; starts over."""
+        """Return seconds per phase and `total` since the last call, and start over."""
         now = self._now()
         taken = {**self._seconds, "total": now - self._begin}
         self._seconds, self._begin = {}, now

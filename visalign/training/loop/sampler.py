@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which prompts an iteration trains on: a pure function of the iteration, right for any world size and any
-resume."""
+"""Sample the prompts of an iteration: a pure function of the iteration, for any world size and resume."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from .processes import process_slice
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The share of one iteration that one process works on: b of the P·G samples."""
+    """One process's share of an iteration: b of the P·G samples."""
 
     prompt_index: Tensor
     """[b] int64, index into the prompt set."""
@@ -53,13 +52,11 @@ def check_batch_algebra(prompts_per_iteration: int, group_size: int, world_size:
             f"prompts_per_iteration is {prompts_per_iteration}; it must be at least 1. "
             f"Set rollout.prompts_per_iteration to 1 or more."
         )
-    if world_size < 1:
-        raise UserError(f"world_size is {world_size}; it must be at least 1.")
     process_slice(prompts_per_iteration * group_size, 0, world_size)
 
 
 def check_whole_groups(prompts_per_iteration: int, world: int) -> None:
-    """Refuse processes that would share a group: its images could not be compared.
+    """Refuse processes that would split a group, whose samples could then not be compared.
 
     Raises:
         UserError: the groups cannot be divided among the processes.
@@ -67,7 +64,7 @@ def check_whole_groups(prompts_per_iteration: int, world: int) -> None:
     if prompts_per_iteration % world:
         raise UserError(
             f"rollout.prompts_per_iteration is {prompts_per_iteration} and there are {world} processes: some "
-            "group would be spread over two, and its images could not be compared. Use a multiple of "
+            f"group would be spread over two, and its samples could not be compared. Use a multiple of "
             f"{world}."
         )
 
@@ -75,10 +72,10 @@ def check_whole_groups(prompts_per_iteration: int, world: int) -> None:
 class PromptSampler:
     """P prompts with G samples each per iteration.
 
-    The prompts are visited in one random order per epoch, none twice within an epoch. Nothing is stored
-    between calls, so a loader may prefetch, skip or repeat iterations, and a resumed run sees what it would
-    have seen. The ranks' batches are consecutive slices of the iteration's P·G samples, and may end inside a
-    group: their union does not depend on the world size.
+    Each epoch visits the prompts in a random order, none twice. Nothing is stored between calls, so a loader
+    may prefetch, skip or repeat iterations, and a resumed run sees the same prompts. The ranks' batches are
+    consecutive slices of the iteration's P·G samples, and may end inside a group: their union does not depend
+    on the world size.
 
     With `strata` the groups take the labels of `cycle` in turn, and each stratum has its own epochs: a
     category of ten prompts gets as many groups as one of a thousand, or more where `cycle` names it more
@@ -128,29 +125,27 @@ class PromptSampler:
             )
 
     def batch(self, iteration: int, rank: int = 0, world: int = 1) -> Batch:
-        """The samples of process `rank` of `world` in iteration 0, 1, 2, ...
+        """Return the samples of process `rank` of `world` in iteration 0, 1, 2, ...
 
         Raises:
-            UserError: a negative iteration, a rank outside the world, or a world of more than P·G.
+            UserError: more processes than samples.
         """
-        if iteration < 0:
-            raise UserError(f"iteration is {iteration}; iterations are counted from 0.")
         groups = iteration * self.prompts_per_iteration + np.arange(self.prompts_per_iteration)
         orders: dict[tuple[str, int], np.ndarray] = {}
         prompts = np.array([self._prompt(int(group), orders) for group in groups], dtype=np.int64)
         samples = self.prompts_per_iteration * self.group_size
-        mine = process_slice(samples, rank, world)
+        part = process_slice(samples, rank, world)
         return Batch(
-            prompt_index=torch.from_numpy(np.repeat(prompts, self.group_size)[mine].copy()),
-            group_id=torch.from_numpy(np.repeat(groups, self.group_size)[mine].copy()),
-            sample_id=iteration * samples + torch.arange(samples, dtype=torch.int64)[mine],
+            prompt_index=torch.from_numpy(np.repeat(prompts, self.group_size)[part].copy()),
+            group_id=torch.from_numpy(np.repeat(groups, self.group_size)[part].copy()),
+            sample_id=iteration * samples + torch.arange(samples, dtype=torch.int64)[part],
         )
 
     def _prompt(self, group: int, orders: dict[tuple[str, int], np.ndarray]) -> int:
-        """The prompt of a group; `orders` keeps the permutations already drawn for this batch."""
-        turn, place = divmod(group, len(self._cycle))
-        label = self._cycle[place]
-        visit = turn * self._cycle.count(label) + self._cycle[:place].count(label)
+        """Return the prompt of a group; `orders` caches the permutations of this batch."""
+        turn, index = divmod(group, len(self._cycle))
+        label = self._cycle[index]
+        visit = turn * self._cycle.count(label) + self._cycle[:index].count(label)
         members = self._members[label]
         epoch, position = divmod(visit, len(members))
         if (label, epoch) not in orders:

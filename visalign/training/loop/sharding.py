@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights, gradients and AdamW's moments divided among processes: FSDP2, torch's `fully_shard`.
 
-An update gathers one block of the network at a time. Where nothing is learnt (rollout, evaluation) each
-process holds the whole network, without gradients: forwards then wait for nobody, so that processes may make
-any number of them.
+An update gathers one block of the network at a time. In rollout and evaluation each process holds the whole
+network, without gradients: forwards then wait for nobody, so that processes may make any number of them.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ def check_several(processes: int) -> None:
         )
 
 
-def shard(network: nn.Module, accelerator: Accelerator, kept: Collection[nn.Parameter] = ()) -> None:
+def shard(network: nn.Module, accelerator: Accelerator, undivided: Collection[nn.Parameter] = ()) -> None:
     """Divide a network's parameters among all processes, in place, block by block.
 
     Blocks are the modules of the classes that diffusers (`_repeated_blocks`) or transformers
-    (`_no_split_modules`) name. The first process's weights and buffers are everybody's. The parameters are
-    new objects afterwards: look them up again.
+    (`_no_split_modules`) name. All processes get the first one's weights and buffers. The parameters are new
+    objects afterwards: look them up again.
 
     Args:
         network: on the accelerator's device; forwards with gradient go through it.
         accelerator: of the processes.
-        kept: frozen parameters that stay whole in each process, so that it may use them as often as it likes.
+        undivided: frozen parameters that stay whole in each process, which may use them any number of times.
 
     Raises:
         UserError: one process, quantised weights, a single number that is trained, or an older torch.
@@ -75,37 +74,40 @@ def shard(network: nn.Module, accelerator: Accelerator, kept: Collection[nn.Para
     names = {name for part in network.modules() for key in keys for name in getattr(part, key, None) or ()}
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     blocks = [module for module in network.modules() if type(module).__name__ in names]
-    whole = {*kept, *(parameter for parameter in network.parameters() if parameter.ndim == 0)}
+    ignored = {*undivided, *(parameter for parameter in network.parameters() if parameter.ndim == 0)}
     for module in (*blocks, network):
-        if not whole.issuperset(module.parameters()):
-            fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+        if not ignored.issuperset(module.parameters()):
+            fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
     root: Any = network
-    root._get_fsdp_state()._lazy_init()  # else a block that is called before the network becomes the root
+    root._get_fsdp_state()._lazy_init()  # otherwise a block called before the network becomes the root
 
 
 class ModuleOfFunction(nn.Module):
-    """A function of a network as a module's forward: once divided, its weights are gathered around it.
+    """A function of a network as a module's forward, around which FSDP2 gathers the weights.
 
     Args:
-        network: with all the weights that the function uses; each of them in every call.
-        ask: anything -> name -> tensor, with gradient.
+        network: with all the weights that the function uses, each of them in every call.
+        function: anything -> name -> tensor, with gradient.
     """
 
-    def __init__(self, network: nn.Module, ask: Callable[..., Mapping[str, Tensor]]) -> None:
+    def __init__(self, network: nn.Module, function: Callable[..., Mapping[str, Tensor]]) -> None:
         super().__init__()
-        self.network, self._ask = network, ask
+        self.network, self._function = network, function
 
-    def forward(self, *given: Any) -> dict[str, Tensor]:
-        """What the function says, as copies: FSDP2 warns of views."""
-        said = self._ask(*given)
-        live = [name for name, value in said.items() if value.requires_grad]
-        copies = dict(zip(live, _Together.apply(*(said[name] for name in live)), strict=True)) if live else {}
-        return {name: copies[name] if name in copies else value.clone() for name, value in said.items()}
+    def forward(self, *arguments: Any) -> dict[str, Tensor]:
+        """Return copies of the function's outputs: FSDP2 warns of views."""
+        outputs = self._function(*arguments)
+        live = [name for name, value in outputs.items() if value.requires_grad]
+        copies = (
+            dict(zip(live, _JointBackward.apply(*(outputs[name] for name in live)), strict=True))
+            if live
+            else {}
+        )
+        return {name: copies[name] if name in copies else value.clone() for name, value in outputs.items()}
 
 
-class _Together(torch.autograd.Function):
-    """Copies whose backward goes through all of them, whichever a process's loss depends on, so that all
-    processes gather the blocks in one order."""
+class _JointBackward(torch.autograd.Function):
+    """Copies whose backward goes through all of them, so that all processes gather blocks in one order."""
 
     @staticmethod
     def forward(ctx: Any, *values: Tensor) -> tuple[Tensor, ...]:
@@ -118,9 +120,9 @@ class _Together(torch.autograd.Function):
 
 @contextmanager
 def unsharded(network: nn.Module) -> Iterator[None]:
-    """Inside, each process has the whole network and its forwards wait for nobody; no gradient.
+    """Hold the whole network in each process inside the block, without gradient; forwards wait for nobody.
 
-    All processes enter and leave. A network that is not sharded is as it was.
+    All processes enter and leave. A network that is not sharded is unchanged.
     """
     parts = [module for module in network.modules() if isinstance(module, FSDPModule)]
     for part in parts:
@@ -133,52 +135,52 @@ def unsharded(network: nn.Module) -> Iterator[None]:
         for part in parts:
             part.reshard()
             part.set_reshard_after_forward(True, recurse=False)
-        if parts:  # the next backward would gather what this process's forwards used, others' not
+        if parts:  # the next backward would gather what the forwards of this process used, unlike others'
             parts[0].reset_iter_state()
 
 
 @contextmanager
 def unsharded_state(network: nn.Module) -> Iterator[None]:
-    """Inside, the network's parameters are whole tensors, so that one process may save them; no forward.
+    """Replace the network's parameters by whole tensors inside the block, so that one process may save them.
 
-    All processes enter; it holds the whole model once in each. A network that is not sharded is as it was,
-    and one that is becomes so again.
+    No forward inside. All processes enter; each holds the whole model once. A network that is not sharded is
+    unchanged.
     """
-    places = [
+    divided = [
         (module, name, parameter)
         for module in network.modules()
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
         if isinstance(parameter, DTensor)
     ]
-    once: dict[int, nn.Parameter] = {}  # tied weights stay one tensor
-    for module, name, parameter in places:
-        if id(parameter) not in once:
-            once[id(parameter)] = nn.Parameter(gathered(parameter.detach()), parameter.requires_grad)
-        module.register_parameter(name, once[id(parameter)])
+    full: dict[int, nn.Parameter] = {}  # tied weights stay one tensor
+    for module, name, parameter in divided:
+        if id(parameter) not in full:
+            full[id(parameter)] = nn.Parameter(gathered(parameter.detach()), parameter.requires_grad)
+        module.register_parameter(name, full[id(parameter)])
     try:
         yield
     finally:
-        for module, name, parameter in places:
+        for module, name, parameter in divided:
             module.register_parameter(name, parameter)
 
 
 def gathered(value: Tensor) -> Tensor:
-    """The whole of a tensor that may be divided among processes; all of them call it."""
+    """Gather a tensor that may be divided among processes; all of them call it."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def local_shard(value: Tensor) -> Tensor:
-    """What this process holds of a tensor that may be divided."""
+    """Return this process's shard of a tensor that may be divided."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def write_shards(folder: Path, divided: Mapping[str, Tensor]) -> None:
-    """Write tensors that are divided among the processes, each its part; all processes call it.
+    """Write each process's shards of divided tensors; all processes call it.
 
     Args:
-        folder: in one that the first process has made before any calls.
-        divided: "stem/name" -> tensor; each process writes a file for each stem, one after the other, as it
-            stands in memory a second time meanwhile.
+        folder: its parent exists before any process calls.
+        divided: "stem/name" -> tensor; each process writes one file per stem, one after the other, since each
+            is in memory twice while it is written.
 
     Raises:
         OSError: a process could not write its part; raised in all of them.
@@ -191,55 +193,61 @@ def write_shards(folder: Path, divided: Mapping[str, Tensor]) -> None:
     writer = HuggingFaceStorageWriter(path=str(folder), fqn_to_index_mapping=files, save_distributed=True)
     try:
         save(dict(divided), storage_writer=writer)
-    except CheckpointException as failure:  # torch's is no Exception
+    except CheckpointException as failure:  # torch's is no subclass of Exception
         rank, (error, _) = next(iter(failure.failures.items()))
         raise OSError(getattr(error, "errno", None), f"process {rank}: {error}") from failure
 
 
 def incomplete(folder: Path, divided: Mapping[str, Tensor]) -> list[str]:
-    """Names of those tensors given to `write_shards` of which parts are not in the folder: other processes
-    wrote them elsewhere, in folders of the same name."""
+    """List tensors of `write_shards` with shards missing from the folder.
+
+    Other processes wrote these to another disk, in a folder of the same name.
+    """
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     if not divided:
         return []
     metadata: Any = HuggingFaceStorageReader(path=str(folder)).read_metadata()
-    there = {
+    sizes = {
         name: sum(part.sizes.numel() for part in entry.chunks)
         for name, entry in metadata.state_dict_metadata.items()
     }
-    return [name for name, value in divided.items() if there.get(name, 0) != value.numel()]
+    return [name for name, value in divided.items() if sizes.get(name, 0) != value.numel()]
 
 
 def read_shards(folder: Path, divided: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `write_shards` wrote, in any number of processes.
+    """Read the output of `write_shards` in any number of processes.
 
     Args:
         folder: given there.
-        divided: parameters by name; what belongs to one, is named "stem/parameter" or
-            "stem/parameter.moment" and has its shape, is divided as it is. The rest is whole, on the CPU.
+        divided: parameters by name; a tensor "stem/parameter" or "stem/parameter.moment" of the parameter's
+            shape is divided as it is. The rest is whole, on the CPU.
     """
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
     reader = HuggingFaceStorageReader(path=str(folder))
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     metadata: Any = reader.read_metadata()  # of tensors alone
-    for key, there in metadata.state_dict_metadata.items():
-        name, dtype = key.partition("/")[2], there.properties.dtype
+    for key, entry in metadata.state_dict_metadata.items():
+        name, dtype = key.partition("/")[2], entry.properties.dtype
         other = divided.get(name, divided.get(name.rpartition(".")[0]))
-        if other is None or other.shape != there.size:
-            found[key] = torch.empty(there.size, dtype=dtype)
+        if other is None or other.shape != entry.size:
+            tensors[key] = torch.empty(entry.size, dtype=dtype)
         else:
-            found[key] = torch.zeros_like(other, dtype=dtype)
-    with warnings.catch_warnings():  # each process reads by itself, which torch takes for an accident
+            tensors[key] = torch.zeros_like(other, dtype=dtype)
+    with warnings.catch_warnings():  # each process reads by itself on purpose
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(found, storage_reader=reader, no_dist=True)
-    return found
+        load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
 
 
 def distribute_like(value: Tensor, other: Tensor) -> Tensor:
-    """A whole tensor, equal on all processes, or one that is divided already, on the other's device and
-    divided as it is."""
+    """Move a tensor to the other's device and divide it as the other is.
+
+    Args:
+        value: equal on all processes, or divided already.
+        other: tensor to copy the layout from.
+    """
     value = value.to(other.device)
     if not isinstance(other, DTensor) or isinstance(value, DTensor):
         return value
@@ -247,19 +255,19 @@ def distribute_like(value: Tensor, other: Tensor) -> Tensor:
 
 
 def is_divided(network: nn.Module) -> bool:
-    """Whether each forward of a network gathers weights from all processes."""
+    """Return True where each forward of a network gathers weights from all processes."""
     return isinstance(network, FSDPModule)
 
 
 def pad_batches(parts: Iterable[Tensor], network: nn.Module, accelerator: Accelerator) -> list[Tensor]:
-    """Micro-batches, and after them empty ones where the network is divided and another process has more."""
-    own = list(parts)
+    """Append empty micro-batches where the network is divided and another process has more."""
+    batches = list(parts)
     if not is_divided(network):
-        return own
-    return own + [own[-1][:0]] * (max_over_processes(len(own), accelerator) - len(own))
+        return batches
+    return batches + [batches[-1][:0]] * (max_over_processes(len(batches), accelerator) - len(batches))
 
 
 def max_over_processes(count: int, accelerator: Accelerator) -> int:
-    """The largest count of all processes."""
+    """Return the largest count of all processes."""
     counts: Any = accelerator.gather(torch.tensor([count], device=accelerator.device))
     return int(counts.max())

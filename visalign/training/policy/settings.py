@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
-
-from pydantic import Field
+from dataclasses import field, replace
+from typing import Any
 
 from visalign.core import Objective, named_objective
 from visalign.core.objective.data import Decisions
@@ -16,16 +14,14 @@ from visalign.core.objective.stages import ADVANTAGES
 from visalign.core.regression.ascents import ASCENTS, named_ascent
 from visalign.core.regression.rows import REGRESSIONS, named_regression
 from visalign.errors import UserError
+from visalign.settings import Count, Positive, settings
 from visalign.training.loop.optimizer import at_least
 
 MATRIX_ADVANTAGES = ("gdpo", "normalise_then_sum")
 """Advantages of several rewards, [B, M]."""
 
-Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-
-@dataclass(frozen=True, kw_only=True)
+@settings("objective")
 class ObjectiveSettings:
     """Loss that a policy is trained with."""
 

@@ -129,7 +129,7 @@ def sample_completions(
                 group=batch.group_id[index][::repeats].tolist(),
             )
         with clock.phase("reward"):
-            scores.append(parts.scorer.ask(list(rollout.text), records))
+            scores.append(parts.scorer.submit(list(rollout.text), records))
         rollouts.append(rollout)
         all_records += records
     return PendingRound(

@@ -159,7 +159,7 @@ class TextRL(Algorithm):
             reference=reference,
             generator=policy if generator is None else generator,
             reward=reward,
-            scorer=RewardScorer(reward, what="completions", beside=self.rollout.scores_in_thread),
+            scorer=RewardScorer(reward, what="completions", threaded=self.rollout.scores_in_thread),
             records=records,
             value_model=value_model,
             log_partition=log_partition,
@@ -272,7 +272,7 @@ class TextRL(Algorithm):
         """Sample and score completions and, with dynamic sampling, select groups."""
 
         def sample_round(number: int) -> PendingRound:
-            return self._sample(number, run) if self.groups is not None else self._prefetcher.take(run)
+            return self._sample(number, run) if self.groups is not None else self._prefetcher.next(run)
 
         iteration = run.counters.iteration
         with self.unsharded():
@@ -458,7 +458,7 @@ class TextRL(Algorithm):
 
     def wait_for_rewards(self) -> None:
         """Wait until all pending completions are scored."""
-        self.parts.scorer.wait_for_rewards()
+        self.parts.scorer.wait()
 
     def finish(self, run: Context) -> None:
         """Save the state for a checkpoint, and hand the weights to a server."""

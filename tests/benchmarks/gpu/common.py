@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Timing, results and turns of the GPU measurements."""
 
 from __future__ import annotations
