@@ -279,7 +279,7 @@ class TextConfig:
 
     @property
     def overwrites_model(self) -> bool:
-        """Whether the server's folder is that of the model that the run begins with."""
+        """True if the server's folder is that of the model that the run begins with."""
         folder = None if self.server is None else self.server.model_folder
         starts = (Path(self.model.path).resolve(), (assets_folder() / self.model.path).resolve())
         return folder is not None and Path(folder).resolve() in starts

@@ -132,7 +132,7 @@ def _mask(length: int) -> torch.Tensor:
 
 
 def asks_reference(config: TextConfig) -> bool:
-    """Whether the objective needs the model before training."""
+    """Check if the objective needs the model before training."""
     from visalign.training.text.trajectories import needs_reference
 
     return needs_reference(config.built_objective)

@@ -52,12 +52,12 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is always taken."""
+        """True if the most probable token is always taken."""
         return self.temperature == 0
 
     @property
     def truncates(self) -> bool:
-        """Whether top-k or top-p excludes tokens."""
+        """True if top-k or top-p excludes tokens."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1)
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One random stream per sample, so that neither its batch nor its neighbours change what it draws."""
+"""Random streams, one per sample, so that neither its batch nor its neighbours change what it draws."""
 
 from __future__ import annotations
 

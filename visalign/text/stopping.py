@@ -54,7 +54,7 @@ class StopStrings:
         self._window = 4 * max((len(string) for string in strings), default=0) + 2
 
     def found(self, ids: Sequence[int]) -> bool:
-        """Whether the newest token completed a stop string; there was none before it."""
+        """Check if the newest token completed a stop string; there was none before it."""
         if not self.strings:
             return False
         tail = self._decode(list(ids[-self._window :]))

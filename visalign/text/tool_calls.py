@@ -26,7 +26,7 @@ PARALLEL = 32
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """How a tool is called in a text, and its limits."""
+    """Format of a tool's calls in a text, and limits."""
 
     open: str | None = None
     """Text before a call, for example <call>; each begins one call. null: the beginning of the completion."""

@@ -213,7 +213,7 @@ class _Sample:
         return math.fsum(drawn) / len(drawn) if drawn else math.nan
 
     def follows_answer(self, turn: int) -> bool:
-        """Whether a turn begins behind an answer, and the model's context had room for it."""
+        """Check if a turn begins behind an answer, and the model's context had room for it."""
         if turn == 0 or self.turns[turn].calls == self.turns[turn - 1].calls:
             return False
         end = self.turns[turn + 1].start if turn + 1 < len(self.turns) else len(self.tokens)
@@ -328,7 +328,7 @@ class _Generation:
         return continuing
 
     def _has_called(self, sample: _Sample) -> bool:
-        """Whether the turn ended with a call, and with nothing that ends the completion."""
+        """Check if the turn ended with a call, and with nothing that ends the completion."""
         if sample.reason != "stop string" or sample.trace.calls >= self.policy.use.max_calls:
             return False
         stop = StopStrings(self.stopping.strings, self.policy.decode_all)

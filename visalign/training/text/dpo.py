@@ -77,7 +77,7 @@ class DPOSettings:
 
     @property
     def votes(self) -> bool:
-        """Whether it learns from single votes instead of pairs."""
+        """True if the loss learns from single votes instead of pairs."""
         return DIRECT[self.row].loss is None
 
     @property

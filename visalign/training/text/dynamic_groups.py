@@ -44,7 +44,7 @@ class BudgetSpent(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredGroup:
-    """One group of samples."""
+    """Group of scored samples."""
 
     label: Hashable
     index: Tensor
@@ -114,7 +114,7 @@ class DynamicGroups:
 
     @property
     def wants_more(self) -> bool:
-        """Whether groups are missing and rounds are left."""
+        """True while groups are missing and rounds are left."""
         return len(self._pool) < self.wanted and self.now.rounds < self.settings.max_rounds
 
     def feed(

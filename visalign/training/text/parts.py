@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from visalign.core import Objective
 from visalign.core.objective.stages import ADVANTAGES
 from visalign.errors import UserError
-from visalign.interfaces import TextReward
 from visalign.text import Prompt, Sampling, StoppingCriteria, TextPolicy, TextRollout, ToolPolicy
 from visalign.training.loop.judging import RewardScorer
 from visalign.training.loop.sampler import check_batch_algebra
@@ -115,8 +114,8 @@ class TextParts:
     reference: Reference
     generator: CompletionGenerator
     """The policy itself unless a server generates."""
-    reward: TextReward
-    """Higher is better."""
+    reward: Any
+    """`TextReward` with `capabilities`; higher is better."""
     scorer: RewardScorer
     records: Records
     """Prompt records, each with "prompt"; handed to the reward as metadata."""
@@ -129,7 +128,7 @@ class TextParts:
 
     @property
     def branches(self) -> bool:
-        """Whether completions continue others of their group, which are then generated in one call."""
+        """True if completions continue others of their group, which are then generated in one call."""
         return isinstance(self.generator, ToolPolicy) and self.generator.branching is not None
 
     @property

@@ -304,10 +304,10 @@ class TextRL(Algorithm):
             t = replace(t, quantiles=memory.get("quantiles"))
             reward = sample_reward(t, objective.kl_in_reward)
             memory["quantiles"] = riskpo_quantiles(t, reward, **objective.advantage_options)
-        if t.rank is not None:
+        if (rank := t.rank) is not None:
             average, rate = memory.get("rank_average"), objective.advantage_options.get("rate", 0.3)
             t = replace(t, rank_average=average)
-            valid_rank = torch.where(t.present()[:, None], t.rank, torch.nan)
+            valid_rank = torch.where(t.present()[:, None], rank, torch.nan)
             memory["rank_average"] = rank_average(valid_rank, average, rate=rate)
         experience.trajectories = t
 

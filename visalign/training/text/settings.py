@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import field, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 
@@ -23,7 +23,7 @@ from visalign.settings import (
 )
 from visalign.text import Sampling, StoppingCriteria
 from visalign.text.calculator import calculator
-from visalign.text.tool_calls import ToolFormat, ToolUse
+from visalign.text.tool_calls import Tool, ToolFormat, ToolUse
 from visalign.text.tools import Branching
 from visalign.training.policy.settings import ObjectiveSettings, check_stale
 
@@ -57,7 +57,7 @@ class ToolSettings(ToolFormat):
         if not callable(tool):
             raise UserError(f"rollout.tool.use is {self.use!r}, which names no function.")
         tool_format = {f.name: getattr(self, f.name) for f in fields(ToolFormat)}
-        return ToolUse(tool=tool, name=self.use, **tool_format)
+        return ToolUse(tool=cast("Tool", tool), name=self.use, **tool_format)
 
 
 @settings("generation")
