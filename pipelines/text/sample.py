@@ -193,8 +193,7 @@ def run(config: TextSampleConfig, output: Path, resume: bool = False) -> RunSumm
         The content of summary.json.
 
     Raises:
-        UserError: something in the configuration or the folder cannot be used, or nothing was selected.
-        RewardFailure: too many completions of a point could not be scored.
+        UserError: the configuration or the folder cannot be used, or nothing was selected.
     """
     one_process("Completions are sampled and selected")
     begin, output = time.perf_counter(), Path(output)
@@ -245,18 +244,15 @@ def _sample(
     """Sample the grid points that are not on disk; return all completions."""
     points = config.rollout.points()
     missing = [i for i in range(len(points)) if not point_file(output, i).is_file()]
-    policy = _policy(config) if missing else None
+    policy = None
+    if missing:
+        cuda = config.run.device == "auto" and torch.cuda.is_available()
+        device = torch.device("cuda" if cuda else "cpu")
+        policy = build_text_policy(config.model, device, config.seed, reference=False)
     write_beginning(output, config, config.pipeline, prints)
     for number in missing:
         _sample_point(config, inputs, policy, number, point_file(output, number))
     return join_completions([load_point(point_file(output, i)) for i in range(len(points))])
-
-
-def _policy(config: TextSampleConfig) -> Any:
-    cuda = config.run.device == "auto" and torch.cuda.is_available()
-    return build_text_policy(
-        config.model, torch.device("cuda" if cuda else "cpu"), config.seed, reference=False
-    )
 
 
 def _sample_point(config: TextSampleConfig, inputs: _Inputs, policy: Any, number: int, path: Path) -> None:
@@ -313,6 +309,7 @@ def _select(
     )
     rewards = completions.reward[chosen].double()
     hinted = () if config.rollout.hint is None else ("hinted",)
+    rows = completions, selectable, chosen, rule.threshold
     summary = {
         "dataset": DATASET,
         "records": len(chosen),
@@ -325,12 +322,8 @@ def _select(
         "failure_reasons": failure_reasons(completions),
         "truncated": int(completions.truncated.sum()),
         "accepted": int((selectable & (completions.reward >= rule.threshold)).sum()),
-        "distributions": table(
-            completions, selectable, chosen, rule.threshold, ("temperature", "top_p", *hinted)
-        ),
-        "points": table(
-            completions, selectable, chosen, rule.threshold, ("temperature", "top_p", "seed", *hinted)
-        ),
+        "distributions": table(*rows, ("temperature", "top_p", *hinted)),
+        "points": table(*rows, ("temperature", "top_p", "seed", *hinted)),
         "seconds": time.perf_counter() - begin,
         "config": asdict(config),
         "versions": versions(),

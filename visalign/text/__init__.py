@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token trajectories: sampling distribution, seeds, stopping criteria, tools, the rollout, the policy.
 
-Needs torch alone, neither a model library nor a reward.
+It needs torch; no model library and no reward.
 """
 
 from visalign.interfaces import Message, Prompt
