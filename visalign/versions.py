@@ -42,7 +42,6 @@ IMAGES = frozenset(
         "pyarrow",
         "pydantic",
         "scipy",
-        "tokenizers",
         "transformers",
         "typer",
         "yaml",

@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
 WINGS = ("rewards", "pipelines")
+SCRIPTS = "assets/build/"
+"""Scripts that trained the packaged models; no part of the package."""
 
 LOOK_AGAIN_LINES = 500
 LOOK_AGAIN_FUNCTION = 60
@@ -75,7 +77,7 @@ def _via_link(path: Path) -> bool:
 def sources(*, tests: bool) -> list[Path]:
     """The tracked Python files; without `tests` those of the product alone."""
     files = [path for path in tracked() if path.suffix == ".py"]
-    return [path for path in files if tests or not _name(path).startswith(("tests/", "docs/"))]
+    return [path for path in files if tests or not _name(path).startswith(("tests/", "docs/", SCRIPTS))]
 
 
 def texts() -> Iterator[tuple[Path, str]]:
@@ -97,8 +99,10 @@ def packages_on_disk() -> set[str]:
     mapping = {folder: package for package, folder in SETUPTOOLS["package-dir"].items()}
     found = set()
     for path in tracked():
-        if path.name == "__init__.py" and (
-            (parts := path.parent.relative_to(ROOT).parts)[0] not in {"tests", "docs"}
+        if (
+            path.name == "__init__.py"
+            and ((parts := path.parent.relative_to(ROOT).parts)[0] not in {"tests", "docs"})
+            and not _name(path).startswith(SCRIPTS)
         ):
             found.add(".".join([mapping.get(parts[0], parts[0]), *parts[1:]]))
     return found
@@ -205,7 +209,9 @@ def test_wings_are_imported_by_their_full_name() -> None:
         f"{_name(path)}:{line}: {module}"
         for path in sources(tests=True)
         for line, module, level in facts(path).imports
-        if level == 0 and module.split(".")[0] in {*WINGS, "configs", "assets"}
+        if level == 0
+        and module.split(".")[0] in {*WINGS, "configs", "assets"}
+        and not module.startswith("assets.build")
     ]
     assert bad == []
 
