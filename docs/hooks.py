@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages as MkDocs gets them: a line `{{ name argument ... }}` becomes what `macros.MACROS[name]` returns.
 
-What a page says of a key, a name or a file is thereby what the code says; an unknown one stops the build.
+Keys, names and files on a page thereby come from the code; an unknown one stops the build.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def expand(markdown: str) -> str:
-    """The text with every macro replaced.
+    """Replace every macro of a text.
 
     Raises:
         ValueError: there is no macro of that name, or it was given something that the code does not have.

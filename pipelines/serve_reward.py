@@ -68,7 +68,7 @@ def serve_reward(
         raise UserError(
             "A reward server needs uvicorn, which is not installed: python -m pip install 'visalign[serve]'."
         )
-    check_unlocked(host, port)
+    check_port_free(host, port)
     from uvicorn import Server
 
     from visalign.rewards.serve.connections import connections_allowed, server_config
@@ -119,7 +119,7 @@ def _end_in_order(server: Any, app: Any, worker: Any) -> None:
     server.handle_exit = interrupted
 
 
-def check_unlocked(host: str, port: int) -> None:
+def check_port_free(host: str, port: int) -> None:
     """Refuse an address that cannot be listened on before the judge is loaded, which may take minutes."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

@@ -28,7 +28,7 @@ def import_by_path(path: str, *, what: str, error: type[Exception] = UserError) 
     Raises:
         error: The file, module or attribute does not exist.
 
-    >>> named_object("pathlib:Path.cwd", what="function").__name__
+    >>> import_by_path("pathlib:Path.cwd", what="function").__name__
     'cwd'
     """
     module_path, _, attribute = path.rpartition(":")

@@ -34,7 +34,7 @@ class CaughtError:
 def describe_error(error: BaseException) -> str:
     """Describe an error of user code: its type, message, and the last line of that code it passed through.
 
-    >>> said_by(KeyError("seed"))
+    >>> describe_error(KeyError("seed"))
     "KeyError: 'seed'"
     """
     text = "sys.exit(...)" if isinstance(error, SystemExit) else type(error).__name__

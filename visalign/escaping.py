@@ -13,7 +13,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 def escape_control(text: str) -> str:
     r"""Replace control and bidirectional characters by their escapes, so that they cannot steer a terminal.
 
-    >>> visible("a\x1b[2Jb")
+    >>> escape_control("a\x1b[2Jb")
     'a\\x1b[2Jb'
     """
     return _CONTROL.sub(lambda hit: ascii(hit[0])[1:-1], text)

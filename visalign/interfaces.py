@@ -26,7 +26,7 @@ Prompt = str | Sequence[Message]
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What a pointwise reward says of B images.
+    """Scores of B images from a pointwise reward.
 
     A sample that could not be judged has `valid` False, a `reason`, and NaN as value: failure is no score.
     """
@@ -61,7 +61,7 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class Preferences:
-    """What a pairwise judge says of B pairs: the probability that the left image is better."""
+    """Preferences of a pairwise judge for B pairs: the probability that the left image is better."""
 
     prob: Tensor
     """[B] float32 in [0, 1]; NaN where `valid` is False."""
@@ -91,7 +91,7 @@ class Preferences:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardCapabilities:
-    """What a reward needs beside images or texts, and what it offers beside scores.
+    """Inputs that a reward needs beside images or texts, and what it offers beside scores.
 
     A reward declares them as its attribute `capabilities`; one that declares none gets these defaults where
     it enters (`with_capabilities`).

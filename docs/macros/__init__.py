@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of the site that the code writes itself, one file for each subject.
-
-It needs the package installed; no sentence that only a person can write comes in.
-"""
+"""Tables of the site that are generated from the code, one file for each subject."""
 
 from collections.abc import Callable
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges, rewards for text, rows of the objective and packaged models, as the code has them."""
+"""Tables of judges, rewards for text, algorithms of the objective and packaged models, read from the code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def entries(name: str) -> Iterator[tuple[str, type, Mapping[str, Any], str]]:
 
 
 OFFERS = ("score", "compare", "score_with_gradient")
-"""What a judge of images may be able to do."""
+"""Methods that a judge of images may offer."""
 
 
 def judges() -> str:
@@ -87,7 +87,7 @@ def text_rewards() -> str:
 
 
 def algorithms() -> str:
-    """The rows of the objective: on what each works, what it takes at each stage, its paper."""
+    """Build the table of algorithms: kinds of policy, choice at each stage, paper."""
     core = importlib.import_module("visalign.core")
     rows = []
     for name, row in core.NAMED.items():
@@ -112,11 +112,11 @@ def algorithms() -> str:
         fits = ["–" if _refusal(name, kind) else "✓" for kind in TRAINED]
         shown = " · ".join(code(stage) for stage in stages)
         rows.append((code(name), *fits, shown, ", ".join(also), prose(row.source)))
-    return table(("row", *TRAINED, "advantage · ratio · surrogate · mean", "also", "source"), rows)
+    return table(("algorithm", *TRAINED, "advantage · ratio · surrogate · mean", "also", "source"), rows)
 
 
 def choices() -> str:
-    """What may be picked at each stage: formula, options with their defaults, paper and what differs."""
+    """Build the table of choices per stage: formula, options with their defaults, paper and deviations."""
     core = "visalign.core.objective"
     stages = importlib.import_module(f"{core}.stages")
     tables = {
@@ -141,7 +141,7 @@ def choices() -> str:
 
 
 def _documented(stage: Any) -> Iterator[Any]:
-    """The function of a stage, and those of its computed inputs that have options."""
+    """Yield the function of a stage, and those of its computed inputs that have options."""
     yield stage.function
     for source in stage.inputs.values():
         if not isinstance(source, str) and source.options:
@@ -153,7 +153,7 @@ SECTIONS = ("Args:", "Returns:", "Raises:", "Example:")
 
 
 def regressions() -> str:
-    """The rows of regressions of images' velocities: what they lean on, what each image costs, paper."""
+    """Build the table of velocity regressions: anchor, cost of an image, paper."""
     rows = []
     for name, row in importlib.import_module("visalign.core").REGRESSIONS.items():
         levels = "T − 1" if row.levels is None else str(row.levels)
@@ -162,20 +162,20 @@ def regressions() -> str:
         also += [f"one noise per {row.noise}"] if row.noise != "sample" else []
         shown = (code(row.loss), row.anchor, code(row.signal), levels, ", ".join(also), prose(row.source))
         rows.append((code(name), *shown))
-    return table(("row", "loss", "anchor", "signal", "levels", "also", "source"), rows)
+    return table(("algorithm", "loss", "anchor", "signal", "levels", "also", "source"), rows)
 
 
 def published() -> str:
-    """Published algorithms of images that are settings here, or rows of another name."""
+    """Build the table of published image algorithms that are settings here, or have another name."""
     names: dict[tuple[str, str], list[str]] = {}
-    for name, said in importlib.import_module("visalign.training.diffusion.published").PUBLISHED.items():
-        names.setdefault(said, []).append(code(name))
+    for name, entry in importlib.import_module("visalign.training.diffusion.published").PUBLISHED.items():
+        names.setdefault(entry, []).append(code(name))
     rows = [(", ".join(found), code(settings), prose(what)) for (settings, what), found in names.items()]
     return table(("name", "what to set", "what it is"), rows)
 
 
 def ascents() -> str:
-    """The rows that train through the reward's gradient: what carries it, what an image of T steps costs."""
+    """Build the table of algorithms that use the reward's gradient: steps that carry it, cost of an image."""
     rows = []
     for name, row in importlib.import_module("visalign.core").ASCENTS.items():
         carries = f"the last {row.last}" if row.last > 1 else "the last step"
@@ -184,11 +184,11 @@ def ascents() -> str:
             carries = "one step in the {:.0%} to {:.0%} of the way".format(*row.stop_range)
         free, carried = row.counted(10)
         rows.append((code(name), carries, f"{free + 3 * carried:g}", prose(row.source)))
-    return table(("row", "steps with gradient", "forward-equivalents of 10 steps", "source"), rows)
+    return table(("algorithm", "steps with gradient", "forward-equivalents of 10 steps", "source"), rows)
 
 
 def preference_losses() -> str:
-    """The rows of direct preference optimisation: what a reward is, its loss, the published constants."""
+    """Build the table of direct preference optimisation: reward, loss, published constants."""
     rows = []
     for name, row in importlib.import_module("visalign.core").DIRECT.items():
         reward = "β log π/π_ref" if row.reference else "β log π"
@@ -199,20 +199,20 @@ def preference_losses() -> str:
 
 
 def refusals() -> str:
-    """Rows that a trainer refuses, with what it says."""
+    """Build the table of algorithms that a trainer refuses, with its messages."""
     names = importlib.import_module("visalign.core").NAMED
-    said: dict[tuple[str, str], list[str]] = {}
+    reasons: dict[tuple[str, str], list[str]] = {}
     for name in names:
         for kind in TRAINED:
             if why := _refusal(name, kind):
                 why = why.rpartition("): ")[2].removeprefix(f"objective.algorithm={name} ")
-                said.setdefault((kind, why), []).append(code(name))
-    rows = [(", ".join(found), kind, prose(why)) for (kind, why), found in said.items()]
-    return table(("row", "refused for", "because, and what to take"), rows)
+                reasons.setdefault((kind, why), []).append(code(name))
+    rows = [(", ".join(found), kind, prose(why)) for (kind, why), found in reasons.items()]
+    return table(("algorithm", "refused for", "because, and what to take"), rows)
 
 
 TRAINED = {"images": "DiffusionObjectiveSettings", "text": "TextObjectiveSettings"}
-"""What is trained -> its settings in `visalign.training`, which know what they refuse."""
+"""Kind of policy -> its settings in `visalign.training`, which refuse what does not fit."""
 
 
 def _refusal(row: str, kind: str) -> str:
@@ -224,7 +224,7 @@ def _refusal(row: str, kind: str) -> str:
 
 
 def cards() -> str:
-    """The packaged models with the first paragraph of their cards."""
+    """Build the table of packaged models with the first paragraph of their cards."""
     rows = []
     for name in PACKAGED:
         card = (assets_folder() / name / "README.md").read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What to expect of a configuration, drawn: runs that were made and kept, else what its header states.
 
-Kept runs of several seeds stand in `docs/curves/NAME.json`, made from their folders by
+Kept runs of several seeds are in `docs/curves/NAME.json`, made from their folders by
 
     PYTHONPATH=docs python -m macros NAME FOLDER FOLDER ...
 """
@@ -126,15 +126,17 @@ def _figure(name: str, curve: Curve) -> str:
     ends = [(0.0, value) for value in curve.before] + [(float(x[-1]), value) for value in after]
     parts = [frame.path("band", band)] if curve.points else []
     parts += [frame.path("line" if curve.points else "change", zip(x, mean, strict=True)), frame.dots(ends)]
-    said = f"dots: {curve.measure} before and after training"
+    legend = f"dots: {curve.measure} before and after training"
     if curve.points:
         seeds = ", ".join(str(seed) for seed in curve.seeds or [])
         near = f", mean of the nearest {window} iterations" if window > 1 else ""
-        said = f"line: {title}, mean of seeds {seeds}{near}; band: lowest to highest seed; {said}, each seed"
+        legend = (
+            f"line: {title}, mean of seeds {seeds}{near}; band: lowest to highest seed; {legend}, each seed"
+        )
     else:
-        said += ", with seeds or a 95 % interval where the header of the configuration states them"
-    drawn = frame.svg(parts, f"{name}: {said}")
-    caption = f"<code>{html.escape(curve.command)}</code><br>{html.escape(said.capitalize())}."
+        legend += ", with seeds or a 95 % interval where the header of the configuration states them"
+    drawn = frame.svg(parts, f"{name}: {legend}")
+    caption = f"<code>{html.escape(curve.command)}</code><br>{html.escape(legend.capitalize())}."
     return f"<figure>{drawn}<figcaption>{caption}</figcaption></figure>"
 
 
@@ -150,9 +152,9 @@ def equal_cost() -> str:
 
 
 def _costs(found: dict[str, dict[str, list[float]]], key: str, name: str, unit: float) -> str:
-    costs = {row: min(said[key]) / unit for row, said in found.items()}
-    before = float(np.mean([value for said in found.values() for value in said["before"]]))
-    shown = [before, *(value for said in found.values() for value in said["after"])]
+    costs = {row: min(result[key]) / unit for row, result in found.items()}
+    before = float(np.mean([value for result in found.values() for value in result["before"]]))
+    shown = [before, *(value for result in found.values() for value in result["after"])]
     frame = Frame(
         x=(0.0, max(costs.values()) * 1.05),
         y=(min(shown) - 0.01, max(shown) + 0.01),
@@ -178,9 +180,9 @@ def _costs(found: dict[str, dict[str, list[float]]], key: str, name: str, unit: 
             f'<path class="leader" d="M{left + 5:.1f} {height:.1f}L{frame.width - 226:.1f} {y:.1f}"/>'
         )
         parts += [frame.dots([end]), text(frame.width - 222, y + 4, row, "start")]
-    seeds = max(len(said["after"]) for said in found.values())
-    said = f"dots: mean of {seeds} seeds; bars: lowest to highest seed; lines begin at the untrained model"
-    return f"<figure>{frame.svg(parts, said)}<figcaption>{said.capitalize()}.</figcaption></figure>"
+    seeds = max(len(result["after"]) for result in found.values())
+    legend = f"dots: mean of {seeds} seeds; bars: lowest to highest seed; lines begin at the untrained model"
+    return f"<figure>{frame.svg(parts, legend)}<figcaption>{legend.capitalize()}.</figcaption></figure>"
 
 
 def _command(name: str) -> str:

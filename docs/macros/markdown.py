@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces of Markdown that the macros are made of."""
+"""Building blocks of Markdown for the macros."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of papers: what names a row cites, filled in with their files and the tests of their rooms."""
+"""The table of papers: the names that a row cites, with their files and the folders of their tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .markdown import ROOT, code
 
 
 def cited(row: str, names: Sequence[str]) -> str:
-    """A row of the table of papers with the files of its names, and the tests that mirror their rooms.
+    """Fill in a row of the table of papers: the files of its names, and the folders of their tests.
 
     Args:
         row: its cells before.
@@ -26,16 +26,16 @@ def cited(row: str, names: Sequence[str]) -> str:
     Raises:
         ValueError: the code has no such name.
     """
-    places, rooms = [], []
+    places, folders = [], []
     for name in names:
         found = inspect.unwrap(_named(name.removeprefix("@")))
         file = Path(typing.cast("str", inspect.getsourcefile(found))).resolve().relative_to(ROOT)
         mirrored = Path("tests", *file.parts[file.parts[0] == "visalign" :])
-        room = next(parent for parent in mirrored.parents if [*(ROOT / parent).rglob("test_*.py")])
+        folder = next(parent for parent in mirrored.parents if [*(ROOT / parent).rglob("test_*.py")])
         shown = name.rpartition(".")[2] if inspect.ismodule(found) else found.__name__
         places.append(f"{code(shown)} in {code(file)}")
-        rooms.append(code(room))
-    return f"{row} | {', '.join(places)} | {', '.join(dict.fromkeys(rooms))} |"
+        folders.append(code(folder))
+    return f"{row} | {', '.join(places)} | {', '.join(dict.fromkeys(folders))} |"
 
 
 def _named(name: str) -> Any:

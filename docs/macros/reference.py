@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faces and their rooms for the API reference, the command line, and files of the repository."""
+"""API reference of the public packages, the command line, and files of the repository."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .markdown import ROOT, code, first_sentence, prose, table
 
 
 def face(name: str) -> str:
-    """The names that a face offers, with the first sentence of each."""
+    """Build the table of names that a package exports, with the first sentence of each."""
     module = importlib.import_module(name)
     rows = []
     for attribute in sorted(module.__all__, key=str.lower):
@@ -31,14 +31,14 @@ def face(name: str) -> str:
 
 
 def api(name: str) -> str:
-    """The reference of a face: what it says of itself, its names by the room that has them.
+    """Build the reference of a package: its docstring, then its names by module.
 
     A package with many names lists its further ones in `MODULES`, module -> names.
     """
     module = importlib.import_module(name)
     homes = _homes(module)
-    others = {room: names.split() for room, names in getattr(module, "MODULES", {}).items()}
-    rooms: dict[str, list[str]] = {}
+    others = {module_name: names.split() for module_name, names in getattr(module, "MODULES", {}).items()}
+    sections: dict[str, list[str]] = {}
     elsewhere = []
     for attribute in module.__all__:
         if attribute == "MODULES":
@@ -47,18 +47,18 @@ def api(name: str) -> str:
         if not home.startswith(f"{name}."):
             elsewhere.append(code(f"{home}.{attribute}"))
             continue
-        room = "First" if others else home.removeprefix(f"{name}.").split(".")[0]
-        rooms.setdefault(room, []).append(f"{home}.{attribute}")
+        section = "First" if others else home.removeprefix(f"{name}.").split(".")[0]
+        sections.setdefault(section, []).append(f"{home}.{attribute}")
     parts = [inspect.getdoc(module) or ""]
     if others:
         parts.append(f"Main names first; the rest by module, as in `{name}.MODULES`.")
     if elsewhere:
-        parts.append(f"Offered here, at home elsewhere: {', '.join(elsewhere)}.")
+        parts.append(f"Exported here, defined elsewhere: {', '.join(elsewhere)}.")
     for place, names in others.items():
-        found = rooms.setdefault(place.split(".")[0], [])
+        found = sections.setdefault(place.split(".")[0], [])
         found += [f"{_defined(f'{name}.{place}', attribute)}.{attribute}" for attribute in names]
-    for room, paths in sorted(rooms.items()):
-        parts.append(f"## {room}")
+    for section, paths in sorted(sections.items()):
+        parts.append(f"## {section}")
         parts += [f"::: {path}\n    options: {API}" for path in sorted(paths, key=_last)]
     return "\n\n".join(parts)
 
@@ -71,7 +71,7 @@ def _last(path: str) -> str:
 
 
 def _homes(module: Any) -> dict[str, str]:
-    """Public name -> module that defines it; faces that import at first use have a stub that says so."""
+    """Return public name -> defining module; packages that import at first use are read from their stub."""
     file = Path(module.__file__)
     stub = file.with_suffix(".pyi")
     found = {name: getattr(getattr(module, name), "__module__", module.__name__) for name in module.__all__}
@@ -83,13 +83,13 @@ def _homes(module: Any) -> dict[str, str]:
 
 
 def _defined(place: str, name: str) -> str:
-    """Where a name is defined, if its module only passes it on."""
+    """Return the module that defines a name, if `place` only re-exports it."""
     home = getattr(getattr(importlib.import_module(place), name), "__module__", None)
     return home if isinstance(home, str) and home.startswith("visalign.") else place
 
 
 def commands() -> str:
-    """The command line: every command with its arguments and options."""
+    """Build the reference of the command line: every command with its arguments and options."""
     group = typing.cast("Any", typer.main.get_command(app))
     parts = []
     for name, command in group.commands.items():
@@ -99,13 +99,13 @@ def commands() -> str:
                 continue
             names = " ".join(option.opts) if option.param_type_name == "option" else option.name.upper()
             rows.append((code(names), prose(getattr(option, "help", None) or "")))
-        said = prose(command.help or "")
-        parts.append(f"## visalign {name}\n\n{said}\n\n{table(('argument', 'meaning'), rows)}")
+        summary = prose(command.help or "")
+        parts.append(f"## visalign {name}\n\n{summary}\n\n{table(('argument', 'meaning'), rows)}")
     return "\n\n".join(parts)
 
 
 def include(path: str, start: str = "", end: str = "") -> str:
-    """A file of the repository, or its part between two headings (underscores stand for spaces).
+    """Include a file of the repository, or its part between two headings (underscores are spaces).
 
     Raises:
         ValueError: the file has no such heading.
@@ -122,7 +122,7 @@ def include(path: str, start: str = "", end: str = "") -> str:
 
 
 def python(path: str) -> str:
-    """The first Python block of a file of the repository."""
+    """Include the first Python block of a file of the repository."""
     text = (ROOT / path).read_text(encoding="utf-8")
     start = text.index("```python\n")
     return text[start : text.index("\n```", start)] + "\n```"

@@ -17,7 +17,7 @@ from .markdown import code, prose, table
 
 
 def field_texts(schema: type) -> dict[str, str]:
-    """field -> the docstring below it, inherited fields included."""
+    """Return field -> the docstring below it, inherited fields included."""
     found: dict[str, str] = {}
     for kind in reversed(schema.__mro__):
         if not dataclasses.is_dataclass(kind):
@@ -32,7 +32,7 @@ def field_texts(schema: type) -> dict[str, str]:
 
 
 def sections(hint: Any) -> Iterator[type]:
-    """The dataclasses in an annotation."""
+    """Yield the dataclasses in an annotation."""
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         yield hint
     for part in typing.get_args(hint):
@@ -40,7 +40,7 @@ def sections(hint: Any) -> Iterator[type]:
 
 
 def default_of(field: dataclasses.Field[Any]) -> str:
-    """The default of a plain field, as YAML writes it; "" where it must be given."""
+    """Return the default of a plain field, as YAML writes it; "" where it must be given."""
     if field.default is not dataclasses.MISSING:
         value = field.default
     elif field.default_factory is not dataclasses.MISSING:
@@ -55,7 +55,7 @@ def default_of(field: dataclasses.Field[Any]) -> str:
 
 
 def settings(name: str) -> str:
-    """Every key of a job with its default and meaning, section by section.
+    """Build the tables of every key of a job with its default and meaning, by section.
 
     Args:
         name: a pipeline of `visalign.pipelines.jobs.PIPELINES`, or `module:Dataclass`.

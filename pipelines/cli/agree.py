@@ -38,7 +38,7 @@ def agree(
         ),
     ],
     reward: Annotated[
-        list[str] | None, typer.Option("--reward", "-r", help="A reward's name; repeat the option.")
+        list[str] | None, typer.Option("--reward", "-r", help="Name of a reward; repeat for several.")
     ] = None,
     scores: Annotated[
         list[str] | None,
@@ -47,7 +47,7 @@ def agree(
     columns: MapColumns = None,
     prompt: Prompt = None,
     options: LabelOptions = None,
-    limit: Annotated[int | None, typer.Option(help="Use at most so many images.", min=3)] = None,
+    limit: Annotated[int | None, typer.Option(help="Maximum number of images.", min=3)] = None,
     cache: Cache = None,
     output: NewFolder = None,
     resume: Resume = False,
@@ -55,7 +55,7 @@ def agree(
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Show how far rewards agree on a set: rank correlations, where they part company, which images."""
+    """Show how far rewards agree on a set: rank correlations, and the images they disagree on."""
     with user_messages():
         from visalign.data.sets.columns import Columns, parse_map
         from visalign.pipelines.compare.agree_rewards import (
@@ -85,7 +85,7 @@ def agree(
 
 
 def show_agreement(console: Console, result: Mapping[str, Any]) -> None:
-    """A line per pair of rewards, and what it means."""
+    """Print a line per pair of rewards, and its meaning."""
     from visalign.evaluation.pages.agree_page import sentences
     from visalign.evaluation.pages.base import share, signed, span
 

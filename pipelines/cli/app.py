@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `visalign`. What is heavy is imported inside the command that needs it: --help is quick."""
+"""The command `visalign`. Heavy modules are imported inside the command that needs them: --help is quick."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .serve import serve_reward
 
 app = typer.Typer(
     name="visalign",
-    help="Align visual generation: train with rewards, score images, look at what came out.",
+    help="Align visual generation: train with rewards, score images, inspect the results.",
     epilog="Errors are shown without a traceback; set VISALIGN_TRACEBACK=1 to see it.",
     no_args_is_help=True,
     add_completion=False,
@@ -46,10 +46,12 @@ QUICKSTART = "shapes_quickstart"
 command = partial(app.command, cls=Command)
 
 Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Results folder; else a dated one in runs/.")
+    Path | None, typer.Option("--output", "-o", help="Results folder. Default: a dated folder in runs/.")
 ]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Changes: key.sub=value ...", show_default=False)]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue what the output folder holds.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Settings to change: key.sub=value ...", show_default=False)
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in the output folder.")]
 
 
 def main() -> None:
@@ -82,7 +84,7 @@ def _options(
 @command()
 def quickstart(
     output: Output = None,
-    seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
 ) -> None:
     """Improve the packaged text-to-image model in a few minutes on a CPU, and show what changed."""
     then = ["visalign", "train", "shapes_flow_grpo"]
@@ -106,7 +108,7 @@ def train(
 
 @command("train-reward")
 def train_reward(
-    config: Annotated[str, typer.Argument(help="Such as shapes_hpsv3, or a YAML file.")],
+    config: Annotated[str, typer.Argument(help="Name such as shapes_hpsv3, or a YAML file.")],
     overrides: Overrides = None,
     columns: MapColumns = None,
     labels: Labels = None,
@@ -114,7 +116,7 @@ def train_reward(
     resume: Resume = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Train a judge on pairs, votes or quality scores."""
+    """Train a reward model on pairs, votes or quality scores."""
     with user_messages():
         from visalign.data.sets.columns import parse_map
         from visalign.pipelines.jobs import require_pipeline
@@ -194,7 +196,9 @@ def doctor() -> None:
 
 @command()
 def configs(
-    name: Annotated[str | None, typer.Argument(help="Show this one.", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Name of the configuration to show.", show_default=False)
+    ] = None,
 ) -> None:
     """List the packaged configurations, or show one."""
     with user_messages():

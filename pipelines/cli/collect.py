@@ -22,56 +22,61 @@ if TYPE_CHECKING:
 
 def collect(
     votes: Annotated[
-        Path, typer.Argument(help="The file of votes (SQLite), which is made.", show_default=False)
+        Path, typer.Argument(help="SQLite file of the votes; created if missing.", show_default=False)
     ],
     sources: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Of a new file: images, folders, tables (prompt, image_left, image_right), sets.",
+            help="For a new file: images, folders, tables (prompt, image_left, image_right) or sets.",
             show_default=False,
         ),
     ] = None,
-    single: Annotated[bool, typer.Option("--single", help="One image at a time, not two.")] = False,
+    single: Annotated[
+        bool, typer.Option("--single", help="Show one image at a time instead of two.")
+    ] = False,
     prompt: Prompt = None,
     slider: Annotated[
-        str | None, typer.Option(help="A slider with these words, by commas; of --single also by itself.")
+        str | None,
+        typer.Option(help="Words along a slider, separated by commas; --single alone has one too."),
     ] = None,
     question: Annotated[
-        list[str] | None, typer.Option("--question", "-q", help="Of a checklist; repeat for several.")
+        list[str] | None, typer.Option("--question", "-q", help="Checklist question; repeat for several.")
     ] = None,
-    boxes: Annotated[bool, typer.Option("--boxes", help="Faults can be boxed.")] = False,
-    text: Annotated[bool, typer.Option("--text", help="Something may be written.")] = False,
-    gold: Annotated[str | None, typer.Option(help="Pairs whose answer is known: a preference set.")] = None,
-    votes_each: Annotated[int, typer.Option(help="Votes wanted of each task; 0: of everybody.", min=0)] = 3,
-    gold_every: Annotated[int, typer.Option(help="Each n-th task is gold; 0: none.", min=0)] = 10,
+    boxes: Annotated[bool, typer.Option("--boxes", help="Let voters draw boxes around faults.")] = False,
+    text: Annotated[bool, typer.Option("--text", help="Let voters write a comment.")] = False,
+    gold: Annotated[str | None, typer.Option(help="Preference set of pairs with a known answer.")] = None,
+    votes_each: Annotated[int, typer.Option(help="Votes per task; 0: one from every voter.", min=0)] = 3,
+    gold_every: Annotated[int, typer.Option(help="Make every n-th task a gold one; 0: none.", min=0)] = 10,
     repeat_every: Annotated[
-        int, typer.Option(help="Each n-th task is one that came before; 0: none.", min=0)
+        int, typer.Option(help="Repeat an earlier task every n tasks; 0: never.", min=0)
     ] = 15,
-    per_prompt: Annotated[int, typer.Option(help="Most pairs of one prompt's images.", min=1)] = 10,
+    per_prompt: Annotated[int, typer.Option(help="Maximum number of pairs per prompt.", min=1)] = 10,
     voter: Annotated[
-        list[str] | None, typer.Option("--voter", help="A name that may vote; repeat. Else everybody may.")
+        list[str] | None,
+        typer.Option("--voter", help="Name of an allowed voter; repeat. Default: everybody."),
     ] = None,
     seed: Seed = 0,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 lets phones in, by invitation.")
+        str, typer.Option(help="Address to listen on; 0.0.0.0 admits other devices by invitation.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8080,
     judge: Annotated[
-        str | None, typer.Option(help="Instead of the page: have this judge vote under its name.")
+        str | None, typer.Option(help="Let this judge vote under its name instead of serving the page.")
     ] = None,
     options: LabelOptions = None,
     export: Annotated[
-        Path | None, typer.Option(help="Instead: write the votes as a set (.jsonl) to train on.")
+        Path | None, typer.Option(help="Write the votes as a set (.jsonl) to train on, then stop.")
     ] = None,
     model: Annotated[
-        bool, typer.Option("--model", help="Of --export: labels of the annotator model, not shares of votes.")
+        bool, typer.Option("--model", help="Export labels of the annotator model, not shares of votes.")
     ] = False,
     report: Annotated[
-        Path | None, typer.Option(help="Instead: a page (.html) on voters and agreement.")
+        Path | None, typer.Option(help="Write a page (.html) on voters and agreement, then stop.")
     ] = None,
     tables: Tables = None,
     leave_out: Annotated[
-        list[str] | None, typer.Option("--leave-out", help="Of --export, --report: not this voter; repeat.")
+        list[str] | None,
+        typer.Option("--leave-out", help="Voter to leave out of --export and --report; repeat."),
     ] = None,
 ) -> None:
     """Collect votes on images: a local page for people, judges that vote, agreement, a set to train on."""
@@ -117,8 +122,8 @@ def _words(slider: str | None) -> tuple[str, ...]:
 def _only_new(*options: Any) -> None:
     if any(options):
         raise UserError(
-            "What is asked, and of whom, stands in the file of votes since it was begun. To ask something "
-            "else begin another file: visalign collect OTHER.sqlite SOURCE …"
+            "The questions and voters of this file were fixed when it was created. To ask something else, "
+            "start another file: visalign collect OTHER.sqlite SOURCE …"
         )
 
 
@@ -180,7 +185,7 @@ def _report(store: VoteStore, path: Path | None, tables: Path | None, leave_out:
 
 
 def show_report(console: Console, result: dict[str, Any]) -> None:
-    """A line per voter, and the agreement."""
+    """Print a line per voter, and the agreement."""
     from visalign.evaluation.pages.base import plain, share
     from visalign.evaluation.pages.votes_page import headlines, sentences
 

@@ -15,14 +15,16 @@ from rich.text import Text
 
 from .messages import user_messages
 from .options import AsJson, Cache, LabelOptions, Prompt, Rewards, Tables, clean_output, keep_tables, tell
-from .show import tell_whose
+from .show import print_provenance
 
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="A new file: a page (.html) or .json.")]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Output file (must not exist): a page (.html) or .json.")
+]
 
 
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="An image.", show_default=False)],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another.", show_default=False)],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another image.", show_default=False)],
     reward: Rewards,
     prompt: Prompt = None,
     options: LabelOptions = None,
@@ -31,7 +33,7 @@ def compare(
     cache: Cache = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two images: which, by how much, how sure, why. Exit code 1 when some judge could not judge."""
+    """Compare two images: winner, margin, confidence and reasons. Exits with 1 if a judge fails."""
     with user_messages():
         from visalign.evaluation.pages.compare_page import compare_page, file_tables
         from visalign.pipelines.compare.compare import compare_images, read_two
@@ -50,7 +52,7 @@ def compare(
         page = partial(compare_page, result, images, [first.name, second.name])
         tell(result, show_comparison, as_json, _writer(result, page, output))
         keep_tables(tables, partial(file_tables, result))
-        tell_whose(judges, [text])
+        print_provenance(judges, [text])
     if result["votes"].get("failed"):
         raise typer.Exit(1)
 
@@ -58,7 +60,7 @@ def compare(
 def _writer(
     result: Any, page: Callable[[], str], output: Path | None
 ) -> Callable[[], tuple[str, Path]] | None:
-    """Writes a result as a page or as JSON, where a file is asked for."""
+    """Return a function that writes a result as a page or as JSON, if a file is given."""
     if output is None:
         return None
 
@@ -73,7 +75,7 @@ def _writer(
 
 
 def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
-    """A line per judge, what it says, and the summary."""
+    """Print a line per judge, its explanations, and the summary."""
     from visalign.evaluation.pages.base import plain
     from visalign.evaluation.pages.compare_page import in_words, margin
 
@@ -98,7 +100,7 @@ def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
 
 
 def texts_of(judge: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(of what, explanation) that a judge wrote."""
+    """Return the explanations that a judge wrote, as (subject, text)."""
     if judge["kind"] == "scores":
         return [(side, scores["text"]) for side, scores in judge["sides"].items() if scores["text"]]
     return [(f"{o['left']} on the left", o["text"]) for o in judge["orders"] if o["text"]]
@@ -106,21 +108,21 @@ def texts_of(judge: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def rank(
     images: Annotated[
-        list[Path], typer.Argument(help="Image files, or folders of images.", show_default=False)
+        list[Path], typer.Argument(help="Image files or folders of images.", show_default=False)
     ],
     reward: Annotated[str, typer.Option("--reward", "-r", help="A judge's name.")],
     prompt: Prompt = None,
     options: LabelOptions = None,
     budget: Annotated[
-        float, typer.Option(help="Calls of a pairwise judge, as a share of all pairs; above 0, at most 2.")
+        float, typer.Option(help="Calls of a pairwise judge as a share of all pairs, in (0, 2].")
     ] = 0.3,
-    level: Annotated[float, typer.Option(help="Of the intervals, between 0 and 1.")] = 0.9,
+    level: Annotated[float, typer.Option(help="Confidence level of the intervals.")] = 0.9,
     output: Output = None,
     tables: Tables = None,
     cache: Cache = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put images of one prompt in order, best first. Exit code 1 when some image could not be judged."""
+    """Rank images of one prompt, best first. Exits with 1 if any image could not be judged."""
     with user_messages():
         from visalign.evaluation.pages.rank_page import file_tables
         from visalign.pipelines.compare.rank_images import ranking_page, ranking_record
@@ -143,17 +145,17 @@ def rank(
         result = ranking_record(ranking, names, text, reward, judge)
         tell(result, show_ranking, as_json, _writer(result, partial(ranking_page, result), output))
         keep_tables(tables, partial(file_tables, result))
-        tell_whose({reward: judge}, [text])
+        print_provenance({reward: judge}, [text])
     failed = sum(row["reason"] is not None for row in result["images"])
     if failed:
         typer.echo(
-            f"{failed} of {len(paths)} images could not be judged; the reasons stand in their rows.", err=True
+            f"{failed} of {len(paths)} images could not be judged; their rows give the reasons.", err=True
         )
         raise typer.Exit(1)
 
 
 def show_ranking(console: Console, result: Mapping[str, Any]) -> None:
-    """A line per image."""
+    """Print a line per image."""
     from visalign.evaluation.pages.base import plain, short_names
     from visalign.evaluation.pages.rank_page import sentences
 

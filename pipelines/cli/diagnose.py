@@ -20,18 +20,19 @@ def diagnose(
     run: Annotated[Path, typer.Argument(help="Folder of a finished run of a text policy.")],
     second: Annotated[
         Path | None,
-        typer.Argument(help="A later run; RUN's policy is the base then.", show_default=False),
+        typer.Argument(help="Later run to compare; RUN's policy is then the base.", show_default=False),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Completions of each policy to a prompt.", min=2)] = 32,
+    samples: Annotated[int, typer.Option(help="Completions per prompt and policy.", min=2)] = 32,
     prompts: Annotated[
-        int | None, typer.Option(help="Held-out prompts at most; else all.", min=2, show_default=False)
+        int | None,
+        typer.Option(help="Maximum number of held-out prompts. Default: all.", min=2, show_default=False),
     ] = None,
     reward: Annotated[
         list[str] | None,
-        typer.Option("--reward", "-r", help="A text reward to set beside the run's; repeat."),
+        typer.Option("--reward", "-r", help="Additional text reward to report; repeat for several."),
     ] = None,
     margin: Annotated[
-        float, typer.Option(help="Nats by which a token's second choice is behind in a near tie.", min=0)
+        float, typer.Option(help="Largest gap in nats between the two likeliest tokens of a near tie.", min=0)
     ] = 0.1,
     noise: Annotated[
         float, typer.Option(help="Scale of the Gumbel noise on the logits of greedy answers.", min=1e-3)
@@ -39,7 +40,7 @@ def diagnose(
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Compare a trained text policy with its base: pass@k, prompts that each solves, reward against KL."""
+    """Compare a trained text policy with its base: pass@k, the prompts each solves, reward against KL."""
     with user_messages():
         from visalign.pipelines.text.diagnose import diagnose as compared
 
@@ -58,7 +59,7 @@ def diagnose(
 
 
 def show_diagnosis(console: Console, result: Mapping[str, Any]) -> None:
-    """A table for each question, and what it answers."""
+    """Print a table for each question, and its answer."""
     console.print(
         Text(
             f"{result['tuned']} against {result['base']}: {result['prompts']} held-out prompts, "
@@ -130,7 +131,7 @@ def _show_distances(console: Console, pairs: Sequence[Mapping[str, Any]]) -> Non
     from visalign.evaluation.pages.base import signed, span
 
     if not pairs:
-        console.print(Text("One reward alone; -r NAME sets another beside it."))
+        console.print(Text("Only one reward; add another with -r NAME."))
         return
     title = "STARC distance within a prompt (0: same up to scale and offset, 2: opposite)"
     table = Table("rewards", "distance", "prompts", title=title, title_justify="left", box=None)

@@ -23,48 +23,50 @@ if TYPE_CHECKING:
 
 
 MOST_COLUMNS = 3
-"""Judges beside one another in a terminal; more stand in tables below."""
+"""Judges per table in a terminal; more follow in tables below."""
 
 
 def evaluate(
     source: Annotated[
         str,
         typer.Argument(
-            help="A set: JSONL, CSV or Parquet file, LAYOUT:FOLDER, shapes:pairs, shapes:quality.",
+            help="Labelled set: JSONL, CSV or Parquet file, LAYOUT:FOLDER, shapes:pairs, shapes:quality.",
             show_default=False,
         ),
     ],
     reward: Annotated[
-        list[str] | None, typer.Option("--reward", "-r", help="A judge to ask; repeat for several.")
+        list[str] | None, typer.Option("--reward", "-r", help="Name of a reward; repeat for several.")
     ] = None,
     reward_options: LabelOptions = None,
     scores: Annotated[
         list[str] | None,
-        typer.Option("--scores", "-s", help="Scores in columns NAME_left, NAME_right (quality: NAME)."),
+        typer.Option(
+            "--scores", "-s", help="Scores in the columns NAME_left and NAME_right (quality sets: NAME)."
+        ),
     ] = None,
     lower_is_better: Annotated[
-        list[str] | None, typer.Option(help="Those --scores where lower is better.")
+        list[str] | None, typer.Option(help="Names of --scores where lower is better; repeat.")
     ] = None,
     columns: MapColumns = None,
     labels: Labels = None,
     join: Join = None,
     split: Annotated[str | None, typer.Option(help="Split of the set.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Use at most so many records.", min=1)] = None,
+    limit: Annotated[int | None, typer.Option(help="Maximum number of records.", min=1)] = None,
     output: NewFolder = None,
     resume: Resume = False,
-    swap_sides: Annotated[bool, typer.Option("--swap-sides", help="Mix the sides of the pairs.")] = False,
+    swap_sides: Annotated[bool, typer.Option("--swap-sides", help="Swap the sides of random pairs.")] = False,
     keep_duplicates: Annotated[
-        bool, typer.Option("--keep-duplicates", help="Count what an annotator says again.")
+        bool, typer.Option("--keep-duplicates", help="Count repeated votes of one annotator.")
     ] = False,
     fuse: Annotated[
-        bool, typer.Option("--fuse", help="Also stack all into one judge, cross-fitted by prompt.")
+        bool, typer.Option("--fuse", help="Also fuse all rewards into one, cross-fitted by prompt.")
     ] = False,
     cache: Cache = None,
     batch_size: Batch = 32,
-    max_failure_rate: Annotated[float, typer.Option(help="Stop above this share of failures.")] = 0.5,
+    max_failure_rate: Annotated[float, typer.Option(help="Stop above this share of failed records.")] = 0.5,
     seed: Seed = 0,
-    resamples: Annotated[int, typer.Option(help="Bootstrap draws.", min=100)] = 1_000,
-    bins: Annotated[int, typer.Option(help="Of the reliability diagram.", min=1)] = 10,
+    resamples: Annotated[int, typer.Option(help="Number of bootstrap draws.", min=100)] = 1_000,
+    bins: Annotated[int, typer.Option(help="Number of bins in the reliability diagram.", min=1)] = 10,
 ) -> None:
     """Measure rewards on a preference set or a quality set: agreement, calibration, correlation, slices."""
     command = shlex.join(["visalign", *sys.argv[1:], *([] if resume else ["--resume"])])

@@ -12,8 +12,10 @@ from .messages import user_messages
 
 
 def export_lora(
-    run: Annotated[Path, typer.Argument(help="A run folder, or the folder of its LoRA.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="A new .safetensors file.")],
+    run: Annotated[Path, typer.Argument(help="Run folder, or the folder of its LoRA.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Output .safetensors file (must not exist).")
+    ],
 ) -> None:
     """Write a run's LoRA under kohya's keys, for ComfyUI and A1111; diffusers reads the run's own file."""
     with user_messages():

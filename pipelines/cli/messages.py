@@ -20,7 +20,7 @@ from visalign.escaping import escape_control
 from visalign.signals import Stopped, raise_on_sigterm, signal_name
 
 USER_ERROR = 2
-"""Exit code when something given cannot be used."""
+"""Exit code for input that cannot be used."""
 
 _SYSTEM = {
     errno.EEXIST,
@@ -42,11 +42,11 @@ _SYSTEM = {
 def user_messages(*, resume: str | None = None) -> Iterator[None]:
     """Turn errors that are meant for the user into one message on the error stream and an exit code.
 
-    Warnings are said without the line of code that they come from. Unexpected errors pass with their
-    traceback; so does everything when VISALIGN_TRACEBACK is set.
+    Warnings are printed without their line of code. Unexpected errors keep their traceback, and all errors do
+    when VISALIGN_TRACEBACK is set.
 
     Args:
-        resume: the command that continues the job, said after Ctrl-C and SIGTERM.
+        resume: Command that continues the job, printed after Ctrl-C and SIGTERM.
     """
     form = warnings.formatwarning
     if not os.environ.get("VISALIGN_TRACEBACK"):
@@ -63,7 +63,7 @@ def user_messages(*, resume: str | None = None) -> Iterator[None]:
         if os.environ.get("VISALIGN_TRACEBACK") or not is_deliberate(error):
             raise
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        then = f" Make room, then continue with:\n\n  {resume}" if full and resume else ""
+        then = f" Free some space, then continue with:\n\n  {resume}" if full and resume else ""
         show_message(f"{describe(error)}.{then}" if then else describe(error), title="Error", style="red")
         raise typer.Exit(USER_ERROR) from None
     finally:
@@ -96,14 +96,14 @@ def is_deliberate(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """The message of an error, with its type where the message alone says little."""
+    """Describe an error: its message, or its type if the message is empty."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return str(error) or type(error).__name__
 
 
 def show_message(message: str, *, title: str, style: str) -> None:
-    """A framed message in a terminal, `title: message` unbroken elsewhere; both on the error stream."""
+    """Print to the error stream: a framed message in a terminal, else `title: message` on one line."""
     console, message = Console(stderr=True), escape_control(message)
     if console.is_terminal:
         console.print(Panel(Text(message), title=title, title_align="left", border_style=style))

@@ -38,15 +38,15 @@ Labels = Annotated[
 ]
 Join = Annotated[
     list[Path] | None,
-    typer.Option("--join", help="A table of scores by image, such as `visalign score` writes; repeat."),
+    typer.Option("--join", help="Table of scores by image, as `visalign score` writes it; repeat."),
 ]
 NewFolder = Annotated[
     Path | None,
     typer.Option("--output", "-o", help="New folder for page and JSON. Default: print to the terminal."),
 ]
 Tables = Annotated[Path | None, typer.Option("--tables", help="New folder for every table as CSV and LaTeX.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue what was stopped in --output.")]
-Batch = Annotated[int, typer.Option(help="Images or pairs scored at once.", min=1, max=2**32 - 1)]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the stopped command in --output.")]
+Batch = Annotated[int, typer.Option(help="Images or pairs per batch.", min=1, max=2**32 - 1)]
 Seed = Annotated[int, typer.Option(help="Random seed.", min=0, max=2**32 - 1)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show configuration and plan, then stop.")]
@@ -56,7 +56,7 @@ class Command(TyperCommand):
     """A command that refuses an option given twice where only the last would count."""
 
     def make_parser(self, ctx: Any) -> Any:
-        """A parser that counts."""
+        """Return a parser that counts the options."""
         parser = super().make_parser(ctx)
         parse = parser.parse_args
 
@@ -86,7 +86,7 @@ def tell(
     as_json: bool,
     write: Callable[[], tuple[str, Path]] | None,
 ) -> None:
-    """The result on the screen, and in a file where there is something to `write`: (what it is, its path)."""
+    """Print the result, and write it to a file if `write` is given; it returns (kind, path)."""
     from visalign.pipelines.shared.run_folder import pretty
 
     if as_json:
@@ -99,7 +99,7 @@ def tell(
 
 
 def keep_tables(folder: Path | None, tables: Callable[[], Iterable[Any]]) -> None:
-    """Write tables as CSV and LaTeX where a folder is asked for, and say so on the error stream."""
+    """Write tables as CSV and LaTeX if a folder is given, and report it on the error stream."""
     from visalign.evaluation.pages.table_files import write_tables
 
     if folder is not None:

@@ -17,15 +17,15 @@ from .options import AsJson, clean_output
 def plan(
     config: Annotated[str, typer.Argument(help="A name from `visalign configs`, or a YAML file.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Changes: key.sub=value ...", show_default=False)
+        list[str] | None, typer.Argument(help="Settings to change: key.sub=value ...", show_default=False)
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option(min=1, help="Devices; memory is that of each.", show_default=False),
+        typer.Option(min=1, help="Number of devices; memory is reported per device.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate what a run needs without loading its model: memory, forward-equivalents, hours by device."""
+    """Estimate a run without loading its model: memory, forward-equivalents, hours by device."""
     if processes is not None:
         os.environ["WORLD_SIZE"] = str(processes)  # as torchrun says it
     with user_messages():

@@ -31,9 +31,9 @@ def probe_reward(
     prompt: Prompt = None,
     options: Options = None,
     only: Annotated[
-        list[str] | None, typer.Option("--only", help="Run this probe; repeat for several.")
+        list[str] | None, typer.Option("--only", help="Name of a probe to run; repeat for several.")
     ] = None,
-    count: Annotated[int, typer.Option(help="Use at most so many reference images.", min=2)] = 64,
+    count: Annotated[int, typer.Option(help="Maximum number of reference images.", min=2)] = 64,
     batch_size: Batch = 32,
     seed: Seed = 0,
     output: NewFolder = None,

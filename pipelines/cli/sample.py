@@ -17,38 +17,45 @@ def sample(
     prompts: Annotated[
         list[str], typer.Argument(help="Prompts, or one .txt or .jsonl file of them.", show_default=False)
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="A new folder.", show_default=False)],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Output folder (must not exist).", show_default=False)
+    ],
     model: Annotated[
-        str, typer.Option("--model", "-m", help="A packaged model, a folder, or a hub id.")
+        str, typer.Option("--model", "-m", help="Packaged model, folder, or hub id.")
     ] = "shapes-sd3",
     lora: Annotated[Path | None, typer.Option(help="Folder of a LoRA, such as runs/.../lora.")] = None,
     seeds: Annotated[
-        str, typer.Option(help="Such as 0,1,2 or 0-7; an image of each prompt for each.")
+        str, typer.Option(help="Seeds such as 0,1,2 or 0-7; one image per prompt and seed.")
     ] = "0-3",
     steps: Annotated[int, typer.Option(help="Denoising steps.", min=1)] = 10,
     solver: Annotated[
-        str, typer.Option(help="Solver: euler, or dpmpp_2m, of second order, for 10 steps or more.")
+        str, typer.Option(help="Solver: euler, or the second-order dpmpp_2m for 10 steps or more.")
     ] = "euler",
-    reward: Annotated[list[str] | None, typer.Option("--reward", "-r", help="Also score the images.")] = None,
-    best_of: Annotated[int, typer.Option(help="Draws for each seed; the best by -r is kept.", min=1)] = 1,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option("--reward", "-r", help="Reward that scores the images; repeat for several."),
+    ] = None,
+    best_of: Annotated[int, typer.Option(help="Draws per seed, of which the best by -r is kept.", min=1)] = 1,
     steer: Annotated[
         str | None,
-        typer.Option(help="Steps such as 3,5,7: there the draws are resampled by -r (Feynman-Kac)."),
+        typer.Option(help="Steps, such as 3,5,7, at which draws are resampled by -r (Feynman-Kac)."),
     ] = None,
     search: Annotated[
-        str | None, typer.Option(help="Search for noise by -r: zero_order, or paths (--best-of of them).")
+        str | None, typer.Option(help="Noise search by -r: zero_order, or paths (as many as --best-of).")
     ] = None,
     search_options: Annotated[
         list[str] | None,
-        typer.Option("--search-option", help="NAME=VALUE of the search, such as rounds=3; repeat."),
+        typer.Option("--search-option", help="NAME=VALUE for the search, such as rounds=3; repeat."),
     ] = None,
-    strength: Annotated[float, typer.Option(help="With --steer: of exp(strength * reward).")] = 10.0,
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    batch_size: Annotated[int, typer.Option(help="Images at once.", min=1)] = 16,
+    strength: Annotated[
+        float, typer.Option(help="With --steer: strength in the weights exp(strength * reward).")
+    ] = 10.0,
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda, ...")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Data type: float32, bfloat16 or float16.")] = "float32",
+    batch_size: Annotated[int, typer.Option(help="Images per batch.", min=1)] = 16,
     options: Annotated[
         list[str] | None,
-        typer.Option("--option", help="NAME=VALUE of the model: guidance=4.5, image_size=512, adapter=..."),
+        typer.Option("--option", help="NAME=VALUE for the model: guidance=4.5, image_size=512, adapter=..."),
     ] = None,
 ) -> None:
     """Sample images or videos into a folder, with a table for `visalign score`, a grid and a page."""
@@ -71,6 +78,7 @@ def sample(
         searching = parse_options(search_options or [], "--search-option")
         if search_options and search is None:
             raise UserError(f"--search-option {search_options[0]} belongs to --search, which is not given.")
+        choices: dict[str, Any] = {"solver": solver, "dtype": dtype}  # checked by their types
         settings = SampleSettings(
             model=model,
             adapter=model_options.pop("adapter", None),
@@ -81,11 +89,10 @@ def sample(
             search=None if search is None else search_of(search, searching),
             strength=strength,
             steps=steps,
-            solver=solver,
             batch_size=batch_size,
-            dtype=dtype,
             device=device,
             options=model_options,
+            **choices,
         )
         rewards = {name: load_reward(name) for name in dict.fromkeys(reward or [])}
         rows = sample_images(_records(prompts, settings), settings, output, rewards=rewards)
@@ -97,7 +104,7 @@ def sample(
 
 
 def numbers(text: str, option: str = "--seeds") -> list[int]:
-    """Numbers as typed: 0,1,5 or 0-7."""
+    """Parse a list of numbers such as 0,1,5 or 0-7."""
     values: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -108,7 +115,7 @@ def numbers(text: str, option: str = "--seeds") -> list[int]:
 
 
 def _records(prompts: list[str], settings: Any) -> Any:
-    """Prompt records of a file or set, or of the prompts themselves."""
+    """Return the prompt records of a file or set, or of prompts given directly."""
     from visalign.adapters.catalogue import edits_of, joins_sources
     from visalign.data.assets import resolve_model
     from visalign.pipelines.shared.parts import build_records

@@ -116,7 +116,7 @@ def score(
         from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each, with_cache
         from visalign.rewards.catalogue import load_reward
 
-        from .show import show_scores, tell_whose
+        from .show import print_provenance, show_scores
 
         started, names = time.perf_counter(), parse_map(columns or [])
         with clean_output():
@@ -128,7 +128,7 @@ def score(
         with scoring(part, rewards, len(table), resume=resume) as keeping, clean_output():
             rows = score_rows(table, rewards, batch_size=batch_size, **keeping)
         show_scores(rows, _form(form, output), output)
-        tell_whose(rewards, [row.prompt for row in rows])
+        print_provenance(rewards, [row.prompt for row in rows])
         summary = score_summary(rows, rewards, seconds=time.perf_counter() - started)
         keep_tables(tables, lambda: file_tables(rows, summary))
         if page is not None:
@@ -150,7 +150,7 @@ def _tell(failed: int, total: int, *, unread: Mapping[str, str] = {}) -> None:
 
 
 def _only(engine: str, options: Mapping[str, Any]) -> None:
-    """Refuse options that the other engine has alone."""
+    """Refuse options that only the other engine has."""
     if names := [name for name, value in options.items() if value is not None]:
         raise UserError(f"{', '.join(names)} needs --engine {engine}. Leave it out.")
 
@@ -172,7 +172,7 @@ def _on_ray(
     from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each
     from visalign.rewards.catalogue import load_reward
 
-    from .show import tell_whose
+    from .show import print_provenance
 
     loaded_ray()
     if output is None:
@@ -194,7 +194,7 @@ def _on_ray(
             address=address,
             on_part=lambda done, total: progress.update(bar, completed=done, total=total),
         )
-    tell_whose(loaded, [])
+    print_provenance(loaded, [])
     typer.echo(f"Scores: {output} ({result.files} files now, {result.before} before)", err=True)
     return result
 
@@ -208,7 +208,7 @@ def _form(form: Format | None, output: Path | None) -> str:
 
 
 def _check_files(output: Path | None, page: Path | None, tables: Path | None, resume: bool) -> None:
-    """Refuse files that cannot be written as they are named, before anything is scored."""
+    """Refuse output files that cannot be written, before anything is scored."""
     from visalign.pipelines.shared.run_folder import new_file
 
     new_file(output)
@@ -224,7 +224,7 @@ def _check_files(output: Path | None, page: Path | None, tables: Path | None, re
 def scoring(
     path: Path | None, rewards: Mapping[str, Any], total: int, *, resume: bool
 ) -> Iterator[dict[str, Any]]:
-    """A bar on the error stream, and a file in which each batch stands when it is done, for `score_rows`."""
+    """Progress bar on the error stream and a file that receives each finished batch, for `score_rows`."""
     from visalign.pipelines.score.log import RowLog
 
     with nullcontext() if path is None else RowLog(path, rewards, resume=resume) as log:

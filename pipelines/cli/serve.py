@@ -14,24 +14,26 @@ from .options import Options
 
 
 def serve_reward(
-    reward: Annotated[str, typer.Argument(help="A reward's or judge's name, module:Name or file.py:Name.")],
+    reward: Annotated[str, typer.Argument(help="Name of a reward, module:Name or file.py:Name.")],
     options: Options = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8000,
     token_env: Annotated[
-        str | None, typer.Option(help="Environment variable that holds the token clients must send.")
+        str | None, typer.Option(help="Environment variable with the token that clients must send.")
     ] = None,
-    max_batch: Annotated[int, typer.Option(help="Images judged together.", min=1)] = 64,
-    timeout: Annotated[float, typer.Option(help="Seconds that a batch may take.", min=1.0)] = 120.0,
-    threads: Annotated[int | None, typer.Option(help="CPU threads of the judge.", min=1)] = None,
+    max_batch: Annotated[int, typer.Option(help="Images scored together.", min=1)] = 64,
+    timeout: Annotated[float, typer.Option(help="Time limit per batch, in seconds.", min=1.0)] = 120.0,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of the reward.", min=1)] = None,
     memory: Annotated[
         float | None,
-        typer.Option(help="GiB for requests and their judging; else half of what is free.", min=0.0),
+        typer.Option(
+            help="Memory for requests and scoring in GiB. Default: half of the free memory.", min=0.0
+        ),
     ] = None,
     max_pixels: Annotated[
-        int | None, typer.Option(help="Pixels judged together; else as the memory allows.", min=1)
+        int | None, typer.Option(help="Pixels scored together. Default: from the memory.", min=1)
     ] = None,
-    max_connections: Annotated[int, typer.Option(help="Connections at once.", min=1)] = 256,
+    max_connections: Annotated[int, typer.Option(help="Maximum number of connections.", min=1)] = 256,
 ) -> None:
     """Serve a reward over HTTP. Clients use it as the reward `remote` with the option url."""
     with user_messages():

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def config_header(text: str) -> list[str]:
-    """The comment at the head of a YAML file without its marks: what it is, then Command, Hardware and so on.
+    """Return the comment at the head of a YAML file without its marks: title, Command, Hardware and so on.
 
     Returns:
         Its lines; the licence line and blank ones at both ends are left out.
@@ -65,7 +65,7 @@ def show_rewards(console: Console) -> None:
 
 
 def show_probes(console: Console) -> None:
-    """Print every probe and what it expects of a judge."""
+    """Print every probe and its expectation of a judge."""
     from visalign.evaluation.probes.catalogue import PAIR_PROBES, PROBES, WANTED, WANTED_OF_PAIRS
 
     for title, probes, expectations in (
@@ -81,7 +81,7 @@ def show_probes(console: Console) -> None:
 
 
 def show_yaml(console: Console, text: str) -> None:
-    """YAML, coloured in a terminal and byte for byte elsewhere."""
+    """Print YAML, coloured in a terminal and byte for byte elsewhere."""
     if console.is_terminal:
         console.print(Syntax(text, "yaml", background_color="default", word_wrap=True))
     else:
@@ -121,7 +121,7 @@ HELDOUT = {"accuracy": "accuracy", "ece": "calibration error", "srcc": "SRCC", "
 
 
 def before_after(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
-    """A table of held-out accuracy, per category and as a whole, of a judge's other measures, and of the
+    """Build a table of held-out accuracy, per category and overall, of a judge's other measures, and of the
     rewards, before and after.
     """
     measures = [key for key in HELDOUT if key in before and key in after]
@@ -170,7 +170,7 @@ def cost_line(summary: Mapping[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a reader says them.
+    """Format seconds as a reader would say them.
 
     >>> duration(42.4), duration(318.2), duration(8000)
     ('42 s', '5:18 min', '2:13 h')
@@ -233,7 +233,7 @@ def score_table(rows: Sequence[ScoreRow]) -> Group:
 
 
 def number(value: Any) -> str:
-    """A value as a table shows it.
+    """Format a value for a table.
 
     >>> number(0.123456), number(12), number(None), number(1e-5)
     ('0.123', '12', '-', '1e-05')
@@ -245,8 +245,8 @@ def number(value: Any) -> str:
     return str(value)
 
 
-def tell_whose(judges: Mapping[str, Any], prompts: Sequence[str]) -> None:
-    """A line per judge on the error stream: whose numbers these are, and whether it belongs there."""
+def print_provenance(judges: Mapping[str, Any], prompts: Sequence[str]) -> None:
+    """Print each judge's model, revision and identity to the error stream, with a note outside its domain."""
     from visalign.evaluation.pages.base import provenance_sentence
     from visalign.pipelines.score.provenance import domain_note, provenance
 

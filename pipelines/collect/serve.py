@@ -7,7 +7,7 @@ import secrets
 import socket
 from collections.abc import Callable
 
-from visalign.pipelines.serve_reward import check_unlocked, is_loopback
+from visalign.pipelines.serve_reward import check_port_free, is_loopback
 
 from .store import VoteStore
 
@@ -30,7 +30,7 @@ def serve_votes(
 
     from .server import vote_server
 
-    check_unlocked(host, port)
+    check_port_free(host, port)
     local = is_loopback(host)
     invite = None if local else secrets.token_urlsafe(9)
     hosts = ["127.0.0.1", "localhost", "[::1]", host] if local else None

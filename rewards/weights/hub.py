@@ -102,5 +102,5 @@ def revision_of(folder: str | Path | None) -> str:
 
 
 def _refused(error: Exception) -> bool:
-    """Whether the hub answered that there is nothing for this user."""
+    """Return True if the hub denied access or knows no such repository."""
     return getattr(getattr(error, "response", None), "status_code", None) in (401, 403, 404)

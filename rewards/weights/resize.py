@@ -44,7 +44,7 @@ def target_shape(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def model_levels(image: Tensor, config: Mapping[str, Any]) -> Tensor:
-    """One image as the levels that the model sees: resized, centre-cropped, padded where too small.
+    """Resize, center-crop and pad an image to the levels that the model sees.
 
     Args:
         image: [3, H, W] in [0, 1].
@@ -79,16 +79,19 @@ def model_levels(image: Tensor, config: Mapping[str, Any]) -> Tensor:
 
 
 def model_pixels(images: Tensor, config: Mapping[str, Any]) -> Tensor:
-    """What `model_levels` gives, / 255, for images [B, 3, H, W] in [0, 1] of one size and with a gradient
-    with respect to their pixels: [B, 3, height, width] float32.
+    """Return `model_levels` / 255 for images [B, 3, H, W] in [0, 1] of one size, differentiable in their
+    pixels: [B, 3, height, width] float32.
 
     The values are exactly those of `model_levels`; the gradient is that of the resize without rounding and
     clipping (straight through both).
     """
     if side := config.get("window"):
-        windows, whole = [seen_window(image, side) for image in images], {**config, "window": 0}
+        windows, config_without_window = (
+            [seen_window(image, side) for image in images],
+            {**config, "window": 0},
+        )
         if any(window.shape != images.shape[1:] for window in windows):
-            return torch.cat([model_pixels(window[None], whole) for window in windows])
+            return torch.cat([model_pixels(window[None], config_without_window) for window in windows])
     shape = checked_shape(images.shape[2], images.shape[3], config)
     with torch.no_grad():
         exact = torch.stack([model_levels(image.float(), config) for image in images]) / 255

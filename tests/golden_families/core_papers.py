@@ -17,7 +17,6 @@ from visalign.core.advantages.copo import (
 )
 from visalign.core.advantages.entropy import aem_advantages, aem_scale, empg_advantages, empg_scale
 from visalign.core.advantages.group import group_advantages
-from visalign.core.advantages.replay import replay_advantages, replay_weight
 from visalign.core.advantages.returns import discounted_returns
 from visalign.core.advantages.risk import (
     conditional_value_at_risk,
@@ -25,9 +24,13 @@ from visalign.core.advantages.risk import (
     range_value_at_risk,
     track_quantile,
 )
-from visalign.core.advantages.rules import conditional_advantages, prl_advantages
+from visalign.core.advantages.rules import (
+    conditional_advantages,
+    prl_advantages,
+    replay_advantages,
+    replay_weight,
+)
 from visalign.core.rewards.likelihood import jepo_credit
-from visalign.core.rewards.shaping import preference_as_reward
 from visalign.core.rewards.steps import (
     clip_step_rewards,
     delta_step_rewards,
@@ -35,6 +38,7 @@ from visalign.core.rewards.steps import (
     implicit_step_rewards,
     turning_point_rewards,
 )
+from visalign.core.rewards.terms import preference_as_reward
 from visalign.core.surrogates.value import soft_minimum
 from visalign.core.tokens.entropy import covariance_statistics, token_covariance
 from visalign.core.tokens.entropy_terms import tea_weights

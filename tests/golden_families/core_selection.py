@@ -101,7 +101,7 @@ def _top_entropy(case: Any) -> Outputs | None:
     if not 0 < fraction <= 1:
         return None
     thresholds = top_entropy_thresholds(entropy, weight, fraction=fraction)
-    return {"threshold": thresholds.entropy, "mask": top_entropy_keep(entropy, weight, thresholds)}
+    return {"threshold": thresholds, "mask": top_entropy_keep(entropy, weight, thresholds)}
 
 
 def _clip_b(case: Any) -> Outputs:

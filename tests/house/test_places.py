@@ -127,7 +127,7 @@ def test_a_full_disk_in_score_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch)
         patch.setattr(sys, "argv", ["visalign", *IMAGE, "-o", "x.json"])
         result = visalign(*IMAGE, "-o", "x.json")
     assert result.exit_code == 2
-    assert "No space left on device. Make room, then continue with:" in result.stderr
+    assert "No space left on device. Free some space, then continue with:" in result.stderr
     assert "visalign score image.png -r sharpness -p x -o x.json --resume" in result.stderr
     assert visalign(*IMAGE, "-o", "x.json", "-f", "json", "--resume").exit_code == 0
     assert len(json.loads(Path("x.json").read_text())) == 1

@@ -52,18 +52,18 @@ def check_gradients(probe: Probe) -> str | None:
     if frozen:
         return f"{frozen[0]} is listed as trainable but frozen. List the parameters with requires_grad."
     trainable = {id(p) for _, p in parameters}
-    others = [(n, p) for n, p in probe.policy.module.named_parameters() if id(p) not in trainable]
-    saved_gradients = [p.grad for _, p in (*parameters, *others)]
-    for _, p in (*parameters, *others):
+    untrained = [(n, p) for n, p in probe.policy.module.named_parameters() if id(p) not in trainable]
+    saved_gradients = [p.grad for _, p in (*parameters, *untrained)]
+    for _, p in (*parameters, *untrained):
         p.grad = None
     try:
         with torch.enable_grad():
             probe.policy.velocity(probe.x, probe.sigma, probe.condition).square().sum().backward()
         unreached = [name for name, p in parameters if p.grad is None]
-        leaked = [name for name, p in others if p.grad is not None]
+        leaked = [name for name, p in untrained if p.grad is not None]
         dead = all(p.grad is None or not bool(p.grad.any()) for _, p in parameters)
     finally:
-        for (_, p), grad in zip((*parameters, *others), saved_gradients, strict=True):
+        for (_, p), grad in zip((*parameters, *untrained), saved_gradients, strict=True):
             p.grad = grad
     if unreached or dead:
         return (

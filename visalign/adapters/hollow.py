@@ -42,7 +42,8 @@ SMALL = 50e6
 
 @dataclass
 class Trace:
-    """What the networks of a hollow pipeline did; a call that carries gradient stands in `held` too."""
+    """Operations and bytes of the networks of a hollow pipeline; a call with gradient also counts in
+    `held`."""
 
     flops: dict[str, int] = field(default_factory=dict)
     """Part of the pipeline -> floating-point operations of matrix products (a multiply-add is two) since
@@ -60,30 +61,30 @@ class Trace:
 
 @contextmanager
 def hollow_pipelines() -> Iterator[Trace]:
-    """Inside, `from_pretrained` of diffusers' pipelines reads configurations and no weights.
+    """Let `from_pretrained` of diffusers' pipelines read configurations but no weights inside the block.
 
     Tokenizers, schedulers and text encoders below 50 MB are loaded as they are. Outside of the block the
     pipelines cannot be called.
     """
-    trace, own, attention = Trace(), DiffusionPipeline.__dict__["from_pretrained"], _attention_of()
+    trace, original, attention = Trace(), DiffusionPipeline.__dict__["from_pretrained"], _attention_of()
     diffusers: Any = importlib.import_module("diffusers")
 
     def from_pretrained(
-        cls: Any, folder: str, *, dtype: Any, quantization_config: Any = None, **given: Any
+        cls: Any, folder: str, *, dtype: Any, quantization_config: Any = None, **options: Any
     ) -> Any:
         rounded = {} if quantization_config is None else quantization_config.quant_mapping
         index: Any = cls.load_config(folder)
         dtypes: Mapping[str, torch.dtype] = dtype if isinstance(dtype, Mapping) else {"default": dtype}
         parts = {}
         for name, entry in index.items():
-            listed = isinstance(entry, list) and entry[0] and name not in given
+            listed = isinstance(entry, list) and entry[0] and name not in options
             if listed and not (name.startswith("text_encoder") and _is_small(Path(folder) / name)):
                 part = _hollow(folder, name, entry, dtypes.get(name, dtypes["default"]))
                 _round(part, rounded.get(name))
                 if part is not None:
                     parts[name] = _traced(part, name, trace)
         kind = getattr(diffusers, index["_class_name"])
-        return own.__func__(kind, folder, dtype=dtype, **parts, **given)
+        return original.__func__(kind, folder, dtype=dtype, **parts, **options)
 
     own_load: Any = ComponentSpec.load
 
@@ -107,14 +108,14 @@ def hollow_pipelines() -> Iterator[Trace]:
         with by_shapes_alone():
             yield trace
     finally:
-        changed.from_pretrained, specified.load = own, own_load
+        changed.from_pretrained, specified.load = original, own_load
         functional.scaled_dot_product_attention = before
 
 
 @contextmanager
 def traced_network(network: Any, *parts: nn.Module) -> Iterator[Trace]:
-    """Inside, a network on the meta device is called as it is, or `parts` of it are; under autocast where the
-    CPU's is on, which stands for that of its device. The trace is whole behind the block."""
+    """Trace calls of a network on the meta device, or of its `parts`, inside the block; CPU autocast stands
+    for that of the device. The trace is complete after the block."""
     trace, before, autocast = Trace(), functional.scaled_dot_product_attention, torch.autocast
     weights = {weight.untyped_storage()._cdata for weight in network.parameters()}
     torch_itself: Any = torch
@@ -128,8 +129,8 @@ def traced_network(network: Any, *parts: nn.Module) -> Iterator[Trace]:
         torch_itself.autocast = lambda device_type, *args, **kw: autocast(
             device_type.replace("meta", "cpu"), *args, **kw
         )
-        for part, own in called:
-            part.forward = _as_autocast_has_it(part, own)
+        for part, part_forward in called:
+            part.forward = _as_autocast_has_it(part, part_forward)
         with (
             FlopCounterMode(display=False) as counter,
             stored(weights) as held,
@@ -138,16 +139,16 @@ def traced_network(network: Any, *parts: nn.Module) -> Iterator[Trace]:
             yield trace
     finally:
         functional.scaled_dot_product_attention, torch_itself.autocast = before, autocast
-        for part, own in called:
-            part.forward = own
+        for part, part_forward in called:
+            part.forward = part_forward
         for hook in hooks:
             hook.remove()
     trace.flops["network"], trace.held = counter.get_total_flops(), sum(held.values())
 
 
 def _is_small(folder: Path) -> bool:
-    """Whether an encoder is loaded all the same: a small one may be empty and make null tokens alone, of
-    which the policy then keeps one, and that changes every number."""
+    """Return True if an encoder is loaded anyway: a small one may yield only null tokens, of which the policy
+    keeps one, which changes every number."""
     sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
     return bool(sizes) and sum(sizes) < SMALL
 
@@ -166,9 +167,9 @@ def _hollow(folder: str, name: str, entry: list[str], dtype: torch.dtype) -> nn.
             part = loader(loader.config_class.from_pretrained(folder, subfolder=name))
     always = issubclass(kind, ConfigMixin) or dtype == torch.float16  # as the two libraries have it
     names = ("_keep_in_fp32_modules_strict", *["_keep_in_fp32_modules"] * always)
-    kept = {module for name in names for module in getattr(part, name, None) or ()}
+    kept_modules = {module for name in names for module in getattr(part, name, None) or ()}
     for path, weight in part.named_parameters():
-        weight.data = weight.data.to(torch.float32 if kept & set(path.split(".")) else dtype)
+        weight.data = weight.data.to(torch.float32 if kept_modules & set(path.split(".")) else dtype)
     return nn.Module.to(part, META).eval()
 
 
@@ -184,9 +185,9 @@ def _round_to_eight_bits(part: Any, config: TorchAoConfig) -> None:
     """Round the linear layers as diffusers does where it reads them."""
     from torchao.quantization import quantize_  # type: ignore[import-not-found]  # optional
 
-    kept = set(getattr(part, "_keep_in_fp32_modules", None) or ())
+    float32_names = set(getattr(part, "_keep_in_fp32_modules", None) or ())
     for path, layer in part.named_modules():
-        if isinstance(layer, nn.Linear) and not kept & set(path.split(".")):
+        if isinstance(layer, nn.Linear) and not float32_names & set(path.split(".")):
             quantize_(layer, config.quant_type)
     part.hf_quantizer = SimpleNamespace(quantization_config=config)  # which peft asks
 
@@ -196,9 +197,11 @@ def _round_to_four_bits(part: Any, dtype: torch.dtype) -> None:
     float32 scale for 64 of them, and the table of 16 values."""
     config = SimpleNamespace(load_in_4bit=True, bnb_4bit_compute_dtype=dtype)
     part.hf_quantizer = SimpleNamespace(quantization_config=config)
-    kept = getattr(part, "_keep_in_fp32_modules", None) or ()
+    float32_names = getattr(part, "_keep_in_fp32_modules", None) or ()
     for path, layer in list(part.named_modules()):
-        if isinstance(layer, nn.Linear) and not any(key + "." in path or key == path for key in kept):
+        if isinstance(layer, nn.Linear) and not any(
+            key + "." in path or key == path for key in float32_names
+        ):
             count = layer.weight.numel()
             packed = torch.empty((count + 1) // 2, 1, dtype=torch.uint8, device=META)
             layer.weight = nn.Parameter(packed, requires_grad=False)
@@ -234,10 +237,10 @@ def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
         "__module__": kind.__module__,
     }
     part.__class__ = type(kind.__name__, (kind,), here)
-    own, encodes = part.forward, name.startswith(("text_encoder", "image_encoder"))
+    forward_of_part, encodes = part.forward, name.startswith(("text_encoder", "image_encoder"))
     weights = {p.untyped_storage()._cdata for p in part.parameters()}
 
-    @functools.wraps(own)
+    @functools.wraps(forward_of_part)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if encodes:
             kwargs.pop("attention_mask", None)  # whose numbers would decide which kernel, not which shape
@@ -246,7 +249,7 @@ def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
         layout = {key: kwargs.pop(key) for key in LAYOUT & kwargs.keys()}
         args, kwargs = tree_map(_to_meta, (args, kwargs))
         kwargs |= layout
-        call = _as_autocast_has_it(part, own)
+        call = _as_autocast_has_it(part, forward_of_part)
         with FlopCounterMode(display=False) as counter:
             if torch.is_grad_enabled() and not encodes:
                 weights.update(p.untyped_storage()._cdata for p in part.parameters())
@@ -268,8 +271,12 @@ def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
         encode = part.encode
 
         def encoded(x: Tensor, *args: Any, **kwargs: Any) -> SimpleNamespace:
-            found = encode(_to_meta(x), *args, **kwargs)
-            mean = found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latent
+            encoded_tensors = encode(_to_meta(x), *args, **kwargs)
+            mean = (
+                encoded_tensors.latent_dist.mode()
+                if hasattr(encoded_tensors, "latent_dist")
+                else encoded_tensors.latent
+            )
             return SimpleNamespace(latents=_to_numbers(mean))  # which pipelines that edit take
 
         part.encode = encoded
@@ -285,14 +292,14 @@ def _beside_meta(_: Any, args: Any, kwargs: Any) -> Any:
     return tree_map(_to_meta, args), tree_map(_to_meta, kwargs) | sizes
 
 
-def _as_autocast_has_it(part: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+def _as_autocast_has_it(part: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """The call, under autocast on tensors without numbers that say they are on a CPU: autocast knows no meta
     device."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_autocast_enabled("cpu"):
-            return own(*args, **kwargs)
-        return tree_map(_from_fake, _under_autocast(part, own)(*args, **kwargs))
+            return forward(*args, **kwargs)
+        return tree_map(_from_fake, _under_autocast(part, forward)(*args, **kwargs))
 
     return call
 
@@ -303,21 +310,21 @@ def _from_fake(value: Any) -> Any:
     return torch.empty(value.shape, dtype=value.dtype, device=META)
 
 
-def _under_autocast(part: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+def _under_autocast(part: nn.Module, original_forward: Callable[..., Any]) -> Callable[..., Any]:
     mode, forward = FakeTensorMode(), part.forward
-    cpu, known = torch.device("cpu"), dict[int, FakeTensor]()
+    cpu, casts = torch.device("cpu"), dict[int, FakeTensor]()
 
     def fake(value: Any) -> Any:
         if not (isinstance(value, Tensor) and value.is_meta):
             return value
-        if id(value) not in known:  # what is one tensor twice stays one
-            known[id(value)] = FakeTensor(mode, value, cpu)
-        return known[id(value)]
+        if id(value) not in casts:  # what is one tensor twice stays one
+            casts[id(value)] = FakeTensor(mode, value, cpu)
+        return casts[id(value)]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         weights = {name: fake(value) for name, value in [*part.named_parameters(), *part.named_buffers()]}
         args, kwargs = tree_map(fake, (args, kwargs))
-        part.forward = own
+        part.forward = original_forward
         try:
             with mode, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of slower kernels, which run elsewhere
@@ -331,23 +338,24 @@ def _under_autocast(part: nn.Module, own: Callable[..., Any]) -> Callable[..., A
 @contextmanager
 def stored(weights: set[int]) -> Iterator[dict[int, int]]:
     """Storage -> bytes of what autograd keeps inside the block, each once and no weight."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     alive: list[Tensor] = []
 
     def keep(value: Tensor) -> Tensor:
         storage = value.untyped_storage()
         if storage._cdata not in weights:
             alive.append(value)
-            found[storage._cdata] = storage.nbytes()
+            sizes[storage._cdata] = storage.nbytes()
         return value
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-        yield found
+        yield sizes
 
 
 @contextmanager
 def _checkpoints(part: Any, weights: set[int], trace: Trace) -> Iterator[None]:
-    """Inside, checkpointed blocks store their inputs; what the largest would compute again is kept apart."""
+    """Let checkpointed blocks store only their inputs inside the block; the largest recomputation is counted
+    separately."""
     if not getattr(part, "gradient_checkpointing", False) and not any(
         getattr(m, "gradient_checkpointing", False) for m in part.modules()
     ):
@@ -407,11 +415,11 @@ class _Attention(torch.autograd.Function):
 
 
 def _attention_of() -> Callable[..., Any]:
-    own = functional.scaled_dot_product_attention
+    sdpa = functional.scaled_dot_product_attention
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not _has_no_numbers(query):
-            return own(query, key, value, *args, **kwargs)
+            return sdpa(query, key, value, *args, **kwargs)
         if isinstance(query, FakeTensor) and torch.is_autocast_enabled("cpu"):
             low = torch.get_autocast_dtype("cpu")
             query, key, value = query.to(low), key.to(low), value.to(low)

@@ -111,7 +111,7 @@ class SteeringCallback:
     def __call__(
         self, pipe: Any, step: int, timestep: Any, callback_kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """What diffusers calls after each step.
+        """Resample after a step; diffusers calls this at each step's end.
 
         Returns:
             The latents to go on with.
@@ -179,9 +179,9 @@ def _level_of(scheduler: Any) -> Callable[[Any], tuple[Level, Level]]:
     if kind not in _LEVELS:
         raise UserError(
             f"The pipeline samples with {kind.__name__}, whose steps do not say what the network predicted. "
-            f"Steering works with {', '.join(known.__name__ for known in _LEVELS)}: set pipe.scheduler = "
-            f"{'FlowMatchEulerDiscrete' if 'Flow' in kind.__name__ else 'DDIM'}Scheduler.from_config("
-            "pipe.scheduler.config)."
+            f"Steering works with {', '.join(supported.__name__ for supported in _LEVELS)}: set "
+            f"pipe.scheduler = {'FlowMatchEulerDiscrete' if 'Flow' in kind.__name__ else 'DDIM'}Scheduler."
+            "from_config(pipe.scheduler.config)."
         )
     changed = [name for name in _PLAIN if config.get(name)]
     if changed:

@@ -46,7 +46,6 @@ MODULES = {
         "effective_rank flow_deviation flow_rewards rank_average rank_bonus rank_dynamics"
     ),
     "advantages.process": "aggregate_steps process_advantages span_index span_rewards",
-    "advantages.replay": "replay_advantages replay_weight",
     "advantages.returns": (
         "discounted_returns reinforce_pp_advantages reinforce_pp_baseline_advantages remax_advantages"
     ),
@@ -54,7 +53,7 @@ MODULES = {
         "bundle_scores conditional_value_at_risk mixed_value_at_risk range_value_at_risk riskpo_advantages "
         "track_quantile"
     ),
-    "advantages.rules": "conditional_advantages prl_advantages",
+    "advantages.rules": "conditional_advantages prl_advantages replay_advantages replay_weight",
     "groups.labels": "group_index",
     "objective.data": "Decisions",
     "objective.explain": "Explanation",
@@ -97,18 +96,17 @@ MODULES = {
     "rewards.fusion": "convex_vertices neighbour_weights reward_fusion",
     "rewards.likelihood": "jepo_credit likelihood_reward",
     "rewards.sets": "frechet_distance frechet_gains set_gains vendi_gains vendi_score",
-    "rewards.shaping": "preference_as_reward",
     "rewards.steps": (
         "branch_rewards clip_step_rewards delta_step_rewards implicit_prm_loss implicit_step_rewards "
         "progress_loss turning_point_rewards"
     ),
     "rewards.terms": (
         "adaptive_kl_coefficient constraint_multiplier filter_overlong kl_in_reward penalty_kl_coefficient "
-        "place_terminal soft_overlong"
+        "place_terminal preference_as_reward soft_overlong"
     ),
     "rewards.uncertainty": (
         "bhattacharyya bhattacharyya_overlap combine_members inverse_variance_weights penalise "
-        "relative_uncertainty_weight shrink_advantages"
+        "relative_uncertainty_weight"
     ),
     "standalone.clip_losses": "listwise_choice_loss paired_cosine pickscore_loss rank_margin_loss",
     "surrogates.aggregation": "MODES Counts row_tokens",

@@ -33,8 +33,8 @@ def steered_rollout(
 ) -> Tensor:
     """Denoise groups of `particles` samples by the SDE and resample each group after some steps.
 
-    After such a step k the image is predicted, x̂0 = x_k − σ_k v, without another forward, decoded and scored:
-    r_k. Particles are drawn again in proportion to exp(λ (r_k − r_prev)); the product along a path is
+    After such a step k the image is predicted, x̂0 = x_k − σ_k v, without another forward, decoded and
+    scored: r_k. Particles are drawn again in proportion to exp(λ (r_k − r_prev)); the product along a path is
     exp(λ r), so the group approaches p(x0) exp(λ r(x0)). Draws are systematic: a particle of weight w among n
     has ⌊n w⌋ or ⌈n w⌉ children. Without a reward it has none, unless nothing in its group has one.
 
@@ -139,9 +139,9 @@ def _check(count: int, seeds: int, particles: int, after: list[int], steps: int,
 def _draw_parents(log_weight: Tensor, particles: int, seeds: Sequence[int]) -> Tensor:
     """Index [M] of each particle's parent in its group, by systematic resampling."""
     groups = log_weight.view(-1, particles)
-    known = groups.isfinite()
-    groups = torch.where(known, groups, -torch.inf)
-    groups = torch.where(known.any(1, keepdim=True), groups, 0.0)  # nothing known: all equal
+    finite = groups.isfinite()
+    groups = torch.where(finite, groups, -torch.inf)
+    groups = torch.where(finite.any(1, keepdim=True), groups, 0.0)  # nothing known: all equal
     edges = groups.softmax(1).cumsum(1)
     offset = torch.tensor(seeds[::particles], dtype=torch.float64) / 2**63
     points = (torch.arange(particles, dtype=torch.float64) + offset[:, None]) / particles

@@ -41,16 +41,18 @@ def check_nodes(nodes: Tensor | None, count: int, total: int, sde_steps: Sequenc
         ValueError: Another shape, a node that is not its own first sample, or samples that meet again or
             split at a step without noise.
     """
-    alone = torch.arange(count)
+    own_indices = torch.arange(count)
     if nodes is None:
-        return alone.expand(total + 1, count)
+        return own_indices.expand(total + 1, count)
     nodes = nodes.cpu()
     if nodes.shape != (total + 1, count) or nodes.dtype != torch.int64:
         raise ValueError(
             f"nodes are int64 {[total + 1, count]}, one row for each of the {total} steps and one for the "
             f"end; got {nodes.dtype} {list(nodes.shape)}. Use tree_nodes."
         )
-    firsts = bool((nodes >= 0).all() & (nodes <= alone).all()) and torch.equal(nodes.gather(1, nodes), nodes)
+    firsts = bool((nodes >= 0).all() & (nodes <= own_indices).all()) and torch.equal(
+        nodes.gather(1, nodes), nodes
+    )
     if not firsts or not torch.equal(nodes[:-1].gather(1, nodes[1:]), nodes[:-1]):
         raise ValueError(
             "nodes name, for each sample, the first with the same latent, and samples that have split do "
@@ -62,6 +64,6 @@ def check_nodes(nodes: Tensor | None, count: int, total: int, sde_steps: Sequenc
             f"Samples split at step {noiseless[0]}, which has no noise to tell them apart. Name it in "
             f"sde_steps (now {list(sde_steps)}), or split them elsewhere."
         )
-    if not torch.equal(nodes[-1], alone):
+    if not torch.equal(nodes[-1], own_indices):
         raise ValueError("Samples share their last latent; split them at a stochastic step.")
     return nodes

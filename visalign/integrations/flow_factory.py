@@ -42,5 +42,5 @@ class JudgeReward(rewards.PointwiseRewardModel):
         """Scores [B], larger is better."""
         if image is None:
             raise ValueError(f"{self.judge.name!r} judges images, and Flow-Factory handed none (a video?).")
-        found = torch.tensor(image_scores(self.judge, image, prompt), device=self.device)
-        return rewards.RewardModelOutput(rewards=found)
+        scores = torch.tensor(image_scores(self.judge, image, prompt), device=self.device)
+        return rewards.RewardModelOutput(rewards=scores)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the hosts have in common: finding them, and what a row of the core asks of one."""
+"""Shared by the host plugins: finding hosts, and the inputs that an algorithm needs from one."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def host(module: str) -> Any:
 
 
 def asked_by(objective: Objective) -> dict[str, str]:
-    """What a row asks for beside tokens, groups and rewards: field of `Trajectories` or `PolicyOutput` -> the
-    choice that asks for it."""
+    """Return the inputs an algorithm needs beyond tokens, groups and rewards: field of `Trajectories` or
+    `PolicyOutput` -> the choice that needs it."""
     o = objective
     needs = {**o.output_needs(), **o.trajectory_needs()}
     if o.kl:
@@ -54,31 +54,28 @@ def asked_by(objective: Objective) -> dict[str, str]:
     return needs
 
 
-def refuse_what_is_missing(name: str, objective: Objective, given: Collection[str], where: str) -> None:
-    """Refuse a row that has no meaning on tokens, or that asks for what a host does not have.
+def refuse_what_is_missing(name: str, objective: Objective, available: Collection[str], where: str) -> None:
+    """Raise if an algorithm has no meaning on tokens or needs inputs that a host lacks.
 
     Args:
-        name: of the row.
-        objective: the row.
-        given: what the host has, fields of `Trajectories` and `PolicyOutput`.
-        where: the host's place, for the message.
-
-    Raises:
-        ValueError: with the choice and what it lacks.
+        name: Name of the algorithm.
+        objective: The algorithm.
+        available: Fields of `Trajectories` and `PolicyOutput` that the host has.
+        where: Name of the host, for the message.
     """
     check_decisions(objective, "tokens", name=name)
     for field, choice in asked_by(objective).items():
-        if field not in given:
+        if field not in available:
             raise ValueError(
                 f"the objective {name!r} has {choice}, which needs {field}, and {where} has none. Take "
-                f"another row ({', '.join(fitting(given))}), or a trainer of visalign."
+                f"another row ({', '.join(fitting(available))}), or a trainer of visalign."
             )
 
 
-def fitting(given: Collection[str]) -> list[str]:
+def fitting(available: Collection[str]) -> list[str]:
     """The rows of tokens that ask for nothing but what is given."""
     return [
         name
         for name, row in NAMED.items()
-        if row.decisions != "denoising_steps" and asked_by(row).keys() <= set(given)
+        if row.decisions != "denoising_steps" and asked_by(row).keys() <= set(available)
     ]

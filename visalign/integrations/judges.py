@@ -21,7 +21,7 @@ def text_scores(
     metadata: Metadata,
     on_failure: OnFailure = "nan",
 ) -> list[float | None]:
-    """One number per completion, larger is better, None where the judge failed.
+    """Score completions: one number each, larger is better, None where scoring failed.
 
     Args:
         judge: any judge of text.
@@ -40,7 +40,7 @@ def text_scores(
 
 
 def numbers(judge: PointwiseReward | TextReward, scores: Scores) -> list[float | None]:
-    """What a judge said, larger is better, None where it failed."""
+    """Convert scores to numbers, larger is better, None where scoring failed."""
     sign = 1.0 if judge.higher_is_better else -1.0
     pairs = zip(scores.value.tolist(), scores.valid.tolist(), strict=True)
     return [sign * value if valid else None for value, valid in pairs]
@@ -69,7 +69,7 @@ def image_scores(
     metadata: Metadata | None = None,
     on_failure: OnFailure = "raise",
 ) -> list[float]:
-    """One number per image, larger is better.
+    """Score images: one number each, larger is better.
 
     Args:
         judge: any judge of images.

@@ -65,11 +65,11 @@ class GRPOTrainer(Base):
             would do what the row decides.
     """
 
-    def __init__(self, *args: Any, objective: Objective | str, **named: Any) -> None:
+    def __init__(self, *args: Any, objective: Objective | str, **options: Any) -> None:
         name = objective if isinstance(objective, str) else "given"
         self.objective = named_objective(objective) if isinstance(objective, str) else objective
         refuse_what_is_missing(name, self.objective, GIVEN, "TRL's GRPOTrainer")
-        super().__init__(*args, **named)
+        super().__init__(*args, **options)
         self._check_options(name)
 
     def _check_options(self, name: str) -> None:
@@ -101,8 +101,8 @@ class GRPOTrainer(Base):
                     "Leave it out; an objective has fields of its own (selection, off_policy_delta, entropy)."
                 )
 
-    def _calculate_rewards(self, *args: Any, **named: Any) -> Tensor:
-        self._rewards = super()._calculate_rewards(*args, **named)  # [B of all processes, M]
+    def _calculate_rewards(self, *args: Any, **options: Any) -> Tensor:
+        self._rewards = super()._calculate_rewards(*args, **options)  # [B of all processes, M]
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class GRPOTrainer(Base):
             old, entropy = self._log_probs(self.model, out, batch_size=batch)
 
         def whole(x: Tensor | None) -> Tensor | None:
-            """Of all processes, as wide as the widest."""
+            """Gather from all processes, padded to the widest."""
             if x is None:
                 return None
             return self.accelerator.gather(self.accelerator.pad_across_processes(x, dim=1))
@@ -148,23 +148,23 @@ class GRPOTrainer(Base):
             out["visalign_importance_weight"] = out["importance_sampling_ratio"]  # vLLM's, as TRL corrects it
         return out
 
-    def _log_probs(self, model: Any, inputs: dict[str, Any], **named: Any) -> tuple[Tensor, Tensor]:
+    def _log_probs(self, model: Any, inputs: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [B, T] of the completions."""
         ids, mask = (
             torch.cat([inputs[f"prompt_{what}"], inputs[f"completion_{what}"]], 1) for what in ("ids", "mask")
         )
         more = {key: inputs[key] for key in _INPUTS if key in inputs}
         T = inputs["completion_ids"].shape[1]
-        found = self._get_per_token_logps_and_entropies(
-            model, ids, mask, T, compute_entropy=True, **named, **more
+        per_token = self._get_per_token_logps_and_entropies(
+            model, ids, mask, T, compute_entropy=True, **options, **more
         )
-        return found[0], found[1]
+        return per_token[0], per_token[1]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         log_prob, entropy = self._log_probs(model, inputs)
         counts = Counts(**{field: inputs.get(f"visalign_count_{field}") for field in _COUNTS})  # type: ignore[arg-type]
-        held = {field: inputs.get(f"visalign_{field}") for field in _ROWS}
-        prepared = Prepared(**held, counts=counts)  # type: ignore[arg-type]
+        extra_inputs = {field: inputs.get(f"visalign_{field}") for field in _ROWS}
+        prepared = Prepared(**extra_inputs, counts=counts)  # type: ignore[arg-type]
         loss = self.objective.loss(prepared, PolicyOutput(log_prob=log_prob, entropy=entropy))
         logged = self._metrics["train" if self.model.training else "eval"]
         shares = self.args.gradient_accumulation_steps if self.model.training else 1  # TRL logs their mean
@@ -200,8 +200,8 @@ def reward_function(name: str, **options: Any) -> Callable[..., list[float | Non
     judge = load_text_reward(name, **options)
 
     def score(prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
-        kept = {key: column for key, column in columns.items() if key not in _OF_THE_TRAINER}
-        metadata = [{key: column[i] for key, column in kept.items()} for i in range(len(prompts))]
+        record_columns = {key: column for key, column in columns.items() if key not in _OF_THE_TRAINER}
+        metadata = [{key: column[i] for key, column in record_columns.items()} for i in range(len(prompts))]
         return text_scores(judge, completions, prompts, metadata)
 
     score.__name__ = judge.name  # TRL logs under it

@@ -52,10 +52,10 @@ class JudgeBackend(base.RewardBackend):
         begun = time.perf_counter()
         samples = request.texts if self.input_kind == "text" else request.images
         scores = self.judge.score(samples, request.prompts, request.metadata)
-        found = numbers(self.judge, scores)
+        values = numbers(self.judge, scores)
         return types.RewardResponse(
-            rewards=[float("nan") if value is None else value for value in found],
-            successes=[value is not None for value in found],
+            rewards=[float("nan") if value is None else value for value in values],
+            successes=[value is not None for value in values],
             errors=list(scores.reason or [None] * len(scores)),
             compute_time=time.perf_counter() - begun,
         )

@@ -77,11 +77,11 @@ def no_advantage(row: Objective) -> str | None:
         return f"advantage={row.advantage!r} needs several rewards apart, and verl hands on their sum"
     if row.advantage == "remax":
         return "verl generates greedy baselines only for its own algorithm.adv_estimator=remax"
-    asked = asked_by(replace(row, surrogate="reinforce", surrogate_options={}, selection=None, kl=0, ptx=0))
+    needs = asked_by(replace(row, surrogate="reinforce", surrogate_options={}, selection=None, kl=0, ptx=0))
     absent = "metric process_reward advantage entropy bundle reference_reward likelihood rank"
     for field in absent.split():
-        if field in asked:
-            return f"{asked[field]} needs {field}, which verl does not hand to an estimator"
+        if field in needs:
+            return f"{needs[field]} needs {field}, which verl does not hand to an estimator"
     unsaid = "ref_log_prob" if "ref_log_prob" in ADVANTAGES[row.advantage].needs else None
     unsaid = "old_log_prob" if row.advantage == "perplexity" else unsaid
     return unsaid and f"advantage={row.advantage!r} needs {unsaid}, which verl does not hand on"
@@ -126,13 +126,13 @@ def policy_loss(row: Objective) -> Callable[..., tuple[Tensor, dict[str, float]]
             counts=counts,
             importance_weight=rollout_is_weights,
         )
-        found = row.loss(prepared, PolicyOutput(log_prob=log_prob))
-        seen = found.statistics
+        result = row.loss(prepared, PolicyOutput(log_prob=log_prob))
+        statistics = result.statistics
         metrics = {
-            "actor/ppo_kl": (seen.moved / seen.decisions.clamp(min=1)).item(),
-            "actor/log_ratio_max": seen.largest.item(),
+            "actor/ppo_kl": (statistics.moved / statistics.decisions.clamp(min=1)).item(),
+            "actor/log_ratio_max": statistics.largest.item(),
         }
-        return found.total * step.get("dp_size", 1), metrics
+        return result.total * step.get("dp_size", 1), metrics
 
     return loss
 
@@ -165,14 +165,14 @@ def advantage_estimator(row: Objective) -> Callable[..., tuple[Tensor, Tensor]]:
         token_level_rewards: Tensor, response_mask: Tensor, index: Any = None, **_: Any
     ) -> tuple[Tensor, Tensor]:
         weight = response_mask.float()
-        known = torch.isfinite(token_level_rewards.sum(-1))
+        finite = torch.isfinite(token_level_rewards.sum(-1))
         prepared = row.prepare(
             Trajectories(
                 weight=weight,
                 old_log_prob=torch.zeros_like(weight),
                 group=range(len(weight)) if index is None else list(index),
-                reward=torch.where(known, 0.0, torch.nan),
-                process_reward=torch.where(known[:, None], token_level_rewards, 0.0).float(),
+                reward=torch.where(finite, 0.0, torch.nan),
+                process_reward=torch.where(finite[:, None], token_level_rewards, 0.0).float(),
             )
         )
         return prepared.advantage, prepared.advantage
@@ -203,9 +203,9 @@ def register(name: str, row: Objective) -> None:
     why = no_loss(row)
     algorithms.register_policy_loss(key)(policy_loss(row) if why is None else _refuses(name, why, "a loss"))
     why = no_advantage(row)
-    made = advantage_estimator(row) if why is None else _refuses(name, why, "an advantage estimator")
+    estimator = advantage_estimator(row) if why is None else _refuses(name, why, "an advantage estimator")
     algorithms.ADV_ESTIMATOR_REGISTRY.pop(key, None)  # which refuses a second function of a name
-    algorithms.register_adv_est(key)(made)
+    algorithms.register_adv_est(key)(estimator)
 
 
 def settings(name: str, *, length: int | None = None) -> list[str]:
@@ -221,32 +221,32 @@ def settings(name: str, *, length: int | None = None) -> list[str]:
     row = NAMED[name]
     if (why := no_loss(row)) is not None:
         raise ValueError(f"{PREFIX}{name} cannot be a loss in verl: {why}. {_offered()}")
-    own = {"gae": "gae", "remax": "remax"}.get(row.advantage)
-    if own is None and (why := no_advantage(row)) is not None:
+    estimator = {"gae": "gae", "remax": "remax"}.get(row.advantage)
+    if estimator is None and (why := no_advantage(row)) is not None:
         raise ValueError(f"{PREFIX}{name} cannot be an advantage estimator in verl: {why}. {_offered()}")
     actor = "actor_rollout_ref.actor"
-    found = [
+    lines = [
         f"{actor}.policy_loss.loss_mode={PREFIX}{name}",
-        f"algorithm.adv_estimator={own or PREFIX + name}",
+        f"algorithm.adv_estimator={estimator or PREFIX + name}",
         f"{actor}.loss_agg_mode={_MEANS[row.aggregation]}",
     ]
-    if own == "gae":
-        found += [f"algorithm.{key}={row.advantage_options[key]:g}" for key in ("gamma", "lam")]
+    if estimator == "gae":
+        lines += [f"algorithm.{key}={row.advantage_options[key]:g}" for key in ("gamma", "lam")]
     if row.aggregation == "dr_grpo":
         if length is None and row.length is None:
             raise ValueError(f"{PREFIX}{name} divides by a fixed length: give length=, the longest response.")
-        found.append(f"{actor}.loss_scale_factor={length or row.length}")
+        lines.append(f"{actor}.loss_scale_factor={length or row.length}")
     if row.kl:
-        found += [
+        lines += [
             f"{actor}.use_kl_loss=True",
             f"{actor}.kl_loss_coef={row.kl:g}",
             f"{actor}.kl_loss_type={_ESTIMATORS[row.kl_value, row.kl_gradient]}",
         ]
     if row.kl_in_reward:
-        found += ["algorithm.use_kl_in_reward=True", f"algorithm.kl_ctrl.kl_coef={row.kl_in_reward:g}"]
+        lines += ["algorithm.use_kl_in_reward=True", f"algorithm.kl_ctrl.kl_coef={row.kl_in_reward:g}"]
     if row.drop_zero_signal:
-        found += ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=reward"]
-    return found
+        lines += ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=reward"]
+    return lines
 
 
 _JUDGES: dict[str, Any] = {}
@@ -296,15 +296,15 @@ def compute_score(
         RewardError: the judge cannot be loaded, or the sample not judged.
     """
     of_verl = ("reward_router_address", "reward_model_tokenizer", "model_name")
-    held = {key: value for key, value in options.items() if key not in of_verl}
-    made = _judge(judge, held, images=solution_image is not None)
+    options_of_judge = {key: value for key, value in options.items() if key not in of_verl}
+    reward = _judge(judge, options_of_judge, images=solution_image is not None)
     record = dict(extra_info or {})
     if ground_truth is not None:  # data sets of verl keep a worked solution as extra_info["answer"]
         record["answer"] = ground_truth
     if solution_image is not None:
         prompt = record.get("prompt") or str(ground_truth)
-        return image_scores(made, solution_image[None], [prompt], [record], on_failure)[0]
-    [value] = text_scores(made, [solution_str], [record.get("prompt") or ""], [record], on_failure)
+        return image_scores(reward, solution_image[None], [prompt], [record], on_failure)[0]
+    [value] = text_scores(reward, [solution_str], [record.get("prompt") or ""], [record], on_failure)
     return float("nan") if value is None else value
 
 

@@ -17,9 +17,9 @@ class JudgeManager(Base):
 
     async def run_single(self, data: Any) -> dict[str, Any]:
         """Score one sample."""
-        held = data.non_tensor_batch
-        if "raw_prompt" not in held:
+        columns = data.non_tensor_batch
+        if "raw_prompt" not in columns:
             raise ValueError("JudgeManager needs the prompt: set data.return_raw_chat=True.")
-        for info, prompt in zip(held["extra_info"], held["raw_prompt"], strict=True):
+        for info, prompt in zip(columns["extra_info"], columns["raw_prompt"], strict=True):
             info["prompt"] = list(prompt)
         return await super().run_single(data)

@@ -28,7 +28,7 @@ class PatchedImage:
 
 @dataclass(frozen=True)
 class ImageFeatures:
-    """What a vision tower makes of one image."""
+    """Vision tower features of one image."""
 
     embeds: Tensor
     """[tokens, H], in place of the embeddings of the image tokens."""
@@ -58,15 +58,15 @@ def tower_features(trunk: Any, images: Sequence[PatchedImage]) -> list[ImageFeat
     """
     device = trunk.get_input_embeddings().weight.device
     sizes = "cpu" if device.type == "meta" else device  # where numbers are read, even of a model without any
-    found = trunk.get_image_features(
+    output = trunk.get_image_features(
         torch.cat([image.patches for image in images]).to(device),
         torch.tensor([image.grid for image in images], device=sizes),
         return_dict=True,
     )
-    layers = getattr(found, "deepstack_features", None) or ()
+    layers = getattr(output, "deepstack_features", None) or ()
     return [
-        ImageFeatures(embeds, tuple(layer[place] for layer in layers))
-        for place, embeds in enumerate(found.pooler_output)
+        ImageFeatures(embeds, tuple(layer[index] for layer in layers))
+        for index, embeds in enumerate(output.pooler_output)
     ]
 
 
@@ -77,8 +77,8 @@ def insert_features(embeds: Tensor, places: Tensor, features: Sequence[ImageFeat
     """
     if not features:
         return {"inputs_embeds": embeds}
-    shown = torch.cat([image.embeds for image in features]).to(embeds.device, embeds.dtype)
-    inputs: dict[str, Any] = {"inputs_embeds": embeds.masked_scatter(places[..., None], shown)}
+    inserted = torch.cat([image.embeds for image in features]).to(embeds.device, embeds.dtype)
+    inputs: dict[str, Any] = {"inputs_embeds": embeds.masked_scatter(places[..., None], inserted)}
     layers = [torch.cat(layer) for layer in zip(*(image.deeper for image in features), strict=True)]
     if layers:
         inputs |= {"visual_pos_masks": places, "deepstack_visual_embeds": layers}

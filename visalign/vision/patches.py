@@ -84,7 +84,7 @@ class PatchCutter:
         return grid[0] * grid[1] * grid[2] // self.merge**2
 
     def seen(self, pixels: Tensor) -> Tensor:
-        """What is cut of an image uint8 [3, H, W]; a clip is taken whole."""
+        """Cut the window that is read from an image uint8 [3, H, W]; a clip is used whole."""
         return seen_window(pixels, self.window) if self.window and pixels.ndim == 3 else pixels
 
     def levels(self, pixels: Tensor) -> Tensor:
@@ -156,8 +156,8 @@ def smart_resize(
             f"an image of {width}×{height} pixels: one side may be at most {LONGEST} times the other; crop "
             "it first"
         )
-    least = factor if whole_tokens else 0
-    tall, wide = (max(least, round(side / factor) * factor) for side in (height, width))
+    smallest = factor if whole_tokens else 0
+    tall, wide = (max(smallest, round(side / factor) * factor) for side in (height, width))
     if tall * wide > max_pixels:
         shrink = math.sqrt(height * width / max_pixels)
         tall = max(factor, math.floor(height / shrink / factor) * factor)

@@ -49,11 +49,11 @@ def rotary_positions(
     """
     positions = torch.zeros(3, *mask.shape, dtype=torch.int64)
     offset = torch.zeros(len(mask), 1, dtype=torch.int64)
-    for row, shown in enumerate(images):
+    for row, row_images in enumerate(images):
         real = mask[row].nonzero()[:, 0]
         marks = places[row, real].nonzero()[:, 0]
         parts, start, done, used = [], 0, 0, 0
-        for image in shown:
+        for image in row_images:
             text = int(marks[used]) - done
             frames, rows, columns = image.grid[0], image.grid[1] // merge, image.grid[2] // merge
             grid = torch.cartesian_prod(*(torch.arange(n) for n in (frames, rows, columns)))

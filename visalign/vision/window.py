@@ -50,7 +50,7 @@ def seen_window(image: Tensor, side: int) -> Tensor:
     rows, columns = (torch.nonzero(content.any(axis)).flatten() for axis in (1, 0))
     if not len(rows):
         return image
-    ends = [(int(places[0]), int(places[-1]) + 1) for places in (rows, columns)]
+    ends = [(int(indices[0]), int(indices[-1]) + 1) for indices in (rows, columns)]
     if max(last - first for first, last in ends) > side:
         return image
     (top, high), (left, wide) = (

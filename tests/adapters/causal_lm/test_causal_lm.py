@@ -255,7 +255,7 @@ def test_what_it_saves_the_libraries_load(tmp_path, lora) -> None:
 
 def test_a_lora_of_another_kind_is_refused(tmp_path) -> None:
     policy(lora=LORA).save(tmp_path)
-    with pytest.raises(UserError, match=r"alpha 7 there, 7 here; .* there, .* here. Build the policy of"):
+    with pytest.raises(UserError, match=r"alpha 7 there, 7 here; .* there, .* here. Build the policy with"):
         policy(lora=replace(LORA, rank=4)).load(tmp_path)
     with pytest.raises(UserError, match="alpha 7 there, 5"):
         policy(lora=replace(LORA, alpha=5)).load(tmp_path)
@@ -382,7 +382,7 @@ def test_the_tiny_configuration_is_a_qwen3() -> None:
 
 def test_without_a_reference_no_copy_is_kept_and_asking_for_it_is_refused():
     policy = CausalLMPolicy(tiny_model(), tiny_tokenizer(), reference=False)
-    with pytest.raises(UserError, match="made with reference=False"), policy.reference():
+    with pytest.raises(UserError, match="created with reference=False"), policy.reference():
         pass
     adapted = CausalLMPolicy(tiny_model(), tiny_tokenizer(), reference=False, lora=text_lora(rank=2))
     with adapted.reference():  # adapters are switched off: nothing had to be kept

@@ -205,7 +205,7 @@ def test_prompts_that_images_make_too_long(shared) -> None:
 def test_images_of_another_rollout_are_refused(shared) -> None:
     rollout = sampled(shared)
     swapped = replace(rollout, images=[[make_image(8, 8)]] * len(rollout))
-    with pytest.raises(UserError, match=r"sample 7 holds 25 image tokens, and its 1 images take 1\. Score"):
+    with pytest.raises(UserError, match=r"sample 7 has 25 image tokens, and its 1 images take 1\. Score"):
         shared.log_probs(swapped, torch.tensor([7]))
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A CLIP ViT-H/14 judge with random weights: images a second, by what stands around the tower."""
 
 import argparse
@@ -6,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import open_clip
 import torch
-from common import CUDA, DEVICE, SCRATCH, alone, attempt, emit, end_after, free, sync, timed
+from measure import CUDA, DEVICE, SCRATCH, alone, attempt, emit, end_after, free, sync, timed
 from PIL import Image
 
 from visalign.rewards.catalogue import load_reward

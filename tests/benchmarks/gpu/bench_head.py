@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The log-prob head: naive, compiled, Liger's, the package's and prototypes. Milliseconds, memory, error."""
 
 import argparse
@@ -11,8 +12,8 @@ a = p.parse_args()
 if a.tiny:
     os.environ["TRITON_INTERPRET"] = "1"
 import torch
-from common import CUDA, DEVICE, alone, attempt, emit, end_after, free, peak, timed
 from head_kernel import BLOCKS, FALLBACKS, FusedHead, TritonHead, fused_head, triton_head
+from measure import CUDA, DEVICE, alone, attempt, emit, end_after, free, peak, timed
 
 from visalign.core.tokens.fused_head import fused_log_prob_entropy, log_prob_entropy
 

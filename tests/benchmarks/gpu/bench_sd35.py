@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SD3.5-medium in size with random weights: LoRA forms, ratio at the first update, whole iterations."""
 
 import argparse
@@ -9,7 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from common import (
+from measure import (
     CUDA,
     DEVICE,
     PEAK,

@@ -1,10 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens a second of text rollouts at the size of Qwen3-0.6B: our loop, a captured decode, transformers."""
 
 import argparse
 import time
 
 import torch
-from common import CUDA, DEVICE, alone, attempt, emit, end_after, free, kernels, peak, sync
+from measure import CUDA, DEVICE, alone, attempt, emit, end_after, free, kernels, peak, sync
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
 from visalign.adapters.causal_lm.policy import CausalLMPolicy

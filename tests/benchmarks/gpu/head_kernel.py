@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log-prob, entropy and Σ p² of chosen tokens from hidden states, on one GPU: two ways.
 
 `triton_head`: products by cuBLAS, one Triton pass per tile of logits. `fused_head`: the product and what

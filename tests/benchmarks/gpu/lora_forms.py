@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ways to compute a LoRA whose weights are float32 on a frozen bfloat16 layer, and blocks that share one
 graph.
 

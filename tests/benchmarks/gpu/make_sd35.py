@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make an SD3.5-medium pipeline folder with random weights, real sizes and shallow text encoders."""
 
 import argparse

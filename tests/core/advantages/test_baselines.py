@@ -21,7 +21,6 @@ from visalign.core.advantages.baselines import (
 from visalign.core.advantages.group import group_advantages
 
 NAN = float("nan")
-UNKNOWN: Any = "other"
 
 
 def vector(*values: float) -> Tensor:
@@ -160,25 +159,9 @@ def test_best_of_group() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda r: best_of_group_advantages(r[:, None], [0, 0]),
-            r"reward must be \[B\].* got shape \(2, 1\)",
-        ),
-        (
-            lambda r: opo_advantages(r, torch.ones(3), [0, 0]),
-            r"length \(3,\) and reward \(2,\) must have one shape",
-        ),
+        (lambda r: best_of_group_advantages(r[:, None], [0, 0]), r"must be \[B\].* got shape \(2, 1\)"),
+        (lambda r: opo_advantages(r, torch.ones(3), [0, 0]), r"\(3,\) and reward \(2,\) must have one shape"),
         (lambda r: gpg_advantages(r, [0]), "one label per sample, 2 in all; got 1 labels"),
-        (
-            lambda r: gpg_advantages(r, [0, 0], f_norm=0.0),
-            "f_norm must be a positive number or 'std'; got 0.0",
-        ),
-        (lambda r: gpg_advantages(r, [0, 0], f_norm=UNKNOWN), "f_norm must be .* got 'other'"),
-        (lambda r: gpg_advantages(r, [0, 0], counted=UNKNOWN), "counted must be one of signal.* got 'other'"),
-        (lambda r: pass_at_k_advantages(r, [0, 0], k=1), "k must be at least 2, or None .* got 1"),
-        (lambda r: pass_at_k_advantages(r, [0, 0], scale=UNKNOWN), "scale must be one of none, group; got"),
-        (lambda r: pass_at_k_advantages(r, [0, 0], ddof=3), "ddof must be 0"),
-        (lambda r: best_of_group_advantages(r, [0, 0], worst=1.0), "worst must be ≤ 0.*; got 1.0"),
     ],
 )
 def test_bad_input_is_named(call: Any, message: str) -> None:

@@ -132,15 +132,10 @@ def test_returns_of_single_decisions_are_added_to_the_groups_advantage() -> None
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: effective_rank(torch.ones(3)),
-            r"embeddings must be \[..., n, d\] with n, d ≥ 1; got \(3,\)",
-        ),
+        (lambda: effective_rank(torch.ones(3)), r"must be \[..., n, d\] with n, d ≥ 1; got \(3,\)"),
         (lambda: effective_rank(torch.full((2, 2), NAN)), "embeddings must be finite; leave out"),
-        (lambda: rank_dynamics(torch.ones(3)), r"hidden must be \[T, D\] and stride ≥ 1; got \(3,\)"),
-        (lambda: rank_bonus(f64(1), torch.ones(2, 3), None), r"rank must be \[1, 3\]; got shape \(2, 3\)"),
-        (lambda: flow_deviation(*[torch.ones(1, 1)] * 3, t=1.0), r"t must be in \(0, 1\); got 1"),
-        (lambda: flow_rewards(*[torch.ones(1, 1)] * 2, top=0), "top ≥ 1 and scale ≥ 0; got .*top=0"),
+        (lambda: rank_dynamics(torch.ones(3)), r"hidden must be \[T, D\]; got shape \(3,\)"),
+        (lambda: rank_bonus(f64(1), torch.ones(2, 3), None), r"got \(1,\) and \(2, 3\)"),
     ],
 )
 def test_bad_input(call: Callable[[], object], message: str) -> None:

@@ -215,24 +215,12 @@ def test_nothing_to_sum() -> None:
     ("call", "message"),
     [
         (lambda: discounted_returns(torch.zeros(3)), r"reward must be \[B, T\]; got shape \(3,\)"),
-        (
-            lambda: discounted_returns(torch.zeros(2, 3), torch.zeros(3, 2)),
-            r"reward must be \[B, T\] and weight \[B, T\]; got \(2, 3\) and \(3, 2\)",
-        ),
+        (lambda: discounted_returns(torch.zeros(2, 3), torch.zeros(3, 2)), r"T\]; got \(2, 3\) and \(3, 2\)"),
         (lambda: discounted_returns(torch.zeros(2, 3), gamma=1.1), r"gamma must lie in \[0, 1\]; got 1\.1"),
         (lambda: gae(torch.zeros(2, 3), torch.zeros(2, 3), lam=NAN), r"lam must lie in \[0, 1\]; got nan"),
-        (
-            lambda: gae(torch.zeros(2, 3), torch.zeros(2, 4)),
-            r"reward must be \[B, T\] and value \[B, T\]; got \(2, 3\) and \(2, 4\)",
-        ),
-        (
-            lambda: gae(torch.zeros(2, 3), torch.zeros(2, 3), last_value=torch.zeros(3)),
-            r"reward must be \[B, T\], value \[B, T\], last_value \[B\]; got \(2, 3\), \(2, 3\), \(3,\)",
-        ),
-        (
-            lambda: remax_advantages(torch.zeros(2, 3), torch.zeros(2, 3)),
-            r"reward must be \[B, T\] and baseline \[B\]; got \(2, 3\) and \(2, 3\)",
-        ),
+        (lambda: gae(torch.zeros(2, 3), torch.zeros(2, 4)), r"and value \[B, T\]; got \(2, 3\) and \(2, 4\)"),
+        (lambda: gae(torch.zeros(2, 3), torch.zeros(2, 3), last_value=torch.zeros(3)), r"\(2, 3\), \(3,\)"),
+        (lambda: remax_advantages(torch.zeros(2, 3), torch.zeros(2, 3)), r"\[B\]; got \(2, 3\) and \(2, 3\)"),
         (
             lambda: reinforce_pp_baseline_advantages(torch.zeros(2), [0, 0], torch.zeros(3, 2)),
             r"reward must be \[B\] and weight \[B, T\]; got \(2,\) and \(3, 2\)",

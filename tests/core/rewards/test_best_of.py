@@ -134,13 +134,9 @@ ONE = torch.tensor([True, False])
     ("call", "message"),
     [
         (lambda: pass_at_k(5, 1, 0), "k must be at least 1 attempt; got 0"),
-        (lambda: pass_at_k(torch.ones(2), torch.ones(3), 1), r"broadcast; got \(2,\), \(3,\) and \(\)"),
         (lambda: expected_best_of_k(torch.ones(3), -1), "k must be at least 1 attempt; got -1"),
         (lambda: expected_best_of_k(torch.ones(2, 0), 1), r"n ≥ 1 samples last; got shape \(2, 0\)"),
-        (
-            lambda: expected_best_of_k(torch.ones(3), 1, valid=ONE),
-            r"valid must be a bool .* \(3,\), .* got .* \(2,\)",
-        ),
+        (lambda: expected_best_of_k(torch.ones(3), 1, valid=ONE), r"be a bool .* \(3,\), .* got .* \(2,\)"),
     ],
 )
 def test_bad_input_is_named(call: Any, message: str) -> None:

@@ -116,43 +116,16 @@ MATRIX = torch.zeros(2, 3)
     ("call", "message"),
     [
         (lambda: place_terminal(MATRIX, MATRIX), r"reward must be \[B\] .* got \(2, 3\) and \(2, 3\)"),
-        (
-            lambda: kl_in_reward(MATRIX, MATRIX, torch.zeros(2), beta=0.1),
-            r"reward \(2, 3\), old_log_prob \(2, 3\), ref_log_prob \(2,\) must have one shape",
-        ),
-        (
-            lambda: kl_in_reward(MATRIX, MATRIX, MATRIX, beta=0.1, weight=MATRIX.T),
-            r"reward \(2, 3\), .*, weight \(3, 2\) must have one shape",
-        ),
+        (lambda: kl_in_reward(MATRIX, MATRIX, torch.zeros(2), beta=0.1), r"\(2,\) must have one shape"),
+        (lambda: kl_in_reward(MATRIX, MATRIX, MATRIX, beta=0.1, weight=MATRIX.T), "must have one shape"),
         (lambda: adaptive_kl_coefficient(0.1, 1.0, samples=0), "samples must be positive and finite; got 0"),
-        (
-            lambda: adaptive_kl_coefficient(0.1, 1.0, samples=1, target=-6),
-            "target must be positive and finite; got -6",
-        ),
-        (
-            lambda: adaptive_kl_coefficient(0.1, 1.0, samples=50_000),
-            "samples/horizon must be below 1/bound = 5, .* got 50000/10000. Use a longer horizon",
-        ),
-        (
-            lambda: penalty_kl_coefficient(0.1, 1.0, target=0.0),
-            r"target must be positive and finite; got 0\.0",
-        ),
-        (
-            lambda: penalty_kl_coefficient(0.1, 1.0, target=1.0, factor=1.0),
-            "tolerance must be ≥ 1 and factor > 1; got 1.5 and 1.0",
-        ),
-        (
-            lambda: constraint_multiplier(0.1, 1.0, bound=0.5, rate=0.0),
-            r"rate must be positive and finite; got 0\.0",
-        ),
-        (
-            lambda: soft_overlong(torch.zeros(2), max_length=10, cache=11),
-            "cache must be in 1 … max_length; got cache=11, max_length=10",
-        ),
-        (
-            lambda: filter_overlong(MATRIX, torch.zeros(2)),
-            r"truncated must be bool \[B\] .* got torch.float32 \(2,\) for weight \(2, 3\)",
-        ),
+        (lambda: adaptive_kl_coefficient(0.1, 1.0, samples=1, target=-6), "be positive and finite; got -6"),
+        (lambda: adaptive_kl_coefficient(0.1, 1.0, samples=50_000), "got 50000/10000. Use a longer horizon"),
+        (lambda: penalty_kl_coefficient(0.1, 1.0, target=0.0), r"must be positive and finite; got 0\.0"),
+        (lambda: penalty_kl_coefficient(0.1, 1.0, target=1.0, factor=1.0), "factor > 1; got 1.5 and 1.0"),
+        (lambda: constraint_multiplier(0.1, 1.0, bound=0.5, rate=0.0), r"be positive and finite; got 0\.0"),
+        (lambda: soft_overlong(torch.zeros(2), max_length=10, cache=11), "got cache=11, max_length=10"),
+        (lambda: filter_overlong(MATRIX, torch.zeros(2)), r"got torch.float32 \(2,\) for weight \(2, 3\)"),
     ],
 )
 def test_bad_input_is_named(call: Any, message: str) -> None:

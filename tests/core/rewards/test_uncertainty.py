@@ -30,7 +30,6 @@ from visalign.core.rewards.uncertainty import (
     inverse_variance_weights,
     penalise,
     relative_uncertainty_weight,
-    shrink_advantages,
 )
 
 NAN = float("nan")
@@ -98,23 +97,6 @@ class TestMembers:
 
     def test_weights(self) -> None:
         assert_values(inverse_variance_weights(f64(0, 0.5), floor=0.1), 100, 1 / 0.26)
-
-
-class TestShrinkage:
-    def test_by_hand(self) -> None:
-        found = shrink_advantages(f64(2, 2, 2, 2), f64(0, 1, 2, 0), f64(1, 1, 1, 0))
-        assert_values(found, 2, 1, 0.4, 2)
-        observed = shrink_advantages(f64(2, 2, 2), f64(0.6, 1, 2), f64(1, 1, 1), observed=True)
-        assert_values(observed, 2 * 0.64, 0, 0)
-
-    def test_it_is_the_best_linear_guess_of_the_true_reward(self) -> None:
-        """Of true spread 1 and noise 0.8, no other factor comes closer in the mean square."""
-        true = normal(200_000)
-        judged = true + 0.8 * normal(200_000, seed=1)
-        std, spread = torch.full_like(true, 0.8), judged.std().expand_as(true)
-        ours = shrink_advantages(judged, std, spread, observed=True)
-        error = [(factor * judged - true).square().mean() for factor in (0.55, 0.67)]
-        assert (ours - true).square().mean() < min(error)
 
 
 class TestWeightsOfAdvantages:
@@ -266,21 +248,12 @@ class TestDiversityOfMembers:
         (lambda: nuclear_diversity([normal(2, 3), normal(2, 4)]), r"shapes \[\(2, 3\), \(2, 4\)\]"),
         (lambda: nuclear_diversity([normal(2, 3)], dim=2), "dim is 2"),
         (lambda: nuclear_diversity([]), r"shapes \[\]"),
-        (
-            lambda: bhattacharyya(f64(1), f64(1, 2), f64(1), f64(1)),
-            r"mean must be \[N\] and std \[N\]; got \(1,\) and \(2,\)",
-        ),
-        (
-            lambda: bhattacharyya_overlap(f64(1), f64(1), pool_mean=f64(1)),
-            "pool_mean and pool_std go together",
-        ),
+        (lambda: bhattacharyya(f64(1), f64(1, 2), f64(1), f64(1)), r"std \[N\], .*; got \(1,\), \(2,\)"),
         (lambda: penalise(f64(1), f64(1, 2), strength=1), r"mean \(1,\) and uncertainty \(2,\)"),
-        (lambda: penalise(f64(1), f64(1), strength=-1), "strength must be finite and ≥ 0; got -1"),
         (lambda: combine_members(f64(1)), r"mean must be \[M, B\]; got shape \(1,\)"),
         (lambda: combine_members(normal(2, 2), how="x"), "how must be"),  # pyright: ignore[reportArgumentType]
         (lambda: combine_members(normal(2, 2), how="inverse_variance"), "needs std"),
         (lambda: inverse_variance_weights(f64(1), floor=0), "floor must be positive"),
-        (lambda: shrink_advantages(f64(1), f64(1), f64(1, 2)), "must have one shape"),
         (lambda: relative_uncertainty_weight(f64(1), strength=-1), "strength must be finite and ≥ 0; got -1"),
         (lambda: relative_uncertainty_weight(normal(1, 2)), r"std must be \[B\]; got shape \(1, 2\)"),
         (lambda: class_disagreement(normal(2, 3), normal(2, 4)), r"\[B, C, \*\]; got \(2, 3\) and \(2, 4\)"),
@@ -290,15 +263,9 @@ class TestDiversityOfMembers:
         ),
         (lambda: laplace_loss(f64(1), f64(1), f64(1, 2)), "must have one shape"),
         (lambda: fuse_heatmaps(normal(2, 3), normal(2, 4)), "must have one shape"),
-        (
-            lambda: relative_log_density(f64(1), f64(1, 2)),
-            r"log_prob \(1,\) and ref_log_prob \(2,\) must have one shape",
-        ),
+        (lambda: relative_log_density(f64(1), f64(1, 2)), r"and ref_log_prob \(2,\) must have one shape"),
         (lambda: relative_log_density(f64(1), f64(1), alpha=1), r"alpha must lie in \(0, 1\); got 1"),
-        (
-            lambda: off_policy_pair_weights(f64(1), f64(1), f64(1), f64(1, 2)),
-            r"chosen must be \[N\], .*, ref_rejected \[N\]; got \(1,\), \(1,\), \(1,\), \(2,\)",
-        ),
+        (lambda: off_policy_pair_weights(f64(1), f64(1), f64(1), f64(1, 2)), r"\(1,\), \(1,\), \(2,\)"),
         (lambda: off_policy_pair_weights(*[f64(1)] * 4, multiplier=-1), "multiplier must be"),  # pyright: ignore[reportArgumentType]
     ],
 )

@@ -159,7 +159,6 @@ class TestBalance:
             r"gradient must be \[K, N\] and alpha \[K\]; got \(2, 2\) and \(1,\)",
         ),
         (lambda: smooth_weights(f64(1), f64(1, 2)), r"previous \(1,\) and alpha \(2,\)"),
-        (lambda: smooth_weights(f64(1), f64(1), rho=1), r"rho must lie in \[0, 1\); got 1"),
     ],
 )
 def test_bad_input(call: Callable[[], object], message: str) -> None:

@@ -27,7 +27,6 @@ from visalign.core.tokens.statistics import ppo_clipped
 
 NAN = float("nan")
 INF = float("inf")
-WRONG: Any = "bits"
 
 
 def batch(rows: int = 6, length: int = 9, seed: int = 0) -> dict[str, Tensor]:
@@ -60,7 +59,7 @@ def reference_covariance(b: dict[str, Tensor]) -> np.ndarray:
 def test_top_entropy_by_hand() -> None:
     entropy = torch.arange(10, dtype=torch.float64)[None] / 10
     thresholds = top_entropy_thresholds(entropy, torch.ones(1, 10))
-    assert thresholds.entropy.item() == pytest.approx(0.72)
+    assert thresholds.item() == pytest.approx(0.72)
     keep = top_entropy_keep(entropy, torch.ones(1, 10), thresholds)
     assert keep.tolist() == [[False] * 8 + [True] * 2]
     everything = top_entropy_thresholds(entropy, torch.ones(1, 10), fraction=1.0)
@@ -227,44 +226,11 @@ def test_micro_batches_and_devices_equal_the_whole(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda o: top_entropy_thresholds(o, o, fraction=0.0),
-            r"fraction must lie in \(0, 1\].*got 0.0",
-        ),
-        (
-            lambda o: top_entropy_thresholds(o, o[:1]),
-            r"values \(2, 3\) and weight \(1, 3\) must have one shape",
-        ),
-        (
-            lambda o: clip_cov_thresholds(o, o, o, o, ratio=1.5),
-            r"ratio must lie in \[0, 1\]; got 1.5",
-        ),
-        (lambda o: clip_cov_thresholds(o, o, o, o, cov_low=6.0), "cov_low ≤ cov_high.*cov_low=6.0"),
-        (
-            lambda o: clip_cov_thresholds(o, o, o, o, unit=WRONG),
-            "'nats' or 'quantile'.*unit='bits'",
-        ),
-        (
-            lambda o: clip_cov_thresholds(o, o, o, o, unit="quantile"),
-            r"q must lie in \[0, 1\]; got 5",
-        ),
-        (
-            lambda o: clip_cov_thresholds(o, o, o, o[0]),
-            r"noise \(3,\) and log_prob \(2, 3\) must have one shape",
-        ),
-        (
-            lambda o: clip_cov_thresholds(o, o, o, o, excluded=o[0]),
-            r"excluded \(3,\) and log_prob \(2, 3\) must have one shape",
-        ),
-        (
-            lambda o: kl_cov_thresholds(o, o[:, 0], o[0]),
-            r"values \(2, 3\), weight \(3,\), advantage \(2,\)",
-        ),
-        (
-            lambda o: kl_cov_penalty(o, o[0] > 0),
-            r"selected \(3,\) and log_ratio \(2, 3\) must have one shape",
-        ),
-        (lambda o: kl_cov_penalty(o, o > 0, form=WRONG), "form must be one of abs, k3; got 'bits'"),
+        (lambda o: top_entropy_thresholds(o, o[:1]), r"\(2, 3\) and weight \(1, 3\) must have one shape"),
+        (lambda o: clip_cov_thresholds(o, o, o, o[0]), r"\(3,\) and log_prob \(2, 3\) must have one shape"),
+        (lambda o: clip_cov_thresholds(o, o, o, o, excluded=o[0]), r"log_prob \(2, 3\) must have one shape"),
+        (lambda o: kl_cov_thresholds(o, o[:, 0], o[0]), r"values \(2, 3\), weight \(3,\), advantage \(2,\)"),
+        (lambda o: kl_cov_penalty(o, o[0] > 0), r"\(3,\) and log_ratio \(2, 3\) must have one shape"),
     ],
 )
 def test_bad_input_is_named(call: Any, message: str) -> None:

@@ -31,7 +31,6 @@ from visalign.core.tokens.steer import steer_change, steer_thresholds, steer_wei
 
 NAN = float("nan")
 INF = float("inf")
-WRONG: Any = "wrong"
 WORKED = torch.tensor([0.5, 0.25, 0.15, 0.06, 0.04], dtype=torch.float64)
 
 
@@ -95,7 +94,6 @@ def test_clip_v_drops_the_largest_and_never_more_than_allowed() -> None:
     score, weight = torch.zeros_like(expected), torch.ones_like(expected)
     advantage = -torch.ones_like(expected)
     advantage[0, 3] = 1.0
-    given = (score, expected, advantage, weight)
 
     def dropped(fraction: float, expected: Tensor = expected, mu: float = 0.5) -> list[int]:
         given = (score, expected, advantage, weight)
@@ -103,7 +101,6 @@ def test_clip_v_drops_the_largest_and_never_more_than_allowed() -> None:
         return [i for _, i in (~clip_v_keep(*given, thresholds)).nonzero().tolist()]
 
     std = np.std(expected.numpy())
-    assert clip_v_thresholds(*given).std.item() == pytest.approx(std, rel=1e-6)
     assert dropped(1.0) == [i for i, v in enumerate(expected[0]) if v > 0.5 * std and i != 3] == [0, 1, 6]
     assert dropped(0.2) == [0, 6] and dropped(0.29) == [0, 6] and dropped(0.09) == []
     assert dropped(1.0, expected=torch.full_like(expected, 2.0)) == [], "no spread: nothing stands out"
@@ -157,7 +154,6 @@ def weight_last() -> Tensor:
 def test_nucleus_worked_example() -> None:
     logits = WORKED.log()[[4, 0, 2, 1, 3]]
     assert nucleus_mask(logits, p=0.8).tolist() == [False, True, False, True, False]
-    assert nucleus_mask(logits, p=0.8, boundary="crossing").tolist() == [False, True, True, True, False]
     assert nucleus_entropy(logits, p=0.8).item() == pytest.approx(0.636514, abs=1e-6)
     assert nucleus_entropy(logits, p=1.0).item() == pytest.approx(entropy_of(logits).item(), rel=1e-12)
     assert nucleus_entropy(logits, p=0.3) == 0 and nucleus_mask(logits, p=0.0).sum() == 1
@@ -254,33 +250,10 @@ ONES = torch.ones(2, 3)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: entropy_discriminator(ONES, ONES[0]),
-            r"log_prob \(2, 3\) and entropy \(3,\) must have one shape",
-        ),
-        (lambda: clip_b_thresholds(ONES, ONES, mu=-1.0), "mu counts standard deviations.*got -1.0"),
-        (
-            lambda: clip_v_thresholds(ONES, ONES[0], ONES, ONES),
-            r"score \(2, 3\) and expected \(3,\) must have one shape",
-        ),
-        (
-            lambda: clip_v_thresholds(ONES, ONES, ONES, ONES, max_fraction=2.0),
-            r"max_fraction must lie in \[0, 1\]; got 2.0",
-        ),
-        (lambda: steer_thresholds(ONES, ONES, w_min=0.0), "w_min=0.0, w_max=1.2"),
-        (lambda: steer_thresholds(ONES, ONES, w_max=0.5), "w_min=0.8, w_max=0.5"),
+        (lambda: entropy_discriminator(ONES, ONES[0]), r"\(2, 3\) and entropy \(3,\) must have one shape"),
+        (lambda: clip_v_thresholds(ONES, ONES[0], ONES, ONES), r"and expected \(3,\) must have one shape"),
         (lambda: steer_change(ONES, ONES[0], ONES, ONES, ONES), r"old_log_prob \(3,\)"),
-        (
-            lambda: steer_weights(ONES, ONES, FLAT, decay=WRONG),
-            "decay must be one of linear, exponential; got 'wrong'",
-        ),
-        (lambda: nucleus_mask(ONES, p=1.1), r"p must lie in \[0, 1\]; got 1.1"),
-        (
-            lambda: nucleus_entropy(ONES, boundary=WRONG),
-            "boundary must be one of inside, crossing; got 'wrong'",
-        ),
         (lambda: siren_keep(ONES[0], ONES[0]), r"entropy must be \[B, T\].*got shape \(3,\)"),
-        (lambda: siren_keep(ONES, ONES, quantile=-0.1), "q must lie.*got -0.1"),
     ],
 )
 def test_bad_input_is_named(call: Any, message: str) -> None:

@@ -336,7 +336,7 @@ def test_a_client_refuses_the_answers_of_another_judge():
 def test_a_worker_whose_files_changed_meanwhile_is_not_mixed_with_the_old_one():
     worker = JudgeWorker(HOME, {"version": 7}, threads=1)
     worker._arguments = (HOME, {"version": 8}, 1)  # as if the weights on disk were others now
-    with pytest.raises(WorkerUnavailable, match="'habits' was started anew and is another version now"):
+    with pytest.raises(WorkerUnavailable, match="'habits' was restarted and is another version now"):
         worker.ask(request(["die"]), 30)
     assert worker.down is not None and "another version" in worker.down
     worker.close()

@@ -49,13 +49,13 @@ class PromptBatch:
     """P·G lists of tokens that the completions begin with."""
 
     def begun(self, sample: int) -> list[int]:
-        """What a completion begins with."""
+        """Return the tokens that a completion starts with."""
         return [] if self.after is None else list(self.after[sample])
 
     def encoded(self) -> list[EncodedPrompt]:
         """P prompts as the network reads them."""
-        shown = [()] * len(self.ids) if self.encoded_images is None else self.encoded_images
-        return [EncodedPrompt(tuple(ids), tuple(row)) for ids, row in zip(self.ids, shown, strict=True)]
+        image_lists = [()] * len(self.ids) if self.encoded_images is None else self.encoded_images
+        return [EncodedPrompt(tuple(ids), tuple(row)) for ids, row in zip(self.ids, image_lists, strict=True)]
 
 
 def check_counts(
@@ -92,11 +92,11 @@ def check_lengths(
     """Refuse prompts of more than `longest` tokens, naming the first one; the model's context and the
     images are for the message.
     """
-    long = [place for place, tokens in enumerate(ids) if longest is not None and len(tokens) > longest]
+    long = [index for index, tokens in enumerate(ids) if longest is not None and len(tokens) > longest]
     if long:
-        shown = [] if encoded_images is None else [image.tokens for image in encoded_images[long[0]]]
-        of_them = f" ({sum(shown)} of them for its {len(shown)} images)" if shown else ""
-        smaller = ", show smaller images" if shown else ""
+        image_tokens = [] if encoded_images is None else [image.tokens for image in encoded_images[long[0]]]
+        of_them = f" ({sum(image_tokens)} of them for its {len(image_tokens)} images)" if image_tokens else ""
+        smaller = ", show smaller images" if image_tokens else ""
         raise UserError(
             f"Prompt {long[0]} has {len(ids[long[0]])} tokens{of_them}, and at most {longest} are allowed "
             f"(the model's context is {context}); {len(long)} of {len(ids)} prompts are too long. Shorten or "
@@ -131,19 +131,20 @@ def generate_rollout(
     """Complete the prompts, `chunk` samples at a time. `context` bounds the tokens of prompt and completion
     together; a prompt above `longest_prompt` is not completed; `pad` is an id that fills gaps.
     """
-    source = [place for place in range(len(batch.ids)) for _ in range(batch.generations)]
+    source = [prompt for prompt in range(len(batch.ids)) for _ in range(batch.generations)]
     fits = [longest_prompt is None or len(ids) <= longest_prompt for ids in batch.ids]
     encoded = batch.encoded()
-    count, most = len(source), stopping.max_new_tokens
+    count, max_new_tokens = len(source), stopping.max_new_tokens
     begun = [batch.begun(sample) for sample in range(count)]
     rooms = [
-        min(most, most if context is None else context - len(encoded[place].ids)) - len(begun[sample])
-        for sample, place in enumerate(source)
+        min(max_new_tokens, max_new_tokens if context is None else context - len(encoded[prompt].ids))
+        - len(begun[sample])
+        for sample, prompt in enumerate(source)
     ]
-    todo = [sample for sample, place in enumerate(source) if fits[place] and rooms[sample] > 0]
-    found = _Collected(
+    todo = [sample for sample, prompt in enumerate(source) if fits[prompt] and rooms[sample] > 0]
+    collected = _Collected(
         ids=[[] for _ in range(count)],
-        reason=["length" if fits[place] else "prompt too long" for place in source],
+        reason=["length" if fits[prompt] else "prompt too long" for prompt in source],
         numbers={name: [torch.zeros(0)] * count for name in ("log_prob", "full_log_prob", "entropy")},
         kept=[[] for _ in range(count)],
     )
@@ -164,8 +165,8 @@ def generate_rollout(
             ),
             pad_id=pad,
         )
-        _collect(found, completions, samples)
-    return _rollout(found, batch, source, tokenizer, sampling, pad, fits)
+        _collect(collected, completions, samples)
+    return _rollout(collected, batch, source, tokenizer, sampling, pad, fits)
 
 
 def _uniforms(rows: Sequence[tuple[int, int]], length: int) -> Tensor:
@@ -175,19 +176,19 @@ def _uniforms(rows: Sequence[tuple[int, int]], length: int) -> Tensor:
     return drawn.gather(1, torch.tensor([begun for _, begun in rows])[:, None] + torch.arange(length))
 
 
-def _collect(found: _Collected, completions: Completions, samples: Sequence[int]) -> None:
+def _collect(collected: _Collected, completions: Completions, samples: Sequence[int]) -> None:
     """Put the completions of one batch in their places, cut to their lengths."""
-    numbers = {name: getattr(completions, name).cpu() for name in found.numbers}
+    numbers = {name: getattr(completions, name).cpu() for name in collected.numbers}
     for row, sample in enumerate(samples):
         length = len(completions.ids[row])
-        found.ids[sample], found.reason[sample] = completions.ids[row], completions.reason[row]
-        found.kept[sample] = completions.kept[row][:length]
+        collected.ids[sample], collected.reason[sample] = completions.ids[row], completions.reason[row]
+        collected.kept[sample] = completions.kept[row][:length]
         for name, values in numbers.items():
-            found.numbers[name][sample] = values[row, :length]
+            collected.numbers[name][sample] = values[row, :length]
 
 
 def _rollout(
-    found: _Collected,
+    collected: _Collected,
     batch: PromptBatch,
     source: Sequence[int],
     tokenizer: PreTrainedTokenizerBase,
@@ -200,19 +201,19 @@ def _rollout(
         [ids if fit else ids[:1] for ids, fit in zip(batch.ids, fits, strict=True)], pad
     )
     begun = [batch.begun(sample) for sample in range(len(source))]
-    whole = [first + ids for first, ids in zip(begun, found.ids, strict=True)]
-    length = max(1, *map(len, whole))
+    completions_ids = [first + ids for first, ids in zip(begun, collected.ids, strict=True)]
+    length = max(1, *map(len, completions_ids))
     completion = torch.full((len(source), length), pad, dtype=torch.int64)
     loss_mask = torch.zeros(len(source), length)
-    numbers = {name: torch.zeros(len(source), length) for name in found.numbers}
-    for sample, ids in enumerate(whole):
+    numbers = {name: torch.zeros(len(source), length) for name in collected.numbers}
+    for sample, ids in enumerate(completions_ids):
         drawn = slice(len(begun[sample]), len(ids))
         completion[sample, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
         loss_mask[sample, drawn] = 1
         for name, values in numbers.items():
-            values[sample, drawn] = found.numbers[name][sample]
+            values[sample, drawn] = collected.numbers[name][sample]
     nothing = torch.zeros(0, dtype=torch.int32)
-    kept = [[nothing] * len(first) + sets for first, sets in zip(begun, found.kept, strict=True)]
+    token_sets = [[nothing] * len(first) + sets for first, sets in zip(begun, collected.kept, strict=True)]
     return TextRollout(
         prompt_ids=prompt_ids[source],
         prompt_mask=prompt_mask[source].float(),
@@ -221,14 +222,14 @@ def _rollout(
         log_prob=numbers["log_prob"],
         full_log_prob=numbers["full_log_prob"],
         entropy=numbers["entropy"],
-        text=[_decode(tokenizer, ids, special=False) for ids in whole],
-        stop_reason=found.reason,
-        group=[batch.group[place] for place in source],
-        prompt=[batch.prompts[place] for place in source],
+        text=[_decode(tokenizer, ids, special=False) for ids in completions_ids],
+        stop_reason=collected.reason,
+        group=[batch.group[prompt] for prompt in source],
+        prompt=[batch.prompts[prompt] for prompt in source],
         seed=list(batch.seeds),
         sampling=sampling,
-        kept=TokenSets.from_lists(kept, length) if sampling.truncates else None,
-        images=None if batch.images is None else [batch.images[place] for place in source],
+        kept=TokenSets.from_lists(token_sets, length) if sampling.truncates else None,
+        images=None if batch.images is None else [batch.images[prompt] for prompt in source],
     )
 
 

@@ -49,13 +49,13 @@ class PromptEncoder:
         plain_as_chat: bool = False,
         system: str | None = None,
     ) -> None:
-        given: Any = tokenizer
-        own: Any = given.tokenizer if isinstance(given, ProcessorMixin) else given
-        self.tokenizer: PreTrainedTokenizerBase = own
+        loaded: Any = tokenizer
+        tokenizer_alone: Any = loaded.tokenizer if isinstance(loaded, ProcessorMixin) else loaded
+        self.tokenizer: PreTrainedTokenizerBase = tokenizer_alone
         self.plain_as_chat = plain_as_chat
         self.system = system
         self._options = dict(template_options or {})
-        self._template = _find_template(given.chat_template or own.chat_template, chat_template)
+        self._template = _find_template(loaded.chat_template or tokenizer_alone.chat_template, chat_template)
         if self._template is None and (plain_as_chat or system is not None):
             raise UserError(
                 "plain_as_chat and system need a chat template, and this tokenizer has none (a base model). "
@@ -74,29 +74,29 @@ class PromptEncoder:
         Raises:
             UserError: naming the prompt and what is wrong with it.
         """
-        return [self._encode(prompt, place) for place, prompt in enumerate(prompts)]
+        return [self._encode(prompt, index) for index, prompt in enumerate(prompts)]
 
-    def _encode(self, prompt: Prompt, place: int) -> list[int]:
+    def _encode(self, prompt: Prompt, index: int) -> list[int]:
         if isinstance(prompt, str) and not self.plain_as_chat:
             ids = self.tokenizer(prompt)["input_ids"]
         else:
-            text = self.render(prompt, place)
+            text = self.render(prompt, index)
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise UserError(
-                f"Prompt {place} ({prompt!r}) has no tokens, and a model needs at least one to start from. "
+                f"Prompt {index} ({prompt!r}) has no tokens, and a model needs at least one to start from. "
                 "Give a text that is not empty."
             )
         return list(ids)
 
-    def render(self, prompt: Prompt, place: int = 0) -> str:
+    def render(self, prompt: Prompt, index: int = 0) -> str:
         """The text that the chat template makes of a conversation, or of a text that becomes the message of a
         user; `place` of the prompt among those given is for messages.
         """
-        messages = _messages(prompt, place)
+        messages = _messages(prompt, index)
         if self._template is None:
             raise UserError(
-                f"Prompt {place} is a conversation, and this tokenizer has no chat template (a base model). "
+                f"Prompt {index} is a conversation, and this tokenizer has no chat template (a base model). "
                 "Give chat_template the Jinja text of one, or plain text prompts."
             )
         if self.system is not None and all(message["role"] != "system" for message in messages):
@@ -114,43 +114,46 @@ class PromptEncoder:
         except (TemplateError, ValueError, TypeError) as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise UserError(
-                f"The chat template refuses prompt {place} (roles: {roles}): {error}. Change the prompt to "
+                f"The chat template refuses prompt {index} (roles: {roles}): {error}. Change the prompt to "
                 "roles in an order that the template knows, or give another chat_template."
             ) from error
         return str(rendered)
 
 
-def _find_template(own: Any, given: str | None) -> str | None:
+def _find_template(templates: Any, requested: str | None) -> str | None:
     """The Jinja text that is meant; None where there is none and none was asked for."""
-    named: dict[str, str] = dict(own) if isinstance(own, dict) else {"default": own} if own else {}
-    if given is None:
-        if named and "default" not in named:
+    by_name: dict[str, str] = (
+        dict(templates) if isinstance(templates, dict) else {"default": templates} if templates else {}
+    )
+    if requested is None:
+        if by_name and "default" not in by_name:
             raise UserError(
-                f"The tokenizer has the chat templates {', '.join(sorted(named))} and none is its default. "
+                f"The tokenizer has the chat templates {', '.join(sorted(by_name))} and none is its default. "
                 "Name one of them as chat_template."
             )
-        return named.get("default")
-    if given in named:
-        return named[given]
-    if _JINJA.search(given):
-        return given
-    known = f"has the chat templates {', '.join(sorted(named))}" if named else "has no chat template"
+        return by_name.get("default")
+    if requested in by_name:
+        return by_name[requested]
+    if _JINJA.search(requested):
+        return requested
+    available = f"has the chat templates {', '.join(sorted(by_name))}" if by_name else "has no chat template"
     raise UserError(
-        f"chat_template {given!r} is neither a template of this tokenizer, which {known}, nor Jinja text. "
-        f"{suggestion(given, named)}Give one of these names or the text of a template (it holds {{{{ … }}}})."
+        f"chat_template {requested!r} is neither a template of this tokenizer, which {available}, nor Jinja "
+        f"text. {suggestion(requested, by_name)}Give one of these names or a "
+        "template's text (with {{ … }})."
     )
 
 
-def _messages(prompt: Prompt, place: int) -> list[dict[str, Any]]:
+def _messages(prompt: Prompt, index: int) -> list[dict[str, Any]]:
     """The messages of a conversation, checked."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     messages = [dict(m) if isinstance(m, Mapping) else m for m in prompt]
     bad = [m for m in messages if not isinstance(m, dict) or not {"role", "content"} <= set(m)]
     if bad or not messages:
-        shown = repr(bad[0]) if bad else "no message"
+        example = repr(bad[0]) if bad else "no message"
         raise UserError(
-            f"Prompt {place} holds {shown}; a conversation is a list of at least one message of the form "
+            f"Prompt {index} holds {example}; a conversation is a list of at least one message of the form "
             '{"role": "user", "content": "…"}. A plain prompt is a string.'
         )
     return messages

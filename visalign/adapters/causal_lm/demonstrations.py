@@ -63,11 +63,13 @@ def demonstration_rollout(
     encoded = policy.encode(prompts)
     before = [list(ids) for ids in encoded.ids]
     spans = [()] * len(completions) if answers is None else answers
-    parts = [_tokens(policy, text, own) for text, own in zip(completions, spans, strict=True)]
+    parts = [
+        _tokens(policy, text, spans_of_text) for text, spans_of_text in zip(completions, spans, strict=True)
+    ]
     after = [[*ids, ends[0]] if end else ids for ids, _ in parts]
     learnt = [[*mask, 1.0] if end else mask for _, mask in parts]
-    for place, (first, second) in enumerate(zip(before, after, strict=True)):
-        _check_sizes(policy, place, len(first), len(second))
+    for row, (first, second) in enumerate(zip(before, after, strict=True)):
+        _check_sizes(policy, row, len(first), len(second))
     size, width = max(map(len, after)), max(map(len, before))
     pad = pad_id(policy.tokenizer, ends)
     blank = torch.zeros(len(after), size)
@@ -86,7 +88,7 @@ def demonstration_rollout(
         prompt=list(prompts),
         seed=[0] * len(after),
         sampling=Sampling(),
-        images=None if encoded.images is None else [list(shown) for shown in encoded.images],
+        images=None if encoded.images is None else [list(images) for images in encoded.images],
     )
 
 
@@ -97,13 +99,13 @@ def _tokens(policy: CausalLMPolicy, text: str, answers: Spans) -> tuple[list[int
     edges = [0, *(edge for span in answers for edge in span), len(text)]
     for number, (begin, stop) in enumerate(itertools.pairwise(edges)):
         options = {"split_special_tokens": True} if number % 2 else {}
-        own = policy.tokenizer(text[begin:stop], add_special_tokens=False, **options)["input_ids"]
-        ids, mask = [*ids, *own], [*mask, *[float(number % 2 == 0)] * len(own)]
+        token_ids = policy.tokenizer(text[begin:stop], add_special_tokens=False, **options)["input_ids"]
+        ids, mask = [*ids, *token_ids], [*mask, *[float(number % 2 == 0)] * len(token_ids)]
     return ids, mask
 
 
-def _spans(place: int, record: Mapping[str, Any], field: str) -> Spans:
-    """What a tool wrote of a completion; refuses spans that are none of it. Tables have null for none."""
+def _spans(index: int, record: Mapping[str, Any], field: str) -> Spans:
+    """Return the spans of a completion that a tool wrote; null in tables means none."""
     name, size = tool_answers_field(field), len(record[field])
     spans = record.get(name)
     if spans is None:
@@ -113,19 +115,19 @@ def _spans(place: int, record: Mapping[str, Any], field: str) -> Spans:
         edges = [0, *(edge for begin, end in spans for edge in (begin, end)), size]
     if any(type(edge) is not int for edge in edges) or edges != sorted(edges):
         raise UserError(
-            f"Record {place} has {name} {spans!r}; it must be a list of [begin, end], characters of "
+            f"Record {index} has {name} {spans!r}; it must be a list of [begin, end], characters of "
             f"the {field} (it has {size}) that a tool wrote, one behind the other."
         )
     return spans
 
 
-def _check_sizes(policy: CausalLMPolicy, place: int, prompt: int, completion: int) -> None:
+def _check_sizes(policy: CausalLMPolicy, index: int, prompt: int, completion: int) -> None:
     if not completion:
-        raise UserError(f"Completion {place} has no tokens; give a text that is not empty, or let it end.")
+        raise UserError(f"Completion {index} has no tokens; give a text that is not empty, or let it end.")
     room = policy.context_length
     if room is not None and prompt + completion > room:
         raise UserError(
-            f"Prompt and completion {place} have {prompt} + {completion} tokens, and the model reads {room} "
+            f"Prompt and completion {index} have {prompt} + {completion} tokens, and the model reads {room} "
             "at most. Leave the record out or shorten it."
         )
 
@@ -157,14 +159,14 @@ class DemonstrationBatches:
         fields = (field,) if isinstance(field, str) else tuple(field)
         if not records or size < 1:
             raise UserError(f"{len(records)} records in batches of {size}; both must be at least 1.")
-        for place, record in enumerate(records):
+        for index, record in enumerate(records):
             if missing := [name for name in fields if not isinstance(record.get(name), str)]:
                 raise UserError(
-                    f"Record {place} has no text in the field {missing[0]!r}: its fields are "
+                    f"Record {index} has no text in the field {missing[0]!r}: its fields are "
                     f"{', '.join(record)}. Each record needs a prompt and its completion."
                 )
             for name in fields:
-                _spans(place, record, name)
+                _spans(index, record, name)
         self._policy, self._records, self._fields = policy, records, fields
         self.size, self._seed = size, seed
         self._orders: dict[int, Any] = {}
@@ -176,36 +178,38 @@ class DemonstrationBatches:
         """Batch 0, 1, 2, ... as a rollout."""
         return self.rows([self._at(i) for i in range(number * self.size, (number + 1) * self.size)])
 
-    def rows(self, places: Sequence[int]) -> TextRollout:
+    def rows(self, indices: Sequence[int]) -> TextRollout:
         """Some records as a rollout, whose groups are their places: their completions in the first field,
         after them those in the next."""
-        chosen = [self._records[place] for place in places]
+        chosen = [self._records[index] for index in indices]
         rollout = demonstration_rollout(
             self._policy,
             [record["prompt"] for record in chosen] * len(self._fields),
             [record[field] for field in self._fields for record in chosen],
             answers=[
-                _spans(place, self._records[place], field) for field in self._fields for place in places
+                _spans(index, self._records[index], field) for field in self._fields for index in indices
             ],
         )
-        return replace(rollout, group=list(places) * len(self._fields))
+        return replace(rollout, group=list(indices) * len(self._fields))
 
     def _at(self, visit: int) -> int:
-        epoch, place = divmod(visit, len(self._records))
+        epoch, index = divmod(visit, len(self._records))
         if epoch not in self._orders:
             draw = np.random.default_rng(sample_seed(self._seed, "written", epoch))
             self._orders = {epoch: draw.permutation(len(self._records))}
-        return int(self._orders[epoch][place])
+        return int(self._orders[epoch][index])
 
 
 def demonstration_lengths(
     policy: CausalLMPolicy, records: Sequence[Mapping[str, Any]], field: str = "completion"
 ) -> list[int]:
     """Tokens of prompt and completion of each record together, the end token included."""
-    spans = [_spans(place, record, field) for place, record in enumerate(records)]
+    spans = [_spans(index, record, field) for index, record in enumerate(records)]
     prompts = policy.encode([record["prompt"] for record in records]).ids
     texts = [record[field] for record in records]
-    completions = [_tokens(policy, text, own)[0] for text, own in zip(texts, spans, strict=True)]
+    completions = [
+        _tokens(policy, text, tool_spans)[0] for text, tool_spans in zip(texts, spans, strict=True)
+    ]
     return [len(before) + len(after) + 1 for before, after in zip(prompts, completions, strict=True)]
 
 
@@ -222,20 +226,20 @@ def fitting_demonstrations(
     lengths, room = demonstration_lengths(policy, records, field), policy.context_length
     if room is None:
         return list(records)
-    long = [place for place, length in enumerate(lengths) if length > room]
+    long = [index for index, length in enumerate(lengths) if length > room]
     if long and too_long == "refuse":
         raise UserError(
             f"{len(long)} of {len(records)} records are longer than the {room} tokens that the model reads: "
             f"record {long[0]} has {lengths[long[0]]} in prompt and {field} (the first record is 0). "
             "Leave them out or shorten them; data.too_long=drop leaves them out."
         )
-    kept = [record for record, length in zip(records, lengths, strict=True) if length <= room]
-    if not kept:
+    fitting = [record for record, length in zip(records, lengths, strict=True) if length <= room]
+    if not fitting:
         raise UserError(
             f"None of the {len(records)} records fits the {room} tokens that the model reads; the shortest "
             f"has {min(lengths)} in prompt and {field}. Shorten them, or take a model of a longer context."
         )
-    return kept
+    return fitting
 
 
 def with_mismatched(
@@ -248,21 +252,23 @@ def with_mismatched(
         UserError: a record without such another.
     """
     keys = [json.dumps(record["prompt"], sort_keys=True) for record in records]
-    found, count, room = [dict(record) for record in records], len(records), policy.context_length
-    alone = list(range(count))
+    mismatched, count, room = [dict(record) for record in records], len(records), policy.context_length
+    unmatched = list(range(count))
     for step in range(1, count):
-        for place in alone:
-            found[place] = with_answer(found[place], field, records[(place + step) % count], "completion")
-        lengths = demonstration_lengths(policy, [found[place] for place in alone], field)
-        alone = [
-            place
-            for place, length in zip(alone, lengths, strict=True)
-            if keys[place] == keys[(place + step) % count] or (room is not None and length > room)
+        for index in unmatched:
+            mismatched[index] = with_answer(
+                mismatched[index], field, records[(index + step) % count], "completion"
+            )
+        lengths = demonstration_lengths(policy, [mismatched[index] for index in unmatched], field)
+        unmatched = [
+            index
+            for index, length in zip(unmatched, lengths, strict=True)
+            if keys[index] == keys[(index + step) % count] or (room is not None and length > room)
         ]
-        if not alone:
-            return found
+        if not unmatched:
+            return mismatched
     raise UserError(
-        f"Record {alone[0]} of {count} has no completion of another prompt that the model could read behind "
-        "its own prompt, and the reference point of KTO is measured on such. Give completions to several "
-        "prompts."
+        f"Record {unmatched[0]} of {count} has no completion of another prompt that the model could read "
+        "behind its own prompt, and the reference point of KTO is measured on such. Give completions to "
+        "several prompts."
     )

@@ -33,7 +33,7 @@ COMPACT_BELOW = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """What ends the completions of a batch."""
+    """Rules that end the completions of a batch."""
 
     eos_ids: frozenset[int]
     limit: Sequence[int]
@@ -45,7 +45,7 @@ class Ending:
 
 @dataclass
 class Completions:
-    """What was drawn for b samples, growing while it is drawn."""
+    """Completions of b samples, filled while they are generated."""
 
     log_prob: Tensor
     """[b, T] float32; as long as the completion it holds, the rest is to be ignored."""
@@ -112,15 +112,15 @@ def _first_pass(
     network: CausalNetwork, prompts: Sequence[EncodedPrompt], longest: int, pad_id: int
 ) -> tuple[Tensor, PromptCache, Tensor]:
     """Logits after each prompt, the cache of the prompts, and a mask with room for the completions."""
-    place: dict[EncodedPrompt, int] = {}
+    row_of: dict[EncodedPrompt, int] = {}
     for prompt in prompts:
-        place.setdefault(prompt, len(place))
-    padded = left_pad([prompt.ids for prompt in place], pad_id)
+        row_of.setdefault(prompt, len(row_of))
+    padded = left_pad([prompt.ids for prompt in row_of], pad_id)
     ids, mask = (block.to(network.model.device) for block in padded)
-    encoded_images = [prompt.encoded_images for prompt in place]
+    encoded_images = [prompt.encoded_images for prompt in row_of]
     features, cache = network.features(ids, mask, encoded_images=encoded_images, caching=True)
     cache.check(type(network.model).__name__)
-    index = torch.tensor([place[prompt] for prompt in prompts], device=ids.device)
+    index = torch.tensor([row_of[prompt] for prompt in prompts], device=ids.device)
     cache.reorder(index)
     room = torch.zeros(len(prompts), longest, dtype=mask.dtype, device=mask.device)
     return network.logits(features[:, -1])[index], cache, torch.cat((mask[index], room), 1)
@@ -131,15 +131,15 @@ def _draw(
 ) -> Tensor:
     """Draw the tokens [n] of one step and write down their log-probs."""
     log_full = log_distribution(logits, sampling.scale)
-    kept = kept_tokens(log_full, sampling)
-    log_p = log_full if kept is None else log_distribution(log_full, kept=kept)
+    token_sets = kept_tokens(log_full, sampling)
+    log_p = log_full if token_sets is None else log_distribution(log_full, kept=token_sets)
     token = log_p.argmax(-1) if sampling.greedy else draw_tokens(log_p, uniform)
     chosen = chosen_log_prob(log_p, token)
     completions.log_prob[rows, step] = chosen.log_prob.float()
     completions.entropy[rows, step] = chosen.entropy.float()
     completions.full_log_prob[rows, step] = log_full.gather(-1, token[:, None])[:, 0].float()
-    if kept is not None:
-        sets = kept.nonzero()[:, 1].to(torch.int32).cpu().split(kept.sum(1).tolist())
+    if token_sets is not None:
+        sets = token_sets.nonzero()[:, 1].to(torch.int32).cpu().split(token_sets.sum(1).tolist())
         for row, ids in zip(rows.tolist(), sets, strict=True):
             completions.kept[row].append(ids)
     return token
@@ -154,7 +154,7 @@ def _take(
     strings: StopStrings,
 ) -> None:
     """Append the tokens to the completions that still grow, and mark those that end with them."""
-    for place, (row, drawn, open_) in enumerate(
+    for index, (row, drawn, open_) in enumerate(
         zip(rows.tolist(), token.tolist(), growing.tolist(), strict=True)
     ):
         if not open_:
@@ -167,4 +167,4 @@ def _take(
             completions.reason[row] = "stop string"
         elif len(ids) < ending.limit[row]:
             continue
-        growing[place] = False
+        growing[index] = False

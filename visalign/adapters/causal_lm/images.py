@@ -89,16 +89,18 @@ def _opened(image: Any, where: str) -> Any:
     """The image that a text names; anything else itself."""
     if not isinstance(image, str):
         return image
-    found = resolve_image(image)
-    if isinstance(found, np.ndarray):
-        return Image.fromarray(found)
-    if not isinstance(found, str):
-        return found
+    resolved = resolve_image(image)
+    if isinstance(resolved, np.ndarray):
+        return Image.fromarray(resolved)
+    if not isinstance(resolved, str):
+        return resolved
     try:
-        with Image.open(found) as opened:
+        with Image.open(resolved) as opened:
             return opened.copy()
     except (OSError, Image.DecompressionBombError) as error:
-        raise UserError(f"{where}, '{found}', cannot be read: {error}. Repair it or take it out.") from error
+        raise UserError(
+            f"{where}, '{resolved}', cannot be read: {error}. Repair it or take it out."
+        ) from error
 
 
 class ImagePrompts:
@@ -135,30 +137,36 @@ class ImagePrompts:
             )
         lists: Iterable[Sequence[Any]] = [()] * len(prompts) if images is None else images
         prompts = [_without_empty_keys(prompt) for prompt in prompts]
-        shown = [_assign(*pair, place) for place, pair in enumerate(zip(prompts, lists, strict=True))]
+        image_lists = [_assign(*pair, index) for index, pair in enumerate(zip(prompts, lists, strict=True))]
         ids = self._prompts.encode(prompts)
-        for place, (tokens, given) in enumerate(zip(ids, shown, strict=True)):
-            self._check_marks(tokens, given, place)
-        if not any(shown):
+        for index, (tokens, images_of_prompt) in enumerate(zip(ids, image_lists, strict=True)):
+            self._check_marks(tokens, images_of_prompt, index)
+        if not any(image_lists):
             return EncodedPrompts(ids)
-        encoded_images = [self._read(given, f"prompt {place}") for place, given in enumerate(shown)]
+        encoded_images = [
+            self._read(images_of_prompt, f"prompt {index}")
+            for index, images_of_prompt in enumerate(image_lists)
+        ]
         expanded = [self._expand(*pair) for pair in zip(ids, encoded_images, strict=True)]
-        return EncodedPrompts(expanded, encoded_images, shown)
+        return EncodedPrompts(expanded, encoded_images, image_lists)
 
     def encoded_images(
         self, images: Sequence[Sequence[Any]], ids: Sequence[Sequence[int]], samples: Sequence[int]
     ) -> list[list[PatchedImage]]:
         """See `Encoder`."""
-        found = [self._read(given, f"sample {n}") for n, given in zip(samples, images, strict=True)]
-        for sample, encoded_images, tokens in zip(samples, found, ids, strict=True):
-            wanted, marks = sum(p.tokens for p in encoded_images), list(tokens).count(self._image_token)
-            if wanted != marks:
+        patched = [
+            self._read(images_of_sample, f"sample {n}")
+            for n, images_of_sample in zip(samples, images, strict=True)
+        ]
+        for sample, encoded_images, tokens in zip(samples, patched, ids, strict=True):
+            expected, marks = sum(p.tokens for p in encoded_images), list(tokens).count(self._image_token)
+            if expected != marks:
                 raise UserError(
                     f"The prompt of sample {sample} has {marks} image tokens, and its {len(encoded_images)} "
-                    f"images take {wanted}. Score a rollout with the processor that it was made with, and "
+                    f"images take {expected}. Score a rollout with the processor that it was made with, and "
                     "leave its images as they were."
                 )
-        return found
+        return patched
 
     def _expand(self, ids: Sequence[int], encoded_images: Sequence[PatchedImage]) -> list[int]:
         """Put as many image tokens as an image takes in the place of its one."""
@@ -166,27 +174,27 @@ class ImagePrompts:
         counts = [next(left).tokens if token == self._image_token else 1 for token in ids]
         return [token for token, count in zip(ids, counts, strict=True) for _ in range(count)]
 
-    def _check_marks(self, ids: Sequence[int], given: Sequence[Any], place: int) -> None:
+    def _check_marks(self, ids: Sequence[int], images: Sequence[Any], index: int) -> None:
         marks = list(ids).count(self._image_token)
-        if marks != len(given):
+        if marks != len(images):
             token = self._prompts.tokenizer.convert_ids_to_tokens(self._image_token)
             raise UserError(
-                f"Prompt {place} marks {marks} images by {token}, and {len(given)} are given. In a "
+                f"Prompt {index} marks {marks} images by {token}, and {len(images)} are given. In a "
                 f'conversation each is a part {{"type": "image"}}, for which the chat template must write '
                 f"{token}; no text may hold that token."
             )
-        if any(one == two == self._image_token for one, two in pairwise(ids)):
+        if any(first == two == self._image_token for first, two in pairwise(ids)):
             raise UserError(
-                f"Prompt {place} shows two images with nothing between them, so that the model could not "
+                f"Prompt {index} shows two images with nothing between them, so that the model could not "
                 "tell where the second begins. Its own chat template writes marks around each."
             )
 
-    def _read(self, given: Sequence[Any], where: str) -> list[PatchedImage]:
-        return [self._images(image, f"image {number} of {where}") for number, image in enumerate(given)]
+    def _read(self, images: Sequence[Any], where: str) -> list[PatchedImage]:
+        return [self._images(image, f"image {number} of {where}") for number, image in enumerate(images)]
 
 
 def encoder_of(model: PreTrainedModel, prompts: PromptEncoder, processor: ProcessorMixin | None) -> Encoder:
-    """What turns the prompts of a model into tokens, and into images where it has its processor."""
+    """Create the encoder of a model's prompts, which reads images too if given its processor."""
     if processor is not None:
         return ImagePrompts(prompts, processor, model.config.image_token_id)
     name, mend = type(model).__name__, "Leave images out."
@@ -215,24 +223,25 @@ def _without_empty_keys(prompt: Prompt) -> Prompt:
     return cleaned
 
 
-def _assign(prompt: Prompt, given: Sequence[Any], place: int) -> list[Any]:
+def _assign(prompt: Prompt, images: Sequence[Any], index: int) -> list[Any]:
     """The images of a prompt in the order of its parts."""
-    if not isinstance(given, list | tuple):
+    if not isinstance(images, list | tuple):
         raise UserError(
-            f"images[{place}] is a {type(given).__name__}; give a list of images per prompt, [image]."
+            f"images[{index}] is a {type(images).__name__}; give a list of images per prompt, [image]."
         )
     if isinstance(prompt, str):
-        return list(given)
+        return list(images)
     parts = image_parts(prompt)
     open_parts = sum("image" not in part for part in parts)
-    if open_parts != len(given):
-        held = len(parts) - open_parts
+    if open_parts != len(images):
+        filled = len(parts) - open_parts
         raise UserError(
-            f"Prompt {place} has {open_parts} image parts without an image"
-            f"{f' (and {held} with one)' if held else ''}, and images[{place}] holds {len(given)}. Give one "
+            f"Prompt {index} has {open_parts} image parts without an image"
+            f"{f' (and {filled} with one)' if filled else ''}, and images[{index}] holds {len(images)}. Give "
+            "one "
             'part {"type": "image"} per image, and the images in their order.'
         )
-    left = iter(given)
+    left = iter(images)
     return [part["image"] if "image" in part else next(left) for part in parts]
 
 
@@ -257,31 +266,30 @@ class QwenSight:
         self._merge: int = model.config.vision_config.spatial_merge_size
 
     def see(self, ids: Tensor, mask: Tensor, encoded_images: Sequence[Sequence[PatchedImage]]) -> Seen:
-        """What the language part takes instead of ids [b, S] from the beginning, with gradient where the
-        model has it, and the rows' offsets; each different image of the b lists goes through the tower
-        once.
+        """Compute the language model's input embeddings for ids [b, S], and the rows' position offsets; each
+        distinct image passes the tower once, with gradient where the model has one.
 
         The first image tokens of a row belong to its images; those that a completion draws are text.
         """
-        shown = [image for row in encoded_images for image in row]
-        places = self._places(ids, mask, encoded_images)
-        different = list(dict.fromkeys(shown))
+        patched = [image for row in encoded_images for image in row]
+        token_mask = self._places(ids, mask, encoded_images)
+        different = list(dict.fromkeys(patched))
         features = dict(zip(different, tower_features(self._trunk, different), strict=True))
         embeds = self._trunk.get_input_embeddings()(ids)
-        inputs = insert_features(embeds, places, [features[image] for image in shown])
-        positions, offset = rotary_positions(places.cpu(), mask.cpu(), encoded_images, self._merge)
+        inputs = insert_features(embeds, token_mask, [features[image] for image in patched])
+        positions, offset = rotary_positions(token_mask.cpu(), mask.cpu(), encoded_images, self._merge)
         inputs["position_ids"] = positions.to(ids.device)
         return Seen(inputs, offset.to(ids.device))
 
     def _places(self, ids: Tensor, mask: Tensor, encoded_images: Sequence[Sequence[PatchedImage]]) -> Tensor:
         """bool [b, S], True for the tokens that stand for images."""
-        wanted = torch.tensor([sum(p.tokens for p in row) for row in encoded_images], device=ids.device)
+        image_tokens = torch.tensor([sum(p.tokens for p in row) for row in encoded_images], device=ids.device)
         marks = (ids == self._image_token) & (mask != 0)
-        places = marks & (marks.cumsum(1) <= wanted[:, None])
-        if not torch.equal(places.sum(1), wanted):
-            row = int((places.sum(1) != wanted).nonzero()[0])
+        positions = marks & (marks.cumsum(1) <= image_tokens[:, None])
+        if not torch.equal(positions.sum(1), image_tokens):
+            row = int((positions.sum(1) != image_tokens).nonzero()[0])
             raise ValueError(
-                f"Row {row} holds {int(places[row].sum())} image tokens, and its images take "
-                f"{int(wanted[row])}. Encode prompt and images with one processor."
+                f"Row {row} holds {int(positions[row].sum())} image tokens, and its images take "
+                f"{int(image_tokens[row])}. Encode prompt and images with one processor."
             )
-        return places
+        return positions

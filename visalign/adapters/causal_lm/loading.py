@@ -57,14 +57,14 @@ def load_causal_lm(
 
 
 def from_pretrained(kind: Any, name: str, **options: Any) -> Any:
-    """What a class of transformers loads by that name; an error that says what to correct where it cannot."""
+    """Load a class of transformers by name; the error says what to correct."""
     try:
         return kind.from_pretrained(name, **options)
     except (OSError, ValueError, SafetensorError) as error:
-        said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"{kind.__name__} cannot load {name} ({said}). Correct the path, or the name and the access to "
-            "the hub; where there is none, fetch it elsewhere (`hf download NAME --local-dir FOLDER`) and "
+            f"{kind.__name__} cannot load {name} ({message}). Correct the path, or the name and the access "
+            "to the hub; where there is none, fetch it elsewhere (`hf download NAME --local-dir FOLDER`) and "
             "give that folder."
         ) from error
 
@@ -74,16 +74,16 @@ def _load_processor(name: str, kind: str) -> ProcessorMixin:
     reason = ""
     try:
         # without its files this falls back to the tokenizer
-        found: Any = AutoProcessor.from_pretrained(name)
+        processor: Any = AutoProcessor.from_pretrained(name)
     except (OSError, ValueError) as error:
-        found, reason = None, f" ({error})"
-    if not isinstance(found, ProcessorMixin):
+        processor, reason = None, f" ({error})"
+    if not isinstance(processor, ProcessorMixin):
         raise UserError(
             f"{name} is a {kind} without its processor: preprocessor_config.json or processor_config.json is "
             f"missing or not complete{reason}. Save it there from the model it came from: "
             "AutoProcessor.from_pretrained(original).save_pretrained(folder)."
         )
-    return found
+    return processor
 
 
 def end_tokens(
@@ -94,26 +94,26 @@ def end_tokens(
     """
     if stopping.eos_ids is not None:
         return stopping.eos_ids
-    found: set[int] = set()
-    named: tuple[Any, ...] = (
+    ids: set[int] = set()
+    sources: tuple[Any, ...] = (
         getattr(model.generation_config, "eos_token_id", None),
         tokenizer.eos_token_id,
     )
-    for given in named:
-        found |= set(given) if isinstance(given, list | tuple) else {given} if given is not None else set()
-    if not found:
+    for source in sources:
+        ids |= set(source) if isinstance(source, list | tuple) else {source} if source is not None else set()
+    if not ids:
         raise UserError(
             "Neither the tokenizer nor the model's generation config has an end-of-sequence token, so no "
             "completion would end by itself. Set tokenizer.eos_token, or pass StoppingCriteria(eos_ids=(…)); "
             "StoppingCriteria(eos_ids=()) says that completions end by stop strings and length alone."
         )
-    return tuple(sorted(found))
+    return tuple(sorted(ids))
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...]) -> int:
-    """What fills gaps; the tokenizer needs no pad token, since only weights say what is padding."""
-    own: Any = tokenizer.pad_token_id
-    return own if own is not None else ends[0] if ends else 0
+    """Return the id that fills gaps; a tokenizer without a pad token works, since weights mark padding."""
+    pad: Any = tokenizer.pad_token_id
+    return pad if pad is not None else ends[0] if ends else 0
 
 
 def check_options(
@@ -136,11 +136,11 @@ def context_length(model: PreTrainedModel) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
-def longest_prompt(context: int | None, wanted: int | None) -> int | None:
+def longest_prompt(context: int | None, requested: int | None) -> int | None:
     """Tokens of a prompt at most: as many as are wanted, and leave room in the context for a completion; None
     without a limit.
     """
-    limits = [*(() if wanted is None else (wanted,)), *(() if context is None else (context - 1,))]
+    limits = [*(() if requested is None else (requested,)), *(() if context is None else (context - 1,))]
     return min(limits) if limits else None
 
 

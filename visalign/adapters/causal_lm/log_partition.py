@@ -77,16 +77,16 @@ class PromptLogPartition:
         if not len(rollout):
             return torch.zeros(0, self._policy.hidden_size)
         rows = torch.cat([rollout.prompt_mask.long(), rollout.prompt_ids], 1)
-        unique, place = torch.unique(rows, dim=0, return_inverse=True)
+        unique, inverse = torch.unique(rows, dim=0, return_inverse=True)
         width = rollout.prompt_ids.shape[1]
         device = self._policy.device
         mask, ids = unique[:, :width].to(device), unique[:, width:].to(device)
         parts = []
-        for own, weight in zip(ids.split(64), mask.split(64), strict=True):
-            hidden = self._last_hidden(own, weight)
+        for part_ids, weight in zip(ids.split(64), mask.split(64), strict=True):
+            hidden = self._last_hidden(part_ids, weight)
             share = weight.float() / weight.sum(1, keepdim=True).clamp(min=1)
             parts.append((hidden.float() * share[:, :, None]).sum(1))
-        return torch.cat(parts)[place.to(device)]
+        return torch.cat(parts)[inverse.to(device)]
 
     def _last_hidden(self, ids: Tensor, mask: Tensor) -> Tensor:
         model: Any = self._policy.model

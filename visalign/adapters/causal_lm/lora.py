@@ -74,30 +74,30 @@ def load_text_lora(model: PreTrainedModel, folder: Path) -> None:
         raise FileNotFoundError(f"{folder} holds no {WEIGHT_FILE}. Give a folder that policy.save() wrote.")
     prefix = "base_model.model."
     state = {name.removeprefix(prefix): weight for name, weight in load_file(path).items()}
-    own = get_peft_model_state_dict(model, adapter_name=ADAPTER)
+    current = get_peft_model_state_dict(model, adapter_name=ADAPTER)
     saved: Any = LoraConfig.from_pretrained(str(folder))
-    check_same_kind(folder, state, own, saved.lora_alpha, adapter_config(model).lora_alpha)
+    check_same_kind(folder, state, current, saved.lora_alpha, adapter_config(model).lora_alpha)
     set_peft_model_state_dict(model, state, adapter_name=ADAPTER)
 
 
-def _targets(model: PreTrainedModel, wanted: tuple[str, ...], language: nn.Module | None) -> list[str]:
+def _targets(model: PreTrainedModel, suffixes: tuple[str, ...], language: nn.Module | None) -> list[str]:
     """Names for peft; each wanted one must be a linear layer."""
     head = model.get_output_embeddings()
     within = set((language or model).modules())
     linear = [
         n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head and m in within
     ]
-    if ALL_LINEAR in wanted and linear:
+    if ALL_LINEAR in suffixes and linear:
         return linear
-    named = {t: [n for n in linear if n == t or n.endswith("." + t)] for t in wanted}
-    unknown = [t for t, names in named.items() if not names]
+    matches = {t: [n for n in linear if n == t or n.endswith("." + t)] for t in suffixes}
+    unknown = [t for t, names in matches.items() if not names]
     if unknown:
         ends = sorted({name.rsplit(".", 1)[-1] for name in linear})
-        shown = ", ".join(ends) if ends else "none, since it has no torch.nn.Linear layers"
+        available = ", ".join(ends) if ends else "none, since it has no torch.nn.Linear layers"
         part = "" if language is None else "the language part of "
         raise UserError(
             f"The LoRA targets {unknown} name no linear layer of {part}this {type(model).__name__} (the "
-            f'output head takes none). Allowed are "{ALL_LINEAR}" or ends of layer names: {shown}.'
+            f'output head takes none). Allowed are "{ALL_LINEAR}" or ends of layer names: {available}.'
         )
     # ends of names would also fit layers of the vision part
-    return list(wanted) if language is None else [name for names in named.values() for name in names]
+    return list(suffixes) if language is None else [name for names in matches.values() for name in names]

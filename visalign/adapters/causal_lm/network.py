@@ -198,8 +198,8 @@ class CausalNetwork:
                 and encoded_images is not None
                 and any(len(row) for row in encoded_images)
             ):
-                seen = self._sight.see(ids, mask, encoded_images)
-                inputs, offset = {**inputs, **seen.inputs}, seen.offset
+                embedded = self._sight.see(ids, mask, encoded_images)
+                inputs, offset = {**inputs, **embedded.inputs}, embedded.offset
             else:
                 inputs["input_ids"] = ids
                 if self._takes_positions:
@@ -225,11 +225,11 @@ class CausalNetwork:
             for scale in _scales(config):
                 head = LinearHead(layer, scale, getattr(config, "final_logit_softcapping", None))
                 self.head = head
-                found = head.logits(self.features(ids, mask)[0])
+                logits = head.logits(self.features(ids, mask)[0])
                 self.head = None
                 # 16-bit models round their own logits to 8 or 11 bits
                 allowed = 1e-4 if layer.weight.dtype == torch.float32 and not self.autocast else 2e-2
-                if found.shape == expected.shape and _close(found, expected, allowed):
+                if logits.shape == expected.shape and _close(logits, expected, allowed):
                     return head
         return None
 
@@ -242,9 +242,9 @@ def _scales(config: Any) -> list[float]:
     return [float(factor)] if isinstance(factor, int | float) and factor > 0 else [1.0]
 
 
-def _close(found: Tensor, expected: Tensor, allowed: float) -> bool:
+def _close(actual: Tensor, expected: Tensor, allowed: float) -> bool:
     size = expected.abs().max().item()
-    return math.isfinite(size) and (found - expected).abs().max().item() <= allowed * max(size, 1e-3)
+    return math.isfinite(size) and (actual - expected).abs().max().item() <= allowed * max(size, 1e-3)
 
 
 def enable_recomputation(model: PreTrainedModel) -> None:

@@ -102,10 +102,10 @@ class CausalLMPolicy:
             UserError: if model and tokenizer do not fit, or an argument is out of range.
         """
         self.processor = tokenizer if isinstance(tokenizer, ProcessorMixin) else None
-        own: Any = tokenizer if self.processor is None else getattr(tokenizer, "tokenizer", None)
-        check_causal_lm(model, own)
+        tokenizer_alone: Any = tokenizer if self.processor is None else getattr(tokenizer, "tokenizer", None)
+        check_causal_lm(model, tokenizer_alone)
         check_options(generate_batch, score_batch, max_prompt_tokens, long_prompts)
-        self.model, self.tokenizer, self.lora = model.eval(), own, lora
+        self.model, self.tokenizer, self.lora = model.eval(), tokenizer_alone, lora
         sight = None if self.processor is None else QwenSight(model)
         self.prompts = prompts or PromptEncoder(tokenizer)
         self._encoder = encoder_of(model, self.prompts, self.processor)
@@ -159,7 +159,7 @@ class CausalLMPolicy:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         return self.model.device
 
     @property
@@ -303,8 +303,8 @@ class CausalLMPolicy:
             UserError: the model has no experts, or chooses them by something else than a top-k over all.
         """
         self._routing = self._routing or ExpertRouting(self.model)
-        given = self._network, rollout, self._routing, self._encoder
-        return replace(rollout, routes=expert_routes(*given, self.score_batch))
+        context = self._network, rollout, self._routing, self._encoder
+        return replace(rollout, routes=expert_routes(*context, self.score_batch))
 
     @torch.no_grad()
     def hidden_states(
@@ -324,7 +324,7 @@ class CausalLMPolicy:
             yield from layer_states(self._network, rollout, part, depths, self._encoder)
 
     def reference(self) -> AbstractContextManager[None]:
-        """Inside, the policy is the model before training; may be nested. Call backward outside of it."""
+        """Restore the model from before training inside the block; nestable. Call backward outside."""
         return self._trained.reference()
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:

@@ -19,7 +19,7 @@ from .chat import PromptEncoder, image_parts
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """What a network reads before it writes; equal prompts are read once."""
+    """Encoded prompt; equal prompts are encoded once."""
 
     ids: tuple[int, ...]
     """The tokens, with as many image tokens as the images take."""

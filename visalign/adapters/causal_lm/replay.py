@@ -50,8 +50,8 @@ def pack(rollout: TextRollout, rows: Tensor) -> Packed:
     A completion reaches to its last token of loss mask 1; tokens of loss mask 0 before that are context.
     """
     mask = rollout.loss_mask[rows]
-    place = torch.arange(1, mask.shape[1] + 1)
-    length = (place * (mask != 0)).amax(1)
+    position = torch.arange(1, mask.shape[1] + 1)
+    length = (position * (mask != 0)).amax(1)
     start = rollout.prompt_mask[rows].sum(1).long()
     size = int((start + length).max())
     ids = torch.zeros(len(rows), size, dtype=torch.int64)
@@ -120,7 +120,9 @@ def token_output(
         if len(part) == 0:
             break
         packed = pack(rollout, chosen[part])
-        kept = rollout.kept.rows(chosen[part]) if rollout.kept is not None and sampling.truncates else None
+        token_sets = (
+            rollout.kept.rows(chosen[part]) if rollout.kept is not None and sampling.truncates else None
+        )
         encoded_images = _images(encoder, rollout, chosen[part])
         routes = None if rollout.routes is None else rollout.routes[chosen[part], : packed.ids.shape[1]]
         with nullcontext() if routing is None else routing.replayed(routes, recomputed=recomputed):
@@ -129,15 +131,15 @@ def token_output(
                 packed,
                 encoded_images,
                 sampling=sampling,
-                kept=kept,
+                token_sets=token_sets,
                 value=value,
                 statistic=statistic,
             )
-        place = part[packed.row].to(device), packed.column.to(device)
-        found = (terms.chosen.log_prob, terms.chosen.entropy, terms.value, terms.statistic)
+        target = part[packed.row].to(device), packed.column.to(device)
+        columns = (terms.chosen.log_prob, terms.chosen.entropy, terms.value, terms.statistic)
         outputs = [
-            blank if new is None else blank.index_put(place, new.float())
-            for blank, new in zip(outputs, found, strict=True)
+            blank if new is None else blank.index_put(target, new.float())
+            for blank, new in zip(outputs, columns, strict=True)
         ]
     return TokenOutput(
         log_prob=outputs[0],
@@ -163,28 +165,28 @@ def expert_routes(
     network: CausalNetwork, rollout: TextRollout, routing: ExpertRouting, encoder: Encoder, batch: int
 ) -> Tensor:
     """[B, S, L, k] int16, see `TextRollout.routes`; `batch` samples go through the model at a time."""
-    found = []
+    recorded = []
     for part in (rollout.loss_mask != 0).any(1).nonzero()[:, 0].split(batch):
         if len(part) == 0:
             break
         packed = pack(rollout, part)
-        with routing.recorded(len(part)) as seen:
+        with routing.recorded(len(part)) as recorded_part:
             network.features(
                 packed.ids.to(network.model.device),
                 packed.mask.to(network.model.device),
                 encoded_images=_images(encoder, rollout, part),
             )
-        found.append((part, torch.where(packed.mask[:, :, None, None] != 0, seen[0].cpu(), -1)))
-    longest = max((routes.shape[1] for _, routes in found), default=0)
-    size = found[0][1].shape[2:] if found else (0, 0)
+        recorded.append((part, torch.where(packed.mask[:, :, None, None] != 0, recorded_part[0].cpu(), -1)))
+    longest = max((routes.shape[1] for _, routes in recorded), default=0)
+    size = recorded[0][1].shape[2:] if recorded else (0, 0)
     routes = torch.full((len(rollout), longest, *size), -1, dtype=torch.int16)
-    for part, own in found:
-        routes[part, : own.shape[1]] = own
+    for part, routes_of_part in recorded:
+        routes[part, : routes_of_part.shape[1]] = routes_of_part
     return routes
 
 
 def _images(encoder: Encoder, rollout: TextRollout, rows: Tensor) -> list[list[PatchedImage]] | None:
-    """Of some samples, or None where the rollout has none."""
+    """Return the images of some samples, or None for a rollout without images."""
     if rollout.images is None:
         return None
     samples = rows.tolist()
@@ -194,7 +196,7 @@ def _images(encoder: Encoder, rollout: TextRollout, rows: Tensor) -> list[list[P
 
 @dataclass(frozen=True)
 class TokenTerms:
-    """Of n tokens, in the order of `Packed.row`."""
+    """Terms of n tokens, in the order of `Packed.row`."""
 
     chosen: LogProbEntropy
     """[n] each."""
@@ -210,11 +212,11 @@ def replay(
     encoded_images: Sequence[Sequence[PatchedImage]] | None = None,
     *,
     sampling: Sampling,
-    kept: TokenSets | None = None,
+    token_sets: TokenSets | None = None,
     value: Callable[[Tensor], Tensor] | None = None,
     statistic: Callable[[Tensor], Tensor] | None = None,
 ) -> TokenTerms:
-    """Log-prob and entropy of the n packed tokens, differentiable. `kept` are the sets of the packed samples
+    """Log-prob and entropy of the n packed tokens, differentiable. `token_sets` belong to the packed samples
     where `sampling` truncates; `value` maps [n, H] last hidden states to [n], `statistic` [n, V] log-probs.
     """
     device = network.model.device
@@ -226,7 +228,7 @@ def replay(
     values = None if value is None else value(states)
     if statistic is None and not sampling.truncates and network.head is not None:
         return TokenTerms(network.head.log_prob_entropy(states, target, sampling.scale), values)
-    return _through_logits(network, states, packed, sampling, kept, statistic, values)
+    return _through_logits(network, states, packed, sampling, token_sets, statistic, values)
 
 
 def _through_logits(
@@ -234,7 +236,7 @@ def _through_logits(
     states: Tensor,
     packed: Packed,
     sampling: Sampling,
-    kept: TokenSets | None,
+    token_sets: TokenSets | None,
     statistic: Callable[[Tensor], Tensor] | None,
     values: Tensor | None,
 ) -> TokenTerms:
@@ -243,18 +245,20 @@ def _through_logits(
 
     def piece(state: Tensor, chosen: Tensor, allowed: Tensor | None) -> tuple[Tensor, ...]:
         log_p = log_distribution(network.logits(state), sampling.scale, allowed)
-        found = chosen_log_prob(log_p, chosen)
-        return (found.log_prob, found.entropy, *(() if statistic is None else (statistic(log_p),)))
+        result = chosen_log_prob(log_p, chosen)
+        return (result.log_prob, result.entropy, *(() if statistic is None else (statistic(log_p),)))
 
-    found = []
+    parts = []
     for start in range(0, len(states), chunk):
         part, allowed = slice(start, start + chunk), None
-        if kept is not None:
-            allowed = kept.mask(packed.row[part], packed.column[part], network.vocabulary).to(states.device)
+        if token_sets is not None:
+            allowed = token_sets.mask(packed.row[part], packed.column[part], network.vocabulary).to(
+                states.device
+            )
         inputs = states[part], packed.target[part].to(states.device), allowed
         if torch.is_grad_enabled():
-            found.append(checkpoint(piece, *inputs, use_reentrant=False, preserve_rng_state=False))
+            parts.append(checkpoint(piece, *inputs, use_reentrant=False, preserve_rng_state=False))
         else:
-            found.append(piece(*inputs))
-    log_prob, entropy, *more = (torch.cat(pieces) for pieces in zip(*found, strict=True))
+            parts.append(piece(*inputs))
+    log_prob, entropy, *more = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
     return TokenTerms(LogProbEntropy(log_prob, entropy), values, more[0] if more else None)

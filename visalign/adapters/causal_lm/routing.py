@@ -46,24 +46,29 @@ class ExpertRouting:
 
     @contextmanager
     def recorded(self, rows: int) -> Iterator[list[Tensor]]:
-        """Inside, a forward pass of [rows, S] tokens fills the list with [rows, S, L, k] int16."""
-        seen, found = dict[int, Tensor](), list[Tensor]()
-        self._seen = seen
+        """Record routes: inside the block, a forward pass of [rows, S] tokens fills the list with [rows, S,
+        L, k] int16."""
+        routes_by_layer, recorded = dict[int, Tensor](), list[Tensor]()
+        self._seen = routes_by_layer
         try:
-            yield found
-            if len(seen) < self._layers:
+            yield recorded
+            if len(routes_by_layer) < self._layers:
                 raise UserError(
-                    f"{self._layers - len(seen)} of {self._layers} layers with experts choose by something "
-                    "else than a top-k over all of them. Leave rollout.routing_replay out."
+                    f"{self._layers - len(routes_by_layer)} of {self._layers} layers with experts choose by "
+                    "something else than a top-k over all of them. Leave rollout.routing_replay out."
                 )
-            by_layer = [seen[layer].view(rows, -1, seen[layer].shape[-1]) for layer in range(self._layers)]
-            found.append(torch.stack(by_layer, 2).short())
+            by_layer = [
+                routes_by_layer[layer].view(rows, -1, routes_by_layer[layer].shape[-1])
+                for layer in range(self._layers)
+            ]
+            recorded.append(torch.stack(by_layer, 2).short())
         finally:
             self._seen = None
 
     @contextmanager
     def replayed(self, routes: Tensor | None, *, recomputed: bool) -> Iterator[None]:
-        """Inside, tokens [b, S] go where `routes` [b, S, L, k] say, and at −1 where the router sends them.
+        """Replay routes: inside the block, tokens [b, S] go where `routes` [b, S, L, k] point, and at −1
+        where the router sends them.
 
         Args:
             routes: None: all go where the router sends them.
@@ -80,11 +85,11 @@ class ExpertRouting:
                 self._given = None
 
     def _enter(self, number: int, experts: int, entered: list[_TopK], *_: Any) -> None:
-        given = self._given
+        routes = self._given
         if self._gradient_only and not torch.is_grad_enabled():
-            given = None
-        if given is not None or self._seen is not None:
-            entered.append(_TopK(experts, None if given is None else given[number]))
+            routes = None
+        if routes is not None or self._seen is not None:
+            entered.append(_TopK(experts, None if routes is None else routes[number]))
             entered[-1].__enter__()
 
     def _leave(self, number: int, entered: list[_TopK], *_: Any) -> None:
@@ -98,29 +103,29 @@ class ExpertRouting:
 class _TopK(TorchFunctionMode):
     """Remembers, or puts others in the place of, what a top-k over the experts chooses."""
 
-    def __init__(self, experts: int, given: Tensor | None) -> None:
+    def __init__(self, experts: int, routes: Tensor | None) -> None:
         super().__init__()
-        self.experts, self.given, self.seen = experts, given, cast("Tensor | None", None)
+        self.experts, self.given, self.seen = experts, routes, cast("Tensor | None", None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
-            return found
+            return result
         scores = args[0] if args else (kwargs or {})["input"]
         if scores.shape[-1] != self.experts:
-            return found
-        chosen = found.indices
+            return result
+        chosen = result.indices
         # with all experts in one group, the two best of the group are looked for first (DeepSeek-V3, GLM-4.5)
         if self.given is not None and self.given.shape[-1] == chosen.shape[-1]:
-            given = self.given.to(chosen.device).view_as(chosen)
-            chosen = torch.where(given >= 0, given, chosen)
-            found = torch.return_types.topk((scores.gather(-1, chosen), chosen))
+            routes = self.given.to(chosen.device).view_as(chosen)
+            chosen = torch.where(routes >= 0, routes, chosen)
+            result = torch.return_types.topk((scores.gather(-1, chosen), chosen))
         self.seen = chosen.detach().flatten(0, -2)
-        return found
+        return result
 
 
 def _count(experts: nn.Module) -> int:
-    """How many a module of experts has: modules, or slices of its weights."""
+    """Return the number of experts of a module: submodules, or slices of its weights."""
     if isinstance(experts, nn.ModuleList):
         return len(experts)
     return next(experts.parameters()).shape[0]

@@ -67,11 +67,12 @@ class ValueHead(nn.Module):
                 f"{folder} holds no {FILE}. Give a folder that a value head was saved to."
             )
         state = load_file(path)
-        there, here = state["linear.weight"].shape, self.linear.weight.shape
-        if there != here:
+        there, expected = state["linear.weight"].shape, self.linear.weight.shape
+        if there != expected:
             raise UserError(
                 f"The value head in {folder} has {there[0]} critics that read hidden states of {there[1]} "
-                f"numbers, this one {here[0]} that read {here[1]}. Load it with the model it was trained on."
+                f"numbers, this one {expected[0]} that read {expected[1]}. Load it with the model it was "
+                "trained on."
             )
         self.load_state_dict(state)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline is asked for, checked against what it can do."""
+"""Check the arguments of a pipeline's call against what the pipeline supports."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def known_family(kind: Any, what: str) -> Family:
     if kind in REFUSED:
         raise UserError(f"{what} is a {kind}, which {REFUSED[kind]}.")
     if kind not in PIPELINES:
-        known = ", ".join(f"{pipeline} ({name})" for pipeline, name in PIPELINES.items())
+        supported = ", ".join(f"{pipeline} ({name})" for pipeline, name in PIPELINES.items())
         raise UserError(
-            f"{what} is a {kind}, of no family that is known: {known}. Add a row to "
+            f"{what} is a {kind}, of no family that is known: {supported}. Add a row to "
             "visalign/adapters/pipeline/families.py, or name your own adapter (model.adapter=file.py:Class)."
         )
     return FAMILIES[PIPELINES[kind]]
@@ -44,7 +44,7 @@ def part_dtypes(
     encoder: torch.dtype | None,
     decoder: torch.dtype | None,
 ) -> dict[str, torch.dtype]:
-    """What diffusers is to load each part in.
+    """Return the dtype in which diffusers loads each component.
 
     Args:
         index: of the pipeline.
@@ -54,7 +54,10 @@ def part_dtypes(
     """
     encoders = [part for part in index if part.startswith(("text_encoder", "image_encoder", "prompt_ups"))]
     chosen = {**dict.fromkeys(encoders, encoder), "vae": decoder if "vae" in index else None}
-    return {"default": dtype, **{part: own for part, own in chosen.items() if own is not None}}
+    return {
+        "default": dtype,
+        **{part: dtype_of_part for part, dtype_of_part in chosen.items() if dtype_of_part is not None},
+    }
 
 
 def checked_guidance(pipe: Any, family: Family, guidance: float | None) -> float:
@@ -134,8 +137,8 @@ def call_arguments(
         raise UserError(
             f"The call of {type(pipe).__name__} takes no {', '.join(unknown)}. It takes {', '.join(taken)}."
         )
-    own = {*_GIVEN, *_BY_INDEX, *family.fixed, family.scale}
-    refused = sorted(n for n in more or () if n in own or "prompt" in n or n.startswith("callback"))
+    reserved = {*_GIVEN, *_BY_INDEX, *family.fixed, family.scale}
+    refused = sorted(n for n in more or () if n in reserved or "prompt" in n or n.startswith("callback"))
     if refused:
         raise UserError(
             f"call names {', '.join(refused)}, which the policy gives itself or which must be off in "
@@ -167,11 +170,11 @@ def _size(pipe: Any, family: Family, image_size: Any) -> dict[str, int]:
             f"image_size is {image_size}; this model makes multiples of {unit} pixels, height and width "
             "alike or apart (one number or a pair)."
         )
-    known = [(height, width) for width, height in getattr(pipe, "resolutions", None) or ()]
-    if known and tuple(sides) not in known:
+    supported = [(height, width) for width, height in getattr(pipe, "resolutions", None) or ()]
+    if supported and tuple(sides) not in supported:
         raise UserError(
             f"image_size is {image_size}; {type(pipe).__name__} brings it to one of its own (height, width): "
-            f"{known}. Give one of these."
+            f"{supported}. Give one of these."
         )
     return {"height": sides[0], "width": sides[1]}
 
@@ -240,10 +243,12 @@ def checked_source(pipe: Any, family: Family, source: Any, sized: bool) -> Sourc
         )
     images = list(source) if isinstance(source, list | tuple) else [source]
     if not images or (len(images) > 1 and not family.several):
-        others = ", ".join(kind for each in FAMILIES.values() if each.several for kind in each.pipelines)
+        supported = ", ".join(
+            kind for other in FAMILIES.values() if other.several for kind in other.pipelines
+        )
         raise UserError(
             f"The source of a record has {len(images)} images, and {type(pipe).__name__} edits "
             f"{'one or several' if family.several else 'one'}. Give one"
-            + ("." if family.several else f", or take a pipeline that joins several: {others}.")
+            + ("." if family.several else f", or take a pipeline that joins several: {supported}.")
         )
-    return Source(tuple(image_of(each) for each in images))
+    return Source(tuple(image_of(other) for other in images))

@@ -65,8 +65,8 @@ class PipelineCall:
         as_one_call(pipe, self.family)
         self._arguments = inspect.signature(type(pipe).__call__).parameters
         self._call = getattr(type(pipe).__call__, "__wrapped__", None) or type(pipe).__call__
-        found = {name: getattr(pipe, name, None) for name in self.family.networks}
-        self.networks: dict[str, Any] = {name: part for name, part in found.items() if part is not None}
+        networks = {name: getattr(pipe, name, None) for name in self.family.networks}
+        self.networks: dict[str, Any] = {name: part for name, part in networks.items() if part is not None}
         self.guidance = checked_guidance(pipe, self.family, guidance)
         self.negative_prompt = checked_negative(pipe, self.family, negative_prompt)
         self._asked = num_frames, call
@@ -105,7 +105,7 @@ class PipelineCall:
         Raises:
             UserError: a size that the pipeline does not make; it keeps the one that it has.
         """
-        kept, done = self.fixed, False
+        previous, done = self.fixed, False
         self.fixed = call_arguments(self.pipe, self.family, image_size, *self._asked)
         if self._blank is not None:
             self._blank = Source(self._blank.images)
@@ -114,16 +114,16 @@ class PipelineCall:
             done = True
         finally:  # some pipelines refuse a size themselves
             if not done:
-                self.fixed = kept
+                self.fixed = previous
                 self._forget()
 
     @property
     def guided(self) -> bool:
-        """Whether a velocity takes two halves."""
+        """Return True if a velocity needs two halves."""
         return self.guidance > self.family.off and self.family.guidance in ("concatenated", "two calls")
 
     def encode(self, prompt: str, *, guided: bool, source: Source | None = None) -> Encoded:
-        """One prompt, by whatever the pipeline's call asks of its `encode_prompt`.
+        """Encode one prompt with the arguments that the pipeline's call passes to its `encode_prompt`.
 
         Args:
             prompt: the text.
@@ -131,16 +131,16 @@ class PipelineCall:
             source: the images to edit.
         """
         self._returned.clear()
-        given = {} if source is None else {"image": source}
-        inputs: dict[str, Any] = {"prompt": [prompt], **given, **self._scale(guided)}
+        image_input = {} if source is None else {"image": source}
+        inputs: dict[str, Any] = {"prompt": [prompt], **image_input, **self._scale(guided)}
         if "negative_prompt" in self._arguments and self.negative_prompt is not None:
             inputs["negative_prompt"] = [self.negative_prompt]
         try:
             self.run(inputs, None, None)
         except ValueError as error:
             raise UserError(f"{type(self.pipe).__name__} refuses its call: {error}") from error
-        found = {**named(self._returned, self.family.encodes.split()), **given}
-        return found if guided else positive(found)
+        encoded = {**named(self._returned, self.family.encodes.split()), **image_input}
+        return encoded if guided else positive(encoded)
 
     def _scale(self, guided: bool) -> dict[str, float]:
         family = self.family
@@ -183,14 +183,14 @@ class PipelineCall:
             latents: [B, ...].
             batch_size: latents per pass of the autoencoder.
         """
-        found = []
+        frames = []
         for chunk in latents.split(1 if self.family.alone == "always" else batch_size):
             inputs = self.inputs([self.nothing] * len(chunk))
             decoder = getattr(self.pipe.vae, "dtype", chunk.dtype)
             out = self.run(inputs, chunk.to(decoder), torch.empty(0), output_type="pt")
             images = torch.stack(list(out)) if isinstance(out, list) else out
-            found.append(images.float().clamp(0, 1))
-        return torch.cat(found)
+            frames.append(images.float().clamp(0, 1))
+        return torch.cat(frames)
 
     def images(self, latents: Tensor, batch_size: int) -> Tensor:
         """Images [B, 3, H, W], of videos their middle frames; see `frames`."""
@@ -219,19 +219,25 @@ class PipelineCall:
         self.scheduler.at = at
         self._start = latents
         self._source: Any = inputs.get("image")
-        shown = {}
+        image_input = {}
         if self._source is not None:
-            self._source.asked, shown = 0, {"image": self._source.image}
-        given = {**self.fixed, **inputs, **shown, "num_inference_steps": steps, "output_type": output_type}
+            self._source.asked, image_input = 0, {"image": self._source.image}
+        arguments = {
+            **self.fixed,
+            **inputs,
+            **image_input,
+            "num_inference_steps": steps,
+            "output_type": output_type,
+        }
         try:
             with nullcontext() if latents is None else silent(self.pipe), self._lookups.remembered():
                 draw = torch.Generator().manual_seed(0)
-                return self._call(self.pipe, **given, generator=draw, return_dict=False)[0]
+                return self._call(self.pipe, **arguments, generator=draw, return_dict=False)[0]
         finally:
             self._start = None
 
     def _encoded(self, *args: Any, **kwargs: Any) -> Any:
-        """What the pipeline's encoders return, kept for `encode`."""
+        """Keep the results of the pipeline's encoders for `encode`."""
         out = self._ask_encoder(*args, **kwargs)
         self._returned.append(out)
         return out
@@ -248,32 +254,32 @@ class PipelineCall:
         """The pipeline's latents and ids; the latents replaced by those that are asked about."""
         bound = self._prepares.bind(*args, **kwargs)
         bound.arguments.pop("latents", None)
-        made = self._prepare(*bound.args, **bound.kwargs)
-        whole = made[0] if isinstance(made, tuple) else made
+        prepared = self._prepare(*bound.args, **bound.kwargs)
+        latents = prepared[0] if isinstance(prepared, tuple) else prepared
         config = next(iter(self.networks.values())).config
         # Kandinsky 5 lays a condition and a mask behind the channels of its latents
-        channels = config.in_visual_dim if getattr(config, "visual_cond", False) else whole.shape[-1]
-        drawn, rest = whole[..., :channels], whole[..., channels:]
+        channels = config.in_visual_dim if getattr(config, "visual_cond", False) else latents.shape[-1]
+        drawn, rest = latents[..., :channels], latents[..., channels:]
         self.latent_shape = tuple(drawn.shape[1:])
         if self._start is None:
-            return made
+            return prepared
         decoding = self.scheduler.at is not None and not self.scheduler.at.numel()
-        given = self._start.to(drawn.device, None if decoding else drawn.dtype)
-        if given.shape != drawn.shape:
+        start = self._start.to(drawn.device, None if decoding else drawn.dtype)
+        if start.shape != drawn.shape:
             raise ValueError(
-                f"The latents are {list(given.shape)}; the pipeline works on {list(drawn.shape)}."
+                f"The latents are {list(start.shape)}; the pipeline works on {list(drawn.shape)}."
             )
-        given = given if decoding or not rest.shape[-1] else torch.cat([given, rest], -1)
-        return (given, *made[1:]) if isinstance(made, tuple) else given
+        start = start if decoding or not rest.shape[-1] else torch.cat([start, rest], -1)
+        return (start, *prepared[1:]) if isinstance(prepared, tuple) else start
 
     @contextmanager
     def handed_back(self) -> Iterator[None]:
-        """Inside, the pipeline has its own parts."""
-        given = {name: getattr(self.pipe, name) for name in self._own}
+        """Give the pipeline its own components back inside the block."""
+        replaced = {name: getattr(self.pipe, name) for name in self._own}
         try:
             for name, part in self._own.items():
                 setattr(self.pipe, name, part)
             yield
         finally:
-            for name, part in given.items():
+            for name, part in replaced.items():
                 setattr(self.pipe, name, part)

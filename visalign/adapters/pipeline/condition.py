@@ -31,16 +31,17 @@ class Source:
 
     @property
     def image(self) -> Any:
-        """As the pipeline's call takes it."""
+        """Source as the pipeline's call takes it."""
         first, *rest = self.images
         return [first, *rest] if rest else first
 
     def encoded(self, ask: Callable[[], Any]) -> Any:
-        """What the pipeline answers, which it is asked once: it takes the mean, so nothing is drawn."""
-        place, self.asked = self.asked, self.asked + 1
-        if place not in self.latents:
-            self.latents[place] = ask()
-        return self.latents[place]
+        """Return the pipeline's encoding, computed once; it uses the posterior mean, so nothing is
+        sampled."""
+        index, self.asked = self.asked, self.asked + 1
+        if index not in self.latents:
+            self.latents[index] = ask()
+        return self.latents[index]
 
 
 @dataclass(frozen=True)
@@ -87,18 +88,18 @@ def rows_of(x: Tensor, sigma: Tensor, condition: Any) -> list[Encoded]:
 
 
 def named(returned: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Encoded:
-    """What one or two calls of `encode_prompt` returned, by argument.
+    """Map the results of one or two calls of `encode_prompt` to argument names.
 
     Args:
         returned: of the prompt, and of the negative one where the pipeline encodes it apart.
         names: of the outputs, "-" for what is left out.
     """
-    found = {}
+    arguments = {}
     for prefix, outputs in zip(("", "negative_"), returned, strict=False):
         for name, value in zip(names, outputs, strict=True):
             if name != "-" and value is not None:
-                found[prefix + name] = value
-    return found
+                arguments[prefix + name] = value
+    return arguments
 
 
 def join(rows: Sequence[Encoded], axes: Mapping[str, int]) -> dict[str, Any]:
@@ -114,7 +115,7 @@ def join(rows: Sequence[Encoded], axes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def lengths(row: Encoded, axes: Mapping[str, int], *, padded: bool = True) -> tuple[int, ...]:
-    """What samples of one call must share: the images to edit, and the lengths of tensors without a mask.
+    """Return what the samples of one call must share: images to edit, and lengths of tensors without a mask.
 
     Args:
         row: one sample.
@@ -123,14 +124,14 @@ def lengths(row: Encoded, axes: Mapping[str, int], *, padded: bool = True) -> tu
     """
     if padded and any("mask" in name for name in row):
         return (id(row.get("image")),)
-    whole = [(v, axes.get(n, 0)) for n, v in row.items() if isinstance(v, Tensor) and "cu_seqlens" not in n]
-    sizes = (value.shape[axis + 1] for value, axis in whole if value.ndim > axis + 1)
+    tensors = [(v, axes.get(n, 0)) for n, v in row.items() if isinstance(v, Tensor) and "cu_seqlens" not in n]
+    sizes = (value.shape[axis + 1] for value, axis in tensors if value.ndim > axis + 1)
     return (id(row.get("image")), *sizes)
 
 
 def _joined(name: str, values: list[Any], axis: int) -> Any:
     if isinstance(values[0], list):
-        return [each for value in values for each in value]
+        return [item for value in values for item in value]
     if "cu_seqlens" in name:  # where each sample's tokens begin and end in the packed row
         sizes = torch.cat([value.diff() for value in values])
         return torch.cat([values[0][:1], values[0][:1] + sizes.cumsum(0).to(values[0].dtype)])
@@ -167,20 +168,16 @@ def image_of(source: Any) -> Image.Image:
 
 
 def source_key(source: Any) -> Any:
-    """What tells sources in memory apart, without a look at their pixels.
+    """Key that distinguishes sources in memory without reading their pixels.
 
     Args:
         source: of a record.
     """
-    if isinstance(source, list | tuple) and all(isinstance(each, str) for each in source):
+    if isinstance(source, list | tuple) and all(isinstance(item, str) for item in source):
         return tuple(source)
     return source if isinstance(source, str) else id(source)
 
 
-def positive(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what belongs to the unconditional half.
-
-    Args:
-        found: arguments of the call.
-    """
-    return {name: value for name, value in found.items() if not name.startswith("negative_")}
+def positive(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop the arguments of the unconditional half."""
+    return {name: value for name, value in arguments.items() if not name.startswith("negative_")}

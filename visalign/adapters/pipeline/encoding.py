@@ -52,13 +52,13 @@ class ImageEncoder:
             self._shift = zero.flatten()
             self._scale = self._numbers(torch.ones(policy.latent_shape)) - self._shift
             count = zero.numel()
-            place = torch.arange(count)
+            position = torch.arange(count)
             if count != math.prod(policy.latent_shape) or not bool(self._scale.all()):
                 self._refuse("its pipeline leaves latents out on the way to the autoencoder")
-            high, low = (self._digit(digit) for digit in (place // DIGIT, place % DIGIT))
+            high, low = (self._digit(digit) for digit in (position // DIGIT, position % DIGIT))
             self._order = high * DIGIT + low
             x = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(zero.device)
-            if not torch.equal(self._order.sort().values.cpu(), place) or not torch.allclose(
+            if not torch.equal(self._order.sort().values.cpu(), position) or not torch.allclose(
                 self._numbers(x.view(policy.latent_shape)),
                 self._scale * x[self._order] + self._shift,
                 rtol=1e-4,
@@ -73,31 +73,31 @@ class ImageEncoder:
         Args:
             images: B of [3, H, W], in [0, 1], of any size; see `fitted`.
         """
-        found, policy = [], self.policy
+        batches, policy = [], self.policy
         with _in_float32(self.vae):
             for start in range(0, len(images), policy.decode_batch):
-                chunk = [fitted(one.float(), self.size) for one in images[start:][: policy.decode_batch]]
+                chunk = [fitted(image.float(), self.size) for image in images[start:][: policy.decode_batch]]
                 x = 2 * torch.stack(chunk).to(policy.device) - 1
                 if self.vae.config.get("in_channels") == 4:  # the fourth is opacity
                     x = torch.cat([x, torch.ones_like(x[:, :1])], 1)
-                made = self.vae.encode(x if len(self._given) == 4 else x[:, :, None])
-                z = made.latent_dist.mode() if hasattr(made, "latent_dist") else made[0]
+                encoded = self.vae.encode(x if len(self._given) == 4 else x[:, :, None])
+                z = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded[0]
                 if z.shape[1:] != self._given[1:]:
                     self._refuse(f"its autoencoder makes {list(z.shape[1:])} of {list(x.shape[1:])}")
                 latents = torch.empty_like(z).flatten(1)
                 latents[:, self._order] = (z.flatten(1) - self._shift) / self._scale
-                found.append(latents.view(-1, *policy.latent_shape).to(policy.storage_dtype))
-        return torch.cat(found)
+                batches.append(latents.view(-1, *policy.latent_shape).to(policy.storage_dtype))
+        return torch.cat(batches)
 
     def _seen(self, latent: Tensor, *, decoded: bool = False) -> tuple[Tensor, Tensor]:
         """(images, or nothing; what the autoencoder is given) of one latent in float32."""
-        own, seen, is_own = self.vae.decode, [], "decode" in vars(self.vae)
+        original, inputs, is_own = self.vae.decode, [], "decode" in vars(self.vae)
 
         def decode(z: Tensor, *args: Any, **kwargs: Any) -> Any:
-            seen.append(z.float())
+            inputs.append(z.float())
             if not decoded:
                 raise _Watched
-            return own(z, *args, **kwargs)
+            return original(z, *args, **kwargs)
 
         images = latent
         self.vae.decode = decode
@@ -108,18 +108,18 @@ class ImageEncoder:
         finally:
             del self.vae.decode
             if is_own:
-                self.vae.decode = own
-        if len(seen) != 1 or len(seen[0]) != 1:
+                self.vae.decode = original
+        if len(inputs) != 1 or len(inputs[0]) != 1:
             self._refuse("its pipeline asks the autoencoder otherwise than once for an image")
-        return images, seen[0]
+        return images, inputs[0]
 
     def _numbers(self, latent: Tensor) -> Tensor:
         return self._seen(latent)[1].flatten()
 
     def _digit(self, digit: Tensor) -> Tensor:
         """[n] where each of the autoencoder's numbers comes from, one digit of it."""
-        seen = self._numbers(digit.float().view(self.policy.latent_shape))
-        return ((seen - self._shift) / self._scale).round().long()
+        numbers = self._numbers(digit.float().view(self.policy.latent_shape))
+        return ((numbers - self._shift) / self._scale).round().long()
 
     def _refuse(self, why: str) -> None:
         kind = type(self.policy.pipe).__name__
@@ -144,13 +144,13 @@ def fitted(image: Tensor, size: tuple[int, int]) -> Tensor:
 
 @contextmanager
 def _in_float32(module: torch.nn.Module) -> Iterator[None]:
-    """Inside, all weights of the module are float32."""
+    """Cast all weights of the module to float32 inside the block."""
     tensors = [*module.parameters(), *module.buffers()]
-    held = [(t, t.data) for t in tensors if t.is_floating_point() and t.dtype.itemsize < 4]
+    originals = [(t, t.data) for t in tensors if t.is_floating_point() and t.dtype.itemsize < 4]
     try:
-        for tensor, data in held:
+        for tensor, data in originals:
             tensor.data = data.float()
         yield
     finally:
-        for tensor, data in held:
+        for tensor, data in originals:
             tensor.data = data

@@ -23,7 +23,7 @@ SD3_ATTENTION = tuple(f"attn.{name}" for name in JOINT)
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One family of pipelines."""
+    """Description of one family of pipelines."""
 
     pipelines: tuple[str, ...]
     """Class names in diffusers."""
@@ -73,7 +73,7 @@ class Family:
     """Whether prompts that have masks may be padded to one length: positions of Qwen-Image 2.1 count it."""
 
     def present(self, index: Mapping[str, Any]) -> list[str]:
-        """Those of the networks that a pipeline's index lists."""
+        """Return the networks that a pipeline's index lists."""
         return [part for part in self.networks if any(index.get(part) or ())]
 
 

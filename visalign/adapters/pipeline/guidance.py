@@ -19,7 +19,7 @@ from .families import Family
 
 @contextmanager
 def silent(pipe: Any = None) -> Iterator[None]:
-    """Inside, diffusers says errors alone; a classic pipeline nothing, and what it raises is raised.
+    """Silence diffusers below errors inside the block, and a classic pipeline entirely; exceptions pass.
 
     Args:
         pipe: whose calls are many: a level for all of diffusers empties every logger's memory of its own.
@@ -63,7 +63,7 @@ class Halves:
 
     @contextmanager
     def velocity_of(self, samples: int, guided: bool) -> Iterator[None]:
-        """Inside, the networks are called for one velocity.
+        """Call the networks for one velocity inside the block.
 
         Args:
             samples: in the call.
@@ -117,11 +117,11 @@ class Halves:
             has_both = value.ndim > axis and value.shape[axis] == 2 * count
             return value.narrow(axis, half * count, count) if has_both else value
         if isinstance(value, dict):
-            return {key: self._part(each, half, key) for key, each in value.items()}
+            return {key: self._part(item, half, key) for key, item in value.items()}
         if isinstance(value, list | tuple):
             if len(value) == 2 * count and isinstance(value, list):
                 return value[half * count : (half + 1) * count]
-            return type(value)(self._part(each, half) for each in value)
+            return type(value)(self._part(item, half) for item in value)
         return value
 
 
@@ -130,9 +130,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() and value.ndim > 1 else value
     if isinstance(value, dict):
-        return {key: _cast(each, dtype) for key, each in value.items()}
-    return type(value)(_cast(each, dtype) for each in value) if isinstance(value, list | tuple) else value
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    return type(value)(_cast(item, dtype) for item in value) if isinstance(value, list | tuple) else value
 
 
 def _cat(parts: tuple[Any, ...]) -> Any:
-    return torch.cat(parts) if isinstance(parts[0], Tensor) else [each for part in parts for each in part]
+    return torch.cat(parts) if isinstance(parts[0], Tensor) else [item for part in parts for item in part]

@@ -66,27 +66,27 @@ def export_kohya(folder: Path, file: Path) -> int:
     part = next(iter(saved), "").partition(".")[0]
     alpha = metadata.get(f"{part}.lora_alpha")
     if part == "unet":
-        found = convert_state_dict_to_kohya(saved)
+        converted = convert_state_dict_to_kohya(saved)
         if alpha is not None:  # diffusers writes the rank in its place
-            found |= {name: torch.tensor(float(alpha)) for name in found if name.endswith(".alpha")}
+            converted |= {name: torch.tensor(float(alpha)) for name in converted if name.endswith(".alpha")}
     elif part == "transformer" and _is_flux(saved):
-        found = flux_to_kohya(saved, None if alpha is None else float(alpha))
+        converted = flux_to_kohya(saved, None if alpha is None else float(alpha))
     else:
         raise UserError(
             f"The LoRA in {folder} is of a {part or 'model'}, and kohya's keys are written for U-Nets (sd15, "
             "sdxl) and for FLUX.1 (19 double and 38 single blocks of width 3072, adapters in both) alone. "
             f"Load {WEIGHT_FILE} as it is, by diffusers or a program that reads its keys."
         )
-    save_file({name: weight.contiguous() for name, weight in found.items()}, file, {"format": "pt"})
+    save_file({name: weight.contiguous() for name, weight in converted.items()}, file, {"format": "pt"})
     umask_permissions(Path(file))
-    return sum(name.endswith(".alpha") for name in found)
+    return sum(name.endswith(".alpha") for name in converted)
 
 
 def _is_flux(saved: Mapping[str, Tensor]) -> bool:
     """By the names and the width, which no other family shares; its queries are layers of their own."""
-    places = [re.match(r"transformer\.(\w+)\.(\d+)\.", name) for name in saved]
-    inside = all(place and int(place[2]) < FLUX.get(place[1], 0) for place in places)
-    both = {place[1] for place in places if place} == set(FLUX)
+    matches = [re.match(r"transformer\.(\w+)\.(\d+)\.", name) for name in saved]
+    inside = all(match and int(match[2]) < FLUX.get(match[1], 0) for match in matches)
+    both = {match[1] for match in matches if match} == set(FLUX)
     widths = {len(w) for name, w in saved.items() if name.endswith("attn.to_q.lora_B.weight")}
     return inside and both and widths == {WIDTH}
 
@@ -108,12 +108,12 @@ def flux_to_kohya(saved: Mapping[str, Tensor], alpha: float | None) -> dict[str,
         for name, weight in saved.items()
         if name.endswith(".lora_A.weight")
     }
-    found: dict[str, Tensor] = {}
+    converted: dict[str, Tensor] = {}
 
     def put(key: str, down: Tensor, up: Tensor, scale: float) -> None:
         name = f"lora_unet_{key}"
-        found[f"{name}.lora_down.weight"], found[f"{name}.lora_up.weight"] = down, up
-        found[f"{name}.alpha"] = torch.tensor(scale * len(down))
+        converted[f"{name}.lora_down.weight"], converted[f"{name}.lora_up.weight"] = down, up
+        converted[f"{name}.alpha"] = torch.tensor(scale * len(down))
 
     for i in range(max(FLUX.values())):
         for key, name in _SINGLE.items():
@@ -121,16 +121,18 @@ def flux_to_kohya(saved: Mapping[str, Tensor], alpha: float | None) -> dict[str,
                 put(key.format(i), *pair, 1.0 if alpha is None else alpha / len(pair[0]))
         for key, (start, names, widths) in _JOINED.items():
             pairs = [left.pop(start.format(i) + name, None) for name in names]
-            known = next((pair for pair in pairs if pair), None)
-            if known is None:
+            example = next((pair for pair in pairs if pair), None)
+            if example is None:
                 continue
-            rank, inputs = known[0].shape
-            empty = [(known[0].new_zeros(rank, inputs), known[1].new_zeros(n * WIDTH, rank)) for n in widths]
-            whole = [pair or none for pair, none in zip(pairs, empty, strict=True)]
-            up = torch.block_diag(*(pair[1] for pair in whole))
+            rank, inputs = example[0].shape
+            empty = [
+                (example[0].new_zeros(rank, inputs), example[1].new_zeros(n * WIDTH, rank)) for n in widths
+            ]
+            complete = [pair or none for pair, none in zip(pairs, empty, strict=True)]
+            up = torch.block_diag(*(pair[1] for pair in complete))
             put(
                 key.format(i),
-                torch.cat([pair[0] for pair in whole]),
+                torch.cat([pair[0] for pair in complete]),
                 up,
                 1.0 if alpha is None else alpha / rank,
             )
@@ -138,7 +140,7 @@ def flux_to_kohya(saved: Mapping[str, Tensor], alpha: float | None) -> dict[str,
         raise UserError(
             f"The LoRA has adapters that kohya's keys of FLUX.1 have no name for: {', '.join(left)}."
         )
-    return found
+    return converted
 
 
 def _other(name: str) -> str:

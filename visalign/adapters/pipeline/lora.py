@@ -98,28 +98,28 @@ def add_lora(
     def ends(target: str) -> list[str]:
         return [name for name in linear if name == target or name.endswith("." + target)]
 
-    asked = settings.target_modules
-    unknown = [target for target in asked or () if not ends(target)]
+    requested = settings.target_modules
+    unknown = [target for target in requested or () if not ends(target)]
     if unknown:
         inner = sorted({".".join(name.split(".")[2:]) for name in linear if re.match(r"\w+\.\d+\.", name)})
         raise UserError(
             f"The LoRA targets {unknown} name no linear layer of this {type(network).__name__}. Allowed are "
             f"ends of layer names, in its blocks: {', '.join(inner)}."
         )
-    places = sorted({name for target in asked or usual for name in ends(target)})
-    if asked is None:
-        places = sorted({*places} - _unused(linear, unused))
+    targets = sorted({name for target in requested or usual for name in ends(target)})
+    if requested is None:
+        targets = sorted({*targets} - _unused(linear, unused))
     keep_rounded(network)
-    return insert_adapters(network, settings, places)
+    return insert_adapters(network, settings, targets)
 
 
 def _unused(names: Iterable[str], pattern: str | None) -> set[str]:
-    """Those of a network's names that the pattern of a `Family` finds."""
+    """Return the names of a network that match a `Family`'s pattern."""
     if pattern is None:
         return set()
     blocks = [int(n) for name in names for n in re.findall(r"^transformer_blocks\.(\d+)", name)]
-    found = re.compile(pattern.format(last=max(blocks, default=0)))
-    return {name for name in names if found.search(name)}
+    matcher = re.compile(pattern.format(last=max(blocks, default=0)))
+    return {name for name in names if matcher.search(name)}
 
 
 def save_lora(pipeline: Any, networks: Mapping[str, Any], folder: Path) -> None:
@@ -132,21 +132,21 @@ def save_lora(pipeline: Any, networks: Mapping[str, Any], folder: Path) -> None:
         folder: gets `pytorch_lora_weights.safetensors`, and where the class has no loader a folder `peft`
             with the same in the form that peft reads; made if need be.
     """
-    for part, (name, place) in _places(networks, folder).items():
+    for part, (name, subfolder) in _places(networks, folder).items():
         config = adapter_config(networks[part]).to_dict()
         weights = {**get_peft_model_state_dict(networks[part], adapter_name=ADAPTER)}
         entry = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         if has_loader(pipeline, name):
             more: Any = {f"{name}_lora_layers": weights, f"{name}_lora_adapter_metadata": entry}
-            pipeline.save_lora_weights(save_directory=place, **more)
+            pipeline.save_lora_weights(save_directory=subfolder, **more)
             continue
-        place.mkdir(parents=True, exist_ok=True)
+        subfolder.mkdir(parents=True, exist_ok=True)
         flat = {f"{name}.{key}": weight.contiguous() for key, weight in weights.items()}
         entries = json.dumps({f"{name}.{key}": value for key, value in entry.items()}, default=str)
-        save_file(flat, place / WEIGHT_FILE, {"format": "pt", METADATA: entries})
-        adapter_config(networks[part]).save_pretrained(str(place / PEFT))
+        save_file(flat, subfolder / WEIGHT_FILE, {"format": "pt", METADATA: entries})
+        adapter_config(networks[part]).save_pretrained(str(subfolder / PEFT))
         wrapped = {f"base_model.model.{key}": weight.contiguous() for key, weight in weights.items()}
-        save_file(wrapped, place / PEFT / SAFETENSORS_WEIGHTS_NAME)
+        save_file(wrapped, subfolder / PEFT / SAFETENSORS_WEIGHTS_NAME)
 
 
 def loading_code(kind: str, parts: Sequence[str], folder: str | Path) -> str:
@@ -160,19 +160,19 @@ def loading_code(kind: str, parts: Sequence[str], folder: str | Path) -> str:
         parts: the pipeline's networks.
         folder: as `save_lora` got it.
     """
-    places, lines = _places(dict.fromkeys(parts), Path(folder)), []
-    for part, (first, place) in places.items():
+    parts_by_folder, lines = _places(dict.fromkeys(parts), Path(folder)), []
+    for part, (first, subfolder) in parts_by_folder.items():
         if has_loader(getattr(diffusers, kind), first):
             more = "" if part == first else f", load_into_{part}=True"
-            lines.append(f"pipe.load_lora_weights({json.dumps(str(place))}{more})")
+            lines.append(f"pipe.load_lora_weights({json.dumps(str(subfolder))}{more})")
         else:
-            saved = json.dumps(str(place / PEFT))
+            saved = json.dumps(str(subfolder / PEFT))
             lines.append(f"pipe.{part} = PeftModel.from_pretrained(pipe.{part}, {saved})")
     return "\n".join(lines)
 
 
 def has_loader(pipeline: Any, part: str) -> bool:
-    """Whether a diffusers class saves and loads adapters of that part (PRX's knows a U-Net's alone)."""
+    """Return True if a diffusers class saves and loads adapters of that component (PRX only for a U-Net)."""
     saves = getattr(pipeline, "save_lora_weights", None)
     return saves is not None and f"{part}_lora_layers" in inspect.signature(saves).parameters
 
@@ -188,13 +188,13 @@ def load_lora(networks: Mapping[str, Any], folder: Path) -> None:
         FileNotFoundError: without that file.
         UserError: if rank, alpha or places differ.
     """
-    for part, (name, place) in _places(networks, folder).items():
-        saved, metadata = read_lora(place)
+    for part, (name, subfolder) in _places(networks, folder).items():
+        saved, metadata = read_lora(subfolder)
         state = {n.removeprefix(name + "."): w for n, w in saved.items() if n.startswith(name + ".")}
-        own = get_peft_model_state_dict(networks[part], adapter_name=ADAPTER)
+        current = get_peft_model_state_dict(networks[part], adapter_name=ADAPTER)
         config = adapter_config(networks[part])
         alpha = metadata.get(f"{name}.lora_alpha", config.lora_alpha)
-        check_same_kind(place, state, own, alpha, config.lora_alpha)
+        check_same_kind(subfolder, state, current, alpha, config.lora_alpha)
         set_peft_model_state_dict(networks[part], state, adapter_name=ADAPTER)
 
 
@@ -254,5 +254,5 @@ def settings_of(folder: Path, seed: int = 0) -> LoraSettings:
         )
     rank = next(iter(ranks.values()))
     alpha = next((v for k, v in metadata.items() if k.endswith(".lora_alpha")), rank)
-    places = tuple(sorted({name.split(".", 1)[1].removesuffix(".lora_A.weight") for name in ranks}))
-    return replace(LoraSettings(seed=seed), rank=rank, alpha=float(alpha), target_modules=places)
+    targets = tuple(sorted({name.split(".", 1)[1].removesuffix(".lora_A.weight") for name in ranks}))
+    return replace(LoraSettings(seed=seed), rank=rank, alpha=float(alpha), target_modules=targets)

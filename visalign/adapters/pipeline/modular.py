@@ -50,22 +50,22 @@ def load_modular(
     """
     with silent():
         pipe: Any = ModularPipeline.from_pretrained(str(folder_or_id), workflow=WORKFLOW)
-    whole = _row(pipe, ())
-    text = _text_encoder(whole)
-    needed = {name for block in whole[text:] for name in _needs(block)}
-    free = {name for block in whole[:text] for name in _needs(block)} - needed
+    all_blocks = _row(pipe, ())
+    text = _text_encoder(all_blocks)
+    needed = {name for block in all_blocks[text:] for name in _needs(block)}
+    free = {name for block in all_blocks[:text] for name in _needs(block)} - needed
     refused = [without] if isinstance(without, str) else [name for name in without if name not in free]
     if refused:
         raise UserError(
             f"without names {', '.join(refused)}; give a list of what this {type(pipe).__name__} can do "
             f"without: {', '.join(sorted(free)) or 'nothing'}."
         )
-    wanted = {name for block in _row(pipe, without) for name in _needs(block)}
+    required = {name for block in _row(pipe, without) for name in _needs(block)}
     rounded = {} if quantization_config is None else quantization_config.quant_mapping
     parts = {}
     for name in pipe.pretrained_component_names:
         spec = pipe.get_component_spec(name)
-        if name in wanted and spec.pretrained_model_name_or_path is not None:
+        if name in required and spec.pretrained_model_name_or_path is not None:
             how = {"quantization_config": rounded[name]} if name in rounded else {}
             parts[name] = spec.load(dtype=dtypes.get(name, dtypes["default"]), **how)
     pipe.update_components(**parts)
@@ -110,13 +110,13 @@ def as_one_call(pipe: Any, family: Family) -> None:
     row[loop].set_progress_bar_config(disable=True)
     row[loop].loop_step = _one_step(row[loop])
     taken = dict.fromkeys(encodes) | {p.name: p.kwargs_type for block in row for p in block.inputs if p.name}
-    given = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in taken]
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in taken]
+    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
 
-    def call(self: Any, **asked: Any) -> tuple[Any]:
-        return self._run_blocks(asked)
+    def call(self: Any, **arguments: Any) -> tuple[Any]:
+        return self._run_blocks(arguments)
 
-    call.__signature__ = inspect.Signature([own, *given])  # type: ignore[attr-defined]
+    call.__signature__ = inspect.Signature([self_parameter, *parameters])  # type: ignore[attr-defined]
     pipe.__class__ = type(kind.__name__, (_OneCall, kind), {"__call__": call, "__module__": kind.__module__})
     pipe._encodes, pipe._taken, pipe._captions = tuple(encodes), taken, {"": ""}
     pipe._upsampling, pipe._encoding = row[:text], row[text]
@@ -124,11 +124,11 @@ def as_one_call(pipe: Any, family: Family) -> None:
 
 
 class _OneCall:
-    """What `as_one_call` lays over the class of a modular pipeline."""
+    """Mix-in that `as_one_call` adds to the class of a modular pipeline."""
 
     @property
     def _execution_device(self: Any) -> torch.device:
-        """Where all parts are; diffusers looks for an offloaded one through all layers, twice a call."""
+        """Device of all components; diffusers searches all layers for an offloaded one, twice a call."""
         return self.device
 
     def encode_prompt(self: Any, state: Any) -> tuple[Any, ...]:
@@ -146,23 +146,25 @@ class _OneCall:
         return tuple(state.get(name) for name in self._encodes)
 
     def prepare_latents(self, drawn: Tensor) -> Tensor:
-        """What the loop begins at, given what the blocks drew."""
+        """Return the latents at which the loop starts, from what the blocks drew."""
         return drawn
 
     def save_pretrained(self: Any, folder: str | Path) -> None:
         """Write the parts, and an index that names the folder."""
-        own: Any = super()
-        own.save_pretrained(str(folder), overwrite_modular_index=True)
+        parent: Any = super()
+        parent.save_pretrained(str(folder), overwrite_modular_index=True)
 
-    def _run_blocks(self: Any, asked: dict[str, Any]) -> tuple[Any]:
+    def _run_blocks(self: Any, arguments: dict[str, Any]) -> tuple[Any]:
         """(images,), or (latents,) for the output type "latent"."""
-        state, steps = PipelineState(), asked["num_inference_steps"]
+        state, steps = PipelineState(), arguments["num_inference_steps"]
         shipped = self.config.get("sample_sigmas")
         if shipped and len(shipped) != steps:
-            asked["sigmas"] = np.linspace(1.0, 1 / steps, steps).tolist()
-        for name, value in asked.items():
-            one = value[0] if "prompt" in name and isinstance(value, list) else value  # FLUX.3 reads no list
-            state.set(name, one, self._taken.get(name))
+            arguments["sigmas"] = np.linspace(1.0, 1 / steps, steps).tolist()
+        for name, value in arguments.items():
+            prompt = (
+                value[0] if "prompt" in name and isinstance(value, list) else value
+            )  # FLUX.3 reads no list
+            state.set(name, prompt, self._taken.get(name))
         with torch.no_grad():
             if state.get("prompt_embeds") is None:
                 self.encode_prompt(state)
@@ -171,7 +173,7 @@ class _OneCall:
         state.set("latents", self.prepare_latents(state.get("latents")))
         if len(state.get("timesteps")):
             _with_gradient(self._denoising)(self, state)
-        if asked["output_type"] == "latent":
+        if arguments["output_type"] == "latent":
             return (state.get("latents"),)
         for block in self._decoding:  # a reward's gradient goes through them
             _with_gradient(block)(self, state)

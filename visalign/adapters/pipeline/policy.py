@@ -168,13 +168,13 @@ class PipelinePolicy:
 
     @property
     def guided(self) -> bool:
-        """Whether a velocity takes two halves."""
+        """Return True if a velocity needs two halves."""
         return self._call.guided
 
     @property
     def image_size(self) -> int | tuple[int, int] | None:
-        """As given to the constructor; it may be set, and `latent_shape` and `sigmas` follow. What was
-        encoded before is for images of the size before."""
+        """Image size as passed to the constructor. Setting it changes `latent_shape` and `sigmas`; conditions
+        encoded before belong to the previous size."""
         return self._image_size
 
     @image_size.setter
@@ -188,7 +188,7 @@ class PipelinePolicy:
 
     @property
     def device(self) -> torch.device:
-        """Where the network is."""
+        """Device of the network."""
         return next(iter(self.networks.values())).device
 
     @property
@@ -214,20 +214,28 @@ class PipelinePolicy:
             UserError: an image is missing where the pipeline edits one, or cannot be read, or there are
                 more than it takes.
         """
-        asked = [(p, None) if isinstance(p, str) else (str(p["prompt"]), p.get("source")) for p in prompts]
-        keys = [(text, source_key(source)) for text, source in asked]
-        first = dict(zip(reversed(keys), reversed(asked), strict=True))
-        places = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        prompt_sources = [
+            (p, None) if isinstance(p, str) else (str(p["prompt"]), p.get("source")) for p in prompts
+        ]
+        keys = [(text, source_key(source)) for text, source in prompt_sources]
+        first = dict(zip(reversed(keys), reversed(prompt_sources), strict=True))
+        row_of = {key: i for i, key in enumerate(dict.fromkeys(keys))}
         sized = "height" in self._call.fixed
-        given = {key[1]: first[key][1] for key in places}
-        sources = {name: checked_source(self.pipe, self.family, each, sized) for name, each in given.items()}
-        own = self.guided and self.family.source != "none"  # the null prompt may look at the image
-        unique = tuple(self._call.encode(first[key][0], guided=own, source=sources[key[1]]) for key in places)
-        return PipelineCondition(unique, torch.tensor([places[key] for key in keys]))
+        source_of = {key[1]: first[key][1] for key in row_of}
+        sources = {
+            name: checked_source(self.pipe, self.family, edited, sized) for name, edited in source_of.items()
+        }
+        null_per_source = (
+            self.guided and self.family.source != "none"
+        )  # the null prompt may look at the image
+        unique = tuple(
+            self._call.encode(first[key][0], guided=null_per_source, source=sources[key[1]]) for key in row_of
+        )
+        return PipelineCondition(unique, torch.tensor([row_of[key] for key in keys]))
 
     @property
     def takes_source(self) -> bool:
-        """Whether `encode` is to be given records, with the images to edit."""
+        """Return True if `encode` needs records with the images to edit."""
         return self.family.source != "none"
 
     @property
@@ -249,21 +257,22 @@ class PipelinePolicy:
         """
         rows = rows_of(x, sigma, condition)
         time = self.times(sigma) if time is None else time
-        seen = x
+        network_input = x
         if self.prediction != "velocity":
             scale = preserving_scale(sigma).reshape(-1, *[1] * (x.ndim - 1))
-            seen = x / scale.to(x.dtype)
-        groups, found = self._groups(rows, time), []
+            network_input = x / scale.to(x.dtype)
+        groups, velocities = self._groups(rows, time), []
         with torch.autocast(x.device.type, self.autocast) if self.autocast else nullcontext():
             for group in groups:
                 at = torch.as_tensor(group, device=x.device)
-                found.append(self._predict(seen[at], time[at], [rows[i] for i in group]))
+                velocities.append(self._predict(network_input[at], time[at], [rows[i] for i in group]))
         order = torch.argsort(torch.as_tensor([i for group in groups for i in group], device=x.device))
-        output = torch.cat(found)[order]
+        output = torch.cat(velocities)[order]
         return velocity_of_prediction(output, x, sigma, self.prediction)
 
     def times(self, sigmas: Tensor) -> Tensor:
-        """What the network is given at noise levels: those of the last schedules exactly, others between."""
+        """Return the network's times at noise levels: exact for the last schedules, interpolated
+        elsewhere."""
         between = time_of(self._call.scheduler, sigmas, self._fine)
         exact = [
             self._times.get(level, other)
@@ -292,8 +301,8 @@ class PipelinePolicy:
                 f"{steps} take levels that it does not ship. Set the steps to {len(shipped)}.",
                 stacklevel=2,
             )
-        known, scheduler = self._known(steps), self._call.scheduler
-        sigmas, times = known if timestep_schedule == "diffusers" else scheduler.levels(steps)
+        cached, scheduler = self._known(steps), self._call.scheduler
+        sigmas, times = cached if timestep_schedule == "diffusers" else scheduler.levels(steps)
         if timestep_schedule == "plain" and self.prediction == "velocity":
             times = time_of(scheduler, sigmas[:-1], self._fine)
         self._times |= dict(zip(sigmas.tolist(), times.tolist(), strict=False))
@@ -334,7 +343,7 @@ class PipelinePolicy:
         return ImageEncoder(self)
 
     def reference(self) -> AbstractContextManager[None]:
-        """Inside, the policy is the model before training; may be nested. Call backward outside of it."""
+        """Restore the model from before training inside the block; nestable. Call backward outside."""
         return self._trained.reference()
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -380,15 +389,15 @@ class PipelinePolicy:
     def _groups(self, rows: Sequence[Encoded], time: Tensor) -> list[list[int]]:
         """The samples that one call of the pipeline can take, in order of appearance."""
         groups: dict[Any, list[int]] = {}
-        alone = self.family.alone == "always" or (self.guided and self.family.alone == "guided")
+        one_by_one = self.family.alone == "always" or (self.guided and self.family.alone == "guided")
         for i, (row, t) in enumerate(zip(rows, time.tolist(), strict=True)):
             shared = lengths(row, self.family.batch_axis, padded=self.family.padded)
-            key = (shared, None if self._mixed else t, i if alone else 0)
+            key = (shared, None if self._mixed else t, i if one_by_one else 0)
             groups.setdefault(key, []).append(i)
         return list(groups.values())
 
     def _predict(self, x: Tensor, time: Tensor, rows: Sequence[Encoded]) -> Tensor:
-        """What the pipeline hands its scheduler, [n, ...]."""
+        """Return the prediction that the pipeline passes to its scheduler, [n, ...]."""
         doubled = self.guided and self.family.guidance == "concatenated"
         if not self._mixed:
             time = time[0]

@@ -41,7 +41,7 @@ class FourBits:
 
 @contextmanager
 def by_shapes_alone() -> Iterator[None]:
-    """Inside, no weight is read: 4 bits need neither their package nor a GPU."""
+    """Read no weights inside the block: 4 bits need neither their package nor a GPU."""
     token = _BY_SHAPES.set(True)
     try:
         yield
@@ -52,7 +52,7 @@ def by_shapes_alone() -> Iterator[None]:
 def quantization_of(
     name: str | None, networks: Iterable[str], dtype: torch.dtype, *, adapters: bool
 ) -> dict[str, Any]:
-    """What `from_pretrained` of a pipeline is given so that its networks are quantized while they are read.
+    """Build the argument of a pipeline's `from_pretrained` that quantizes its networks while they are read.
 
     Args:
         name: one of `QUANTIZATIONS`; None for none.

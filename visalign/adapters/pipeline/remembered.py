@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What diffusers looks up in all modules of all parts, several times a call: asked once, then remembered."""
+"""Cache lookups that diffusers repeats over all modules of all components several times a call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RememberedLookups:
 
     @contextmanager
     def remembered(self) -> Iterator[None]:
-        """Inside, a property has the value that it had when it was first looked up."""
+        """Keep the first value of each cached property inside the block."""
         weight = next(self._networks[0].parameters())
         if self._weights != (weight.dtype, weight.device):
             self._known = {(id(network), "dtype"): dtype_of(network) for network in self._networks}
@@ -61,21 +61,21 @@ class RememberedLookups:
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         return type(kind.__name__, (kind,), {**names, **changed})
 
-    def _property(self, own: Any, name: str) -> Any:
+    def _property(self, original: Any, name: str) -> Any:
         def value(part: Any) -> Any:
             key = id(part), name
             if key not in self._known:
-                self._known[key] = own.fget(part)
+                self._known[key] = original.fget(part)
             return self._known[key]
 
         return property(value)
 
-    def _free_hooks(self, own: Any) -> Any:
-        """What ends a call: it takes parts off the device again and empties caches of features."""
+    def _free_hooks(self, original: Any) -> Any:
+        """Skip the end-of-call hook that offloads components and empties feature caches."""
 
         def free(pipe: Any) -> None:
             cached = any(getattr(network, "is_cache_enabled", False) for network in self._networks)
             if cached or getattr(pipe, "_all_hooks", None):
-                own(pipe)
+                original(pipe)
 
         return free

@@ -23,7 +23,7 @@ from visalign.interfaces import Prediction
 
 
 class _Handing:
-    """What both have in common; the class beside it is diffusers' own scheduler."""
+    """Common part of both schedulers, combined with diffusers' own class."""
 
     at: Tensor | None = None
     """The time of the one step that is asked for, as the pipeline hands it on; None: no step at all."""
@@ -58,9 +58,9 @@ class HandingFlow(_Handing, FlowMatchEulerDiscreteScheduler):
     ) -> None:
         """Make the schedule as diffusers does and remember it; then stand at the one time asked for."""
         if self.at is None:
-            one = 1 in (num_inference_steps, 0 if sigmas is None else len(sigmas))
+            single_step = 1 in (num_inference_steps, 0 if sigmas is None else len(sigmas))
             settings: Any = self.config
-            if one and settings.shift_terminal:  # which stretches between two levels, and here is one
+            if single_step and settings.shift_terminal:  # which stretches between two levels, and here is one
                 self.known = torch.tensor([1.0, 0.0]), torch.tensor([float(settings.num_train_timesteps)])
             else:
                 super().set_timesteps(
@@ -96,7 +96,7 @@ class HandingNoise(_Handing, DDIMScheduler):
         return {"epsilon": "epsilon", "v_prediction": "v", "sample": "x0"}[settings.prediction_type]  # type: ignore[return-value]
 
     def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:
-        """As `HandingFlow.set_timesteps`."""
+        """Set the timesteps as `HandingFlow.set_timesteps` does."""
         if self.at is None:
             super().set_timesteps(num_inference_steps, device="cpu")
             self.known = self._levels(self.timesteps)
@@ -125,10 +125,10 @@ def handing_scheduler(scheduler: Any) -> Handing:
         UserError: it is of neither kind.
     """
     config = dict(scheduler.config)
-    made: Any
+    result: Any
     if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
-        made = HandingFlow.from_config(scheduler.config)
-        return made
+        result = HandingFlow.from_config(scheduler.config)
+        return result
     if config.get("prediction_type") == "flow_prediction" or config.get("use_flow_sigmas"):
         return HandingFlow(shift=config.get("flow_shift") or 1.0)  # another solver of the same flow
     if hasattr(scheduler, "alphas_cumprod") and config.get("prediction_type", "epsilon") in (
@@ -136,32 +136,32 @@ def handing_scheduler(scheduler: Any) -> Handing:
         "v_prediction",
         "sample",
     ):
-        known = {k: v for k, v in config.items() if k not in ("set_alpha_to_one", "_class_name")}
-        made = HandingNoise.from_config({**known, "set_alpha_to_one": True})
-        return made
+        options = {k: v for k, v in config.items() if k not in ("set_alpha_to_one", "_class_name")}
+        result = HandingNoise.from_config({**options, "set_alpha_to_one": True})
+        return result
     raise UserError(
         f"The pipeline samples with {type(scheduler).__name__}, neither a flow nor a noise schedule with "
         "alphas_cumprod. Set pipe.scheduler to a FlowMatchEulerDiscreteScheduler or a DDIMScheduler."
     )
 
 
-def time_of(scheduler: Handing, sigmas: Tensor, known: tuple[Tensor, Tensor]) -> Tensor:
-    """The time that the pipeline hands its network at any levels.
+def time_of(scheduler: Handing, sigmas: Tensor, schedule: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the times that the pipeline passes to its network at any noise levels.
 
     Args:
-        scheduler: the pipeline's.
-        sigmas: float32, any shape.
-        known: a fine one of a flow, σ and times.
+        scheduler: Scheduler of the pipeline.
+        sigmas: Noise levels, float32, any shape.
+        schedule: Fine schedule of a flow, σ and times, to interpolate.
     """
     if isinstance(scheduler, HandingFlow):
-        levels, times = (part.numpy() for part in known)
+        levels, times = (part.numpy() for part in schedule)
         settings: Any = scheduler.config
         count = settings.num_train_timesteps
         if np.allclose(times, levels[:-1] * count, rtol=1e-5, atol=1e-3):
             return sigmas.float() * count
-        places, values = levels[::-1], np.append(times, 0.0)[::-1]  # a shift that the times do not share
+        level_grid, values = levels[::-1], np.append(times, 0.0)[::-1]  # a shift that the times do not share
     else:
-        places = flow_sigma(scheduler.alphas_cumprod.double()).numpy()
-        values = np.arange(len(places), dtype=np.float64)
-    found = np.interp(sigmas.cpu().double().numpy(), places, values)
-    return torch.as_tensor(found, dtype=torch.float32, device=sigmas.device)
+        level_grid = flow_sigma(scheduler.alphas_cumprod.double()).numpy()
+        values = np.arange(len(level_grid), dtype=np.float64)
+    interpolated = np.interp(sigmas.cpu().double().numpy(), level_grid, values)
+    return torch.as_tensor(interpolated, dtype=torch.float32, device=sigmas.device)

@@ -44,11 +44,11 @@ def collapse_null_tokens(prompt_embeds: Tensor) -> tuple[Tensor, Tensor]:
         )
     length = prompt_embeds.shape[1]
     occupied = prompt_embeds.detach().ne(0).any(dim=-1).any(dim=0).nonzero()
-    kept = int(occupied[-1]) + 1 if len(occupied) else 0
-    log_multiplicity = torch.zeros(min(kept + 1, length), device=prompt_embeds.device)
-    if length - kept > 1:
-        log_multiplicity[kept] = math.log(length - kept)
-        prompt_embeds = prompt_embeds[:, : kept + 1].contiguous()
+    count = int(occupied[-1]) + 1 if len(occupied) else 0
+    log_multiplicity = torch.zeros(min(count + 1, length), device=prompt_embeds.device)
+    if length - count > 1:
+        log_multiplicity[count] = math.log(length - count)
+        prompt_embeds = prompt_embeds[:, : count + 1].contiguous()
     return prompt_embeds, log_multiplicity
 
 

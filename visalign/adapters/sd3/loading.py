@@ -90,20 +90,20 @@ def _check_listed(folder: Path, index: dict[str, Any]) -> None:
 
 def _check_class(name: str | Path, index: dict[str, Any]) -> None:
     """Only SD3's pipeline class; a sibling would load with parts of other meaning."""
-    given = index.get("_class_name")
-    if given != StableDiffusion3Pipeline.__name__:
+    class_name = index.get("_class_name")
+    if class_name != StableDiffusion3Pipeline.__name__:
         raise UserError(
-            f"{name} is a {given}; the SD3 adapter loads a {StableDiffusion3Pipeline.__name__} (SD3, SD3.5). "
-            "Choose such a model, or name the adapter that loads it (model.adapter)."
+            f"{name} is a {class_name}; the SD3 adapter loads a {StableDiffusion3Pipeline.__name__} (SD3, "
+            "SD3.5). Choose such a model, or name the adapter that loads it (model.adapter)."
         )
 
 
 def _is_listed(index: dict[str, Any], part: str) -> bool:
-    """Whether the index names a class for this part."""
+    """Return True if the index names a class for this component."""
     entry = index.get(part)
     return isinstance(entry, list) and entry[0] is not None
 
 
 def _has_files(folder: Path) -> bool:
-    """Whether the folder of a part exists and is not empty."""
+    """Return True if the folder of a component exists and is not empty."""
     return folder.is_dir() and any(folder.iterdir())

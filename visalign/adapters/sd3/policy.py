@@ -144,7 +144,7 @@ class SD3Policy:
 
     @property
     def image_size(self) -> int | tuple[int, int] | None:
-        """As given to the constructor; it may be set, and `latent_shape` and `sigmas` follow."""
+        """Image size as passed to the constructor; setting it changes `latent_shape` and `sigmas`."""
         return self._image_size
 
     @image_size.setter
@@ -155,7 +155,7 @@ class SD3Policy:
 
     @property
     def device(self) -> torch.device:
-        """Where the transformer is."""
+        """Device of the transformer."""
         return self.transformer.device
 
     @property
@@ -252,7 +252,7 @@ class SD3Policy:
         return sampling_sigmas(self.pipe, steps, timestep_schedule=timestep_schedule, shape=self.latent_shape)
 
     def reference(self) -> AbstractContextManager[None]:
-        """Inside, the policy is the model before training; may be nested. Call backward outside of it."""
+        """Restore the model from before training inside the block; nestable. Call backward outside."""
         return self._trained.reference()
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -285,7 +285,7 @@ class SD3Policy:
     def _forward(
         self, x: Tensor, timestep: Tensor, embeds: Tensor, pooled: Tensor, log_multiplicity: Tensor | None
     ) -> Tensor:
-        """One pass of the transformer, float32 [B, C, H, W]."""
+        """Run the transformer once, float32 [B, C, H, W]."""
         dtype = self.storage_dtype
         weights = None if log_multiplicity is None else {"context_log_multiplicity": log_multiplicity}
         autocast = torch.autocast(x.device.type, self.autocast) if self.autocast else nullcontext()

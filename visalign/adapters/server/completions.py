@@ -28,7 +28,7 @@ _SUM_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest:
-    """One requested completion; its answer is checked against it."""
+    """Request of one completion; the answer is checked against it."""
 
     url: str
     sample: int
@@ -147,20 +147,22 @@ def find_end(
 def _ids(choice: Mapping[str, Any], logprobs: Mapping[str, Any], request: CompletionRequest) -> list[int]:
     """Read token ids, from `token_ids` or from names like "token_id:5"; both must agree if both are given."""
     listed, names = choice.get("token_ids"), logprobs.get("tokens")
-    named = None
+    ids_of_names = None
     if isinstance(names, list):
         matches = [_TOKEN_ID.fullmatch(name) if isinstance(name, str) else None for name in names]
-        named = [int(match[1]) for match in matches if match is not None]
-        named = named if len(named) == len(names) else None
-    ids = listed if isinstance(listed, list) else named
+        ids_of_names = [int(match[1]) for match in matches if match is not None]
+        ids_of_names = ids_of_names if len(ids_of_names) == len(names) else None
+    ids = listed if isinstance(listed, list) else ids_of_names
     if ids is None:
         raise request.error(
             "the answer has text but no token ids. Text is not tokenized again, since that may give other "
             "tokens than were sampled. Use a server that supports return_token_ids (vLLM from 0.10.2 on, "
             "SGLang)."
         )
-    if named is not None and ids != named:
-        raise request.error(f"token_ids ({len(ids)} tokens) and logprobs.tokens ({len(named)}) disagree.")
+    if ids_of_names is not None and ids != ids_of_names:
+        raise request.error(
+            f"token_ids ({len(ids)} tokens) and logprobs.tokens ({len(ids_of_names)}) disagree."
+        )
     if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
         raise request.error(f"token_ids is {ids!r:.200}; it must be a list of non-negative integers.")
     if not 1 <= len(ids) <= request.limit:

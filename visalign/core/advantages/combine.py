@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several rewards made into one: the weighted sum or mean, normalise-then-sum, and GDPO's advantage.
+"""Combine several rewards: weighted sum or mean, normalise-then-sum, and GDPO's advantage.
 
-Rewards come as [B, M]; NaN means missing. `missing` says what a sample with some missing rewards is worth:
-* "drop": nothing; the sample is missing as a whole, so it shifts no baseline and takes no part in the loss;
-* "skip": the sum of the rewards that are there (TRL). Right when rewards do not apply to every sample; wrong
-  for failed judges, because a missing term then acts as a reward of 0.
-A reward of weight 0 is for the log alone: it makes no sample missing.
+Rewards are [B, M], each column in its own unit, with one weight per column; NaN means missing. A reward of
+weight 0 is only logged: it makes no sample missing. `missing` says what a sample with some missing rewards is
+worth:
+* "drop": the whole sample is missing, so it shifts no baseline and takes no part in the loss;
+* "skip": the sum of its present rewards (TRL). Right when rewards do not apply to every sample; wrong for
+  failed judges, because a missing term then acts as a reward of 0.
 """
 
 from __future__ import annotations
@@ -26,43 +27,24 @@ Missing = Literal["drop", "skip"]
 
 
 def weighted_sum(rewards: Tensor, weights: Sequence[float], *, missing: Missing = "drop") -> Tensor:
-    """Combine rewards linearly: R_b = Σ_k w_k R_bk.
-
-    Args:
-        rewards: [B, M], each column in its own unit; what is not finite is missing.
-        weights: M numbers.
-        missing: see the top of this file.
-
-    Returns:
-        [B], NaN where the sample is missing; float64 for float64 rewards and float32 otherwise.
-    """
-    usable, row = _usable(rewards, weights, missing)
-    weight = torch.tensor(weights, dtype=torch.float64, device=rewards.device)
+    """Combine rewards linearly, R_b = Σ_k w_k R_bk; [B], NaN where the sample is missing."""
+    usable, row, weight = _usable(rewards, weights, missing)
     total = (torch.where(usable, rewards.detach().double(), 0.0) * weight).sum(1)
     return _finish(total, row, rewards.dtype)
 
 
 def weighted_mean(rewards: Tensor, weights: Sequence[float], *, missing: Missing = "drop") -> Tensor:
-    """Average rewards of one unit: R_b = Σ_k w_k R_bk / Σ_k w_k.
+    """Average rewards of one unit, R_b = Σ_k w_k R_bk / Σ_k w_k with w ≥ 0; [B], NaN where missing.
 
-    With "skip" both sums run over the rewards that are there: a term that failed leaves the average, instead
-    of pulling it towards 0 as in a sum. With win rates per category it is the blend of Pref-GRPO's flexible
-    judge: weighted_mean([overall, weighted_mean(categories, c)], [w_overall, w_categories]).
-
-    Args:
-        rewards: [B, M], all columns in one unit; what is not finite is missing.
-        weights: M numbers ≥ 0.
-        missing: see the top of this file.
-
-    Returns:
-        [B], NaN where the sample is missing; float64 for float64 rewards and float32 otherwise.
+    With "skip" both sums run over the present rewards: a failed term leaves the average, instead of pulling
+    it towards 0 as in a sum. With win rates per category it is the blend of Pref-GRPO's flexible judge:
+    weighted_mean([overall, weighted_mean(categories, c)], [w_overall, w_categories]).
 
     Wang et al., Pref-GRPO, arXiv 2508.20751, released code.
     """
-    usable, row = _usable(rewards, weights, missing)
+    usable, row, weight = _usable(rewards, weights, missing)
     if min(weights) < 0:
         raise ValueError(f"weights of a mean must be ≥ 0; got {list(weights)}. For signs use weighted_sum.")
-    weight = torch.tensor(weights, dtype=torch.float64, device=rewards.device)
     total = (torch.where(usable, rewards.detach().double(), 0.0) * weight).sum(1)
     return _finish(total / torch.where(row, (usable * weight).sum(1), 1.0), row, rewards.dtype)
 
@@ -78,24 +60,12 @@ def normalise_then_sum(
 ) -> Tensor:
     """Standardise each reward within its group, then sum: R_b = Σ_k w_k (R_bk − mean_g,k)/(std_g,k + eps).
 
-    No reward wins by its unit. The result still has to be whitened over the batch (`whiten(..., eps=eps,
-    eps_inside=False)`), per sample or per token; an all-equal column adds exactly 0.
-
-    Args:
-        rewards: [B, M], each column in its own unit; what is not finite is missing.
-        weights: M numbers.
-        group: [B] labels.
-        ddof: 0 or 1.
-        eps: added to each std.
-        missing: see the top of this file; here a skipped term counts as average.
-
-    Returns:
-        [B], NaN where the sample is missing; float64 for float64 rewards and float32 otherwise.
+    No reward wins by its unit. Whiten the result over the batch (`whiten(..., eps=eps, eps_inside=False)`),
+    per sample or per token. A skipped term counts as average. Returns [B], NaN where the sample is missing.
 
     Liu et al., GDPO, arXiv 2601.05242.
     """
-    usable, row = _usable(rewards, weights, missing)
-    weight = torch.tensor(weights, dtype=torch.float64, device=rewards.device)
+    usable, row, weight = _usable(rewards, weights, missing)
     scores = group_advantages(rewards.double(), group, ddof=ddof, eps=eps, valid=usable)
     return _finish((scores * weight).sum(1), row, rewards.dtype)
 
@@ -114,22 +84,10 @@ def gdpo_advantages(
 
     Z_b = Σ_k w_k (R_bk − mean_g,k)/(std_g,k + eps);  A = (Z − mean_batch Z)/(std_batch Z + eps).
 
-    The batch statistics run over samples, or over decisions when `decision_weight` is given: then a sample
-    counts as often as it has decisions. Both forms are in use (TRL; verl). Over samples mean_batch Z is 0,
-    and groups whose rewards are all equal stay at exactly 0; over decisions it is not, and moves them, if the
-    numbers of decisions differ.
-
-    Args:
-        rewards: [B, M], each column in its own unit; what is not finite is missing.
-        weights: M numbers.
-        group: [B] labels.
-        decision_weight: [B, T], 0 where a decision is absent; its other values do not enter.
-        ddof: 0 or 1, in both standardisations.
-        eps: added to each std.
-        missing: see the top of this file; a skipped term counts as average.
-
-    Returns:
-        [B], or [B, T] with `decision_weight`; 0 where the sample is missing or the decision absent.
+    The batch statistics run over samples (TRL), or over decisions if `decision_weight` [B, T] is given
+    (verl): only its zeros matter, and a sample counts as often as it has decisions. Over samples mean_batch Z
+    is 0 and groups of equal rewards stay at exactly 0; over decisions of uneven numbers they move. Returns
+    [B], or [B, T] with `decision_weight`.
 
     Liu et al., GDPO, arXiv 2601.05242.
     """
@@ -142,8 +100,8 @@ def gdpo_advantages(
     return whiten(spread_out, decision_weight != 0, ddof=ddof, eps=eps, eps_inside=False)
 
 
-def _usable(rewards: Tensor, weights: Sequence[float], missing: Missing) -> tuple[Tensor, Tensor]:
-    """(terms that count [B, M] bool, samples that have a sum [B] bool)."""
+def _usable(rewards: Tensor, weights: Sequence[float], missing: Missing) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the terms that count [B, M], the samples that have a sum [B], and the weights [M]."""
     if rewards.ndim != 2 or rewards.shape[1] != len(weights):
         raise ValueError(
             f"rewards must be [B, M] with one weight per column; got rewards {tuple(rewards.shape)} and "
@@ -155,7 +113,7 @@ def _usable(rewards: Tensor, weights: Sequence[float], missing: Missing) -> tupl
     present = torch.isfinite(rewards)
     counts = torch.tensor([w != 0 for w in weights], device=rewards.device)
     row = (present | ~counts).all(1) if missing == "drop" else (present & counts).any(1)
-    return present & row[:, None], row
+    return present & row[:, None], row, torch.tensor(weights, dtype=torch.float64, device=rewards.device)
 
 
 def _finish(total: Tensor, row: Tensor, dtype: torch.dtype) -> Tensor:

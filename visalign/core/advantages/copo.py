@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""COPO: where a group agrees there is nothing to learn within it, so compare the prompts with each other.
-
-As in `advantages`: float64 statistics over all that is passed in (the whole optimizer step, all devices), no
-gradient, a missing reward leaves every statistic and gets 0, all-equal rewards give exactly 0.
-"""
+"""COPO, arXiv 2508.04138: compare prompts with each other where the samples of a group agree."""
 
 from __future__ import annotations
 
@@ -18,21 +14,11 @@ from visalign.core.precision import float32, float32_dtype
 
 
 def between_group_advantages(reward: Tensor, group: Labels, *, eps: float = 1e-6, ddof: int = 0) -> Tensor:
-    """COPO's global advantage: how a prompt's mean reward compares with that of the other prompts.
+    """Compute COPO's global advantage: compare a prompt's mean reward with that of the other prompts.
 
-    A_q = (R̄_q − mean_q R̄)/(std_q R̄ + eps), given to every sample of q. An all-equal group, which has no
-    signal in GRPO, keeps one. R̄ is taken as the mean of the group's rewards.
-
-    Args:
-        reward: [B], any unit, of the whole optimizer step; what is not finite is missing.
-        group: [B] labels.
-        eps: added to the std, in units of the reward.
-        ddof: 0 (biased) or 1.
-
-    Returns:
-        [B], float32 or better; 0 where missing, for a single group and for equal means.
-
-    COPO, arXiv 2508.04138.
+    A_q = (R̄_q − mean_q R̄)/(std_q R̄ + eps), given to every sample of q, with R̄_q the mean of the group's
+    rewards. A group of equal rewards, without signal in GRPO, gets one. 0 for a single group and for equal
+    means.
     """
     check_axes(reward=(reward, "B"))
     index, groups = group_index(group, reward.shape[0], reward.device)
@@ -44,17 +30,10 @@ def between_group_advantages(reward: Tensor, group: Labels, *, eps: float = 1e-6
 
 
 def consistency_entropy(cluster: Labels, group: Labels, weight: Tensor | None = None) -> Tensor:
-    """Entropy of the answers within each group, H_q = −Σ_c p_c ln p_c, in nats.
+    """Compute the entropy of the answers within each group, H_q = −Σ_c p_c ln p_c, in nats.
 
-    Args:
-        cluster: [B] labels; samples with the same answer share one. Only compared within a group.
-        group: [B] labels.
-        weight: [B] ≥ 0, mass of each sample, 1 if absent; 0 leaves it out.
-
-    Returns:
-        [B], H of the sample's group; float32, or float64 for float64 weights; NaN for a group without mass.
-
-    COPO, arXiv 2508.04138.
+    `cluster` [B] holds labels of answers, compared within a group only; `weight` [B] ≥ 0 is the mass of each
+    sample. Returns [B], H of the sample's group, NaN without mass.
     """
     size = len(group)
     device = group.device if isinstance(group, Tensor) else None
@@ -71,19 +50,10 @@ def consistency_entropy(cluster: Labels, group: Labels, weight: Tensor | None = 
 
 
 def copo_weight(entropy: Tensor, *, gamma: float = 20.0, rho: float = 1.5) -> Tensor:
-    """COPO's weight of the local advantage, w = σ(γ (H − ρ)): near 0 where all answers agree.
+    """Compute COPO's weight of the local advantage, w = σ(γ (H − ρ)): near 0 where all answers agree.
 
+    `entropy` H has any shape, in nats, e.g. from `consistency_entropy`; for images any spread of the group.
     ρ = 1.5 nats needs five different answers; with G ≤ 4 (ln 4 = 1.39) w stays below 0.1. Scale ρ with ln G.
-
-    Args:
-        entropy: any shape, H in nats, e.g. from `consistency_entropy`. For images, any spread of the group.
-        gamma: γ, steepness in 1/nat.
-        rho: ρ, in nats.
-
-    Returns:
-        The shape of entropy, in [0, 1], float32 or better, no gradient.
-
-    COPO, arXiv 2508.04138.
     """
     value = float32(entropy.detach())
     return torch.sigmoid(gamma * (value - rho))
@@ -92,23 +62,11 @@ def copo_weight(entropy: Tensor, *, gamma: float = 20.0, rho: float = 1.5) -> Te
 def copo_advantages(
     reward: Tensor, group: Labels, weight: Tensor, *, eps: float = 1e-6, ddof: int = 1, between_ddof: int = 0
 ) -> Tensor:
-    """COPO: A_i = w_q A_i^local + (1 − w_q) A_q^global, both standardised.
+    """Blend local and global advantages: A_i = w_q A_i^local + (1 − w_q) A_q^global, both standardised.
 
-    Deviation: the paper blends the two losses. Blending the advantages gives the same gradient while no
-    ratio is clipped, at half the cost; for the losses, use `between_group_advantages` and two surrogates.
-
-    Args:
-        reward: [B], any unit; what is not finite is missing.
-        group: [B] labels.
-        weight: [B] w of each sample's group, in [0, 1], as from `copo_weight`.
-        eps: added to both standard deviations.
-        ddof: of the std within the group.
-        between_ddof: of the std between the groups.
-
-    Returns:
-        [B], float32 or better; 0 where missing.
-
-    COPO, arXiv 2508.04138.
+    `weight` [B] is w of the sample's group, from `copo_weight`. Deviation: the paper blends the two losses.
+    Blending the advantages gives the same gradient while no ratio is clipped, at half the cost; for the
+    losses, use `between_group_advantages` and two surrogates.
     """
     check_axes(reward=(reward, "B"), weight=(weight, "B"))
     local = group_advantages(reward, group, eps=eps, ddof=ddof)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several rewards balanced by their gradients: MARBLE's min-norm combination and its cheap form.
+"""Balance several rewards by their gradients: MARBLE's min-norm combination and its cheap form.
 
-The cheap form: every few steps take one gradient per reward, solve for the weights, smooth them; in between
-use `weighted_sum` of the per-reward advantages with the smoothed weights. This equals combining gradients as
-long as the loss is linear in the advantage: for REINFORCE, for DiffusionNFT with |A| below its bound, for PPO
-only while no ratio is clipped. Keep the KL term outside the combination.
+The cheap form: every few steps (10 in the paper) take one gradient per reward, solve for the weights, smooth
+them; in between use `weighted_sum` of the per-reward advantages with the smoothed weights. This equals
+combining gradients as long as the loss is linear in the advantage: for REINFORCE, for DiffusionNFT with |A|
+below its bound, for PPO only while no ratio is clipped. Keep the KL term outside the combination.
 """
 
 from __future__ import annotations
@@ -20,21 +20,18 @@ MAX_REWARDS = 12
 
 
 def min_norm_weights(gradient: Tensor, *, normalise: bool = True) -> Tensor:
-    """Weights of the shortest convex combination, α = argmin_{α ≥ 0, Σα = 1} ‖Σ_k α_k ĝ_k‖², ĝ = g/‖g‖.
+    """Find the shortest convex combination, α = argmin_{α ≥ 0, Σα = 1} ‖Σ_k α_k ĝ_k‖², ĝ = g/‖g‖.
 
     Its direction d has d·ĝ_k ≥ ‖d‖² for every k: following it harms no reward. Solved exactly, by the
-    optimality conditions of every subset of the rewards. A reward with zero gradient (constant in all
-    groups) is left out and gets 0; with all gradients zero the weights are equal.
+    optimality conditions of every subset of the rewards. A reward with zero gradient (constant in all groups)
+    gets 0; with all gradients zero the weights are equal.
 
     Args:
         gradient: [K, N], one flat gradient per reward, already reduced over devices, K ≤ 12.
-        normalise: use unit gradients, as published; False lets the smallest gradient take nearly all weight.
+        normalise: Use unit gradients, as published; False lets the smallest gradient take nearly all weight.
 
     Returns:
-        [K] ≥ 0 with sum 1, float32 or better; where the shortest combination is not unique, one of them.
-
-    Raises:
-        ValueError: gradient is not [K, N] with 1 ≤ K ≤ 12.
+        α [K]; one of the solutions where the shortest combination is not unique.
 
     MARBLE, arXiv 2605.06507; Désidéri, MGDA, C. R. Math. 350 (2012) 313.
     """
@@ -58,18 +55,10 @@ def min_norm_weights(gradient: Tensor, *, normalise: bool = True) -> Tensor:
 def combine_gradients(
     gradient: Tensor, alpha: Tensor, *, normalise: bool = True, rescale: bool = False
 ) -> Tensor:
-    """The combined direction d = Σ_k α_k ĝ_k, with `rescale` times the mean of ‖g_k‖.
+    """Combine gradients [K, N] to the direction d = Σ_k α_k ĝ_k, [N]; a zero gradient contributes 0.
 
-    Args:
-        gradient: [K, N].
-        alpha: [K], from `min_norm_weights` with the same `normalise`.
-        normalise: use unit gradients; a zero gradient contributes 0.
-        rescale: give d the size of a gradient; the mean is over the gradients that are not zero.
-
-    Returns:
-        [N], float32 or better.
-
-    MARBLE, arXiv 2605.06507.
+    `alpha` [K] is from `min_norm_weights` with the same `normalise`. `rescale` multiplies d by the mean of
+    ‖g_k‖ over the gradients that are not zero.
     """
     _check_gradients(gradient)
     check_axes(gradient=(gradient, "K N"), alpha=(alpha, "K"))
@@ -81,26 +70,13 @@ def combine_gradients(
 
 
 def smooth_weights(previous: Tensor, alpha: Tensor, *, rho: float = 0.7) -> Tensor:
-    """Moving average of the weights, ᾱ ← ρ ᾱ + (1 − ρ) α; start from equal weights.
-
-    Args:
-        previous: [K] ᾱ.
-        alpha: [K] new weights.
-        rho: ρ in [0, 1).
-
-    Returns:
-        [K], on the simplex if both are.
-
-    MARBLE, arXiv 2605.06507 (ρ = 0.7, every 10 steps).
-    """
+    """Average weights [K] over time, ᾱ ← ρ ᾱ + (1 − ρ) α; start from equal weights."""
     check_same(previous=previous, alpha=alpha)
-    if not 0 <= rho < 1:
-        raise ValueError(f"rho must lie in [0, 1); got {rho}.")
     return rho * previous.detach() + (1 - rho) * alpha.detach()
 
 
 def _stationary(product: Tensor, member: Tensor) -> Tensor:
-    """For each subset the α with M α = λ 1 and Σ α = 1 on its members and 0 elsewhere, [C, K]."""
+    """Solve M α = λ 1, Σ α = 1 on the members of each subset; α [C, K] is 0 elsewhere."""
     count, size = member.shape
     inside = member[:, :, None] & member[:, None, :]
     outside = torch.diag_embed((~member).to(product.dtype))
@@ -111,7 +87,6 @@ def _stationary(product: Tensor, member: Tensor) -> Tensor:
 
 
 def _vectors(gradient: Tensor, normalise: bool) -> tuple[Tensor, Tensor]:
-    """(unit or plain gradients [K, N], their norms [K]) in float64."""
     value = gradient.detach().double()
     norm = torch.linalg.vector_norm(value, dim=1)
     return (value / torch.where(norm > 0, norm, 1.0)[:, None] if normalise else value), norm

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From rewards to advantages: group-relative, batch-scaled, centred, leave-one-out; whitening; the clamp.
+"""Group-relative, batch-scaled, centred and leave-one-out advantages; whitening; the clamp.
 
-Deviations from the published code, all of them deliberate:
-* an all-equal group gives exactly 0 in every setting (float32 means give rounding noise divided by eps);
+Deliberate deviations from the published code:
+* a group of equal rewards gives exactly 0 in every setting (float32 means give rounding noise divided by
+  eps);
 * a missing reward leaves the statistics of its group and gets 0; it is never counted as a reward of 0;
 * a group with one valid member gives 0 unless `singleton="raw"` (verl keeps the raw reward).
 """
@@ -35,27 +36,24 @@ def group_advantages(
     valid: Tensor | None = None,
     singleton: Singleton = "zero",
 ) -> Tensor:
-    """Compare each reward with the others of its group.
+    """Compare each reward with the others of its group: A_i = (R_i − mean_g)/(std + eps).
 
-    A_i = (R_i − mean_g) / (std + eps), the mean over the valid members of i's group g. With `leave_one_out`
-    the mean is over the other members, R_i − mean_{j≠i} R_j = (R_i − mean_g)·n/(n−1). `std` is the group's,
-    the batch's, or absent (A_i = R_i − mean_g). [B, T] rewards are treated column by column.
-
-    Statistics are float64, centred before they are squared, over everything that is passed in: give the
-    rewards of the whole optimizer step, gathered from all devices. The result carries no gradient.
+    The mean is over the valid members of i's group g. With baseline "leave_one_out" it is over the other
+    members: R_i − mean_{j≠i} R_j = (R_i − mean_g)·n/(n−1). [B, T] rewards are treated column by column.
+    Statistics are centred before they are squared.
 
     Args:
-        reward: [B] or [B, T], any unit; entries that are not finite count as missing.
-        group: [B] labels: an integer tensor or a sequence of hashables, in any order.
+        reward: [B] or [B, T].
+        group: [B] labels.
         scale: "group" (GRPO), "batch" (one std for all, centred per group), "none" (Dr.GRPO, RLOO).
         baseline: "mean" or "leave_one_out" (RLOO).
         ddof: 1 for the unbiased std (TRL, verl), 0 for the biased one (flow_grpo).
-        eps: added to the std, in units of the reward.
-        valid: bool [B] or the shape of reward; False means missing.
-        singleton: advantage of a group with a single valid member: "zero", or "raw" for the reward itself.
+        eps: Added to the std, in units of the reward.
+        valid: Bool [B] or the shape of reward; False means missing.
+        singleton: Advantage of a group with one valid member: "zero", or "raw" for the reward itself.
 
     Returns:
-        The shape of reward, float64 for float64 rewards, else float32; 0 where the reward is missing.
+        The shape of reward; 0 where the reward is missing.
 
     Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1.2; Liu et al., Dr.GRPO, arXiv 2503.20783, section
     3.2; Ahmadian et al., RLOO, arXiv 2402.14740; Liu et al., Flow-GRPO, arXiv 2505.05470.
@@ -68,9 +66,8 @@ def group_advantages(
         raise ValueError(f"reward must be [B] or [B, T]; got shape {tuple(reward.shape)}.")
     index, groups = group_index(group, reward.shape[0], reward.device)
     present = present_entries(reward, valid)
-    values = _columns(reward.detach().double())
-    mask = _columns(present).expand_as(values)
-    values = torch.where(mask, values, 0.0)
+    mask = present[:, None] if present.ndim == 1 else present
+    values = torch.where(mask, reward.detach().double().reshape(mask.shape), 0.0)
 
     # A_i = (R_i − mean_g)/(std + eps), or (R_i − mean_g) n/(n − 1) over it
     count, centred = centre(values, mask, index, groups)
@@ -78,7 +75,9 @@ def group_advantages(
     if scale == "group":
         result = divide(result, spread(centred, mask, index, groups, ddof) + eps)
     elif scale == "batch":
-        result = divide(result, _batch_std(values, mask, ddof) + eps)
+        all_rows = torch.zeros_like(index)
+        deviation = centre(values, mask, all_rows, 1)[1]
+        result = divide(result, spread(deviation, mask, all_rows, 1, ddof) + eps)
     alone = values if singleton == "raw" else torch.zeros_like(values)
     result = torch.where(mask, torch.where(count == 1, alone, result), 0.0)
     return result.reshape(reward.shape).to(float32_dtype(reward))
@@ -98,20 +97,9 @@ def whiten(
 
     y = (x − mean)/sqrt(var + eps), or (x − mean)/(std + eps) with `eps_inside=False`. The scope is what is
     passed in: per sample on [B], per token on [B, T], where long sequences weigh more (the two published
-    forms of GDPO differ in just this). With labels it is all entries of the rows of one group.
-
-    Args:
-        values: any shape; entries that are not finite count as missing.
-        valid: bool, the shape of values or its first dimensions.
-        group: one label per row of values, for statistics per group; None for one scope.
-        ddof: 0 or 1, the divisor of the variance is n − ddof.
-        eps: added to the variance (squared unit), or to the std when `eps_inside` is False.
-        eps_inside: where eps stands, under the root or beside it.
-        keep_mean: add the mean back.
-
-    Returns:
-        The shape of values, float32 or better, no gradient; 0 where missing, and exactly 0 (or the mean) if
-        all are equal.
+    forms of GDPO differ in just this); with `group`, one label per row, it is all entries of the rows of a
+    group. `keep_mean` adds the mean back. Entries that are not finite, or not `valid` (the shape of values or
+    its first dimensions), get 0.
     """
     check_spread(ddof, eps)
     present = present_entries(values, valid)
@@ -135,13 +123,3 @@ def clamp_advantages(advantage: Tensor, bound: float) -> Tensor:
     if not bound > 0:
         raise ValueError(f"bound must be positive; got {bound}. To switch the clamp off, do not call it.")
     return advantage.clamp(-bound, bound)
-
-
-def _batch_std(values: Tensor, mask: Tensor, ddof: int) -> Tensor:
-    """Standard deviation of each column of [B, T] over all present entries, expanded to [B, T]."""
-    one = torch.zeros(values.shape[0], dtype=torch.int64, device=values.device)
-    return spread(centre(values, mask, one, 1)[1], mask, one, 1, ddof)
-
-
-def _columns(values: Tensor) -> Tensor:
-    return values[:, None] if values.ndim == 1 else values

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards of steps (a process reward model, a critic of spans): onto decisions, into one, into advantages.
+"""Rewards of steps: assigned to decisions, aggregated, as advantages.
 
-Step rewards are [B, K]. `step` [B, T] says to which step 0 … K − 1 each decision belongs, −1 to none;
-`span_index` makes it from starts and ends. A step exists where a present decision belongs to it, so rows may
-have fewer than K steps and what stands beyond them is never read.
+Step rewards are [B, K]. `step` [B, T] holds the step 0 … K − 1 of each decision, −1 for none; `span_index`
+makes it from starts and ends. A step exists where a present decision belongs to it, so rows may have fewer
+than K steps; rewards beyond them are never read.
 """
 
 from __future__ import annotations
@@ -25,43 +25,29 @@ Reduction = Literal["sum", "mean", "min", "product", "last"]
 
 
 def span_index(start: Tensor, end: Tensor, length: int) -> Tensor:
-    """Number the decisions by the span they lie in: step_t = k where start_k ≤ t < end_k, else −1.
+    """Number the decisions by the span that holds them: step_t = k where start_k ≤ t < end_k, else −1.
 
-    Args:
-        start: [B, K] first decision of each span.
-        end: [B, K] one past its last decision; end ≤ start for a span that is not there.
-        length: T.
-
-    Returns:
-        [B, T] int64; where spans overlap, the later one in the list.
+    `start` and `end` are integers [B, K], end one past the last decision and ≤ start for a missing span;
+    `length` is T. Returns [B, T] int64; where spans overlap, the later one.
     """
     if start.ndim != 2 or start.shape != end.shape or start.is_floating_point() or end.is_floating_point():
         raise ValueError(
             f"start and end must be integers [B, K]; got {start.dtype} {tuple(start.shape)} and {end.dtype} "
             f"{tuple(end.shape)}."
         )
-    place = torch.arange(length, device=start.device)
-    inside = (start[:, :, None] <= place) & (place < end[:, :, None])
+    position = torch.arange(length, device=start.device)
+    inside = (start[:, :, None] <= position) & (position < end[:, :, None])
     number = torch.arange(1, start.shape[1] + 1, device=start.device)[:, None]
     none = inside.new_zeros(start.shape[0], 1, length, dtype=torch.int64)
     return torch.cat([none, inside * number], 1).amax(1) - 1
 
 
 def span_rewards(reward: Tensor, step: Tensor, *, place: Place, weight: Tensor | None = None) -> Tensor:
-    """Carry step rewards to decisions.
+    """Assign step rewards to decisions, [B, T]; 0 outside the steps.
 
-    "last": r on the last present decision of its step, for returns and GAE. "every": r on each decision of
-    the step, for advantages per token (GSPO-token). "spread": r/n_k on each, so that rows keep their sum.
-
-    Args:
-        reward: [B, K], any unit.
-        step: [B, T] integers, −1 for no step.
-        place: "last", "every" or "spread".
-        weight: [B, T], 0 for absent decisions; None if all are present.
-
-    Returns:
-        [B, T], float32 or better, no gradient; 0 outside the steps. A step without a present decision leaves
-        nothing.
+    `place` "last": r on the last present decision of its step, for returns and GAE. "every": r on each
+    decision of the step, for advantages per token (GSPO-token). "spread": r/n_k on each, so that rows keep
+    their sum. A step without a present decision leaves nothing.
     """
     check_choice("place", place, get_args(Place))
     inside, target, number = _members(reward, step, weight)
@@ -78,41 +64,34 @@ def span_rewards(reward: Tensor, step: Tensor, *, place: Place, weight: Tensor |
 
 
 def aggregate_steps(reward: Tensor, how: Reduction, exists: Tensor | None = None) -> Tensor:
-    """Make one reward per sample from its step rewards.
+    """Aggregate step rewards [B, K] to one reward per sample, [B].
 
     "min" is Math-Shepherd's, "product" that of step-wise correctness probabilities; "last" takes the last
-    existing step.
-
-    Args:
-        reward: [B, K], any unit ("product": probabilities).
-        how: "sum", "mean", "min", "product" or "last".
-        exists: bool [B, K]; None if every row has K steps.
-
-    Returns:
-        [B], float32 or better, no gradient; NaN, missing, if an existing step is not finite or none exists.
+    existing step. `exists` is bool [B, K], None if every row has K steps. The result is NaN, missing, if an
+    existing step is not finite or none exists.
 
     Wang et al., Math-Shepherd, arXiv 2312.08935 (min); Lightman et al., arXiv 2305.20050 (product).
     """
     check_choice("how", how, get_args(Reduction))
-    there = torch.ones_like(reward, dtype=torch.bool) if exists is None else exists
-    if reward.ndim != 2 or there.dtype != torch.bool or there.shape != reward.shape:
+    exists = torch.ones_like(reward, dtype=torch.bool) if exists is None else exists
+    if reward.ndim != 2 or exists.dtype != torch.bool or exists.shape != reward.shape:
         raise ValueError(
             f"reward must be [B, K] and exists bool of that shape; got {tuple(reward.shape)} and "
-            f"{there.dtype} {tuple(there.shape)}."
+            f"{exists.dtype} {tuple(exists.shape)}."
         )
     values = reward.detach().double()
-    count = there.sum(1)
+    count = exists.sum(1)
     neutral = {"min": float("inf"), "product": 1.0}.get(how, 0.0)
-    inside = there & (there.flip(1).cumsum(1).flip(1) == 1) if how == "last" else there
-    kept = torch.where(inside, values, neutral)
+    used = exists & (exists.flip(1).cumsum(1).flip(1) == 1) if how == "last" else exists
+    terms = torch.where(used, values, neutral)
     if how == "min":
-        result = torch.cat([kept, kept.new_full((kept.shape[0], 1), float("inf"))], 1).amin(1)
+        result = torch.cat([terms, terms.new_full((len(terms), 1), float("inf"))], 1).amin(1)
     else:
-        result = kept.prod(1) if how == "product" else kept.sum(1)
+        result = terms.prod(1) if how == "product" else terms.sum(1)
     if how == "mean":
         result = result / count.clamp(min=1)
-    known = (torch.isfinite(values) | ~there).all(1) & (count > 0)
-    return torch.where(known, result, float("nan")).to(float32_dtype(reward))
+    complete = (torch.isfinite(values) | ~exists).all(1) & (count > 0)
+    return torch.where(complete, result, float("nan")).to(float32_dtype(reward))
 
 
 def process_advantages(
@@ -124,23 +103,10 @@ def process_advantages(
     ddof: int = 1,
     eps: float = 1e-4,
 ) -> Tensor:
-    """GRPO with process supervision: the standardised rewards of all steps that end at or after a decision.
+    """Sum the standardised rewards of all steps that end at or after a decision (GRPO, process supervision).
 
-    r̃_ik = (r_ik − mean)/(std + eps), over all steps of all samples of the group;
-    A_it = Σ_{k: end_k ≥ t} r̃_ik.
-
-    Args:
-        reward: [B, K], any unit. If a reward of an existing step is not finite, its sample is missing: it
-            leaves the statistics and gets 0.
-        step: [B, T] integers, −1 for no step.
-        group: [B] labels.
-        weight: [B, T], 0 for absent decisions; None if all are present.
-        ddof: of the std.
-        eps: added to the std, in units of the reward.
-
-    Returns:
-        [B, T], float32 or better, no gradient; 0 where absent and after the last step, and exactly 0 in
-        groups whose step rewards are all equal.
+    r̃_ik = (r_ik − mean)/(std + eps), over all steps of all samples of the group; A_it = Σ_{k: end_k ≥ t}
+    r̃_ik, [B, T]. A sample with a missing reward of an existing step is missing; 0 after the last step.
 
     Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1.3.
     """
@@ -152,7 +118,7 @@ def process_advantages(
 
 
 def _members(reward: Tensor, step: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(decisions of a step [B, T] bool, their step or K [B, T], present decisions of each step [B, K])."""
+    """Return the decisions of a step [B, T], their step or K [B, T], and decisions per step [B, K]."""
     check_axes(reward=(reward, "B K"), step=(step, "B T"), weight=(weight, "B T"))
     if not is_integer(step):
         raise ValueError(f"step must hold integers, −1 for no step; got {step.dtype}.")

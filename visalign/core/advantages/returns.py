@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Returns and advantages per decision: discounted sums, GAE, ReMax, REINFORCE++.
 
-`weight` [B, T] is 0 where a decision is absent: padding on either side, or tokens a tool wrote. Absent
-decisions are skipped, not stepped over: the present ones of a row are treated as if they stood side by side,
-so neither a discount nor a value leaks through a hole. What stands there (NaN too) is never read, and the
-result there is 0. A row in which a present reward or value is not finite is missing as a whole: it comes back
-as NaN, which `whiten` leaves out and turns into 0.
+Absent decisions are skipped, not stepped over: the present ones of a row are treated as if they were
+adjacent, so neither a discount nor a value leaks through a hole. Results are [B, T]. A row in which a present
+reward or value is not finite is NaN, which `whiten` leaves out and turns into 0.
 """
 
 from __future__ import annotations
@@ -25,15 +23,7 @@ BLOCK = 128
 
 
 def discounted_returns(reward: Tensor, weight: Tensor | None = None, *, gamma: float = 1.0) -> Tensor:
-    """Sum the rewards from each decision on: G_t = r_t + γ G_{t'}, t' the next present decision.
-
-    Args:
-        reward: [B, T], any unit.
-        weight: [B, T], 0 for absent decisions; None if all are present.
-        gamma: discount γ per present decision, in [0, 1].
-
-    Returns:
-        [B, T] in units of the reward, float32 or better, no gradient; 0 where absent, NaN in missing rows.
+    """Sum the rewards [B, T] from each decision on: G_t = r_t + γ G_{t'}, t' the next present decision.
 
     Sutton and Barto, Reinforcement Learning (2018), eq. 3.9.
     """
@@ -52,23 +42,22 @@ def gae(
     lam: float = 0.95,
     last_value: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation, and the returns that a value function is fitted to.
+    """Compute generalised advantage estimates, and the returns that a value function is fitted to.
 
     δ_t = r_t + γ V_{t'} − V_t;  A_t = δ_t + γλ A_{t'};  R_t = A_t + V_t; t' is the next present decision.
-    λ = 1 gives Σ γ^l r − V_t, λ = 0 gives δ_t. PPO whitens A over all present decisions: `whiten(A, weight !=
-    0)`.
+    λ = 1 gives Σ γ^l r − V_t, λ = 0 gives δ_t. PPO whitens A over all present decisions: `whiten(A,
+    weight != 0)`.
 
     Args:
         reward: [B, T] per decision.
-        value: [B, T] V of the state before each decision, in units of the reward; detached here.
-        weight: [B, T], 0 for absent decisions; None if all are present.
-        gamma: discount γ per present decision, in [0, 1].
+        value: [B, T] V of the state before each decision, in units of the reward; detached.
+        weight: [B, T], 0 for absent decisions.
+        gamma: Discount γ per present decision, in [0, 1].
         lam: λ in [0, 1].
         last_value: [B] V after the last present decision, for rows that were cut off; None means 0, the end.
 
     Returns:
-        (advantages, returns), [B, T] each, float32 or better, no gradient; 0 where absent, NaN in missing
-        rows.
+        (advantages, returns).
 
     Schulman et al., GAE, arXiv 1506.02438, eq. 16; λ = 0.95 as in PPO, arXiv 1707.06347, table 3.
     """
@@ -94,21 +83,15 @@ def gae(
 def remax_advantages(reward: Tensor, baseline: Tensor, weight: Tensor | None = None) -> Tensor:
     """Subtract the greedy completion's reward: A_t = Σ_{s≥t} r_s − R(greedy completion of the prompt).
 
-    Args:
-        reward: [B, T] per decision.
-        baseline: [B] reward of the greedy (argmax) completion, same unit; NaN makes the row missing.
-        weight: [B, T], 0 for absent decisions; None if all are present.
-
-    Returns:
-        [B, T], float32 or better, no gradient; 0 where absent, NaN in missing rows.
+    `reward` is [B, T]; `baseline` [B] is the reward of the greedy (argmax) completion.
 
     Li et al., ReMax, arXiv 2310.10505, algorithm 1.
     """
     check_axes(reward=(reward, "B T"), baseline=(baseline, "B"))
     present = _present("reward", reward, weight)
     returns = discounted_returns(reward.double(), present)
-    known = torch.where(torch.isfinite(baseline), baseline.detach().double(), float("nan"))
-    result = torch.where(present, returns - known[:, None], 0.0)
+    greedy = torch.where(torch.isfinite(baseline), baseline.detach().double(), float("nan"))
+    result = torch.where(present, returns - greedy[:, None], 0.0)
     return result.to(float32_dtype(reward))
 
 
@@ -122,19 +105,8 @@ def reinforce_pp_advantages(
 ) -> Tensor:
     """Whiten the returns over all decisions of the batch: A = (G − mean)/sqrt(var + eps).
 
-    G as in `discounted_returns`, mean and variance over every present decision that is passed in; the reward
-    holds the KL penalty (`kl_in_reward`). No group is needed. Rewards reach the decisions before a hole (in
-    verl before 0.10 they do not).
-
-    Args:
-        reward: [B, T] per decision.
-        weight: [B, T], 0 for absent decisions; None if all are present.
-        gamma: discount γ per present decision, in [0, 1].
-        ddof: divisor n − ddof of the variance.
-        eps: added to the variance, squared unit of the reward.
-
-    Returns:
-        [B, T], float32 or better, no gradient; 0 where absent or missing, and all 0 if the returns are equal.
+    G as in `discounted_returns`; the reward [B, T] holds the KL penalty (`kl_in_reward`). No group is needed.
+    Rewards reach the decisions before a hole (in verl before 0.10 they do not). Missing rows get 0.
 
     Hu et al., REINFORCE++, arXiv 2501.03262.
     """
@@ -156,30 +128,19 @@ def reinforce_pp_baseline_advantages(
     """Centre rewards in their group, then whiten over all decisions of the batch (REINFORCE++ with baseline).
 
     C_i = R_i − mean_g, on every present decision of i;  A = (C − mean C)/sqrt(var C + eps). The mean over
-    decisions is not 0 when lengths differ, so that an all-equal group is moved off 0 by it, as published.
-
-    Args:
-        reward: [B], any unit; entries that are not finite count as missing.
-        group: [B] labels.
-        weight: [B, T], 0 for absent decisions.
-        ddof: divisor n − ddof of the variance.
-        eps: added to the variance, squared unit of the reward.
-        valid: bool [B]; False means missing.
-
-    Returns:
-        [B, T], float32 or better, no gradient; 0 where absent or missing.
+    decisions is not 0 when lengths differ, and moves a group of equal rewards off 0, as published.
 
     Hu et al., REINFORCE++, arXiv 2501.03262, the baseline variant.
     """
     check_axes(reward=(reward, "B"), weight=(weight, "B T"))
     centred = group_advantages(reward.double(), group, scale="none", valid=valid)
-    known = torch.where(present_entries(reward, valid), centred, float("nan"))
-    result = whiten(known[:, None].expand(weight.shape), weight != 0, ddof=ddof, eps=eps)
+    centred = torch.where(present_entries(reward, valid), centred, float("nan"))
+    result = whiten(centred[:, None].expand(weight.shape), weight != 0, ddof=ddof, eps=eps)
     return result.to(float32_dtype(reward))
 
 
 def _to_front(present: Tensor, *rows: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
-    """(order that puts the present decisions first, the rows in it in float64, rows that are missing [B])."""
+    """Return the order that puts present decisions first, the rows in it (float64), and missing rows [B]."""
     order = torch.argsort((~present).to(torch.int32), dim=1, stable=True)
     finite = torch.stack([torch.isfinite(row) for row in rows]).all(0)
     missing = (present & ~finite).any(1)
@@ -190,15 +151,15 @@ def _to_front(present: Tensor, *rows: Tensor) -> tuple[Tensor, list[Tensor], Ten
 
 def _back(result: Tensor, order: Tensor, present: Tensor, missing: Tensor, dtype: torch.dtype) -> Tensor:
     """Undo `_to_front`, with 0 at absent decisions and NaN in missing rows."""
-    placed = torch.zeros_like(result).scatter(1, order, result)
-    placed = torch.where(missing[:, None], float("nan"), placed)
-    return torch.where(present, placed, 0.0).to(torch.promote_types(dtype, torch.float32))
+    result = torch.zeros_like(result).scatter(1, order, result)
+    result = torch.where(missing[:, None], float("nan"), result)
+    return torch.where(present, result, 0.0).to(torch.promote_types(dtype, torch.float32))
 
 
 def _discounted_sum(values: Tensor, discount: float) -> Tensor:
-    """Solve y_t = x_t + discount·y_{t+1} from the end.
+    """Solve y_t = x_t + discount·y_{t+1} from the end, block by block.
 
-    Within a block y = x K, K_jt = discount^(j−t) for j ≥ t, plus what the next block hands on. Float64, so
+    Within a block y = x K, K_jt = discount^(j−t) for j ≥ t, plus the carry of the next block. Float64, so
     that no reduced-precision matrix product is chosen.
     """
     if values.shape[1] == 0:

@@ -84,10 +84,10 @@ def explain(objective: Objective, trajectories: Trajectories, policy: PolicyOutp
     if prepared.loss_weight is not None:
         causes["left out"] = causes["left out"] | (prepared.loss_weight == 0)
     if objective.off_policy_delta is not None:
-        kept = off_policy_mask(
+        on_policy = off_policy_mask(
             token_ratio, prepared.advantage, prepared.weight, delta=objective.off_policy_delta
         )
-        causes["off-policy mask"] = ~kept.reshape(len(kept), -1)
+        causes["off-policy mask"] = ~on_policy.reshape(len(on_policy), -1)
     if prepared.importance_weight is not None:
         causes["importance weight 0"] = prepared.importance_weight == 0
     names = list(CAUSES)
@@ -111,11 +111,13 @@ def _conclude(counts: dict[str, int], ratio: Tensor, has_kl: bool) -> str:
     if present == 0:
         return "The gradient is zero: no decision is present."
     if counts["live"] == 0:
-        most = max((name for name in counts if name not in ("absent", "live")), key=lambda name: counts[name])
+        commonest = max(
+            (name for name in counts if name not in ("absent", "live")), key=lambda name: counts[name]
+        )
         pull = " The KL term still pulls towards the reference." if has_kl else ""
         return (
-            f"The policy's gradient is zero: {counts[most]} of {present} present decisions are {most!r} "
-            f"({CAUSES[most]}).{pull}"
+            f"The policy's gradient is zero: {counts[commonest]} of {present} present decisions are "
+            f"{commonest!r} ({CAUSES[commonest]}).{pull}"
         )
     share = f"{counts['live'] / present:.1%} of {present} present decisions carry gradient"
     if bool((ratio == 1).all()):

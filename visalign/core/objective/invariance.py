@@ -71,8 +71,10 @@ def check_invariance(
         off = abs(new_loss - factor * loss) / max(abs(factor * loss), scale * 1e-6, 1e-12)
         worst = max(float((restored[k] - factor * g).abs().max()) for k, g in gradients.items() if g.numel())
         # nothing is lost but exact zeros: padding has no gradient
-        kept = all(int((restored[k] != 0).sum()) == int((new[k] != 0).sum()) for k in new if "pad" in name)
-        passed = off <= rtol and worst / scale <= rtol and kept  # NaN compares false
+        same_counts = all(
+            int((restored[k] != 0).sum()) == int((new[k] != 0).sum()) for k in new if "pad" in name
+        )
+        passed = off <= rtol and worst / scale <= rtol and same_counts  # NaN compares false
         changes.append(Change(name, off, worst / scale, passed))
     return InvarianceReport(tuple(changes))
 

@@ -156,8 +156,8 @@ class Objective:
     @property
     def _penalty_options(self) -> dict[str, Any]:
         """Options of the selection's penalty."""
-        own = stages.KL_COV_PENALTY.options if self.selection == "kl_cov" else {}
-        return {k: v for k, v in self.selection_options.items() if k in own}
+        defaults = stages.KL_COV_PENALTY.options if self.selection == "kl_cov" else {}
+        return {k: v for k, v in self.selection_options.items() if k in defaults}
 
     @property
     def _selection_options(self) -> dict[str, Any]:
@@ -342,8 +342,8 @@ class Objective:
         if rows.keep is not None:
             result = torch.where(rows.keep, result, 0.0)
         if self.off_policy_delta is not None:
-            kept = off_policy_mask(token_ratio, rows.advantage, rows.weight, delta=self.off_policy_delta)
-            result = torch.where(kept, result, 0.0)
+            on_policy = off_policy_mask(token_ratio, rows.advantage, rows.weight, delta=self.off_policy_delta)
+            result = torch.where(on_policy, result, 0.0)
         # ω · w_step · ℓ
         for factor in (rows.importance_weight, rows.loss_weight):
             result = result if factor is None else result * factor

@@ -82,16 +82,16 @@ class Stage:
     def options(self) -> dict[str, Any]:
         """Option -> default, those of computed inputs included; `inspect.Parameter.empty` without one."""
         computed = [stage.options for stage in self.inputs.values() if isinstance(stage, Stage)]
-        own = {name: parameter.default for name, parameter in self._own.items()}
-        return {name: default for options in (*computed, own) for name, default in options.items()}
+        defaults = {name: parameter.default for name, parameter in self._own.items()}
+        return {name: default for options in (*computed, defaults) for name, default in options.items()}
 
     @cached_property
     def types(self) -> dict[str, tuple[Any, ...]]:
         """Option -> the alternatives of its annotated type."""
         computed = [stage.types for stage in self.inputs.values() if isinstance(stage, Stage)]
         hints = get_type_hints(self.function)
-        own = {name: _alternatives(hints[name]) for name in self._own}
-        return {name: hint for types in (*computed, own) for name, hint in types.items()}
+        alternatives = {name: _alternatives(hints[name]) for name in self._own}
+        return {name: hint for types in (*computed, alternatives) for name, hint in types.items()}
 
     def check(self, label: str, name: str, options: Mapping[str, Any]) -> None:
         """Refuse options that do not exist, are missing, or are outside their type and range.
@@ -153,13 +153,15 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 def _problem(value: Any, types: tuple[Any, ...], interval: str) -> str:
     """Describe the allowed values if `value` is none of them, else an empty string."""
     names = [name for kind in types if get_origin(kind) is Literal for name in get_args(kind)]
-    whole = int in types and float not in types
+    integer_only = int in types and float not in types
     allowed = [f"one of {', '.join(map(str, names))}"] if names else []
     allowed += ["True or False"] if bool in types else []
-    allowed += [f"a {'whole ' if whole else ''}number in {interval}"] if {int, float} & {*types} else []
+    allowed += (
+        [f"a {'whole ' if integer_only else ''}number in {interval}"] if {int, float} & {*types} else []
+    )
     allowed += ["a name"] if str in types else []
     allowed += ["None"] if NoneType in types else []
-    number = value if isinstance(value, int if whole else int | float) else math.nan
+    number = value if isinstance(value, int if integer_only else int | float) else math.nan
     fits = (
         (isinstance(value, str) and (value in names or str in types))
         or (value is None and NoneType in types)

@@ -18,7 +18,7 @@ from visalign.core.rewards.entropy import (
     window_entropy,
 )
 from visalign.core.rewards.likelihood import Likelihood, jepo_credit
-from visalign.core.rewards.shaping import preference_as_reward
+from visalign.core.rewards.terms import preference_as_reward
 from visalign.core.tokens.statistics import masked_quantile
 
 from .data import Trajectories

@@ -175,8 +175,8 @@ def copo_weight(reward: Tensor, group: Labels, *, gamma: float = 20.0, rho: floa
     Samples of one reward share an answer, and there are fewer of them than in the paper: ρ is 0.2 nats,
     which one differing sample of 16 exceeds, and not 1.5.
     """
-    known, answer = torch.isfinite(reward), torch.unique(reward, return_inverse=True)[1]
-    entropy = consistency_entropy(answer, group, known.double())
+    finite, answer = torch.isfinite(reward), torch.unique(reward, return_inverse=True)[1]
+    entropy = consistency_entropy(answer, group, finite.double())
     return copo_weight_of(entropy.nan_to_num(), gamma=gamma, rho=rho)
 
 

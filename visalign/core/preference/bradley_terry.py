@@ -85,11 +85,11 @@ def bradley_terry_loss(
     Bradley and Terry 1952; InstructGPT, arXiv 2203.02155, eq. 1; margin: Llama 2, 2307.09288, eq. 2;
     centring: 2312.09244; HPSv3, 2508.03789, released code.
     """
-    one, other, prob, known = paired_scores(left, right, label)
+    first, other, prob, labelled = paired_scores(left, right, label)
     lead = float32(margin) if isinstance(margin, Tensor) else margin
-    loss = -prob * F.logsigmoid(one - displacement * other - lead)
-    loss = loss - (1 - prob) * F.logsigmoid(other - displacement * one - lead)
-    return torch.where(known, loss + centre * (one + other).square(), 0.0)
+    loss = -prob * F.logsigmoid(first - displacement * other - lead)
+    loss = loss - (1 - prob) * F.logsigmoid(other - displacement * first - lead)
+    return torch.where(labelled, loss + centre * (first + other).square(), 0.0)
 
 
 def tie_log_prob(
@@ -111,19 +111,19 @@ def tie_log_prob(
 
     Rao and Kupper 1967; Davidson 1970. HPSv3's "btt" (arXiv 2508.03789, released code) is Rao-Kupper, θ = 5.
     """
-    one, other, _, _ = paired_scores(left, right, None)
-    least = {"rao_kupper": 1.0, "davidson": 0.0}
-    check_choice("model", model, least)
-    if not isinstance(strength, Tensor) and not least[model] < strength < math.inf:
+    first, other, _, _ = paired_scores(left, right, None)
+    smallest = {"rao_kupper": 1.0, "davidson": 0.0}
+    check_choice("model", model, smallest)
+    if not isinstance(strength, Tensor) and not smallest[model] < strength < math.inf:
         name = "θ of Rao-Kupper" if model == "rao_kupper" else "ν of Davidson"
-        raise ValueError(f"strength, the {name}, must be finite and > {least[model]:g}; got {strength}.")
-    given = torch.as_tensor(strength, dtype=one.dtype, device=one.device)
-    difference = one - other
+        raise ValueError(f"strength, the {name}, must be finite and > {smallest[model]:g}; got {strength}.")
+    theta = torch.as_tensor(strength, dtype=first.dtype, device=first.device)
+    difference = first - other
     if model == "davidson":
-        rows = torch.broadcast_tensors(difference / 2, given.log(), -difference / 2)
+        rows = torch.broadcast_tensors(difference / 2, theta.log(), -difference / 2)
         return torch.stack(rows, -1).log_softmax(-1)
-    won, lost = F.logsigmoid(difference - given.log()), F.logsigmoid(-difference - given.log())
-    equal = (given.square() - 1).log() + won + lost
+    won, lost = F.logsigmoid(difference - theta.log()), F.logsigmoid(-difference - theta.log())
+    equal = (theta.square() - 1).log() + won + lost
     return torch.stack(torch.broadcast_tensors(won, equal, lost), -1)
 
 
@@ -151,8 +151,8 @@ def margin_ranking_loss(better: Tensor, worse: Tensor, *, margin: float) -> Tens
 
     ICT-HP, arXiv 2507.19002, the HP loss.
     """
-    one, other, _, _ = paired_scores(better, worse, None)
-    return (margin - (one - other)).clamp(min=0)
+    first, other, _, _ = paired_scores(better, worse, None)
+    return (margin - (first - other)).clamp(min=0)
 
 
 def average_pairs(
@@ -206,12 +206,12 @@ def paired_scores(left: Tensor, right: Tensor, label: Tensor | None) -> tuple[Te
         label the scores are 0, so that a NaN there cannot reach a gradient.
     """
     check_same(left=left, right=right, label=label)
-    one, other = float32(left), float32(right)
+    first, other = float32(left), float32(right)
     if label is None:
-        return one, other, torch.ones_like(one), torch.ones_like(one, dtype=torch.bool)
-    known = ~torch.isnan(label)
-    prob = torch.where(known, label, 0.5).detach().to(one.dtype)
+        return first, other, torch.ones_like(first), torch.ones_like(first, dtype=torch.bool)
+    labelled = ~torch.isnan(label)
+    prob = torch.where(labelled, label, 0.5).detach().to(first.dtype)
     if bool(((prob < 0) | (prob > 1)).any()):
         low, high = float(prob.min()), float(prob.max())
         raise ValueError(f"label must lie in [0, 1], or be NaN where unknown; got {low:g} to {high:g}.")
-    return torch.where(known, one, 0.0), torch.where(known, other, 0.0), prob, known
+    return torch.where(labelled, first, 0.0), torch.where(labelled, other, 0.0), prob, labelled

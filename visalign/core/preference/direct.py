@@ -58,7 +58,7 @@ class DirectRow:
 
     @property
     def labels(self) -> bool:
-        """Whether its loss is the cross-entropy of σ(m), which takes a label of each pair."""
+        """True if the loss is the cross-entropy of σ(m), which needs a label per pair."""
         return self.loss is _logistic
 
 
@@ -223,11 +223,11 @@ def direct_preference_loss(
 
     The rows' sources; cDPO: Mitchell 2023, "A note on DPO with noisy preferences".
     """
-    check_choice("row", row, (name for name, each in DIRECT.items() if each.loss is not None))
-    known = DIRECT[row]
-    assert known.loss is not None
-    beta, gamma = known.beta if beta is None else beta, known.gamma if gamma is None else gamma
-    eta = known.eta if eta is None else eta
+    check_choice("row", row, (name for name, variant in DIRECT.items() if variant.loss is not None))
+    entry = DIRECT[row]
+    assert entry.loss is not None
+    beta, gamma = entry.beta if beta is None else beta, entry.gamma if gamma is None else gamma
+    eta = entry.eta if eta is None else eta
     check_not_negative(gamma=gamma, eta=eta)
     _check_extras(row, eps, eta, label)
     better = implicit_reward(chosen, ref_chosen, chosen_length, row=row, beta=beta)
@@ -235,7 +235,7 @@ def direct_preference_loss(
     check_axes(chosen=(better, "B"), rejected=(worse, "B"), label=(label, "B"))
     lead = better - worse - gamma
     if label is None:
-        loss = known.loss(lead, beta, eps)
+        loss = entry.loss(lead, beta, eps)
     else:
         loss = binary_cross_entropy_with_logits(lead, label.detach().to(lead), reduction="none")
     if eta and chosen_length is not None:
@@ -245,16 +245,16 @@ def direct_preference_loss(
 
 def _check_extras(row: str, eps: float, eta: float, label: Tensor | None) -> None:
     """Refuse ε, η and labels that a row has no place for."""
-    known = DIRECT[row]
-    if eta and not known.weighted_entropy:
+    entry = DIRECT[row]
+    if eta and not entry.weighted_entropy:
         raise ValueError(f"row {row} has no η ({eta}); it is of power.")
-    if label is not None and (eps or not known.labels):
-        with_labels = ", ".join(name for name, each in DIRECT.items() if each.labels)
+    if label is not None and (eps or not entry.labels):
+        with_labels = ", ".join(name for name, variant in DIRECT.items() if variant.labels)
         raise ValueError(f"row {row} with eps {eps} takes no labels; these do, with eps 0: {with_labels}.")
     if not 0 <= eps < 0.5:
         raise ValueError(f"eps is a share of wrong labels in [0, 1/2); got {eps}.")
-    if eps and not known.smooths:
-        smoothing = ", ".join(name for name, each in DIRECT.items() if each.smooths)
+    if eps and not entry.smooths:
+        smoothing = ", ".join(name for name, variant in DIRECT.items() if variant.smooths)
         raise ValueError(f"row {row} has no place for wrong labels (eps {eps}); these have: {smoothing}.")
 
 

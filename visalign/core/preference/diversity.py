@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How different the low-rank matrices of an ensemble's members are."""
+"""Diversity of the low-rank matrices of an ensemble's members."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def nuclear_diversity(matrices: Sequence[Tensor], *, dim: int = 0) -> Tensor:
 
     Zhai et al., "Uncertainty-penalized RLHF with diverse reward LoRA ensembles", arXiv 2401.00243.
     """
-    shapes = {tuple(size for axis, size in enumerate(one.shape) if axis != dim) for one in matrices}
-    if dim not in (0, 1) or len(shapes) != 1 or any(one.dim() != 2 for one in matrices):
+    shapes = {tuple(size for axis, size in enumerate(matrix.shape) if axis != dim) for matrix in matrices}
+    if dim not in (0, 1) or len(shapes) != 1 or any(matrix.dim() != 2 for matrix in matrices):
         raise ValueError(
-            f"matrices have shapes {[tuple(one.shape) for one in matrices]} and dim is {dim}; give one or "
-            "more matrices that are alike but along dim, which is 0 or 1."
+            f"matrices have shapes {[tuple(matrix.shape) for matrix in matrices]} and dim is {dim}; give one "
+            "or more matrices that are alike but along dim, which is 0 or 1."
         )
-    joined = torch.cat([one.to(float32_dtype(one)) for one in matrices], dim)
+    joined = torch.cat([matrix.to(float32_dtype(matrix)) for matrix in matrices], dim)
     nuclear, frobenius = torch.linalg.matrix_norm(joined, "nuc"), torch.linalg.matrix_norm(joined)
     return nuclear / (frobenius * min(joined.shape) ** 0.5)

@@ -26,7 +26,7 @@ UPSTREAM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class AnswerStatistics:
-    """What K answers say of each of B images."""
+    """Mean and variance of K answers for each of B images."""
 
     mean: Tensor
     """[B], NaN without a valid answer."""
@@ -65,7 +65,8 @@ def answer_statistics(answers: Tensor, *, valid: Tensor | None = None, ddof: int
 def thurstone_score(
     left: Tensor, right: Tensor, left_variance: Tensor, right_variance: Tensor, *, floor: float = FLOOR
 ) -> Tensor:
-    """How many deviations the left one leads by: t = (x_l − x_r)/√(v_l + v_r + γ); P(left better) = Φ(t).
+    """Compute Thurstone's lead of the left image in deviations, t = (x_l − x_r)/√(v_l + v_r + γ); P(left
+    better) = Φ(t).
 
     Args:
         left: [*] means, or single answers.
@@ -123,15 +124,15 @@ def fidelity_loss(score: Tensor, label: Tensor) -> Tensor:
         [*] in [0, 1], float32 or better.
     """
     check_same(score=score, label=label)
-    known = ~torch.isnan(label)
-    t = torch.where(known, score, 0.0).to(float32_dtype(score))
-    prob = torch.where(known, label, 0.5).detach().to(t.dtype)
+    labelled = ~torch.isnan(label)
+    t = torch.where(labelled, score, 0.0).to(float32_dtype(score))
+    prob = torch.where(labelled, label, 0.5).detach().to(t.dtype)
     won, lost = (torch.exp(torch.special.log_ndtr(side * t) / 2) for side in (1, -1))
-    return torch.where(known, 1 - prob.sqrt() * won - (1 - prob).sqrt() * lost, 0.0)
+    return torch.where(labelled, 1 - prob.sqrt() * won - (1 - prob).sqrt() * lost, 0.0)
 
 
 def quality_preferences(quality: Tensor, *, tie: float = 0.0) -> Tensor:
-    """Which of two images has the higher quality label: [B, B] of 1, ½ (|difference| ≤ tie) and 0.
+    """Compare quality labels: [B, B] of 1 (higher), ½ (|difference| ≤ tie) and 0.
 
     Args:
         quality: [B] labels of one scale, e.g. mean opinion scores; NaN where there is none.
@@ -176,20 +177,20 @@ def fidelity_rewards(
 
     Wu et al., VisualQuality-R1, arXiv 2505.14460, section 3; released code, `grpo_jsonl.py`.
     """
-    found = answer_statistics(answers.detach(), valid=valid, ddof=ddof)
+    statistics = answer_statistics(answers.detach(), valid=valid, ddof=ddof)
     size = answers.shape[0]
     if target.shape not in ((size,), (size, size)):
         raise ValueError(f"target must be [B] or [B, B], B = {size}; got {tuple(target.shape)}.")
     truth = quality_preferences(target) if target.ndim == 1 else target
     compared = ~torch.eye(size, dtype=torch.bool, device=answers.device) & ~torch.isnan(truth)
-    compared &= (found.count > 0)[None, :]
+    compared &= (statistics.count > 0)[None, :]
     if within is not None:
         index, _ = group_index(within, size, answers.device)
         compared &= index[:, None] == index[None, :]
-    variance = found.variance.nan_to_num(0.0)
+    variance = statistics.variance.nan_to_num(0.0)
     prob = thurstone_probability(
         answers.detach()[:, :, None],
-        found.mean.nan_to_num(0.0)[None, None, :],
+        statistics.mean.nan_to_num(0.0)[None, None, :],
         variance[:, None, None],
         variance[None, None, :],
         floor=floor,
@@ -197,5 +198,5 @@ def fidelity_rewards(
     alike = fidelity(truth.nan_to_num(0.5).to(prob)[:, None, :], prob, mode=mode)
     total = torch.where(compared[:, None, :], alike, 0.0).sum(2)
     mean = total / compared.sum(1).clamp(min=1)[:, None]
-    known = present_entries(answers, valid) & compared.any(1)[:, None]
-    return torch.where(known, mean, torch.nan)
+    answered = present_entries(answers, valid) & compared.any(1)[:, None]
+    return torch.where(answered, mean, torch.nan)

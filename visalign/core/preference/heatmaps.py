@@ -30,7 +30,8 @@ def uncertainty_weight(uncertainty: Tensor, *, detach: bool = True) -> Tensor:
 
 
 def class_disagreement(primary: Tensor, auxiliary: Tensor) -> Tensor:
-    """How far two predictions of classes are apart: KL(softmax(auxiliary) ‖ softmax(primary)), per place.
+    """Compute the divergence of two class predictions, KL(softmax(auxiliary) ‖ softmax(primary)), per
+    position.
 
     Args:
         primary: [B, C, *] logits of the prediction that is trained on.
@@ -47,8 +48,8 @@ def class_disagreement(primary: Tensor, auxiliary: Tensor) -> Tensor:
             f"{tuple(primary.shape)} and {tuple(auxiliary.shape)}."
         )
     dtype = float32_dtype(primary)
-    one, other = primary.to(dtype).log_softmax(1), auxiliary.to(dtype).log_softmax(1)
-    return (other.exp() * (other - one)).sum(1)
+    log_primary, other = primary.to(dtype).log_softmax(1), auxiliary.to(dtype).log_softmax(1)
+    return (other.exp() * (other - log_primary)).sum(1)
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,9 @@ def ctrl_u_loss(
         )
     logits = primary.to(disagreement.dtype)
     error = F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="none")
-    known = (labels != ignore_index).to(error.dtype).reshape(size, -1)
+    labelled = (labels != ignore_index).to(error.dtype).reshape(size, -1)
     weighted = (error * uncertainty_weight(disagreement, detach=detach)).reshape(size, -1)
-    reward = (weighted * known).sum(1) / known.sum(1).clamp(min=1)
+    reward = (weighted * labelled).sum(1) / labelled.sum(1).clamp(min=1)
     share = error.new_ones(size) if counted is None else counted.to(error.dtype)
     share = share / share.sum().clamp(min=torch.finfo(error.dtype).tiny)
     reward = (share * reward).sum()

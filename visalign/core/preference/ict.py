@@ -78,10 +78,10 @@ def ict_labels(
     easy2 = truncated_score(clip2.detach(), theta=theta)
     easy1 = torch.minimum(truncated_score(clip1.detach(), theta=theta), easy2)
     between = clip_prompts.detach().to(easy2.dtype)
-    refined1, refined2, one = easy1 * between, easy2 * between, torch.ones_like(easy1)
+    refined1, refined2, ones = easy1 * between, easy2 * between, torch.ones_like(easy1)
     if mode == "upstream":
         easy2 = refined1
-    return IctLabels(easy1, easy2, one, refined1, refined2, one)
+    return IctLabels(easy1, easy2, ones, refined1, refined2, ones)
 
 
 def ict_loss(
@@ -121,7 +121,7 @@ def ict_loss(
     _check_triples(easy, refined, images)
     check_choice("reduction", reduction, ("mean", "sum"))
     size = easy.shape[0]
-    own = torch.eye(size, dtype=torch.bool, device=easy.device)
+    same_triple = torch.eye(size, dtype=torch.bool, device=easy.device)
     targets = (
         (easy, (labels.easy1, labels.easy2, labels.easy3)),
         (refined, (labels.refined1, labels.refined2, labels.refined3)),
@@ -132,9 +132,9 @@ def ict_loss(
         cosine = unit_images @ _unit(prompt).T
         if mode == "upstream":
             cosine = cosine.bfloat16().to(cosine.dtype)
-        error = (cosine[:, own] - torch.stack(target).to(cosine)).square()
+        error = (cosine[:, same_triple] - torch.stack(target).to(cosine)).square()
         loss = loss + (error.mean() if reduction == "mean" else error.mean(1).sum())
-        foreign = cosine[:, ~own]
+        foreign = cosine[:, ~same_triple]
         if logit_scale is not None:
             foreign = foreign * torch.sigmoid(20 * (6 - (logit_scale * foreign.detach()).abs())).sqrt()
         negatives = negatives + foreign.square().sum() / max(foreign.numel(), 1)

@@ -31,8 +31,8 @@ def relative_log_density(log_prob: Tensor, ref_log_prob: Tensor, *, alpha: float
     if not 0 < alpha < 1:
         raise ValueError(f"alpha must lie in (0, 1); got {alpha}.")
     dtype = float32_dtype(log_prob)
-    own, ref = log_prob.to(dtype), ref_log_prob.to(dtype)
-    return own - torch.logaddexp(own + math.log(alpha), ref + math.log1p(-alpha))
+    log_policy, ref = log_prob.to(dtype), ref_log_prob.to(dtype)
+    return log_policy - torch.logaddexp(log_policy + math.log(alpha), ref + math.log1p(-alpha))
 
 
 def off_policy_pair_weights(
@@ -61,8 +61,8 @@ def off_policy_pair_weights(
 
     OCRM, arXiv 2507.15507; released code for m and the mean.
     """
-    given = {"chosen": chosen, "rejected": rejected, "ref_chosen": ref_chosen, "ref_rejected": ref_rejected}
-    check_axes(**{name: (value, "N") for name, value in given.items()})
+    tensors = {"chosen": chosen, "rejected": rejected, "ref_chosen": ref_chosen, "ref_rejected": ref_rejected}
+    check_axes(**{name: (value, "N") for name, value in tensors.items()})
     check_not_negative(multiplier=multiplier)
     both = relative_log_density(chosen.detach(), ref_chosen.detach(), alpha=alpha)
     both = both + relative_log_density(rejected.detach(), ref_rejected.detach(), alpha=alpha)

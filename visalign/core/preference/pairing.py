@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pairs of a group to ask a judge about next: Swiss rounds, or where an answer tells most."""
+"""Choose the next pairs of a group to compare: Swiss rounds, or the most informative pairs."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def _at_stake(fit: RankingFit) -> Tensor:
 
 def _nearness(fit: RankingFit) -> Tensor:
     """[n, n] minus the distance in the present order, ties of the score broken by the number."""
-    place = torch.empty(len(fit.score), dtype=torch.float64)
-    place[fit.score.argsort(descending=True, stable=True)] = torch.arange(len(fit.score)).double()
-    return -(place[:, None] - place[None, :]).abs()
+    rank = torch.empty(len(fit.score), dtype=torch.float64)
+    rank[fit.score.argsort(descending=True, stable=True)] = torch.arange(len(fit.score)).double()
+    return -(rank[:, None] - rank[None, :]).abs()
 
 
 def _matching(gain: Tensor, met: Tensor, lefts: Tensor, count: int) -> Tensor:

@@ -28,7 +28,7 @@ MAX_LOG_ODDS = 12.0
 
 @dataclass(frozen=True, kw_only=True)
 class RankingFit:
-    """What comparisons say of n samples; float64."""
+    """Ranking of n samples fitted to comparisons; float64."""
 
     score: Tensor
     """[n], mean 0: logits for "bradley_terry" and "log_odds", standard normal units for "thurstone"."""
@@ -177,8 +177,10 @@ def _mixture(
     prior = spread.log() - (1 + (spread / SPREAD_SCALE).square()).log()
     weight = (evidence + prior).softmax(0)
     mean = weight @ theta
-    apart = theta - mean
-    total = torch.einsum("k,kij->ij", weight, covariance) + torch.einsum("k,ki,kj->ij", weight, apart, apart)
+    deviation = theta - mean
+    total = torch.einsum("k,kij->ij", weight, covariance) + torch.einsum(
+        "k,ki,kj->ij", weight, deviation, deviation
+    )
     centre = torch.eye(size, dtype=torch.float64) - 1 / size
     return RankingFit(
         score=centre @ mean[:size],
@@ -221,8 +223,8 @@ def _check(pairs: Tensor, prob: Tensor, size: int, model: str) -> None:
         raise ValueError(f"pairs must hold sample numbers in 0 … {size - 1}, size at least 1; got others.")
     if bool((pairs[:, 0] == pairs[:, 1]).any()):
         raise ValueError("pairs compares a sample with itself; leave such pairs out.")
-    known = prob[torch.isfinite(prob)]
+    finite = prob[torch.isfinite(prob)]
     if bool(torch.isinf(prob).any()) or (
-        len(known) and not 0 <= float(known.min()) <= float(known.max()) <= 1
+        len(finite) and not 0 <= float(finite.min()) <= float(finite.max()) <= 1
     ):
         raise ValueError("prob must be probabilities in [0, 1], NaN where the judge failed; got others.")

@@ -48,9 +48,9 @@ def soft_clamp(value: Tensor, low: float = -7.0, high: float = 3.0) -> Tensor:
     if not -math.inf < low < high < math.inf:
         raise ValueError(f"low must be below high, both finite; got {low} and {high}.")
     half = (high - low) / 2
-    given = float32(value)
+    raw = float32(value)
     # Beyond 10⁴ half-widths the slope is below 10⁻²⁰ and u⁴ nears the end of float32.
-    u = ((given - (low + high) / 2) / half).clamp(-1e4, 1e4)
+    u = ((raw - (low + high) / 2) / half).clamp(-1e4, 1e4)
     return (low + high) / 2 + half * u * (1 + u**4) ** -0.25
 
 
@@ -151,9 +151,9 @@ def uncertain_preference_loss(
 
     HPSv3, arXiv 2508.03789; PURM 2503.22480, eq. 4.
     """
-    one, other, prob, known = paired_scores(left, right, label)
+    left_score, other, prob, labelled = paired_scores(left, right, label)
     first, second, _, _ = paired_scores(left_std, right_std, label)
-    mean, std = one - other, pair_deviation(first, second)
+    mean, std = left_score - other, pair_deviation(first, second)
     if mode == "paper":
         won, lost = (log_win_probability(side * mean, std, nodes=nodes) for side in (1, -1))
     elif mode == "upstream":
@@ -166,7 +166,7 @@ def uncertain_preference_loss(
         won, lost = F.logsigmoid(z).mean(-1), F.logsigmoid(-z).mean(-1)
     else:
         raise ValueError(f'mode must be "paper", "upstream" or "upstream_monte_carlo"; got {mode!r}.')
-    return torch.where(known, -prob * won - (1 - prob) * lost, 0.0)
+    return torch.where(labelled, -prob * won - (1 - prob) * lost, 0.0)
 
 
 @cache
@@ -209,7 +209,7 @@ def _split(s: Tensor) -> tuple[Tensor, Tensor]:
 
 def _logistic_grid(mu: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """Grid [*, J] around where λ(l) Φ((μ − l)/s) is largest, and ln(step λ(l)), λ the logistic density."""
-    places = torch.arange(-REACH, REACH + STEP / 2, STEP, dtype=mu.dtype, device=mu.device)
+    nodes = torch.arange(-REACH, REACH + STEP / 2, STEP, dtype=mu.dtype, device=mu.device)
     centre = (mu + s.square()).clamp(max=0).detach()[..., None]
-    grid = centre + places
+    grid = centre + nodes
     return grid, F.logsigmoid(grid) + F.logsigmoid(-grid) + math.log(STEP)

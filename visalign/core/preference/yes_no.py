@@ -106,8 +106,8 @@ def yes_no_loss(
         return bradley_terry_loss(answer.log_odds, torch.zeros_like(answer.log_odds), label)
     if over != "vocabulary":
         raise ValueError(f'over must be "answers" or "vocabulary"; got {over!r}.')
-    yes, no, prob, known = paired_scores(answer.log_yes, answer.log_no, label)
-    return torch.where(known, -prob * yes - (1 - prob) * no, 0.0)
+    yes, no, prob, labelled = paired_scores(answer.log_yes, answer.log_no, label)
+    return torch.where(labelled, -prob * yes - (1 - prob) * no, 0.0)
 
 
 def yes_no_pair_loss(
@@ -141,8 +141,8 @@ def yes_no_pair_loss(
         raise ValueError(f'on must be "log_odds" or "probability"; got {on!r}.')
     if likelihood_weight:
         prob = torch.ones_like(left.log_odds) if label is None else label
-        each = yes_no_loss(left, prob) + yes_no_loss(right, 1 - prob)
-        loss = loss + likelihood_weight * each
+        losses = yes_no_loss(left, prob) + yes_no_loss(right, 1 - prob)
+        loss = loss + likelihood_weight * losses
     return loss
 
 
@@ -157,8 +157,8 @@ def both_orders(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         (log-odds that A is better, (first − second)/2; log-odds of the bias for the first place, half the
         sum).
     """
-    one, other, _, _ = paired_scores(first, second, None)
-    return (one - other) / 2, (one + other) / 2
+    first_order, other, _, _ = paired_scores(first, second, None)
+    return (first_order - other) / 2, (first_order + other) / 2
 
 
 def _log_sum(value: Tensor, ids: Sequence[int]) -> Tensor:

@@ -33,10 +33,10 @@ class Ascent:
     """Paper."""
 
     def __post_init__(self) -> None:
-        for name, least in (("last", 1), ("renoised", 0)):
+        for name, smallest in (("last", 1), ("renoised", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is {value!r}; it is a whole number of at least {least}.")
+            if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+                raise ValueError(f"{name} is {value!r}; it is a whole number of at least {smallest}.")
         if not isinstance(self.normalise, bool):
             raise ValueError(f"normalise is {self.normalise!r}; it is true or false.")
         if not (math.isfinite(self.kl) and self.kl >= 0):
@@ -85,11 +85,11 @@ def named_ascent(name: str, **changes: Any) -> Ascent:
     """
     if name not in ASCENTS:
         raise ValueError(f"There is no {name!r}. {suggestion(name, ASCENTS)}Choose of: {', '.join(ASCENTS)}.")
-    known = [item.name for item in fields(Ascent)]
+    names = [item.name for item in fields(Ascent)]
     for key in changes:
-        if key not in known:
+        if key not in names:
             raise ValueError(
-                f"{name} has no {key!r}. {suggestion(key, known)}What can be changed: {', '.join(known)}."
+                f"{name} has no {key!r}. {suggestion(key, names)}What can be changed: {', '.join(names)}."
             )
     if isinstance(changes.get("stop_range"), list):
         changes = {**changes, "stop_range": tuple(changes["stop_range"])}

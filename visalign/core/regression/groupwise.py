@@ -40,10 +40,10 @@ def soft_plackett_luce(score: Tensor, reward: Tensor, *, tau: float = 0.05) -> T
     stage = present & (torch.arange(size, device=s.device) < present.sum(1, keepdim=True) - 1)
     later = torch.ones(size, size, dtype=torch.bool, device=s.device).triu() & present[:, None, :]
     itself = torch.eye(size, dtype=torch.bool, device=s.device)
-    seen = torch.where(stage[:, :, None], later, itself)  # no row is empty, so no gradient is NaN
+    compared = torch.where(stage[:, :, None], later, itself)  # no row is empty, so no gradient is NaN
     columns = s[:, None, :].expand(-1, size, -1)
-    total = torch.where(seen, columns, float("-inf")).logsumexp(2)
-    target = torch.where(seen, r[:, None, :] / tau, float("-inf")).softmax(2)
+    total = torch.where(compared, columns, float("-inf")).logsumexp(2)
+    target = torch.where(compared, r[:, None, :] / tau, float("-inf")).softmax(2)
     return torch.where(stage, total - (target * columns).sum(2), 0.0).sum(1)
 
 
@@ -73,10 +73,10 @@ def gdro_loss(
     check_axes(error=(error, "P K"), ref_error=(ref_error, "P K"), reward=(reward, "P K"))
     check_positive(beta=beta)
     check_not_negative(gamma=gamma)
-    own = float32(error)
-    ranking = soft_plackett_luce(-beta * (own - float32(ref_error).detach()), reward, tau=tau)
+    value = float32(error)
+    ranking = soft_plackett_luce(-beta * (value - float32(ref_error).detach()), reward, tau=tau)
     order, present = _ranking(reward)
-    best = torch.where(present, own.gather(1, order), 0.0)[:, 0]
+    best = torch.where(present, value.gather(1, order), 0.0)[:, 0]
     return ranking + gamma * best
 
 

@@ -297,12 +297,12 @@ def crd_loss(
     losses = []
     for sign in signs:
         share = (reward * sign).softmax(0)
-        own = beta * (implied - (share * implied).sum().detach())
-        wanted = reward - (share * reward).sum()
-        each = (own - wanted).square()
+        actual = beta * (implied - (share * implied).sum().detach())
+        target = reward - (share * reward).sum()
+        squared = (actual - target).square()
         if form == "bce":
-            each = binary_cross_entropy_with_logits(own, wanted.sigmoid(), reduction="none")
-        losses.append(each.mean() / beta)
+            squared = binary_cross_entropy_with_logits(actual, target.sigmoid(), reduction="none")
+        losses.append(squared.mean() / beta)
     return torch.stack(losses).mean()
 
 

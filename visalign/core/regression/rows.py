@@ -40,7 +40,7 @@ Signal = Literal["advantage", "gdpo", "normalise_then_sum", "tilt", "best", "rew
 
 @dataclass(frozen=True, kw_only=True)
 class PairOutput:
-    """What is known of N (sample, noise level) pairs."""
+    """Network outputs and targets of N (sample, noise level) pairs."""
 
     v: Tensor
     """[N, ...] velocity, differentiable."""
@@ -149,7 +149,7 @@ _ANCHORS: dict[str, tuple[Anchor, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Regression:
-    """Which regression a diffusion policy learns by; a row of choices as `Objective` is.
+    """Choices that make one regression of a diffusion policy, as `Objective` does for log-probs.
 
     >>> named_regression("diffusion_nft", loss_options={"beta": 0.1}).loss_options["beta"]
     0.1
@@ -261,12 +261,12 @@ class Regression:
 
     @property
     def of_groups(self) -> bool:
-        """Whether the loss couples the samples of a group."""
+        """True if the loss couples the samples of a group."""
         return self.loss in OF_GROUPS
 
     @property
     def pulls(self) -> bool:
-        """Whether the loss of a sample without signal has a gradient once the policy has left its anchor."""
+        """True if a sample without signal has a gradient once the policy has left its anchor."""
         return self.loss in ("nft", "ram", "covariance", "crd", "distil")
 
     def kl_at(self, iteration: int) -> float:
@@ -274,18 +274,18 @@ class Regression:
         return self.kl * (1.0 if self.kl_until is None else max(0.0, 1 - iteration / self.kl_until))
 
     def decay_at(self, iteration: int) -> float:
-        """Of the old policy after that many iterations."""
+        """Return the decay of the old policy after that many iterations."""
         start, slope, end = self.old_decay
         return old_policy_decay(iteration, start=int(start), slope=slope, end=end)
 
     @property
     def asks_reference(self) -> bool:
-        """Whether each pair takes a pass of the reference."""
+        """True if each pair needs a pass of the reference."""
         return self.kl > 0 or self.anchor == "reference"
 
     @property
     def keeps_old(self) -> bool:
-        """Whether the old policy outlives an iteration."""
+        """True if the old policy outlives an iteration."""
         return self.old_decay[2] > 0
 
     def level_count(self, steps: int) -> int:
@@ -300,7 +300,7 @@ class Regression:
         valid: Tensor | None = None,
         weights: Sequence[float] = (),
     ) -> tuple[Tensor, Tensor]:
-        """What each sample says, over all samples of an iteration.
+        """Compute the signal of each sample, over all samples of an iteration.
 
         Args:
             reward: [B], or [B, M] for `MATRIX_SIGNALS`, any unit; NaN is missing.
@@ -315,8 +315,8 @@ class Regression:
         if self.signal in MATRIX_SIGNALS:
             counts = torch.tensor([weight != 0 for weight in weights])
             present = present_entries(reward[:, counts].sum(1), valid)
-            known = torch.where(present[:, None], reward.double(), torch.nan)
-            signal = MATRIX_SIGNALS[self.signal](known, weights, group, **self.signal_options)
+            present_reward = torch.where(present[:, None], reward.double(), torch.nan)
+            signal = MATRIX_SIGNALS[self.signal](present_reward, weights, group, **self.signal_options)
         else:
             present = present_entries(reward, valid)
             signal = SIGNALS[self.signal](reward.double(), group, valid=valid, **self.signal_options)
@@ -348,12 +348,12 @@ class Regression:
 
     def errors(self, pairs: PairOutput) -> tuple[Tensor, Tensor]:
         """(error [N] differentiable, that of the anchor [N]) of a loss on errors."""
-        own = matching_error(pairs.v, pairs.target, pairs.sigma, weighting=self._weighting)
+        error = matching_error(pairs.v, pairs.target, pairs.sigma, weighting=self._weighting)
         if pairs.anchor is None:
-            return own, own.detach()
+            return error, error.detach()
         with torch.no_grad():
             other = matching_error(pairs.anchor, pairs.target, pairs.sigma, weighting=self._weighting)
-        return own, other
+        return error, other
 
     def group_loss(self, error: Tensor, anchor_error: Tensor, signal: Tensor) -> Tensor:
         """ℓ of samples of one prompt at one level, a scalar.
@@ -487,13 +487,13 @@ def named_regression(name: str, **changes: Any) -> Regression:
             f"there is no regression {name!r}. {suggestion(name, REGRESSIONS)}Choose one of: "
             f"{', '.join(REGRESSIONS)}."
         )
-    row, known = REGRESSIONS[name], {item.name for item in fields(Regression)}
+    row, names = REGRESSIONS[name], {item.name for item in fields(Regression)}
     merged = dict(changes)
     for key, value in changes.items():
-        if key not in known:
+        if key not in names:
             raise ValueError(
-                f"a regression has no field {key!r}. {suggestion(key, known)}Its fields: "
-                f"{', '.join(sorted(known))}."
+                f"a regression has no field {key!r}. {suggestion(key, names)}Its fields: "
+                f"{', '.join(sorted(names))}."
             )
         choice = key.removesuffix("_options")
         if choice != key and changes.get(choice, getattr(row, choice)) == getattr(row, choice):

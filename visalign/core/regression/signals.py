@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sample's reward says to a regression: how strongly it pulls, or which samples form a pair."""
+"""Turn rewards into the signals of a regression: pull strengths, or pairs of samples."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def tilted_weights(
     z = group_advantages(reward.double(), group, ddof=0, valid=valid)
     index, groups = group_index(group, len(reward), reward.device)
     present = present_entries(reward, valid)
-    told = group_sum((z != 0).double()[:, None], index, groups)[index, 0] > 0
-    weight = torch.where(present & told, (z / temperature).exp(), 0.0)[:, None]
+    has_signal = group_sum((z != 0).double()[:, None], index, groups)[index, 0] > 0
+    weight = torch.where(present & has_signal, (z / temperature).exp(), 0.0)[:, None]
     count = group_sum(present.double()[:, None], index, groups)[index]
     total = group_sum(weight, index, groups)[index]
     return (weight * count / torch.where(total > 0, total, 1.0))[:, 0].to(z.dtype)
@@ -82,9 +82,9 @@ def best_share(reward: Tensor, group: Labels, *, share: float = 0.25, valid: Ten
     low = group_min(torch.where(present, value, float("inf"))[:, None], index, groups)[index, 0]
     bar = torch.full((groups,), float("inf"), dtype=torch.float64)
     for number in range(groups):
-        own = value[present & (index == number)].sort(descending=True).values
-        if len(own):
-            bar[number] = own[max(1, -int(-share * len(own) // 1)) - 1]
+        sorted_rewards = value[present & (index == number)].sort(descending=True).values
+        if len(sorted_rewards):
+            bar[number] = sorted_rewards[max(1, -int(-share * len(sorted_rewards) // 1)) - 1]
     return (present & (value >= bar[index]) & (value > low)).double()
 
 
@@ -112,8 +112,8 @@ def best_worst_pairs(reward: Tensor, group: Labels, *, valid: Tensor | None = No
 
 
 def old_policy_decay(step: int, *, start: int, slope: float, end: float) -> float:
-    """How much of the old policy stays after iteration 0, 1, ...: 0 before `start`, then
-    min(slope (step − start), end).
+    """Compute the decay of the old policy after iteration 0, 1, ...: 0 before `start`, then min(slope (step −
+    start), end).
 
     Published for DiffusionNFT (arXiv 2509.16117): (0, 0, 0), (0, 0.001, 0.5) and (75, 0.0075, 0.999).
 

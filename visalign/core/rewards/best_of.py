@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What k attempts are worth: pass@k, best-of-k, and how far best-of-n moves a policy.
+"""Value of k attempts: pass@k, best-of-k, and how far best-of-n moves a policy.
 
-All of it from n ≥ k samples without resampling: the exact mean over all C(n, k) subsets, which is an unbiased
-estimate of the expectation over k fresh samples. Ratios of binomials are taken in log space: any n is safe.
-What cannot be estimated (fewer than k samples) is NaN, never 0.
+All from n ≥ k samples without resampling: the exact mean over all C(n, k) subsets, an unbiased estimate of
+the expectation over k fresh samples. Ratios of binomials are taken in log space: any n is safe. Results are
+float64; NaN, never 0, where fewer than k samples are present.
 """
 
 from __future__ import annotations
@@ -18,53 +18,30 @@ STIRLING_FROM = 16
 
 
 def pass_at_k(samples: Tensor | int, correct: Tensor | int, k: Tensor | int) -> Tensor:
-    """Probability that at least one of k samples is correct: pass@k = 1 − C(n − c, k)/C(n, k).
+    """Estimate the probability that at least one of k samples is correct: pass@k = 1 − C(n − c, k)/C(n, k).
 
-    Small probabilities keep their relative precision, and with n − c < k the result is exactly 1. Its mean
-    over prompts is the benchmark's pass@k; 1 − (1 − c/n)^k instead is biased low.
-
-    Args:
-        samples: n, samples drawn per prompt, any shape.
-        correct: c, how many of them are correct, 0 ≤ c ≤ n; shapes are broadcast.
-        k: attempts, ≥ 1.
-
-    Returns:
-        [*] float64 in [0, 1]; NaN where 1 ≤ k ≤ n or 0 ≤ c ≤ n does not hold.
+    `samples` n, `correct` c and k broadcast. Small probabilities keep their relative precision, and with
+    n − c < k the result is exactly 1. Its mean over prompts is the benchmark's pass@k; 1 − (1 − c/n)^k
+    instead is biased low. NaN unless 1 ≤ k ≤ n and 0 ≤ c ≤ n.
 
     Chen et al., Evaluating Large Language Models Trained on Code, arXiv 2107.03374, eq. 1.
     """
     if isinstance(k, int):
         _check_k(k)
-    given = (samples, correct, k)
-    device = next((item.device for item in given if isinstance(item, Tensor)), None)
-    tensors = [item if isinstance(item, Tensor) else torch.tensor(item, device=device) for item in given]
-    shapes = [tuple(tensor.shape) for tensor in tensors]
-    try:
-        n, c, attempts = torch.broadcast_tensors(*tensors)
-    except RuntimeError:
-        raise ValueError(
-            "samples, correct and k must have shapes that broadcast; got "
-            f"{shapes[0]}, {shapes[1]} and {shapes[2]}."
-        ) from None
-    n, c, attempts = n.double(), c.double(), attempts.double()
-    meant = (attempts >= 1) & (attempts <= n) & (c >= 0) & (c <= n)
-    return torch.where(meant, 0.0 - torch.expm1(_log_miss(n, c, attempts)), float("nan"))
+    device = next((item.device for item in (samples, correct, k) if isinstance(item, Tensor)), None)
+    n, c, attempts = torch.broadcast_tensors(
+        *(torch.as_tensor(item, dtype=torch.float64, device=device) for item in (samples, correct, k))
+    )
+    defined = (attempts >= 1) & (attempts <= n) & (c >= 0) & (c <= n)
+    return torch.where(defined, 0.0 - torch.expm1(_log_miss(n, c, attempts)), float("nan"))
 
 
 def expected_best_of_k(reward: Tensor, k: int, *, valid: Tensor | None = None) -> Tensor:
-    """Expected largest of k rewards drawn without replacement: Σ_i C(i − 1, k − 1)/C(n, k) R_(i).
+    """Estimate the largest of k rewards drawn without replacement: Σ_i C(i − 1, k − 1)/C(n, k) R_(i).
 
-    R_(1) ≤ … ≤ R_(n) are the order statistics. With rewards of 0 and 1 this is pass@k. Together with
-    `best_of_n_kl_bound` it draws the best-of-n curve that a trained policy has to beat.
-
-    Args:
-        reward: [*, n], the samples of one prompt last, any unit; entries that are not finite count as missing
-            (pad ragged prompts with NaN).
-        k: attempts, ≥ 1.
-        valid: bool, the shape of reward; False means missing.
-
-    Returns:
-        [*] float64 in the unit of the reward, no gradient; NaN where fewer than k rewards are present.
+    R_(1) ≤ … ≤ R_(n) are the order statistics of the rewards [*, n] of one prompt; missing ones pad ragged
+    prompts. With rewards of 0 and 1 this is pass@k. Together with `best_of_n_kl_bound` it draws the best-of-n
+    curve that a trained policy has to beat.
 
     David and Nagaraja, Order Statistics; the estimator of pass@k (arXiv 2107.03374) for real-valued rewards.
     """
@@ -83,17 +60,11 @@ def expected_best_of_k(reward: Tensor, k: int, *, valid: Tensor | None = None) -
 
 
 def best_of_n_kl_bound(n: Tensor | int) -> Tensor:
-    """Upper bound on how far best-of-n moves a policy: KL(π_BoN‖π) ≤ log n − (n − 1)/n.
+    """Bound how far best-of-n moves a policy: KL(π_BoN‖π) ≤ log n − (n − 1)/n, in nats.
 
     Often quoted as an equality, which it is only where every single output is improbable. Otherwise the true
     KL can be arbitrarily smaller: it tends to −log π(best output), while the bound grows with log n.
     `best_of_n_kl_estimate` is the tight one there.
-
-    Args:
-        n: ≥ 1, any shape.
-
-    Returns:
-        Nats, float64; NaN where n < 1.
 
     Beirami et al., Theoretical guarantees on the best-of-n alignment policy, arXiv 2401.01879, section 3.
     """
@@ -102,18 +73,11 @@ def best_of_n_kl_bound(n: Tensor | int) -> Tensor:
 
 
 def best_of_n_kl_estimate(log_prob: Tensor, n: Tensor | int) -> Tensor:
-    """KL(π_BoN‖π) estimated from the probability ε = π(y) of the output y that best-of-n picked.
+    """Estimate KL(π_BoN‖π) in nats from the probability ε = π(y) of the output y that best-of-n picked.
 
     (1 − ε)^n [log n + (n − 1) log(1 − ε) − (n − 1)/n] + [1 − (1 − ε)^n] log([1 − (1 − ε)^n]/ε): exact if y is
-    the best output there is and all the others are tiny, the bound as ε → 0, and 0 at ε = 1. Average over
-    prompts and draws. Not a bound.
-
-    Args:
-        log_prob: log π(y) of the whole output, summed over its decisions, any shape, ≤ 0.
-        n: ≥ 1, broadcast with log_prob.
-
-    Returns:
-        Nats, float64, no gradient.
+    the best output there is and all the others are tiny, the bound as ε → 0, and 0 at ε = 1. `log_prob` is
+    summed over the decisions of the whole output. Average over prompts and draws. Not a bound.
 
     Beirami et al., arXiv 2401.01879, section 4.
     """
@@ -126,7 +90,7 @@ def best_of_n_kl_estimate(log_prob: Tensor, n: Tensor | int) -> Tensor:
 
 
 def _log_miss(n: Tensor, c: Tensor, k: Tensor) -> Tensor:
-    """Log of C(n − c, k)/C(n, k), the chance that k of n samples miss all c; −inf when c + k > n.
+    """Compute log of C(n − c, k)/C(n, k), the chance that k of n samples miss all c; −inf when c + k > n.
 
     Four log-factorials cancel almost entirely for large n. Their Stirling forms x log x are therefore joined
     in closed form before anything is rounded; few leftovers d = n − c − k need no such care.
@@ -141,7 +105,7 @@ def _log_miss(n: Tensor, c: Tensor, k: Tensor) -> Tensor:
 
 
 def _stirling_rest(x: Tensor) -> Tensor:
-    """Log x! − [(x + ½) log x − x + ½ log 2π] for x ≥ 16."""
+    """Compute log x! − [(x + ½) log x − x + ½ log 2π] for x ≥ 16."""
     inverse = 1 / x.clamp(min=STIRLING_FROM)
     square = inverse.square()
     return inverse * (1 / 12 - square * (1 / 360 - square * (1 / 1260 - square / 1680)))

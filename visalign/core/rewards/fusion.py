@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards fused with those of neighbours, and the rim of what several texts span.
+"""RewardFusion, rewards averaged with those of neighbours, and ConvexDA, the vertices of a set of texts.
 
-Of rewards what is not finite counts as missing and stays so (NaN).
+Shen et al., The trickle-down impact of reward (in-)consistency on RLHF, arXiv 2309.16155.
 """
 
 from __future__ import annotations
@@ -10,32 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from visalign.core.checks import check_axes, check_positive
+from visalign.core.checks import check_axes
 from visalign.core.precision import float32
 
 
 def neighbour_weights(
     similarity: Tensor, valid: Tensor | None = None, *, threshold: float = 0.9, top: int = 5
 ) -> Tensor:
-    """Weights of RewardFusion's neighbours: the similarity of the `top` most similar above the threshold.
+    """Weigh neighbours: w_m = sim_m if sim_m ≥ threshold and m is among the `top` largest, else 0.
 
-    w_m = sim_m if sim_m ≥ threshold and m is among the `top` largest, else 0; equal similarities are taken
-    in their order.
-
-    Args:
-        similarity: [B, M], e.g. cosines of prompt embeddings; what is not finite is no neighbour.
-        valid: bool [B, M]; False is no neighbour.
-        threshold: least similarity, > 0, so that no weight is negative.
-        top: largest number of neighbours, ≥ 1.
-
-    Returns:
-        [B, M], float32 or better, no gradient.
-
-    Shen et al., The trickle-down impact of reward (in-)consistency on RLHF, arXiv 2309.16155.
+    `similarity` [B, M] holds e.g. cosines of prompt embeddings; entries that are not finite, or not `valid`,
+    are no neighbours. The threshold is above 0, so that no weight is negative; ties go to the first.
     """
-    check_positive(threshold=threshold)
-    if top < 1:
-        raise ValueError(f"top must be at least 1; got {top}.")
     check_axes(similarity=(similarity, "B M"), valid=(valid, "B M"))
     value = float32(similarity).detach()
     present = torch.isfinite(value) if valid is None else torch.isfinite(value) & valid
@@ -47,48 +33,29 @@ def neighbour_weights(
 def reward_fusion(
     reward: Tensor, neighbour_reward: Tensor, similarity: Tensor, *, threshold: float = 0.9, top: int = 5
 ) -> Tensor:
-    """RewardFusion: average a reward with those of similar prompts or images.
+    """Average a reward with those of similar prompts or images (RewardFusion).
 
-    R′_b = (R_b + Σ_m w_bm R_bm)/(1 + Σ_m w_bm), w as in `neighbour_weights`. The result lies between the
+    R′_b = (R_b + Σ_m w_bm R_bm)/(1 + Σ_m w_bm), w as in `neighbour_weights`, from the `similarity` [B, M] to
+    the sample itself. A missing `neighbour_reward` [B, M] is no neighbour. The result lies between the
     smallest and the largest reward that enters; without neighbours it is R_b exactly. The neighbours are an
     argument: the released code changes its pool while it scores, which makes scores depend on their order.
-
-    Args:
-        reward: [B], any unit.
-        neighbour_reward: [B, M], the same unit; what is not finite is no neighbour and takes no place.
-        similarity: [B, M] to the sample itself, whose own similarity is 1.
-        threshold: least similarity that counts, in [0, 1].
-        top: most neighbours beside the sample itself.
-
-    Returns:
-        [B], float32 or better, no gradient; NaN where the reward itself is missing.
-
-    Shen et al., The trickle-down impact of reward (in-)consistency on RLHF, arXiv 2309.16155.
     """
     check_axes(
         reward=(reward, "B"), neighbour_reward=(neighbour_reward, "B M"), similarity=(similarity, "B M")
     )
     present = torch.isfinite(neighbour_reward)
     weight = neighbour_weights(similarity, present, threshold=threshold, top=top)
-    own = float32(reward).detach()
-    nearby = torch.where(present, float32(neighbour_reward).detach(), own[:, None])
-    fused = own + (weight * (nearby - own[:, None])).sum(1) / (1 + weight.sum(1))
-    return torch.where(torch.isfinite(own), fused, float("nan"))
+    value = float32(reward).detach()
+    nearby = torch.where(present, float32(neighbour_reward).detach(), value[:, None])
+    # (R_b + Σ w R_bm)/(1 + Σ w) = R_b + Σ w (R_bm − R_b)/(1 + Σ w)
+    fused = value + (weight * (nearby - value[:, None])).sum(1) / (1 + weight.sum(1))
+    return torch.where(torch.isfinite(value), fused, float("nan"))
 
 
 def convex_vertices(embedding: Tensor) -> Tensor:
-    """ConvexDA: which of some texts are the vertices of their convex hull, in the plane that they fill most.
+    """Find the vertices of the convex hull of texts [N, D] in their main plane (ConvexDA).
 
-    The plane is that of the two largest principal components. Of equal texts the first counts; of texts on a
-    line the two ends.
-
-    Args:
-        embedding: [N, D] of N texts, any unit, finite.
-
-    Returns:
-        [V] int64, 1 ≤ V ≤ N for N ≥ 1, ascending.
-
-    Shen et al., The trickle-down impact of reward (in-)consistency on RLHF, arXiv 2309.16155.
+    Of equal texts the first counts; of texts on a line the two ends. Returns [V] int64, ascending.
     """
     check_axes(embedding=(embedding, "N D"))
     if not bool(torch.isfinite(embedding).all()):
@@ -109,11 +76,11 @@ def convex_vertices(embedding: Tensor) -> Tensor:
 
 
 Point = tuple[float, float, int]
-"""Two coordinates, and which text it is."""
+"""Two coordinates and the row of the text."""
 
 
 def _chain(points: list[Point], least: float) -> list[Point]:
-    """One side of the hull of sorted points, by Andrew's monotone chain; `least` is the area of a turn."""
+    """Build one side of the hull of sorted points by Andrew's monotone chain."""
     chain: list[Point] = []
     for point in points:
         while len(chain) > 1:

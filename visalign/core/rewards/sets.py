@@ -15,15 +15,10 @@ from visalign.core.checks import check_embeddings
 
 
 def vendi_score(embedding: Tensor) -> Tensor:
-    """Effective number of different samples: exp(−Σ λ ln λ), λ the eigenvalues of Z Zᵀ/n, rows of unit norm.
+    """Count the effectively different samples, [...]: exp(−Σ λ ln λ), λ the eigenvalues of Z Zᵀ/n.
 
-    1 for copies of one sample, n for n orthogonal ones. Not monotone: another sample can lower it.
-
-    Args:
-        embedding: [..., n, d]; rows are brought to unit norm here, so that similarity is the cosine.
-
-    Returns:
-        [...] float64.
+    Rows Z of [..., n, d] are brought to unit norm, so that similarity is the cosine. 1 for copies of one
+    sample, n for n orthogonal ones. Not monotone: another sample can lower it.
 
     Friedman and Dieng, The Vendi score, arXiv 2210.02410.
     """
@@ -34,21 +29,12 @@ def vendi_score(embedding: Tensor) -> Tensor:
 
 
 def frechet_distance(embedding: Tensor, reference: Tensor) -> Tensor:
-    """Squared Fréchet distance of two sets as Gaussians: |μ − μ_r|² + tr(Σ + Σ_r − 2 (Σ Σ_r)^½).
+    """Compute the squared Fréchet distance of two sets as Gaussians: |μ − μ_r|² + tr(Σ + Σ_r − 2 (Σ Σ_r)^½).
 
-    With Σ = AᵀA and Σ_r = BᵀB the trace of the root is the sum of the singular values of A Bᵀ, which exists
-    for sets of any size. Σ divides by n, where programs for the FID divide by n − 1, as a set may lose all
-    but one of its samples here. A small set has too small a Σ: compare sets of one size alone.
-
-    Args:
-        embedding: [..., n, d], any unit.
-        reference: [m, d], in the same unit.
-
-    Returns:
-        [...] float64, in that unit squared, ≥ 0 but for rounding.
-
-    Raises:
-        ValueError: widths that differ.
+    Sets [..., n, d] against one `reference` [m, d], [...] float64. With Σ = AᵀA and Σ_r = BᵀB the trace of
+    the root is the sum of the singular values of A Bᵀ, which exists for sets of any size. Σ divides by n,
+    where programs for the FID divide by n − 1, as a set may lose all but one of its samples here. A small set
+    has too small a Σ: compare only sets of one size.
 
     Heusel et al., FID, arXiv 1706.08500, eq. 6; Dowson and Landau 1982.
     """
@@ -57,20 +43,10 @@ def frechet_distance(embedding: Tensor, reference: Tensor) -> Tensor:
 
 
 def set_gains(score: Callable[[Tensor], Tensor], embedding: Tensor) -> Tensor:
-    """What each sample adds to the reward of its set: g_i = R(S) − R(S∖{i}).
+    """Compute what each sample adds to the reward of its set: g_i = R(S) − R(S∖{i}), [..., n].
 
-    The reward of a set, handed to its samples: a policy gradient with g_i follows the gradient of E[R(S)], as
-    R(S∖{i}) does not depend on sample i. It asks R n + 1 times.
-
-    Args:
-        score: R, from [..., m, d] to [...], for m of n − 1 and n.
-        embedding: [..., n, d] with n ≥ 2.
-
-    Returns:
-        [..., n], the dtype of R.
-
-    Raises:
-        ValueError: a set of one sample, which leaves none behind.
+    A policy gradient with g_i follows the gradient of E[R(S)], as R(S∖{i}) does not depend on sample i.
+    `score` is R, from [..., m, d] to [...] for m of n − 1 and n; it is called n + 1 times. n is at least 2.
 
     Rewards of sets: DRAGON, arXiv 2504.15217, which builds a better and a worse set by swapping samples. The
     difference: Wolpert and Tumer 2001.
@@ -84,14 +60,7 @@ def set_gains(score: Callable[[Tensor], Tensor], embedding: Tensor) -> Tensor:
 
 
 def vendi_gains(embedding: Tensor) -> Tensor:
-    """`set_gains` of the Vendi score: negative for a sample that repeats others.
-
-    Args:
-        embedding: [..., n, d], as in `vendi_score`.
-
-    Returns:
-        [..., n] float64; 1 for a single sample, the empty set having score 0.
-    """
+    """Compute `set_gains` of the Vendi score: negative for a sample that repeats others; 1 alone."""
     value = _unit(check_embeddings(embedding))
     if value.shape[-2] == 1:
         return vendi_score(value)[..., None]
@@ -101,25 +70,14 @@ def vendi_gains(embedding: Tensor) -> Tensor:
 
 
 def frechet_gains(embedding: Tensor, reference: Tensor) -> Tensor:
-    """`set_gains` of R = −`frechet_distance`: positive for a sample that brings its set to the reference.
-
-    Args:
-        embedding: [..., n, d] with n ≥ 2.
-        reference: [m, d].
-
-    Returns:
-        [..., n] float64, the unit of the embeddings squared.
-
-    Raises:
-        ValueError: widths that differ, or a set of one sample.
-    """
+    """Compute `set_gains` of −`frechet_distance`: positive for a sample that brings its set closer."""
     value = check_embeddings(embedding)
     mean, root = _gaussian(reference, value.shape[-1])
     return set_gains(lambda rows: -_to_gaussian(rows, mean, root), value)
 
 
 def _gaussian(reference: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """(μ [d], B [k, d] with Σ = BᵀB) of a set."""
+    """Return μ [d] and B [k, d], Σ = BᵀB, of a set."""
     value = check_embeddings(reference)
     if value.ndim != 2 or value.shape[-1] != width:
         raise ValueError(
@@ -131,11 +89,11 @@ def _gaussian(reference: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _to_gaussian(value: Tensor, mean: Tensor, root: Tensor) -> Tensor:
-    """[...] squared Fréchet distance of sets [..., n, d] to (μ, B)."""
-    own = value.mean(-2, keepdim=True)
-    a = (value - own) / value.shape[-2] ** 0.5
+    centre = value.mean(-2, keepdim=True)
+    a = (value - centre) / value.shape[-2] ** 0.5
     spread = a.square().sum((-2, -1)) + root.square().sum()
-    return (own - mean).square().sum((-2, -1)) + spread - 2 * torch.linalg.svdvals(a @ root.mT).sum(-1)
+    # |μ − μ_r|² + tr(Σ) + tr(Σ_r) − 2 Σ singular values of A Bᵀ
+    return (centre - mean).square().sum((-2, -1)) + spread - 2 * torch.linalg.svdvals(a @ root.mT).sum(-1)
 
 
 def _unit(rows: Tensor) -> Tensor:

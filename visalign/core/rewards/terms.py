@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is added to a reward before the advantage: its place, the KL penalty, the price of being too long.
+"""Terms of a reward before the advantage: position, KL penalty, constraints, PAR, length.
 
-The coefficient of the KL penalty is fixed (a number), or moves by one of two pure rules: new coefficient from
-the old one and the measured KL.
+Coefficients are fixed, or move by a rule: new coefficient from the old one and the measured value.
 """
 
 from __future__ import annotations
@@ -15,14 +14,9 @@ from visalign.core.precision import float32
 
 
 def place_terminal(reward: Tensor, weight: Tensor) -> Tensor:
-    """Put the score of a sample on its last present decision: r_t = R·[t = last present].
+    """Put the score of a sample on its last present decision, [B, T]: r_t = R·[t = last present].
 
-    Args:
-        reward: [B], any unit; a missing score stays NaN at that one place.
-        weight: [B, T], 0 for absent decisions: padding on either side, or holes.
-
-    Returns:
-        [B, T], float32 or better, no gradient; 0 elsewhere, and in rows without a present decision.
+    A missing score is NaN at that one place.
 
     Ziegler et al., arXiv 1909.08593, section 2: a score at the end of the completion, KL on every token.
     """
@@ -41,21 +35,12 @@ def kl_in_reward(
     beta: float | Tensor,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """Charge each decision for leaving the reference: r_t − β (log π_old − log π_ref).
+    """Charge each decision for leaving the reference: r_t − β (log π_old − log π_ref), [B, T].
 
     The estimator is k1, the only one of the usual estimators whose sum over a completion, taken as a reward,
     has the gradient of KL(π‖π_ref). RLOO takes the sum over t of the result as one reward per sample. Where
-    the KL of a decision is known exactly (Gaussian steps), subtract β·KL directly.
-
-    Args:
-        reward: [B, T] per decision, e.g. from `place_terminal`.
-        old_log_prob: [B, T] nats, of the policy that sampled.
-        ref_log_prob: [B, T] nats, of the reference.
-        beta: β ≥ 0, units of the reward per nat; a number or a 0-dim tensor.
-        weight: [B, T], 0 for absent decisions; None if all are present.
-
-    Returns:
-        [B, T], float32 or better, no gradient; 0 where absent.
+    the KL of a decision is known exactly (Gaussian steps), subtract β·KL directly. β ≥ 0 is in units of the
+    reward per nat.
 
     Ouyang et al., InstructGPT, arXiv 2203.02155, eq. 2; Ziegler et al., arXiv 1909.08593, eq. 2. β = 0.04 in
     GRPO, arXiv 2402.03300 (there in the loss), 0.02 in InstructGPT.
@@ -77,22 +62,9 @@ def adaptive_kl_coefficient(
 ) -> Tensor:
     """Move β towards a target KL in proportion: β' = β (1 + clip(KL/target − 1, ±bound)·samples/horizon).
 
-    The paper has K_β = 0.1 in place of samples/horizon; the released code ties it to the samples seen.
-
-    Args:
-        beta: β of the step that was measured.
-        kl: measured KL(π‖π_ref) in nats per completion; NaN, not measured, leaves β as it is.
-        samples: completions of that step.
-        target: KL aimed at, in nats per completion.
-        horizon: samples over which β may change by about the factor 1 + bound.
-        bound: limit of the relative error.
-
-    Returns:
-        β', float64 for numbers, else float32 or better; the shape of beta and kl together.
-
-    Raises:
-        ValueError: a target, horizon, bound or samples that is not positive, or a step so large that β could
-            turn negative.
+    The paper has K_β = 0.1 in place of samples/horizon; the released code ties it to the completions of the
+    step. `kl` is the measured KL(π‖π_ref) in nats per completion; NaN, not measured, leaves β. A step so
+    large that β could turn negative is refused.
 
     Ziegler et al., arXiv 1909.08593, section 2.2.
     """
@@ -118,20 +90,8 @@ def penalty_kl_coefficient(
 ) -> Tensor:
     """Halve or double the coefficient of PPO's KL penalty when the step was far from its target.
 
-    β' = β/factor if KL < target/tolerance;  β·factor if KL > target·tolerance;  else β.
-
-    Args:
-        beta: β of the update that was measured.
-        kl: measured mean KL(π_old‖π) in nats per decision; NaN, not measured, leaves β as it is.
-        target: KL aimed at, same unit.
-        tolerance: ≥ 1, how far from the target counts as far.
-        factor: > 1.
-
-    Returns:
-        β', float64 for numbers, else float32 or better; the shape of beta and kl together.
-
-    Raises:
-        ValueError: a target that is not positive, tolerance < 1, or factor ≤ 1.
+    β' = β/factor if KL < target/tolerance;  β·factor if KL > target·tolerance;  else β. `kl` is the measured
+    mean KL(π_old‖π) in nats per decision; NaN, not measured, leaves β.
 
     Schulman et al., PPO, arXiv 1707.06347, section 4, eq. 8 and below.
     """
@@ -146,19 +106,9 @@ def penalty_kl_coefficient(
 def constraint_multiplier(
     multiplier: float | Tensor, value: float | Tensor, *, bound: float, rate: float
 ) -> Tensor:
-    """Dual ascent on max R under C ≥ b: λ' = max(0, λ + η (b − C)), of the Lagrangian R + λ (C − b).
+    """Ascend the dual of max R under C ≥ b: λ' = max(0, λ + η (b − C)), of the Lagrangian R + λ (C − b).
 
-    Args:
-        multiplier: λ ≥ 0.
-        value: C, the measured mean of the constrained reward; NaN, not measured, leaves λ as it is.
-        bound: b, in its unit.
-        rate: η > 0.
-
-    Returns:
-        λ', float64 for numbers, else float32 or better.
-
-    Raises:
-        ValueError: a rate that is not positive.
+    `value` C is the measured mean of the constrained reward; NaN, not measured, leaves λ.
 
     Tessler et al., RCPO, arXiv 1805.11074, section 4, for a cost that is to stay below its bound.
     """
@@ -167,18 +117,31 @@ def constraint_multiplier(
     return torch.where(measured.isnan(), old, (old + rate * (bound - measured)).clamp(min=0))
 
 
+def preference_as_reward(reward: Tensor, reference: Tensor, *, k: float = 1.0) -> Tensor:
+    """Compute the probability of being preferred to the reference model's samples of the same prompt (PAR).
+
+    R′_b = mean_m σ(k (R_b − R_bm^ref)), differentiable in R. Bounded in (0, 1), steepest at the reference:
+    the excess that a hacked reward reports is worth little. An affine map of R would leave a standardised
+    group as it is; this one does not. Of the `reference` rewards [B, M] one is enough; missing ones leave the
+    mean. k = 1/std of the reference rewards makes reward models comparable.
+
+    Fu et al., Reward shaping to mitigate reward hacking in RLHF, arXiv 2502.18770 (k = 1, M ≤ 10).
+    """
+    check_axes(reward=(reward, "B"), reference=(reference, "B M"))
+    value, anchor = float32(reward)[:, None], float32(reference).detach()
+    present = torch.isfinite(value) & torch.isfinite(anchor)
+    # Both are made finite before σ, so that no NaN reaches its gradient.
+    gap = torch.where(torch.isfinite(value), value, 0.0) - torch.where(torch.isfinite(anchor), anchor, 0.0)
+    preferred = torch.where(present, torch.sigmoid(k * gap), 0.0).sum(1)
+    count = present.sum(1)
+    return torch.where(count > 0, preferred / count.clamp(min=1), float("nan"))
+
+
 def soft_overlong(length: Tensor, *, max_length: int, cache: int) -> Tensor:
-    """Punish a completion that comes near its length limit: clip(((L − c) − n)/c, −1, 0).
+    """Punish a completion that comes near its length limit: clip(((L − c) − n)/c, −1, 0), [B].
 
-    0 up to L − c, then linear, −1 from L on. Add it to the reward of correctness.
-
-    Args:
-        length: [B] n in tokens.
-        max_length: L in tokens; 20480 in DAPO.
-        cache: c in tokens, 1 … L; 4096 in DAPO.
-
-    Returns:
-        [B] in [−1, 0], float32 or better.
+    0 up to L − c tokens, then linear, −1 from `max_length` L on (20480 in DAPO, `cache` c 4096). Add it to
+    the reward of correctness.
 
     Yu et al., DAPO, arXiv 2503.14476, eq. 13.
     """
@@ -194,16 +157,6 @@ def filter_overlong(weight: Tensor, truncated: Tensor) -> Tensor:
     (`valid=~truncated`) to take it out there too. Count the step's denominators (`count_step`) with the
     result.
 
-    Args:
-        weight: [B, T] weight of the decisions.
-        truncated: [B] bool, True where the completion met the limit before its end token.
-
-    Returns:
-        [B, T], the dtype of weight.
-
-    Raises:
-        ValueError: shapes that do not fit, or truncated is not bool.
-
     Yu et al., DAPO, arXiv 2503.14476, section 3.4.
     """
     if truncated.dtype != torch.bool or weight.ndim != 2 or truncated.shape != weight.shape[:1]:
@@ -215,5 +168,5 @@ def filter_overlong(weight: Tensor, truncated: Tensor) -> Tensor:
 
 
 def _number(value: float | Tensor) -> Tensor:
-    """A detached tensor, float64 from a plain number."""
+    """Detach a tensor, or make a float64 one from a plain number."""
     return float32(value.detach()) if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a causal language model, token ids and a mask to the log-prob of each token."""
+"""Log-prob of each token from a causal language model, token ids and a mask."""
 
 from __future__ import annotations
 
@@ -22,45 +22,44 @@ def token_log_probs(
     soft_cap: float | None = None,
     **inputs: Any,
 ) -> LogProbEntropy:
-    """Log-prob log π(id_t | id_<t) and entropy of each token of a batch, aligned with the ids.
+    """Compute log π(id_t | id_<t) and entropy of each token of a batch, aligned with the ids.
 
-    The logits that precede a token, z_{t−1}, are its distribution: log p = log softmax(z_{t−1}/τ)[id_t], in
-    float32. They are held for all present tokens; where they do not fit, give the last hidden states to
-    `fused_log_prob_entropy`.
+    The logits before a token, z_{t−1}, are its distribution: log p = log softmax(z_{t−1}/τ)[id_t]. They are
+    held for all present tokens; if they do not fit, give the last hidden states to `fused_log_prob_entropy`.
 
     Args:
-        model: called as model(input_ids=ids, attention_mask=mask, **inputs), as transformers' causal models
-            are; gives logits [B, T, V], or something that has them as `logits`.
+        model: Called as model(input_ids=ids, attention_mask=mask, **inputs), like transformers' causal
+            models; returns logits [B, T, V], or an object with `logits`.
         ids: [B, T] prompts and completions, padded on either side; padding may hold any id.
-        mask: [B, T], 0 for padding, prompts and completions 1; all present without it. Rows padded on the
-            left get `position_ids` that begin at 0 at their first token, unless `inputs` has them.
+        mask: [B, T], 0 for padding; None if all are present. Rows padded on the left get `position_ids` that
+            begin at 0 at their first token, unless `inputs` has them.
         temperature: τ > 0 that the tokens were sampled with.
-        soft_cap: of logits that the model has not capped itself.
-        inputs: what else the model takes, such as images.
+        soft_cap: Soft cap of logits that the model has not capped itself.
+        inputs: Other inputs of the model, such as images.
 
     Returns:
-        [B, T] each, float32 or better, differentiable; 0 with exactly zero gradient at padding and at a row's
-        first token, which nothing predicts. Prompts have log-probs too: `Trajectories.weight` is 0 there.
+        [B, T] each, differentiable; 0 with exactly zero gradient at padding and at a row's first token, which
+            nothing predicts. Prompts have log-probs too: `Trajectories.weight` is 0 there.
     """
     if ids.ndim != 2 or (mask is not None and mask.shape != ids.shape):
-        given = "" if mask is None else f" with mask {tuple(mask.shape)}"
-        raise ValueError(f"ids must be [B, T], and mask like them; got ids {tuple(ids.shape)}{given}.")
-    there = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
-    if "position_ids" not in inputs and not bool(there[:, :1].all()):
-        inputs = {**inputs, "position_ids": (there.long().cumsum(1) - 1).clamp(min=0)}
-    out = model(input_ids=ids, attention_mask=there.long() if mask is None else mask, **inputs)
-    logits = out if isinstance(out, Tensor) else getattr(out, "logits", None)
+        mask_shape = "" if mask is None else f" with mask {tuple(mask.shape)}"
+        raise ValueError(f"ids must be [B, T], and mask like them; got ids {tuple(ids.shape)}{mask_shape}.")
+    present = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
+    if "position_ids" not in inputs and not bool(present[:, :1].all()):
+        inputs = {**inputs, "position_ids": (present.long().cumsum(1) - 1).clamp(min=0)}
+    output = model(input_ids=ids, attention_mask=present.long() if mask is None else mask, **inputs)
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if logits is None or logits.shape[:2] != ids.shape:
-        given = type(out).__name__ if logits is None else f"logits {tuple(logits.shape)}"
-        raise ValueError(f"the model must give logits [B, T, V] for ids {tuple(ids.shape)}; got {given}.")
-    predicted = there[:, 1:] & there[:, :-1]
-    found = log_prob_entropy(
+        got = type(output).__name__ if logits is None else f"logits {tuple(logits.shape)}"
+        raise ValueError(f"the model must give logits [B, T, V] for ids {tuple(ids.shape)}; got {got}.")
+    predicted = present[:, 1:] & present[:, :-1]
+    tokens = log_prob_entropy(
         logits[:, :-1][predicted], ids[:, 1:][predicted], temperature=temperature, soft_cap=soft_cap
     )
-    places = pad(predicted, (1, 0))
+    positions = pad(predicted, (1, 0))
 
-    def placed(values: Tensor | None) -> Tensor:
+    def unpack(values: Tensor | None) -> Tensor:
         assert values is not None
-        return values.new_zeros(ids.shape).masked_scatter(places, values)
+        return values.new_zeros(ids.shape).masked_scatter(positions, values)
 
-    return LogProbEntropy(placed(found.log_prob), placed(found.entropy), placed(found.sum_p2))
+    return LogProbEntropy(unpack(tokens.log_prob), unpack(tokens.entropy), unpack(tokens.sum_p2))

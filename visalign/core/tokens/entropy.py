@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entropy of a token policy: what moves it, what it costs, and the rules that hold it.
+"""Entropy of a token policy: its drivers, its price in reward, and the rules that hold it.
 
-Measured: covariance of log-prob and advantage, the entropy change it predicts, the curve R = −a e^H + b.
-Controlled: the entropy bonus and its adaptive coefficient. Entropies are in nats. Denoising steps of fixed
-variance have one entropy for all, so nothing here, in `selection` or in `selection_rules` means anything on
-them: an `Objective` refuses it there.
+Measures: covariance of log-prob and advantage, which predicts the entropy change; the curve R = −a e^H + b.
+Controls: the entropy bonus and its adaptive coefficient; Entrocraft's band.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_axes
 from visalign.core.precision import float32
 
 from .statistics import token_terms, weighted_mean
@@ -21,26 +20,18 @@ from .statistics import token_terms, weighted_mean
 
 @dataclass(frozen=True)
 class CovarianceStatistics:
-    """Whole-step statistics of log-prob and advantage; 0-dim float64 tensors, NaN when nothing is present."""
+    """Whole-step mean log π, mean A, and their covariance; 0-dim, NaN if nothing is present."""
 
     mean_log_prob: Tensor
-    """Mean log π, in nats."""
     mean_advantage: Tensor
-    """Mean A."""
     covariance: Tensor
-    """Mean of (A − Ā)(log π − mean log π)."""
 
 
 def covariance_statistics(log_prob: Tensor, advantage: Tensor, weight: Tensor) -> CovarianceStatistics:
     """Measure Cov(log π, A) = Σ w (A − Ā)(log π − mean log π) / Σ w over the whole optimizer step.
 
-    Args:
-        log_prob: [B, T] (or [N]) under the policy at the beginning of the step; all devices together.
-        advantage: [B], or the shape of log_prob.
-        weight: the shape of log_prob, ≥ 0. With w = π over all actions of a state the result is exact.
-
-    Returns:
-        Means and covariance, no gradient; entries of weight 0, or not finite, take no part.
+    `log_prob` is under the policy at the beginning of the step. With w = π over all actions of a state the
+    result is exact.
 
     Cui et al., The Entropy Mechanism, arXiv 2505.22617, section 4 (covariance).
     """
@@ -54,16 +45,7 @@ def covariance_statistics(log_prob: Tensor, advantage: Tensor, weight: Tensor) -
 def token_covariance(
     log_prob: Tensor, advantage: Tensor, weight: Tensor, statistics: CovarianceStatistics
 ) -> Tensor:
-    """One decision's part in the covariance: cov_t = (A_t − Ā)(log π_t − mean log π).
-
-    Args:
-        log_prob: [B, T] of any micro-batch.
-        advantage: [B], or the shape of log_prob.
-        weight: the shape of log_prob; 0 for absent decisions.
-        statistics: of the whole step, from `covariance_statistics`.
-
-    Returns:
-        The shape of log_prob, float64, no gradient; 0 where absent.
+    """Compute one decision's part in the covariance: cov_t = (A_t − Ā)(log π_t − mean log π); 0 where absent.
 
     Cui et al., arXiv 2505.22617, section 4. Deviation from the released code: its means are a micro-batch's.
     """
@@ -74,48 +56,34 @@ def token_covariance(
 
 @dataclass(frozen=True)
 class EntropyFit:
-    """R = −a e^H + b by ordinary least squares; 0-dim float64 tensors, NaN where the data do not tell."""
+    """R = −a e^H + b by ordinary least squares, with standard errors; 0-dim, NaN where undetermined.
+
+    `ceiling` b − a is the reward at H = 0, when all entropy is spent. `residual_std` is √(Σ residual² /
+    (count − 2)); Student's t has count − 2 degrees.
+    """
 
     a: Tensor
-    """Reward bought per unit of e^H."""
     b: Tensor
-    """Offset, in the unit of the reward."""
     ceiling: Tensor
-    """b − a: the reward at H = 0, when all entropy is spent."""
     a_std: Tensor
-    """Standard error of a."""
     b_std: Tensor
-    """Standard error of b."""
     ceiling_std: Tensor
-    """Standard error of the ceiling, with the covariance of a and b; Student's t has count − 2 degrees."""
     residual_std: Tensor
-    """√(Σ residual² / (count − 2))."""
     count: Tensor
-    """Points used."""
 
 
 def fit_entropy_curve(entropy: Tensor, reward: Tensor, valid: Tensor | None = None) -> EntropyFit:
-    """Fit how reward was bought with entropy, R = −a e^H + b, and where that ends: R(H = 0) = b − a.
+    """Fit the reward bought with entropy, R = −a e^H + b, and its ceiling R(H = 0) = b − a.
 
     Linear in e^H − 1, so that the intercept is the ceiling itself. The errors hold for independent residuals
     of one size; neighbouring points of one training curve are not independent, and the true errors larger.
-
-    Args:
-        entropy: [n], in nats, one per evaluation.
-        reward: [n], any unit.
-        valid: bool [n]; False, or a value that is not finite, leaves the fit.
-
-    Returns:
-        The fit; NaN values for fewer than two different entropies, NaN errors for fewer than three points.
+    `entropy` (nats) and `reward` are [n], one entry per evaluation; `valid` bool [n]. Fewer than two
+    different entropies give NaN, fewer than three points NaN errors.
 
     Cui et al., The Entropy Mechanism, arXiv 2505.22617, eq. 6.
     """
     valid = torch.ones_like(entropy, dtype=torch.bool) if valid is None else valid
-    if entropy.ndim != 1 or not entropy.shape == reward.shape == valid.shape:
-        raise ValueError(
-            "entropy, reward and valid must have one shape [n], one entry per evaluation; got "
-            f"{tuple(entropy.shape)}, {tuple(reward.shape)} and {tuple(valid.shape)}."
-        )
+    check_axes(entropy=(entropy, "n"), reward=(reward, "n"), valid=(valid, "n"))
     x, y = torch.expm1(entropy.detach().double()), reward.detach().double()
     inside = valid.bool() & torch.isfinite(x) & torch.isfinite(y)
     share = inside.double()
@@ -144,15 +112,7 @@ def fit_entropy_curve(entropy: Tensor, reward: Tensor, valid: Tensor | None = No
 
 
 def entropy_bonus(entropy: Tensor, coefficient: float | Tensor) -> Tensor:
-    """Loss that rewards entropy: ℓ = −c H per decision, to be aggregated like any other.
-
-    Args:
-        entropy: [B, T], in nats, differentiable.
-        coefficient: c ≥ 0, a number or 0-dim tensor; detached.
-
-    Returns:
-        The shape of entropy, float32 or better.
-
+    """Compute the loss that rewards entropy, ℓ = −c H per decision; c ≥ 0 is detached.
 
     Mnih et al., A3C, arXiv 1602.01783, section 4; Schulman et al., PPO, arXiv 1707.06347, eq. 9.
     """
@@ -169,23 +129,13 @@ def adapt_entropy_coefficient(
     lowest: float = 0.0,
     highest: float = float("inf"),
 ) -> Tensor:
-    """Move the coefficient of the entropy bonus towards a target: c' = clip(c + Δ sign(H* − H)).
+    """Move the coefficient of the entropy bonus towards a target: c' = clip(c + Δ sign(H* − H)); 0-dim.
 
-    Args:
-        coefficient: c, 0 at the start.
-        measured: H, mean token entropy of the whole step, in nats.
-        target: H*, in nats; 0.2 in the report.
-        step: Δ > 0 per optimizer step.
-        lowest: bound of c'.
-        highest: bound of c'.
+    `measured` H is the mean token entropy of the whole step, `target` H* 0.2 nats in the report, `step` Δ > 0
+    per optimizer step. The bounds are an addition. NaN when H is.
 
-    Returns:
-        c', 0-dim float64, no gradient; unchanged when H = H*, NaN when H is.
-
-    He et al., Skywork-OR1, arXiv 2505.22312 (adaptive entropy control). The bounds are an addition.
+    He et al., Skywork-OR1, arXiv 2505.22312 (adaptive entropy control).
     """
-    if not step > 0 or not lowest <= highest:
-        raise ValueError(f"step must be positive and lowest ≤ highest; got {step=}, {lowest=}, {highest=}.")
     old, error = _number(coefficient), _number(target) - _number(measured)
     return (old + step * torch.where(error.isnan(), error, error.sign())).clamp(lowest, highest)
 
@@ -193,10 +143,7 @@ def adapt_entropy_coefficient(
 def gated_entropy_coefficient(
     coefficient: float | Tensor, measured: float | Tensor, target: float | Tensor
 ) -> Tensor:
-    """Coefficient in force: c where the entropy is at or below its target, c·1[H ≤ H*], else 0.
-
-    Returns:
-        0-dim float64, no gradient; NaN when H is.
+    """Apply the coefficient only while the entropy is at or below its target: c·1[H ≤ H*]; NaN when H is.
 
     He et al., Skywork-OR1, arXiv 2505.22312 (adaptive entropy control).
     """
@@ -206,16 +153,11 @@ def gated_entropy_coefficient(
 
 
 def entrocraft_direction(monitor: float | Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
-    """Which advantages may be trained on: m = 1[H > H_high] − 1[H < H_low].
+    """Find which advantages may be trained on: m = 1[H > H_high] − 1[H < H_low]; NaN when the monitor is.
 
-    Args:
-        monitor: H, one number for the whole step: mean token entropy in nats; for images a spread measured on
-            samples, e.g. the standard deviation of rewards inside groups.
-        low: lower edge of the band, in the unit of the monitor; the paper moves both edges down linearly.
-        high: upper edge.
-
-    Returns:
-        0-dim float64 1 (too much: only A ≥ 0), −1 (too little: only A ≤ 0) or 0; NaN when the monitor is.
+    1 (too much entropy) allows A ≥ 0 only, −1 (too little) A ≤ 0. `monitor` H is one number for the whole
+    step: mean token entropy; for images a spread of samples, e.g. the standard deviation of rewards inside
+    groups. The paper moves both edges of the band down linearly.
 
     Entrocraft, arXiv 2604.26326.
     """
@@ -225,17 +167,10 @@ def entrocraft_direction(monitor: float | Tensor, low: float | Tensor, high: flo
 
 
 def entrocraft_keep(advantage: Tensor, direction: Tensor) -> Tensor:
-    """Accept sample i iff m A_i ≥ 0, so that the entropy goes back into its band.
+    """Accept sample i iff m A_i ≥ 0, so that the entropy returns to its band; NaN is never accepted.
 
     Count the step with the accepted samples only; if none is left, skip the step. Deviation from the released
     code, which clamps raw scores instead: with rewards 0 and 1 that would leave nothing to learn from.
-
-    Args:
-        advantage: [B] or [B, T].
-        direction: m, from `entrocraft_direction`.
-
-    Returns:
-        bool, the shape of advantage; a missing (NaN) advantage or monitor is never accepted.
 
     Entrocraft, arXiv 2604.26326.
     """

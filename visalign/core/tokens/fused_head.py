@@ -23,7 +23,7 @@ from .fused_tiles import TILES, Rows, Transform, head_gradients, softmax_statist
 
 @dataclass(frozen=True)
 class LogProbEntropy:
-    """Of the policy's distribution over the vocabulary at each token; the shape of the targets."""
+    """Statistics of the policy's distribution over the vocabulary at each token; the shape of the targets."""
 
     log_prob: Tensor
     """log p of the target, in nats, differentiable."""
@@ -36,23 +36,19 @@ class LogProbEntropy:
 def log_prob_entropy(
     logits: Tensor, target: Tensor, *, temperature: float = 1.0, soft_cap: float | None = None
 ) -> LogProbEntropy:
-    """Log-prob of the target and entropy, from logits that are there anyway.
+    """Compute log-prob of the target and entropy from logits [*N, V].
 
     z = c·tanh(logits/c)/τ; log p = z_y − log Σ_v e^z_v; H = −Σ_v p_v log p_v. Several tensors of the size of
     the logits are made; `fused_log_prob_entropy` avoids them.
 
     Args:
-        logits: [*N, V], differentiable; −∞ excludes an entry. Float16 and bfloat16 are computed in float32.
+        logits: [*N, V], differentiable; −∞ excludes an entry.
         target: [*N] ids in [0, V).
         temperature: τ > 0 that the tokens were sampled with.
         soft_cap: c > 0 of Gemma 2's logit soft-capping (arXiv 2408.00118, section 2); None switches it off.
-
-    Returns:
-        [*N] each, float32 or better, with sum_p2.
     """
     _check_scales(temperature, soft_cap)
-    _check_shape("target", target, logits.shape[:-1], "logits", logits)
-    _check_target(target, None, logits.shape[-1])
+    _check_target(target, None, logits.shape[:-1], logits.shape[-1])
     z = float32(logits)
     if soft_cap is not None:
         z = (z / soft_cap).tanh() * soft_cap
@@ -77,14 +73,14 @@ def fused_log_prob_entropy(
     sum_p2: bool = False,
     tile: tuple[int, int] | None = None,
 ) -> LogProbEntropy:
-    """`log_prob_entropy` of the logits W h + b, with nothing of their size in memory.
+    """Compute `log_prob_entropy` of the logits W h + b, with nothing of their size in memory.
 
-    z = c·tanh((W h + b)/c)/τ; log p = z_y − log Σ_v e^z_v; H = −Σ_v p_v log p_v. The backward pass computes
-    each tile of logits again. It leaves out rows whose upstream gradient is exactly 0 (clipped, without
-    advantage, not selected) and products for inputs that need no gradient. Products are summed in float32:
-    the logits of a bfloat16 head are never rounded. The host waits for a CUDA device to check the ids.
-    Deviations: autocast is off inside; operands keep the dtype they come in. With a bfloat16 head on CUDA the
-    gradient of the logits is rounded to bfloat16, as a factor of its two products.
+    z = c·tanh((W h + b)/c)/τ; log p = z_y − log Σ_v e^z_v; H = −Σ_v p_v log p_v. The backward pass recomputes
+    each tile of logits. It leaves out rows whose upstream gradient is exactly 0 (clipped, without advantage,
+    not selected) and products for inputs that need no gradient. Products are summed in float32: the logits of
+    a bfloat16 head are never rounded. The host waits for a CUDA device to check the ids. Deviations: autocast
+    is off inside; operands keep their dtype. With a bfloat16 head on CUDA the gradient of the logits is
+    rounded to bfloat16, as a factor of its two products.
 
     Args:
         hidden: [*N, H] last hidden states, differentiable.
@@ -94,24 +90,19 @@ def fused_log_prob_entropy(
             hidden state may be NaN and gets exactly zero gradient.
         head_bias: [V] b, differentiable; −∞ excludes an entry.
         temperature: τ > 0 that the tokens were sampled with.
-        soft_cap: c > 0 of Gemma 2's logit soft-capping (arXiv 2408.00118, section 2); None switches it off.
-        sum_p2: whether to give Σ_v p_v² too.
-        tile: (rows, vocabulary entries) worked on at a time; by default `fused_tiles.TILES` of the device.
-            Work memory is 2 float32 tiles (3 with a soft-cap) and up to 2 strips [tile[1], H] for bfloat16.
-
-    Returns:
-        [*N] each, float32 or better.
+        soft_cap: c > 0 of Gemma 2's logit soft-capping; None switches it off.
+        sum_p2: Compute Σ_v p_v² too.
+        tile: (rows, vocabulary entries) per tile; by default `fused_tiles.TILES` of the device. Work memory
+            is 2 float32 tiles (3 with a soft-cap) and up to 2 strips [tile[1], H] for bfloat16.
 
     Milakov and Gimelshein, arXiv 1805.02867 (log Σ e^z in one sweep); Wijmans et al., Cut Cross-Entropy,
     arXiv 2411.09009, section 4 (no logits in memory, recomputed for the gradient).
     """
     _check_scales(temperature, soft_cap)
     _check_head(hidden, head_weight, head_bias)
-    _check_shape("target", target, hidden.shape[:-1], "hidden", hidden)
-    if weight is not None:
-        _check_shape("weight", weight, hidden.shape[:-1], "hidden", hidden)
-    _check_target(target, weight, head_weight.shape[0])
-    transform = Transform(temperature=temperature, soft_cap=soft_cap, tile=_tile(tile, hidden))
+    _check_target(target, weight, hidden.shape[:-1], head_weight.shape[0])
+    tile = tile or TILES.get(hidden.device.type, TILES["cuda"])
+    transform = Transform(temperature=temperature, soft_cap=soft_cap, tile=tile)
     results = _FusedHead.apply(
         hidden.reshape(-1, head_weight.shape[1]),
         head_weight,
@@ -125,7 +116,7 @@ def fused_log_prob_entropy(
 
 
 class _FusedHead(torch.autograd.Function):
-    """Rows [N, H] in; (log p, H) of each, or (log p, H, Σ p²), out; [N]."""
+    """Map rows [N, H] to their (log p, H) or (log p, H, Σ p²), [N]."""
 
     @staticmethod
     def forward(
@@ -141,10 +132,10 @@ class _FusedHead(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         rows = Rows(hidden, index, target if index is None else target[index])
         with torch.autocast(hidden.device.type, enabled=False):
-            found = softmax_statistics(rows, weight, bias, transform, sum_p2=sum_p2)
+            stats = softmax_statistics(rows, weight, bias, transform, sum_p2=sum_p2)
         ctx.transform = transform
-        ctx.save_for_backward(hidden, weight, bias, rows.target, index, found.top, found.total, found.entropy)
-        results = (found.log_prob, found.entropy, found.sum_p2)[: 3 if sum_p2 else 2]
+        ctx.save_for_backward(hidden, weight, bias, rows.target, index, stats.top, stats.total, stats.entropy)
+        results = (stats.log_prob, stats.entropy, stats.sum_p2)[: 3 if sum_p2 else 2]
         if index is not None:
             results = tuple(_place(value, index, hidden.shape[0]) for value in results)
         ctx.mark_non_differentiable(*results[2:])
@@ -154,20 +145,18 @@ class _FusedHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None, *_: Any) -> Any:
         hidden, weight, bias, target, index, top, total, entropy = ctx.saved_tensors
-        given = [grad for grad in (grad_log_prob, grad_entropy) if grad is not None]
-        if not given:
+        if grad_log_prob is None and grad_entropy is None:
             return (None,) * 7
         pull, push = (
             grad if grad is None or index is None else grad[index] for grad in (grad_log_prob, grad_entropy)
         )
         pull = torch.zeros_like(top) if pull is None else pull
         live = pull != 0 if push is None else (pull != 0) | (push != 0)
-        kept = live.nonzero()[:, 0]
-        if kept.shape[0] < live.shape[0]:
-            index = kept if index is None else index[kept]
-            target, top, total, entropy = target[kept], top[kept], total[kept], entropy[kept]
-            pull = pull[kept]
-            push = None if push is None else push[kept]
+        live_rows = live.nonzero()[:, 0]
+        if live_rows.shape[0] < live.shape[0]:
+            index = live_rows if index is None else index[live_rows]
+            target, top, total, entropy, pull = (x[live_rows] for x in (target, top, total, entropy, pull))
+            push = None if push is None else push[live_rows]
         with torch.autocast(hidden.device.type, enabled=False):
             gradients = head_gradients(
                 Rows(hidden, index, target),
@@ -190,7 +179,7 @@ class _FusedHead(torch.autograd.Function):
 
 
 def _place(values: Tensor, index: Tensor, count: int) -> Tensor:
-    """These rows among `count` rows of zeros."""
+    """Scatter rows into `count` rows of zeros."""
     return values.new_zeros((count, *values.shape[1:])).index_copy_(0, index, values)
 
 
@@ -222,15 +211,12 @@ def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
 
 
-def _check_shape(name: str, value: Tensor, shape: torch.Size, other_name: str, other: Tensor) -> None:
-    if value.shape != shape:
-        raise ValueError(
-            f"{name} must have the shape of {other_name} without its last dimension, {tuple(shape)}; got "
-            f"{name} {tuple(value.shape)} and {other_name} {tuple(other.shape)}."
-        )
-
-
-def _check_target(target: Tensor, weight: Tensor | None, count: int) -> None:
+def _check_target(target: Tensor, weight: Tensor | None, shape: torch.Size, count: int) -> None:
+    for name, tensor in (("target", target), ("weight", weight)):
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(
+                f"{name} must have one entry per token, {tuple(shape)}; got {tuple(tensor.shape)}."
+            )
     if not is_integer(target):
         raise ValueError(f"target must hold integer ids; got {target.dtype}.")
     outside = (target < 0) | (target >= count)
@@ -242,11 +228,3 @@ def _check_target(target: Tensor, weight: Tensor | None, count: int) -> None:
             f"{target[outside][:3].tolist()} first. No id means 'ignore': give positions that do not count "
             "weight 0, or any id in range where no weight is passed."
         )
-
-
-def _tile(tile: tuple[int, int] | None, hidden: Tensor) -> tuple[int, int]:
-    if tile is None:
-        return TILES.get(hidden.device.type, TILES["cuda"])
-    if len(tile) != 2 or min(tile) < 1:
-        raise ValueError(f"tile must be (rows, vocabulary entries), each at least 1; got {tile}.")
-    return tile

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tile by tile over [N, V]: logits of a linear head, their softmax statistics, and their gradient.
+"""Tiles over [N, V]: logits of a linear head, their softmax statistics, and their gradient.
 
-The engine of `fused_head.py`. The vocabulary is the outer loop, so that one float32 tile of the gradient of
-W is summed over all rows and cast once. Nothing of size N·V or, for a bfloat16 head, float32 of size V·H
-ever exists.
+The engine of `fused_head.py`. The vocabulary is the outer loop, so that one float32 tile of the gradient of W
+is summed over all rows and cast once. Nothing of size N·V or, for a bfloat16 head, float32 of size V·H ever
+exists.
 """
 
 from __future__ import annotations
@@ -19,40 +19,34 @@ TILES: dict[str, tuple[int, int]] = {"cpu": (1024, 768), "cuda": (4096, 8192)}
 """Device -> rows and vocabulary entries of a tile: a few MB that stay in a CPU's cache, 128 MiB on a GPU."""
 
 EXCLUDED = -1e30
-"""What a bias of −∞ counts as: p is 0, and 0·log p is 0 instead of NaN."""
+"""Stands for a bias of −∞: p is 0, and 0·log p is 0 instead of NaN."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transform:
-    """What stands between W h and the logits, and how the work is cut."""
+    """Map from W h to the logits, and rows and vocabulary entries of a tile."""
 
     temperature: float = 1.0
-    """τ > 0."""
     soft_cap: float | None = None
-    """c > 0 of c·tanh(z/c); None is none."""
     tile: tuple[int, int]
-    """Rows and vocabulary entries per tile."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that are worked on; hidden states are fetched tile by tile."""
+    """Rows to work on: all hidden states [N, H], the rows [N'] among them (None for all), targets [N']."""
 
     hidden: Tensor
-    """[N, H] of all rows."""
     index: Tensor | None
-    """[N'] rows of `hidden`; None is all of them."""
     target: Tensor
-    """[N'] ids in [0, V)."""
 
     def states(self, part: slice) -> Tensor:
-        """Hidden states [n, H] of one tile."""
+        """Fetch the hidden states [n, H] of one tile."""
         return self.hidden[part] if self.index is None else self.hidden[self.index[part]]
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of each row's softmax; [N'] float32 or better."""
+    """Softmax statistics of each row, [N'] float32 or better."""
 
     log_prob: Tensor
     entropy: Tensor
@@ -65,25 +59,22 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of the head's inputs; None where none was asked for."""
+    """Gradients of hidden [N', H] (float32 or better), W [V, H] (its dtype) and b [V]; None if not needed."""
 
     hidden: Tensor | None
-    """[N', H], of the worked-on rows, float32 or better."""
     weight: Tensor | None
-    """[V, H], in the dtype of W."""
     bias: Tensor | None
-    """[V], float32 or better."""
 
 
 def sum_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """Float32, or float64 when an operand is."""
+    """Return the dtype of sums: float32, or float64 when an operand is."""
     return torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
 
 
 def multiplies_bfloat16(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether the device multiplies bfloat16 into float32 itself; elsewhere tiles are lifted first.
+    """Check that the device multiplies bfloat16 into float32 itself; elsewhere tiles are cast first.
 
-    Float16 is always lifted: a softmax gradient underflows in it.
+    Float16 is always cast: a softmax gradient underflows in it.
     """
     both = hidden.dtype == weight.dtype == torch.bfloat16
     return both and hidden.device.type in ("cuda", "xpu")
@@ -92,10 +83,10 @@ def multiplies_bfloat16(hidden: Tensor, weight: Tensor) -> bool:
 def softmax_statistics(
     rows: Rows, weight: Tensor, bias: Tensor | None, transform: Transform, *, sum_p2: bool
 ) -> Statistics:
-    """Log-prob of the target, entropy and (if asked for) Σ p² of each row, in one sweep of the tiles.
+    """Compute log-prob of the target, entropy and (if asked for) Σ p² of each row, in one sweep of the tiles.
 
-    With the running maximum m: s = Σ e^(z−m), t = Σ e^(z−m) (z−m), q = Σ e^(2(z−m)); then
-    log p = z_y − m − log s, H = log s − t/s, Σ p² = q/s².
+    With the running maximum m: s = Σ e^(z−m), t = Σ e^(z−m) (z−m), q = Σ e^(2(z−m)); then log
+    p = z_y − m − log s, H = log s − t/s, Σ p² = q/s².
 
     Milakov and Gimelshein, arXiv 1805.02867, algorithm 3 (s); t and q are carried along in the same way.
     """
@@ -143,21 +134,11 @@ def head_gradients(
     grad_entropy: Tensor | None,
     needs: tuple[bool, bool, bool],
 ) -> Gradients:
-    """Gradients of Σ_n (g_n log p_n + h_n H_n), recomputing each tile of logits once.
+    """Compute the gradients of Σ_n (g_n log p_n + h_n H_n) that `needs` (hidden, weight, bias) asks for.
 
-    ∂/∂z_v = g (1[v = y] − p_v) − h p_v (log p_v + H), times 1/τ and, under a soft-cap, 1 − tanh².
-
-    Args:
-        rows: the rows with a gradient, N' of them.
-        weight: W [V, H].
-        bias: b [V] or None.
-        transform: as in the forward pass.
-        top: [N'] m.
-        total: [N'] s.
-        entropy: [N'] H.
-        grad_log_prob: [N'] g.
-        grad_entropy: [N'] h, or None for zeros.
-        needs: whether the gradient of (hidden, weight, bias) is wanted; only those are returned.
+    ∂/∂z_v = g (1[v = y] − p_v) − h p_v (log p_v + H), times 1/τ and, under a soft-cap, 1 − tanh². Each tile
+    of logits is recomputed once. `top` m, `total` s and `entropy` H are those of the forward pass,
+    `grad_log_prob` g and `grad_entropy` h (None for 0) the upstream gradients, [N'] each.
     """
     work = _Work(rows, weight, bias, transform)
     count, width = rows.target.shape[0], weight.shape[1]
@@ -194,7 +175,7 @@ def head_gradients(
 def _upstream(
     total: Tensor, entropy: Tensor, grad_log_prob: Tensor, grad_entropy: Tensor | None, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(pull, level, push) per row: p (g + h (log p + H)) = e^(z−m) (level + push (z − m)), times −1/τ.
+    """Return (pull, level, push) per row: p (g + h (log p + H)) = e^(z−m) (level + push (z − m)), times −1/τ.
 
     One exponential and no division per entry of the tile.
     """
@@ -206,7 +187,7 @@ def _upstream(
 
 
 class _Work:
-    """The head seen through its tiles, and the buffers that are used again for each."""
+    """Tiles of the head, and the buffers that are reused for each."""
 
     def __init__(self, rows: Rows, weight: Tensor, bias: Tensor | None, transform: Transform) -> None:
         self.rows, self.weight, self.bias, self.transform = rows, weight, bias, transform
@@ -215,27 +196,25 @@ class _Work:
         self.buffers: dict[str, Tensor] = {}
 
     def operand(self, value: Tensor) -> Tensor:
-        """The value as a factor of a product: bfloat16 where the device sums that in float32, else lifted."""
+        """Cast a factor of a product: bfloat16 if the device sums that in float32, else the sums' dtype."""
         return value.to(torch.bfloat16 if self.native else self.dtype)
 
     def head(self, columns: slice) -> tuple[Tensor, Tensor | None]:
-        """W and b of these vocabulary entries: a factor [v, H], and [v] or None."""
         bias = None if self.bias is None else self.bias[columns].to(self.dtype)
         return self.operand(self.weight[columns]), bias
 
     def sums(self, target: Tensor) -> Tensor:
-        """Where the sums for `target` are kept: itself, or a buffer when its dtype is too short."""
+        """Return the tensor that sums for `target`: itself, or a buffer when its dtype is too short."""
         return target if target.dtype == self.dtype else self.buffer("sums", target.shape)
 
     def buffer(self, name: str, shape: torch.Size | tuple[int, int]) -> Tensor:
-        """A contiguous piece of memory of this shape, the same one for the same name."""
         size = math.prod(shape)
         if name not in self.buffers or self.buffers[name].numel() < size:
             self.buffers[name] = self.weight.new_empty(size, dtype=self.dtype)
         return self.buffers[name][:size].view(shape)
 
     def logits(self, part: slice, matrix: Tensor, bias: Tensor | None) -> Tensor:
-        """c·tanh((W h + b)/c)/τ of one tile; [n, v]."""
+        """Compute c·tanh((W h + b)/c)/τ of one tile, [n, v]."""
         z = self._product(self.operand(self.rows.states(part)), matrix.t())
         if bias is not None:
             z.add_(bias).clamp_(min=EXCLUDED)
@@ -245,7 +224,7 @@ class _Work:
         return z if self.transform.temperature == 1 else z.mul_(1 / self.transform.temperature)
 
     def soft_cap_slope(self, z: Tensor) -> Tensor | None:
-        """1 − (τ z/c)², the derivative of the soft-cap; None without one."""
+        """Compute 1 − (τ z/c)², the derivative of the soft-cap; None without one."""
         cap = self.transform.soft_cap
         if cap is None:
             return None
@@ -253,7 +232,7 @@ class _Work:
         return slope.square_().neg_().add_(1)
 
     def exponentials(self, z: Tensor, top: Tensor, level: Tensor, push: Tensor | None) -> Tensor:
-        """e^(z − m) (level + push (z − m)) of one tile, in place of z; push None is 0."""
+        """Compute e^(z − m) (level + push (z − m)) of one tile, in place of z; push None is 0."""
         z.sub_(top[:, None])
         if push is None:
             return z.exp_().mul_(level[:, None])
@@ -267,7 +246,7 @@ class _Work:
 
 
 def _add_product(sums: Tensor, left: Tensor, right: Tensor, *, beta: int) -> None:
-    """sums = beta·sums + left right, in the dtype of sums."""
+    """Compute sums = beta·sums + left right, in the dtype of sums."""
     if left.dtype == sums.dtype:
         sums.addmm_(left, right, beta=beta)
     elif beta:
@@ -277,11 +256,10 @@ def _add_product(sums: Tensor, left: Tensor, right: Tensor, *, beta: int) -> Non
 
 
 def _find(target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """(place of each target among these columns, whether it is there at all)."""
-    place, width = target - columns.start, columns.stop - columns.start
-    return place.clamp(0, width - 1), (place >= 0) & (place < width)
+    """Return the column of each target in the tile, and whether the tile has it."""
+    local, width = target - columns.start, columns.stop - columns.start
+    return local.clamp(0, width - 1), (local >= 0) & (local < width)
 
 
 def _cut(total: int, step: int) -> Iterator[slice]:
-    """Slices of at most `step` that cover range(total)."""
     return (slice(start, min(start + step, total)) for start in range(0, total, step))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the selection rules share: who is present, means, quantiles and order statistics over a whole step.
+"""Statistics that selection shares: presence, means, quantiles and order statistics over a whole step.
 
-Everything is computed in float64, without gradient, without reading a value back, and on any shape.
+Computed without reading a value back, on any shape.
 """
 
 from __future__ import annotations
@@ -9,14 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from visalign.core.checks import check_same, check_share
+from visalign.core.checks import check_same
 
 
 def token_terms(log_prob: Tensor, advantage: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(values, advantages, present) of one shape: float64, float64, bool; no gradient, 0 where absent.
-
-    An entry is present when its weight is not 0 and both numbers are finite.
-    """
+    """Return values, advantages (0 where absent) and presence (weight ≠ 0, both finite), in one shape."""
     shape = log_prob.shape
     if weight.shape != shape or advantage.shape not in (shape, shape[:1]):
         raise ValueError(
@@ -30,49 +27,36 @@ def token_terms(log_prob: Tensor, advantage: Tensor, weight: Tensor) -> tuple[Te
 
 
 def present_decisions(values: Tensor, weight: Tensor) -> Tensor:
-    """Bool of the shape of values: weight not 0 and value finite."""
+    """Mark the decisions whose weight is not 0 and whose value is finite."""
     check_same(values=values, weight=weight)
     return (weight != 0) & torch.isfinite(values)
 
 
 def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
-    """Mean Σ w x / Σ w of float64 values; entries of weight 0 may hold anything.
+    """Compute the mean Σ w x / Σ w of float64 values, 0-dim; NaN when all weights are 0.
 
-    The smallest value is taken off first: equal values give exactly that value, and offsets cost no digits.
-
-    Returns:
-        0-dim, NaN when all weights are 0.
+    The smallest value is subtracted first: equal values give exactly that value, and offsets cost no digits.
     """
     inside = weight != 0
-    held = torch.where(inside, values, float("inf")).flatten()
-    lowest = torch.cat([held, held.new_full((1,), float("inf"))]).min()
+    present = torch.where(inside, values, float("inf")).flatten()
+    lowest = torch.cat([present, present.new_full((1,), float("inf"))]).min()
     return lowest + (torch.where(inside, values - lowest, 0.0) * weight).sum() / weight.sum()
 
 
 def masked_quantile(values: Tensor, weight: Tensor, q: float, *, per_row: bool = False) -> Tensor:
-    """Quantile of the present values, interpolated linearly between order statistics.
+    """Compute the quantile of the present values, interpolated linearly between order statistics.
 
-    The rank is q (n − 1). Ranks that rounding moves off a whole number are put back, so that a threshold
-    that should be a value is that value. Unlike `torch.quantile` it leaves absent values out and has no size
-    limit.
-
-    Args:
-        values: any shape; [..., T] with per_row.
-        weight: the same shape; values of weight 0 are left out, the others count once.
-        q: in [0, 1].
-        per_row: one quantile per row instead of one for all.
-
-    Returns:
-        0-dim float64, or [..., 1] with per_row; NaN where nothing is present.
+    The rank is q (n − 1). Ranks that rounding moves off a whole number are put back, so that a threshold that
+    should be a value is that value. Unlike `torch.quantile` it leaves absent values out and has no size
+    limit. 0-dim; with `per_row` [..., 1], one per row of [..., T]. NaN where nothing is present.
 
     Hyndman and Fan, Sample Quantiles in Statistical Packages, 1996, definition 7.
     """
-    check_share(q=q)
     inside = present_decisions(values, weight)
-    held = torch.where(inside, values.detach().double(), float("inf"))
+    present = torch.where(inside, values.detach().double(), float("inf"))
     if not per_row:
-        held, inside = held.flatten(), inside.flatten()
-    ordered = torch.nn.functional.pad(held, (0, 1), value=float("inf")).sort(-1).values
+        present, inside = present.flatten(), inside.flatten()
+    ordered = torch.nn.functional.pad(present, (0, 1), value=float("inf")).sort(-1).values
     count = inside.sum(-1, keepdim=True)
     rank = q * (count - 1).clamp(min=0).double()
     rank = torch.where((rank - rank.round()).abs() <= 1e-12 * count, rank.round(), rank)
@@ -82,40 +66,22 @@ def masked_quantile(values: Tensor, weight: Tensor, q: float, *, per_row: bool =
 
 
 def kth_smallest(values: Tensor, inside: Tensor, k: Tensor) -> Tensor:
-    """The k-th smallest of the values where inside is True.
-
-    Args:
-        values: any shape.
-        inside: bool, the same shape.
-        k: 0-dim int64 in [0, number of values + 1].
-
-    Returns:
-        0-dim float64; −inf for k = 0, +inf when fewer than k are inside.
-    """
-    held = torch.where(inside, values.detach().double(), float("inf")).flatten()
-    low, high = held.new_full((1,), float("-inf")), held.new_full((1,), float("inf"))
-    ordered = torch.cat([low, held.sort().values, high])
+    """Find the k-th smallest value where inside is True; −inf for k = 0, +inf if fewer than k are inside."""
+    present = torch.where(inside, values.detach().double(), float("inf")).flatten()
+    low, high = present.new_full((1,), float("-inf")), present.new_full((1,), float("inf"))
+    ordered = torch.cat([low, present.sort().values, high])
     return ordered.gather(0, k.reshape(1)).squeeze(0)
 
 
 def share_count(inside: Tensor, ratio: float) -> Tensor:
-    """How many decisions a share stands for: max(⌊ratio N⌋, 1), and 0 for a ratio of 0; 0-dim int64 ≤ N."""
+    """Count the decisions in a share: max(⌊ratio N⌋, 1), and 0 for a ratio of 0; 0-dim int64 ≤ N."""
     count = inside.sum()
     number = (ratio * count.double()).floor().long()
     return torch.minimum(number.clamp(min=1 if ratio > 0 else 0), count)
 
 
 def ppo_clipped(log_ratio: Tensor, advantage: Tensor, *, eps_low: float, eps_high: float) -> Tensor:
-    """Where PPO's clip already takes the gradient: (A > 0, r > 1 + ε_high) or (A < 0, r < 1 − ε_low).
-
-    Args:
-        log_ratio: [B, T].
-        advantage: [B], or the shape of log_ratio.
-        eps_low: the clip's lower bound is 1 − eps_low.
-        eps_high: its upper one 1 + eps_high.
-
-    Returns:
-        bool, the shape of log_ratio; False where a number is missing.
+    """Mark where PPO's clip has no gradient: (A > 0, r > 1 + ε_high) or (A < 0, r < 1 − ε_low).
 
     Schulman et al., PPO, arXiv 1707.06347, eq. 7.
     """

@@ -18,7 +18,7 @@ from .result import HeldoutResult
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyRow:
-    """One category, or all samples."""
+    """Accuracy of a category or of all samples."""
 
     name: str
     before: Interval
@@ -34,7 +34,7 @@ class AccuracyRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardRow:
-    """One reward over all samples."""
+    """Mean of a reward over all samples."""
 
     name: str
     unit: str

@@ -75,8 +75,8 @@ def evaluate(
     with _inference(policy):
         batches = _sample(policy, metadata, sample_seeds, sigmas, batch_size, bool(clips), solver)
         for rows, frames, images in batches:
-            shown = image_index[(image_index >= rows.start) & (image_index < rows.stop)] - rows.start
-            thumbnails.extend(_as_bytes(images[shown], image_side))
+            shown_rows = image_index[(image_index >= rows.start) & (image_index < rows.stop)] - rows.start
+            thumbnails.extend(_as_bytes(images[shown_rows], image_side))
             for name, reward in rewards.items():
                 samples = frames if name in clips else images
                 scores = reward.score(samples, prompts[rows], metadata[rows])

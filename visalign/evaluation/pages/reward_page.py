@@ -155,12 +155,14 @@ def comparison_lines(result: Mapping[str, Any]) -> list[str]:
     comparisons, board, fusion = result["comparisons"], result.get("leaderboard"), result.get("fusion")
     if fusion and board:
         best = next((row["judge"] for row in board["rows"] if row["judge"] in fusion["members"]), "")
-        wanted = [e for e in comparisons if {e["first"], e["second"]} == {best, "fused"}]
-        return [comparison_line(entry, of=len(comparisons)) for entry in wanted]
+        fused_comparisons = [e for e in comparisons if {e["first"], e["second"]} == {best, "fused"}]
+        return [comparison_line(entry, of=len(comparisons)) for entry in fused_comparisons]
     if len(comparisons) > 3 and board:
         first, *next_two = [row["judge"] for row in board["rows"][:3]]
-        wanted = [{first, other} for other in next_two]
-        comparisons = [entry for entry in comparisons if {entry["first"], entry["second"]} in wanted]
+        fused_comparisons = [{first, other} for other in next_two]
+        comparisons = [
+            entry for entry in comparisons if {entry["first"], entry["second"]} in fused_comparisons
+        ]
     return [comparison_line(entry, of=len(result["comparisons"])) for entry in comparisons]
 
 
@@ -202,11 +204,11 @@ def _leaderboard(result: Mapping[str, Any]) -> JudgeTable:
     board, is_pairs = result["leaderboard"], result["set"]["kind"] == "preferences"
     rows = []
     for row in board["rows"]:
-        places = dict.fromkeys((str(row["best_place"]), str(row["worst_place"])))
+        ranks = dict.fromkeys((str(row["best_place"]), str(row["worst_place"])))
         rows.append(
             Row(
                 what=row["judge"],
-                cells=[_cell(row, share if is_pairs else fixed), Cell(value="–".join(places))],
+                cells=[_cell(row, share if is_pairs else fixed), Cell(value="–".join(ranks))],
             )
         )
     what = "Agreement" if is_pairs else "SRCC"
@@ -221,10 +223,10 @@ def _comparisons(comparisons: Sequence[Mapping[str, Any]]) -> JudgeTable:
     for entry in comparisons:
         form, needed, test = _difference_form(entry), entry["power"]["needed"], entry.get("mcnemar")
         smallest = _cell(entry["power"]["smallest"], lambda value, form=form: form(value).removeprefix("+"))
-        alone = [Cell(value=f"{test['first_only']} : {test['second_only']}")] if test else []
+        discordant = [Cell(value=f"{test['first_only']} : {test['second_only']}")] if test else []
         cells = [
             _in_points(_cell(entry["difference"], form)) if is_pairs else _cell(entry["difference"], form),
-            *alone,
+            *discordant,
             _cell(entry["p_holm"], "{:.2g}".format),
             _cell(needed, "{:,}".format),
             _in_points(smallest) if is_pairs else smallest,

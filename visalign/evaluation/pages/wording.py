@@ -68,7 +68,7 @@ class Headline:
 def headline(
     before: HeldoutResult, after: HeldoutResult, comparison: Comparison, *, trained_prompts: int | None = None
 ) -> Headline:
-    """What the run did, in one line and two or three sentences.
+    """Summarize a run in one line and two or three sentences.
 
     So many of the prompts, `seen`, were trained on; None where that is not known.
     """

@@ -52,7 +52,7 @@ CANVASES = (("white", 0.8), ("grey", 0.8), ("white", 0.5), ("grey", 0.5))
 
 @dataclass(frozen=True)
 class Sample:
-    """One image and its prompt."""
+    """Image and its prompt."""
 
     image: Tensor
     """[3, H, W] float32 in [0, 1], on the 8-bit grid."""
@@ -61,7 +61,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Level:
-    """One strength or kind of a change."""
+    """Strength or kind of a change."""
 
     label: str
     x: float | None = None
@@ -74,7 +74,7 @@ Change = Callable[[Sample, Level, torch.Generator], Sample | None]
 
 @dataclass(frozen=True)
 class Probe:
-    """One kind of change."""
+    """Kind of change that a reward should or should not respond to."""
 
     name: str
     title: str

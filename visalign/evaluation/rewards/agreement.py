@@ -178,9 +178,9 @@ def percentiles(values: ArrayLike) -> Array:
     """Rank images among the scored, 0 (worst) to 1 (best); ties share the middle, NaN stays."""
     scores = np.asarray(values, dtype=np.float64)
     valid = np.isfinite(scores)
-    places = np.full(len(scores), np.nan)
-    places[valid] = (stats.rankdata(scores[valid]) - 1) / (valid.sum() - 1) if valid.sum() > 1 else 0.5
-    return places
+    ranks = np.full(len(scores), np.nan)
+    ranks[valid] = (stats.rankdata(scores[valid]) - 1) / (valid.sum() - 1) if valid.sum() > 1 else 0.5
+    return ranks
 
 
 def largest_disagreements(x: ArrayLike, y: ArrayLike, *, most: int = 12) -> list[tuple[int, float, float]]:

@@ -154,13 +154,13 @@ def _signal_numbers(
         area = interval(auroc(signal, wrong), draws, clusters, level=settings.level)
     curve = risk_coverage(uncertainty, 1 - credit)
     step = max(1, len(curve.coverage) // 100)
-    shown = np.unique(np.append(np.arange(0, len(curve.coverage), step), len(curve.coverage) - 1))
+    points = np.unique(np.append(np.arange(0, len(curve.coverage), step), len(curve.coverage) - 1))
     return {
         "auroc": area.to_dict(),
         "pairs": int(decided.sum()),
         "aurc": curve.area,
         "risk_at": {f"{coverage:.0%}": curve.at(coverage) for coverage in COVERAGES},
-        "curve": [[float(curve.coverage[k]), float(curve.risk[k])] for k in shown],
+        "curve": [[float(curve.coverage[k]), float(curve.risk[k])] for k in points],
     }
 
 

@@ -205,13 +205,13 @@ def worst_records(
         ]
     assert isinstance(source, QualitySet)
     valid = np.flatnonzero(scores.judged)
-    place, place_mos = (
+    rank, place_mos = (
         (stats.rankdata(x[valid]) - 0.5) / len(valid) for x in (scores.oriented, opinions(source))
     )
-    order = np.argsort(-np.abs(place - place_mos), kind="stable")[:WORST]
+    order = np.argsort(-np.abs(rank - place_mos), kind="stable")[:WORST]
     return [
         _fields(source.records[valid[k]], "prompt", "image", "mos")
-        | {"score": float(scores.value[valid[k]]), "place": float(place[k]), "place_mos": float(place_mos[k])}
+        | {"score": float(scores.value[valid[k]]), "place": float(rank[k]), "place_mos": float(place_mos[k])}
         for k in order.tolist()
     ]
 

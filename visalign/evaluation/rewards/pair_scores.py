@@ -71,7 +71,7 @@ class PairScores:
 
     @property
     def reading(self) -> str:
-        """How the probability was read, in words."""
+        """Description of how the probability was read."""
         return READINGS[self.link]
 
     def failures(self) -> dict[str, int]:

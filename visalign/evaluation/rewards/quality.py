@@ -247,12 +247,12 @@ def _slices(
 
 def _points(x: Array, y: Array, fit: LogisticFit | str, settings: IntervalSettings) -> dict[str, Any]:
     """Return at most 600 images and the fitted curve, for a plot."""
-    shown = np.random.default_rng(settings.seed).permutation(len(x))[:600]
+    sample = np.random.default_rng(settings.seed).permutation(len(x))[:600]
     line = []
     if isinstance(fit, LogisticFit):
         rows = np.argsort(x)[np.linspace(0, len(x) - 1, min(len(x), 60)).astype(int)]
         line = [[float(x[k]), float(fit.fitted[k])] for k in rows]
-    return {"sample": [[float(x[k]), float(y[k])] for k in sorted(shown)], "line": line}
+    return {"sample": [[float(x[k]), float(y[k])] for k in sorted(sample)], "line": line}
 
 
 def _notes(report: dict[str, Any]) -> list[str]:

@@ -22,7 +22,7 @@ WORDS = (5, 10, 20, 40)
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """One part of a set of N records."""
+    """Subset of N records."""
 
     kind: str
     """ "category", "generator", "resolution", "prompt_length", or "split"."""
@@ -74,7 +74,9 @@ def _slices(records: Sequence[Any], generators: Sequence[str]) -> list[Slice]:
         names = Counter(name for values in column for name in set(values) if name is not None)
         if len(names) < 2:
             continue
-        shown = [name for name, _ in names.most_common(LARGEST)]
-        for name in [length for length in _LENGTHS if length in shown] if kind == "prompt_length" else shown:
+        largest = [name for name, _ in names.most_common(LARGEST)]
+        for name in (
+            [length for length in _LENGTHS if length in largest] if kind == "prompt_length" else largest
+        ):
             slices.append(Slice(kind=kind, name=name, rows=np.array([name in values for values in column])))
     return slices

@@ -26,14 +26,14 @@ KEY = "reference"
 @contextmanager
 def swapped_weights(policy: Any, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Swap other weights into the trained parameters; nothing is copied, so older graphs stay valid."""
-    named = policy.trainable_parameters()
-    original = [parameter.data for _, parameter in named]
+    parameters = policy.trainable_parameters()
+    original = [parameter.data for _, parameter in parameters]
     try:
-        for name, parameter in named:
+        for name, parameter in parameters:
             parameter.data = weights[name]
         yield
     finally:
-        for (_, parameter), data in zip(named, original, strict=True):
+        for (_, parameter), data in zip(parameters, original, strict=True):
             parameter.data = data
 
 
@@ -72,8 +72,8 @@ class Reference:
         waited = counters.iteration - counters.own.get(KEY, 0)
         far = self.above is not None and divergence is not None and divergence > self.above
         if far or (self.every is not None and waited >= self.every):
-            named = self.policy.trainable_parameters()
-            self._stored = {name: parameter.detach().clone() for name, parameter in named}
+            parameters = self.policy.trainable_parameters()
+            self._stored = {name: parameter.detach().clone() for name, parameter in parameters}
             counters.own[KEY] = counters.iteration
             run.tensors[KEY] = self._stored
 
@@ -81,8 +81,8 @@ class Reference:
         """Load the reference of a checkpoint."""
         stored = run.tensors.get(KEY)
         if stored is not None:
-            named = self.policy.trainable_parameters()
-            self._stored = {name: stored[name].to(parameter.device) for name, parameter in named}
+            parameters = self.policy.trainable_parameters()
+            self._stored = {name: stored[name].to(parameter.device) for name, parameter in parameters}
             run.tensors[KEY] = self._stored
 
 

@@ -27,7 +27,7 @@ from .settings import ObjectiveSettings
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyStep:
-    """One optimizer update: n of the iteration's B samples, of all processes."""
+    """Optimizer update on n of the iteration's B samples, of all processes."""
 
     prepared: Prepared
     """Prepared tensors of the n samples, on the CPU."""
@@ -75,8 +75,8 @@ def prepare_steps(
     Returns:
         The updates, and metrics of the advantages.
     """
-    whole = whole_groups or objective.aggregation == "group_token_mean"
-    parts = list(split_updates(trajectories.group, settings.epochs, updates, seed, iteration, whole))
+    keep_groups = whole_groups or objective.aggregation == "group_token_mean"
+    parts = list(split_updates(trajectories.group, settings.epochs, updates, seed, iteration, keep_groups))
     prepared = objective.prepare_steps(trajectories, parts)
     needs_all = _needs_all(objective)
     steps = []

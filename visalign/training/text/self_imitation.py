@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from visalign.core import Objective, Prepared, Trajectories
-from visalign.core.advantages.replay import replay_advantages, replay_weight
+from visalign.core.advantages.rules import replay_advantages, replay_weight
 from visalign.core.groups.group_statistics import group_mean
 from visalign.core.groups.labels import group_index
 from visalign.core.objective.stages import sample_reward

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Timing, results and turns of the GPU measurements."""
 
 from __future__ import annotations
