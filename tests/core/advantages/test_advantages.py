@@ -98,9 +98,9 @@ def test_missing_rewards_leave_the_statistics_and_get_zero() -> None:
     group = [0, 0, 0, 0, 1, 1]
     for options in OPTIONS:
         result = group_advantages(reward, group, valid=valid, **options)
-        kept = [0, 2, 4, 5]
-        alone = group_advantages(reward[kept], [group[i] for i in kept], **options)
-        assert torch.equal(result[kept], alone)
+        valid_rows = [0, 2, 4, 5]
+        alone = group_advantages(reward[valid_rows], [group[i] for i in valid_rows], **options)
+        assert torch.equal(result[valid_rows], alone)
         assert result[[1, 3]].eq(0).all()
 
 
@@ -224,8 +224,8 @@ def test_whiten_values() -> None:
     torch.testing.assert_close(whiten(values, valid, eps=3.0), plain / 2)
     torch.testing.assert_close(whiten(values, valid, eps=3.0, eps_inside=False), plain / 4)
     torch.testing.assert_close(whiten(values, valid, eps=0.0, ddof=0), plain * math.sqrt(1.5))
-    kept = torch.tensor([1.0, 2.0, 3.0, 0.0, 0.0], dtype=torch.float64)
-    torch.testing.assert_close(whiten(values, valid, eps=0.0, keep_mean=True), kept)
+    uncentred = torch.tensor([1.0, 2.0, 3.0, 0.0, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(whiten(values, valid, eps=0.0, keep_mean=True), uncentred)
 
 
 def test_whiten_weighs_long_rows_more() -> None:

@@ -54,12 +54,12 @@ def test_what_all_have_in_common(name: str) -> None:
 
     valid = torch.tensor([True] * 8 + [False])
     valid[2] = False
-    kept = valid.nonzero()[:, 0]
-    alone = function(reward[kept], group[kept])
-    for given in (function(reward, group, valid=valid), function(reward.masked_fill(~valid, NAN), group)):
-        torch.testing.assert_close(given[kept], alone, **close)
-        assert given[~valid].eq(0).all()
-    assert alone[kept == 5].eq(0).all(), "the only one left of its group"
+    valid_rows = valid.nonzero()[:, 0]
+    alone = function(reward[valid_rows], group[valid_rows])
+    for result in (function(reward, group, valid=valid), function(reward.masked_fill(~valid, NAN), group)):
+        torch.testing.assert_close(result[valid_rows], alone, **close)
+        assert result[~valid].eq(0).all()
+    assert alone[valid_rows == 5].eq(0).all(), "the only one left of its group"
 
     for dtype in (torch.float32, torch.bfloat16):
         equal = (torch.rand(20, generator=generator) * 10).repeat_interleave(12).to(dtype)
@@ -102,9 +102,9 @@ def test_gpg() -> None:
 def best_of_k_credit(reward: list[float], k: int) -> list[float]:
     """Mean over all sets of k − 1 others of max(with) − max(without)."""
     result = []
-    for i, own in enumerate(reward):
+    for i, value in enumerate(reward):
         sets = list(itertools.combinations(reward[:i] + reward[i + 1 :], k - 1))
-        result.append(math.fsum(max(own, *others) - max(others) for others in sets) / len(sets))
+        result.append(math.fsum(max(value, *others) - max(others) for others in sets) / len(sets))
     return result
 
 

@@ -88,11 +88,12 @@ def test_gdpo_per_sample() -> None:
     rewards = torch.randn(8, 3, generator=generator, dtype=torch.float64)
     rewards[5, 1] = NAN
     result = gdpo_advantages(rewards, [1, 2, 0.5], ["a", "b"] * 4)
-    kept = [0, 1, 2, 3, 4, 6, 7]
-    assert result[5] == 0 and result[kept].mean().abs() < 1e-12
-    assert result[kept].std().item() == pytest.approx(1, abs=1e-3)
+    valid_rows = [0, 1, 2, 3, 4, 6, 7]
+    assert result[5] == 0 and result[valid_rows].mean().abs() < 1e-12
+    assert result[valid_rows].std().item() == pytest.approx(1, abs=1e-3)
     torch.testing.assert_close(
-        result[kept], gdpo_advantages(rewards[kept], [1, 2, 0.5], [["a", "b"][i % 2] for i in kept])
+        result[valid_rows],
+        gdpo_advantages(rewards[valid_rows], [1, 2, 0.5], [["a", "b"][i % 2] for i in valid_rows]),
     )
 
 

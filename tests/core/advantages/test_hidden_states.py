@@ -89,10 +89,10 @@ def test_the_row_pays_what_is_above_the_average_of_the_rollouts_before() -> None
     gain = group_advantages(t.reward, LABELS)
     expected = rank_bonus(gain, t.rank, t.rank_average)
     row = named_objective("rank_bonus")
-    found, present = row.prepare(t).advantage, row.prepare(t).weight != 0
-    assert torch.equal(found[present], expected[:, None].expand(8, 6)[present])
+    result, present = row.prepare(t).advantage, row.prepare(t).weight != 0
+    assert torch.equal(result[present], expected[:, None].expand(8, 6)[present])
     first = row.prepare(replace(t, rank_average=None)).advantage
-    assert torch.equal(first[present], gain[:, None].expand(8, 6)[present]) and not torch.equal(first, found)
+    assert torch.equal(first[present], gain[:, None].expand(8, 6)[present]) and not torch.equal(first, result)
 
 
 def test_a_state_on_the_flow_does_not_stray() -> None:
@@ -106,10 +106,10 @@ def test_the_farthest_tokens_of_a_row_lose_most() -> None:
     weight = torch.ones(3, 5)
     weight[1, 4] = 0
     score = torch.stack([f64(1, 2, 3, 4, 5), f64(0, 1, 0.7, 0.5, 99), f64(2, 2, 2, 2, 2)])
-    found = flow_rewards(score, weight)
-    assert_values(found[0], 0, 0, 0, -0.0075, -0.01)
-    assert_values(found[1], 0, -0.01, -0.007, 0, 0)
-    assert_values(found[2], 0, 0, 0, 0, 0)
+    result = flow_rewards(score, weight)
+    assert_values(result[0], 0, 0, 0, -0.0075, -0.01)
+    assert_values(result[1], 0, -0.01, -0.007, 0, 0)
+    assert_values(result[2], 0, 0, 0, 0, 0)
     assert_values(flow_rewards(score, weight, keep=0.0, top=2, scale=1)[0], 0, 0, 0, -0.75, -1)
     many = flow_rewards(torch.rand(1, 60, generator=torch.Generator().manual_seed(0)), torch.ones(1, 60))
     assert int((many < 0).sum()) == 15
@@ -124,9 +124,9 @@ def test_returns_of_single_decisions_are_added_to_the_groups_advantage() -> None
     present = zero.weight != 0
     assert torch.equal(zero.advantage[present], gain[:, None].expand(8, 6)[present])
     paid = torch.where(torch.arange(6) == 3, -0.5, 0.0).double().expand(8, 6)
-    found = row.prepare(replace(t, process_reward=paid)).advantage - zero.advantage
+    result = row.prepare(replace(t, process_reward=paid)).advantage - zero.advantage
     lost = torch.where((torch.arange(6) <= 3) & (t.weight[:, 3:4] != 0) & present, -0.5, 0.0).double()
-    torch.testing.assert_close(found, lost)
+    torch.testing.assert_close(result, lost)
 
 
 @pytest.mark.parametrize(

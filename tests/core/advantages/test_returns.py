@@ -180,8 +180,8 @@ def test_reinforce_pp_baseline() -> None:
     torch.testing.assert_close(result[:4][weight[:4] != 0], expected)
     assert result[4].eq(0).all() and result[weight == 0].eq(0).all()
     flagged = torch.tensor([True, True, True, True, False])
-    kept = reinforce_pp_baseline_advantages(reward.nan_to_num(9.0), group, weight, valid=flagged)
-    assert torch.equal(kept, result)
+    flagged_result = reinforce_pp_baseline_advantages(reward.nan_to_num(9.0), group, weight, valid=flagged)
+    assert torch.equal(flagged_result, result)
     equal = torch.ones(5, 3)
     plain = reinforce_pp_baseline_advantages(reward[:4], group[:4], equal[:4])
     per_sample = whiten(group_advantages(reward[:4], group[:4], scale="none")[:, None].expand(4, 3))
@@ -216,8 +216,6 @@ def test_nothing_to_sum() -> None:
     [
         (lambda: discounted_returns(torch.zeros(3)), r"reward must be \[B, T\]; got shape \(3,\)"),
         (lambda: discounted_returns(torch.zeros(2, 3), torch.zeros(3, 2)), r"T\]; got \(2, 3\) and \(3, 2\)"),
-        (lambda: discounted_returns(torch.zeros(2, 3), gamma=1.1), r"gamma must lie in \[0, 1\]; got 1\.1"),
-        (lambda: gae(torch.zeros(2, 3), torch.zeros(2, 3), lam=NAN), r"lam must lie in \[0, 1\]; got nan"),
         (lambda: gae(torch.zeros(2, 3), torch.zeros(2, 4)), r"and value \[B, T\]; got \(2, 3\) and \(2, 4\)"),
         (lambda: gae(torch.zeros(2, 3), torch.zeros(2, 3), last_value=torch.zeros(3)), r"\(2, 3\), \(3,\)"),
         (lambda: remax_advantages(torch.zeros(2, 3), torch.zeros(2, 3)), r"\[B\]; got \(2, 3\) and \(2, 3\)"),

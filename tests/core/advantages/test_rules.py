@@ -52,10 +52,10 @@ class TestConditional:
         for label in set(group):
             members = sorted((i for i in range(23) if group[i] == label), key=lambda i: metric[i].item())
             low, high = members[: len(members) // 2], members[len(members) // 2 :]
-            for own, other, a_own, a_other in ((low, high, 0.8, 1.0), (high, low, 1.0, 0.8)):
-                for i in own if len(members) > 1 else []:
+            for half, other, a_own, a_other in ((low, high, 0.8, 1.0), (high, low, 1.0, 0.8)):
+                for i in half if len(members) > 1 else []:
                     between = a_own * reward[i] - a_other * reward[other].mean()
-                    expected = 0.7 * between + 0.3 * (reward[i] - reward[own].mean())
+                    expected = 0.7 * between + 0.3 * (reward[i] - reward[half].mean())
                     assert ours[i].item() == pytest.approx(expected.item(), abs=1e-12)
 
     def test_half_and_half_is_the_centred_reward(self) -> None:
@@ -164,9 +164,11 @@ class TestOnlineDpo:
         policy = old.clone().requires_grad_()
         objective.loss(objective.prepare(trajectories), PolicyOutput(log_prob=policy)).total.backward()
         exact = old.clone().requires_grad_()
-        own, other = ((x * weight).sum(1) for x in (exact, ref))
+        policy_sum, ref_sum = ((x * weight).sum(1) for x in (exact, ref))
         best, worst = [0, 5], [2, 4]
-        loss = direct_preference_loss(own[best], own[worst], other[best], other[worst], **options)
+        loss = direct_preference_loss(
+            policy_sum[best], policy_sum[worst], ref_sum[best], ref_sum[worst], **options
+        )
         (loss * f64(3, 3)).sum().div(8).backward()  # a mean over the samples that can be judged
         torch.testing.assert_close(policy.grad, exact.grad, rtol=1e-9, atol=1e-12)
         assert loss.unique().numel() == 2
@@ -175,9 +177,9 @@ class TestOnlineDpo:
         """Alone the other would be pushed, from a lead that is not theirs."""
         weight = torch.ones(4, 3).double()
         weight[1] = 0.0
-        given = {"old_log_prob": -torch.ones(4, 3), "ref_log_prob": -torch.ones(4, 3), "group": [0] * 4}
-        made = Trajectories(weight=weight, reward=f64(1, 5, 0, 2), **given)
-        advantage = named_objective("online_dpo").prepare(made).advantage
+        arguments = {"old_log_prob": -torch.ones(4, 3), "ref_log_prob": -torch.ones(4, 3), "group": [0] * 4}
+        trajectories = Trajectories(weight=weight, reward=f64(1, 5, 0, 2), **arguments)
+        advantage = named_objective("online_dpo").prepare(trajectories).advantage
         assert_values(advantage[:, 0].double(), 0.0, 0.0, -0.15, 0.15)
 
     def test_what_has_no_preference_teaches_nothing(self) -> None:

@@ -133,9 +133,8 @@ ONE = torch.tensor([True, False])
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: pass_at_k(5, 1, 0), "k must be at least 1 attempt; got 0"),
-        (lambda: expected_best_of_k(torch.ones(3), -1), "k must be at least 1 attempt; got -1"),
-        (lambda: expected_best_of_k(torch.ones(2, 0), 1), r"n ≥ 1 samples last; got shape \(2, 0\)"),
+        (lambda: expected_best_of_k(torch.ones(3), -1), "k must be ≥ 1 .* got -1 and"),
+        (lambda: expected_best_of_k(torch.ones(2, 0), 1), r"got 1 and \(2, 0\)"),
         (lambda: expected_best_of_k(torch.ones(3), 1, valid=ONE), r"be a bool .* \(3,\), .* got .* \(2,\)"),
     ],
 )

@@ -33,12 +33,12 @@ class TestRewardFusion:
 
     def test_result_lies_between_what_enters_and_equal_rewards_stay(self) -> None:
         generator = torch.Generator().manual_seed(2)
-        own, near = torch.rand(40, generator=generator), torch.rand(40, 4, generator=generator)
+        reward, near = torch.rand(40, generator=generator), torch.rand(40, 4, generator=generator)
         close_by = 0.9 + 0.1 * torch.rand(40, 4, generator=generator)
-        fused = reward_fusion(own, near, close_by)
-        everything = torch.cat([own[:, None], near], 1)
+        fused = reward_fusion(reward, near, close_by)
+        everything = torch.cat([reward[:, None], near], 1)
         assert bool(((fused >= everything.amin(1)) & (fused <= everything.amax(1))).all())
-        assert torch.equal(reward_fusion(own, own[:, None].expand(40, 4), close_by), own)
+        assert torch.equal(reward_fusion(reward, reward[:, None].expand(40, 4), close_by), reward)
 
     def test_a_missing_neighbour_takes_no_place(self) -> None:
         near, similarity = f64(NAN, 1, 3)[None], f64(1, 0.95, 0.92)[None]

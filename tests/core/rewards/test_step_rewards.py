@@ -62,10 +62,10 @@ def test_a_common_step_earns_the_mean_of_what_came_of_it() -> None:
     """Two trees of four: 0, 1, 2, 5 and 4, 4, x, 8, which part in two at each of two steps."""
     reward = f64(0, 1, 2, 5, 4, 4, NAN, 8)
     node = torch.tensor([[0, 0], [0, 1], [2, 2], [2, 3], [4, 4], [4, 5], [6, 6], [6, 7]])
-    found = branch_rewards(reward, node)
-    assert_hand(found[:, 0], 0.5, 0.5, 3.5, 3.5, 4, 4, 8, 8)
-    assert_hand(found[:6, 1], 0, 1, 2, 5, 4, 4)
-    assert found[6, 1].isnan() and found[7, 1] == 8
+    result = branch_rewards(reward, node)
+    assert_hand(result[:, 0], 0.5, 0.5, 3.5, 3.5, 4, 4, 8, 8)
+    assert_hand(result[:6, 1], 0, 1, 2, 5, 4, 4)
+    assert result[6, 1].isnan() and result[7, 1] == 8
     alone = torch.arange(8)[:, None].expand(8, 2)
     assert torch.equal(
         branch_rewards(reward, alone).nan_to_num(-1), reward.nan_to_num(-1)[:, None].expand(8, 2)
@@ -120,21 +120,21 @@ def test_implicit_loss_with_missing_labels_absent_nan_and_extremes() -> None:
 def test_turning_points_by_hand() -> None:
     """Row 1 turns at step 2, row 2 at step 1 only: its third step goes past the final reward."""
     middle = torch.tensor([[0.45, 0.60, 0.58], [0.55, 0.48, 0.65]], dtype=torch.float64)
-    found = turning_point_rewards(f64(0.7, 0.6), f64(0.5, 0.5), middle, balanced=False)
-    assert_hand(found.increment.flatten(), -0.05, 0.15, -0.02, 0.05, -0.07, 0.17)
-    assert found.turn.tolist() == [[False, True, False], [True, False, False]]
-    assert_hand(found.step_reward.flatten(), -0.05, 0.25, -0.02, 0.10, -0.07, 0.17)
+    result = turning_point_rewards(f64(0.7, 0.6), f64(0.5, 0.5), middle, balanced=False)
+    assert_hand(result.increment.flatten(), -0.05, 0.15, -0.02, 0.05, -0.07, 0.17)
+    assert result.turn.tolist() == [[False, True, False], [True, False, False]]
+    assert_hand(result.step_reward.flatten(), -0.05, 0.25, -0.02, 0.10, -0.07, 0.17)
     added = turning_point_rewards(f64(0.7, 0.6), f64(0.5, 0.5), middle, balanced=False, replace=False)
-    torch.testing.assert_close(added.step_reward, found.increment + found.bonus)
+    torch.testing.assert_close(added.step_reward, result.increment + result.bonus)
     half = turning_point_rewards(f64(0.7, 0.6), f64(0.5, 0.5), middle, balanced=False, eta=0.5)
-    torch.testing.assert_close(half.bonus, found.bonus / 2)
+    torch.testing.assert_close(half.bonus, result.bonus / 2)
 
 
 def test_turning_points_agree_with_loops_and_telescope() -> None:
     generator = torch.Generator().manual_seed(1)
     final, start = torch.rand(2, 30, dtype=torch.float64, generator=generator)
     middle = torch.rand(30, 6, dtype=torch.float64, generator=generator)
-    found = turning_point_rewards(final, start, middle, balanced=False)
+    result = turning_point_rewards(final, start, middle, balanced=False)
     for b in range(30):
         levels = [start[b].item(), *middle[b].tolist()]
         whole = final[b].item() - levels[0]
@@ -143,7 +143,7 @@ def test_turning_points_agree_with_loops_and_telescope() -> None:
             before = levels[k - 1] - levels[k - 2] if k > 1 else 0.0
             turns = step * rest > 0 and (k == 1 or (before * whole < 0 < step * whole))
             expected = final[b].item() - levels[k - 1] if turns else step
-            assert found.step_reward[b, k - 1].item() == pytest.approx(expected, abs=1e-12)
+            assert result.step_reward[b, k - 1].item() == pytest.approx(expected, abs=1e-12)
     plain = turning_point_rewards(final, start, middle, eta=0, replace=False)
     torch.testing.assert_close(plain.step_reward.sum(1), middle[:, -1] - start)
 
@@ -153,9 +153,9 @@ def test_balancing_keeps_the_largest_of_the_commoner_sign() -> None:
     final, start = f64(1.0, 2.0, 0.5, -1.0), torch.zeros(4, dtype=torch.float64)
     middle = final[:, None] / 2
     assert turning_point_rewards(final, start, middle, balanced=False).turn.all()
-    found = turning_point_rewards(final, start, middle)
-    assert found.turn[:, 0].tolist() == [False, True, False, True]
-    assert_hand(found.step_reward[:, 0], 0.5, 2, 0.25, -1)
+    result = turning_point_rewards(final, start, middle)
+    assert result.turn[:, 0].tolist() == [False, True, False, True]
+    assert_hand(result.step_reward[:, 0], 0.5, 2, 0.25, -1)
     assert turning_point_rewards(final[:3], start[:3], middle[:3]).turn.all()
 
 
@@ -164,11 +164,11 @@ def test_contributions_that_add_up_to_the_outcome() -> None:
     c = f64(0.2, 0.1, 0.5, 0.2)[None]
     assert progress_loss(c, f64(1)).item() < 1e-30
     assert_hand(discounted_returns(c)[0], 1, 0.8, 0.7, 0.2)
-    told = torch.cat([c, c, torch.full_like(c, NAN)]).requires_grad_()
+    predicted = torch.cat([c, c, torch.full_like(c, NAN)]).requires_grad_()
     weight = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 1], [0, 0, 0, 0]])
-    loss = progress_loss(told, f64(0, 1, NAN), weight)
+    loss = progress_loss(predicted, f64(0, 1, NAN), weight)
     assert_hand(loss, 1, 0.01, 0)
-    (slope,) = torch.autograd.grad(loss.sum(), told)
+    (slope,) = torch.autograd.grad(loss.sum(), predicted)
     torch.testing.assert_close(slope, f64(*[2.0] * 4, -0.2, 0, -0.2, -0.2, *[0.0] * 4).reshape(3, 4))
     assert progress_loss(f64(NAN)[None], f64(1)).isnan(), "what an estimator says is not hidden"
     assert progress_loss(f64(NAN)[None], f64(NAN)).item() == 0
@@ -177,10 +177,10 @@ def test_contributions_that_add_up_to_the_outcome() -> None:
 def test_turning_points_on_plateaus_and_missing_rewards() -> None:
     flat = turning_point_rewards(f64(0.5), f64(0.5), f64(0.5, 0.5)[None])
     assert not flat.turn.any() and flat.step_reward.eq(0).all()
-    found = turning_point_rewards(f64(1, NAN), f64(0, 0), torch.tensor([[NAN, 0.5, 0.6], [0.1, 0.2, 0.3]]))
-    assert found.step_reward[0].isnan().tolist() == [True, True, False] and not found.turn.any()
+    result = turning_point_rewards(f64(1, NAN), f64(0, 0), torch.tensor([[NAN, 0.5, 0.6], [0.1, 0.2, 0.3]]))
+    assert result.step_reward[0].isnan().tolist() == [True, True, False] and not result.turn.any()
     assert_hand(
-        found.step_reward[1].double(), *torch.tensor([0.1, 0.2, 0.3]).diff(prepend=torch.zeros(1)).tolist()
+        result.step_reward[1].double(), *torch.tensor([0.1, 0.2, 0.3]).diff(prepend=torch.zeros(1)).tolist()
     )
 
 

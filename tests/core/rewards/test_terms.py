@@ -64,8 +64,8 @@ def test_kl_in_reward_has_the_gradient_of_the_kl() -> None:
 )
 def test_adaptive_coefficient(kl: float, factor: float) -> None:
     options: dict[str, Any] = {"target": 6.0, "horizon": 1000.0, "samples": 100}
-    for given in (kl, torch.tensor(kl, dtype=torch.float64)):
-        result = adaptive_kl_coefficient(0.5, given, **options)
+    for measured in (kl, torch.tensor(kl, dtype=torch.float64)):
+        result = adaptive_kl_coefficient(0.5, measured, **options)
         assert result.dtype == torch.float64 and result.item() == pytest.approx(0.5 * factor, rel=1e-12)
     assert adaptive_kl_coefficient(torch.tensor(0.5), torch.tensor(kl), **options).dtype == torch.float32
 
@@ -90,8 +90,8 @@ def test_penalty_coefficient(kl: float, factor: float) -> None:
     [(0.0, 0.4, 0.05), (0.3, 0.9, 0.1), (0.1, 0.9, 0.0), (0.3, 0.5, 0.3), (0.3, NAN, 0.3)],
 )
 def test_constraint_multiplier(multiplier: float, value: float, expected: float) -> None:
-    found = constraint_multiplier(multiplier, value, bound=0.5, rate=0.5)
-    assert found.item() == pytest.approx(expected) and found.dtype == torch.float64
+    result = constraint_multiplier(multiplier, value, bound=0.5, rate=0.5)
+    assert result.item() == pytest.approx(expected) and result.dtype == torch.float64
 
 
 def test_soft_overlong() -> None:
@@ -118,14 +118,8 @@ MATRIX = torch.zeros(2, 3)
         (lambda: place_terminal(MATRIX, MATRIX), r"reward must be \[B\] .* got \(2, 3\) and \(2, 3\)"),
         (lambda: kl_in_reward(MATRIX, MATRIX, torch.zeros(2), beta=0.1), r"\(2,\) must have one shape"),
         (lambda: kl_in_reward(MATRIX, MATRIX, MATRIX, beta=0.1, weight=MATRIX.T), "must have one shape"),
-        (lambda: adaptive_kl_coefficient(0.1, 1.0, samples=0), "samples must be positive and finite; got 0"),
-        (lambda: adaptive_kl_coefficient(0.1, 1.0, samples=1, target=-6), "be positive and finite; got -6"),
         (lambda: adaptive_kl_coefficient(0.1, 1.0, samples=50_000), "got 50000/10000. Use a longer horizon"),
-        (lambda: penalty_kl_coefficient(0.1, 1.0, target=0.0), r"must be positive and finite; got 0\.0"),
-        (lambda: penalty_kl_coefficient(0.1, 1.0, target=1.0, factor=1.0), "factor > 1; got 1.5 and 1.0"),
-        (lambda: constraint_multiplier(0.1, 1.0, bound=0.5, rate=0.0), r"be positive and finite; got 0\.0"),
         (lambda: soft_overlong(torch.zeros(2), max_length=10, cache=11), "got cache=11, max_length=10"),
-        (lambda: filter_overlong(MATRIX, torch.zeros(2)), r"got torch.float32 \(2,\) for weight \(2, 3\)"),
     ],
 )
 def test_bad_input_is_named(call: Any, message: str) -> None:

@@ -58,8 +58,8 @@ class TestOverlap:
         assert bhattacharyya_overlap(mean[:1], std[:1]).item() == 0
 
     def test_no_deviation_and_far_apart(self) -> None:
-        found = bhattacharyya(f64(0, 1), f64(0, 0), f64(0, 1), f64(0, 0))
-        assert_values(found.flatten(), 1, 0, 0, 1)
+        result = bhattacharyya(f64(0, 1), f64(0, 0), f64(0, 1), f64(0, 0))
+        assert_values(result.flatten(), 1, 0, 0, 1)
 
     def test_penalty_is_a_lower_bound(self) -> None:
         assert_values(penalise(f64(2, 1), f64(0.5, 0), strength=2), 1, 1)
@@ -102,14 +102,14 @@ class TestMembers:
 class TestWeightsOfAdvantages:
     def test_hand_values(self) -> None:
         u = f64(0, 1, 2, NAN).requires_grad_()
-        found = relative_uncertainty_weight(u, strength=2.0)
-        assert_values(found[:3], 1, math.exp(-2), math.exp(-4))
-        assert bool(found[3].isnan()) and not found.requires_grad
+        result = relative_uncertainty_weight(u, strength=2.0)
+        assert_values(result[:3], 1, math.exp(-2), math.exp(-4))
+        assert bool(result[3].isnan()) and not result.requires_grad
         assert_values(relative_uncertainty_weight(f64(1, 2)), math.exp(-2 / 3), math.exp(-4 / 3))
 
     def test_certain_samples_keep_their_advantage_and_set_no_scale_where_they_are_most(self) -> None:
-        found = relative_uncertainty_weight(f64(0, 0, 0, 3, 1))
-        assert_values(found, 1, 1, 1, math.exp(-1.5), math.exp(-0.5))
+        result = relative_uncertainty_weight(f64(0, 0, 0, 3, 1))
+        assert_values(result, 1, 1, 1, math.exp(-1.5), math.exp(-0.5))
         assert_values(relative_uncertainty_weight(f64(0, 0)), 1, 1)
 
     def test_the_unit_of_the_reward_plays_no_part(self) -> None:
@@ -130,26 +130,26 @@ class TestCtrlU:
 
     def test_agreement_is_plain_cross_entropy_of_what_counts(self) -> None:
         logits, labels = normal(3, 4, 2, 2), torch.tensor([0, 3, 255, 1]).reshape(1, 2, 2).expand(3, 2, 2)
-        found = ctrl_u_loss(logits, logits, labels, counted=f64(1, 0, 1), weight=0.3)
+        result = ctrl_u_loss(logits, logits, labels, counted=f64(1, 0, 1), weight=0.3)
         each = [F.cross_entropy(logits[i : i + 1], labels[i : i + 1], ignore_index=255) for i in (0, 2)]
-        torch.testing.assert_close(found.reward, torch.stack(each).mean())
-        torch.testing.assert_close(found.total, 0.3 * found.reward)
-        assert found.uncertainty.abs() < 1e-15
+        torch.testing.assert_close(result.reward, torch.stack(each).mean())
+        torch.testing.assert_close(result.total, 0.3 * result.reward)
+        assert result.uncertainty.abs() < 1e-15
 
     def test_nothing_counts(self) -> None:
         logits = normal(1, 4, 2, 2).requires_grad_()
-        found = ctrl_u_loss(logits, -logits, torch.full((1, 2, 2), 255), counted=f64(0))
-        assert found.total.item() == 0 and torch.autograd.grad(found.total, logits)[0].eq(0).all()
+        result = ctrl_u_loss(logits, -logits, torch.full((1, 2, 2), 255), counted=f64(0))
+        assert result.total.item() == 0 and torch.autograd.grad(result.total, logits)[0].eq(0).all()
 
     def test_without_detaching_disagreement_lowers_the_weighted_loss(self) -> None:
         primary, auxiliary = normal(2, 4, 3).requires_grad_(), normal(2, 4, 3, seed=1).requires_grad_()
         labels = torch.zeros(2, 3, dtype=torch.int64)
         slopes = {}
         for detach in (False, True):
-            found = ctrl_u_loss(primary, auxiliary, labels, detach=detach)
-            slopes[detach] = torch.autograd.grad(found.reward, auxiliary, allow_unused=True)[0]
-            wanted = 0.1 * found.reward + (0 if detach else found.uncertainty)
-            torch.testing.assert_close(found.total, wanted)
+            result = ctrl_u_loss(primary, auxiliary, labels, detach=detach)
+            slopes[detach] = torch.autograd.grad(result.reward, auxiliary, allow_unused=True)[0]
+            wanted = 0.1 * result.reward + (0 if detach else result.uncertainty)
+            torch.testing.assert_close(result.total, wanted)
         assert slopes[False].abs().max() > 0 and slopes[True] is None
         assert torch.autograd.gradcheck(lambda a, b: ctrl_u_loss(a, b, labels).total, (primary, auxiliary))
 
@@ -204,10 +204,10 @@ class TestOldPairs:
         assert_values(weight, 2.5)
 
     def test_long_sequences_do_not_underflow(self) -> None:
-        own, ref = f64(-5000, -5000, -5100), f64(-5000, -5100, -5000)
-        found = relative_log_density(own, ref)
-        assert_values(found, 0, math.log(10), -100 - math.log(0.9))
-        single = relative_log_density(own.float(), ref.float())
+        log_prob, ref = f64(-5000, -5000, -5100), f64(-5000, -5100, -5000)
+        result = relative_log_density(log_prob, ref)
+        assert_values(result, 0, math.log(10), -100 - math.log(0.9))
+        single = relative_log_density(log_prob.float(), ref.float())
         assert single.isfinite().all()
 
     def test_an_unmoved_policy_weighs_all_alike_and_the_mean_is_one(self) -> None:
@@ -227,17 +227,17 @@ class TestDiversityOfMembers:
 
     def test_by_singular_values_and_without_regard_to_scale(self) -> None:
         one, two = normal(3, 7), normal(3, 7, seed=1)
-        found = nuclear_diversity([one, two])
+        result = nuclear_diversity([one, two])
         values = torch.linalg.svdvals(torch.cat([one, two]))
-        torch.testing.assert_close(found, values.sum() / values.square().sum().sqrt() / 6**0.5)
-        torch.testing.assert_close(nuclear_diversity([5 * one, 5 * two]), found)
+        torch.testing.assert_close(result, values.sum() / values.square().sum().sqrt() / 6**0.5)
+        torch.testing.assert_close(nuclear_diversity([5 * one, 5 * two]), result)
 
     def test_a_member_that_is_zero_is_drawn_to_where_the_others_are_not(self) -> None:
-        other, own = torch.eye(4, dtype=torch.float64)[:, :1], torch.zeros(4, 1, dtype=torch.float64)
-        own.requires_grad_()
-        nuclear_diversity([other, own], dim=1).backward()
-        assert own.grad is not None and own.grad[0].item() == pytest.approx(0, abs=1e-9)
-        assert own.grad.norm().item() == pytest.approx(0.5**0.5)  # of ‖C‖_* 1, over ‖C‖_F √2
+        other, zeros = torch.eye(4, dtype=torch.float64)[:, :1], torch.zeros(4, 1, dtype=torch.float64)
+        zeros.requires_grad_()
+        nuclear_diversity([other, zeros], dim=1).backward()
+        assert zeros.grad is not None and zeros.grad[0].item() == pytest.approx(0, abs=1e-9)
+        assert zeros.grad.norm().item() == pytest.approx(0.5**0.5)  # of ‖C‖_* 1, over ‖C‖_F √2
         leaf = normal(3, 4).requires_grad_()
         assert torch.autograd.gradcheck(lambda x: nuclear_diversity([normal(2, 4, seed=3), x]), (leaf,))
 
@@ -253,7 +253,6 @@ class TestDiversityOfMembers:
         (lambda: combine_members(f64(1)), r"mean must be \[M, B\]; got shape \(1,\)"),
         (lambda: combine_members(normal(2, 2), how="x"), "how must be"),  # pyright: ignore[reportArgumentType]
         (lambda: combine_members(normal(2, 2), how="inverse_variance"), "needs std"),
-        (lambda: inverse_variance_weights(f64(1), floor=0), "floor must be positive"),
         (lambda: relative_uncertainty_weight(f64(1), strength=-1), "strength must be finite and ≥ 0; got -1"),
         (lambda: relative_uncertainty_weight(normal(1, 2)), r"std must be \[B\]; got shape \(1, 2\)"),
         (lambda: class_disagreement(normal(2, 3), normal(2, 4)), r"\[B, C, \*\]; got \(2, 3\) and \(2, 4\)"),

@@ -152,8 +152,7 @@ class TestBalance:
             lambda: gdro_loss(f64(1)[None], f64(1)[None], f64(1)[None], beta=0, gamma=1),
             "beta must be positive and finite; got 0",
         ),
-        (lambda: min_norm_weights(f64(1)), r"gradient must be \[K, N\].*1 ≤ K ≤ 12; got \(1,\)"),
-        (lambda: min_norm_weights(torch.ones(13, 2)), r"got \(13, 2\)"),
+        (lambda: min_norm_weights(f64(1)), r"gradient must be \[K, N\]; got shape \(1,\)"),
         (
             lambda: combine_gradients(torch.ones(2, 2), f64(1)),
             r"gradient must be \[K, N\] and alpha \[K\]; got \(2, 2\) and \(1,\)",

@@ -223,7 +223,6 @@ class TestTea:
             lambda: copo_advantages(f64(1), [0], f64(1, 2)),
             r"reward must be \[B\] and weight \[B\]; got \(1,\) and \(2,\)",
         ),
-        (lambda: consistency_entropy([0], [0], f64(1, 2)), r"weight must be \[B\] = \[1\]; got shape \(2,\)"),
         (lambda: consistency_entropy([0, 1], [0]), "one label per sample, 1 in all; got 2 labels"),
         (lambda: soft_minimum(f64(1), temperature=0), "temperature must be positive and finite; got 0"),
         (lambda: soft_minimum(torch.ones(2, 0)), r"at least one critic; got \(2, 0\)"),

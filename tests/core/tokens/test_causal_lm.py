@@ -23,14 +23,14 @@ def gpt2() -> GPT2LMHeadModel:
 
 def test_each_token_is_predicted_by_what_precedes_it() -> None:
     model = gpt2()
-    found = token_log_probs(model, IDS, temperature=0.7)
+    result = token_log_probs(model, IDS, temperature=0.7)
     for row in range(2):
-        assert float(found.log_prob[row, 0].detach()) == float(found.entropy[row, 0].detach()) == 0
+        assert float(result.log_prob[row, 0].detach()) == float(result.entropy[row, 0].detach()) == 0
         for t in range(1, 5):
             p = (model(IDS[row : row + 1, :t]).logits[0, -1] / 0.7).softmax(-1)
-            torch.testing.assert_close(found.log_prob[row, t], p[IDS[row, t]].log())
-            torch.testing.assert_close(found.entropy[row, t], -(p * p.log()).sum())
-    assert found.log_prob.dtype == torch.float32
+            torch.testing.assert_close(result.log_prob[row, t], p[IDS[row, t]].log())
+            torch.testing.assert_close(result.entropy[row, t], -(p * p.log()).sum())
+    assert result.log_prob.dtype == torch.float32
     assert token_log_probs(model.bfloat16(), IDS).log_prob.dtype == torch.float32
 
 
@@ -61,10 +61,10 @@ def test_more_inputs_reach_the_model_and_a_plain_tensor_is_enough() -> None:
         seen.update(inputs)
         return torch.zeros(2, 5, 7)
 
-    found = token_log_probs(model, IDS, images="two")
+    result = token_log_probs(model, IDS, images="two")
     assert seen["images"] == "two" and seen["attention_mask"].tolist() == [[1] * 5] * 2
     assert "position_ids" not in seen
-    torch.testing.assert_close(found.log_prob[:, 1:], torch.full((2, 4), 1 / 7).log())
+    torch.testing.assert_close(result.log_prob[:, 1:], torch.full((2, 4), 1 / 7).log())
 
 
 @pytest.mark.parametrize(

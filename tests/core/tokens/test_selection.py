@@ -82,9 +82,9 @@ def test_tokens_outside_the_top_have_exactly_no_gradient() -> None:
 def test_clip_cov_draws_the_smallest_noise_inside_the_band() -> None:
     b = batch(8, 10, seed=1)
     covariance = reference_covariance(b)
-    given = (b["log_prob"], b["advantage"], b["weight"], b["noise"])
-    thresholds = clip_cov_thresholds(*given, ratio=0.05, cov_low=0.1, cov_high=2.0)
-    keep = clip_cov_keep(*given, thresholds)
+    arguments = (b["log_prob"], b["advantage"], b["weight"], b["noise"])
+    thresholds = clip_cov_thresholds(*arguments, ratio=0.05, cov_low=0.1, cov_high=2.0)
+    keep = clip_cov_keep(*arguments, thresholds)
     band = [
         (b["noise"][i, t].item(), i, t) for i, t in np.argwhere((covariance >= 0.1) & (covariance <= 2.0))
     ]
@@ -99,14 +99,14 @@ def test_clip_cov_draws_the_smallest_noise_inside_the_band() -> None:
 def test_clip_cov_takes_the_whole_band_when_it_is_small_and_nothing_at_ratio_zero() -> None:
     b = batch(8, 10, seed=1)
     covariance = reference_covariance(b)
-    given = (b["log_prob"], b["advantage"], b["weight"], b["noise"])
-    everything = clip_cov_thresholds(*given, ratio=1.0, cov_low=0.5, cov_high=5.0)
-    dropped = (b["weight"].numpy() > 0) & ~clip_cov_keep(*given, everything).numpy()
+    arguments = (b["log_prob"], b["advantage"], b["weight"], b["noise"])
+    everything = clip_cov_thresholds(*arguments, ratio=1.0, cov_low=0.5, cov_high=5.0)
+    dropped = (b["weight"].numpy() > 0) & ~clip_cov_keep(*arguments, everything).numpy()
     assert (dropped == ((covariance >= 0.5) & (covariance <= 5))).all() and dropped.any()
-    nothing = clip_cov_thresholds(*given, ratio=0.0, cov_low=0.5)
-    assert torch.equal(clip_cov_keep(*given, nothing), b["weight"] != 0)
-    one = clip_cov_thresholds(*given, ratio=1e-9, cov_low=0.5)
-    assert (b["weight"] != 0).sum() - clip_cov_keep(*given, one).sum() == 1
+    nothing = clip_cov_thresholds(*arguments, ratio=0.0, cov_low=0.5)
+    assert torch.equal(clip_cov_keep(*arguments, nothing), b["weight"] != 0)
+    one = clip_cov_thresholds(*arguments, ratio=1e-9, cov_low=0.5)
+    assert (b["weight"] != 0).sum() - clip_cov_keep(*arguments, one).sum() == 1
 
 
 def test_clip_cov_band_as_quantiles_has_no_unit() -> None:
@@ -114,8 +114,8 @@ def test_clip_cov_band_as_quantiles_has_no_unit() -> None:
     options: Any = {"ratio": 1.0, "cov_low": 0.8, "cov_high": 1.0, "unit": "quantile"}
 
     def keep(scale: float) -> Tensor:
-        given = (scale * b["log_prob"], b["advantage"], b["weight"], b["noise"])
-        return clip_cov_keep(*given, clip_cov_thresholds(*given, **options))
+        arguments = (scale * b["log_prob"], b["advantage"], b["weight"], b["noise"])
+        return clip_cov_keep(*arguments, clip_cov_thresholds(*arguments, **options))
 
     assert torch.equal(keep(1.0), keep(1e-4))
     dropped = (b["weight"] != 0) & ~keep(1.0)
@@ -132,15 +132,15 @@ def test_what_ppo_has_clipped_can_be_left_out_of_the_draw() -> None:
     losses = torch.where(b["weight"] != 0, ppo_clip(new - old, b["advantage"], **bounds), 0.0)
     (gradient,) = torch.autograd.grad(losses.sum(), new)
     assert torch.equal(clipped, (gradient == 0) & (b["weight"] != 0)) and clipped.any()
-    given = (b["log_prob"], b["advantage"], b["weight"], b["noise"])
-    thresholds = clip_cov_thresholds(*given, ratio=1.0, cov_low=-INF, excluded=clipped)
-    keep = clip_cov_keep(*given, thresholds, excluded=clipped)
+    arguments = (b["log_prob"], b["advantage"], b["weight"], b["noise"])
+    thresholds = clip_cov_thresholds(*arguments, ratio=1.0, cov_low=-INF, excluded=clipped)
+    keep = clip_cov_keep(*arguments, thresholds, excluded=clipped)
     within = torch.tensor(reference_covariance(b) > 5)
     assert torch.equal(keep, (clipped | within) & (b["weight"] != 0))
     noise = torch.where(clipped, -1.0, b["noise"])  # first in the draw, were they in it
-    given = (*given[:3], noise)
-    thresholds = clip_cov_thresholds(*given, ratio=0.1, cov_low=-INF, excluded=clipped)
-    dropped = (b["weight"] != 0) & ~clip_cov_keep(*given, thresholds, excluded=clipped)
+    arguments = (*arguments[:3], noise)
+    thresholds = clip_cov_thresholds(*arguments, ratio=0.1, cov_low=-INF, excluded=clipped)
+    dropped = (b["weight"] != 0) & ~clip_cov_keep(*arguments, thresholds, excluded=clipped)
     assert dropped.sum() == int(0.1 * b["weight"].sum()) and not (dropped & clipped).any()
 
 
@@ -195,19 +195,19 @@ def test_micro_batches_and_devices_equal_the_whole(dtype: torch.dtype) -> None:
     moved = {k: v.flip(0) for k, v in lower.items()}
 
     def run(b: dict[str, Tensor], thresholds: list[Any]) -> list[Tensor]:
-        given = (b["log_prob"], b["advantage"], b["weight"])
+        arguments = (b["log_prob"], b["advantage"], b["weight"])
         return [
             top_entropy_keep(b["entropy"], b["weight"], thresholds[0]),
-            clip_cov_keep(*given, b["noise"], thresholds[1]),
-            kl_cov_select(*given, thresholds[2]),
+            clip_cov_keep(*arguments, b["noise"], thresholds[1]),
+            kl_cov_select(*arguments, thresholds[2]),
         ]
 
     def look(b: dict[str, Tensor]) -> list[Any]:
-        given = (b["log_prob"], b["advantage"], b["weight"])
+        arguments = (b["log_prob"], b["advantage"], b["weight"])
         return [
             top_entropy_thresholds(b["entropy"], b["weight"]),
-            clip_cov_thresholds(*given, b["noise"], ratio=0.1, cov_low=0.1),
-            kl_cov_thresholds(*given, ratio=0.1),
+            clip_cov_thresholds(*arguments, b["noise"], ratio=0.1, cov_low=0.1),
+            kl_cov_thresholds(*arguments, ratio=0.1),
         ]
 
     thresholds = look(lower)

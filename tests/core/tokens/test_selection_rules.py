@@ -96,9 +96,9 @@ def test_clip_v_drops_the_largest_and_never_more_than_allowed() -> None:
     advantage[0, 3] = 1.0
 
     def dropped(fraction: float, expected: Tensor = expected, mu: float = 0.5) -> list[int]:
-        given = (score, expected, advantage, weight)
-        thresholds = clip_v_thresholds(*given, mu=mu, max_fraction=fraction)
-        return [i for _, i in (~clip_v_keep(*given, thresholds)).nonzero().tolist()]
+        arguments = (score, expected, advantage, weight)
+        thresholds = clip_v_thresholds(*arguments, mu=mu, max_fraction=fraction)
+        return [i for _, i in (~clip_v_keep(*arguments, thresholds)).nonzero().tolist()]
 
     std = np.std(expected.numpy())
     assert dropped(1.0) == [i for i, v in enumerate(expected[0]) if v > 0.5 * std and i != 3] == [0, 1, 6]
@@ -168,7 +168,7 @@ def test_nucleus_entropy_gradient() -> None:
     banned = torch.tensor([0.3, -INF, 0.1, -2.0], dtype=torch.float64).requires_grad_()
     (gradient,) = torch.autograd.grad(nucleus_entropy(banned, p=1.0), banned)
     (short,) = torch.autograd.grad(
-        nucleus_entropy(kept := banned.detach()[[0, 2, 3]].requires_grad_(), p=1.0), kept
+        nucleus_entropy(allowed := banned.detach()[[0, 2, 3]].requires_grad_(), p=1.0), allowed
     )
     torch.testing.assert_close(gradient[[0, 2, 3]], short)
     assert gradient[1] == 0
@@ -230,12 +230,12 @@ def test_micro_batches_equal_the_whole() -> None:
 
     def run(rows: slice) -> list[Tensor]:
         part = log_prob[rows], old[rows], entropy[rows], advantage[rows], weight[rows]
-        own, own_change = entropy_discriminator(part[0], part[2]), steer_change(*part)
+        part_score, part_change = entropy_discriminator(part[0], part[2]), steer_change(*part)
         return [
-            clip_b_keep(own, advantage[rows], weight[rows], b),
-            clip_v_keep(own, expected[rows], advantage[rows], weight[rows], v),
-            steer_weights(own_change, weight[rows], s),
-            steer_weights(own_change, weight[rows], s, decay="exponential"),
+            clip_b_keep(part_score, advantage[rows], weight[rows], b),
+            clip_v_keep(part_score, expected[rows], advantage[rows], weight[rows], v),
+            steer_weights(part_change, weight[rows], s),
+            steer_weights(part_change, weight[rows], s, decay="exponential"),
         ]
 
     pieces = zip(*(run(slice(a, a + 2)) for a in range(0, 9, 2)), strict=True)

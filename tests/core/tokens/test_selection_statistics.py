@@ -27,8 +27,10 @@ def test_quantile_is_numpys(q: float) -> None:
     weight = 2.5 * (weight > 0.3)
     weight[2] = 0
     values[weight == 0] = NAN
-    held = values.numpy()[weight.numpy() > 0]
-    assert masked_quantile(values, weight, q).item() == pytest.approx(np.quantile(held, q), rel=1e-14)
+    present_values = values.numpy()[weight.numpy() > 0]
+    assert masked_quantile(values, weight, q).item() == pytest.approx(
+        np.quantile(present_values, q), rel=1e-14
+    )
     rows = masked_quantile(values, weight, q, per_row=True)
     for row, value, inside in zip(rows, values.numpy(), weight.numpy() > 0, strict=True):
         expected = np.quantile(value[inside], q) if inside.any() else NAN

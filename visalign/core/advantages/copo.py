@@ -38,8 +38,6 @@ def consistency_entropy(cluster: Labels, group: Labels, weight: Tensor | None = 
     size = len(group)
     device = group.device if isinstance(group, Tensor) else None
     mass = torch.ones(size, device=device) if weight is None else weight.detach()
-    if mass.shape != (size,):
-        raise ValueError(f"weight must be [B] = [{size}]; got shape {tuple(mass.shape)}.")
     index, groups = group_index(group, size, mass.device)
     answers, _ = group_index(cluster, size, mass.device)
     pairs, pair = torch.stack([index, answers]).unique(dim=1, return_inverse=True)

@@ -35,7 +35,7 @@ def min_norm_weights(gradient: Tensor, *, normalise: bool = True) -> Tensor:
 
     MARBLE, arXiv 2605.06507; Désidéri, MGDA, C. R. Math. 350 (2012) 313.
     """
-    _check_gradients(gradient)
+    check_axes(gradient=(gradient, "K N"))
     size = gradient.shape[0]
     vectors, norm = _vectors(gradient, normalise)
     product = vectors @ vectors.T
@@ -60,7 +60,6 @@ def combine_gradients(
     `alpha` [K] is from `min_norm_weights` with the same `normalise`. `rescale` multiplies d by the mean of
     ‖g_k‖ over the gradients that are not zero.
     """
-    _check_gradients(gradient)
     check_axes(gradient=(gradient, "K N"), alpha=(alpha, "K"))
     vectors, norm = _vectors(gradient, normalise)
     direction = alpha.detach().double() @ vectors
@@ -90,10 +89,3 @@ def _vectors(gradient: Tensor, normalise: bool) -> tuple[Tensor, Tensor]:
     value = gradient.detach().double()
     norm = torch.linalg.vector_norm(value, dim=1)
     return (value / torch.where(norm > 0, norm, 1.0)[:, None] if normalise else value), norm
-
-
-def _check_gradients(gradient: Tensor) -> None:
-    if gradient.ndim != 2 or not 1 <= gradient.shape[0] <= MAX_REWARDS:
-        raise ValueError(
-            f"gradient must be [K, N], one row a reward, 1 ≤ K ≤ {MAX_REWARDS}; got {tuple(gradient.shape)}."
-        )

@@ -30,11 +30,7 @@ def span_index(start: Tensor, end: Tensor, length: int) -> Tensor:
     `start` and `end` are integers [B, K], end one past the last decision and ≤ start for a missing span;
     `length` is T. Returns [B, T] int64; where spans overlap, the later one.
     """
-    if start.ndim != 2 or start.shape != end.shape or start.is_floating_point() or end.is_floating_point():
-        raise ValueError(
-            f"start and end must be integers [B, K]; got {start.dtype} {tuple(start.shape)} and {end.dtype} "
-            f"{tuple(end.shape)}."
-        )
+    check_axes(start=(start, "B K"), end=(end, "B K"))
     position = torch.arange(length, device=start.device)
     inside = (start[:, :, None] <= position) & (position < end[:, :, None])
     number = torch.arange(1, start.shape[1] + 1, device=start.device)[:, None]
@@ -74,11 +70,7 @@ def aggregate_steps(reward: Tensor, how: Reduction, exists: Tensor | None = None
     """
     check_choice("how", how, get_args(Reduction))
     exists = torch.ones_like(reward, dtype=torch.bool) if exists is None else exists
-    if reward.ndim != 2 or exists.dtype != torch.bool or exists.shape != reward.shape:
-        raise ValueError(
-            f"reward must be [B, K] and exists bool of that shape; got {tuple(reward.shape)} and "
-            f"{exists.dtype} {tuple(exists.shape)}."
-        )
+    check_axes(reward=(reward, "B K"), exists=(exists, "B K"))
     values = reward.detach().double()
     count = exists.sum(1)
     neutral = {"min": float("inf"), "product": 1.0}.get(how, 0.0)

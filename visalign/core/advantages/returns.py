@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from visalign.core.checks import check_axes, check_share
+from visalign.core.checks import check_axes
 from visalign.core.groups.labels import Labels
 from visalign.core.groups.moments import present_entries
 from visalign.core.precision import float32_dtype
@@ -27,7 +27,6 @@ def discounted_returns(reward: Tensor, weight: Tensor | None = None, *, gamma: f
 
     Sutton and Barto, Reinforcement Learning (2018), eq. 3.9.
     """
-    check_share(gamma=gamma)
     present = _present("reward", reward, weight)
     order, (rewards,), missing = _to_front(present, reward)
     return _back(_discounted_sum(rewards, gamma), order, present, missing, reward.dtype)
@@ -61,7 +60,6 @@ def gae(
 
     Schulman et al., GAE, arXiv 1506.02438, eq. 16; λ = 0.95 as in PPO, arXiv 1707.06347, table 3.
     """
-    check_share(gamma=gamma, lam=lam)
     present = _present("reward", reward, weight)
     check_axes(reward=(reward, "B T"), value=(value, "B T"), last_value=(last_value, "B"))
     dtype = torch.promote_types(reward.dtype, value.dtype)

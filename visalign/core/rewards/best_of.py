@@ -26,8 +26,6 @@ def pass_at_k(samples: Tensor | int, correct: Tensor | int, k: Tensor | int) -> 
 
     Chen et al., Evaluating Large Language Models Trained on Code, arXiv 2107.03374, eq. 1.
     """
-    if isinstance(k, int):
-        _check_k(k)
     device = next((item.device for item in (samples, correct, k) if isinstance(item, Tensor)), None)
     n, c, attempts = torch.broadcast_tensors(
         *(torch.as_tensor(item, dtype=torch.float64, device=device) for item in (samples, correct, k))
@@ -45,9 +43,8 @@ def expected_best_of_k(reward: Tensor, k: int, *, valid: Tensor | None = None) -
 
     David and Nagaraja, Order Statistics; the estimator of pass@k (arXiv 2107.03374) for real-valued rewards.
     """
-    _check_k(k)
-    if reward.ndim == 0 or not reward.shape[-1]:
-        raise ValueError(f"reward must be [*, n] with n ≥ 1 samples last; got shape {tuple(reward.shape)}.")
+    if k < 1 or reward.ndim == 0 or not reward.shape[-1]:
+        raise ValueError(f"k must be ≥ 1 and reward [*, n] with n ≥ 1; got {k} and {tuple(reward.shape)}.")
     present = present_entries(reward, valid)
     values = torch.where(present, reward.detach().double(), float("inf")).sort(-1).values
     n = present.sum(-1, keepdim=True).double()
@@ -109,8 +106,3 @@ def _stirling_rest(x: Tensor) -> Tensor:
     inverse = 1 / x.clamp(min=STIRLING_FROM)
     square = inverse.square()
     return inverse * (1 / 12 - square * (1 / 360 - square * (1 / 1260 - square / 1680)))
-
-
-def _check_k(k: int) -> None:
-    if k < 1:
-        raise ValueError(f"k must be at least 1 attempt; got {k}.")

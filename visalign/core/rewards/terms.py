@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from visalign.core.checks import check_axes, check_positive, check_same
+from visalign.core.checks import check_axes, check_same
 from visalign.core.precision import float32
 
 
@@ -68,7 +68,6 @@ def adaptive_kl_coefficient(
 
     Ziegler et al., arXiv 1909.08593, section 2.2.
     """
-    check_positive(samples=samples, target=target, horizon=horizon, bound=bound)
     rate = samples / horizon
     if bound * rate >= 1:
         raise ValueError(
@@ -95,9 +94,6 @@ def penalty_kl_coefficient(
 
     Schulman et al., PPO, arXiv 1707.06347, section 4, eq. 8 and below.
     """
-    check_positive(target=target)
-    if not tolerance >= 1 or not factor > 1:
-        raise ValueError(f"tolerance must be ≥ 1 and factor > 1; got {tolerance} and {factor}.")
     old, measured = _number(beta), _number(kl)
     lowered = torch.where(measured < target / tolerance, old / factor, old)
     return torch.where(measured > target * tolerance, old * factor, lowered)
@@ -112,7 +108,6 @@ def constraint_multiplier(
 
     Tessler et al., RCPO, arXiv 1805.11074, section 4, for a cost that is to stay below its bound.
     """
-    check_positive(rate=rate)
     old, measured = _number(multiplier), _number(value)
     return torch.where(measured.isnan(), old, (old + rate * (bound - measured)).clamp(min=0))
 
@@ -130,7 +125,7 @@ def preference_as_reward(reward: Tensor, reference: Tensor, *, k: float = 1.0) -
     check_axes(reward=(reward, "B"), reference=(reference, "B M"))
     value, anchor = float32(reward)[:, None], float32(reference).detach()
     present = torch.isfinite(value) & torch.isfinite(anchor)
-    # Both are made finite before σ, so that no NaN reaches its gradient.
+    # both are finite before σ, so that no NaN reaches its gradient
     gap = torch.where(torch.isfinite(value), value, 0.0) - torch.where(torch.isfinite(anchor), anchor, 0.0)
     preferred = torch.where(present, torch.sigmoid(k * gap), 0.0).sum(1)
     count = present.sum(1)
@@ -159,11 +154,7 @@ def filter_overlong(weight: Tensor, truncated: Tensor) -> Tensor:
 
     Yu et al., DAPO, arXiv 2503.14476, section 3.4.
     """
-    if truncated.dtype != torch.bool or weight.ndim != 2 or truncated.shape != weight.shape[:1]:
-        raise ValueError(
-            f"truncated must be bool [B] for weight [B, T]; got {truncated.dtype} {tuple(truncated.shape)} "
-            f"for weight {tuple(weight.shape)}."
-        )
+    check_axes(weight=(weight, "B T"), truncated=(truncated, "B"))
     return torch.where(truncated[:, None], torch.zeros_like(weight), weight)
 
 

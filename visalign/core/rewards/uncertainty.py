@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from visalign.core.checks import check_axes, check_choice, check_not_negative, check_positive, check_same
+from visalign.core.checks import check_axes, check_choice, check_not_negative, check_same
 from visalign.core.precision import float32, float32_dtype
 
 Aggregation = Literal["mean", "min", "lower_bound", "inverse_variance"]
@@ -77,7 +77,7 @@ def combine_members(
 
     Returns:
         ([B] reward, [B] standard deviation between the members: epistemic); NaN where no member answered,
-            deviation 0 where one did.
+        deviation 0 where one did.
 
     Coste et al., Reward Model Ensembles, arXiv 2310.02743 (mean, worst case, lower bound).
     """
@@ -110,7 +110,6 @@ def inverse_variance_weights(std: Tensor, *, floor: float = 1e-3) -> Tensor:
 
     The floor > 0, in the unit of σ, keeps one answer that claims certainty from outweighing all others.
     """
-    check_positive(floor=floor)
     s = float32(std.detach())
     return 1 / (s.square() + floor**2)
 

@@ -39,7 +39,7 @@ def token_log_probs(
 
     Returns:
         [B, T] each, differentiable; 0 with exactly zero gradient at padding and at a row's first token, which
-            nothing predicts. Prompts have log-probs too: `Trajectories.weight` is 0 there.
+        nothing predicts. Prompts have log-probs too: `Trajectories.weight` is 0 there.
     """
     if ids.ndim != 2 or (mask is not None and mask.shape != ids.shape):
         mask_shape = "" if mask is None else f" with mask {tuple(mask.shape)}"

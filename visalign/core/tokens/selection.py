@@ -22,9 +22,6 @@ from visalign.core.surrogates.ppo import LOG_RATIO_LIMIT
 from .entropy import CovarianceStatistics, covariance_statistics, token_covariance
 from .statistics import kth_smallest, masked_quantile, present_decisions, share_count, token_terms
 
-Unit = Literal["nats", "quantile"]
-Penalty = Literal["abs", "k3"]
-
 
 def top_entropy_thresholds(entropy: Tensor, weight: Tensor, *, fraction: float = 0.2) -> Tensor:
     """Find the entropy that the share ρ of most uncertain tokens reaches: the (1 − ρ)-quantile of H; 0-dim.
@@ -62,7 +59,7 @@ def clip_cov_thresholds(
     ratio: float = 2e-4,
     cov_low: float = 1.0,
     cov_high: float = 5.0,
-    unit: Unit = "nats",
+    unit: Literal["nats", "quantile"] = "nats",
     excluded: Tensor | None = None,
 ) -> ClipCovThresholds:
     """Decide which tokens of high covariance are taken out of the gradient.
@@ -79,8 +76,7 @@ def clip_cov_thresholds(
         ratio: r in [0, 1], share of the tokens to take out.
         cov_low: ω_low.
         cov_high: ω_high.
-        unit: Unit of the band: "nats" (times the advantage), or "quantile" of the step's covariances, in [0,
-            1].
+        unit: Unit of the band, "nats" (times the advantage) or "quantile" of the step's covariances.
         excluded: Bool, tokens that cannot be drawn; `ppo_clipped` as released (not in the paper).
     """
     statistics = covariance_statistics(log_prob, advantage, weight)
@@ -144,7 +140,7 @@ def kl_cov_select(log_prob: Tensor, advantage: Tensor, weight: Tensor, threshold
 
 
 def kl_cov_penalty(
-    log_ratio: Tensor, selected: Tensor, *, coefficient: float = 1.0, form: Penalty = "abs"
+    log_ratio: Tensor, selected: Tensor, *, coefficient: float = 1.0, form: Literal["abs", "k3"] = "abs"
 ) -> Tensor:
     """Compute β D(π_old, π) of selected tokens, to be added to their unclipped loss −r A; else 0.
 
