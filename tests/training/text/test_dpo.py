@@ -244,7 +244,7 @@ def test_labels_that_move_hold_the_lead_back(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"row": "dpo"}, "loss.row is 'dpo'. Input should be 'sigmoid', 'robust'"),
+        ({"row": "dpo"}, "loss.row is 'dpo'; it must be one of sigmoid, robust"),
         ({"beta": -1.0}, "loss.beta is -1.0. Input should be greater than 0"),
         ({"row": "ipo", "label_smoothing": 0.1}, "loss.row=ipo has no place for wrong labels"),
         ({"row": "robust"}, "loss.row=robust without label_smoothing is sigmoid"),

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from accelerate import Accelerator
@@ -52,7 +52,7 @@ RECORDS_AT_ONCE = 256
 class DPOSettings:
     """Loss of direct preference optimisation."""
 
-    row: Literal["sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "simpo", "power", "kto"] = "sigmoid"
+    row: str = "sigmoid"
     """An entry of `visalign.core.DIRECT`: sigmoid (DPO), robust, hinge, ipo, sigmoid_norm, simpo, power,
     kto."""
     beta: Positive | None = None
@@ -109,6 +109,10 @@ def _rows(feature: str) -> str:
 
 
 DPO_RULES = (
+    (
+        lambda s: s.row not in DIRECT and ", ".join(DIRECT),
+        "loss.row is {s.row!r}; it must be one of {v}.",
+    ),
     (
         lambda s: s.votes and (s.gamma is not None or s.label_smoothing or s.eta),
         "loss.row=kto learns from single votes; gamma, label_smoothing and eta belong to pairs. Leave them "
