@@ -245,12 +245,12 @@ def patched(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 def test_heads_learn_where_and_whether_an_image_is_wrong():
     engine = tiny_engine()
     train, held = patched(200, 0), patched(60, 1)
-    data, test = (
-        HeieData(
-            views=compute_views(engine, ASK, asks(shown, ["a"] * len(shown)), 1)[0], heat=heat, score=score
-        )  # type: ignore[arg-type]  # all can be read
-        for shown, heat, score in (train, held)
-    )
+
+    def data_of(shown: torch.Tensor, heat: torch.Tensor, score: torch.Tensor) -> HeieData:
+        found, _ = compute_views(engine, ASK, asks(shown, ["a"] * len(shown)), 1)
+        return HeieData(views=[given(view) for view in found], heat=heat, score=score)
+
+    data, test = data_of(*train), data_of(*held)
     model = heads()
 
     def found():
