@@ -16,6 +16,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from tests.support.models.sd3 import tiny_sd3_pipeline
+from tests.support.training.metric_families import without_times
 from visalign.config import load_config
 from visalign.errors import UserError
 from visalign.pipelines.cli.show import before_after, result_files, show_summary
@@ -24,7 +25,7 @@ from visalign.pipelines.flow_grpo.plan import planned_cost
 from visalign.pipelines.shared.parts import evenly_spaced
 from visalign.pipelines.text.sft import TextSFTConfig
 from visalign.training.loop.checkpoint import CheckpointError, step_folder
-from visalign.training.loop.metrics import read_metrics, without_times
+from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.trainer import Trainer
 
 BASE = (

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.support.models.sd3 import tiny_sd3_pipeline
+from tests.support.training.metric_families import without_times
 from visalign.config import load_config
 from visalign.errors import UserError
 from visalign.interfaces import Preferences
@@ -22,7 +23,7 @@ from visalign.pipelines.jobs import load_job
 from visalign.pipelines.shared.sections import RewardsConfig, RewardTerm
 from visalign.rewards import load_judge, load_reward
 from visalign.rewards.base.contract import RewardError
-from visalign.training.loop.metrics import read_metrics, without_times
+from visalign.training.loop.metrics import read_metrics
 
 
 class Brighter:

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
+from tests.support.training.metric_families import without_times
 from visalign.config import load_config, resolve_config
 from visalign.data.sets.sources import shapes_pairs
 from visalign.errors import UserError
@@ -20,7 +21,7 @@ from visalign.pipelines.text.job import TextGRPOConfig
 from visalign.pipelines.text.parts import prepare
 from visalign.pipelines.text.sft import TextSFTConfig, prepare_sft
 from visalign.rewards.catalogue import load_reward
-from visalign.training.loop.metrics import read_metrics, without_times
+from visalign.training.loop.metrics import read_metrics
 
 TINY = [
     "data.size=40",

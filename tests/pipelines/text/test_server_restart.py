@@ -14,6 +14,7 @@ import pytest
 from accelerate import Accelerator
 
 from tests.support.servers.completions import TinyServer, serving
+from tests.support.training.metric_families import without_times
 from tests.support.training.text import Letters, toy_policy, toy_text_trainer
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.adapters.server.generator import ServerGenerator
@@ -21,7 +22,7 @@ from visalign.adapters.server.weights import replace_weights
 from visalign.pipelines.text.config import ServerConfig
 from visalign.pipelines.text.parts import syncing
 from visalign.remote import ServerConnection, ServerError
-from visalign.training.loop.metrics import read_metrics, without_times
+from visalign.training.loop.metrics import read_metrics
 
 ASKED = "/v1/completions"
 OFF_POLICY = {

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.support.training.metric_families import without_times
 from tests.support.training.text_jobs import text_inputs
 from visalign.config import load_config
 from visalign.errors import UserError
@@ -21,7 +22,7 @@ from visalign.pipelines.text.sample import TextSampleConfig
 from visalign.pipelines.text.sample import run as sample
 from visalign.pipelines.text.sft import TextSFTConfig, plan, run
 from visalign.training.loop.checkpoint import CheckpointError
-from visalign.training.loop.metrics import read_metrics, without_times
+from visalign.training.loop.metrics import read_metrics
 
 BASE = (
     "data={batch: 8}",

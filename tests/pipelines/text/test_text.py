@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForTokenClass
 from typer.testing import CliRunner
 
 from tests.support.models.language import tiny_config, tiny_tokenizer
+from tests.support.training.metric_families import without_times
 from tests.support.training.text import toy_policy, toy_text_trainer
 from visalign.config import list_configs, load_config
 from visalign.data.assets import assets_folder, resolve_model
@@ -36,7 +37,7 @@ from visalign.pipelines.text.parts import build_text_policy, prepare, syncing
 from visalign.rewards.base.contract import RewardError
 from visalign.seeds import sample_seed
 from visalign.training.loop.judging import RewardFailure
-from visalign.training.loop.metrics import read_metrics, without_times
+from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.trainer import Trainer
 
 SMALL = [

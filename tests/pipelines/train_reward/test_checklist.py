@@ -16,6 +16,7 @@ from scipy.optimize import minimize
 
 from tests.support.models.language import LETTERS
 from tests.support.models.vision_language import save_tiny_seeing_model
+from tests.support.training.metric_families import without_times
 from visalign.config import load_config
 from visalign.errors import UserError
 from visalign.pipelines.train_reward.checklist_judge import ChecklistJudge, Questions
@@ -25,7 +26,7 @@ from visalign.pipelines.train_reward.job import TrainRewardConfig, build_judge, 
 from visalign.rewards import load_judge
 from visalign.rewards.questions.checklist import Checklist
 from visalign.training.loop.checkpoint import CheckpointError
-from visalign.training.loop.metrics import read_metrics, without_times
+from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.trainer import RunSettings, Trainer
 from visalign.training.reward.batch import RewardBatch
 from visalign.training.reward.settings import ChecklistSettings, RewardOptimizerSettings

@@ -17,6 +17,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from tests.support.models.clip import tiny_config, tiny_tokenizer
+from tests.support.training.metric_families import without_times
 from tests.support.training.rewards import ToyJudge, ToyPairs
 from visalign.config import load_config
 from visalign.data.sets.records import QualitySet
@@ -28,7 +29,7 @@ from visalign.pipelines.train_reward.inputs import prepare_reward
 from visalign.pipelines.train_reward.job import TrainRewardConfig, build_judge, run
 from visalign.pipelines.train_reward.judges import refuse
 from visalign.rewards.clip.open_clip_folder import save_open_clip
-from visalign.training.loop.metrics import read_metrics, without_times
+from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.trainer import RunSettings, Trainer
 from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimizerSettings
 from visalign.training.reward.trainer import RewardModeling

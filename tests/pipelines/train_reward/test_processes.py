@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.models.vision_language import save_tiny_seeing_model
+from tests.support.training.metric_families import without_times
 from visalign.config import load_config
 from visalign.pipelines.train_reward.examples import Examples
 from visalign.pipelines.train_reward.job import TrainRewardConfig, run
 from visalign.pipelines.train_reward.measure import Measure
-from visalign.training.loop.metrics import read_metrics, without_times
+from visalign.training.loop.metrics import read_metrics
 from visalign.training.reward.heldout import HeldoutPairs, concatenate_pairs, pair_measures
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -16,12 +16,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.training.images import outcome
+from tests.support.training.metric_families import without_times
 from tests.support.training.processes import ROOT, in_forks
 from visalign.errors import UserError
 from visalign.pipelines.train_reward import judges
 from visalign.pipelines.train_reward.job import build_judge, run
 from visalign.training.loop import checkpoint
-from visalign.training.loop.metrics import read_metrics, without_times
+from visalign.training.loop.metrics import read_metrics
 
 from .test_processes import assert_close
 from .test_train_reward import _config, _examples, models

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from tests.support.models.clip import save_tiny_clip
 from tests.support.models.vision_language import save_tiny_seeing_model
+from tests.support.training.metric_families import without_times
 from visalign.config import load_config, resolve_config
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.errors import UserError
@@ -34,7 +35,7 @@ from visalign.rewards.questions.visual_quality_r1 import VisualQuality
 from visalign.rewards.scorers.hp import Hp
 from visalign.rewards.scorers.ict import Ict
 from visalign.training.loop.checkpoint import CheckpointError
-from visalign.training.loop.metrics import read_metrics, without_times
+from visalign.training.loop.metrics import read_metrics
 
 CONFIGS = (
     "shapes_hp",

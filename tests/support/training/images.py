@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tests.support.training.metric_families import without_times
 from visalign.interfaces import DiffusionPolicy, ForwardCount, Scores
 from visalign.training import (
     DiffusionObjectiveSettings,
@@ -26,7 +27,6 @@ from visalign.training import (
     read_metrics,
 )
 from visalign.training.loop import checkpoint
-from visalign.training.loop.metrics import without_times
 
 RECORDS = [
     {"prompt": word, "tag": tag} for word, tag in [("bright", "up"), ("dark", "down"), ("light", "up")]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.support.training.images import RECORDS, ToyPolicy, toy_trainer, whole_and_resumed
+from tests.support.training.metric_families import REGRESSION_ONLY
 from visalign.errors import UserError
 from visalign.training.diffusion.experts import Experts
-from visalign.training.loop.metrics import REGRESSION_ONLY
 
 
 class Kept(ToyPolicy):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.training.images import Brightness, ToyPolicy, toy_trainer
+from tests.support.training.metric_families import ASCENT_ONLY, MONITOR_ONLY, REGRESSION_ONLY, TEXT_ONLY
 from visalign.core.surrogates.ratio_check import RatioError
 from visalign.errors import UserError
 from visalign.flow.rollout import rollout
@@ -25,7 +26,6 @@ from visalign.training import (
     forward_equivalents_per_image,
     read_metrics,
 )
-from visalign.training.loop.metrics import ASCENT_ONLY, MONITOR_ONLY, REGRESSION_ONLY, TEXT_ONLY
 
 
 def _weights(policy: ToyPolicy) -> torch.Tensor:

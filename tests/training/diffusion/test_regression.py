@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.training.images import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
+from tests.support.training.metric_families import REGRESSION_ONLY
 from visalign.core.regression.rows import REGRESSIONS
 from visalign.errors import UserError
 from visalign.training import (
@@ -22,7 +23,7 @@ from visalign.training import (
 )
 from visalign.training.diffusion.cost import planned_passes
 from visalign.training.diffusion.settings import check_processes, check_sampling
-from visalign.training.loop.metrics import METRICS, REGRESSION_ONLY
+from visalign.training.loop.metrics import METRICS
 
 
 class GuidedToy(ToyPolicy):
@@ -329,7 +330,7 @@ NFT = {"algorithm": "diffusion_nft"}
             r"beta must be a number in \(0, inf\); got -1\.0",
         ),
         ({**NFT, "changes": {"loss_options": {"beta": "big"}}}, "^objective: "),
-        ({**NFT, "changes": {"clamp": -1.0}}, "bound must be positive"),
+        ({**NFT, "changes": {"clamp": -1.0}}, "clamp is -1.0; it must be above 0, or None"),
         (
             {"algorithm": "gdro", "changes": {"loss_options": {"tau": 0.0}}},
             r"tau must be a number in \(0, inf\)",

@@ -10,13 +10,14 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.support.training.metric_families import without_times
 from visalign.errors import UserError
 from visalign.training.diffusion.cost import forward_equivalents_per_image
 from visalign.training.diffusion.rollout_settings import RolloutSettings
 from visalign.training.diffusion.settings import DiffusionObjectiveSettings
 from visalign.training.loop import runtime
 from visalign.training.loop.ema import EMA
-from visalign.training.loop.metrics import METRICS, MetricsFile, check_keys, read_metrics, without_times
+from visalign.training.loop.metrics import METRICS, MetricsFile, check_keys, read_metrics
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.progress import POLICY_COLUMNS, TrainingProgress, clock_text
 from visalign.versions import versions

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
 from tests.support.training.images import outcome, toy_trainer
+from tests.support.training.metric_families import without_times
 from tests.support.training.processes import JOBS, PAUSE, run, start
 from tests.support.training.rewards import ToyPairs
 from tests.support.training.text import toy_policy, toy_text_trainer
@@ -26,7 +27,6 @@ from visalign.rewards.base.contract import RewardError
 from visalign.text import Branching, ToolPolicy, ToolUse
 from visalign.training import RewardModeling, RewardObjectiveSettings, read_metrics
 from visalign.training.loop import checkpoint, processes
-from visalign.training.loop.metrics import without_times
 from visalign.training.loop.processes import ProcessLost, Shares, process_slice, report_lost_process
 from visalign.training.loop.sharding import shard
 

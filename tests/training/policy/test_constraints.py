@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from tests.support.training.images import Brightness, Loud, toy_trainer
+from tests.support.training.metric_families import without_times
 from visalign.errors import UserError
 from visalign.interfaces import Scores
 from visalign.rewards import WeightedSum
 from visalign.training import read_metrics
 from visalign.training.loop import checkpoint
-from visalign.training.loop.metrics import without_times
 from visalign.training.policy.constraints import KEY, RewardConstraints
 
 

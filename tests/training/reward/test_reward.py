@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.support.training.metric_families import without_times
 from tests.support.training.rewards import ToyJudge, ToyPairs, pair_batch
 from visalign.core import yes_no_answer
 from visalign.core.preference.bradley_terry import bradley_terry_loss, outcome_loss, soft_labels, tie_log_prob
@@ -24,7 +25,7 @@ from visalign.core.preference.uncertainty import uncertain_preference_loss
 from visalign.core.preference.yes_no import YesNo, yes_no_loss, yes_no_pair_loss
 from visalign.errors import UserError
 from visalign.training.loop import checkpoint
-from visalign.training.loop.metrics import read_metrics, without_times
+from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.trainer import RunSettings, Trainer
 from visalign.training.reward.batch import RewardBatch
 from visalign.training.reward.heldout import (

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.training.metric_families import without_times
 from tests.support.training.text import Letters, toy_policy, toy_text_trainer, weights_of
 from visalign.errors import UserError
 from visalign.interfaces import Scores
 from visalign.training import SelfImitationSettings
-from visalign.training.loop.metrics import check_keys, read_metrics, without_times
+from visalign.training.loop.metrics import check_keys, read_metrics
 from visalign.training.text.self_imitation import KEY
 
 PACE = {"weight": 0.5, "warmup": 2}

@@ -12,6 +12,7 @@ import torch
 
 from tests.support.models.language import tiny_model, tiny_tokenizer
 from tests.support.servers.completions import serving
+from tests.support.training.metric_families import TEXT_ONLY, without_times
 from tests.support.training.text import Letters, OtherEngine, toy_policy, toy_text_trainer, weights_of
 from visalign.adapters.causal_lm.demonstrations import demonstration_rollout
 from visalign.adapters.causal_lm.lora import text_lora
@@ -21,7 +22,7 @@ from visalign.errors import UserError
 from visalign.interfaces import Scores
 from visalign.text import StoppingCriteria
 from visalign.training.loop.judging import RewardFailure
-from visalign.training.loop.metrics import METRICS, TEXT_ONLY, check_keys, read_metrics, without_times
+from visalign.training.loop.metrics import METRICS, check_keys, read_metrics
 from visalign.training.text.settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings
 from visalign.training.text.trajectories import bundle_index
 

@@ -213,6 +213,11 @@ class Regression:
                     f"{name} is {chosen!r}. {suggestion(str(chosen), allowed)}With loss={self.loss!r} it is "
                     f"one of: {', '.join(allowed)}."
                 )
+        function = {**SIGNALS, **MATRIX_SIGNALS}[self.signal]
+        Stage(function).check("regression signal", self.signal, self.signal_options)
+        for name, bound in (("clamp", self.clamp), ("soft_clip", self.soft_clip)):
+            if bound is not None and not bound > 0:
+                raise ValueError(f"{name} is {bound}; it must be above 0, or None.")
         if self.loss == "nft" and self.weighting != "uniform":
             raise ValueError(
                 f"weighting is {self.weighting!r}, and loss='nft' has a weight of its own, of the predicted "

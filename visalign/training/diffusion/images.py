@@ -100,24 +100,7 @@ def check_sizes(policy: DiffusionPolicy, rollout: RolloutSettings) -> None:
 
 
 class ImageSource:
-    """Samples and scores images.
-
-    Args:
-        policy: on the accelerator's device.
-        reward: scores one image at a time; higher is better (or its sign is turned).
-        records: prompt records, each with "prompt"; handed to the reward as metadata.
-        rollout: sampling.
-        seed: of the run.
-        accelerator: without mixed precision, which is the policy's own.
-        strata: label per record, see `PromptSampler`.
-        cycle: see `PromptSampler`.
-        features: see `Features`; None measures no distances.
-        stored: encoder of stored images that replace samples. Each prompt record then has under "candidates"
-            a record for each of the G samples of its group, which is merged into it.
-
-    Raises:
-        UserError: sizes that do not fit each other.
-    """
+    """Samples and scores images; its arguments are those of `ImageAlgorithm`."""
 
     def __init__(
         self,
@@ -166,17 +149,7 @@ class ImageSource:
         self.times = policy.times(self.sigmas)
 
     def collect(self, iteration: int, clock: PhaseClock, sde_steps: Sequence[int] = ()) -> ScoredImages:
-        """Sample, decode and score one iteration's groups.
-
-        Args:
-            iteration: iterations finished.
-            clock: of the run.
-            sde_steps: the stochastic steps.
-
-        Raises:
-            RewardFailure: too many samples could not be scored.
-            FloatingPointError: the rollout ended in latents that are not finite.
-        """
+        """Sample, decode and score the groups of iteration 0, 1, 2, ...; see `sample` and `scored`."""
         return self.scored(self.sample(iteration, clock, sde_steps), clock)
 
     def prompts(self, iteration: int) -> tuple[Batch, list[dict[str, Any]], list[int]]:
@@ -364,7 +337,8 @@ class ImageAlgorithm(Algorithm):
         cycle: see `PromptSampler`.
         sharding: divide the network, its gradients and AdamW's moments among the processes (FSDP2).
         features: of images [b, 3, H, W], [b, d], for the diversity of a group; None measures none.
-        stored: encoder of stored images that replace samples, see `ImageSource`.
+        stored: encoder of stored images that replace samples. Each prompt record then has under "candidates"
+            a record for each of the G samples of its group, which is merged into it.
 
     Raises:
         UserError: settings that do not fit each other.

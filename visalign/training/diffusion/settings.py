@@ -12,15 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-import torch
-
 from visalign.core import Objective
 from visalign.core.objective.algorithms import NAMED
 from visalign.core.regression.ascents import ASCENTS, Ascent, named_ascent
 from visalign.core.regression.rows import (
     MATRIX_SIGNALS,
     REGRESSIONS,
-    PairOutput,
     Regression,
     named_regression,
 )
@@ -76,7 +73,6 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     def __post_init__(self) -> None:
         check_rules(self, OBJECTIVE_RULES)
         if self.regression is not None:
-            _check_options(self.regression)
             self.check_reset(self.regression.asks_reference)
         elif self.ascent is not None:
             self.check_reset(self.ascent.kl > 0)
@@ -171,22 +167,6 @@ def _credit_conflict(s: DiffusionObjectiveSettings, objective: Objective) -> str
             "grpo."
         )
     return ""
-
-
-def _check_options(row: Regression) -> None:
-    """Refuse options that the functions of a regression refuse, before a model is loaded."""
-    value, half = torch.zeros(4, 2), torch.full((4,), 0.5)
-    reward = torch.tensor([0.0, 1.0, 1.0, 0.0])
-    pairs = PairOutput(v=value, target=value, sigma=half, anchor=value, guidance=value)
-    try:
-        columns = reward[:, None] if row.signal in MATRIX_SIGNALS else reward
-        signal, _ = row.prepare(columns, [0, 0, 1, 1], weights=[1.0])
-        if row.of_groups:
-            row.group_loss(half[:2], half[:2], signal[:2])
-        else:
-            row.pair_loss(pairs, signal)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"objective: {error}") from error
 
 
 _NEEDS_LOG_PROBS = {

@@ -117,48 +117,6 @@ METRICS: dict[str, str] = {
 }
 """Key -> meaning and unit. A key that ends in `/*` stands for a family of keys."""
 
-TEXT_ONLY = (
-    "tokens",
-    "length_mean",
-    "repetition",
-    "truncated_share",
-    "entropy",
-    "engine_gap",
-    "groups/*",
-    "tools/*",
-    "latent_flow/*",
-    "replay/*",
-    "penalty",
-    "value_explained",
-    "perplexity",
-    "rewards/*",
-    "logps/*",
-    "label_mean",
-)
-"""Keys of text policies only."""
-
-REGRESSION_ONLY = ("match_error", "anchor_distance")
-"""Keys of image regressions only."""
-
-ASCENT_ONLY = ("reward_gradient",)
-"""Keys of training through the reward's gradient only."""
-
-MONITOR_ONLY = (
-    "agreement/*",
-    "recorded/*",
-    "recorded_std/*",
-    "agreement_change/*",
-    "recorded_change/*",
-    "group_std_ratio",
-    "judge_std_ratio/*",
-    "diversity",
-    "diversity_ratio",
-)
-"""Keys that need a reward of weight 0, or the run's monitor."""
-
-TIMES = ("seconds", "samples_per_second")
-"""Families that differ between two runs with the same seed; all others are reproducible on CPU."""
-
 
 def check_keys(record: Mapping[str, Any]) -> None:
     """Refuse keys that the table does not list.
@@ -173,11 +131,6 @@ def check_keys(record: Mapping[str, Any]) -> None:
                 f"metric {key!r} is not in visalign.training.loop.metrics.METRICS; add it there with its "
                 "meaning and unit."
             )
-
-
-def without_times(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the times from a record, which leaves its reproducible part."""
-    return {key: value for key, value in record.items() if key.split("/", 1)[0] not in TIMES}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

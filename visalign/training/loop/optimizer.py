@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from visalign.errors import UserError, suggestion
+from visalign.errors import UserError
 from visalign.settings import Count, Natural, NonNegative, Positive, Share, settings
 
 from .checkpoint import Checkpoint, CheckpointError
@@ -85,26 +85,6 @@ class OptimizerSettings(AdamWSettings):
     off."""
     ema_every: Count = 8
     """Updates between two averages."""
-
-
-def choice(name: str, given: str, allowed: Sequence[str]) -> None:
-    """Refuse what is not among the choices of a setting."""
-    if given not in allowed:
-        raise UserError(f"{name} is {given!r}. {suggestion(given, allowed)}Allowed: {', '.join(allowed)}.")
-
-
-def at_least(name: str, given: float, least: float) -> None:
-    """Refuse a setting below the least, one that is not finite, or a whole number of more than 63 bits."""
-    if not (math.isfinite(given) and given >= least):
-        raise UserError(f"{name} is {given}; it must be a finite number of at least {least}.")
-    if isinstance(given, int) and given >= 2**63:
-        raise UserError(f"{name} is {given}; it must be a whole number below 2^63.")
-
-
-def above_zero(name: str, given: float) -> None:
-    """Refuse a setting that is not above 0 and finite."""
-    if not (math.isfinite(given) and given > 0):
-        raise UserError(f"{name} is {given}; it must be above 0 and finite.")
 
 
 class TrainedWeights:

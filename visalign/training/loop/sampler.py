@@ -35,9 +35,9 @@ def check_batch_algebra(prompts_per_iteration: int, group_size: int, world_size:
     """Refuse batch sizes that cannot work, naming the nearest that do.
 
     Args:
-        prompts_per_iteration: P, groups per iteration.
-        group_size: G, samples per group.
-        world_size: number of processes; each takes P·G / world_size samples, rounded up or down.
+        prompts_per_iteration: P.
+        group_size: G.
+        world_size: number of processes.
 
     Raises:
         UserError: P < 1, G < 2 (a group of one has no group advantage), or P·G below the world size.
