@@ -15,7 +15,6 @@ from visalign.core.regression.ascents import ASCENTS, named_ascent
 from visalign.core.regression.rows import REGRESSIONS, named_regression
 from visalign.errors import UserError
 from visalign.settings import Count, Positive, settings
-from visalign.training.loop.optimizer import at_least
 
 MATRIX_ADVANTAGES = ("gdpo", "normalise_then_sum")
 """Advantages of several rewards, [B, M]."""
@@ -151,17 +150,6 @@ def merge_changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[s
         if isinstance(first[key], Mapping) and isinstance(second[key], Mapping):
             merged[key] = {**first[key], **second[key]}
     return merged
-
-
-def check_overlap(overlap: int, staleness: int) -> None:
-    """Refuse values of `rollout.overlap` and `rollout.staleness` that mean nothing.
-
-    Raises:
-        UserError: with what is allowed.
-    """
-    at_least("rollout.overlap", overlap, 1)
-    if staleness not in (0, 1):
-        raise UserError(f"rollout.staleness is {staleness}; it must be 0 or 1 iterations.")
 
 
 def check_stale(objective: Objective | None, algorithm: str) -> None:
