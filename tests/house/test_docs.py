@@ -10,11 +10,15 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import importlib.util
 import inspect
 import json
 import pkgutil
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +32,7 @@ import yaml
 
 import visalign.core
 from visalign.config import config_folder, list_configs, read_config
-from visalign.errors import ConfigError
+from visalign.errors import ConfigError, UserError
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.cli.show import config_header
 from visalign.pipelines.jobs import PIPELINES, load_job
@@ -123,7 +127,7 @@ def test_the_readme_holds_the_test_command_on_a_line_of_its_own() -> None:
 
 
 def test_no_block_escapes() -> None:
-    known = {"bash", "python", "text", "yaml"}
+    known = {"bash", "diff", "python", "text", "yaml"}
     assert {str(block): block.language for block in BLOCKS if block.language not in known} == {}
     fences = {str(page): len(re.findall(r"^\s*```", text, re.MULTILINE)) for page, text in PAGES.items()}
     read = {str(page): 2 * sum(block.page == page for block in BLOCKS) for page in PAGES}
@@ -154,6 +158,26 @@ def _folder_for(page: Path, factory: pytest.TempPathFactory) -> Path:
     if page not in _FOLDERS:
         _FOLDERS[page] = factory.mktemp(page.stem)
     return _FOLDERS[page]
+
+
+def test_the_worked_example_of_a_setting_applies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch = "".join(block.code for block in BLOCKS if block.language == "diff")
+    files = re.findall(r"^--- a/(\S+)$", patch, re.MULTILINE)
+    assert len(files) == 2, "a rollout setting touches two files of the product"
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, tmp_path / file)
+    subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=patch, text=True, check=True)
+    edited = next(tmp_path / file for file in files if file.endswith("rollout_settings.py"))
+    name = "visalign.training.diffusion.rollout_settings_with_eta"
+    spec = importlib.util.spec_from_file_location(name, edited)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    assert module.RolloutSettings(schedule="ddim", sde_steps=[0, 1], eta=0.5).eta == 0.5
+    with pytest.raises(UserError, match=r"rollout\.eta is 0\.5; only rollout\.schedule=ddim"):
+        module.RolloutSettings(eta=0.5)
 
 
 def check_command(words: list[str]) -> None:
