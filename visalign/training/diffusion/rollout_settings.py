@@ -212,9 +212,8 @@ def _changed_window_setting(s: RolloutSettings) -> str | None:
 RULES = (
     (
         lambda s: s.noise_level <= 0,
-        "rollout.noise_level is {s.noise_level}; without noise a step has no log-probability. Set it above "
-        "0, "
-        f"{_OTHER_ALGORITHM}.",
+        "rollout.noise_level is {s.noise_level}; without noise a step has no log-probability. "
+        f"Set it above 0, {_OTHER_ALGORITHM}.",
     ),
     (
         lambda s: s.sde_steps == [],

@@ -89,8 +89,7 @@ class EMA:
         if state.keys() != names:
             raise ValueError(
                 f"EMA state and parameters differ in the names {sorted(state.keys() ^ names)[:5]}; it is "
-                f"another "
-                "model's state."
+                "another model's state."
             )
         for name, average in self._average.items():
             average.copy_(distribute_like(state[name], average))

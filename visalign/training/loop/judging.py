@@ -182,8 +182,7 @@ def check_failures(scores: Scores, valid: Tensor, limit: float, name: str) -> No
     raise RewardFailure(
         f"reward {name!r} could not score {failed} of {len(valid)} samples; at most {limit:.0%} may fail "
         f"(rollout.max_failure_rate). Reasons: {reasons or 'value not finite'}. Fix the reward, then "
-        f"continue "
-        "with --resume."
+        "continue with --resume."
     )
 
 

@@ -51,9 +51,8 @@ def watch_machines(accelerator: Accelerator) -> None:
             return connection.close()  # the first process has ended
     except OSError as error:
         warnings.warn(
-            f"Process {rank} cannot reach the first one at {address[0]}:{port} ({error}), perhaps because "
-            f"of a "
-            "firewall: a lost machine is noticed after twelve hours only. Open the ports between machines.",
+            f"Process {rank} cannot reach the first one at {address[0]}:{port} ({error}), perhaps because of "
+            "a firewall: a lost machine is noticed after twelve hours only. Open the ports between machines.",
             stacklevel=2,
         )
         return

@@ -221,8 +221,7 @@ def fit_labels(
     if not rows:
         raise UserError(
             f"There are 0 labelled texts and {len(fit.named)} parameters to train; both are needed. Give "
-            f"labelled "
-            "texts and a model with requires_grad."
+            "labelled texts and a model with requires_grad."
         )
     fit.outputs, fit.rows, reports = outputs, rows, []
     for _ in range(fit.settings.epochs):

@@ -292,8 +292,7 @@ def _read_steps(number: int, record: StepRecord, reading: StepReading) -> tuple[
             problem = "is empty" if not pieces else f"has the separator {reading.separator!r} in its middle"
             raise UserError(
                 f"Step {index} of record {number} {problem}, so a completion with it would be split "
-                f"differently. "
-                "Join or split the steps with their labels, or choose another separator."
+                "differently. Join or split the steps with their labels, or choose another separator."
             )
         texts += pieces
     return texts, [_read_label(number, index, label) for index, label in enumerate(labels)]
