@@ -238,8 +238,7 @@ def _assign(prompt: Prompt, images: Sequence[Any], index: int) -> list[Any]:
         raise UserError(
             f"Prompt {index} has {open_parts} image parts without an image"
             f"{f' (and {filled} with one)' if filled else ''}, and images[{index}] holds {len(images)}. Give "
-            "one "
-            'part {"type": "image"} per image, and the images in their order.'
+            'one part {"type": "image"} per image, and the images in their order.'
         )
     left = iter(images)
     return [part["image"] if "image" in part else next(left) for part in parts]
