@@ -602,7 +602,7 @@ def image_reward(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     (folder / "prompts.json").write_text(json.dumps(PROMPTS))
     (folder / "images").mkdir()
     for number, image in enumerate(images()):
-        image.save(folder / f"pictures/{number}.png")
+        image.save(folder / f"images/{number}.png")
 
     def official() -> Tensor:
         if "IMAGE_REWARD_PYTHON" not in os.environ:
