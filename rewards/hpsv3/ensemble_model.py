@@ -149,7 +149,7 @@ class LoraEnsembleModel(nn.Module):
         self.backbone: nn.Module = engine.model
         self._token_id = engine.rows.specials[REWARD_TOKEN]
         self.requires_grad_(False)
-        engine.settle(weights)  # of the base; the members' own are part of the judge's identity
+        engine.set_fingerprint(weights)  # of the base; the members' own are part of the judge's identity
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the members' current weights under the keys of the class."""

@@ -118,7 +118,7 @@ def _load_ours(
     module = RanknetHead.from_state_dict(tensors).to(engine.network.device)
     model = HPSv3Model(engine, module, template=template, clamp=read_clamp(head))
     model.add_token(None if token is None else token.to(engine.network.device))
-    engine.settle(weights)
+    engine.set_fingerprint(weights)
     return model
 
 
@@ -166,7 +166,7 @@ def published_engine(
     options = {"name": folder.name, "settings": settings, **options}
     source = find_model(base, SMALL_FILES)
     engine = engine_of_tensors(state, source, tokens=[REWARD_TOKEN], device=device, dtype=dtype, **options)
-    engine.settle(fingerprint(file))
+    engine.set_fingerprint(fingerprint(file))
     engine.revision = revision_of(folder)
     return engine, head_tensors
 

@@ -171,7 +171,7 @@ class VideoAlign:
             raise RewardError(
                 f"The base is a {kind!r}, which counts a clip's moments otherwise; give {BASE}."
             )
-        engine.settle(fingerprint(weights))
+        engine.set_fingerprint(fingerprint(weights))
         engine.revision = revision_of(root)
         engine.model.eval().requires_grad_(False)
         return engine, head.float().to(engine.network.device), config

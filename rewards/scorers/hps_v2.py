@@ -61,9 +61,6 @@ class HpsV2(ClipJudge):
             device: where the towers run.
             precision: of the towers: "fp32", "bf16" or "fp16"; the cosine is float32 always.
             **towers: of `ClipJudge`.
-
-        Raises:
-            ValueError: unknown version, resampling or precision.
         """
         for what, given, allowed in (
             ("version", version, tuple(FILES)),

@@ -68,9 +68,6 @@ class Ict(ClipJudge):
             device: where the towers run.
             precision: of the towers: "fp32", "bf16" or "fp16"; the cosine is float32 always.
             **towers: of `ClipJudge`.
-
-        Raises:
-            ValueError: threshold outside (0, 1].
         """
         if threshold is not None and not 0 < threshold <= 1:
             raise ValueError(f"ict: threshold is {threshold}; allowed are numbers above 0 up to 1, or None.")

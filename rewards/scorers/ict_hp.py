@@ -53,9 +53,6 @@ class IctHp:
             mode: "upstream" or "paper".
             device: where the towers run.
             **towers: of `ClipJudge`, for each of the two.
-
-        Raises:
-            ValueError: unknown mode.
         """
         if mode not in MODES:
             raise ValueError(

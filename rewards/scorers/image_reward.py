@@ -119,9 +119,6 @@ class ImageReward:
             precision: of the towers: "fp32", "bf16" or "fp16"; the head is float32 always.
             batch_size: images, or pairs of image and prompt, in one forward pass.
             cache_bytes: limit of the patch features kept between calls (0.8 MB an image); 0 keeps none.
-
-        Raises:
-            ValueError: max_tokens below 3, batch_size below 1, cache_bytes below 0, or unknown precision.
         """
         if max_tokens < 3:
             raise ValueError(f"image_reward: max_tokens is {max_tokens}; allowed are whole numbers from 3.")

@@ -43,9 +43,6 @@ class Iqa:
             metric: a name of `pyiqa.list_models()`.
             device: where it runs.
             **options: of pyiqa's `create_metric`, such as pretrained_model_path for weights of one's own.
-
-        Raises:
-            RewardError: pyiqa is not installed, or knows no such metric of single images.
         """
         try:
             # an extra, so it may be missing

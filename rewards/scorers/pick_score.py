@@ -47,9 +47,6 @@ class PickScore(ClipJudge):
             scale: "logit" (as published), "cosine", "cosine × 100", "logit / 26" or "(logit − 18) / 8".
             device: where the towers run.
             **towers: of `ClipJudge`.
-
-        Raises:
-            ValueError: a scale that is no affine function of the cosine.
         """
         allowed = [key for key, row in SCALES.items() if row.family == "cosine" and not row.refusal]
         if scale not in allowed:

@@ -45,10 +45,6 @@ class VendiGain:
         device: where the tower runs.
         **towers: precision, batch_size, ... of `ClipTowers`.
 
-    Raises:
-        ValueError: an unknown `over`.
-        RewardError: an unknown option.
-
     DRAGON, arXiv 2504.15217; Vendi score, arXiv 2210.02410.
     """
 
@@ -72,11 +68,7 @@ class VendiGain:
         self.capabilities = RewardCapabilities(needs_group=True, needs_batch=over == "batch")
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Gains of B images; each record has the key "group_id".
-
-        Raises:
-            RewardError: a record has none.
-        """
+        """Gains of B images; each record has the key "group_id"."""
         request = read_request(self.name, images, prompts, metadata)
         if not all(record is not None and GROUP_KEY in record for record in request.metadata):
             raise RewardError(
@@ -115,10 +107,6 @@ class FrechetGain(VendiGain):
         over: as of `vendi_gain`.
         device: where the tower runs.
         **towers: precision, batch_size, ... of `ClipTowers`.
-
-    Raises:
-        RewardError: no folder, or fewer than two image files in it; one that cannot be read
-            raises at the first score.
 
     DRAGON, arXiv 2504.15217; FID, arXiv 1706.08500, by the embeddings of `model` instead of Inception's.
     """

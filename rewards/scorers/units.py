@@ -160,9 +160,6 @@ def convert(value: Value, source: str, target: str, *, logit_scale: float | None
     Returns:
         The same score on the scale `target`.
 
-    Raises:
-        ValueError: an unknown scale, scales that are not affine to each other, or logit_scale missing.
-
     Example:
         >>> convert(0.21, "cosine", "logit / 26", logit_scale=100.0)
         0.8076923076923077

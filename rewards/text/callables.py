@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's own function as a reward for text, in the shapes of call that TRL's users have written theirs in.
+"""A user's own function as a reward for text, in the call signatures that TRL users write.
 
 The parameters' names decide what a function is given:
 
@@ -65,10 +65,6 @@ class TextFunctionReward:
                 list with one message of the role "assistant".
             on_error: when the function raises, "raise" stops with its name; "mask" makes the samples of
                 that call invalid (one sample, or the batch of a function that takes lists).
-
-        Raises:
-            TypeError: not a function, a coroutine function, or without a readable signature.
-            ValueError: an unknown option, or parameters that cannot be matched.
         """
         if completions_as not in ("text", "messages"):
             raise ValueError(f"completions_as is {completions_as!r}; allowed are 'text' and 'messages'.")
@@ -87,21 +83,21 @@ class TextFunctionReward:
     def score(
         self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
     ) -> Scores:
-        """Call the function; rows that it answers with None or NaN are invalid. What it raises (unless
-        masked), and an answer of another form or outside its range, are errors by its name.
+        """Call the function; rows for which it returns None or NaN are invalid. Exceptions (unless masked),
+        and an answer of another form or outside the range, raise a `RewardError` with the reward's name.
         """
         request = read_text_request(self.name, completions, prompts, metadata)
         if not len(request):
             return text_scores([], self.unit)
-        answers = self._all(request) if self._batched else self._each(request)
+        answers = self._call_once(request) if self._batched else self._call_each(request)
         return text_scores([self._verdict(answer) for answer in answers], self.unit)
 
-    def _all(self, request: TextRequest) -> list[float | str]:
-        """One number per sample from one call with lists, or the reason why there is none."""
+    def _call_once(self, request: TextRequest) -> list[float | str]:
+        """Numbers (or reasons why there is none) of all samples from one call with lists."""
         size = len(request)
         columns = {key: request.column(key) for key in _keys(request)}
-        given = [self._shown(completion) for completion in request.completions]
-        offered = columns | {"prompts": list(request.prompts), "completions": given}
+        completions = [self._convert(completion) for completion in request.completions]
+        offered = columns | {"prompts": list(request.prompts), "completions": completions}
         arguments = pick_arguments(self.name, self._parameters, offered, ("prompts", "completions"))
         with Attempt() as attempt:
             answer = self._function(**arguments)
@@ -109,21 +105,21 @@ class TextFunctionReward:
             return [self._failed(attempt.error)] * size
         return [*read_numbers(self.name, answer, size, noun="completion", position="for completion")]
 
-    def _each(self, request: TextRequest) -> list[float | str]:
-        """One number per sample from a call each."""
+    def _call_each(self, request: TextRequest) -> list[float | str]:
+        """Numbers (or reasons why there is none) from one call per sample."""
         keys = _keys(request)
         answers: list[float | str] = []
         only = next(iter(self._parameters)) if len(self._parameters) == 1 else None
         for row, completion in enumerate(request.completions):
             record = request.metadata[row] or {}
             offered = {key: record.get(key) for key in keys}
-            offered |= {"prompt": request.prompts[row], "completion": self._shown(completion)}
+            offered |= {"prompt": request.prompts[row], "completion": self._convert(completion)}
             with Attempt() as attempt:
                 if only is not None and self._parameters[only].kind in _POSITIONAL:
                     answer = self._function(offered["completion"])
                 else:
-                    known = ("prompt", "completion")
-                    answer = self._function(**pick_arguments(self.name, self._parameters, offered, known))
+                    names = ("prompt", "completion")
+                    answer = self._function(**pick_arguments(self.name, self._parameters, offered, names))
             if isinstance(attempt.error, RewardError):
                 raise attempt.error
             if attempt.error is not None:
@@ -132,11 +128,11 @@ class TextFunctionReward:
                 answers.append(read_number(self.name, answer, f"for completion {row}"))
         return answers
 
-    def _shown(self, completion: str) -> Any:
+    def _convert(self, completion: str) -> Any:
         return [{"role": "assistant", "content": completion}] if self._as_messages else completion
 
     def _failed(self, error: BaseException) -> str:
-        """The reason of a masked call, or the error that names the reward."""
+        """Reason for a masked call; else raise an error that names the reward."""
         if self._mask:
             return f"{self.name} raised {describe_error(error)}"
         raise RewardError(
@@ -156,10 +152,10 @@ def _keys(request: TextRequest) -> list[str]:
 
 
 def _takes_lists(name: str, parameters: Parameters) -> bool:
-    """Whether the function is called once for all samples; refuses signatures that fit no form."""
+    """True for a function that is called once for all samples; refuse signatures that fit no form."""
     if {"completions", "prompts"} & set(parameters):
         return True
-    kinds = [one.kind for one in parameters.values()]
+    kinds = [parameter.kind for parameter in parameters.values()]
     if "completion" in parameters or (len(kinds) == 1 and kinds[0] in _POSITIONAL):
         return False
     if inspect.Parameter.VAR_KEYWORD in kinds:

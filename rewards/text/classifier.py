@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rewards on transformers classifiers of text share: loading, limits, texts that forge turns."""
+"""Shared code of rewards on transformers text classifiers: loading, limits, special tokens in texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNBOUNDED = 10**9
 
 
 def check_counts(name: str, **counts: int | None) -> None:
-    """Refuse options that are no whole numbers from 1."""
+    """Refuse options that are not whole numbers from 1."""
     for key, number in counts.items():
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise ValueError(f"{name}: {key} is {number!r}; allowed are whole numbers from 1.")
@@ -31,9 +31,8 @@ def load_classifier(
     precision: str,
     device: torch.device,
 ) -> torch.nn.Module:
-    """The classifier (folder, hub name or the module itself), ready to judge. `loader` is the transformers
-    class AutoModelFor…Classification, `kind` what it classifies ("sequence", "token"), `precision` that of
-    the weights.
+    """Load the classifier (folder, hub name or module) in evaluation mode. `loader` is the transformers class
+    AutoModelFor…Classification, `kind` "sequence" or "token", `precision` that of the weights.
     """
     dtype = dtype_of(precision, f"{name}: ")
     if isinstance(model, torch.nn.Module):
@@ -55,7 +54,7 @@ def load_classifier(
 
 
 def load_tokenizer(name: str, model: str | Path | torch.nn.Module, tokenizer: Any) -> Any:
-    """The tokenizer that was given (folder, hub name or object), or that of the model's folder."""
+    """Load the tokenizer (folder, hub name or object); that of the model's folder when None."""
     if isinstance(model, torch.nn.Module) and tokenizer is None:
         raise ValueError(f"{name}: a module has no tokenizer; give tokenizer=.")
     source = model if tokenizer is None else tokenizer
@@ -69,15 +68,13 @@ def load_tokenizer(name: str, model: str | Path | torch.nn.Module, tokenizer: An
         ) from error
 
 
-def longest_text(model: Any, tokenizer: Any, given: int | None) -> int:
-    """Tokens that model and tokenizer read at most, and no more than asked for."""
-    limits = [given, getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length]
+def longest_text(model: Any, tokenizer: Any, max_length: int | None) -> int:
+    """Smallest of the limits in tokens: the model's, the tokenizer's and `max_length`."""
+    limits = [max_length, getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length]
     return int(min(limit for limit in [*limits, UNBOUNDED] if limit is not None and limit > 0))
 
 
 def spelled_out(tokenizer: Any, completion: str) -> str | None:
-    """Why a completion cannot be read: it spells out a special token, with which it could forge turns; else
-    None.
-    """
+    """Reason to refuse a completion that spells out a special token and so could forge turns, or None."""
     forged = next((token for token in tokenizer.all_special_tokens if token and token in completion), None)
     return None if forged is None else f"the completion spells out the special token {forged!r}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two ends of a reward for text: a checked request goes in, `Scores` come out, failure is no number."""
+"""Input and output of a reward for text: a checked request in, `Scores` out; failures are no numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TextRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class TextVerdict:
-    """What a rule says of one completion: a value with a remark, or the reason why there is none."""
+    """Result for one completion: a value with a remark, or the reason why there is none."""
 
     value: float = math.nan
     remark: str = ""
@@ -40,7 +40,7 @@ class TextVerdict:
 
 
 class TextRule:
-    """A reward that judges each completion by itself, with its record: a rule gives `judge`."""
+    """Base of rewards that score each completion by itself, with its record: subclasses define `judge`."""
 
     name: str
     unit: str
@@ -48,12 +48,12 @@ class TextRule:
     higher_is_better = True
     capabilities = RewardCapabilities()
     judge: Callable[[str, Mapping[str, Any]], TextVerdict]
-    """What the rule says of one completion."""
+    """Score one completion with its record."""
 
     def score(
         self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
     ) -> Scores:
-        """Judge each completion, whatever its prompt; the remark says what was found."""
+        """Score each completion, whatever its prompt; `text` holds the remarks."""
         request = read_text_request(self.name, completions, prompts, metadata)
         records = [record or {} for record in request.metadata]
         return text_scores(list(map(self.judge, request.completions, records)), self.unit)
@@ -62,21 +62,7 @@ class TextRule:
 def read_text_request(
     name: str, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None
 ) -> TextRequest:
-    """Check what a reward was asked to judge.
-
-    Args:
-        name: the reward's name, for messages.
-        completions: B strings, what the policy wrote, without the prompt.
-        prompts: B strings or conversations.
-        metadata: B mappings or None each, or None for all.
-
-    Returns:
-        The request with equal lengths.
-
-    Raises:
-        TypeError: not sequences of the right type.
-        ValueError: the lengths differ.
-    """
+    """Check types and lengths of B completions, B prompts and B metadata records (None for none)."""
     _check_list(name, "completions", completions, "string")
     _check_list(name, "prompts", prompts, "string or conversation")
     size = len(completions)
@@ -89,14 +75,13 @@ def read_text_request(
         if not isinstance(completion, str):
             raise TypeError(
                 f"{name}: completions[{index}] is a {type(completion).__name__}, needed is a string"
-                f"{_message_mend(completion)}."
+                f"{_completion_hint(completion)}."
             )
     for index, prompt in enumerate(prompts):
         if not isinstance(prompt, str) and not _is_conversation(prompt):
-            given = f"{type(prompt).__name__} {shortened(prompt, 40)}"
             raise TypeError(
-                f"{name}: prompts[{index}] is {given}; needed is a string, or a list of messages "
-                "such as {'role': 'user', 'content': 'text'}."
+                f"{name}: prompts[{index}] is {type(prompt).__name__} {shortened(prompt, 40)}; needed is a "
+                "string, or a list of messages such as {'role': 'user', 'content': 'text'}."
             )
     records = read_metadata(name, metadata, size, noun="completion")
     return TextRequest(list(completions), list(prompts), records)
@@ -105,9 +90,7 @@ def read_text_request(
 def text_scores(
     verdicts: Sequence[TextVerdict], unit: str, *, parts: Mapping[str, Sequence[float]] | None = None
 ) -> Scores:
-    """Scores of B verdicts, NaN in the rows that have a reason; the remarks become `text`. Entries of `parts`
-    [B] in invalid rows are ignored.
-    """
+    """Collect B verdicts as scores, NaN in the rows that have a reason; the remarks become `text`."""
     return make_scores(
         torch.tensor([verdict.value for verdict in verdicts], dtype=torch.float32),
         [verdict.reason for verdict in verdicts],
@@ -118,23 +101,24 @@ def text_scores(
 
 
 def after_marker(completion: str, marker: str | None) -> str | None:
-    """What follows the last occurrence of the marker, all of it without a marker; None where it is absent."""
+    """Text behind the last occurrence of the marker, or None if it is absent; all of it without a marker."""
     if marker is None:
         return completion
-    _, found, rest = completion.rpartition(marker)
-    return rest if found else None
+    _, separator, rest = completion.rpartition(marker)
+    return rest if separator else None
 
 
 def shortened(text: object, limit: int = 60) -> str:
-    """The start of a text as a quoted word for a remark."""
-    whole = text if isinstance(text, str) else repr(text)
-    return repr(whole if len(whole) <= limit else whole[:limit] + "…")
+    """Quote the start of a text, for a remark."""
+    text = text if isinstance(text, str) else repr(text)
+    return repr(text if len(text) <= limit else text[:limit] + "…")
 
 
-def _check_list(name: str, what: str, given: Any, item: str) -> None:
-    if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
+def _check_list(name: str, argument: str, values: Any, item: str) -> None:
+    if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
         raise TypeError(
-            f"{name}: {what} is a {type(given).__name__}, needed is a list with one {item} per completion."
+            f"{name}: {argument} is a {type(values).__name__}, needed is a list with one {item} per "
+            "completion."
         )
 
 
@@ -146,8 +130,7 @@ def _is_conversation(prompt: Any) -> bool:
     )
 
 
-def _message_mend(completion: Any) -> str:
-    """The mend for TRL's conversational completions."""
+def _completion_hint(completion: Any) -> str:
     if _is_conversation(completion):
         return "; of a list of messages give the content: completion[0]['content']"
     return "; mark a generation that failed before it is scored, do not score it"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several rewards for text as one, with the distance between them as a standard deviation."""
+"""Ensemble of rewards for text, with the deviation between its members."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .contract import read_text_request
 
 
 class TextEnsemble(Ensemble):
-    """Mean, or a careful bound, of several rewards for text, and as `Scores.std` how far they are apart.
+    """Mean or lower bound of several rewards for text; `Scores.std` is the deviation between them.
 
-    `Ensemble` of rewards for text: the same formulas, options, refusals and parts. With several reward models
-    of other seeds or data it gives what `rewards.terms.LABEL.uncertainty` uses. A completion that any member
-    could not judge has no score, unless `min_members` lets it.
+    `Ensemble` for completions: the same formulas, options and parts. Reward models of other seeds or data
+    give the deviation that `rewards.terms.LABEL.uncertainty` uses. A completion that some member could not
+    score is invalid, unless `min_members` allows it.
     """
 
     noun = "completion"
@@ -38,32 +38,31 @@ class TextEnsemble(Ensemble):
         """Load the members and check that they can be averaged.
 
         Args:
-            members: names for `load_text_reward`, or label -> a reward, its name, or its options, among which
-                `name` is the reward's where the label is not; two or more.
-            how: "mean", "min", "lower_bound" or "uwo", see `Ensemble`, as the next five.
+            members: two or more names for `load_text_reward`, or label -> a reward, its name, or its options
+                (their `name` is the reward; the label when missing).
+            how: "mean", "min", "lower_bound" or "uwo", see `Ensemble`.
             strength: λ ≥ 0 of the last two.
             ddof: of the variance between members.
-            min_members: least members that judged a completion; all when None.
+            min_members: least number of members that scored a completion; all when None.
             calibration: label -> (mean, std) for every member.
             name: of the ensemble.
-            device: where members with a network run that name no other.
-
-        Raises:
-            RewardError: a member twice, or one that cannot be loaded.
-            ValueError: as `Ensemble`.
+            device: default device of the members' networks.
         """
         if not isinstance(members, Mapping):
             names = members if isinstance(members, list | tuple) else ()
-            if not names or not all(isinstance(each, str) for each in names) or len({*names}) < len(names):
+            if (
+                not names
+                or not all(isinstance(member, str) for member in names)
+                or len({*names}) < len(names)
+            ):
                 raise RewardError(
                     f"{name}: members is {members!r}; give different names, or {{label: {{name: "
                     "reward, option: value}}}} for one reward with several options."
                 )
-            members = {each: each for each in members}
-        loaded = {label: _member(name, label, each, device) for label, each in members.items()}
-        several: Any = loaded
+            members = {member: member for member in members}
+        loaded: Any = {label: _load_member(name, label, member, device) for label, member in members.items()}
         super().__init__(
-            several,
+            loaded,
             how=how,
             strength=strength,
             ddof=ddof,
@@ -73,14 +72,14 @@ class TextEnsemble(Ensemble):
         )
         needs = [member.capabilities for member in self.members.values()]
         self.capabilities = RewardCapabilities(
-            needs_group=any(each.needs_group for each in needs),
-            needs_batch=any(each.needs_batch for each in needs),
+            needs_group=any(member.needs_group for member in needs),
+            needs_batch=any(member.needs_batch for member in needs),
         )
 
     def score(
         self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
     ) -> Scores:
-        """Judge with every member; each gets lists of its own."""
+        """Score with every member; each gets its own copies of the lists."""
         request = read_text_request(self.name, completions, prompts, metadata)
 
         def judge(member: TextReward) -> Scores:
@@ -89,15 +88,15 @@ class TextEnsemble(Ensemble):
         return self.judged_by(judge, list(range(len(request))), [None] * len(request))
 
 
-def _member(name: str, label: str, given: Any, device: str | None) -> TextReward:
+def _load_member(name: str, label: str, member: Any, device: str | None) -> TextReward:
     from visalign.rewards.catalogue import load_text_reward
 
-    if isinstance(given, str):
-        return load_text_reward(given, run_device=device)
-    if isinstance(given, Mapping):
-        options = {"name": label, **given}
+    if isinstance(member, str):
+        return load_text_reward(member, run_device=device)
+    if isinstance(member, Mapping):
+        options = {"name": label, **member}
         return load_text_reward(options.pop("name"), run_device=device, **options)
-    if not hasattr(given, "score"):
-        what = "empty" if given is None else repr(given)
-        raise RewardError(f"{name}: member {label!r} is {what}; give a reward's name or its options.")
-    return given
+    if not hasattr(member, "score"):
+        text = "empty" if member is None else repr(member)
+        raise RewardError(f"{name}: member {label!r} is {text}; give a reward's name or its options.")
+    return member

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards for the form of a completion: tags or a pattern, JSON, length, repetition."""
+"""Rewards for the form of a completion: tags, a regular expression, or JSON with a schema."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .parsing import fenced_blocks
 
 
 class TextFormat(TextRule):
-    """1 where a completion has the demanded form, else 0; the remark says what is wrong.
+    """1 for a completion of the required form, else 0; the remark says what is wrong.
 
-    With `tags`: each of <tag>…</tag> stands there exactly once, in this order, not nested, with something in
-    it, and nothing but white space around. With `pattern`: the regular expression matches the whole text.
+    With `tags`: each <tag>…</tag> occurs exactly once, in this order, not nested and not empty, with nothing
+    but white space around. With `pattern`: the regular expression matches the whole text.
     """
 
     unit = "1 = right form"
@@ -38,12 +38,9 @@ class TextFormat(TextRule):
         Args:
             tags: names in order; ("think", "answer") when neither tags nor pattern are given.
             pattern: regular expression for the stripped text; "." matches line ends too.
-            prefilled: what the chat template opened the completion with ("<think>" for some models); it is
-                put in front before the check.
+            prefilled: start of the completion that the chat template wrote ("<think>" for some models); put
+                in front before the check.
             name: for messages and logs.
-
-        Raises:
-            ValueError: both, no tags, a tag that is no name or given twice, or no regular expression.
         """
         if tags is not None and pattern is not None:
             raise ValueError(f"{name}: give tags or pattern, not both.")
@@ -59,34 +56,33 @@ class TextFormat(TextRule):
         self._any_tag = re.compile(f"<(/?)({'|'.join(map(re.escape, self._tags))})>")
 
     def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
-        """Check the form; the record is not looked at."""
+        """Check the form; the record is ignored."""
         return _pass_or_fail(self._problem(self._prefilled + completion))
 
     def _problem(self, text: str) -> str | None:
         if self._pattern is not None:
             return None if self._pattern.fullmatch(text.strip()) else "the pattern does not match"
-        found = list(self._any_tag.finditer(text))
-        for tag in self._tags:
-            for slash in ("", "/"):
-                count = sum(hit[1] == slash and hit[2] == tag for hit in found)
-                if count != 1:
-                    return f"<{slash}{tag}> stands there {count} times, needed is once"
+        matches = list(self._any_tag.finditer(text))
+        tags = [(match[1], match[2]) for match in matches]
         expected = [(slash, tag) for tag in self._tags for slash in ("", "/")]
-        if [(hit[1], hit[2]) for hit in found] != expected:
+        for slash, tag in expected:
+            if (count := tags.count((slash, tag))) != 1:
+                return f"<{slash}{tag}> occurs {count} times, needed is once"
+        if tags != expected:
             return "the tags are out of order"
-        if any(not text[a.end() : b.start()].strip() for a, b in zip(found[::2], found[1::2], strict=True)):
+        # text between the tags: outside, inside, outside, inside, ..., outside
+        edges = [0, *(edge for match in matches for edge in match.span()), len(text)]
+        parts = [text[start:end].strip() for start, end in zip(edges[::2], edges[1::2], strict=True)]
+        if not all(parts[1::2]):
             return "a tag is empty"
-        ends = [0, *(hit.end() for hit in found[1::2])]
-        starts = [*(hit.start() for hit in found[::2]), len(text)]
-        outside = [text[end:start].strip() for end, start in zip(ends, starts, strict=True)]
-        stray = next((part for part in outside if part), None)
+        stray = next(filter(None, parts[::2]), None)
         return None if stray is None else f"text outside the tags: {shortened(stray)}"
 
 
 class JsonFormat(TextRule):
-    """1 where the completion is JSON that meets the schema, else 0.
+    """1 for a completion that is JSON and meets the schema, else 0.
 
-    JSON as in RFC 8259: NaN, Infinity and a key that stands twice in one object are refused.
+    JSON as in RFC 8259: NaN, Infinity and repeated keys in one object are refused.
     """
 
     unit = "1 = right form"
@@ -107,10 +103,6 @@ class JsonFormat(TextRule):
             where: "whole" (the stripped completion) or "fence" (its only fenced block that is
                 marked json, or not marked).
             name: for messages and logs.
-
-        Raises:
-            ValueError: both schemas, an unknown place, or no valid schema.
-            RewardError: a schema is asked for and jsonschema is not installed.
         """
         if schema is not None and schema_field is not None:
             raise ValueError(f"{name}: give schema or schema_field, not both.")
@@ -151,7 +143,7 @@ class JsonFormat(TextRule):
         return _pass_or_fail(None if check is None else check(value))
 
     def _checker(self, schema: Any) -> Callable[[Any], str | None]:
-        """A function that says what is wrong with a value; remote references are not fetched."""
+        """Build a function that says what is wrong with a value; remote references are not fetched."""
         jsonschema, referencing = (importlib.import_module(part) for part in ("jsonschema", "referencing"))
         if not isinstance(schema, Mapping):
             raise ValueError(f"it is a {type(schema).__name__}, needed is a mapping")
@@ -178,14 +170,14 @@ class JsonFormat(TextRule):
 
 
 def read_json(text: str) -> Any:
-    """Strict JSON: NaN, Infinity and a key that stands twice are a ValueError."""
+    """Parse strict JSON: NaN, Infinity and repeated keys raise ValueError."""
 
     def constant(word: str) -> None:
         raise ValueError(f"{word} is no JSON number")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len({key for key, _ in pairs}) < len(pairs):
-            raise ValueError("a key stands twice")
+            raise ValueError("a key is repeated")
         return dict(pairs)
 
     return json.loads(text, parse_constant=constant, object_pairs_hook=unique)

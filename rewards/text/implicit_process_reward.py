@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The implicit process reward: what a language model that was trained on outcomes says of single tokens.
+"""Implicit process reward: token rewards from the log-ratio of a model trained on outcomes to its reference.
 
 r_t = β (log π_φ(y_t | y_<t) − log π_ref(y_t | y_<t)). The reward of a step is the sum over its tokens, and
-the sum over all is the outcome reward that π_φ was trained with
-(`visalign.training.process.implicit`), so no label of a step was ever needed.
+the sum over all is the outcome reward that π_φ was trained with (`visalign.training.process.implicit`), so
+no step needs a label.
 
 Sources: Yuan et al., "Free process rewards without process labels", arXiv 2412.01981, section 3; Cui et al.,
     PRIME, arXiv 2502.01456.
@@ -26,7 +26,7 @@ from visalign.text.steps import StepReading, StepRewards, step_index
 
 @dataclass(frozen=True, kw_only=True)
 class ImplicitScores:
-    """What the log-ratio says of B completions; float32, no gradient."""
+    """Log-ratio rewards of B completions; float32, no gradient."""
 
     token: Tensor
     """[B, T] r_t; 0 where the loss mask is 0, and in invalid completions."""
@@ -65,16 +65,12 @@ class ImplicitProcessReward:
         """Take a trained model.
 
         Args:
-            policy: π_φ, with the token ids of the rollouts that it will judge.
+            policy: π_φ, with the token ids of the rollouts that it scores.
             tokenizer: of the policy that writes the rollouts, to find their steps.
             reference: π_ref; `policy.reference()`, the model before training, when None.
-            beta: β > 0, reward per nat, as it was trained with; 0.05 in PRIME.
-            separator: what ends a step.
+            beta: β > 0, reward per nat, as in its training; 0.05 in PRIME.
+            separator: text that ends a step.
             name: for messages and logs.
-
-        Raises:
-            UserError: an empty separator.
-            ValueError: β is not positive and finite.
         """
         if not 0 < beta < float("inf"):
             raise ValueError(f"{name}: beta is {beta}; it must be positive and finite, 0.05 in PRIME.")
@@ -84,42 +80,53 @@ class ImplicitProcessReward:
 
     @torch.no_grad()
     def score_rollout(self, rollout: TextRollout) -> ImplicitScores:
-        """Judge each token and step; `steps.tokens("last")` puts the sum of a step on its last token."""
-        own = model_log_prob(self.policy, rollout).cpu()
-        other = reference_log_prob(self.policy, rollout, reference=self.reference_policy).cpu()
-        finite = torch.isfinite(own - other).all(1)
-        there = (rollout.loss_mask != 0).any(1) & rollout.generated
-        reasons: list[str | None] = [
-            None if ok and known else ("a log-prob is not finite" if ok else "no token was generated")
-            for ok, known in zip(there.tolist(), finite.tolist(), strict=True)
-        ]
-        valid = there & finite
-        ratio = torch.where(valid[:, None] & (rollout.loss_mask != 0), own - other, 0.0)
-        made = implicit_step_rewards(ratio, (rollout.loss_mask != 0).float(), beta=self.beta)
+        """Score each token and step; `steps.tokens("last")` puts the sum of a step on its last token."""
+        log_ratio = (
+            model_log_prob(self.policy, rollout).cpu()
+            - reference_log_prob(self.policy, rollout, reference=self.reference_policy).cpu()
+        )
+        in_loss = rollout.loss_mask != 0
+        has_tokens = in_loss.any(1) & rollout.generated
+        valid = has_tokens & torch.isfinite(log_ratio).all(1)
+        log_ratio = torch.where(valid[:, None] & in_loss, log_ratio, 0.0)
+        rewards = implicit_step_rewards(log_ratio, in_loss.float(), beta=self.beta)
+        reasons = _reasons((~has_tokens, "no token was generated"), (~valid, "a log-prob is not finite"))
         return ImplicitScores(
-            token=made.step,
-            prefix=made.prefix,
-            total=torch.where(valid, made.total, torch.nan),
-            steps=self._steps(rollout, made.step, valid, reasons),
+            token=rewards.step,
+            prefix=rewards.prefix,
+            total=torch.where(valid, rewards.total, torch.nan),
+            steps=self._sum_steps(rollout, rewards.step, has_tokens, valid),
             valid=valid,
             reason=reasons,
         )
 
-    def _steps(
-        self, rollout: TextRollout, token: Tensor, valid: Tensor, reasons: list[str | None]
+    def _sum_steps(
+        self, rollout: TextRollout, token: Tensor, has_tokens: Tensor, valid: Tensor
     ) -> StepRewards:
-        """The sums over the tokens of each step."""
+        """Sum the rewards of the tokens of each step."""
         step = step_index(rollout, self.tokenizer, self.reading)
         count = int(step.max()) + 1 if step.numel() else 0
-        target = torch.where(step >= 0, step, count)
-        blank = torch.zeros(len(rollout), count + 1)
-        total = blank.scatter_add(1, target, token)
-        exists = blank.scatter_add(1, target, torch.ones_like(token)) > 0
-        stepped = (step >= 0).any(1)
-        known = valid & stepped
-        shown = torch.where(exists & known[:, None], total, torch.nan)[:, :count]
-        told = [
-            reason if reason is not None or ok else "it has no step: blanks alone"
-            for reason, ok in zip(reasons, stepped.tolist(), strict=True)
-        ]
-        return StepRewards(reward=shown, step=step, valid=known, reason=told)
+        column = torch.where(
+            step >= 0, step, count
+        )  # tokens outside the steps go to a column that is cut off
+        zeros = torch.zeros(len(rollout), count + 1)
+        total = zeros.scatter_add(1, column, token)
+        exists = zeros.scatter_add(1, column, torch.ones_like(token)) > 0
+        has_steps = (step >= 0).any(1)
+        return StepRewards(
+            reward=torch.where(exists & (valid & has_steps)[:, None], total, torch.nan)[:, :count],
+            step=step,
+            valid=valid & has_steps,
+            reason=_reasons(
+                (~has_tokens, "no token was generated"),
+                (~valid, "a log-prob is not finite"),
+                (~has_steps, "it has no step: blanks alone"),
+            ),
+        )
+
+
+def _reasons(*checks: tuple[Tensor, str]) -> list[str | None]:
+    """First reason whose mask [B] is true, for each row; None where there is none."""
+    rows = zip(*(failed.tolist() for failed, _ in checks), strict=True)
+    texts = [text for _, text in checks]
+    return [next((text for text, fails in zip(texts, row, strict=True) if fails), None) for row in rows]

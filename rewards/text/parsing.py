@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers in text: where a completion states its answer, what number or list that is, and fenced code.
+"""Parsing of answers in text: extraction, numbers, lists and fenced code.
 
-Everything here takes time linear in the text (but for a user's own pattern), because a policy writes it.
+All functions take time linear in the text, because a policy writes it and could stall the run.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _QUOTES = "\"'`“”‘’"
 
 
 def boxed_answers(text: str) -> list[str]:
-    r"""What stands in \boxed{…} and \fbox{…}, in order.
+    r"""Extract the contents of \boxed{…} and \fbox{…}, in order.
 
-    Braces may nest, and an inner box is part of its outer one. A box that is never closed is none.
+    Braces may nest; an inner box is part of its outer one; a box that is never closed does not count.
 
     >>> boxed_answers(r"so \boxed{\frac{1}{2}}")
     ['\\frac{1}{2}']
@@ -67,7 +67,7 @@ def boxed_answers(text: str) -> list[str]:
 
 
 def _tagged(text: str) -> list[str]:
-    """What stands in <answer>…</answer>; a tag that is opened anew starts anew."""
+    """Extract the contents of <answer>…</answer>, from the last opening tag before each closing one."""
     parts = text.split("</answer>")[:-1]
     return [part.rpartition("<answer>")[2] for part in parts if "<answer>" in part]
 
@@ -83,11 +83,11 @@ EXTRACTORS: dict[str, tuple[Callable[[str], list[str]], str]] = {
     "answer_tag": (_tagged, "no <answer>…</answer>"),
     "last_number": (lambda text: [hit[0] for hit in _LAST_NUMBER.finditer(text)][-1:], "no number"),
 }
-"""name -> (all answers of a text in order, what is said when there is none)."""
+"""name -> (function to all answers of a text in order, remark when there is none)."""
 
 
 def normalise_text(text: str) -> str:
-    """Case, runs of white space, surrounding quotes and one final period do not count; NFC.
+    """Drop case, runs of white space, surrounding quotes and one final period; NFC.
 
     >>> normalise_text(' "The  Answer."')
     'the answer'
@@ -97,7 +97,7 @@ def normalise_text(text: str) -> str:
 
 
 def normalise_latex(text: str) -> str:
-    r"""Neither white space, $…$, \left, \right, thin spaces, \text{…} nor \dfrac for \frac count; case does.
+    r"""Drop white space, $…$, \left, \right, thin spaces and \text{…}, write \dfrac as \frac; case is kept.
 
     >>> normalise_latex(r"$\left( \dfrac{1}{2},\, x \right)$")
     '(\\frac{1}{2},x)'
@@ -109,7 +109,7 @@ def normalise_latex(text: str) -> str:
     for sign in ("−", "–"):
         answer = answer.replace(sign, "-")
     answer = re.sub(r"\\[dtc]frac", r"\\frac", answer.replace("{,}", ","))
-    # blanks go, but for those between digits that are no groups of three: "1 2" is not 12
+    # blanks between digits stay unless they group three digits: "1 2" is not 12
     answer = re.sub(r"(?<=\d)\s+(?=\d)(?!\d{3}(?!\d))", "\0", answer.strip("$").strip())
     answer = "".join(answer.split()).replace("\0", " ")
     return answer[:-1] if answer.endswith(".") else answer
@@ -123,33 +123,27 @@ NORMALISERS: dict[str, Callable[[str], str]] = {
 
 
 def parse_number(
-    given: object, *, percent: str = "hundredth", units: tuple[str, ...] = ()
+    value: object, *, percent: str = "hundredth", units: tuple[str, ...] = ()
 ) -> Fraction | None:
-    r"""The exact value of a number, however it is written.
+    r"""Parse the exact value of a number, however it is written; None where it is no number.
 
-    Read are 1234.5, 1,234.5 (groups of three), 3/4, 1 3/4, \frac{3}{4}, 1.5e3, 1.5×10^3, 2^{10}, \sqrt{16}
-    (of squares), 50%, a leading currency sign, and a leading "x =". NaN, infinity, words, and other rests are
-    no number.
+    Accepted are 1234.5, 1,234.5 (groups of three), 3/4, 1 3/4, \frac{3}{4}, 1.5e3, 1.5×10^3, 2^{10},
+    \sqrt{16} (of squares), 50%, a leading currency sign, and a leading "x =".
 
     Args:
-        given: text, int, float or Fraction.
+        value: text, int, float or Fraction.
         percent: "hundredth" reads 50% as 0.5, "ignore" as 50.
-        units: endings that are taken off first, e.g. ("cm", "degrees").
-
-    Returns:
-        The number, or None.
+        units: endings that are removed first, e.g. ("cm", "degrees").
 
     >>> parse_number(r"\frac{3}{4}"), parse_number("1,234.5"), parse_number("nan")
     (Fraction(3, 4), Fraction(2469, 2), None)
     """
-    if isinstance(given, bool) or given is None:
+    if isinstance(value, bool) or value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None
-    if isinstance(given, float) and not math.isfinite(given):
-        return None
-    text = str(given).strip()
+    text = str(value).strip()
     if len(text) > NUMBER_LIMIT:
         return None
-    text = _written_plainly(text)
+    text = _plain_notation(text)
     for unit in sorted(units, key=len, reverse=True):
         if text.casefold().endswith(unit.casefold()):
             text = text[: -len(unit)].rstrip()
@@ -157,18 +151,18 @@ def parse_number(
     scale = 1
     if text.endswith("%"):
         text, scale = text[:-1].rstrip(), 100 if percent == "hundredth" else 1
-    value = _value(text)
-    return None if value is None else value / scale
+    number = _fraction(text)
+    return None if number is None else number / scale
 
 
-def names_differ(one: object, other: object) -> bool:
-    """Whether two answers name different unknowns: x = 1 and y = 1."""
-    names = [_ASSIGNED.match(str(text).replace("$", "").strip()) for text in (one, other)]
+def names_differ(left: object, right: object) -> bool:
+    """True if two answers name different unknowns: x = 1 and y = 1."""
+    names = [_ASSIGNED.match(str(text).replace("$", "").strip()) for text in (left, right)]
     return names[0] is not None and names[1] is not None and names[0][1] != names[1][1]
 
 
-def _written_plainly(text: str) -> str:
-    """LaTeX and typography as the signs of a plain number."""
+def _plain_notation(text: str) -> str:
+    """Replace LaTeX and typography by the signs of a plain number."""
     text = _TEXT.sub(r"\1", text)
     for spacing in _SPACING:
         text = text.replace(spacing, "")
@@ -184,7 +178,7 @@ def _written_plainly(text: str) -> str:
     return text.rstrip(".").strip()
 
 
-def _value(text: str) -> Fraction | None:
+def _fraction(text: str) -> Fraction | None:
     if hit := _RATIO.fullmatch(text):
         below = _plain(hit[5])
         if below == 0:
@@ -214,17 +208,17 @@ def _plain(digits: str) -> Fraction:
     return Fraction(digits.replace(",", ""))
 
 
-def parse_list(given: object) -> list[Any] | None:
-    """The items of a list: JSON, or items between commas or semicolons, with or without brackets around.
+def parse_list(value: object) -> list[Any] | None:
+    """Parse a list: JSON, or items between commas or semicolons, with or without brackets around.
 
-    Commas inside brackets do not separate. No item stands for itself: "[]" is the empty list, "" is none.
+    Commas inside brackets do not separate. "[]" is the empty list, "" is none.
 
     >>> parse_list("(1, 2, [3, 4])")
     ['1', '2', '[3, 4]']
     """
-    if isinstance(given, list | tuple):
-        return list(given)
-    text = str(given).strip().strip("$").replace("\\{", "{").replace("\\}", "}").strip()
+    if isinstance(value, list | tuple):
+        return list(value)
+    text = str(value).strip().strip("$").replace("\\{", "{").replace("\\}", "}").strip()
     if not text:
         return None
     if text[0] == "[" and text[-1] == "]":
@@ -239,7 +233,7 @@ def parse_list(given: object) -> list[Any] | None:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between the commas and semicolons that are in no bracket."""
+    """Split at the commas and semicolons outside brackets."""
     items, depth, start = [], 0, 0
     for position, sign in enumerate(text):
         depth += (sign in "[({") - (sign in "])}")
@@ -250,7 +244,7 @@ def _split(text: str) -> list[str]:
 
 
 def _is_one_group(text: str) -> bool:
-    """Whether the first bracket closes at the end."""
+    """True if the first bracket closes at the end."""
     depth = 0
     for position, sign in enumerate(text):
         depth += (sign in "[({") - (sign in "])}")
@@ -260,15 +254,12 @@ def _is_one_group(text: str) -> bool:
 
 
 def has_fence(text: str) -> bool:
-    """Whether a fence opens or closes a block somewhere."""
+    """True if a fence opens or closes a block somewhere."""
     return _FENCE.search(text) is not None
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """(language, content) of the closed fenced blocks, in order; "" for a block without a language.
-
-    A block that is not closed (the text was cut off) is none.
-    """
+    """List (language or "", content) of the closed fenced blocks in order; one that is cut off is ignored."""
     blocks: list[tuple[str, str]] = []
     opened: re.Match[str] | None = None
     for line in _FENCE.finditer(text):
@@ -281,10 +272,10 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
 
 
 def extract_code(text: str) -> str | None:
-    """The last fenced block that is marked as Python, else the last without a mark.
+    """Extract the last fenced block that is marked as Python, else the last without a mark.
 
     >>> extract_code("Try\\n```python\\nx = 1\\n```\\nDone")
     'x = 1\\n'
     """
-    found = {bool(language): code for language, code in fenced_blocks(text) if language in _LANGUAGES}
-    return found.get(True, found.get(False))
+    blocks = {bool(language): code for language, code in fenced_blocks(text) if language in _LANGUAGES}
+    return blocks.get(True, blocks.get(False))

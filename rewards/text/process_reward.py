@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process reward model: a transformers token classifier that gives each step a probability of being right,
-or what it contributes to the outcome.
+"""Process reward model: a transformers token classifier that scores each step of a completion.
 
-The convention is that of TRL's PRMTrainer and of Math-Shepherd (Wang et al., arXiv 2312.08935): two labels,
-of which 1 means right; a step is judged at the last token of what follows it, the separator or a marker of
-its own. `visalign.text.step_tokens` states it whole; `visalign.training.process.trainer` trains such models.
-One with a single label is SPA-RL's progress estimator (arXiv 2505.20732): it gives contributions that add up
-to the outcome. The paper's second reward, for actions that an environment could execute, is left out: a
-completion of which a tool's call failed is not judged at all.
+As in TRL's PRMTrainer and Math-Shepherd (Wang et al., arXiv 2312.08935) it has two labels, of which 1 means
+right, and scores a step at the last token of the separator or marker behind it; see
+`visalign.text.step_tokens`. `visalign.training.process.trainer` trains such models.
+
+With a single label it is SPA-RL's progress estimator (arXiv 2505.20732): contributions that add up to the
+outcome. The paper's second reward, for executable actions, is left out: completions with a failed tool call
+are not scored.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from .contract import read_text_request
 
 Aggregate = Literal["min", "product", "mean", "last"]
 CONTRIBUTIONS = ("sum",)
-"""What a progress estimator says of a whole completion: the outcome that it expects."""
+"""Aggregates of a progress estimator: the sum of contributions is the expected outcome."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepScores:
-    """What a process reward model says of the steps of B completions."""
+    """Step scores of B completions."""
 
     span: Sequence[Sequence[Span]]
     """B lists of (first character, one past the last), the separator left out."""
@@ -63,15 +63,15 @@ class StepScores:
 
 
 class ProcessRewardModel:
-    """The probability or contribution of each step, and one number of a completion made of them.
+    """Probability or contribution of each step, and an aggregate of them per completion.
 
-    As one number: "min", the weakest step (Math-Shepherd); "product", that all are right (Lightman et al.,
-    arXiv 2305.20050); "mean"; "last". "mean" can be raised by writing more good steps, "min" and "product" by
-    writing fewer: mind the number of steps, which is among the parts, or set `min_steps`. Contributions of a
-    progress estimator have their sum, in the outcome's unit.
+    Aggregates: "min", the weakest step (Math-Shepherd); "product", that all are right (Lightman et al.,
+    arXiv 2305.20050); "mean"; "last"; "sum" for contributions of a progress estimator, in the outcome's unit.
+    A policy can raise "mean" by writing more good steps, "min" and "product" by writing fewer: watch the part
+    "steps", or set `min_steps`.
 
-    A text longer than the model reads is invalid, not cut; so is one without a step, and one that spells out
-    a special token, with which a policy could forge turns.
+    Texts longer than the model's limit are invalid, not cut; so are texts without a step, and texts that
+    spell out a special token, with which a policy could forge turns.
     """
 
     range = (0.0, 1.0)
@@ -97,24 +97,19 @@ class ProcessRewardModel:
         """Load the model.
 
         Args:
-            model: folder or hub name of a token classification model with two labels, or with one of a
-                progress estimator, or the module.
+            model: folder or hub name of a token classification model with two labels, or with one (a
+                progress estimator), or the module.
             tokenizer: folder, hub name or object; that of the model when None.
-            separator: what ends a step in a completion.
-            marker: what the model reads after each step; the separator when None.
-            aggregate: how `score` makes one number of the steps: "min" (None), "product", "mean" or "last";
-                of contributions "sum" alone.
+            separator: text that ends a step in a completion.
+            marker: text that the model reads after each step; the separator when None.
+            aggregate: "min" (default), "product", "mean" or "last"; "sum" for contributions.
             min_steps: completions with fewer steps are invalid.
             right_label: which of two labels means right, 0 or 1.
-            device: where it runs.
+            device: device of the model.
             precision: of the weights: "fp32", "bf16" or "fp16".
-            batch_size: texts in one forward pass; neighbours in length share a pass.
+            batch_size: texts per forward pass.
             max_length: tokens of the longest text; the least of the model's and tokenizer's limits when None.
             name: for messages and logs.
-
-        Raises:
-            ValueError: an option that is not allowed.
-            RewardError: the model cannot be loaded, or has no trained head or more than two labels.
         """
         check_counts(name, batch_size=batch_size, max_length=max_length, min_steps=min_steps)
         if right_label not in (0, 1):
@@ -125,70 +120,69 @@ class ProcessRewardModel:
         self.model: Any = load_classifier(
             name, model, AutoModelForTokenClassification, "token", precision, self.device
         )
-        self._choose(aggregate)
+        self._choose_aggregate(aggregate)
         self.tokenizer: Any = load_tokenizer(name, model, tokenizer)
         self._encoder = StepEncoder(self.tokenizer, self.reading)
         self.max_length = longest_text(self.model, self.tokenizer, max_length)
 
     def steps(self, completions: Sequence[str], prompts: Sequence[Prompt]) -> StepScores:
-        """Spans and probabilities of every step of each completion."""
+        """Compute spans and probabilities of the steps of each completion."""
         request = read_text_request(self.name, completions, prompts, None)
         spans = [self.reading.spans(completion) for completion in request.completions]
-        prob = [torch.full((len(found),), math.nan) for found in spans]
+        prob = [torch.full((len(steps),), math.nan) for steps in spans]
         reasons: list[str | None] = [None] * len(request)
         encoded: dict[int, StepTokens] = {}
         for row, (prompt, completion) in enumerate(zip(request.prompts, request.completions, strict=True)):
-            read = self._read(prompt, [completion[start:end] for start, end in spans[row]])
-            if isinstance(read, str):
-                reasons[row] = read
+            tokens = self._encode(prompt, [completion[start:end] for start, end in spans[row]])
+            if isinstance(tokens, str):
+                reasons[row] = tokens
             else:
-                encoded[row] = read
+                encoded[row] = tokens
         order = sorted(encoded, key=lambda row: len(encoded[row].ids))
         for start in range(0, len(order), self.batch_size):
             rows = order[start : start + self.batch_size]
-            for row, judged in zip(rows, self._forward([encoded[row] for row in rows]), strict=True):
-                if torch.isfinite(judged).all():
-                    prob[row] = judged
+            for row, values in zip(rows, self._forward([encoded[row] for row in rows]), strict=True):
+                if torch.isfinite(values).all():
+                    prob[row] = values
                 else:
-                    reasons[row] = f"the process reward model gave {judged.tolist()} for its steps"
+                    reasons[row] = f"the process reward model gave {values.tolist()} for its steps"
         valid = torch.tensor([reason is None for reason in reasons], dtype=torch.bool)
         return StepScores(span=spans, prob=prob, valid=valid, reason=reasons)
 
     def score(
         self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
     ) -> Scores:
-        """One number per completion; metadata is not looked at.
+        """Aggregate the steps of each completion; metadata is ignored.
 
-        Returns:
-            The chosen aggregate; all of the model's are parts, and "steps", their number. The text lists
-            what is said of each step.
+        Parts are all aggregates of the model and "steps", their number; `text` lists the steps' scores.
         """
         read_text_request(self.name, completions, prompts, metadata)
-        judged = self.steps(completions, prompts)
-        table = judged.padded()
+        scores = self.steps(completions, prompts)
+        table = scores.padded()
         exists = torch.isfinite(table)
         parts = {how: aggregate_steps(table, how, exists) for how in self.aggregates}
         parts["steps"] = exists.sum(1).float()
-        text = [", ".join(f"{value:.3f}" for value in prob.tolist()) for prob in judged.prob]
-        return make_scores(parts[self.aggregate], judged.reason, self.unit, parts=parts, text=text)
+        text = [", ".join(f"{value:.3f}" for value in prob.tolist()) for prob in scores.prob]
+        return make_scores(parts[self.aggregate], scores.reason, self.unit, parts=parts, text=text)
 
     def score_rollout(self, rollout: TextRollout, *, tokenizer: Any = None) -> StepRewards:
-        """Rewards [B, K] of the steps of a rollout, and which tokens [B, T] they are; `tokens()` gives
-        process rewards [B, T]. A completion that met the length limit is judged with its unfinished last
-        step. The tokenizer is that of the policy that wrote it; of this model when None.
+        """Rewards [B, K] of the steps of a rollout, and the step of each token [B, T].
+
+        `tokens()` of the result gives process rewards [B, T]. A completion cut at the length limit is scored
+        with its unfinished last step. `tokenizer` is that of the policy that wrote it; the model's when None.
         """
-        judged = self.steps(list(rollout.text), list(rollout.prompt))
+        scores = self.steps(list(rollout.text), list(rollout.prompt))
         step = step_index(rollout, self.tokenizer if tokenizer is None else tokenizer, self.reading)
-        reason = [
-            given if generated else "it was not generated: the prompt is too long"
-            for given, generated in zip(judged.reason, rollout.generated.tolist(), strict=True)
+        reasons = [
+            reason if generated else "it was not generated: the prompt is too long"
+            for reason, generated in zip(scores.reason, rollout.generated.tolist(), strict=True)
         ]
         return StepRewards(
-            reward=judged.padded(), step=step, valid=judged.valid & rollout.generated, reason=reason
+            reward=scores.padded(), step=step, valid=scores.valid & rollout.generated, reason=reasons
         )
 
-    def _choose(self, aggregate: str | None) -> None:
-        """Set what is said of a step and of the whole, by the number of the model's labels."""
+    def _choose_aggregate(self, aggregate: str | None) -> None:
+        """Set aggregates, range and unit by the number of the model's labels."""
         name, labels = self.name, self.model.config.num_labels
         if labels not in (1, 2):
             raise RewardError(
@@ -205,8 +199,8 @@ class ProcessRewardModel:
                 f"with {labels} labels."
             )
 
-    def _read(self, prompt: Prompt, steps: list[str]) -> StepTokens | str:
-        """What the model reads, or the reason why there is nothing to judge."""
+    def _encode(self, prompt: Prompt, steps: list[str]) -> StepTokens | str:
+        """Encode prompt and steps; a string is the reason why they cannot be scored."""
         if len(steps) < self.min_steps:
             return (
                 f"it has {len(steps)} steps, cut at {self.reading.separator!r}; at least {self.min_steps} "
@@ -224,7 +218,7 @@ class ProcessRewardModel:
 
     @torch.no_grad()
     def _forward(self, batch: list[StepTokens]) -> list[Tensor]:
-        """Probabilities or contributions of each text's steps."""
-        said = step_logits(self.model, batch, right_label=self.right_label)
-        said = torch.sigmoid(said) if self.model.config.num_labels == 2 else said
-        return list(said.cpu().split([len(tokens.ends) for tokens in batch]))
+        """Probabilities or contributions of the steps of each text."""
+        values = step_logits(self.model, batch, right_label=self.right_label)
+        values = torch.sigmoid(values) if self.model.config.num_labels == 2 else values
+        return list(values.cpu().split([len(tokens.ends) for tokens in batch]))

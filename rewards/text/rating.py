@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards for what is said of images: ratings by order or by nearness, verdicts on pairs.
+"""Rewards for a judge's answers about images: ratings by order or distance, verdicts on pairs.
 
-Deviations from VisualQuality-R1's released code: an answer that cannot be read is no random number, one
-image alone is no error, and images are compared over all answers that are judged together.
+Deviations from VisualQuality-R1's released code: an unreadable answer is no random number, a single image is
+no error, and images are compared over all answers of a call.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ RULES = ("fidelity", "binary", "regression")
 
 
 class RatingReward:
-    """How good a written rating of an image is, from its record's `image`, `mos` and, where given, `set`.
+    """Score a written rating of an image against its record's `image`, `mos` and (optional) `set`.
 
     - "fidelity": mean over the other images of the set of √(p q) + √((1 − p)(1 − q)), q = Φ(this rating's
       lead over the other image's mean in deviations), p by the labels 1, ½ or 0; in [0, 1];
     - "binary": mean over the other images of 1 where the lead has the labels' sign, ½ for equal ratings;
     - "regression": 1 − |rating − mos| / (largest − smallest rating).
 
-    The K answers of an image are those of its prompt that are judged together. An answer that cannot be read
-    takes no part in its image's mean; it gets 0 where there is a bonus for the form, and is masked without.
+    The K answers of an image are those with its record in one call. An unreadable answer is left out of its
+    image's mean; it scores 0 where there is a bonus for the form, and is masked without.
 
     Wu et al., VisualQuality-R1, arXiv 2505.14460, section 3; its ablations.
     """
@@ -55,15 +55,12 @@ class RatingReward:
 
         Args:
             rule: see the class.
-            form: added for an answer that can be read, ≥ 0.
-            reads: how it is written, a row of `rewards.reading.ratings.FORMS`: "answer" (1 to 5), "boxed" (1
-                to 10) or "yes_no" (1 or 0).
-            prefilled: what the prompt opened the answer with, e.g. "<answer>".
+            form: bonus for a readable answer, ≥ 0.
+            reads: form of the rating, a key of `rewards.reading.ratings.FORMS`: "answer" (1 to 5), "boxed"
+                (1 to 10) or "yes_no" (1 or 0).
+            prefilled: start of the answer that the prompt wrote, e.g. "<answer>".
             floor: γ of "fidelity", in squared rating steps.
             name: for messages and logs.
-
-        Raises:
-            ValueError: another rule, or a number out of range.
         """
         if rule not in RULES:
             raise ValueError(f"{name}: rule is {rule!r}; allowed are {', '.join(RULES)}.")
@@ -79,30 +76,29 @@ class RatingReward:
     def score(
         self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
     ) -> Scores:
-        """Judge all answers together; the remark is the rating, the part "rating" too."""
+        """Score all answers together; the remark and the part "rating" are the rating."""
         request = read_text_request(self.name, completions, prompts, metadata)
-        read = [self._read(completion) for completion in request.completions]
+        ratings = [self._read(completion) for completion in request.completions]
         images, labels, sets = (request.column(field) for field in ("image", "mos", "set"))
-        lacking = [self._lacking(image, mos) for image, mos in zip(images, labels, strict=True)]
-        places_of: dict[tuple[str, str, str], list[int]] = {}
-        for n, shown in enumerate(zip(images, labels, sets, strict=True)):
-            image, mos, within = map(str, shown)
-            places_of.setdefault((image, mos, within), []).append(n)
-        rows = list(places_of.values())
-        answers = torch.full((len(rows), max(map(len, rows), default=1)), torch.nan, dtype=torch.float64)
-        for row, places in enumerate(rows):
-            known = [read[n][0] if lacking[n] is None else math.nan for n in places]
-            answers[row, : len(places)] = torch.tensor(known, dtype=torch.float64)
-        firsts = [places[0] for places in rows]
-        target = torch.tensor([_number(labels[n]) for n in firsts], dtype=torch.float64)
-        value = self._values(answers, target, [str(sets[n]) for n in firsts])
+        problems = [self._record_problem(image, mos) for image, mos in zip(images, labels, strict=True)]
+        answers_of: dict[tuple[str, ...], list[int]] = {}
+        for answer, record in enumerate(zip(images, labels, sets, strict=True)):
+            answers_of.setdefault(tuple(map(str, record)), []).append(answer)
+        groups = list(answers_of.values())
+        table = torch.full((len(groups), max(map(len, groups), default=1)), torch.nan, dtype=torch.float64)
+        for row, group in enumerate(groups):
+            for column, answer in enumerate(group):
+                table[row, column] = ratings[answer][0] if problems[answer] is None else math.nan
+        target = torch.tensor([_number(labels[group[0]]) for group in groups], dtype=torch.float64)
+        values = self._values(table, target, [str(sets[group[0]]) for group in groups])
         verdicts = [TextVerdict()] * len(request)
-        for row, places in enumerate(rows):
-            for column, n in enumerate(places):
-                verdicts[n] = self._verdict(float(value[row, column]), *read[n], lacking[n])
-        return text_scores(verdicts, self.unit, parts={"rating": [rating for rating, _ in read]})
+        for row, group in enumerate(groups):
+            for column, answer in enumerate(group):
+                value = float(values[row, column])
+                verdicts[answer] = self._verdict(value, *ratings[answer], problems[answer])
+        return text_scores(verdicts, self.unit, parts={"rating": [rating for rating, _ in ratings]})
 
-    def _lacking(self, image: Any, mos: Any) -> str | None:
+    def _record_problem(self, image: Any, mos: Any) -> str | None:
         if not isinstance(image, str) or not math.isfinite(_number(mos)):
             return "its record has no image and finite mos"
         if self.rule == "regression" and not self.low <= mos <= self.high:
@@ -113,34 +109,34 @@ class RatingReward:
         return None
 
     def _read(self, completion: str) -> tuple[float, str]:
-        """(rating, or NaN, why there is none)."""
+        """(rating, "") or (NaN, reason)."""
         try:
             return self.reader(self.prefilled + completion), ""
         except AnswerError as error:
             return math.nan, str(error)
 
     def _values(self, answers: torch.Tensor, target: torch.Tensor, sets: Sequence[str]) -> torch.Tensor:
-        """[B, K] of [B, K] ratings; NaN where there is none."""
+        """Rewards [B, K] of ratings [B, K]; NaN where there is none."""
         if self.rule == "regression":
             return 1 - (answers - target[:, None]).abs() / (self.high - self.low)
         if self.rule == "fidelity":
-            found = fidelity_rewards(answers, target, within=sets, floor=self.floor)
+            values = fidelity_rewards(answers, target, within=sets, floor=self.floor)
         else:
-            found = _in_order(answers, target, sets)
-        # With nothing to compare with all answers are worth the same, and nothing is learnt of them.
-        return torch.where(torch.isfinite(answers), found.nan_to_num(0.0), torch.nan)
+            values = _order_rewards(answers, target, sets)
+        # An image with nothing to compare with scores 0 for all answers, so that they teach nothing.
+        return torch.where(torch.isfinite(answers), values.nan_to_num(0.0), torch.nan)
 
-    def _verdict(self, value: float, rating: float, why: str, lacking: str | None) -> TextVerdict:
-        if lacking is not None:
-            return TextVerdict(reason=lacking)
-        if why:
-            return TextVerdict(value=0.0, remark=why) if self.form else TextVerdict(reason=why)
+    def _verdict(self, value: float, rating: float, unreadable: str, problem: str | None) -> TextVerdict:
+        if problem is not None:
+            return TextVerdict(reason=problem)
+        if unreadable:
+            return TextVerdict(value=0.0, remark=unreadable) if self.form else TextVerdict(reason=unreadable)
         return TextVerdict(value=value + self.form, remark=f"{rating:g}")
 
 
 class VerdictReward(TextRule):
-    """1 where the answer about a pair prefers what its record's `label` does, the share of the votes for the
-    first image, and else −1: another answer, a tie, or one that cannot be read.
+    """1 for an answer about a pair that agrees with its record's `label`, −1 for others, ties and unreadable
+    ones. `label` is the share of votes for the first image.
 
     Rule-based reward of SPCT, DeepSeek-GRM, arXiv 2504.02495.
     """
@@ -154,20 +150,17 @@ class VerdictReward(TextRule):
         """Choose how answers are read.
 
         Args:
-            words: two words, of which the answer begins with one: the first for the first image; None: a
-                sentence in which one of `options` is asserted.
-            options: the two sentences that are asked for, "NAME is better".
+            words: two words with which an answer may begin, that of the first image first; None: the answer
+                asserts one of `options`.
+            options: the two sentences that the prompt asks for, "NAME is better".
             name: for messages and logs.
-
-        Raises:
-            ValueError: not two different words or options.
         """
-        for what, two in (("words", words), ("options", options)):
-            texts = {one for one in two or () if isinstance(one, str)}
-            if two is not None and (isinstance(two, str) or len(two) != 2 or len(texts) != 2):
+        for key, pair in (("words", words), ("options", options)):
+            texts = {text for text in pair or () if isinstance(text, str)}
+            if pair is not None and (isinstance(pair, str) or len(pair) != 2 or len(texts) != 2):
                 raise ValueError(
-                    f"{name}: {what} is {two!r}; give two texts that differ, of the first image first (in "
-                    "YAML 'yes' needs its quotes)."
+                    f"{name}: {key} is {pair!r}; give two texts that differ, that of the first image first "
+                    "(in YAML 'yes' needs its quotes)."
                 )
         self.name, self.words, self.options = name, words, tuple(options)
 
@@ -196,14 +189,15 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
-def _in_order(answers: torch.Tensor, target: torch.Tensor, sets: Sequence[str]) -> torch.Tensor:
-    """[B, K] share of the other images of the set whose mean lies on the labels' side of the answer."""
+def _order_rewards(answers: torch.Tensor, target: torch.Tensor, sets: Sequence[str]) -> torch.Tensor:
+    """Share [B, K] of the other images of the set whose mean lies on the labels' side of the answer."""
     mean = answer_statistics(answers).mean
-    same = torch.tensor([[one == two for two in sets] for one in sets]) & ~torch.eye(
-        len(sets), dtype=torch.bool
-    )
-    wanted = torch.sign(target[:, None] - target[None, :])[:, None, :]
-    lead = torch.sign(answers[:, :, None] - mean[None, None, :])
-    known = same[:, None, :] & torch.isfinite(lead) & torch.isfinite(wanted)
-    worth = torch.where(known, 1 - (lead - wanted).abs().clamp(max=2) / 2, 0.0)
-    return worth.sum(2) / known.sum(2)
+    position = {name: number for number, name in enumerate(sets)}
+    label = torch.tensor([position[name] for name in sets])
+    comparable = (label[:, None] == label[None, :]).fill_diagonal_(False)
+    label_sign = torch.sign(target[:, None] - target[None, :])[:, None, :]
+    answer_sign = torch.sign(answers[:, :, None] - mean[None, None, :])
+    counts = comparable[:, None, :] & torch.isfinite(answer_sign) & torch.isfinite(label_sign)
+    # 1 for the same sign, ½ where one of them is 0, 0 for opposite signs
+    agreement = torch.where(counts, 1 - (answer_sign - label_sign).abs().clamp(max=2) / 2, 0.0)
+    return agreement.sum(2) / counts.sum(2)

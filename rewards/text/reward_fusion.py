@@ -22,19 +22,18 @@ from visalign.text.neighbours import hashed_ngrams, prompt_text
 from .contract import TextRequest, read_text_request
 
 Embed = Callable[[Sequence[str]], Tensor]
-"""N texts -> [N, D]; similar are those of a large cosine."""
+"""N texts -> [N, D]; similar texts have a large cosine."""
 
 
 class RewardFusion:
-    """A reward for text averaged over the prompts nearest to a completion's own, out of a fixed pool.
+    """Average a reward over the prompts of a fixed pool that are nearest to a completion's own prompt.
 
-    R′ = (R + Σ_m w_m R_m)/(1 + Σ_m w_m): R_m is what the reward says of the same completion under the m-th
-    neighbour, with the neighbour's record for its metadata, and w_m the similarity of the two prompts. A
-    prompt is no neighbour of itself. Where the neighbour cannot be judged it is none, and without neighbours
-    R stays as it is. The pool never changes while it is used, so that scores do not depend on their order; in
-    the released code it does.
+    R′ = (R + Σ_m w_m R_m)/(1 + Σ_m w_m): R_m is the reward of the same completion under the m-th neighbour,
+    with the neighbour's record as metadata, and w_m the similarity of the two prompts. A prompt is no
+    neighbour of itself, a neighbour that cannot be scored is left out, and without neighbours R is unchanged.
+    The pool is fixed, so that scores do not depend on their order; the released code changes it.
 
-    Parts are "own", R, and "neighbours", how many took part. Unit, range and direction are the reward's.
+    Parts are "own", R, and "neighbours", their number. Unit, range and direction are the reward's.
 
     Shen et al., The trickle-down impact of reward (in-)consistency on RLHF, arXiv 2309.16155.
     """
@@ -55,18 +54,13 @@ class RewardFusion:
         Args:
             reward: the reward, or its name for `load_text_reward`.
             pool: a .txt or .jsonl file of prompts, such as that of data.train; or prompts, or records with
-                "prompt", as those of a run. Other fields of a record are the metadata under that prompt.
+                "prompt". Other fields of a record are the metadata under that prompt.
             threshold: least cosine of a neighbour, in (0, 1].
             top: most neighbours.
-            embed: texts to vectors, or a name of such a function, package.module:name or file.py:name; hashed
-                runs of three letters when None.
-            device: where a reward given by name runs, if it has a network.
+            embed: texts to vectors, or the name of such a function (package.module:name, file.py:name);
+                hashed runs of three letters when None.
+            device: device of a reward given by name, if it has a network.
             **options: of a reward given by name.
-
-        Raises:
-            ValueError: a number out of range, or a pool without a prompt.
-            UserError: the file cannot be read.
-            RewardError: the reward or `embed` cannot be loaded.
         """
         from visalign.rewards.catalogue import find_target, load_text_reward
 
@@ -84,84 +78,85 @@ class RewardFusion:
         self.higher_is_better = reward.higher_is_better
         needs = self.reward.capabilities
         self.capabilities = RewardCapabilities(needs_group=needs.needs_group, needs_batch=needs.needs_batch)
-        records = load_prompts(pool) if isinstance(pool, str | Path) else pool
-        whole = [record if isinstance(record, Mapping) else {"prompt": record} for record in records]
-        if not whole:
-            raise ValueError("reward_fusion: the pool is empty; give a file of prompts, or records.")
-        for place, record in enumerate(whole):
-            _check_prompt(place, record.get("prompt"))
-        first = {_words(record["prompt"]): record for record in reversed(whole)}
-        self.pool = tuple(first.values())
         self.embed: Embed = find_target(embed) if isinstance(embed, str) else embed or hashed_ngrams
-        self._places = {text: place for place, text in enumerate(first)}
-        self._vectors = self._embedded(list(first))
+        record_of = _read_pool(load_prompts(pool) if isinstance(pool, str | Path) else pool)
+        self.pool = tuple(record_of.values())
+        self._pool_index = {text: index for index, text in enumerate(record_of)}
+        self._pool_vectors = self._unit_vectors(list(record_of))
 
     def score(
         self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
     ) -> Scores:
-        """The reward's scores, fused; the own ones and those under neighbours are asked for one by one."""
+        """Score under the own prompts, then in one call under all neighbours, and fuse."""
         request = read_text_request(self.name, completions, prompts, metadata)
         with Naming(self.reward.name):
             scores = self.reward.score(completions, prompts, metadata)
-        own, reasons = scores.value.detach().cpu().float(), failure_reasons(scores)
-        own = torch.where(scores.valid.cpu(), own, math.nan)
-        similarity, nearest = self._nearest(request)
-        similarity = torch.where(own.isnan()[:, None], math.nan, similarity)
-        judged = self._judged(request, similarity, nearest)
-        fused = reward_fusion(own, judged, similarity, threshold=self.threshold, top=self.top)
-        weight = neighbour_weights(similarity, judged.isfinite(), threshold=self.threshold, top=self.top)
-        parts = {"own": own, "neighbours": (weight > 0).sum(1).float()}
-        return make_scores(fused, reasons, self.unit, parts=parts, text=scores.text)
+        reward = torch.where(scores.valid.cpu(), scores.value.detach().cpu().float(), math.nan)
+        similarity, neighbours = self._nearest(request)
+        similarity = torch.where(reward.isnan()[:, None], math.nan, similarity)
+        neighbour_reward = self._score_neighbours(request, similarity, neighbours)
+        limits = {"threshold": self.threshold, "top": self.top}
+        fused = reward_fusion(reward, neighbour_reward, similarity, **limits)
+        weight = neighbour_weights(similarity, neighbour_reward.isfinite(), **limits)
+        parts = {"own": reward, "neighbours": (weight > 0).sum(1).float()}
+        return make_scores(fused, failure_reasons(scores), self.unit, parts=parts, text=scores.text)
 
     def _nearest(self, request: TextRequest) -> tuple[Tensor, Tensor]:
-        """Cosines [B, M] of the nearest prompts of the pool, NaN below the threshold, and their places."""
-        texts = [_words(prompt) for prompt in request.prompts]
-        places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
-        cosine = self._embedded(list(places)) @ self._vectors.T if places else torch.zeros(0, len(self.pool))
-        for text in places.keys() & self._places.keys():
-            cosine[places[text], self._places[text]] = -1.0
-        value, place = cosine.sort(dim=1, descending=True, stable=True)
-        value, place = value[:, : self.top], place[:, : self.top]
-        rows = torch.tensor([places[text] for text in texts], dtype=torch.int64)
-        return torch.where(value >= self.threshold, value, math.nan)[rows], place[rows]
+        """Cosines [B, M] of the nearest prompts of the pool, NaN below the threshold, and their indices."""
+        texts = [_pool_key(prompt) for prompt in request.prompts]
+        row_of = {text: row for row, text in enumerate(dict.fromkeys(texts))}
+        if not row_of:
+            return torch.zeros(0, 0), torch.zeros(0, 0)
+        cosine = self._unit_vectors(list(row_of)) @ self._pool_vectors.T
+        for text in row_of.keys() & self._pool_index.keys():
+            cosine[row_of[text], self._pool_index[text]] = -1.0
+        values, indices = (part[:, : self.top] for part in cosine.sort(dim=1, descending=True, stable=True))
+        rows = torch.tensor([row_of[text] for text in texts])
+        return torch.where(values >= self.threshold, values, math.nan)[rows], indices[rows]
 
-    def _judged(self, request: TextRequest, similarity: Tensor, nearest: Tensor) -> Tensor:
-        """[B, M] what the reward says under the neighbours; NaN where there is none, or it fails."""
-        judged = torch.full_like(similarity, math.nan)
-        pairs = similarity.isfinite().nonzero().tolist()
-        if not pairs:
-            return judged
-        records = [self.pool[int(nearest[row, column])] for row, column in pairs]
-        others = [{key: value for key, value in record.items() if key != "prompt"} for record in records]
+    def _score_neighbours(self, request: TextRequest, similarity: Tensor, neighbours: Tensor) -> Tensor:
+        """Rewards [B, M] under the neighbours; NaN where there is none, or its score is invalid."""
+        rewards = torch.full_like(similarity, math.nan)
+        present = similarity.isfinite()
+        if not present.any():
+            return rewards
+        records = [self.pool[index] for index in neighbours[present].tolist()]
         with Naming(self.reward.name):
             scores = self.reward.score(
-                [request.completions[row] for row, _ in pairs], [r["prompt"] for r in records], others
+                [request.completions[row] for row in present.nonzero()[:, 0].tolist()],
+                [record["prompt"] for record in records],
+                [{key: value for key, value in record.items() if key != "prompt"} for record in records],
             )
-        value = torch.where(scores.valid, scores.value.detach(), math.nan).cpu().float()
-        rows, columns = torch.tensor(pairs).T
-        judged[rows, columns] = value
-        return judged
+        rewards[present] = torch.where(scores.valid, scores.value.detach(), math.nan).cpu().float()
+        return rewards
 
-    def _embedded(self, texts: Sequence[str]) -> Tensor:
+    def _unit_vectors(self, texts: Sequence[str]) -> Tensor:
         vectors = self.embed(texts)
         if not isinstance(vectors, Tensor) or vectors.ndim != 2 or len(vectors) != len(texts):
-            given = tuple(vectors.shape) if isinstance(vectors, Tensor) else type(vectors).__name__
+            shape = tuple(vectors.shape) if isinstance(vectors, Tensor) else type(vectors).__name__
             raise RewardError(
-                f"{self.name}: embed gave {given} for {len(texts)} texts; needed is a tensor [N, D]."
+                f"{self.name}: embed gave {shape} for {len(texts)} texts; needed is a tensor [N, D]."
             )
         return normalize(vectors.detach().cpu().float(), dim=1)
 
 
-def _words(prompt: Prompt) -> str:
-    """What a prompt is known by; blanks at its ends, which a file of prompts loses, play no part."""
+def _read_pool(entries: Sequence[Prompt | Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Map the text of each prompt to its record; of equal prompts the first counts."""
+    records = [entry if isinstance(entry, Mapping) else {"prompt": entry} for entry in entries]
+    if not records:
+        raise ValueError("reward_fusion: the pool is empty; give a file of prompts, or records.")
+    for index, record in enumerate(records):
+        prompt = record.get("prompt")
+        messages = prompt if isinstance(prompt, list | tuple) else ()
+        is_chat = bool(messages) and all(isinstance(m, Mapping) and "content" in m for m in messages)
+        if not (isinstance(prompt, str) or is_chat):
+            raise ValueError(
+                f"reward_fusion: entry {index} of the pool has the prompt {prompt!r}; needed is text or a "
+                'list of messages, by itself or as "prompt" of a record.'
+            )
+    return {_pool_key(record["prompt"]): record for record in reversed(records)}
+
+
+def _pool_key(prompt: Prompt) -> str:
+    """Text of a prompt without the blanks at its ends, which a file of prompts loses."""
     return prompt_text(prompt).strip()
-
-
-def _check_prompt(place: int, prompt: Any) -> None:
-    messages = prompt if isinstance(prompt, list | tuple) else ()
-    is_chat = bool(messages) and all(isinstance(m, Mapping) and "content" in m for m in messages)
-    if not (isinstance(prompt, str) or is_chat):
-        raise ValueError(
-            f"reward_fusion: entry {place} of the pool has the prompt {prompt!r}; needed is text or a list "
-            'of messages, by itself or as "prompt" of a record.'
-        )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward model: a transformers sequence classifier with one output that reads prompt and completion."""
+"""Reward model: a transformers sequence classifier with one output for prompt and completion."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .contract import Prompt, TextVerdict, read_text_request, text_scores
 
 
 class RewardModel:
-    """The scalar that a trained reward model gives to a completion of its prompt, in float32.
+    """Logit of a trained reward model for a completion of its prompt, float32.
 
-    The prompt and the completion (as the assistant's message) go through the tokenizer's chat template;
-    without a template they are joined as they are. A text longer than the model reads is invalid, not cut:
-    what was cut off could be what matters. So is a completion that spells out one of the tokenizer's special
-    tokens, with which a policy could forge turns of the conversation.
+    Prompt and completion (as the assistant's message) go through the tokenizer's chat template; without a
+    template they are concatenated. Texts longer than the model's limit are invalid, not cut: the lost part
+    could be what matters. So are completions that spell out a special token, with which a policy could forge
+    turns of the conversation.
     """
 
     range = (-math.inf, math.inf)
@@ -48,17 +48,12 @@ class RewardModel:
         Args:
             model: folder or hub name of a sequence classification model with one label, or the module.
             tokenizer: folder, hub name or object; that of the model when None.
-            device: where it runs.
+            device: device of the model.
             precision: of the weights: "fp32", "bf16" or "fp16".
-            batch_size: texts in one forward pass; neighbours in length share a pass.
+            batch_size: texts per forward pass.
             max_length: tokens of the longest text; the least of the model's and tokenizer's limits when None.
-            template: whether the chat template is used; where there is one when None.
+            template: True to use the chat template; None: if there is one.
             name: for messages and logs.
-
-        Raises:
-            ValueError: an option that is not allowed.
-            RewardError: the model cannot be loaded, has no trained head or not one output, or the tokenizer
-                lacks the pad token or the template that is needed.
         """
         check_counts(name, batch_size=batch_size, max_length=max_length)
         self.name = name
@@ -77,7 +72,7 @@ class RewardModel:
     def score(
         self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
     ) -> Scores:
-        """One logit per completion; metadata is not looked at."""
+        """Score each completion; metadata is ignored."""
         request = read_text_request(self.name, completions, prompts, metadata)
         verdicts = [TextVerdict()] * len(request)
         encoded: dict[int, list[int]] = {}
@@ -119,7 +114,7 @@ class RewardModel:
 
     @torch.no_grad()
     def _forward(self, batch: list[list[int]]) -> list[float]:
-        """The logits of texts that are padded on the right to the longest of them."""
+        """Compute the logits of texts, padded on the right to the longest of them."""
         longest = max(map(len, batch))
         pad = self.tokenizer.pad_token_id or 0
         ids = [[*tokens, *[pad] * (longest - len(tokens))] for tokens in batch]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether two mathematical expressions are equal, by math-verify (optional) in a process of its own.
+"""Symbolic equality of two mathematical expressions, by math-verify (optional) in a process of its own.
 
 sympy can compute for ever on text that a policy wrote, and cannot be stopped from inside: the process is
-ended after `SECONDS` and begun anew. math-verify takes some unequal answers for equal; those kinds are
-refused first.
+killed after `SECONDS` and started again. math-verify takes some unequal answers for equal; those are refused
+first.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from visalign.rewards.base.contract import RewardError
 
 CHILD = Path(__file__).with_name("symbolic_child.py")
 SECONDS = 5.0
-"""That one comparison may take."""
+"""Time limit of one comparison."""
 START_SECONDS = 60.0
 LONGEST = 1000
-"""Characters of an answer that is compared."""
+"""Most characters of an answer that is compared."""
 
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _PREFIX = re.compile(r"[A-Za-z]\\in(?![A-Za-z])")
@@ -40,30 +40,30 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 @cache
 def is_installed() -> bool:
-    """Whether math-verify can be asked."""
+    """True if math-verify is installed."""
     return importlib.util.find_spec("math_verify") is not None
 
 
 def symbolically_equal(answer: str, truth: str) -> bool:
-    """Whether two expressions in LaTeX, normalised, are equal; False where that cannot be told in time."""
+    """Compare two expressions in LaTeX, normalised; False where that cannot be decided in time."""
     if max(len(answer), len(truth)) > LONGEST or min(len(answer), len(truth)) == 0:
         return False
-    if not _may_be_equal(answer, truth):
-        return False
-    return _asker().ask(answer, truth)
+    # keyed by process: after a fork the child must not read the parent's replies
+    return _may_be_equal(answer, truth) and _worker(os.getpid()).compare(answer, truth)
 
 
 def _may_be_equal(answer: str, truth: str) -> bool:
-    """Rules out what math-verify overlooks: a variable on one side alone, which it may take for a unit, case
-    of letters, percent signs, kinds of brackets, names."""
+    """Rule out differences that math-verify overlooks: a variable on one side alone, which it may take for a
+    unit, case of letters, percent signs, kinds of brackets, names.
+    """
     bare = [_COMMAND.sub(" ", text) for text in (answer, truth)]
     letters = [set(re.findall(r"[A-Za-z]", text)) for text in bare]
     if not any(map(_NAMED.match, (answer, truth))):
         variables = [set(_ALONE.findall(text)) - {"e", "i"} for text in bare]
         if any(not letters[k] - {"e", "i"} and variables[1 - k] for k in (0, 1)):
             return False
-    for one, other in (letters, letters[::-1]):
-        if any(letter not in other and letter.swapcase() in other for letter in one):
+    for left, right in (letters, letters[::-1]):
+        if any(letter not in right and letter.swapcase() in right for letter in left):
             return False
     if ("%" in answer) != ("%" in truth):
         return False
@@ -75,41 +75,40 @@ def _may_be_equal(answer: str, truth: str) -> bool:
 
 
 def _brackets(text: str) -> str | None:
-    """The brackets around a text with a comma in them, "" and {} being one; None where there is no comma."""
+    """Brackets around a text with a comma ("" for none and for {}); None where there is no comma."""
     text = _PREFIX.sub("", text, count=1).replace("\\{", "{").replace("\\}", "}")
     if "," not in text or "=" in text or _COMMAND.search(_NUMBERS.sub("", text)):
         return None
     depth, around = 0, True
-    for place, sign in enumerate(text):
+    for position, sign in enumerate(text):
         depth += (sign in "([{") - (sign in ")]}")
-        around = around and (depth > 0 or place == len(text) - 1)
+        around = around and (depth > 0 or position == len(text) - 1)
     return text[0] + text[-1] if around and text[0] in _PAIRS and text[:1] + text[-1:] != "{}" else ""
 
 
-class _Asker:
-    """The process and the turn to ask it."""
+class _Worker:
+    """Process that compares expressions, one at a time."""
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, answer: str, truth: str) -> bool:
-        """One comparison."""
-        with self._turn:
-            for _ in range(2):  # a process that somebody ended is begun anew
+    def compare(self, answer: str, truth: str) -> bool:
+        with self._lock:
+            for _ in range(2):  # a process that died since the last comparison is started again
                 fresh = self._process is None or self._process.poll() is not None
                 if fresh:
                     self.end()
                     self._start()
-                    if self._said("1", "1", START_SECONDS) is not True:
+                    if self._reply("1", "1", START_SECONDS) is not True:
                         self.end()
                         raise RewardError("math-verify does not start. Try: python -c 'import math_verify'.")
-                said = self._said(answer, truth, SECONDS)
-                if said is not None:
-                    return said
-                gone = self._process is not None and self._process.poll() is not None
+                equal = self._reply(answer, truth, SECONDS)
+                if equal is not None:
+                    return equal
+                died = self._process is not None and self._process.poll() is not None
                 self.end()
-                if fresh or not gone:
+                if fresh or not died:
                     break
         return False
 
@@ -118,8 +117,8 @@ class _Asker:
         command = [sys.executable, str(CHILD)]
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing)
 
-    def _said(self, answer: str, truth: str, seconds: float) -> bool | None:
-        """The reply; None where there was none in time."""
+    def _reply(self, answer: str, truth: str, seconds: float) -> bool | None:
+        """Ask the process; None where there is no reply in time."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         try:
@@ -133,20 +132,14 @@ class _Asker:
         return {b"true\n": True, b"false\n": False}.get(line)
 
     def end(self) -> None:
-        """End the process."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
             self._process = None
 
 
-def _asker() -> _Asker:
-    """Of this process: a fork must not read the other's replies."""
-    return _asker_of(os.getpid())
-
-
 @cache
-def _asker_of(_process: int) -> _Asker:
-    asker = _Asker()
-    atexit.register(asker.end)
-    return asker
+def _worker(_process: int) -> _Worker:
+    worker = _Worker()
+    atexit.register(worker.end)
+    return worker

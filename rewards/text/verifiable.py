@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verifiable answers: 1 where the completion's answer is the known one, 0 where it is not.
+"""Verifiable answers: 1 where the completion's answer equals the ground truth, else 0.
 
-An answer is found (`extract`), read, and compared (`compare`) with the ground truth of the metadata. Only the
-completion is read: what the prompt says never counts. A completion without an answer scores 0 and its remark
-says why; a sample without a ground truth, or with one that cannot be read, is invalid.
+An answer is extracted (`extract`) from the completion, parsed, and compared (`compare`) with the ground truth
+of the metadata. A completion without an answer scores 0 and its remark says why; a sample without a readable
+ground truth is invalid.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .symbolic import is_installed, symbolically_equal
 
 COMPARISONS = ("exact", "number", "list", "auto", "math")
 LONGEST_LIST = 256
-"""Items of the longest list that is compared."""
+"""Most items of a list that is compared."""
 
 
 class VerifiableAnswer(TextRule):
-    """Compares the answer of a completion with the ground truth of its metadata.
+    """Compare the answer of a completion with the ground truth of its metadata.
 
-    The ways to compare:
+    Comparisons:
 
     - "exact": equal after the normalisation;
     - "number": |answer - truth| ≤ max(absolute, relative · |truth|), in exact arithmetic; forms as in
@@ -38,7 +38,7 @@ class VerifiableAnswer(TextRule):
     - "math": as "auto", and where they are not both numbers, equal as mathematics: by math-verify where it is
       installed (`pip install visalign[math]`), else as "auto". Decimals are exact: 0.333 is not 1/3.
 
-    For all but "list" the ground truth may be a list of alternatives, of which one must be met.
+    For all but "list" the ground truth may be a list of alternatives, of which one must match.
     """
 
     unit = "1 = correct"
@@ -60,37 +60,34 @@ class VerifiableAnswer(TextRule):
         ordered: bool = True,
         name: str = "verifiable_answer",
     ) -> None:
-        """Choose where the answer stands and what equal means.
+        """Choose how the answer is extracted and compared.
 
         Args:
             extract: "whole", "last_line", "boxed" (\\boxed{…} or \\fbox{…}), "answer_tag"
                 (<answer>…</answer>), "last_number", or "pattern".
             compare: see the class.
             field: metadata field with the ground truth.
-            pattern: regular expression whose only group is the answer; its matches count in order. Its time
-                is yours to mind: a policy can write text on which a nested repetition takes for ever.
-            after: only what follows the last occurrence of this marker is read, e.g. "</think>".
+            pattern: regular expression whose only group is the answer. Avoid nested repetitions: a policy can
+                write text on which they take for ever.
+            after: only the text behind the last occurrence of this marker counts, e.g. "</think>".
             conflict: of several answers "last" takes the last; "refuse" scores 0 unless all are equal.
             normalise: "text", "latex" or "none", see `visalign.rewards.text.parsing`.
             absolute: tolerance in the unit of the answer; 0 compares exactly, so 0.333 is not 1/3.
             relative: tolerance as a share of the ground truth.
             percent: "hundredth" reads 50% as 0.5, "ignore" as 50.
-            units: endings of numbers that do not count, e.g. ["cm"].
-            ordered: whether the order of a list's items counts.
+            units: endings of numbers that are ignored, e.g. ["cm"].
+            ordered: True if the order of a list's items counts.
             name: for messages and logs.
-
-        Raises:
-            ValueError: an option that is not allowed.
         """
-        for key, given, allowed in (
+        for key, value, allowed in (
             ("extract", extract, (*EXTRACTORS, "pattern")),
             ("compare", compare, COMPARISONS),
             ("conflict", conflict, ("last", "refuse")),
             ("normalise", normalise, tuple(NORMALISERS)),
             ("percent", percent, ("hundredth", "ignore")),
         ):
-            if given not in allowed:
-                raise ValueError(f"{name}: {key} is {given!r}; allowed are {', '.join(allowed)}.")
+            if value not in allowed:
+                raise ValueError(f"{name}: {key} is {value!r}; allowed are {', '.join(allowed)}.")
         for key, tolerance in (("absolute", absolute), ("relative", relative)):
             if not (math.isfinite(tolerance) and tolerance >= 0):
                 raise ValueError(f"{name}: {key} is {tolerance}; allowed are finite numbers of at least 0.")
@@ -105,11 +102,11 @@ class VerifiableAnswer(TextRule):
         self._percent, self._units = percent, tuple(units)
 
     def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
-        """Compare; the remark shows the answer that was read, or why there is none."""
+        """Compare; the remark shows the answer, or why there is none."""
         truth = record.get(self._field)
         if truth is None:
             return TextVerdict(reason=f"its metadata has no {self._field!r}")
-        if problem := self._unreadable(truth):
+        if problem := self._truth_problem(truth):
             return TextVerdict(reason=f"the ground truth {self._field!r} is {shortened(truth)}, {problem}")
         text = after_marker(completion, self._after)
         if text is None:
@@ -124,23 +121,23 @@ class VerifiableAnswer(TextRule):
             return TextVerdict(
                 value=0.0, remark=f"conflicting answers {shortened(other)} and {shortened(answer)}"
             )
-        correct, note = self._meets(answer, truth)
+        correct, note = self._matches(answer, truth)
         return TextVerdict(value=float(correct), remark=note or f"answer {shortened(answer)}")
 
     def _answers(self, text: str) -> tuple[list[str], str]:
-        """All answers in order, and what to say when there is none."""
+        """All answers in order, and the remark when there is none."""
         if self._pattern is not None:
             return [hit[1] or "" for hit in self._pattern.finditer(text)], "no match of the pattern"
         find, absent = EXTRACTORS[self._extract]
         return find(text), absent
 
     def _conflicting(self, answers: list[str]) -> str | None:
-        """An answer that differs from the last one."""
+        """Return an answer that differs from the last one, or None."""
         last = answers[-1].strip()
-        return next((other for other in answers[:-1] if not self._meets(other.strip(), last)[0]), None)
+        return next((other for other in answers[:-1] if not self._matches(other.strip(), last)[0]), None)
 
-    def _unreadable(self, truth: Any) -> str | None:
-        """What is wrong with a ground truth."""
+    def _truth_problem(self, truth: Any) -> str | None:
+        """Reason why a ground truth cannot be read, or None."""
         if self._compare == "list":
             items = parse_list(truth)
             if items is None:
@@ -149,23 +146,23 @@ class VerifiableAnswer(TextRule):
         alternatives = truth if isinstance(truth, list | tuple) else [truth]
         if not alternatives:
             return "which is an empty list of alternatives"
-        for one in alternatives:
-            if not isinstance(one, str | int | float | Fraction) or (
-                isinstance(one, float) and not math.isfinite(one)
+        for value in alternatives:
+            if not isinstance(value, str | int | float | Fraction) or (
+                isinstance(value, float) and not math.isfinite(value)
             ):
                 return "which is neither text nor a finite number"
-            if self._compare == "number" and self._number(one) is None:
+            if self._compare == "number" and self._number(value) is None:
                 return "which is no number that can be read"
         return None
 
-    def _meets(self, answer: str, truth: Any) -> tuple[bool, str]:
-        """Whether an answer is right, and a remark where it cannot be read."""
+    def _matches(self, answer: str, truth: Any) -> tuple[bool, str]:
+        """(True if the answer is right, remark where it cannot be read)."""
         if self._compare == "list":
             return self._lists_equal(answer, parse_list(truth) or [])
         alternatives = truth if isinstance(truth, list | tuple) else [truth]
         if self._compare == "number" and self._number(answer) is None:
             return False, f"no number: {shortened(answer)}"
-        return any(self._equal(answer, one) for one in alternatives), ""
+        return any(self._equal(answer, alternative) for alternative in alternatives), ""
 
     def _lists_equal(self, answer: str, truth: list[Any]) -> tuple[bool, str]:
         items = parse_list(answer) or []
@@ -177,15 +174,15 @@ class VerifiableAnswer(TextRule):
             return True, ""
         from scipy.optimize import linear_sum_assignment
 
-        costs = [[float(not self._items_equal(item, one)) for one in truth] for item in items]
+        costs = [[float(not self._items_equal(item, right)) for right in truth] for item in items]
         rows, columns = linear_sum_assignment(costs)
         return not any(costs[row][column] for row, column in zip(rows, columns, strict=True)), ""
 
-    def _items_equal(self, item: Any, one: Any) -> bool:
-        """Items of lists, which may be lists themselves."""
-        if isinstance(item, list | tuple) and isinstance(one, list | tuple):
-            return len(item) == len(one) and all(map(self._items_equal, item, one))
-        return self._equal(item, one)
+    def _items_equal(self, item: Any, truth: Any) -> bool:
+        """Compare items of lists, which may be lists themselves."""
+        if isinstance(item, list | tuple) and isinstance(truth, list | tuple):
+            return len(item) == len(truth) and all(map(self._items_equal, item, truth))
+        return self._equal(item, truth)
 
     def _equal(self, answer: Any, truth: Any) -> bool:
         if self._compare != "exact":
@@ -199,12 +196,12 @@ class VerifiableAnswer(TextRule):
             return left == right
         return symbolically_equal(left, right)
 
-    def _number(self, given: Any) -> Fraction | None:
-        return parse_number(given, percent=self._percent, units=self._units)
+    def _number(self, value: Any) -> Fraction | None:
+        return parse_number(value, percent=self._percent, units=self._units)
 
 
 def _compiled(name: str, extract: str, pattern: str | None) -> re.Pattern[str] | None:
-    """The user's pattern, which goes with extract='pattern' and has one group."""
+    """Compile the user's pattern, which goes with extract='pattern' and has one group."""
     if (extract == "pattern") != (pattern is not None):
         raise ValueError(
             f"{name}: extract is {extract!r} and pattern {pattern!r}; a pattern goes with extract='pattern', "
@@ -225,17 +222,17 @@ def _compiled(name: str, extract: str, pattern: str | None) -> re.Pattern[str] |
 
 
 class TaskAnswer(TextRule):
-    """1 where the boxed answer of a text task is right, 0 where it is wrong or missing.
+    """1 for a right boxed answer to a text task, 0 for a wrong or missing one.
 
-    The metadata is the task's record (`visalign.data.text_tasks.tasks`); tasks with many right answers take
-    each of them. A record that is no task's is invalid, never 0.
+    The metadata is the task's record (`visalign.data.text_tasks.tasks`); tasks with several right answers
+    accept each of them. Other records are invalid.
     """
 
     name = "task_answer"
     unit = "1 = correct"
 
     def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
-        """By the task's exact checker; the remark says what was wrong."""
+        """Apply the task's exact checker; the remark says what is wrong."""
         missing = [key for key in ("task", "problem", "answer") if key not in record]
         if missing:
             reason = f"the metadata lacks {', '.join(missing)}, so it is no text task's record"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several rewards for text as one, with every term on record: `WeightedSum` for completions."""
+"""Weighted sum of rewards for text, with every term among the parts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from .contract import read_text_request
 
 
 class WeightedTextSum(WeightedSum):
-    """`WeightedSum` of rewards for text: the same formula, options, normalisations, refusals and parts.
-
-    With normalise="batch" the z-scores are over the completions of one call.
-    """
+    """`WeightedSum` for completions; normalise="batch" takes z-scores over the completions of a call."""
 
     noun = "completion"
 
     def score(
         self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
     ) -> Scores:
-        """Judge with every reward and add up; each reward gets lists of its own."""
+        """Score with every reward and add up; each reward gets its own copies of the lists."""
         request = read_text_request(self.name, completions, prompts, metadata)
 
         def judge(reward: TextReward) -> Scores:

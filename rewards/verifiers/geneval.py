@@ -93,9 +93,6 @@ class GenEval:
             max_objects: boxes kept per class.
             nms: IoU from which the less sure of two boxes of a class is dropped; 1 drops none.
             position_threshold: of `relative_position`.
-
-        Raises:
-            ValueError: an unknown value, or a threshold outside [0, 1].
         """
         if value not in VALUES:
             raise ValueError(f"geneval: value is {value!r}; allowed are {', '.join(VALUES)}.")

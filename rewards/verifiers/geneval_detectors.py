@@ -87,9 +87,6 @@ class TransformersDetector:
             batch_size: images, or (image, class) pairs for a zero-shot model, in one pass.
             min_score: boxes below are not reported; below all thresholds in use.
             prompt: of a zero-shot model, with {} for the class.
-
-        Raises:
-            ValueError: an unknown kind, or a batch size below 1.
         """
         if kind is not None and kind not in KINDS:
             raise ValueError(f"geneval: kind is {kind!r}; allowed are {', '.join(KINDS)}, or None.")

@@ -59,10 +59,6 @@ class OcrReward:
                 loaded at the first score.
             rule: of `text_score`: "window", "plain", "flow_grpo" or "verl_omni".
             min_confidence: lines that RapidOCR is less sure of are left out; not used with your own engine.
-
-        Raises:
-            ValueError: an unknown rule, or a confidence outside [0, 1].
-            TypeError: `engine` cannot be called.
         """
         if rule not in RULES:
             raise ValueError(f"ocr: rule is {rule!r}; allowed are {', '.join(RULES)}.")
@@ -239,9 +235,6 @@ def text_score(target: str | Sequence[str], recognised: str, *, rule: str = "win
     Returns:
         The score; None for a target without characters ("plain" and "verl_omni" then say whether nothing was
         read, as the latter's code does).
-
-    Raises:
-        ValueError: an unknown rule.
 
     Levenshtein 1966; the two named rules are those of the released code of flow_grpo (arXiv 2505.05470) and
     verl-omni.

@@ -33,9 +33,6 @@ class ShapesVerifier:
         Args:
             mode: "correct" (0 or 1), "partial" (credit in [0, 1]), or "mixed", the mean of both: a
                 signal where nothing is right yet that pays most for the last check. Both are in the parts.
-
-        Raises:
-            ValueError: another mode.
         """
         if mode not in ("correct", "partial", "mixed"):
             raise ValueError(

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine of judges that are vision-language models: one prefill for a request, nothing read twice.
+"""Engine of vision-language judges: one prefill per request, without repeated work.
 
-A request is a template with images and a prompt. Images go through the vision tower once, whatever
-number of prompts and calls they meet; requests with the same images and a common beginning share it; only
-the asked-for rows of the language head are multiplied; batches are filled by tokens, padded on the right.
+A request is a template with images and a prompt. An image goes through the vision tower once for all prompts
+and calls; requests with the same images share their common prefix; only the needed rows of the language head
+are multiplied; batches are filled by tokens and padded on the right.
 
-Positions: "mrope" are the three axes of Qwen2-VL (arXiv 2409.12191, section 2.1); "1d" counts tokens as in a
-text, which is how some published heads were trained. Scores differ between the two, so it is part of the
-identity.
+Positions: "mrope" are the three axes of Qwen2-VL (arXiv 2409.12191, section 2.1); "1d" counts tokens as in
+text, which is how some published heads were trained. Scores differ, so positions are part of the identity.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ __all__ = ["AnswerLogits", "HiddenStates", "JudgeAnswers", "Query", "TokenRow", 
 
 @dataclass(frozen=True)
 class AnswerLogits:
-    """What a model would say next, for B requests."""
+    """Logits of the next token for B requests."""
 
     logits: Tensor
-    """[B, K] float32 of the asked-for tokens; NaN where there is a reason."""
+    """[B, K] float32 of the requested tokens; NaN where there is a reason."""
     log_total: Tensor | None
-    """[B] float32 logsumexp over the whole vocabulary; None where it was not asked for."""
+    """[B] float32 logsumexp over the whole vocabulary; None if not requested."""
     reasons: list[str | None]
     """Why a request could not be judged; None for the others."""
 
@@ -57,7 +56,7 @@ class HiddenStates:
 
 
 class VisionLanguageEngine:
-    """A vision-language model that is asked about images.
+    """A vision-language model that answers questions about images.
 
     Families: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, and InternVL as transformers has it.
 
@@ -65,17 +64,14 @@ class VisionLanguageEngine:
         model: transformers model with language head, on its device.
         processor: of the model.
         name: folder name or hub id, for the identity.
-        positions: "mrope" or "1d"; the settings' own, else "mrope", when None. InternVL has "1d" alone.
-        settings: templates and more of the model's folder.
+        positions: "mrope" or "1d"; that of the settings, else "mrope", when None. InternVL has only "1d".
+        settings: templates and further settings of the model's folder.
         max_tokens_per_batch: tokens of one forward pass, with padding.
-        max_tokens: of one request; what the model's config says when None.
-        feature_bytes: of images' features that are kept between calls.
+        max_tokens: limit of one request; that of the model's config when None.
+        feature_bytes: cache size for image features.
         weights: fingerprint of the weight files, for the identity; that of the weights in memory when "".
-        **pixels: min_pixels and max_pixels of a resized image, and `window` of `PatchCutter`; as the
-            settings' "pixels" have them, else the processor, where they are not given.
-
-    Raises:
-        RewardError: a family that is not known, or options that are not allowed.
+        **pixels: min_pixels and max_pixels of a resized image, and `window` of `PatchCutter`; defaults are
+            "pixels" of the settings, then the processor's.
     """
 
     def __init__(
@@ -98,11 +94,11 @@ class VisionLanguageEngine:
                 "are whole numbers from 1, and from 0."
             )
         self.model, self.processor, self.name, self.revision = model, processor, name, ""
-        self.settle(weights)
+        self.set_fingerprint(weights)
         self.settings = settings or JudgeSettings()
         images = image_encoder(model, processor, **{**self.settings.rest.get("pixels", {}), **pixels})
-        wanted = positions or self.settings.positions or "mrope"
-        self.positions = check_positions(wanted) if images.merge else "1d"
+        positions = check_positions(positions or self.settings.positions or "mrope")
+        self.positions = positions if images.merge else "1d"
         tokenizer = processor.tokenizer
         self.network = SeeingNetwork(
             model,
@@ -133,18 +129,14 @@ class VisionLanguageEngine:
 
         Args:
             folder_or_id: a folder as `save_pretrained` writes it, a packaged name, or a hub id.
-            device: where it runs; "meta": shapes alone, no weight is read or fetched.
+            device: device of the model; "meta": shapes alone, no weight is read or fetched.
             dtype: of the weights.
-            positions: of the class.
-            adapter: a LoRA as peft saves it, which is merged into the weights.
+            positions: see the class.
+            adapter: a LoRA as peft saves it, merged into the weights.
             attention: an implementation of transformers: "sdpa", "flash_attention_2", "eager", ...
             device_map: of transformers, instead of `device`: "auto" spreads a model over all GPUs.
-            quantization: "int8" or "int4" of the language part, by bitsandbytes.
-            **options: of the class.
-
-        Raises:
-            FileNotFoundError: the folder or a part of it is missing.
-            RewardError: it is no such model.
+            quantization: "int8" or "int4" for the language part, by bitsandbytes.
+            **options: see the class.
         """
         loaded = load_seeing_model(
             folder_or_id,
@@ -161,7 +153,7 @@ class VisionLanguageEngine:
         return engine
 
     def template(self, kind: str, default: Template) -> Template:
-        """The folder's template of a kind ("yes_no", "rating", "pair", "hpsv3", ...), or the given one."""
+        """Return the folder's template of a kind ("yes_no", "rating", "pair", ...), else the default."""
         return self.settings.templates.get(kind, default)
 
     def token_ids(self, words: Sequence[str], *, skip_missing: bool = False) -> list[int]:
@@ -169,7 +161,7 @@ class VisionLanguageEngine:
         return self.rows.word_ids(words, skip_missing=skip_missing)
 
     def identity_fields(self, template: Template, **options: Any) -> dict[str, Any]:
-        """Arguments of `Identity` but `judge`."""
+        """Arguments of `Identity` except `judge`."""
         return {
             "model": self.name,
             "weights": self.weights,
@@ -177,18 +169,18 @@ class VisionLanguageEngine:
             "template": template.text,
             "preprocessing": self.network.images.settings(),
             "dtype": str(self.network.trunk.get_input_embeddings().weight.dtype).removeprefix("torch."),
-            "options": {"positions": self.positions, **_quantised(self.model), **options},
+            "options": {"positions": self.positions, **_quantization(self.model), **options},
         }
 
     def encode(
         self, template: Template, queries: Sequence[Query], *, at: str | None = None
     ) -> tuple[list[TokenRow | None], list[str | None]]:
-        """(rows or None, reasons or None) of B requests; nothing is run. `at` is the special token whose
-        place is read; None reads the last position.
+        """Encode B requests as (rows or None, reasons or None); the model is not run. `at` is the special
+        token at which the row ends; None for the last token.
         """
         rows: list[TokenRow | None] = []
         reasons: list[str | None] = []
-        measured: dict[int, SeenImage] = {}  # the queries keep their tensors alive, so that ids stay apart
+        measured: dict[int, SeenImage] = {}  # keyed by id(): the queries keep their tensors alive
         for query in queries:
             try:
                 row, reason = self.rows(template, query, at, measured), None
@@ -212,29 +204,27 @@ class VisionLanguageEngine:
 
     @torch.no_grad()
     def hidden(self, template: Template, queries: Sequence[Query], *, at: str | None = None) -> HiddenStates:
-        """Hidden states of requests at one special token, of which each holds exactly one, or at the last
-        position.
-        """
+        """Hidden states of requests at their one special token `at`, or at the last position."""
         rows, reasons = self.encode(template, queries, at=at)
         size = self.model.config.get_text_config().hidden_size
-        return HiddenStates(_full(rows, size, self.states), reasons)
+        return HiddenStates(_fill_rows(rows, size, self.states), reasons)
 
     @torch.no_grad()
     def answer_logits(
         self, template: Template, queries: Sequence[Query], ids: Sequence[int], *, left_over: bool = False
     ) -> AnswerLogits:
-        """Logits of K tokens where the answer begins; with `left_over` also the logsumexp over the whole
+        """Logits of K tokens at the start of the answer; with `left_over` also the logsumexp over the
         vocabulary.
         """
         rows, reasons = self.encode(template, queries)
 
-        def both(real: Sequence[TokenRow]) -> Tensor:
-            states = self.states(real)
+        def compute(rows: Sequence[TokenRow]) -> Tensor:
+            states = self.states(rows)
             logits = self.head_logits(states, ids)
             return torch.cat((logits, self.log_total(states)[:, None]), 1) if left_over else logits
 
-        found = _full(rows, len(ids) + left_over, both)
-        return AnswerLogits(found[:, : len(ids)], found[:, -1] if left_over else None, reasons)
+        values = _fill_rows(rows, len(ids) + left_over, compute)
+        return AnswerLogits(values[:, : len(ids)], values[:, -1] if left_over else None, reasons)
 
     def generate(
         self,
@@ -246,8 +236,8 @@ class VisionLanguageEngine:
         temperature: float = 1.0,
         max_new_tokens: int = 256,
     ) -> JudgeAnswers:
-        """K `answers` to each request; an answer depends on its request, its number and the seed alone.
-        Temperature 0 takes the likeliest token always.
+        """Generate K `answers` to each request; each depends on its request, its number and the seed alone.
+        Temperature 0 is greedy.
         """
         rows, reasons = self.encode(template, queries)
         return generate_answers(
@@ -262,22 +252,22 @@ class VisionLanguageEngine:
         )
 
     def clear_features(self) -> None:
-        """Forget images' features, after the tower's weights changed."""
+        """Drop cached image features, after the tower's weights changed."""
         self.network.cache.clear()
 
     def refresh(self) -> None:
-        """Read weights and tokens anew, after they were changed."""
+        """Read weights and special tokens again, after they changed."""
         self.clear_features()
         self.rows.refresh()
-        self.settle()
+        self.set_fingerprint()
 
-    def settle(self, weights: str = "") -> None:
-        """Take what is in memory for the weights of files with this fingerprint; "" where there are none."""
+    def set_fingerprint(self, weights: str = "") -> None:
+        """Declare that the weights in memory are those of files with this fingerprint ("" for no files)."""
         self._print = WeightPrint(self.model, weights or None)
 
     @property
     def weights(self) -> str:
-        """Fingerprint of the weight files; of what is in memory where there are none, or it was changed."""
+        """Fingerprint of the weight files; of the weights in memory if they changed or have no files."""
         return str(self._print)
 
 
@@ -289,14 +279,15 @@ def engine_of(
     precision: str = "auto",
     **loading: Any,
 ) -> Any:
-    """The vision-language engine that a judge was given, which several may share, or that of a model folder,
-    hub id or packaged name; log-odds and scores are float32 whatever the precision of the weights.
+    """Return a judge's engine: the given one (judges may share it), or one loaded from a folder or hub id.
+
+    Log-odds and scores are float32 whatever the precision of the weights.
 
     Args:
         model: engine, folder, hub id or packaged name.
         name: of the judge, for messages.
-        device: where the model runs.
-        precision: of its weights: "fp32", "bf16", "fp16", or "auto", which is bf16 but on the CPU.
+        device: device of the model.
+        precision: of its weights: "fp32", "bf16", "fp16", or "auto": bf16, but fp32 on the CPU.
         **loading: of `VisionLanguageEngine.from_pretrained`: attention, device_map, quantization,
             max_tokens_per_batch, min_pixels, max_pixels, window, ...
     """
@@ -332,20 +323,20 @@ def check_loading(name: str, options: Mapping[str, Any]) -> None:
     check_options(name, loading, options, RewardError)
 
 
-def _quantised(model: Any) -> dict[str, str]:
-    """How a model's weights are quantised, which moves its scores; {} where they are not."""
+def _quantization(model: Any) -> dict[str, str]:
+    """Quantization of a model's weights, which changes its scores; {} for none."""
     config = getattr(model.config, "quantization_config", None)
     if config is None:
         return {}
-    held = config if isinstance(config, dict) else config.to_dict()
-    told = {key: value for key, value in held.items() if key.startswith(("load_in", "bits", "quant_method"))}
-    return {"quantization": ", ".join(f"{key} {value}" for key, value in sorted(told.items()) if value)}
+    settings = config if isinstance(config, dict) else config.to_dict()
+    keys = [key for key in sorted(settings) if key.startswith(("load_in", "bits", "quant_method"))]
+    return {"quantization": ", ".join(f"{key} {settings[key]}" for key in keys if settings[key])}
 
 
-def _full(rows: Sequence[TokenRow | None], width: int, compute: Any) -> Tensor:
-    """[B, width] on the CPU: what `compute` gives for the rows that are not None, NaN elsewhere."""
-    full = torch.full((len(rows), width), torch.nan)
-    real = [place for place, row in enumerate(rows) if row is not None]
-    if real:
-        full[real] = compute([row for row in rows if row is not None]).float().cpu()
-    return full
+def _fill_rows(rows: Sequence[TokenRow | None], width: int, compute: Any) -> Tensor:
+    """Compute [B, width] on the CPU for the rows that are not None; NaN elsewhere."""
+    values = torch.full((len(rows), width), torch.nan)
+    valid_rows = [index for index, row in enumerate(rows) if row is not None]
+    if valid_rows:
+        values[valid_rows] = compute([row for row in rows if row is not None]).float().cpu()
+    return values

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vision-language model with its processor and settings, from a folder, a packaged name or a hub id.
+"""Loading of vision-language models, their processors and settings, from a folder, packaged name or hub id.
 
-A folder may hold a LoRA, or settings alone, and name its base.
+A folder may hold only a LoRA, or only settings, and name its base.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from visalign.rewards.weights.hub import (
 from .template import SETTINGS, JudgeSettings
 
 PLACING = ("attention", "device_map", "quantization")
-"""Options of a vision-language judge that say how its weights are held."""
+"""Options of a vision-language judge for placing and quantizing its weights."""
 QUANTIZATIONS = ("int8", "int4")
-"""Of the language part's linear layers, by bitsandbytes; the vision part and the head stay as they are."""
+"""Quantizations of the language part's linear layers, by bitsandbytes; vision part and head are kept."""
 ADAPTER = "adapter_config.json"
-"""The file by which peft knows the folder of a LoRA."""
+"""File that marks the folder of a peft LoRA."""
 
 
 @dataclass(frozen=True)
@@ -61,53 +61,57 @@ def load_seeing_model(
     adapter: str | Path | None,
     **placing: Any,
 ) -> LoadedModel:
-    """See `VisionLanguageEngine.from_pretrained`; `placing` are its options of `PLACING`."""
+    """Load a model; see `VisionLanguageEngine.from_pretrained`. `placing` are its options of `PLACING`."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    own = resolve_model(folder_or_id)
-    folders = [own] if isinstance(own, Path) else []
+    source = resolve_model(folder_or_id)
+    folders = [source] if isinstance(source, Path) else []
     adapters = [] if adapter is None else [_adapter_folder(adapter)]
-    while folders and has_base(folders[-1]):  # a LoRA or settings alone, on a base that may be one again
+    while folders and has_base(folders[-1]):  # the base of a LoRA or of settings may have a base itself
         if is_adapter(folders[-1]):
             adapters.insert(0, folders[-1])
         folder_or_id = base_of(folders[-1], JudgeSettings.read(folders[-1]))
-        below = resolve_model(folder_or_id)
-        if not isinstance(below, Path) or below in folders:
+        base = resolve_model(folder_or_id)
+        if not isinstance(base, Path) or base in folders:
             break
-        folders.append(below)
-    place = _known(find_model(folder_or_id, ("config.json",)))
-    place = find_model(folder_or_id, SMALL_FILES if str(device) == META else TRANSFORMERS_FILES)
+        folders.append(base)
+    _check_model_type(find_model(folder_or_id, ("config.json",)))  # before the weights are fetched
+    folder = find_model(folder_or_id, SMALL_FILES if str(device) == META else TRANSFORMERS_FILES)
     settings = next((JudgeSettings.read(f) for f in folders if (f / SETTINGS).is_file()), JudgeSettings())
-    processor = load_processor(place)
+    processor = load_processor(folder)
     options = placing_options(dtype, device, **placing)
     try:
         with quiet_loading():
             loaded: Any
-            if str(device) == META:  # whose shapes a LoRA does not change
+            if str(device) == META:  # a LoRA does not change the shapes
                 with torch.device(META):
-                    config = AutoConfig.from_pretrained(str(place))
+                    config = AutoConfig.from_pretrained(str(folder))
                     loaded, adapters = (AutoModelForImageTextToText.from_config(config, **options), {}), []
             else:
                 loaded = AutoModelForImageTextToText.from_pretrained(
-                    str(place), output_loading_info=True, **options
+                    str(folder), output_loading_info=True, **options
                 )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise RewardError(
             f"The vision-language model {str(folder_or_id)!r} cannot be loaded: {error}. Check that config "
             "and weights belong together and are complete."
         ) from error
-    model, told = loaded
-    _check_loaded(str(folder_or_id), told)
-    for one in adapters:
-        model = add_adapter(model, one)
-    weights = "+".join([fingerprint(place), *(fingerprint(one) for one in adapters)])
+    model, info = loaded
+    # transformers fills missing weights with random numbers
+    if problem := _key_problem(info.get("missing_keys", ()), info.get("unexpected_keys", ())):
+        raise RewardError(
+            f"The weights of {str(folder_or_id)!r} do not fit its config: {problem}. Give config and weights "
+            "of one model, complete."
+        )
+    for lora in adapters:
+        model = add_adapter(model, lora)
     return LoadedModel(
         model=placed(model, device, **placing).eval().requires_grad_(False),
         processor=processor,
         settings=settings,
-        name=own.name if isinstance(own, Path) else own,
-        weights=weights,
-        revision=revision_of(place),
+        name=source.name if isinstance(source, Path) else source,
+        weights="+".join(map(fingerprint, [folder, *adapters])),
+        revision=revision_of(folder),
     )
 
 
@@ -119,11 +123,7 @@ def placing_options(
     device_map: Any = None,
     quantization: str | None = None,
 ) -> dict[str, Any]:
-    """Arguments of transformers' from_pretrained for the options `PLACING`.
-
-    Raises:
-        RewardError: an unknown quantization, or one without the package that it needs.
-    """
+    """Arguments of transformers' from_pretrained for the options `PLACING`."""
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     if quantization is not None:
         if quantization not in QUANTIZATIONS:
@@ -137,85 +137,87 @@ def placing_options(
             )
         from transformers import BitsAndBytesConfig
 
-        kept: list[str] = ["visual", "vision_tower", "multi_modal_projector", "lm_head"]
-        settings: dict[str, Any] = {"load_in_8bit": True, "llm_int8_skip_modules": kept}
+        settings: dict[str, Any] = {"load_in_8bit": True}
         if quantization == "int4":
-            settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "llm_int8_skip_modules": kept}
-            settings["bnb_4bit_compute_dtype"] = dtype
-        options["quantization_config"] = BitsAndBytesConfig(**settings)
+            settings = {
+                "load_in_4bit": True,
+                "bnb_4bit_quant_type": "nf4",
+                "bnb_4bit_compute_dtype": dtype,
+            }
+        skipped = ["visual", "vision_tower", "multi_modal_projector", "lm_head"]
+        options["quantization_config"] = BitsAndBytesConfig(**settings, llm_int8_skip_modules=skipped)
         device_map = device_map if device_map is not None else {"": str(device)}
     return options if device_map is None else {**options, "device_map": device_map}
 
 
 def placed(model: Any, device: str | torch.device, **placing: Any) -> Any:
-    """The model on its device; one that was placed while it was loaded stays where it is."""
-    where: Mapping[str, Any] = getattr(model, "hf_device_map", None) or {}
-    if away := sorted({str(one) for one in where.values()} & {"disk", "meta"}):
+    """Move the model to its device, unless it was placed while loading."""
+    device_map: Mapping[str, Any] = getattr(model, "hf_device_map", None) or {}
+    if offloaded := sorted(set(map(str, device_map.values())) & {"disk", "meta"}):
         raise RewardError(
-            f"device_map puts parts of the model on {', '.join(away)}, where a judge cannot read them. Give "
-            "a map over devices that hold it all, a quantization, or a smaller model."
+            f"device_map puts parts of the model on {', '.join(offloaded)}, where a judge cannot read them. "
+            "Give a map over devices that hold it all, a quantization, or a smaller model."
         )
-    is_placed = bool(where) or placing.get("device_map") is not None or placing.get("quantization")
+    is_placed = bool(device_map) or placing.get("device_map") is not None or placing.get("quantization")
     return model if is_placed else model.to(device)
 
 
 def find_model(folder_or_id: str | Path, patterns: Sequence[str] = TRANSFORMERS_FILES) -> Path:
-    """An existing folder with a config, or the local copy of a hub id's files of these names."""
-    place = resolve_model(folder_or_id)
-    if not isinstance(place, Path) and is_hub_id(place):
-        place = local_folder(place, patterns)
-    if isinstance(place, Path):
-        if not (place / "config.json").is_file():
-            raise FileNotFoundError(
-                f"{place} holds no config.json, so it is no transformers model. Give the folder that "
-                "save_pretrained wrote; for a LoRA alone give its base model here and the LoRA as adapter."
-            )
-        return place
-    raise FileNotFoundError(
-        f"There is no model folder {place}. Give a folder with config.json, weights and processor, a "
-        "packaged name, or a hub id owner/name."
-    )
+    """Return an existing folder with a config, or a local copy of a hub id's files of these patterns."""
+    folder = resolve_model(folder_or_id)
+    if not isinstance(folder, Path) and is_hub_id(folder):
+        folder = local_folder(folder, patterns)
+    if not isinstance(folder, Path):
+        raise FileNotFoundError(
+            f"There is no model folder {folder}. Give a folder with config.json, weights and processor, a "
+            "packaged name, or a hub id owner/name."
+        )
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{folder} holds no config.json, so it is no transformers model. Give the folder that "
+            "save_pretrained wrote; for a LoRA alone give its base model here and the LoRA as adapter."
+        )
+    return folder
 
 
-def _known(place: Path) -> Path:
-    """A folder whose model transformers knows; one that brings its own code is refused by name."""
+def _check_model_type(folder: Path) -> None:
+    """Refuse a model that transformers does not know, such as one with its own code."""
     from transformers import CONFIG_MAPPING, __version__
 
-    kind = json.loads((place / "config.json").read_text(encoding="utf-8")).get("model_type", "")
-    if kind and kind not in CONFIG_MAPPING:
+    model_type = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type", "")
+    if model_type and model_type not in CONFIG_MAPPING:
         raise RewardError(
-            f"{place.name} is a {kind!r}, which transformers {__version__} does not know. Code that comes "
-            "with a checkpoint is not run here; give a model of the families Qwen2-VL, Qwen2.5-VL, Qwen3-VL "
-            "or InternVL, or ask this one through a server of its own."
+            f"{folder.name} is a {model_type!r}, which transformers {__version__} does not know. Code that "
+            "comes with a checkpoint is not run here; give a model of the families Qwen2-VL, Qwen2.5-VL, "
+            "Qwen3-VL or InternVL, or ask this one through a server of its own."
         )
-    return place
 
 
-def load_processor(place: Path) -> Any:
-    """The processor of a model that sees."""
+def load_processor(folder: Path) -> Any:
+    """Load the processor of a vision-language model."""
     from transformers import AutoProcessor, ProcessorMixin
 
     reason = ""
     try:
-        found: Any = AutoProcessor.from_pretrained(str(place))
+        processor: Any = AutoProcessor.from_pretrained(str(folder))
     except (OSError, ValueError, ImportError) as error:
-        found, reason = None, f" ({error})"
-    if not isinstance(found, ProcessorMixin):
+        processor, reason = None, f" ({error})"
+    if not isinstance(processor, ProcessorMixin):
         raise RewardError(
-            f"{place} has no processor of a model that sees{reason}. Save it there from the model it came "
-            "from: AutoProcessor.from_pretrained(original).save_pretrained(folder)."
+            f"{folder} has no processor of a vision-language model{reason}. Save it there from the original "
+            "model: AutoProcessor.from_pretrained(original).save_pretrained(folder)."
         )
-    return found
+    return processor
 
 
 def _adapter_folder(adapter: str | Path) -> str | Path:
-    """The folder of a LoRA, fetched where it is a hub id."""
-    is_here = Path(adapter).exists() or not is_hub_id(adapter)
-    return adapter if is_here else local_folder(adapter, ("adapter_*",))
+    """Return the folder of a LoRA, fetched if it is a hub id."""
+    is_local = Path(adapter).exists() or not is_hub_id(adapter)
+    return adapter if is_local else local_folder(adapter, ("adapter_*",))
 
 
 def add_adapter(model: Any, adapter: str | Path) -> Any:
-    """A LoRA of peft (folder or hub id) added to the weights; keys of another model are named."""
+    """Merge a peft LoRA (folder or hub id) into the weights; refuse keys that do not fit."""
     from peft import PeftModel
     from safetensors import SafetensorError
 
@@ -236,64 +238,55 @@ def add_adapter(model: Any, adapter: str | Path) -> Any:
             warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
             warnings.filterwarnings("ignore", "Found missing adapter keys", UserWarning)
             wrapped: Any = PeftModel.from_pretrained(model, str(adapter))
-            told = wrapped.load_adapter(str(adapter), "default")  # again, to hear what did not fit
+            info = wrapped.load_adapter(str(adapter), "default")  # again: only this reports the keys
     except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
         raise RewardError(
             f"The LoRA {adapter} does not fit the model: {error}. Give the adapter of this base model."
         ) from error
-    if wrong := _unfit(told.missing_keys, told.unexpected_keys):
+    if problem := _key_problem(info.missing_keys, info.unexpected_keys):
         raise RewardError(
-            f"The LoRA {adapter} does not fit the model: {wrong}. Give the adapter of this base model, "
+            f"The LoRA {adapter} does not fit the model: {problem}. Give the adapter of this base model, "
             "complete."
         )
     return wrapped.merge_and_unload()
 
 
-def _check_loaded(name: str, told: Mapping[str, Any]) -> None:
-    """Refuse weights of which some are missing or left over: transformers fills gaps with random numbers."""
-    if wrong := _unfit(told.get("missing_keys", ()), told.get("unexpected_keys", ())):
-        raise RewardError(
-            f"The weights of {name!r} do not fit its config: {wrong}. Give config and weights of one model, "
-            "complete."
-        )
-
-
-def _unfit(missing: Iterable[Any], left: Iterable[Any]) -> str:
-    """Keys that are missing or left over, in words; "" where there are none."""
-    both = [sorted(map(str, keys)) for keys in (missing, left)]
-    return f"missing {listed(both[0])}; unexpected {listed(both[1])}" if any(both) else ""
+def _key_problem(missing: Iterable[Any], unexpected: Iterable[Any]) -> str:
+    """List missing and unexpected keys; "" where there are none."""
+    keys = [sorted(map(str, part)) for part in (missing, unexpected)]
+    return f"missing {listed(keys[0])}; unexpected {listed(keys[1])}" if any(keys) else ""
 
 
 def base_of(folder: Path, settings: JudgeSettings) -> str | Path:
-    """Where the base of a folder's LoRA is: `judge.json`'s "base" (packaged name, hub id, or folder relative
-    to this one), else what peft's file names, else the folder itself.
+    """Find the base of a folder's LoRA: "base" of `judge.json` (packaged name, hub id, or folder relative to
+    this one), else the base in peft's file, else the folder itself.
     """
-    named = settings.rest.get("base")
-    if named is None and (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+    base = settings.rest.get("base")
+    if base is None and is_adapter(folder):
         try:
-            named = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+            base = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
         except ValueError as error:
             raise RewardError(f"{ADAPTER} of {folder.name} is no JSON: {error}.") from error
-    if not named:
+    if not base:
         return folder
-    beside = folder / str(named)
-    return beside.resolve() if beside.is_dir() else str(named)
+    relative = folder / str(base)
+    return relative.resolve() if relative.is_dir() else str(base)
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds a LoRA and no model of its own."""
+    """True for a folder with a LoRA and no model of its own."""
     return (folder / ADAPTER).is_file() and not (folder / "config.json").is_file()
 
 
 def has_base(folder: Path) -> bool:
-    """Whether a folder holds no model of its own but a LoRA, or a `judge.json` that names a base."""
+    """True for a folder without a model, but with a LoRA or a `judge.json` that names a base."""
     if (folder / "config.json").is_file():
         return False
     return is_adapter(folder) or "base" in JudgeSettings.read(folder).rest
 
 
 def name_base(folder: Path, base: str) -> None:
-    """Put the base's name into a LoRA's config, where peft writes the place it was loaded from."""
+    """Write the base's name into a LoRA's config, where peft writes the path it was loaded from."""
     file = folder / ADAPTER
     config = json.loads(file.read_text(encoding="utf-8"))
     config["base_model_name_or_path"] = base

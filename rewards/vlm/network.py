@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model of a vision-language judge: images and tokens in, hidden states at the marked places out."""
+"""Network of a vision-language judge: from images and tokens to hidden states at the read positions."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ from .requests import ImageEncoder, PatchEncoder, SeenImage, TileEncoder, TokenR
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 TILES = ("internvl",)
-"""Model types by how they take images in."""
+"""Model types that read patches, and tiles."""
 STRIP = 16384
-"""Rows of the head that are multiplied at a time where all are needed."""
+"""Rows of the head that are multiplied at a time when all are needed."""
 
 
 def image_encoder(model: Any, processor: Any, **changes: Any) -> ImageEncoder:
-    """How a model of transformers takes images in; `changes` are of the settings of its patches (Qwen-VL
-    alone).
-    """
+    """Create the image encoder of a transformers model; `changes` are settings of `PatchCutter` (Qwen-VL)."""
     kind = getattr(model.config, "model_type", "")
     if kind in QWEN and hasattr(getattr(processor, "image_processor", None), "merge_size"):
         try:
@@ -37,21 +35,21 @@ def image_encoder(model: Any, processor: Any, **changes: Any) -> ImageEncoder:
     if kind in TILES and hasattr(processor, "image_seq_length"):
         return TileEncoder(processor)
     raise RewardError(
-        f"A {type(model).__name__} (model type {kind!r}) with a {type(processor).__name__} is not known as a "
-        f"judge that sees; known are {', '.join((*QWEN, *TILES))}, each with its own processor."
+        f"A {type(model).__name__} (model type {kind!r}) with a {type(processor).__name__} is not supported "
+        f"as a vision-language judge; supported are {', '.join((*QWEN, *TILES))}, each with its processor."
     )
 
 
 class SeeingNetwork:
-    """Hidden states of rows; the head is multiplied by what is asked for, not by all.
+    """Hidden states of rows, and logits of the requested tokens alone.
 
     Args:
         model: transformers model with language head, on its device.
-        images: how it takes images in.
+        images: encoder of its images.
         positions: "mrope" or "1d".
-        pad: id that fills batches.
+        pad: id of padding tokens.
         max_tokens: of one pass, with padding.
-        feature_bytes: of images' features that are kept.
+        feature_bytes: cache size for image features.
     """
 
     def __init__(
@@ -70,9 +68,9 @@ class SeeingNetwork:
         self.image_token: int = model.config.image_token_id
         self.cache: FeatureCache[ImageFeatures] = FeatureCache(feature_bytes)
         self.in_one_pass = False
-        """Whether rows with gradient go through together, `max_tokens` or not: processes that share the
-        weights have to make equally many passes."""
-        self._seen_with: int | None = None
+        """True to send rows with gradient through together, whatever `max_tokens`: processes that share the
+        weights must make equally many passes."""
+        self._tower_state: int | None = None
         text = model.config.get_text_config()
         attention = getattr(text, "_attn_implementation", "sdpa")
         layers = getattr(text, "layer_types", None) or ["full_attention"]
@@ -80,52 +78,49 @@ class SeeingNetwork:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
         return self.trunk.get_input_embeddings().weight.device
 
     def states(self, rows: Sequence[TokenRow], run: Callable[[Batch], Tensor] | None = None) -> Tensor:
-        """Hidden states [N, H] float32 at the marks of N rows, one at least; with gradient where it is
-        enabled.
+        """Hidden states [N, H] float32 at the ends of N ≥ 1 rows, with gradient where it is enabled.
 
-        Equal rows are computed once; rows with the same images and a common beginning share it. `run` goes
-        from a batch to what stands at each of its places, [b, S, *]; the language part when None.
+        Equal rows are computed once; rows with the same images share their common prefix. `run` maps a batch
+        to values at each of its tokens, [b, S, *]; the language part when None.
         """
         run = run or self.hidden
-        different = list(dict.fromkeys(rows))
-        packs = pack_rows(different, self.image_token, share=self.shares)
-        found: list[Tensor] = []
+        unique_rows = list(dict.fromkeys(rows))
+        packs = pack_rows(unique_rows, self.image_token, share=self.shares)
+        states: list[Tensor] = []
         numbers: list[int] = []
         together = self.in_one_pass and torch.is_grad_enabled()
         for part in [packs] if together else batch_packs(packs, self.max_tokens):
             batch = collate(part, self.image_token, self.pad, self.merge)
             hidden = run(batch)
-            at = batch.marks.to(hidden.device)
-            found.append(hidden[at[:, 0], at[:, 1]].float())
+            ends = batch.ends.to(hidden.device)
+            states.append(hidden[ends[:, 0], ends[:, 1]].float())
             numbers += batch.numbers
-        place = {number: order for order, number in enumerate(numbers)}
-        of = {row: place[number] for number, row in enumerate(different)}
-        return torch.cat(found)[[of[row] for row in rows]]
+        index = {unique_rows[number]: order for order, number in enumerate(numbers)}
+        return torch.cat(states)[[index[row] for row in rows]]
 
     def head_logits(self, states: Tensor, ids: Sequence[int]) -> Tensor:
-        """Logits [N, K] float32 of K tokens at states [N, H]: only their rows of the head are multiplied."""
+        """Logits [N, K] float32 of K tokens at states [N, H]; only their rows of the head are multiplied."""
         head = self.model.get_output_embeddings()
         index = torch.tensor(list(ids), device=head.weight.device)
-        # A few rows cost nothing in float64, and rounding then does not tell neighbours.
-        wide = torch.float32 if head.weight.device.type == "mps" else torch.float64
-        bias = None if head.bias is None else head.bias[index].to(wide)
-        return linear(states.to(head.weight.device, wide), head.weight[index].to(wide), bias).float()
+        # float64 costs nothing for a few rows, and then rounding does not depend on the other rows of a batch
+        dtype = torch.float32 if head.weight.device.type == "mps" else torch.float64
+        bias = None if head.bias is None else head.bias[index].to(dtype)
+        return linear(states.to(head.weight.device, dtype), head.weight[index].to(dtype), bias).float()
 
     def log_total(self, states: Tensor) -> Tensor:
-        """logsumexp [N] float32 over the whole vocabulary at states [N, H], a part of the head at a time."""
+        """Compute logsumexp [N] float32 over the vocabulary at states [N, H], in strips of the head."""
         return torch.stack([strip.logsumexp(-1) for strip in self._strips(states)]).logsumexp(0)
 
     def likeliest(self, states: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """(log-probs [N, K], ids [N, K]) of the K likeliest tokens at states [N, H], the likeliest first."""
         best, ids, parts = [], [], []
         for number, strip in enumerate(self._strips(states)):
-            found = strip.topk(min(count, strip.shape[-1]))
-            best.append(found.values)
-            ids.append(found.indices + number * STRIP)
+            top = strip.topk(min(count, strip.shape[-1]))
+            best.append(top.values)
+            ids.append(top.indices + number * STRIP)
             parts.append(strip.logsumexp(-1))
         all_best, all_ids = torch.cat(best, -1), torch.cat(ids, -1)
         order = all_best.topk(min(count, all_best.shape[-1]))
@@ -133,7 +128,7 @@ class SeeingNetwork:
         return order.values - total[:, None], all_ids.gather(-1, order.indices)
 
     def _strips(self, states: Tensor) -> Iterator[Tensor]:
-        """Logits [N, up to `STRIP`] float32 of all tokens, part by part."""
+        """Yield the logits [N, ≤ `STRIP`] float32 of all tokens, strip by strip."""
         head = self.model.get_output_embeddings()
         states = states.to(head.weight.device).float()
         for start in range(0, len(head.weight), STRIP):
@@ -143,54 +138,51 @@ class SeeingNetwork:
 
     @property
     def tower(self) -> list[nn.Parameter]:
-        """What images go through before they meet tokens."""
-        return [one for name, one in self.trunk.named_parameters() if "language_model." not in name]
+        """Parameters of the vision tower and the projector."""
+        return [weight for name, weight in self.trunk.named_parameters() if "language_model." not in name]
 
-    def features(self, shown: Sequence[SeenImage]) -> dict[SeenImage, ImageFeatures]:
-        """Features of images: kept ones, or live with gradient where the tower is trained.
+    def features(self, images: Sequence[SeenImage]) -> dict[SeenImage, ImageFeatures]:
+        """Features of images: cached ones, or computed with gradient while the tower is trained.
 
-        What is kept is found by the pixels, across prompts and calls, and forgotten when a weight of the
-        tower was changed.
+        The cache is keyed by pixels, across prompts and calls, and cleared when the tower's weights change.
         """
-        different = list(dict.fromkeys(shown))
+        unique = list(dict.fromkeys(images))
         tower = self.tower
-        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in tower):
-            live = self.images.features(self.trunk, different) if different else []
-            return dict(zip(different, live, strict=True))
-        state = hash(tuple((one.data_ptr(), 0 if one.is_inference() else one._version) for one in tower))
-        if state != self._seen_with:
+        if torch.is_grad_enabled() and any(weight.requires_grad for weight in tower):
+            live = self.images.features(self.trunk, unique) if unique else []
+            return dict(zip(unique, live, strict=True))
+        state = hash(tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in tower))
+        if state != self._tower_state:
             self.cache.clear()
-            self._seen_with = state
-        kept = {image: self.cache.get(image.digest) for image in different}
-        found = {image: features for image, features in kept.items() if features is not None}
+            self._tower_state = state
+        cached = {image: self.cache.get(image.digest) for image in unique}
+        features = {image: value for image, value in cached.items() if value is not None}
         with torch.no_grad():
-            for part in by_patches([image for image in different if image not in found]):
-                for image, features in zip(part, self.images.features(self.trunk, part), strict=True):
-                    self.cache.put(image.digest, features)
-                    found[image] = features
-        return found
+            for part in by_patches([image for image in unique if image not in features]):
+                for image, value in zip(part, self.images.features(self.trunk, part), strict=True):
+                    self.cache.put(image.digest, value)
+                    features[image] = value
+        return features
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """What the language part takes for a batch, but its mask."""
+        """Inputs of the language part for a batch, without its mask."""
         device = self.device
-        features = self.features(batch.shown)
+        features = self.features(batch.images)
         embeds = self.trunk.get_input_embeddings()(batch.ids.to(device))
-        given = insert_features(embeds, batch.places.to(device), [features[shown] for shown in batch.shown])
+        in_order = [features[image] for image in batch.images]
+        inputs = insert_features(embeds, batch.image_mask.to(device), in_order)
         if batch.positions is not None:
-            given["position_ids"] = batch.positions.to(device)
-        return given
+            inputs["position_ids"] = batch.positions.to(device)
+        return inputs
 
     def hidden(
         self, batch: Batch, change: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     ) -> Tensor:
-        """Last hidden states [b, S, H] of a batch; `change` changes what the language part takes, e.g. adds
-        rows.
-
-        Without packs no mask is needed: padding stands behind everything that is read.
-        """
-        given = self.inputs(batch)
-        dtype = given["inputs_embeds"].dtype
+        """Last hidden states [b, S, H] of a batch; `change` edits the inputs of the language part."""
+        inputs = self.inputs(batch)
+        dtype = inputs["inputs_embeds"].dtype
+        # without packs no mask is needed: padding comes after everything that is read
         mask = None if batch.segments is None else attention_mask(batch.segments.to(self.device), dtype)
-        given["attention_mask"] = mask
-        given = given if change is None else change(given)
-        return self.trunk.language_model(**given, use_cache=False).last_hidden_state
+        inputs["attention_mask"] = mask
+        inputs = inputs if change is None else change(inputs)
+        return self.trunk.language_model(**inputs, use_cache=False).last_hidden_state

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows put together so that nothing is read twice: packs of rows with a common beginning, batches of packs.
+"""Prefix sharing: packs of rows with a common prefix, and batches of packs.
 
-A pack holds the common beginning once and the rows' endings behind each other; an ending sees the beginning
-and itself alone (a block-diagonal mask), at the positions that it has when it stands alone.
+A pack holds the common prefix once and the rows' suffixes one after another. A suffix attends to the prefix
+and itself alone (a block-diagonal mask), at the positions that it has in its own row.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from visalign.vision.positions import rotary_positions
 from .requests import SeenImage, TokenRow
 
 PACK = 1024
-"""Tokens of a pack at most, where it holds more than one row: attention costs their square."""
+"""Most tokens of a pack with more than one row: attention costs their square."""
 SHORTEST = 8
-"""Tokens that a common beginning must have."""
+"""Fewest tokens of a common prefix."""
 MASK = 1 << 25
-"""Numbers of a mask at most."""
+"""Most entries of a mask."""
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Rows with the same images and a common beginning."""
+    """Rows with the same images and a common prefix."""
 
     rows: tuple[TokenRow, ...]
     numbers: tuple[int, ...]
-    """Places of the rows among all."""
+    """Indices of the rows among all."""
     shared: int
-    """Tokens of the common beginning; all of them for a single row."""
+    """Tokens of the common prefix; all tokens for a single row."""
 
     @property
     def length(self) -> int:
@@ -48,46 +48,46 @@ class Batch:
     """[b, S] int64."""
     mask: Tensor
     """[b, S], 0 for padding."""
-    places: Tensor
-    """bool [b, S], True for tokens that stand for images."""
+    image_mask: Tensor
+    """bool [b, S], True for image tokens."""
     positions: Tensor | None
     """[3, b, S] or [b, S] int64; None where they count tokens and no pack holds several rows."""
     segments: Tensor | None
-    """[b, S]: 0 in the common beginning, n in the n-th ending, -1 in padding; None without packs."""
-    shown: list[SeenImage]
+    """[b, S]: 0 in the common prefix, n in the n-th suffix, -1 in padding; None without packs."""
+    images: list[SeenImage]
     """Images, pack by pack."""
-    marks: Tensor
-    """[n, 2] where the rows are read: pack and position."""
+    ends: Tensor
+    """[n, 2] (pack, position) of the last token of each row."""
     numbers: list[int]
-    """The n rows' places among all."""
+    """Indices of the n rows among all."""
 
 
 def pack_rows(rows: Sequence[TokenRow], image_token: int, *, share: bool = True) -> list[Pack]:
-    """N rows by common beginnings, in which all image tokens stand, longest packs first; `share` says whether
-    rows may share a pack.
+    """Pack N rows by common prefixes that hold all image tokens, longest packs first; with `share=False` each
+    row has its own pack.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
     for number, row in enumerate(rows):
-        key = tuple(shown.digest for shown in row.shown) if share and row.shown else (f"row {number}",)
+        key = tuple(image.digest for image in row.images) if share and row.images else (f"row {number}",)
         groups.setdefault(key, []).append(number)
     packs: list[Pack] = []
     for members in groups.values():
-        # sorted by tokens, rows with long common beginnings are neighbours
+        # sorted by tokens, rows with long common prefixes are neighbours
         members = sorted(members, key=lambda number: rows[number].ids)
         packs += _split(rows, members, image_token)
     return sorted(packs, key=lambda pack: -pack.length)
 
 
 def _split(rows: Sequence[TokenRow], members: Sequence[int], image_token: int) -> Iterable[Pack]:
-    """Rows with the same images as packs of at most `PACK` tokens."""
+    """Split rows with the same images into packs of at most `PACK` tokens."""
     open_rows: list[int] = []
     shared = 0
     for number in members:
         ids = rows[number].ids
-        common = _common(ids, rows[open_rows[0]].ids) if open_rows else len(ids)
-        # the last token is the row's own, so that it has a place to be read at
-        common = min(common, shared, len(ids) - 1) if open_rows else len(ids) - 1
-        size = common + sum(len(rows[one].ids) - common for one in [*open_rows, number])
+        common = len(ids) - 1  # the last token is never shared: each row is read at its own
+        if open_rows:
+            common = min(_common_length(ids, rows[open_rows[0]].ids), shared, common)
+        size = common + sum(len(rows[member].ids) - common for member in [*open_rows, number])
         if open_rows and (
             common < max(SHORTEST, _images_end(ids, image_token)) or size > max(PACK, 2 * len(ids))
         ):
@@ -99,11 +99,10 @@ def _split(rows: Sequence[TokenRow], members: Sequence[int], image_token: int) -
         yield _close(rows, open_rows, shared)
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that two rows begin with."""
-    return next(
-        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
+def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    differ = (n for n, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)
+    return next(differ, min(len(left), len(right)))
 
 
 def _close(rows: Sequence[TokenRow], numbers: Sequence[int], shared: int) -> Pack:
@@ -113,12 +112,12 @@ def _close(rows: Sequence[TokenRow], numbers: Sequence[int], shared: int) -> Pac
 
 
 def _images_end(ids: Sequence[int], image_token: int) -> int:
-    """Tokens up to the last one of an image."""
-    return next((len(ids) - place for place, one in enumerate(reversed(ids)) if one == image_token), 0)
+    """Number of tokens up to the last image token."""
+    return next((n for n in range(len(ids), 0, -1) if ids[n - 1] == image_token), 0)
 
 
 def batch_packs(packs: Sequence[Pack], max_tokens: int) -> list[list[Pack]]:
-    """Packs, longest first, in batches of at most so many tokens with padding, one pack at least."""
+    """Group packs, longest first, into batches of at most `max_tokens` with padding, one pack at least."""
     batches: list[list[Pack]] = []
     for pack in packs:
         if batches:
@@ -131,56 +130,53 @@ def batch_packs(packs: Sequence[Pack], max_tokens: int) -> list[list[Pack]]:
 
 
 def collate(packs: Sequence[Pack], image_token: int, pad: int, merge: int) -> Batch:
-    """Packs as one block, filled up with `pad` on the right; `merge` is how many patches become one token on
-    each side where positions have three axes, else 0.
+    """Collate packs, padded with `pad` on the right; `merge` is the number of patches per token and side
+    where positions have three axes, else 0.
     """
     width, several = max(pack.length for pack in packs), any(len(pack.rows) > 1 for pack in packs)
     ids = torch.full((len(packs), width), pad, dtype=torch.int64)
     mask, segments = torch.zeros_like(ids), torch.full_like(ids, -1)
     positions = torch.arange(width).expand(3, len(packs), -1).clone()
-    marks, numbers = [], []
-    for place, pack in enumerate(packs):
-        tokens, parts, steps = list(pack.rows[0].ids[: pack.shared]), [0] * pack.shared, []
-        along = _positions(pack, image_token, merge)
-        steps.append(along[:, : pack.shared])
+    ends = []
+    for index, pack in enumerate(packs):
+        row_positions = _positions(pack, image_token, merge)
+        tokens, parts = list(pack.rows[0].ids[: pack.shared]), [0] * pack.shared
+        columns = [row_positions[:, : pack.shared]]
         for part, row in enumerate(pack.rows, 1):
             tokens += row.ids[pack.shared :]
-            marks.append((place, len(tokens) - 1))
+            ends.append((index, len(tokens) - 1))
             parts += [part] * (len(row.ids) - pack.shared)
-            steps.append(along[:, pack.shared : len(row.ids)])
-        numbers += pack.numbers
+            columns.append(row_positions[:, pack.shared : len(row.ids)])
         length = len(tokens)
-        ids[place, :length], mask[place, :length] = torch.tensor(tokens), 1
-        segments[place, :length] = torch.tensor(parts)
-        positions[:, place, :length] = torch.cat(steps, 1)
-    plain = None if not several else positions[0]
+        ids[index, :length], mask[index, :length] = torch.tensor(tokens), 1
+        segments[index, :length] = torch.tensor(parts)
+        positions[:, index, :length] = torch.cat(columns, 1)
     return Batch(
         ids=ids,
         mask=mask,
-        places=(ids == image_token) & (mask != 0),
-        positions=positions if merge else plain,
+        image_mask=(ids == image_token) & (mask != 0),
+        positions=positions if merge else positions[0] if several else None,
         segments=segments if several else None,
-        shown=[shown for pack in packs for shown in pack.rows[0].shown],
-        marks=torch.tensor(marks),
-        numbers=numbers,
+        images=[image for pack in packs for image in pack.rows[0].images],
+        ends=torch.tensor(ends),
+        numbers=[number for pack in packs for number in pack.numbers],
     )
 
 
 def _positions(pack: Pack, image_token: int, merge: int) -> Tensor:
-    """[3, length of the longest row]; shorter rows have the beginning of it: their images are the same."""
+    """Positions [3, S] of the longest row; shorter rows have its beginning, because images are the same."""
     longest = max(pack.rows, key=lambda row: len(row.ids))
     if not merge:
         return torch.arange(len(longest.ids)).expand(3, -1)
     ids = torch.tensor([longest.ids])
-    positions, _ = rotary_positions(ids == image_token, torch.ones_like(ids), [longest.shown], merge)
+    positions, _ = rotary_positions(ids == image_token, torch.ones_like(ids), [longest.images], merge)
     return positions[:, 0]
 
 
 def attention_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """[b, 1, S, S] added to attention scores, of segments [b, S]: 0 where a token is seen, the lowest number
-    where not."""
+    """Additive mask [b, 1, S, S] of segments [b, S]: 0 for visible tokens, the lowest number for others."""
     size = segments.shape[1]
     earlier = torch.ones(size, size, dtype=torch.bool, device=segments.device).tril()
     same = segments[:, None, :] == segments[:, :, None]
-    seen = earlier & ((segments[:, None, :] == 0) | same)
-    return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
+    visible = earlier & ((segments[:, None, :] == 0) | same)
+    return torch.where(visible, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to a vision-language model: images measured in tokens as its family takes them in, prompts
-turned into token ids.
+"""Requests to a vision-language model: images measured in tokens, prompts turned into token ids.
 
-A clip [F, 3, H, W] may stand in an image's slot: its features take the places of the tokens, so that the
-model reads what it reads behind its own video token.
-
-No user can write a special token: a prompt that spells one out is taken apart or refused.
+A clip [F, 3, H, W] may take an image's slot: its features replace the image tokens, so that the model reads
+the same as behind its own video token. A prompt that spells out a special token is escaped or refused.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,39 +31,39 @@ PATCHES = 1 << 16
 
 @dataclass(frozen=True)
 class SeenImage:
-    """An image that was not cut yet; two are equal if their pixels are."""
+    """An image before it is cut into patches; two are equal if their pixels are."""
 
     digest: str
     grid: tuple[int, int, int] = field(compare=False)
     """(frames, rows, columns) of patches; (tiles, 1, 1) where a model takes tiles."""
     tokens: int = field(compare=False)
-    """Places that it takes in the prompt."""
+    """Number of image tokens in the prompt."""
     pixels: Tensor = field(compare=False, repr=False)
     """uint8 [3, H, W], or [F, 3, H, W] of a clip."""
 
 
 class ImageEncoder(Protocol):
-    """How a family of models takes images in."""
+    """Image processing of a family of models."""
 
     merge: int
-    """Patches that become one token, on each side; 0 where positions know no grid."""
+    """Patches per token, on each side; 0 where positions have no grid."""
 
     def measure(self, pixels: Tensor) -> SeenImage:
-        """An image's or clip's size in tokens; ValueError with the reason where the model cannot take it."""
+        """Measure an image or clip in tokens; ValueError with the reason where the model cannot take it."""
         ...
 
-    def features(self, trunk: Any, shown: Sequence[SeenImage]) -> list[ImageFeatures]:
-        """Images through the tower, in one pass."""
+    def features(self, trunk: Any, images: Sequence[SeenImage]) -> list[ImageFeatures]:
+        """Encode images in one pass through the tower."""
         ...
 
     def settings(self) -> dict[str, Any]:
-        """All that happens between pixels and tower, for the identity."""
+        """Settings of the preprocessing, for the identity."""
         ...
 
 
 class PatchEncoder:
-    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: patches of a resized image; `changes` are fields of `PatchCutter`
-    that are to differ, e.g. min_pixels and max_pixels.
+    """Patches of a resized image, for Qwen2-VL, Qwen2.5-VL and Qwen3-VL; `changes` are fields of
+    `PatchCutter`, e.g. min_pixels and max_pixels.
     """
 
     def __init__(self, image_processor: Any, **changes: Any) -> None:
@@ -77,8 +75,8 @@ class PatchEncoder:
         grid = self.cutter.grid(*pixels.shape[-2:], frames=len(pixels) if pixels.ndim == 4 else 1)
         return SeenImage(pixel_digest(pixels), grid, self.cutter.tokens(grid), pixels)
 
-    def features(self, trunk: Any, shown: Sequence[SeenImage]) -> list[ImageFeatures]:
-        cut = [PatchedImage(s.digest, s.grid, s.tokens, self.cutter.cut(s.pixels)) for s in shown]
+    def features(self, trunk: Any, images: Sequence[SeenImage]) -> list[ImageFeatures]:
+        cut = [PatchedImage(i.digest, i.grid, i.tokens, self.cutter.cut(i.pixels)) for i in images]
         return tower_features(trunk, cut)
 
     def settings(self) -> dict[str, Any]:
@@ -86,7 +84,7 @@ class PatchEncoder:
 
 
 class TileEncoder:
-    """InternVL: tiles of one size, cut by the library's processor; each image by itself."""
+    """Tiles of one size, cut by the library's processor, for InternVL."""
 
     merge = 0
 
@@ -99,32 +97,24 @@ class TileEncoder:
         tiles = self._images.get_number_of_image_patches(*pixels.shape[1:], {"crop_to_patches": True})
         return SeenImage(pixel_digest(pixels), (int(tiles), 1, 1), int(tiles) * self._length, pixels)
 
-    def features(self, trunk: Any, shown: Sequence[SeenImage]) -> list[ImageFeatures]:
-        cut = [
-            self._images(
-                images=[s.pixels],
-                crop_to_patches=True,
-                return_tensors="pt",
-                input_data_format="channels_first",
-            )["pixel_values"]
-            for s in shown
-        ]
+    def features(self, trunk: Any, images: Sequence[SeenImage]) -> list[ImageFeatures]:
+        options = {"crop_to_patches": True, "return_tensors": "pt", "input_data_format": "channels_first"}
+        tiles = [self._images(images=[image.pixels], **options)["pixel_values"] for image in images]
         device = trunk.get_input_embeddings().weight.device
-        found = trunk.get_image_features(torch.cat(cut).to(device), return_dict=True).pooler_output
-        parts = found.split([len(tiles) for tiles in cut])
-        return [ImageFeatures(part.flatten(0, 1)) for part in parts]
+        embeds = trunk.get_image_features(torch.cat(tiles).to(device), return_dict=True).pooler_output
+        return [ImageFeatures(part.flatten(0, 1)) for part in embeds.split(list(map(len, tiles)))]
 
     def settings(self) -> dict[str, Any]:
         names = ("size", "image_mean", "image_std", "resample", "min_patches", "max_patches")
         return {name: str(getattr(self._images, name, None)) for name in names}
 
 
-def by_patches(shown: Sequence[SeenImage]) -> list[list[SeenImage]]:
-    """Parts of at most `PATCHES` patches, one image at least."""
+def by_patches(images: Sequence[SeenImage]) -> list[list[SeenImage]]:
+    """Split images into parts of at most `PATCHES` patches, one image at least."""
     parts: list[list[SeenImage]] = []
     room = 0
-    for image in shown:
-        size = image.grid[0] * image.grid[1] * image.grid[2]
+    for image in images:
+        size = math.prod(image.grid)
         if not parts or size > room:
             parts.append([])
             room = PATCHES
@@ -134,12 +124,12 @@ def by_patches(shown: Sequence[SeenImage]) -> list[list[SeenImage]]:
 
 
 TEXTS = 4096
-"""Texts whose tokens are remembered."""
+"""Texts whose tokens are cached."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """One request: images for the slots of a template, and what fills its names."""
+    """Request to a judge: images for the slots of a template, and texts for its names."""
 
     images: Sequence[Tensor]
     """Each [3, H, W] float in [0, 1], or uint8; [F, 3, H, W] of a clip."""
@@ -148,30 +138,28 @@ class Query:
     fields: Mapping[str, str] = field(default_factory=dict)
     """Fills other names."""
     continuation: str = ""
-    """What the assistant is made to have written behind the template's answer_prefix."""
+    """Text after the template's answer_prefix, as if the assistant had written it."""
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """What the network reads for one request, up to the token whose hidden state is asked for."""
+    """Input of the network for one request, up to the token whose hidden state is read."""
 
     ids: tuple[int, ...]
     """Tokens, with as many image tokens as the images take."""
-    shown: tuple[SeenImage, ...]
+    images: tuple[SeenImage, ...]
     """Images in the order of their tokens."""
 
 
 class RowEncoder:
-    """Turns requests into rows of at most `longest` tokens, by the processor's chat template, tokenizer and
-    image tokens.
-    """
+    """Encoder of requests as rows of at most `longest` tokens, by the processor's chat template."""
 
     def __init__(self, processor: Any, image_token: int, images: ImageEncoder, longest: int | None) -> None:
         self.processor, self.tokenizer = processor, processor.tokenizer
         self.image_token, self._images, self.longest = image_token, images, longest
-        self._around = _marks_around(processor)
+        self._around = _tokens_around(processor)
         self._texts: OrderedDict[Any, tuple[int, ...]] = OrderedDict()
-        self._plain: dict[Any, int] = {}
+        self._special_counts: dict[Any, int] = {}
         self.refresh()
 
     def refresh(self) -> None:
@@ -180,14 +168,14 @@ class RowEncoder:
         self.specials = {str(token): token_id for token_id, token in added.items() if str(token).strip()}
         self._ids = frozenset(self.specials.values()) - {self.tokenizer.unk_token_id}
         self._texts.clear()
-        self._plain.clear()
+        self._special_counts.clear()
 
     def __call__(
         self, template: Template, query: Query, at: str | None, measured: dict[int, SeenImage] | None = None
     ) -> TokenRow:
-        """One request; ValueError with the reason why it cannot be judged, RewardError where the template
-        does not fit. `at` is the token at which the row ends, None the last one; `measured` holds images
-        that were met before, by the id of their tensor, and is filled here.
+        """Encode a request; ValueError with the reason why it cannot be judged, RewardError where the
+        template does not fit. `at` is the special token at which the row ends, None for the last token;
+        `measured` caches images by the id() of their tensor.
         """
         if len(query.images) != template.images:
             raise RewardError(
@@ -199,40 +187,41 @@ class RowEncoder:
         for image in query.images:
             if id(image) not in measured:
                 measured[id(image)] = self._images.measure(to_levels(image))
-        shown = tuple(measured[id(image)] for image in query.images)
-        left, ids = iter(shown), []
+        images = tuple(measured[id(image)] for image in query.images)
+        remaining, ids = iter(images), []
         before, after = self._around
         for token in text_ids:
-            ids += [*before, *[token] * next(left).tokens, *after] if token == self.image_token else [token]
+            is_image = token == self.image_token
+            ids += [*before, *[token] * next(remaining).tokens, *after] if is_image else [token]
         if self.longest is not None and len(ids) > self.longest:
             raise ValueError(
                 f"prompt and images take {len(ids)} tokens; the model reads at most {self.longest}: "
                 "shorten the prompt or shrink the images"
             )
-        end = len(ids) - 1 if at is None else self._place(ids, at, template)
-        return TokenRow(tuple(ids[: end + 1]), shown)
+        end = len(ids) - 1 if at is None else self._position(ids, at, template)
+        return TokenRow(tuple(ids[: end + 1]), images)
 
     def word_ids(self, words: Sequence[str], *, skip_missing: bool = False) -> list[int]:
-        """The ids of words (blanks included) that are one token each, without repeats; `skip_missing` leaves
-        out what is several tokens instead of raising.
+        """Ids of words (blanks included) that are one token each, without repeats; `skip_missing` drops words
+        of several tokens instead of raising.
         """
-        found: dict[int, None] = {}
+        word_ids: dict[int, None] = {}
         for word in words:
             ids = self.tokenizer(word, add_special_tokens=False)["input_ids"]
             if len(ids) == 1 and ids[0] != self.tokenizer.unk_token_id:
-                found[int(ids[0])] = None
+                word_ids[int(ids[0])] = None
             elif not skip_missing:
                 raise RewardError(
                     f"The word {word!r} is {len(ids)} tokens of this model "
                     f"({self.tokenizer.convert_ids_to_tokens(ids)}), and an answer is read at one; give "
                     "words that are one token each."
                 )
-        if not found:
+        if not word_ids:
             raise RewardError(f"None of the words {list(words)} is one token of this model.")
-        return list(found)
+        return list(word_ids)
 
     def _text_ids(self, template: Template, query: Query) -> tuple[int, ...]:
-        """Tokens with one image token per image; remembered."""
+        """Tokens with one image token per image; cached."""
         key = (template.digest, query.prompt, tuple(sorted(query.fields.items())), query.continuation)
         if key in self._texts:
             self._texts.move_to_end(key)
@@ -242,11 +231,11 @@ class RowEncoder:
         if missing:
             raise RewardError(f"The template {template.name!r} needs {', '.join(sorted(missing))}.")
         for name, text in fields.items():
-            if any("\ud800" <= sign <= "\udfff" for sign in text):
+            if any("\ud800" <= character <= "\udfff" for character in text):
                 raise ValueError(f"the {name} is no text in Unicode: it holds half of a surrogate pair")
         safe = {name: escape(text, self.specials) for name, text in fields.items()}
         ids = self._tokens(template, safe, query.continuation)
-        if _count(ids, self._ids) != self._own_specials(template, fields, query.continuation):
+        if self._count_specials(ids) != self._template_specials(template, fields, query.continuation):
             raise ValueError("the prompt spells out special tokens of the model; take them out")
         if ids.count(self.image_token) != template.images:
             raise RewardError(
@@ -258,60 +247,57 @@ class RowEncoder:
             self._texts.popitem(last=False)
         return ids
 
-    def _own_specials(self, template: Template, fields: Mapping[str, str], continuation: str) -> int:
-        """Special tokens of the template itself; remembered."""
+    def _template_specials(self, template: Template, fields: Mapping[str, str], continuation: str) -> int:
+        """Number of special tokens of the template itself; cached."""
         key = (template.digest, tuple(sorted(fields)), continuation)
-        if key not in self._plain:
-            if len(self._plain) >= TEXTS:
-                self._plain.clear()
+        if key not in self._special_counts:
+            if len(self._special_counts) >= TEXTS:
+                self._special_counts.clear()
             ids = self._tokens(template, dict.fromkeys(fields, ""), continuation)
-            self._plain[key] = _count(ids, self._ids)
-        return self._plain[key]
+            self._special_counts[key] = self._count_specials(ids)
+        return self._special_counts[key]
+
+    def _count_specials(self, ids: Sequence[int]) -> int:
+        return sum(token in self._ids for token in ids)
 
     def _tokens(self, template: Template, fields: Mapping[str, str], continuation: str) -> tuple[int, ...]:
-        if not (
-            getattr(self.processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
-        ):
+        owners = (self.processor, self.tokenizer)
+        owner = next((owner for owner in owners if getattr(owner, "chat_template", None)), None)
+        if owner is None:
             raise RewardError(
-                "The model's processor has no chat template, so nobody knows how it is asked. Put the "
-                "chat_template.jinja of the model it came from into its folder."
+                "The model's processor has no chat template. Copy the chat_template.jinja of the original "
+                "model into its folder."
             )
-        holder = self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
-        text = holder.apply_chat_template(
+        text = owner.apply_chat_template(
             template.filled(fields), tokenize=False, add_generation_prompt=True, **template.chat
         )
-        whole = text + template.answer_prefix + continuation
-        # Rows that are too long get a reason of their own, so that transformers need not warn of them.
-        return tuple(self.tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"])
+        text += template.answer_prefix + continuation
+        # verbose=False: rows that are too long get a reason, so that transformers need not warn of them
+        return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _place(self, ids: Sequence[int], token: str, template: Template) -> int:
-        """Where the one token stands that is read."""
+    def _position(self, ids: Sequence[int], token: str, template: Template) -> int:
+        """Find the position of the one special token that is read."""
         if token not in self.specials:
             raise RewardError(f"The tokenizer has no token {token!r}, at which this judge reads.")
-        places = [place for place, one in enumerate(ids) if one == self.specials[token]]
-        if len(places) != 1:
+        positions = [position for position, token_id in enumerate(ids) if token_id == self.specials[token]]
+        if len(positions) != 1:
             raise RewardError(
-                f"The template {template.name!r} holds {token} {len(places)} times; a judge reads at exactly "
-                "one."
+                f"The template {template.name!r} holds {token} {len(positions)} times; a judge reads at "
+                "exactly one."
             )
-        if self.image_token in ids[places[0] :]:
+        if self.image_token in ids[positions[0] :]:
             raise RewardError(
-                f"The template {template.name!r} shows an image behind {token}, where it is not seen any "
-                "more. Write the images first."
+                f"The template {template.name!r} shows an image after {token}, where the judge no longer "
+                "sees it. Write the images first."
             )
-        return places[0]
+        return positions[0]
 
 
-def _marks_around(processor: Any) -> tuple[list[int], list[int]]:
+def _tokens_around(processor: Any) -> tuple[list[int], list[int]]:
     """Tokens that the processor, not the chat template, writes around an image."""
     names = ("start_image_token_id", "end_image_token_id")
-    ids = [getattr(processor, name, None) for name in names]
-    before, after = ([] if one is None else [int(one)] for one in ids)
-    return before, after
-
-
-def _count(ids: Sequence[int], special: frozenset[int]) -> int:
-    return sum(one in special for one in ids)
+    before, after = ([getattr(processor, name, None)] for name in names)
+    return [int(i) for i in before if i is not None], [int(i) for i in after if i is not None]
 
 
 def requests(
@@ -322,9 +308,10 @@ def requests(
     *,
     source: bool = False,
 ) -> tuple[list[int], list[Any]]:
-    """(rows, queries) of the images that can be judged; the others get a reason in place, also a prompt
-    without a visible character where the template asks for it. `fields` are further names that the
-    template fills; with `source` the image that was edited comes before its edit.
+    """Build (rows, queries) of the images that can be judged; write the others' reasons into `reasons`.
+
+    A prompt without a visible character is refused where the template needs one. `fields` fill further
+    names of the template; with `source` the image before the edit precedes the edited one.
     """
     rows, queries = [], []
     before = source_images(request.metadata, reasons) if source else {}
@@ -336,33 +323,33 @@ def requests(
             reasons[row] = reason
             continue
         rows.append(row)
-        shown = [before[row], image] if source else [image]
-        queries.append(Query(images=shown, prompt=prompt, fields=dict(fields or {})))
+        pair = [before[row], image] if source else [image]
+        queries.append(Query(images=pair, prompt=prompt, fields=dict(fields or {})))
     return rows, queries
 
 
 def source_images(
     metadata: Sequence[Mapping[str, Any] | None], reasons: list[str | None]
 ) -> dict[int, Tensor]:
-    """row -> the image under "source" in its record, that was edited, of several the first; a row without
-    one gets its reason."""
-    told = ((row, listed_sources((record or {}).get("source"))) for row, record in enumerate(metadata))
-    given = {row: images[0] for row, images in told if images}
-    read = load_images(list(given.values()))
-    found = {}
-    for row in range(len(metadata)):
-        if row not in given:
+    """Map each row to the (first) image under "source" in its record; rows without one get a reason."""
+    paths: dict[int, Any] = {}
+    for row, record in enumerate(metadata):
+        if sources := listed_sources((record or {}).get("source")):
+            paths[row] = sources[0]
+        else:
             reasons[row] = reasons[row] or 'its record has no "source", the image that was edited'
-    for row, image, reason in zip(given, read.images, read.reasons, strict=True):
+    batch = load_images(list(paths.values()))
+    images = {}
+    for row, image, reason in zip(paths, batch.images, batch.reasons, strict=True):
         if image is None:
             reasons[row] = reasons[row] or f"the source image: {reason}"
         else:
-            found[row] = image
-    return found
+            images[row] = image
+    return images
 
 
 def check_fields(template: Template, *, instruction: str = "") -> dict[str, str]:
-    """The fields that a template's own names need; an instruction of the user fills `{instruction}`."""
+    """Fields for a template's own names; the user's instruction fills `{instruction}`."""
     if "question" in template.fields:
         raise ValueError(
             f"The template {template.name!r} has {{question}}, which this judge does not fill; write the "

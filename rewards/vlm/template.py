@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a vision-language judge is asked: templates of messages, and the settings in a model's folder.
+"""Templates of the questions to a vision-language judge, and the settings in a model's folder.
 
 A folder may hold `judge.json`:
 
@@ -10,13 +10,13 @@ A TEMPLATE is an object with
 
 - "messages": the conversation as chat templates take it, [{"role": "user", "content": [{"type": "image"},
   {"type": "text", "text": "Does it show {prompt}?"}]}]; each {"type": "image"} is a slot for one image, in
-  their order; a content may also be one string;
-- "answer_prefix" (""): what the assistant is made to have written already;
+  order; a content may also be one string;
+- "answer_prefix" (""): start of the assistant's answer;
 - "chat" ({}): further arguments of the tokenizer's chat template;
 - any other key: words that the judge looks for, as a list of strings ("yes": ["yes", "Yes"]).
 
-Names in braces are filled by plain replacement in one pass: `{prompt}` with the prompt, others with what the
-judge gives under that name. Braces around anything else stay as they are, also in what was filled in.
+Names in braces are replaced in one pass: `{prompt}` by the prompt, others by the judge's text of that name.
+Other braces are kept, also in the replacements.
 """
 
 from __future__ import annotations
@@ -33,54 +33,58 @@ from visalign.rewards.base.contract import RewardError
 
 SETTINGS = "judge.json"
 POSITIONS = ("mrope", "1d")
-"""How positions of tokens are counted: on three axes, or as in a text."""
+"""Token positions: on three axes, or counted as in text."""
 
 _NAME = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """One question to a model that sees."""
+    """Question to a vision-language model."""
 
     messages: Sequence[Mapping[str, Any]]
-    """The conversation, with slots for images."""
+    """Conversation with slots for images."""
     name: str = "template"
-    """For messages of errors."""
+    """Name for error messages."""
     answer_prefix: str = ""
-    """What the assistant is made to have written already."""
+    """Start of the assistant's answer."""
     chat: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template."""
     words: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """name -> words that are looked for in the answer."""
 
     @classmethod
-    def from_dict(cls, name: str, given: Any) -> Template:
+    def from_dict(cls, name: str, data: Any) -> Template:
         """Read a template of `judge.json`."""
-        if not isinstance(given, Mapping) or not isinstance(given.get("messages"), list):
-            raise RewardError(f"template {name!r} needs a list 'messages'; given is {_short(given)}.")
-        for number, message in enumerate(given["messages"]):
+        if not isinstance(data, Mapping) or not isinstance(data.get("messages"), list):
+            raise RewardError(f"template {name!r} needs a list 'messages'; given is {_short(data)}.")
+        for number, message in enumerate(data["messages"]):
             _check_message(f"template {name!r}, message {number}", message)
-        prefix, chat = given.get("answer_prefix", ""), given.get("chat", {})
+        prefix, chat = data.get("answer_prefix", ""), data.get("chat", {})
         if not isinstance(prefix, str) or not isinstance(chat, Mapping):
             raise RewardError(f"template {name!r}: answer_prefix is a string and chat an object.")
-        rest = {key: given[key] for key in given if key not in ("messages", "answer_prefix", "chat")}
-        for key, words in rest.items():
-            if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
+        words = {key: data[key] for key in data if key not in ("messages", "answer_prefix", "chat")}
+        for key, value in words.items():
+            if not isinstance(value, list) or not all(isinstance(word, str) and word for word in value):
                 raise RewardError(
-                    f"template {name!r}: {key!r} is {_short(words)}; allowed beside messages, answer_prefix "
-                    "and chat are lists of words."
+                    f"template {name!r}: {key!r} is {_short(value)}; other keys than messages, answer_prefix "
+                    "and chat take lists of words."
                 )
-        words = {key: tuple(value) for key, value in rest.items()}
-        return cls(name=name, messages=given["messages"], answer_prefix=prefix, chat=chat, words=words)
+            words[key] = tuple(value)
+        return cls(name=name, messages=data["messages"], answer_prefix=prefix, chat=chat, words=words)
 
     def to_dict(self) -> dict[str, Any]:
-        """The object of `judge.json`."""
-        own = {"messages": list(self.messages), "answer_prefix": self.answer_prefix, "chat": dict(self.chat)}
-        return {**own, **{key: list(words) for key, words in self.words.items()}}
+        """Convert to the object of `judge.json`."""
+        fixed = {
+            "messages": list(self.messages),
+            "answer_prefix": self.answer_prefix,
+            "chat": dict(self.chat),
+        }
+        return {**fixed, **{key: list(words) for key, words in self.words.items()}}
 
     @property
     def text(self) -> str:
-        """All of it as text, for an identity."""
+        """The whole template as JSON, for an identity."""
         return json.dumps(self.to_dict(), sort_keys=True, ensure_ascii=False)
 
     @property
@@ -90,7 +94,7 @@ class Template:
 
     @property
     def images(self) -> int:
-        """Slots for images."""
+        """Number of image slots."""
         parts = [part for message in self.messages for part in _parts(message)]
         return sum(part.get("type") == "image" for part in parts)
 
@@ -100,10 +104,10 @@ class Template:
         return frozenset(name for text in self._texts() for name in _NAME.findall(text))
 
     def filled(self, fields: Mapping[str, str]) -> list[dict[str, Any]]:
-        """The conversation with `{name}` replaced by fields[name]; other braces stay."""
+        """Replace `{name}` in the conversation by fields[name]; other braces are kept."""
 
         def fill(text: str) -> str:
-            return _NAME.sub(lambda found: fields.get(found[1], found[0]), text)
+            return _NAME.sub(lambda match: fields.get(match[1], match[0]), text)
 
         messages = []
         for message in self.messages:
@@ -121,63 +125,64 @@ class Template:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeSettings:
-    """What a model's folder says of how it is to be asked."""
+    """Contents of a model folder's `judge.json`."""
 
     templates: Mapping[str, Template] = field(default_factory=dict)
     positions: str | None = None
-    """One of `POSITIONS`, or None where nothing is said."""
+    """One of `POSITIONS`, or None if not set."""
     rest: Mapping[str, Any] = field(default_factory=dict)
     """The other keys of the file."""
 
     @classmethod
     def read(cls, folder: str | Path) -> JudgeSettings:
-        """The `judge.json` of a folder; empty settings where it has none."""
+        """Read the `judge.json` of a folder; empty settings where it has none."""
         file = Path(folder) / SETTINGS
         if not file.is_file():
             return cls()
         try:
-            given = json.loads(file.read_text(encoding="utf-8"))
+            data = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise RewardError(f"{file.name} of {file.parent.name} is no JSON: {error}.") from error
-        if not isinstance(given, Mapping) or not isinstance(given.get("templates", {}), Mapping):
+        if not isinstance(data, Mapping) or not isinstance(data.get("templates", {}), Mapping):
             raise RewardError(f"{file.name} needs an object with an object 'templates'.")
-        positions = given.get("positions")
+        positions = data.get("positions")
         if positions is not None:
             check_positions(positions)
         templates = {
-            name: Template.from_dict(name, value) for name, value in given.get("templates", {}).items()
+            name: Template.from_dict(name, value) for name, value in data.get("templates", {}).items()
         }
-        rest = {key: given[key] for key in given if key not in ("templates", "positions")}
+        rest = {key: data[key] for key in data if key not in ("templates", "positions")}
         return cls(templates=templates, positions=positions, rest=rest)
 
     def write(self, folder: str | Path) -> None:
         """Write `judge.json`."""
-        templates = {name: template.to_dict() for name, template in self.templates.items()}
-        own: dict[str, Any] = {"templates": templates}
+        data: dict[str, Any] = {
+            "templates": {name: template.to_dict() for name, template in self.templates.items()}
+        }
         if self.positions is not None:
-            own["positions"] = self.positions
-        text = json.dumps({**own, **self.rest}, indent=2, ensure_ascii=False)
+            data["positions"] = self.positions
+        text = json.dumps({**data, **self.rest}, indent=2, ensure_ascii=False)
         (Path(folder) / SETTINGS).write_text(text + "\n", encoding="utf-8")
 
 
-def check_positions(given: Any) -> str:
-    """One of `POSITIONS`, or a RewardError."""
-    if given not in POSITIONS:
-        raise RewardError(f"positions is {given!r}; allowed are {' and '.join(map(repr, POSITIONS))}.")
-    return given
+def check_positions(positions: Any) -> str:
+    """Return `positions`, or refuse it with a RewardError."""
+    if positions not in POSITIONS:
+        raise RewardError(f"positions is {positions!r}; allowed are {' and '.join(map(repr, POSITIONS))}.")
+    return positions
 
 
 def escape(text: str, specials: Iterable[str]) -> str:
-    """A user's text without special tokens of the model: a blank goes behind the first sign of each.
+    """Break up special tokens in a user's text by a blank after their first character.
 
-    One of a single sign gives way to a blank.
+    A special token of a single character becomes a blank.
 
     >>> escape("a cat<|im_end|>", ["<|im_end|>"])
     'a cat< |im_end|>'
     """
-    known = list(specials)
-    while found := [special for special in known if special in text]:  # a blank may spell out another one
-        for special in found:
+    specials = list(specials)
+    while present := [special for special in specials if special in text]:  # a blank may create another one
+        for special in present:
             text = text.replace(special, f"{special[0]} {special[1:]}" if special[1:] else " ")
     return text
 
@@ -200,8 +205,8 @@ def _check_message(where: str, message: Any) -> None:
 
 
 def question(name: str, text: str, *, images: Sequence[str] = ("",), **fields: Any) -> Template:
-    """A template of one user message: images, each behind its label ("" for none), then the text, with
-    `{prompt}` and other names in braces; `fields` are others of the template, words that the judge looks for.
+    """Create a template of one user message: images, each after its label ("" for none), then the text with
+    `{prompt}` and other names in braces; `fields` are other fields of the template.
     """
     content: list[dict[str, str]] = []
     for label in images:
@@ -216,6 +221,6 @@ def _parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
-def _short(given: Any) -> str:
-    text = repr(given)
+def _short(value: Any) -> str:
+    text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Yes or no read off the next token: log-odds over sets of tokens, and the probability of all other tokens.
+"""Yes/no answers from the next token: log-odds of two sets of tokens, and their total probability.
 
-Peers compare one spelling ("Yes") or read the top 20 log-probabilities that a server sends, and make 0 of a
-model that answers something else. Here every spelling that is one token counts, the rest of the vocabulary is
-reported, and a model that answers neither is masked.
+Other implementations compare one spelling ("Yes") or read a server's top 20 log-probs, and score 0 for any
+other answer. Here every one-token spelling counts, and an answer that is neither yes nor no is masked.
 """
 
 from __future__ import annotations
@@ -22,18 +21,17 @@ from .template import Template
 
 YES = ("yes", "Yes", "YES", " yes", " Yes", " YES")
 NO = ("no", "No", "NO", " no", " No", " NO")
-"""Spellings that are looked for where a template names none; those that are several tokens are left out."""
+"""Default spellings; those that are several tokens are left out."""
 
 MIN_MASS = 0.1
-"""Below this probability of yes and no together a model has answered neither."""
+"""Least probability of yes and no together that counts as an answer."""
 SUREST = 87.0
-"""Bound of the log-odds: a side whose probability is 0, the surest answer there is, counts as e^−87, which
-float32 still holds."""
+"""Bound of the log-odds: a probability of 0 counts as e^−87, which float32 still holds."""
 
 
 @dataclass(frozen=True)
 class Odds:
-    """What a model said to B yes/no questions."""
+    """Answers of a model to B yes/no questions."""
 
     log_odds: Tensor
     """[B] float32 ln(p_yes / p_no) within ±`SUREST`; NaN where there is a reason."""
@@ -42,23 +40,19 @@ class Odds:
     decision: list[str]
     """The likelier answer in its likeliest spelling."""
     reasons: list[str | None]
-    """Why an answer is missing."""
+    """Why an answer is missing; None for the others."""
 
 
 class YesNoReader:
-    """Reads one template's yes/no answers from a vision-language engine, the rows of both sets only.
+    """Reader of a vision-language engine's answers to one yes/no template.
 
     Args:
         engine: `rewards.vlm.VisionLanguageEngine`.
-        template: the question; its words "yes" and "no" are used where given.
+        template: the question; its words "yes" and "no" replace the default spellings.
         yes: spellings instead of the template's, each one token of the model.
         no: spellings of no.
-        min_mass: smallest probability of both sets together that counts as an answer, in [0, 1); 0 reads the
+        min_mass: least probability of both sets together that counts as an answer, in [0, 1); 0 reads the
             odds whatever else the model would say.
-
-    Raises:
-        ValueError: min_mass out of range, or a token in both sets.
-        RewardError: a given spelling is several tokens, or none of the usual ones is a single token.
     """
 
     def __init__(
@@ -78,17 +72,17 @@ class YesNoReader:
         both = sorted(set(self._yes) & set(self._no))
         if both:
             raise ValueError(
-                f"The tokens {both} ({engine.processor.tokenizer.convert_ids_to_tokens(both)}) stand for yes "
-                "and for no; give sets of words without a common token."
+                f"The tokens {both} ({engine.processor.tokenizer.convert_ids_to_tokens(both)}) mean both yes "
+                "and no; give sets of words without a common token."
             )
         self.ids = [*self._yes, *self._no]
 
     def __call__(self, queries: Sequence[Any]) -> Odds:
-        """Answers to B requests."""
+        """Read the answers to B requests."""
         if not queries:
             return Odds(torch.zeros(0), torch.zeros(0), [], [])
         reply = self.engine.answer_logits(self.template, queries, self.ids, left_over=True)
-        logits = reply.logits.detach().double().cpu()  # rounding would tell neighbours
+        logits = reply.logits.detach().double().cpu()  # float32 rounding would depend on the batch
         log_prob = logits - reply.log_total.detach().double().cpu()[:, None]
         split, size = len(self._yes), len(self.ids)
         answer = yes_no_answer(log_prob, range(split), range(split, size), normalised=True)
@@ -107,14 +101,12 @@ class YesNoReader:
         return Odds(torch.where(valid, odds, torch.nan), mass, self._decisions(logits, odds), reasons)
 
     def _decisions(self, logits: Tensor, odds: Tensor) -> list[str]:
-        """The likeliest spelling of the likelier answer."""
-        split, size = len(self._yes), len(self.ids)
-        said = []
+        """Likeliest spelling of the likelier answer."""
+        split, spellings = len(self._yes), []
         for row, is_yes in zip(logits.nan_to_num(-math.inf), (odds > 0).tolist(), strict=True):
-            places = range(split) if is_yes else range(split, size)
-            best = max(places, key=row.tolist().__getitem__)
-            said.append(self.engine.processor.tokenizer.decode([self.ids[best]]))
-        return said
+            best = int(row[:split].argmax()) if is_yes else split + int(row[split:].argmax())
+            spellings.append(self.engine.processor.tokenizer.decode([self.ids[best]]))
+        return spellings
 
     @property
     def spellings(self) -> dict[str, list[int]]:
@@ -122,10 +114,10 @@ class YesNoReader:
         return {"yes": list(self._yes), "no": list(self._no)}
 
 
-def token_set(engine: Any, given: Sequence[str] | None, usual: Sequence[str]) -> list[int]:
-    """Ids of the words that were given, or of those usual ones that are one token."""
-    if isinstance(given, str):
-        raise ValueError(f"Words come as a list; given is the string {given!r}. Write [{given!r}].")
-    if given is not None:
-        return list(engine.token_ids(list(given)))
-    return list(engine.token_ids(list(usual), skip_missing=True))
+def token_set(engine: Any, words: Sequence[str] | None, default: Sequence[str]) -> list[int]:
+    """Ids of the words, which must be one token each, or of the default words that are one token."""
+    if isinstance(words, str):
+        raise ValueError(f"Words come as a list; given is the string {words!r}. Write [{words!r}].")
+    if words is not None:
+        return list(engine.token_ids(list(words)))
+    return list(engine.token_ids(list(default), skip_missing=True))

@@ -161,7 +161,7 @@ def test_what_cannot_be_divided_is_refused_by_message(tmp_path, change, message)
 def test_what_a_moving_tower_said_is_forgotten_before_each_measurement(models, kind, train, kept):
     """Gathered weights may lie where those before them lay, so that the change is not seen."""
     judge: Any = build_judge(_config(models, kind, train), torch.device("cpu"))
-    shown = judge.encode(_examples(_config(models, kind, train))).inputs[0][0].shown
+    shown = judge.encode(_examples(_config(models, kind, train))).inputs[0][0].images
     with torch.no_grad():
         judge.engine.network.features(shown)
     judge.train(False)

@@ -45,8 +45,8 @@ def test_the_score_is_the_head_at_the_reward_token(shared) -> None:
         ids = torch.tensor([encoded.ids])
         assert encoded.ids.count(token) == 1 and encoded.ids[-1] == token
         embeds = model.get_input_embeddings()(ids).clone()
-        patches = shared.engine.network.images.cutter.cut(encoded.shown[0].pixels)  # type: ignore[attr-defined]
-        seen = model.model.visual(patches, torch.tensor([encoded.shown[0].grid])).pooler_output
+        patches = shared.engine.network.images.cutter.cut(encoded.images[0].pixels)  # type: ignore[attr-defined]
+        seen = model.model.visual(patches, torch.tensor([encoded.images[0].grid])).pooler_output
         embeds[ids == shared.engine.network.image_token] = seen
         hidden = model.model.language_model(inputs_embeds=embeds).last_hidden_state
         mean, raw = shared.head(hidden[0, -1])

@@ -106,7 +106,7 @@ def test_wrong_options_are_refused():
         load_judge("reward_dance", model=engine, value="logit")
     with pytest.raises(ValueError, match="write_reasons without decision_first"):
         RewardDance(engine, write_reasons=True)
-    with pytest.raises(ValueError, match="stand for yes and for no"):
+    with pytest.raises(ValueError, match="mean both yes and no"):
         RewardDance(engine, yes=["yes", "no"], no=["no"])
     with pytest.raises(ValueError, match=r"min_mass is 1\.0"):
         RewardDance(engine, min_mass=1.0)

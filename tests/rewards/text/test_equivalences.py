@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -187,7 +188,7 @@ def test_comparisons_in_threads_and_after_the_process_was_killed(installed: None
     for thread in threads:
         thread.join()
     assert found == [True] * 4
-    process = symbolic._asker()._process
+    process = symbolic._worker(os.getpid())._process
     assert process is not None
     process.kill()
     process.wait()

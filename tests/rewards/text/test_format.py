@@ -34,10 +34,10 @@ def remark(reward, completion):
     [
         ("<think>a</think><answer>b</answer>", ""),
         ("\n<think>a</think>\n<answer>b</answer> ", ""),
-        ("<think>a</think>", "<answer> stands there 0 times, needed is once"),
+        ("<think>a</think>", "<answer> occurs 0 times, needed is once"),
         (
             "<think>a</think><answer>b</answer><answer>c</answer>",
-            "<answer> stands there 2 times, needed is once",
+            "<answer> occurs 2 times, needed is once",
         ),
         ("<answer>b</answer><think>a</think>", "the tags are out of order"),
         ("<think>a<answer>b</think></answer>", "the tags are out of order"),
@@ -45,7 +45,7 @@ def remark(reward, completion):
         ("<think>a</think>so <answer>b</answer>", "text outside the tags: 'so'"),
         ("x<think>a</think><answer>b</answer>", "text outside the tags: 'x'"),
         ("<think>a</think><answer>b</answer>x", "text outside the tags: 'x'"),
-        ("<think>a</think><answer>b", "</answer> stands there 0 times, needed is once"),
+        ("<think>a</think><answer>b", "</answer> occurs 0 times, needed is once"),
     ],
 )
 def test_tags(text, problem):
@@ -84,7 +84,7 @@ def test_json_is_strict():
         "1" * 5000,
     ]
     assert values(JsonFormat(), good + bad) == [1] * 3 + [0] * len(bad)
-    assert remark(JsonFormat(), '{"a": 1, "a": 2}') == "no JSON: a key stands twice"
+    assert remark(JsonFormat(), '{"a": 1, "a": 2}') == "no JSON: a key is repeated"
     fence = JsonFormat(where="fence")
     assert values(
         fence, ["Here:\n```json\n{}\n```", "{}", "```json\n{}\n```\n```\n{}\n```", "```json\n{}"]

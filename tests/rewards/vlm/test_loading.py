@@ -97,7 +97,7 @@ def test_missing_parts_are_named(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
         VisionLanguageEngine.from_pretrained(tmp_path)
     tiny_seeing_model().save_pretrained(tmp_path)
-    with pytest.raises(RewardError, match="has no processor of a model that sees"):
+    with pytest.raises(RewardError, match="has no processor of a vision-language model"):
         VisionLanguageEngine.from_pretrained(tmp_path)
     save_tiny_seeing_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -120,10 +120,10 @@ def test_weights_are_strict(tmp_path) -> None:
 def test_a_model_that_does_not_see_is_refused() -> None:
     processor: Any = tiny_tokenizer()
     with pytest.raises(
-        RewardError, match=r"is not known as a judge that sees; known are qwen2_vl, .*internvl"
+        RewardError, match=r"is not supported as a vision-language judge; supported are qwen2_vl, .*internvl"
     ):
         image_encoder(tiny_model(), processor)
-    with pytest.raises(RewardError, match=r"model type 'qwen2_vl'\) with a \w+ is not known"):
+    with pytest.raises(RewardError, match=r"model type 'qwen2_vl'\) with a \w+ is not supported"):
         image_encoder(tiny_seeing_model(), processor)
 
 
@@ -142,7 +142,7 @@ def test_a_model_that_does_not_see_is_refused() -> None:
         ),
         (
             '{"templates": {"a": {"messages": [], "yes": "yes"}}}',
-            "template 'a': 'yes' is 'yes'; allowed beside",
+            "template 'a': 'yes' is 'yes'; other keys than",
         ),
         ('{"templates": {"a": {"messages": [], "answer_prefix": 3}}}', "answer_prefix is a string"),
     ],

@@ -36,12 +36,12 @@ def test_a_row_that_is_the_beginning_of_another_keeps_its_last_token() -> None:
     pack = pack_rows([one, two], IMAGE)[0]
     assert pack.shared == len(one.ids) - 1
     batch = collate([pack], IMAGE, 0, MERGE)
-    for (place, at), number in zip(batch.marks.tolist(), batch.numbers, strict=True):
+    for (place, at), number in zip(batch.ends.tolist(), batch.numbers, strict=True):
         assert int(batch.ids[place, at]) == (one, two)[number].ids[-1]
 
 
 def test_images_stand_in_the_beginning_alone() -> None:
-    early = TokenRow((9, *ROWS[0].ids), ROWS[0].shown)
+    early = TokenRow((9, *ROWS[0].ids), ROWS[0].images)
     assert len(pack_rows([ROWS[0], early], IMAGE)) == 2
 
 
@@ -57,9 +57,9 @@ def test_marked_places_positions_and_segments() -> None:
     packs = pack_rows(ROWS, IMAGE)
     batch = collate(packs, IMAGE, 0, MERGE)
     assert batch.positions is not None and batch.segments is not None
-    for (place, at), number in zip(batch.marks.tolist(), batch.numbers, strict=True):
+    for (place, at), number in zip(batch.ends.tolist(), batch.numbers, strict=True):
         own = torch.tensor([ROWS[number].ids])
-        wanted, _ = rotary_positions(own == IMAGE, torch.ones_like(own), [ROWS[number].shown], MERGE)
+        wanted, _ = rotary_positions(own == IMAGE, torch.ones_like(own), [ROWS[number].images], MERGE)
         assert int(batch.ids[place, at]) == ROWS[number].ids[-1]
         segment = int(batch.segments[place, at])
         seen = (batch.segments[place] == segment) | (batch.segments[place] == 0)
@@ -69,13 +69,13 @@ def test_marked_places_positions_and_segments() -> None:
         mask = attention_mask(batch.segments, torch.float32)[place, 0, at]
         assert torch.equal(mask == 0, seen)
     assert batch.mask.sum() == sum(pack.length for pack in packs)
-    assert int(batch.places.sum()) == 6 + 6
+    assert int(batch.image_mask.sum()) == 6 + 6
 
 
 def test_plain_positions_count_tokens() -> None:
     batch = collate(pack_rows(ROWS, IMAGE), IMAGE, 0, 0)
     assert batch.positions is not None and batch.segments is not None and batch.positions.ndim == 2
-    for (place, at), number in zip(batch.marks.tolist(), batch.numbers, strict=True):
+    for (place, at), number in zip(batch.ends.tolist(), batch.numbers, strict=True):
         assert int(batch.positions[place, at]) == len(ROWS[number].ids) - 1
     assert collate(pack_rows(ROWS, IMAGE, share=False), IMAGE, 0, 0).positions is None
 

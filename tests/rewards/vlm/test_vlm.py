@@ -92,10 +92,10 @@ def test_plain_positions_are_those_without_images() -> None:
     judge, ask = tiny_judge(positions="1d"), asks_of_one()[0]
     row = judge.encode(ONE, [ask])[0][0]
     assert row is not None
-    features = judge.network.features(row.shown)
+    features = judge.network.features(row.images)
     ids = torch.tensor([row.ids])
     embeds = judge.model.get_input_embeddings()(ids).detach().clone()
-    embeds[ids == judge.network.image_token] = features[row.shown[0]].embeds
+    embeds[ids == judge.network.image_token] = features[row.images[0]].embeds
     own = judge.model.model.language_model(inputs_embeds=embeds).last_hidden_state[0, -1]
     torch.testing.assert_close(judge.hidden(ONE, [ask]).states[0], own, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(own, tiny_judge().hidden(ONE, [ask]).states[0], rtol=1e-3)
