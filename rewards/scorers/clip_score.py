@@ -16,7 +16,7 @@ from visalign.rewards.clip.towers import ClipJudge
 
 
 class ClipScore(ClipJudge):
-    """Cosine of image and prompt, float32; each unique image and each unique prompt is encoded once."""
+    """Cosine of image and prompt, float32; equal images and prompts are encoded once."""
 
     name = "clip_score"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HP, "high preference": how much an image is preferred for itself, from the image alone.
+"""HP, "high preference": preference for an image regardless of its prompt.
 
 Source: Ba et al., arXiv 2507.19002 (ICCV 2025); checkpoint 8y/HP: a fine-tuned CLIP ViT-H/14 in
     `hp_backbone/pytorch_model.bin` and the head in `hp_scorer/mlp_pytorch_model.bin`. The head takes the
@@ -29,14 +29,14 @@ from visalign.rewards.weights.fingerprints import WeightPrint, weight_state
 from .units import INFINITE
 
 HEAD = "hp_head.safetensors"
-"""The head in a folder that `Hp.save` wrote."""
+"""File of the head in a folder that `Hp.save` wrote."""
 PUBLISHED_HEAD = "hp_scorer/mlp_pytorch_model.bin"
 BACKBONE = "hp_backbone"
 """Subfolder of the published towers."""
 
 
 class HpModel(nn.Module):
-    """The network that is trained: the image tower and the layered head on its projected embedding."""
+    """Trainable network: the image tower and the layered head on its projected embedding."""
 
     def __init__(self, encoder: ClipEncoder, head: AffineHead) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class HpModel(nn.Module):
 
 
 class Hp(ClipJudge):
-    """The head's output r, float32: what the margins of its training are on; prompts are not looked at.
+    """Output r of the HP head, float32, the scale of its training margins; prompts are ignored.
 
     ICTHP's evaluation script prints σ(r) instead; `IctHp(mode="upstream")` uses that.
     """
@@ -70,9 +70,9 @@ class Hp(ClipJudge):
 
         Args:
             model: a folder that `save` wrote, a packaged name, the folder of 8y/HP, or its hub id.
-            device: where the tower runs.
-            precision: of the tower: "fp32", "bf16" or "fp16"; the head is float32 always.
-            **towers: of `ClipJudge`.
+            device: device of the tower.
+            precision: of the tower: "fp32", "bf16" or "fp16"; the head is always float32.
+            **towers: options of `ClipJudge`.
         """
         self._model = model
         self._head: AffineHead | None = None
@@ -87,34 +87,34 @@ class Hp(ClipJudge):
 
     @classmethod
     def from_pretrained(cls, model: str | Path, **options: Any) -> Self:
-        """The judge of that folder or name, loaded at once, which shows a broken folder here."""
-        judge = super().from_pretrained(model, **options)
-        _ = judge.head
-        return judge
+        """Load towers and head at once, so that a broken folder is noticed here."""
+        reward = super().from_pretrained(model, **options)
+        _ = reward.head
+        return reward
 
     @classmethod
     def untrained(
         cls, model: str | Path = "shapes-clip", widths: Sequence[int] | None = None, **options: Any
     ) -> Hp:
-        """A judge to be trained: the towers of any contrastive model and a new head.
+        """Create a reward to train: the towers of a contrastive model and a new head.
 
         Args:
-            model: what `load_fine_tuned_clip` takes.
+            model: see `load_fine_tuned_clip`.
             widths: output widths of the head's five layers, the last 1; the published ones when None.
-            **options: as in the constructor. The head's weights come from torch's global generator.
+            **options: of the constructor. The head's weights come from torch's global generator.
         """
-        judge = cls(model, **options)
-        towers = judge.towers
+        reward = cls(model, **options)
+        towers = reward.towers
         with torch.no_grad():
             width = towers.encoder.encode_image(towers.pixels([torch.zeros(3, 8, 8)])).shape[1]
         head = AffineHead(width) if widths is None else AffineHead(width, widths=widths)
-        judge._head = head.to(towers.encoder.device).eval()
-        judge._head_print = WeightPrint(judge._head, None)
-        return judge
+        reward._head = head.to(towers.encoder.device).eval()
+        reward._head_print = WeightPrint(reward._head, None)
+        return reward
 
     @property
     def head(self) -> AffineHead:
-        """The layered head, on the tower's device."""
+        """Layered head, on the tower's device."""
         if self._head is None:
             try:
                 with torch.inference_mode(False):
@@ -128,15 +128,16 @@ class Hp(ClipJudge):
 
     @property
     def module(self) -> HpModel:
-        """The network for a trainer; it holds the judge's own weights."""
+        """Network for a trainer; it shares this reward's weights."""
         return HpModel(self.towers.encoder, self.head)
 
     def save(
         self, folder: str | Path, dtype: torch.dtype = torch.float16, *, base: str | None = None
     ) -> None:
-        """Write towers, config, tokenizer and head (float32), which `from_pretrained` reads again. `dtype` is
-        that of the towers' weights on disk; with `base` (packaged name, hub id, or folder relative to
-        `folder`), from which they were trained, only what differs of them is written.
+        """Save towers (as `dtype`), config, tokenizer and head (float32) for `from_pretrained`.
+
+        With `base` (packaged name, hub id, or folder relative to `folder`), the model that the towers were
+        trained from, only the tensors that differ from it are written.
         """
         from safetensors.torch import save_file
 
@@ -150,35 +151,35 @@ class Hp(ClipJudge):
         umask_permissions(file)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score each image; prompts and metadata are not looked at."""
+        """Score each image; prompts and metadata are ignored."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         rows, features = self.towers.image_features(request, reasons)
-        values = self._one_map()(features).squeeze(-1) if rows else features
+        values = self._affine_map()(features).squeeze(-1) if rows else features
         return make_scores(scatter(values, rows, len(request)), reasons, self.unit)
 
     def score_with_gradient(self, images: Tensor, prompts: Sequence[str] | None = None) -> Tensor:
-        """[B] float32 scores of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
+        """Scores [B] float32 of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
         features = self.towers.image_features_with_gradient(images)
-        return self._one_map().to(features.device)(features).squeeze(-1)
+        return self._affine_map().to(features.device)(features).squeeze(-1)
 
-    def _one_map(self) -> nn.Linear:
-        """The head as one affine map on the CPU, multiplied out anew when a layer changed."""
-        seen = weight_state(self.head)
-        if self._collapsed is None or self._collapsed[0] != seen:
+    def _affine_map(self) -> nn.Linear:
+        """Collapse the head into one affine map on the CPU; cached until a layer changes."""
+        state = weight_state(self.head)
+        if self._collapsed is None or self._collapsed[0] != state:
             with torch.inference_mode(False):
-                self._collapsed = (seen, self.head.collapse())
+                self._collapsed = (state, self.head.collapse())
         return self._collapsed[1].cpu()
 
     @property
     def identity(self) -> Identity:
-        """What the numbers depend on."""
+        """Everything that the scores depend on."""
         _ = self.head
         return self.towers.identity(self.name, head=str(self._head_print))
 
 
 def _read_head(model: str | Path) -> tuple[dict[str, Tensor], Path]:
-    """The head's published keys, and the file they came from."""
+    """Read the head's tensors by their published keys, and the file that holds them."""
     folder = find_folder(model)
     for name in (HEAD, PUBLISHED_HEAD):
         if (folder / name).is_file():

@@ -55,20 +55,20 @@ class HpsV2(ClipJudge):
         Args:
             model: the published .pt file, a folder that holds it, the hub id, an open_clip folder, or a
                 packaged name.
-            version: "2.0" or "2.1": which of the files of a folder or hub id.
+            version: "2.0" or "2.1", the file of a folder or hub id.
             resampling: "float", "aliased" or "pil", as above.
             architecture: of the .pt file: a name of open_clip, or its model_cfg.
-            device: where the towers run.
-            precision: of the towers: "fp32", "bf16" or "fp16"; the cosine is float32 always.
-            **towers: of `ClipJudge`.
+            device: device of the towers.
+            precision: of the towers: "fp32", "bf16" or "fp16"; the cosine is always float32.
+            **towers: options of `ClipJudge`.
         """
-        for what, given, allowed in (
+        for key, value, allowed in (
             ("version", version, tuple(FILES)),
             ("resampling", resampling, RESAMPLING),
             ("precision", precision, tuple(PRECISIONS)),
         ):
-            if given not in allowed:
-                raise ValueError(f"hps_v2: {what} is {given!r}; allowed are {', '.join(allowed)}.")
+            if value not in allowed:
+                raise ValueError(f"hps_v2: {key} is {value!r}; allowed are {', '.join(allowed)}.")
         self.version = version
         super().__init__(
             model,
@@ -81,7 +81,7 @@ class HpsV2(ClipJudge):
 
     @property
     def identity(self) -> Identity:
-        """What the numbers depend on."""
+        """Everything that the scores depend on."""
         return self.towers.identity(self.name, version=self.version)
 
 
@@ -92,17 +92,17 @@ def _load(
     device: str | torch.device,
     precision: str,
 ) -> ClipParts:
-    """The published file put into open_clip's model, strictly."""
+    """Load the published file strictly into open_clip's model."""
     from visalign.data.assets import resolve_model
 
-    place = Path(resolve_model(model))
-    if (place / CONFIG).is_file():
-        return load_clip(place, device=device, precision=precision)
-    if not place.is_file():
-        place = local_folder(model, (FILES[version],)) / FILES[version]
-        if not place.is_file():
+    path = Path(resolve_model(model))
+    if (path / CONFIG).is_file():
+        return load_clip(path, device=device, precision=precision)
+    if not path.is_file():
+        path = local_folder(model, (FILES[version],)) / FILES[version]
+        if not path.is_file():
             raise FileNotFoundError(
-                f"The folder {place.parent} lacks {FILES[version]}; download it from xswu/HPSv2, or give the "
+                f"The folder {path.parent} lacks {FILES[version]}; download it from xswu/HPSv2, or give the "
                 "path of the .pt file as the model."
             )
     import open_clip
@@ -114,7 +114,7 @@ def _load(
             "model_cfg."
         )
     network = open_clip.CLIP(**{key: config[key] for key in ("embed_dim", "vision_cfg", "text_cfg")})
-    load_strict(network, read_tensors(place, "state_dict"), str(place))
+    load_strict(network, read_tensors(path, "state_dict"), str(path))
     network.to(device=torch.device(device), dtype=PRECISIONS[precision]).eval().requires_grad_(False)
     tokenizer = open_clip.SimpleTokenizer(context_length=network.context_length)
     return ClipParts(
@@ -128,6 +128,6 @@ def _load(
         },
         tokenizer=tokenizer,
         end=check_end_token(network, tokenizer),
-        folder=place,
+        folder=path,
         model_cfg=config,
     )

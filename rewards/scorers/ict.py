@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ICT, "image contains text": the cosine of a CLIP that was trained not to punish what the text leaves out.
+"""ICT, "image contains text": the cosine of a CLIP trained not to punish details that the text omits.
 
 Source: Ba et al., arXiv 2507.19002 (ICCV 2025); checkpoint 8y/ICT, a fine-tuned CLIP ViT-H/14 of transformers
     whose published evaluation is the plain cosine, without logit_scale.
@@ -22,7 +22,7 @@ from visalign.rewards.clip.towers import ClipJudge, cosine
 
 
 class IctModel(nn.Module):
-    """The network that is trained: two towers, shared with the judge, and the cosine of what they say."""
+    """Trainable network: two towers, shared with the reward, and the cosine of their embeddings."""
 
     def __init__(self, encoder: ClipEncoder) -> None:
         super().__init__()
@@ -37,14 +37,14 @@ class IctModel(nn.Module):
         return F.normalize(self.encoder.encode_text(tokens), dim=-1)
 
     def forward(self, pixels: Tensor, tokens: Tensor) -> Tensor:
-        """[N] float32 cosines of N images and N texts."""
+        """Cosines [N] float32 of N images and N texts."""
         return cosine(self.encoder.encode_image(pixels), self.encoder.encode_text(tokens))
 
 
 class Ict(ClipJudge):
     """cos(image, prompt) of the fine-tuned towers; with a threshold θ the paper's ICT score min(cos/θ, 1).
 
-    The paper defines ICT labels by a plain CLIP model and θ, E = min(cos/θ, 1), and trains the towers to give
+    The paper labels images by a plain CLIP model and θ, E = min(cos/θ, 1), and trains the towers to predict
     them; so θ belongs to plain towers (`Ict("shapes-clip", threshold=...)`), not to trained ones.
     """
 
@@ -65,9 +65,9 @@ class Ict(ClipJudge):
             model: a folder that `save` wrote, a packaged name, the folder of 8y/ICT, its hub id, or its
                 pytorch_model.bin alone.
             threshold: θ in (0, 1], or None for the cosine itself.
-            device: where the towers run.
-            precision: of the towers: "fp32", "bf16" or "fp16"; the cosine is float32 always.
-            **towers: of `ClipJudge`.
+            device: device of the towers.
+            precision: of the towers: "fp32", "bf16" or "fp16"; the cosine is always float32.
+            **towers: options of `ClipJudge`.
         """
         if threshold is not None and not 0 < threshold <= 1:
             raise ValueError(f"ict: threshold is {threshold}; allowed are numbers above 0 up to 1, or None.")
@@ -86,18 +86,18 @@ class Ict(ClipJudge):
 
     @property
     def module(self) -> IctModel:
-        """The network for a trainer; it holds the judge's own weights, whose gradients are off at first."""
+        """Network for a trainer; it shares this reward's weights, whose gradients are off at first."""
         return IctModel(self.towers.encoder)
 
     def save(self, folder: str | Path, dtype: torch.dtype = torch.float16) -> None:
-        """Write towers, config and tokenizer, which `from_pretrained` reads again."""
+        """Save towers, config and tokenizer for `from_pretrained`."""
         self.towers.parts.save(folder, dtype)
 
     def scaled(self, cosine: Tensor) -> Tensor | None:
-        """The ICT score, where there is a θ."""
+        """ICT score of a cosine; None without θ."""
         return None if self.threshold is None else truncated_score(cosine, theta=self.threshold)
 
     @property
     def identity(self) -> Identity:
-        """What the numbers depend on."""
+        """Everything that the scores depend on."""
         return self.towers.identity(self.name, threshold=self.threshold)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ICT-HP: how much of the text the image contains, times how much the image is preferred for itself.
+"""ICT-HP: product of the ICT score (text contained in the image) and the HP score (preference).
 
 Source: Ba et al., arXiv 2507.19002 (ICCV 2025). The paper multiplies the two scores; the released evaluation
-    puts the HP head through a sigmoid first, so that it is positive. Both are here, by name.
+    applies a sigmoid to the HP head first, so that it is positive. `mode` chooses.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ MODES = ("paper", "upstream")
 class IctHp:
     """ICT · σ(r) ("upstream"), or ICT · r ("paper"), with r the HP head's output; both among the parts.
 
-    The head's output has no sign that means anything: it was trained on differences. With "paper" a negative
-    r turns the order of the ICT scores round, and two bad images outscore a good one; the sigmoid keeps the
-    order. So the released form is the default.
+    The sign of r is arbitrary, because the head was trained on differences. With "paper" a negative r
+    reverses the order of the ICT scores; the sigmoid keeps it. So the released form is the default.
     """
 
     name = "ict_hp"
@@ -51,8 +50,8 @@ class IctHp:
             ict: the model of `Ict`.
             hp: the model of `Hp`.
             mode: "upstream" or "paper".
-            device: where the towers run.
-            **towers: of `ClipJudge`, for each of the two.
+            device: device of the towers.
+            **towers: options of `ClipJudge`, for each of the two.
         """
         if mode not in MODES:
             raise ValueError(
@@ -64,7 +63,7 @@ class IctHp:
         self.ict, self.hp = Ict(ict, device=device, **towers), Hp(hp, device=device, **towers)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Product per (image, prompt), with parts "ict", "hp" and "cut"; metadata is not looked at."""
+        """Score each (image, prompt), with parts "ict", "hp" and "cut"; metadata is ignored."""
         ict = self.ict.score(images, prompts, metadata)
         hp = self.hp.score(images, prompts, metadata)
         factor = hp.value if self.mode == "paper" else hp.value.sigmoid()
@@ -73,13 +72,13 @@ class IctHp:
         return make_scores(ict.value * factor, reasons, self.unit, parts=parts, text=ict.text)
 
     def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """[B] float32 scores of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
+        """Scores [B] float32 of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
         hp = self.hp.score_with_gradient(images)
         return self.ict.score_with_gradient(images, prompts) * (hp if self.mode == "paper" else hp.sigmoid())
 
     @property
     def identity(self) -> Identity:
-        """What the numbers depend on."""
+        """Everything that the scores depend on."""
         ict, hp = self.ict.identity, self.hp.identity
         return Identity(
             judge=self.name,

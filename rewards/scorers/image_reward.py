@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ImageReward: BLIP reads the prompt while it looks at the image; a head on [CLS] gives the score.
+"""ImageReward: BLIP with cross-attention from prompt to image; a head on [CLS] gives the score.
 
-The network is built from transformers' BLIP classes, and its published keys are mapped to theirs.
+The network is built from transformers' BLIP classes, and published keys are renamed to theirs.
 
 Source: Xu et al., arXiv 2304.05977 (NeurIPS 2023); checkpoint THUDM/ImageReward: ImageReward.pt and
     med_config.json. The raw score is standardised with the published constants, so its unit is one standard
-    deviation over ImageReward's own training set.
+    deviation over ImageReward's training set.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .units import INFINITE
 WEIGHTS = "ImageReward.pt"
 CONFIG = "med_config.json"
 MAX_TOKENS = 35
-"""Tokens of a prompt that the published model was trained with and scores with, [CLS] and [SEP] included."""
+"""Prompt length of the published model in tokens, [CLS] and [SEP] included."""
 TOKENIZER = "google-bert/bert-base-uncased"
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json", "special_tokens_map.json")
 
@@ -55,7 +55,7 @@ RENAMED = (
     (r"^blip\.text_encoder\.", "text."),
     (r"^mlp\.", "head."),
 )
-"""Published key -> ours; a key that none of them matches is kept, and then refused by name."""
+"""Published key -> ours; other keys are kept, and then refused by name."""
 
 UNUSED = (
     "blip.text_encoder.embeddings.position_ids",
@@ -64,7 +64,7 @@ UNUSED = (
     "blip.text_proj.weight",
     "blip.text_proj.bias",
 )
-"""May be in the file, but no score reads them: BLIP's contrastive projections, and the numbers 0-511."""
+"""Keys of the file that no score needs: BLIP's contrastive projections, and the numbers 0-511."""
 
 MED_CONFIG: dict[str, Any] = {
     "hidden_size": 768,
@@ -76,17 +76,17 @@ MED_CONFIG: dict[str, Any] = {
     "layer_norm_eps": 1e-12,
     "vocab_size": 30524,
 }
-"""med_config.json of BLIP: BERT-base with cross-attention in each layer and two added tokens."""
+"""BLIP's med_config.json: BERT-base with cross-attention in each layer and two added tokens."""
 
 HEAD_WIDTH = 64
-"""Numbers per attention head in ViT-B and ViT-L."""
+"""Width of an attention head in ViT-B and ViT-L."""
 
 
 class ImageReward:
     """(r − 0.16717) / 1.03334 with the head's raw output r, float32; roughly −2 to 2.
 
-    The image tower runs once per image, whatever the number of its prompts. A prompt that is cut gets a
-    note in `text` and 1 in the part "cut"; special tokens spelled out in a prompt are read as plain text.
+    The image tower runs once per image, whatever the number of its prompts. A truncated prompt gets a note
+    in `text` and 1 in the part "cut"; special tokens in a prompt are read as plain text.
     """
 
     name = "image_reward"
@@ -112,13 +112,12 @@ class ImageReward:
             model: ImageReward.pt, its folder with med_config.json, or its hub id.
             tokenizer: folder or hub id of BERT's uncased tokenizer; the model's folder if it holds one, else
                 google-bert/bert-base-uncased.
-            max_tokens: length to which prompts are cut; more than the published 35 leaves what it was trained
-                on.
+            max_tokens: length to which prompts are truncated; the model was trained with 35.
             vision_heads: attention heads of the image tower; width / 64 when None.
-            device: where the towers run.
-            precision: of the towers: "fp32", "bf16" or "fp16"; the head is float32 always.
-            batch_size: images, or pairs of image and prompt, in one forward pass.
-            cache_bytes: limit of the patch features kept between calls (0.8 MB an image); 0 keeps none.
+            device: device of the towers.
+            precision: of the towers: "fp32", "bf16" or "fp16"; the head is always float32.
+            batch_size: images, or (image, prompt) pairs, in one forward pass.
+            cache_bytes: cache size for patch features (0.8 MB an image); 0 for no cache.
         """
         if max_tokens < 3:
             raise ValueError(f"image_reward: max_tokens is {max_tokens}; allowed are whole numbers from 3.")
@@ -136,14 +135,14 @@ class ImageReward:
 
     @cached_property
     def file(self) -> Path:
-        """The weights."""
+        """Weight file."""
         if Path(self.source).is_file():
             return Path(self.source)
         return local_folder(self.source, (WEIGHTS, CONFIG, *_TOKENIZER_FILES)) / WEIGHTS
 
     @cached_property
     def model(self) -> ImageRewardModel:
-        """The network; the towers in the chosen precision, the head in float32."""
+        """Network; the towers in the chosen precision, the head in float32."""
         med = self.file.parent / CONFIG
         model = build(
             read_tensors(self.file),
@@ -161,8 +160,9 @@ class ImageReward:
         """BERT's tokenizer."""
         from transformers import AutoTokenizer
 
-        own = any((self.file.parent / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
-        source = self._tokenizer_source or (self.file.parent if own else TOKENIZER)
+        folder = self.file.parent
+        in_folder = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
+        source = self._tokenizer_source or (folder if in_folder else TOKENIZER)
         return AutoTokenizer.from_pretrained(local_folder(source, _TOKENIZER_FILES))
 
     @cached_property
@@ -178,22 +178,24 @@ class ImageReward:
         }
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score per (image, prompt), the raw output among the parts; metadata is not looked at."""
+        """Score each (image, prompt), with the raw output among the parts; metadata is ignored."""
         request = read_request(self.name, images, prompts, metadata)
-        reasons = list(request.images.reasons)
         tokens, mask, notes = self._tokens(request.prompts)
         reasons = [
-            reason or prompt_problem(prompt) for reason, prompt in zip(reasons, request.prompts, strict=True)
+            reason or prompt_problem(prompt)
+            for reason, prompt in zip(request.images.reasons, request.prompts, strict=True)
         ]
         rows, readable_images = fitting_images(request, reasons, self.preprocess)
         raw = self._raw(readable_images, [request.prompts[row] for row in rows], tokens[rows], mask[rows])
-        values = {"value": standardise(raw), "raw": raw}
-        full = {key: scatter(value, rows, len(request)) for key, value in values.items()}
-        parts = {"raw": full["raw"], "cut": torch.tensor([float(bool(note)) for note in notes])}
-        return make_scores(full["value"], reasons, self.unit, parts=parts, text=notes)
+        parts = {
+            "raw": scatter(raw, rows, len(request)),
+            "cut": torch.tensor([float(bool(note)) for note in notes]),
+        }
+        value = scatter(standardise(raw), rows, len(request))
+        return make_scores(value, reasons, self.unit, parts=parts, text=notes)
 
     def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """[B] float32 scores of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
+        """Scores [B] float32 of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
         if len(images) != len(prompts):
             raise ValueError(f"{len(images)} images and {len(prompts)} prompts; give one prompt per image.")
         tokens, mask, _ = self._tokens(prompts)
@@ -202,39 +204,39 @@ class ImageReward:
 
     @torch.no_grad()
     def _raw(self, images: list[Tensor], prompts: list[str], tokens: Tensor, mask: Tensor) -> Tensor:
-        """Raw scores of n pairs, equal images and equal pairs computed once."""
+        """Raw scores of n pairs; equal images and equal pairs are computed once."""
         if not images:
             return torch.zeros(0)
-        seen = [image_key(image) for image in images]
+        image_keys = [image_key(image) for image in images]
 
-        def look(positions: list[int]) -> Tensor:
+        def encode(positions: list[int]) -> Tensor:
             levels = [model_levels(images[i], self.preprocess).to(self.device) for i in positions]
             return self.model.encode_image(self._normalised(torch.stack(levels) / 255)).cpu()
 
-        def judge(positions: list[int]) -> Tensor:
+        def score(positions: list[int]) -> Tensor:
             patches = encode_once(
-                [seen[i] for i in positions],
-                lambda chunk: look([positions[j] for j in chunk]),
+                [image_keys[i] for i in positions],
+                lambda chunk: encode([positions[j] for j in chunk]),
                 cache=self._patches,
                 batch_size=self.batch_size,
             )
             text = (tokens[positions].to(self.device), mask[positions].to(self.device))
             return self.model(patches.to(self.device), *text).cpu()
 
-        pairs = [key + text_key(prompt) for key, prompt in zip(seen, prompts, strict=True)]
-        # Pairs of one image stand together, so that a small cache still serves them.
-        order = sorted(range(len(pairs)), key=lambda i: pairs[i])
-        raw = torch.empty(len(pairs))
+        pair_keys = [key + text_key(prompt) for key, prompt in zip(image_keys, prompts, strict=True)]
+        # Pairs of one image are neighbours, so that a small cache is enough.
+        order = sorted(range(len(pair_keys)), key=lambda i: pair_keys[i])
+        raw = torch.empty(len(pair_keys))
         raw[order] = encode_once(
-            [pairs[i] for i in order],
-            lambda chunk: judge([order[i] for i in chunk]),
+            [pair_keys[i] for i in order],
+            lambda chunk: score([order[i] for i in chunk]),
             cache=FeatureCache(0),
             batch_size=self.batch_size,
         )
         return raw
 
     def _tokens(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor, list[str]]:
-        """Ids and mask [N, max_tokens], and a note where a prompt was cut."""
+        """Ids and mask [N, max_tokens], and a note where a prompt was truncated."""
         texts = ["" if prompt_problem(prompt) else prompt for prompt in prompts]
         if not texts:
             empty = torch.zeros(0, self.max_tokens, dtype=torch.long)
@@ -253,7 +255,7 @@ class ImageReward:
 
     @property
     def identity(self) -> Identity:
-        """What the numbers depend on."""
+        """Everything that the scores depend on."""
         return Identity(
             judge=self.name,
             model=self.source,
@@ -265,7 +267,7 @@ class ImageReward:
 
 
 class ImageRewardModel(nn.Module):
-    """BLIP's image tower, its text tower that looks at the image, and the head on [CLS]."""
+    """BLIP's image tower, its text tower with cross-attention, and the head on [CLS]."""
 
     def __init__(self, vision: Mapping[str, Any], text: Mapping[str, Any], widths: list[int]) -> None:
         from transformers import BlipTextConfig, BlipVisionConfig, BlipVisionModel
@@ -279,20 +281,15 @@ class ImageRewardModel(nn.Module):
         self.head = AffineHead(int(text["hidden_size"]), widths=widths)
 
     def encode_image(self, pixels: Tensor) -> Tensor:
-        """Patch features [N, 1 + P, D] of normalised pixels [N, 3, h, w]."""
+        """Compute patch features [N, 1 + P, D] of normalised pixels [N, 3, h, w]."""
         return self.vision(pixel_values=pixels).last_hidden_state
 
     def forward(self, patches: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Raw scores [N] float32 of patches [N, 1 + P, D] and token ids [N, L], "[CLS]" first, with a mask
-        that is 0 for padding.
-        """
-        seen = self.text(
-            input_ids=tokens,
-            attention_mask=mask,
-            encoder_hidden_states=patches,
-            is_decoder=False,
+        """Raw scores [N] float32 of patches [N, 1 + P, D], token ids [N, L] ("[CLS]" first) and mask."""
+        output = self.text(
+            input_ids=tokens, attention_mask=mask, encoder_hidden_states=patches, is_decoder=False
         )
-        return self.head(seen.last_hidden_state[:, 0].float())
+        return self.head(output.last_hidden_state[:, 0].float())
 
 
 def build(
@@ -302,20 +299,21 @@ def build(
     med_config: Path | None = None,
     vision_heads: int | None = None,
 ) -> ImageRewardModel:
-    """The network of a published state dict in evaluation mode, float32, without gradients, its sizes read
-    off the weights. `where` is its path, for messages; `med_config` is BLIP's (BERT-base when None);
-    `vision_heads` of the image tower are width / 64 when None.
+    """Build the network of a published state dict, in evaluation mode, with sizes from the weights.
+
+    `where` is its path, for messages; `med_config` is BLIP's (BERT-base when None); `vision_heads` of the
+    image tower are width / 64 when None.
     """
     from transformers.initialization import no_init_weights
 
     renamed = {rename(key): value for key, value in state.items() if key not in UNUSED}
     vision = _vision_settings(renamed, where, vision_heads)
     text = _text_settings(med_config)
-    places = sorted(int(key.split(".")[2]) for key in renamed if re.match(r"head\.layers\.\d+\.bias$", key))
-    widths = [renamed[f"head.layers.{place}.bias"].shape[0] for place in places]
-    if places != [0, 2, 4, 6, 7]:
+    layers = sorted(int(key.split(".")[2]) for key in renamed if re.match(r"head\.layers\.\d+\.bias$", key))
+    widths = [renamed[f"head.layers.{layer}.bias"].shape[0] for layer in layers]
+    if layers != [0, 2, 4, 6, 7]:
         raise RewardError(
-            f"{where}: the head has layers {places}, needed are mlp.layers.0, 2, 4, 6 and 7 with weight and "
+            f"{where}: the head has layers {layers}, needed are mlp.layers.0, 2, 4, 6 and 7 with weight and "
             "bias."
         )
     with no_init_weights():
@@ -325,11 +323,11 @@ def build(
 
 
 def rename(key: str) -> str:
-    """Our name of a published key; the key itself where there is none."""
+    """Translate a published key; other keys are returned unchanged."""
     for pattern, ours in RENAMED:
-        found, count = re.subn(pattern, ours, key)
+        renamed, count = re.subn(pattern, ours, key)
         if count:
-            return found
+            return renamed
     return key
 
 
@@ -362,5 +360,5 @@ def _vision_settings(state: Mapping[str, Tensor], where: str, heads: int | None)
 def _text_settings(file: Path | None) -> dict[str, Any]:
     if file is None:
         return dict(MED_CONFIG)
-    said = json.loads(file.read_text(encoding="utf-8"))
-    return {key: said.get(key, default) for key, default in MED_CONFIG.items()}
+    config = json.loads(file.read_text(encoding="utf-8"))
+    return {key: config.get(key, default) for key, default in MED_CONFIG.items()}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of pyiqa by name: MUSIQ, NIMA, CLIP-IQA and others of the image alone, SSIM or LPIPS to a source.
+"""Metrics of pyiqa by name: MUSIQ, NIMA, CLIP-IQA and others; with a source image SSIM, LPIPS and others.
 
-It needs the extra `iqa` (github.com/chaofengc/IQA-PyTorch, whose licence is not commercial; read it). Weights
-are fetched by pyiqa itself when a metric is made.
+They need the extra `iqa` (github.com/chaofengc/IQA-PyTorch; its licence is non-commercial). pyiqa fetches the
+weights when a metric is created.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from visalign.rewards.vlm.requests import source_images
 
 
 class Iqa:
-    """One metric of pyiqa, in its own unit; where it says that lower is better, `higher_is_better` is False.
+    """Metric of pyiqa, in its own unit; `higher_is_better` is pyiqa's.
 
-    A metric with a reference compares with the record's "source". An image that the metric refuses, or gives
-    no finite number, has no score.
+    A full-reference metric compares with the record's "source". An image that the metric refuses, or for
+    which it returns no finite number, is invalid.
     """
 
     name = "iqa"
@@ -37,12 +37,12 @@ class Iqa:
     higher_is_better = True
 
     def __init__(self, metric: str = "musiq", *, device: str | torch.device = "cpu", **options: Any) -> None:
-        """Find the metric; its network is made at the first score.
+        """Find the metric; its network is created at the first score.
 
         Args:
             metric: a name of `pyiqa.list_models()`.
-            device: where it runs.
-            **options: of pyiqa's `create_metric`, such as pretrained_model_path for weights of one's own.
+            device: device of the metric.
+            **options: of pyiqa's `create_metric`, such as pretrained_model_path for your own weights.
         """
         try:
             # an extra, so it may be missing
@@ -52,23 +52,23 @@ class Iqa:
                 f"{self.name}: pyiqa cannot be imported ({error}). Install it: python -m pip install "
                 '"visalign[iqa]".'
             ) from error
-        known = {key: told for key, told in configs.items() if not key.startswith(("fid", "inception"))}
-        if metric not in known:
-            hint = did_you_mean(nearest(metric, known, limit=3))
+        metrics = {key: value for key, value in configs.items() if not key.startswith(("fid", "inception"))}
+        if metric not in metrics:
+            hint = did_you_mean(nearest(metric, metrics, limit=3))
             raise RewardError(
                 f"{self.name}: pyiqa has no metric {metric!r} of single images. {hint}".rstrip()
             )
         self.metric, self._device, self._options = metric, torch.device(device), options
         self.unit = f"{metric} of pyiqa"
-        self.higher_is_better = not known[metric].get("lower_better", False)
-        self.has_reference = known[metric].get("metric_mode") == "FR"
+        self.higher_is_better = not metrics[metric].get("lower_better", False)
+        self.has_reference = metrics[metric].get("metric_mode") == "FR"
 
     @cached_property
     def model(self) -> Any:
         """pyiqa's metric."""
         make = import_module("pyiqa").create_metric
         try:
-            with _llama_kept(self.metric):
+            with _restore_llama(self.metric):
                 return make(self.metric, device=self._device, **self._options).eval()
         except (OSError, TypeError) as error:
             raise RewardError(
@@ -79,7 +79,7 @@ class Iqa:
 
     @property
     def identity(self) -> Identity:
-        """What the scores depend on."""
+        """Everything that the scores depend on."""
         try:
             library = f"pyiqa {version('pyiqa')}"
         except PackageNotFoundError:
@@ -88,7 +88,7 @@ class Iqa:
 
     @torch.no_grad()
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score per image, each by itself at its own size; prompts are not looked at."""
+        """Score each image by itself at its own size; prompts are ignored."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         sources = source_images(request.metadata, reasons) if self.has_reference else {}
@@ -96,25 +96,21 @@ class Iqa:
         for row, image in request.images.readable():
             if reasons[row] is not None:
                 continue
-            shown = [one[None].to(self._device) for one in (image, *([sources[row]] if sources else []))]
+            inputs = [image, sources[row]] if sources else [image]
             try:
-                said = model(*shown)
+                output = model(*(pixels[None].to(self._device) for pixels in inputs))
             except (RuntimeError, ValueError, AssertionError, IndexError) as error:
                 reasons[row] = f"pyiqa's {self.metric} refuses the image: {str(error).splitlines()[0]:.120}"
                 continue
-            found = float((said[0] if isinstance(said, tuple) else said).reshape(-1)[0])
-            value[row] = found
-            reasons[row] = None if math.isfinite(found) else f"pyiqa's {self.metric} gives {found}"
+            score = float((output[0] if isinstance(output, tuple) else output).reshape(-1)[0])
+            value[row] = score
+            reasons[row] = None if math.isfinite(score) else f"pyiqa's {self.metric} gives {score}"
         return make_scores(value, reasons, self.unit)
 
 
 @contextmanager
-def _llama_kept(metric: str) -> Iterator[None]:
-    """Give transformers its Llama back, whose classes pyiqa exchanges in the whole process for its Q-Align.
-
-    Args:
-        metric: that is made inside; Q-Align and its kin run on what pyiqa puts there.
-    """
+def _restore_llama(metric: str) -> Iterator[None]:
+    """Restore transformers' Llama, which pyiqa patches in the whole process for its Q-Align variants."""
     names = ("configuration_llama", "modeling_llama")
     modules = [import_module(f"transformers.models.llama.{name}") for name in names]
     before = [dict(vars(module)) for module in modules]
@@ -124,7 +120,7 @@ def _llama_kept(metric: str) -> Iterator[None]:
         yield
     finally:
         if not metric.startswith(("qalign", "compare2score")):
-            for module, known in zip(modules, before, strict=True):
-                vars(module).update(known)
+            for module, attributes in zip(modules, before, strict=True):
+                vars(module).update(attributes)
             for model, forward in zip(models, forwards, strict=True):
                 model.forward = forward

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LAION aesthetic: a small head on the L2-normalised embedding of OpenAI's CLIP ViT-L/14, trained on ratings.
+"""LAION aesthetic predictor: a head, trained on ratings, on the embedding of OpenAI's CLIP ViT-L/14.
 
 Source: Schuhmann, christophschuhmann/improved-aesthetic-predictor (`sac+logos+ava1-l14-linearMSE.pth`,
     `ava+logos-l14-linearMSE.pth`, `ava+logos-l14-reluMSE.pth`), and LAION-AI/aesthetic-predictor
@@ -36,10 +36,7 @@ Head = Callable[[Tensor], Tensor]
 
 
 class LaionAesthetic(ClipJudge):
-    """Predicted mean rating of an image on 1 to 10, float32; the model itself is not bounded.
-
-    Prompts are not looked at. Linear heads are multiplied out into one vector and a bias.
-    """
+    """Predicted mean rating of an image on 1 to 10, float32, unbounded; prompts are ignored."""
 
     name = "laion_aesthetic"
     capabilities = RewardCapabilities(needs_prompt=False)
@@ -57,20 +54,20 @@ class LaionAesthetic(ClipJudge):
         """Note the models, which are loaded at the first score.
 
         Args:
-            model: what `load_clip` takes: clip-vit-large-patch14 as a folder, its weight file or its hub id,
-                or "ViT-L-14:openai" of open_clip.
+            model: see `load_clip`: clip-vit-large-patch14 as a folder, its weight file or its hub id, or
+                "ViT-L-14:openai" of open_clip.
             head: the .pth file, or a folder or hub id that holds `PUBLISHED_HEAD`.
-            device: where the tower runs.
-            **towers: of `ClipJudge`.
+            device: device of the tower.
+            **towers: options of `ClipJudge`.
         """
-        self._head_place = head
+        self._head_source = head
         self._head: tuple[int, Head] | None = None
-        # Both repositories feed OpenAI's own transform, which crops as torchvision does.
+        # Both repositories use OpenAI's transform, which crops as torchvision does.
         crop = {"crop_rounding": "nearest", **towers.pop("preprocess", {})}
         super().__init__(model, device=device, preprocess=crop, **towers)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Rate each image; prompts and metadata are not looked at."""
+        """Rate each image; prompts and metadata are ignored."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         rows, features = self.towers.image_features(request, reasons)
@@ -78,17 +75,17 @@ class LaionAesthetic(ClipJudge):
         return make_scores(scatter(values, rows, len(request)), reasons, self.unit)
 
     def score_with_gradient(self, images: Tensor, prompts: Sequence[str] | None = None) -> Tensor:
-        """[B] float32 ratings of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
+        """Ratings [B] float32 of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
         features = self.towers.image_features_with_gradient(images)
         return self._rate(features.cpu()).to(features.device)
 
     @cached_property
     def head_file(self) -> Path:
-        """The head."""
-        place = Path(self._head_place)
-        if place.is_dir() or (not place.is_file() and is_hub_id(place) and place.suffix != ".pth"):
-            return local_folder(place, (PUBLISHED_HEAD,)) / PUBLISHED_HEAD
-        return place
+        """File of the head."""
+        path = Path(self._head_source)
+        if path.is_dir() or (not path.is_file() and is_hub_id(path) and path.suffix != ".pth"):
+            return local_folder(path, (PUBLISHED_HEAD,)) / PUBLISHED_HEAD
+        return path
 
     def _rate(self, features: Tensor) -> Tensor:
         if self._head is None:
@@ -104,14 +101,15 @@ class LaionAesthetic(ClipJudge):
 
     @property
     def identity(self) -> Identity:
-        """What the numbers depend on."""
+        """Everything that the scores depend on."""
         return self.towers.identity(self.name, head=fingerprint(self.head_file), file=self.head_file.name)
 
 
 def read_head(file: str | Path) -> tuple[int, Head]:
-    """(width of the embedding, map from normalised embeddings [N, D] to ratings [N]) of a published head:
-    five layers without or with ReLU between them (`layers.{0,2,4,6,7}.*`, `layers.{0,3,6,9,11}.*`), or one
-    linear layer (`weight` and `bias`).
+    """Read a published head: (width of the embedding, map from normalised embeddings [N, D] to ratings [N]).
+
+    It has five layers without or with ReLU between them (`layers.{0,2,4,6,7}.*`, `layers.{0,3,6,9,11}.*`), or
+    one linear layer (`weight` and `bias`).
     """
     file = Path(file)
     if not file.is_file():
@@ -121,7 +119,7 @@ def read_head(file: str | Path) -> tuple[int, Head]:
         )
     state = read_tensors(file)
     if set(state) == {"weight", "bias"}:
-        return _single(state, file)
+        return _linear_head(state, file)
     try:
         layers = AffineHead.from_state_dict(state)
     except ValueError as error:
@@ -130,11 +128,11 @@ def read_head(file: str | Path) -> tuple[int, Head]:
     width = int(layers.layers[0].in_features)  # type: ignore[arg-type]  # the first layer is linear
     if layers.activation == "relu":
         return width, layers
-    one = layers.collapse()
-    return width, lambda embedding: one(embedding).squeeze(-1)
+    affine_map = layers.collapse()
+    return width, lambda embedding: affine_map(embedding).squeeze(-1)
 
 
-def _single(state: Mapping[str, Tensor], file: Path) -> tuple[int, Head]:
+def _linear_head(state: Mapping[str, Tensor], file: Path) -> tuple[int, Head]:
     weight, bias = state["weight"].float(), state["bias"].float()
     if weight.ndim != 2 or weight.shape[0] != 1 or bias.shape != (1,):
         raise RewardError(

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MPS: a CLIP ViT-H/14 whose image attends to those words of the prompt that a condition speaks of.
+"""MPS: a CLIP ViT-H/14 whose image attends to the words of the prompt that belong to a condition.
 
 Source: Zhang et al., "Learning Multi-dimensional Human Preference for Text-to-Image Generation", CVPR 2024;
-code github.com/Kwai-Kolors/MPS (MIT). Four layers of cross attention from the image's tokens to the
-prompt's, each followed by a parallel block of attention and feedforward with rotary positions; keys and
-values have one head.
+code github.com/Kwai-Kolors/MPS (MIT). Four layers of cross-attention from image tokens to prompt tokens, each
+followed by a parallel block of attention and feedforward with rotary positions; keys and values share one
+head.
 
-The published file is a pickled module. Its tensors are read and none of its code (`read_module`). Upstream
-divides the likeness of words and condition by its maximum over the batch; here over each prompt, which is the
-same for the single prompts of its evaluation.
+The published file is a pickled module; its tensors are read, its code is not run (`read_module`). Upstream
+normalises the similarity of words and condition over the batch; here over each prompt, which is the same for
+the single prompts of its evaluation.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class CrossAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, context: Tensor, mask: Tensor) -> Tensor:
-        """[B, n, D] of queries [B, n, D], context [B, m, D] and an additive mask [B, 1, 1, m]."""
+        """Attend from x [B, n, D] to context [B, m, D] with an additive mask [B, 1, 1, m]."""
         normed = self.norm(x)
         query = self.to_q(normed).unflatten(-1, (-1, self.head)).transpose(1, 2)
         key, value = self.to_kv(context)[:, None].expand(-1, query.shape[1], -1, -1).chunk(2, dim=-1)
-        seen = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        return x + self.to_out(seen.transpose(1, 2).flatten(2)) + self.ff(normed)
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return x + self.to_out(attended.transpose(1, 2).flatten(2)) + self.ff(normed)
 
 
 class ParallelBlock(nn.Module):
@@ -82,16 +82,16 @@ class ParallelBlock(nn.Module):
         self.ff_out = nn.Sequential(Gated(), nn.Linear(inner, width, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, n, D] of [B, n, D]."""
+        """Apply the block to [B, n, D]."""
         query, key, value, inner = self.fused_attn_ff_proj(self.norm(x)).split(self.sizes, dim=-1)
         query = query.unflatten(-1, (-1, self.sizes[1])).transpose(1, 2)
-        key, value = (one[:, None].expand_as(query) for one in (_rotated(key), value))
-        seen = F.scaled_dot_product_attention(_rotated(query), key, value)
-        return x + self.attn_out(seen.transpose(1, 2).flatten(2)) + self.ff_out(inner)
+        key, value = _rotate(key)[:, None].expand_as(query), value[:, None].expand_as(query)
+        attended = F.scaled_dot_product_attention(_rotate(query), key, value)
+        return x + self.attn_out(attended.transpose(1, 2).flatten(2)) + self.ff_out(inner)
 
 
-def _rotated(x: Tensor) -> Tensor:
-    """Rotary positions (Su et al., arXiv 2104.09864) on [..., n, d], halves paired."""
+def _rotate(x: Tensor) -> Tensor:
+    """Apply rotary positions (Su et al., arXiv 2104.09864) to [..., n, d], halves paired."""
     count, width = x.shape[-2:]
     power = torch.arange(0, width, 2, device=x.device, dtype=torch.float32) / width
     angle = torch.arange(count, device=x.device, dtype=torch.float32)[:, None] / 10000**power
@@ -101,10 +101,10 @@ def _rotated(x: Tensor) -> Tensor:
 
 
 class Mps:
-    """exp(logit_scale) · cos(prompt, image that saw the prompt's words under the condition), float32.
+    """exp(logit_scale) · cos(prompt, image after cross-attention to words of the condition), float32.
 
-    A word of the prompt is seen where its largest product with a word of the condition is above `threshold`
-    of the prompt's largest. The difference of two scores is the log-odds of the preference.
+    A word of the prompt is attended to if its largest product with a word of the condition is above
+    `threshold` of the prompt's largest. The difference of two scores is the log-odds of the preference.
     """
 
     name = "mps"
@@ -125,14 +125,14 @@ class Mps:
         """Note the model, which is loaded at the first score.
 
         Args:
-            model: `MPS_overall_checkpoint.pth`, or a state dict of it as .safetensors; the files of a folder
-                beside it (config.json, tokenizer) replace CLIP ViT-H/14's.
-            condition: what the preference is about.
-            threshold: of a word's likeness to the condition; 0.3 is that of upstream's evaluation, and 0.01
-                that of its training.
-            device: where the model runs.
+            model: `MPS_overall_checkpoint.pth`, or a state dict of it as .safetensors; config.json and
+                tokenizer in its folder replace CLIP ViT-H/14's.
+            condition: words for the aspect of the preference.
+            threshold: of a word's similarity to the condition; 0.3 in upstream's evaluation, 0.01 in its
+                training.
+            device: device of the model.
             precision: of the weights: "fp32", "bf16" or "fp16".
-            **towers: of `ClipTowers`: batch_size.
+            **towers: options of `ClipTowers`: batch_size.
         """
         check_options(self.name, ClipTowers, {"model": model, "device": device, **towers})
         self.file, self.condition, self.threshold = Path(model), condition, threshold
@@ -141,25 +141,23 @@ class Mps:
 
     @property
     def identity(self) -> Identity:
-        """What the numbers depend on."""
-        own = {"condition": self.condition, "threshold": self.threshold}
-        return self.towers.identity(self.name, head=fingerprint(self.file), **own)
+        """Everything that the scores depend on."""
+        options = {"condition": self.condition, "threshold": self.threshold}
+        return self.towers.identity(self.name, head=fingerprint(self.file), **options)
 
     @torch.no_grad()
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score per (image, prompt); metadata is not looked at."""
+        """Score each (image, prompt); metadata is ignored."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         notes = self.towers.read_prompts(request.prompts, reasons)
         rows, readable_images = fitting_images(request, reasons, self.towers.preprocess)
         size = self.towers.batch_size
-        found = [
-            self._scores(
-                readable_images[at : at + size], [request.prompts[row] for row in rows[at : at + size]]
-            )
-            for at in range(0, len(rows), size)
-        ]
-        value = scatter(torch.cat(found) if found else torch.zeros(0), rows, len(request))
+        readable_prompts = [request.prompts[row] for row in rows]
+        values = [torch.zeros(0)]
+        for at in range(0, len(rows), size):
+            values.append(self._scores(readable_images[at : at + size], readable_prompts[at : at + size]))
+        value = scatter(torch.cat(values), rows, len(request))
         for row in rows:
             if not math.isfinite(float(value[row])):
                 reasons[row] = reasons[row] or "no word of the prompt is like the condition"
@@ -167,32 +165,34 @@ class Mps:
         return make_scores(value, reasons, self.unit, parts=parts, text=notes)
 
     def _scores(self, images: Sequence[Tensor], prompts: Sequence[str]) -> Tensor:
-        """[n] of images and prompts."""
+        """Scores [n] of images and prompts."""
         encoder = self.towers.encoder
         model: Any = encoder.model
         pixels = self.towers.pixels(images).to(encoder.device, encoder.dtype)
-        seen = model.visual_projection(model.vision_model(pixel_values=pixels).last_hidden_state)
+        image = model.visual_projection(model.vision_model(pixel_values=pixels).last_hidden_state)
         ids = self.towers.tokens([*prompts, self.condition]).to(encoder.device)
-        told = model.text_model(input_ids=ids)
-        words = model.text_projection(told.last_hidden_state)
-        # s_i = max_j w_i·c_j; a word is seen where s_i / max_i s_i > threshold
-        likeness = torch.einsum("bid,jd->bij", words[:-1], words[-1]).amax(-1)
-        seen_word = likeness / likeness.amax(-1, keepdim=True) > self.threshold
-        mask = torch.where(seen_word, 0.0, -math.inf)[:, None, None].to(words.dtype)
+        text_output = model.text_model(input_ids=ids)
+        words = model.text_projection(text_output.last_hidden_state)
+        # s_i = max_j w_i·c_j; word i is attended to if s_i / max_i s_i > threshold
+        similarity = torch.einsum("bid,jd->bij", words[:-1], words[-1]).amax(-1)
+        attended = similarity / similarity.amax(-1, keepdim=True) > self.threshold
+        mask = torch.where(attended, 0.0, -math.inf)[:, None, None].to(words.dtype)
         for cross, block in self._cross.layers:  # type: ignore[misc]
-            seen = block(cross(seen, words[:-1], mask))
-        text = model.text_projection(told.pooler_output)[:-1]
-        return (cosine(seen[:, 0], text) * encoder.logit_scale.float().exp()).cpu()
+            image = block(cross(image, words[:-1], mask))
+        text = model.text_projection(text_output.pooler_output)[:-1]
+        return (cosine(image[:, 0], text) * encoder.logit_scale.float().exp()).cpu()
 
     def _load(self) -> ClipParts:
         state = read_module(self.file)
-        clip = {key.removeprefix("model."): held for key, held in state.items() if key.startswith("model.")}
+        clip = {
+            key.removeprefix("model."): tensor for key, tensor in state.items() if key.startswith("model.")
+        }
         options: Any = {"config": CLIP_VIT_H_14, "device": self._device, "precision": self._precision}
         parts = load_transformers_clip(self.file.parent, state=clip, **options)
         prefix = "cross_model.layers."
         layers = {
-            key.removeprefix("cross_model.").replace(".fn.", "."): held
-            for key, held in drop_suffixes(state, ("inv_freq", "pos_emb")).items()
+            key.removeprefix("cross_model.").replace(".fn.", "."): tensor
+            for key, tensor in drop_suffixes(state, ("inv_freq", "pos_emb")).items()
             if key.startswith(prefix)
         }
         if not layers:
@@ -204,7 +204,7 @@ class Mps:
 
 
 def _cross_model(state: Mapping[str, Tensor], where: str) -> nn.Module:
-    """The layers whose sizes the tensors tell, in evaluation mode."""
+    """Build the cross-attention layers, with sizes from the tensors, in evaluation mode."""
     query, head = state["layers.0.0.to_q.weight"].shape, len(state["layers.0.0.to_kv.weight"]) // 2
     sizes = (query[1], head, query[0] // head, state["layers.0.0.ff.2.weight"].shape[1])
     count = 1 + max(int(key.split(".")[1]) for key in state)
@@ -212,5 +212,5 @@ def _cross_model(state: Mapping[str, Tensor], where: str) -> nn.Module:
     module.layers = nn.ModuleList(
         nn.ModuleList([CrossAttention(*sizes), ParallelBlock(*sizes)]) for _ in range(count)
     )
-    load_strict(module, {key: held.float() for key, held in state.items()}, where)
+    load_strict(module, {key: tensor.float() for key, tensor in state.items()}, where)
     return module.eval().requires_grad_(False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PickScore: the cosine of a CLIP ViT-H/14 fine-tuned on Pick-a-Pic, times the factor in its checkpoint.
+"""PickScore: the cosine of a CLIP ViT-H/14 fine-tuned on Pick-a-Pic, times its checkpoint's logit scale.
 
 Source: Kirstain et al., "Pick-a-Pic", arXiv 2305.01569, eq. 1; checkpoint yuvalkirstain/PickScore_v1, a
     `CLIPModel` folder of transformers. The difference of two scores is the log-odds of the preference.
@@ -25,8 +25,7 @@ PUBLISHED = TRANSFORMERS + "yuvalkirstain/PickScore_v1"
 class PickScore(ClipJudge):
     """exp(logit_scale) · cos(image, prompt), float32; about 17 to 24 with the published checkpoint.
 
-    The factor is read from the checkpoint, never rebuilt from a constant. `scale` writes the score as a peer
-    does; `units.SCALES` says which peer means what.
+    The factor is read from the checkpoint. `scale` converts to another project's scale, see `units.SCALES`.
     """
 
     name = "pick_score"
@@ -45,8 +44,8 @@ class PickScore(ClipJudge):
             model: the folder of PickScore_v1, its hub id after "transformers:", or any model of `load_clip`
                 ("shapes-clip").
             scale: "logit" (as published), "cosine", "cosine × 100", "logit / 26" or "(logit − 18) / 8".
-            device: where the towers run.
-            **towers: of `ClipJudge`.
+            device: device of the towers.
+            **towers: options of `ClipJudge`.
         """
         allowed = [key for key, row in SCALES.items() if row.family == "cosine" and not row.refusal]
         if scale not in allowed:
@@ -63,10 +62,10 @@ class PickScore(ClipJudge):
         return float(self.towers.encoder.logit_scale.detach().double().exp())
 
     def scaled(self, cosine: Tensor) -> Tensor:
-        """On the chosen scale."""
+        """Convert a cosine to the chosen scale."""
         return convert(cosine, "cosine", self.scale, logit_scale=self.logit_scale)
 
     @property
     def identity(self) -> Identity:
-        """What the numbers depend on."""
+        """Everything that the scores depend on."""
         return self.towers.identity(self.name, scale=self.scale, logit_scale=self.logit_scale)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards of a whole set of images, handed to the images: variety, and nearness to images one has.
+"""Rewards of a set of images, credited to its images: variety, and closeness to reference images.
 
-R of the set less R without the image, in the embeddings of a contrastive model's image tower (raw for the
-Fréchet distance). The sets are those that trainers name in the metadata, so only a training can use them.
+An image scores R of the set minus R without the image, on embeddings of a contrastive model's image tower
+(not normalised for the Fréchet distance). Trainers name the sets in the metadata.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ Over = Literal["group", "batch"]
 
 
 class VendiGain:
-    """What an image adds to the variety of its set: the Vendi score less that without it.
+    """Contribution of an image to the variety of its set: the Vendi score minus that without it.
 
-    The part "set" is the score of the whole set. An image that cannot be read is in no set; one without
-    another beside it is invalid. Of two images both gain the same, so that
-    groups of two learn nothing from it.
+    The part "set" is the score of the whole set. Unreadable images belong to no set; an image alone in its
+    set is invalid. Two images gain the same, so that groups of two learn nothing.
 
     Args:
-        model: whose image tower embeds: what `clip_score` takes.
-        over: a set is the images of one "group" (of one prompt), or all of a "batch" (the images that one
-            process judges at once, so that it must be the only one).
-        device: where the tower runs.
+        model: model of the image tower, as for `clip_score`.
+        over: "group", the images of one prompt, or "batch", all images of a call (then there must be only one
+            process).
+        device: device of the tower.
         **towers: precision, batch_size, ... of `ClipTowers`.
 
     DRAGON, arXiv 2504.15217; Vendi score, arXiv 2210.02410.
@@ -72,22 +71,22 @@ class VendiGain:
         request = read_request(self.name, images, prompts, metadata)
         if not all(record is not None and GROUP_KEY in record for record in request.metadata):
             raise RewardError(
-                f"{self.name} judges sets, not single images, and the metadata name none "
+                f"{self.name} scores sets, not single images, and the metadata name none "
                 f"({GROUP_KEY!r}). Train on it (rewards.terms); vendi_score and frechet_distance of "
                 "visalign.core measure sets."
             )
         labels = [0] * len(request) if self.capabilities.needs_batch else group_labels(self.name, request)
         reasons = list(request.images.reasons)
-        rows, found = self.towers.image_features(request, reasons)
-        gains, whole = torch.full((2, len(rows)), torch.nan, dtype=torch.float64)
+        rows, features = self.towers.image_features(request, reasons)
+        gains, set_scores = torch.full((2, len(rows)), torch.nan, dtype=torch.float64)
         for label in dict.fromkeys(labels):
-            own = torch.tensor([place for place, row in enumerate(rows) if labels[row] == label])
-            if len(own) > 1:
-                gains[own], whole[own] = self.gains(found[own].double())
-        for row, gain in zip(rows, gains.isnan().tolist(), strict=True):
-            if gain:
+            members = torch.tensor([index for index, row in enumerate(rows) if labels[row] == label])
+            if len(members) > 1:
+                gains[members], set_scores[members] = self.gains(features[members].double())
+        for row, is_alone in zip(rows, gains.isnan().tolist(), strict=True):
+            if is_alone:
                 reasons[row] = "its set has no other image"
-        parts = {"set": scatter(whole, rows, len(request))}
+        parts = {"set": scatter(set_scores, rows, len(request))}
         return make_scores(scatter(gains, rows, len(request)), reasons, self.unit, parts=parts)
 
     def gains(self, embedding: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,16 +95,16 @@ class VendiGain:
 
 
 class FrechetGain(VendiGain):
-    """How much nearer an image brings its set to a folder of images: the squared Fréchet distance without
-    it, less that with it.
+    """Contribution of an image to the closeness of its set to a folder of images: the squared Fréchet
+    distance without it minus that with it.
 
-    The part "set" is the distance of the whole set. Sets want to be large: `over="batch"`.
+    The part "set" is the distance of the whole set. Use large sets: `over="batch"`.
 
     Args:
-        reference: folder with at least two images, those in folders below it too.
-        model: as of `vendi_gain`.
-        over: as of `vendi_gain`.
-        device: where the tower runs.
+        reference: folder with at least two images, subfolders included.
+        model: see `vendi_gain`.
+        over: see `vendi_gain`.
+        device: device of the tower.
         **towers: precision, batch_size, ... of `ClipTowers`.
 
     DRAGON, arXiv 2504.15217; FID, arXiv 1706.08500, by the embeddings of `model` instead of Inception's.
@@ -139,6 +138,9 @@ class FrechetGain(VendiGain):
             request = read_request(self.name, self._files, [""] * len(self._files), None)
             reasons = list(request.images.reasons)
             _, self._reference = self.towers.image_features(request, reasons)
-            if why := [f"{file}: {said}" for file, said in zip(self._files, reasons, strict=True) if said]:
-                raise RewardError(f"{self.name}: {why[0]}. Take it out of the reference, or mend it.")
+            for file, reason in zip(self._files, reasons, strict=True):
+                if reason:
+                    raise RewardError(
+                        f"{self.name}: {file}: {reason}. Remove it from the reference or fix it."
+                    )
         return frechet_gains(embedding, self._reference), frechet_distance(embedding, self._reference)

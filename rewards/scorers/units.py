@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each judge's numbers mean: units, the scales that peers give them, and standard deviations.
+"""Units, scales and standard deviations of the rewards' scores.
 
-A weight that was tuned on one scale of a CLIP-type score is wrong by up to 100 on another. `SCALES` says what
-peers mean by their number; `convert` goes from one scale to another where the map is affine, and refuses
-where it is not.
+A weight tuned on one scale of a CLIP-type score is wrong by up to 100 on another. `SCALES` lists the scales
+of other projects; `convert` converts where the map is affine, and refuses where it is not.
 """
 
 from __future__ import annotations
@@ -22,28 +21,27 @@ INFINITE = (float("-inf"), float("inf"))
 
 @dataclass(frozen=True)
 class JudgeUnit:
-    """What one judge returns."""
+    """Unit of one reward's scores."""
 
     unit: str
     range: tuple[float, float]
     scale: str
-    """The row of `SCALES` that `Scores.value` is on."""
+    """Key of `SCALES` for `Scores.value`."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """One way to write a score: y = slope·x + offset of its family's base x."""
+    """Scale of a score: y = (slope·x + offset) / divisor of its family's base x."""
 
     family: str
     """Scales of one family are affine to each other."""
     meaning: str
     slope: float | None = 1.0
-    """None: exp(logit_scale) of the checkpoint at hand."""
+    """None for exp(logit_scale) of the checkpoint."""
     offset: float = 0.0
     divisor: float = 1.0
-    """Divides slope·x + offset."""
     refusal: str = ""
-    """Why it cannot be converted; "" where it can."""
+    """Reason why it cannot be converted; "" where it can."""
 
 
 JUDGE_UNITS: dict[str, JudgeUnit] = {
@@ -57,8 +55,8 @@ JUDGE_UNITS: dict[str, JudgeUnit] = {
     "image_reward": JudgeUnit("standard deviations", INFINITE, "image_reward"),
     "hpsv3": JudgeUnit("logit", INFINITE, "hpsv3"),
 }
-"""judge -> unit, range and scale of its `Scores.value`. The factor
-exp(logit_scale) is each checkpoint's own, so PickScore has no bound before it is loaded."""
+"""reward -> unit, range and scale of its `Scores.value`. exp(logit_scale) differs between checkpoints, so
+PickScore has no bound before it is loaded."""
 
 SCALES: dict[str, Scale] = {
     "cosine": Scale("cosine", "cos(image, text): HPSv2's img_score, ICT, PickScore in Pref-GRPO"),
@@ -94,27 +92,27 @@ SCALES: dict[str, Scale] = {
 
 @dataclass(frozen=True)
 class Deviation:
-    """What `Scores.std` (or `Preferences.std`) of one judge is."""
+    """Meaning of `Scores.std` (or `Preferences.std`) of one reward."""
 
     kind: str
     """A key of `DEVIATION_KINDS`."""
     formula: str = ""
-    """How it is computed, or where it went; "" where there is nothing to say."""
+    """Formula, or why there is none; may be ""."""
 
 
 DEVIATION_KINDS = {
-    "none": "std is None: the judge says nothing of its uncertainty, and a comparison of scores is sure.",
-    "spread": "How far one judgement of this image scatters, however many answers there were. With it "
+    "none": "std is None: the reward gives no uncertainty, and a comparison of scores is certain.",
+    "spread": "Deviation of a single judgement of this image, however many answers there were. With it "
     "`as_pairwise` gives the probability that one judgement prefers the left image (Thurstone), and μ − λσ "
     "is a low quantile of single judgements.",
-    "standard error": "How far the value scatters if the judge is asked anew: s/√n of n answers, or the same "
+    "standard error": "Deviation of the value if the judge is asked again: s/√n of n answers, or the same "
     "of their sum. With it `as_pairwise` gives the probability that the left image's mean is higher, and "
     "μ − λσ is a confidence bound of the mean.",
     "total": "√(aleatoric² + epistemic²) over members: the mean of the members' own variances, of whatever "
-    "kind, and the variance between the members. Both stand among the parts.",
-    "passed on": "That of the judge that is asked, in the unit of the value.",
+    "kind, and the variance between the members. Both are among the parts.",
+    "passed on": "Deviation of the wrapped reward, in the unit of the value.",
 }
-"""Kinds of standard deviations, and what `as_pairwise` and lower bounds make of them."""
+"""Kinds of standard deviations, and their use in `as_pairwise` and lower bounds."""
 
 _WITHOUT = (
     *("shapes_verifier", "geneval", "ocr", "heie", "reward_dance", "reward_dance_pairs", "vision_reward"),
@@ -139,26 +137,23 @@ DEVIATIONS: dict[str, Deviation] = {
     "lift": Deviation("standard error", "√(Σ s²/n) / Q over Q questions with n readable answers each"),
     "deepseek_grm": Deviation("standard error", "K s/√n of the sum of K votes, n of them readable"),
     "unified_reward_pairs": Deviation("standard error", "½ √(s²/n + t²/m), of P(left better) in two orders"),
-    "frames": Deviation("none", "the judge's own deviations of frames say nothing of their mean's"),
-    "calibrated": Deviation("none", "the judge's own goes into the place among the reference"),
+    "frames": Deviation("none", "deviations of single frames do not give that of their mean"),
+    "calibrated": Deviation("none", "the wrapped reward's deviation enters the rank among the reference"),
     "lora_ensemble": Deviation("total", "√(mean of σ² + variance of μ) over the adapters' members"),
     "ensemble": Deviation("total", "√(mean of σ² + variance of μ) over the members"),
-    "remote": Deviation("passed on", "as the server's judge gives it"),
+    "remote": Deviation("passed on", "as the server's reward gives it"),
 }
-"""judge -> what its standard deviation is. NaN is never certainty: such rows are masked or NaN."""
+"""reward -> meaning of its standard deviation. NaN never means certainty: such rows are masked or NaN."""
 
 
 def convert(value: Value, source: str, target: str, *, logit_scale: float | None = None) -> Value:
-    """A score written on another scale: y = (a_t·x + b_t)/d_t with x = (d_s·value − b_s)/a_s.
+    """Convert a score to another scale: y = (a_t·x + b_t)/d_t with x = (d_s·value − b_s)/a_s.
 
     Args:
         value: number or tensor on the scale `source`.
         source: a name of `SCALES`.
         target: a name of `SCALES`.
-        logit_scale: exp(logit_scale) of the checkpoint (`PickScore.logit_scale`), where a scale has it.
-
-    Returns:
-        The same score on the scale `target`.
+        logit_scale: exp(logit_scale) of the checkpoint (`PickScore.logit_scale`), where a scale needs it.
 
     Example:
         >>> convert(0.21, "cosine", "logit / 26", logit_scale=100.0)
@@ -171,10 +166,10 @@ def convert(value: Value, source: str, target: str, *, logit_scale: float | None
         if scale.refusal:
             raise ValueError(f"{name!r} is not affine: {scale.refusal}; compute it from the scores instead.")
     if start.family != end.family:
-        kin = [name for name, scale in SCALES.items() if scale.family == start.family and not scale.refusal]
+        names = [name for name, scale in SCALES.items() if scale.family == start.family and not scale.refusal]
         raise ValueError(
-            f"{source!r} and {target!r} measure different things, so no affine map joins them. From "
-            f"{source!r} one can go to {', '.join(kin)}."
+            f"{source!r} and {target!r} measure different things, so no affine map joins them. "
+            f"{source!r} can be converted to {', '.join(names)}."
         )
     base = (value * start.divisor - start.offset) / _slope(start, logit_scale, source)
     return (base * _slope(end, logit_scale, target) + end.offset) / end.divisor

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GenEval: is in the image what was asked for? A transformers detector, CLIP colours, its rules.
+"""GenEval: checks objects, counts, colours and positions with a transformers detector and CLIP.
 
 Ghosh et al., GenEval, arXiv 2310.11513. Deviations: the detector is one of transformers, not mmdet's; images
-are turned by their EXIF orientation before detection, not only for the colours. The rules stand in
-`geneval_rules`.
+are rotated by their EXIF orientation before detection, not only for the colours. `geneval_rules` has the
+rules.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .geneval_rules import (
 DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 CLIP = "ViT-L-14:openai"
 GREY = 0x99 / 255
-"""What stands around an object's mask when its colour is read."""
+"""Fill value outside an object's mask when its colour is read."""
 TEMPLATES = (
     "a photo of a {color} {kind}",
     "a photo of a {color}-colored {kind}",
@@ -56,9 +56,9 @@ VALUES = {"correct": "1 = correct", "strict": "1 = correct", "partial": "share o
 class GenEval:
     """1 for a correct image and 0 otherwise, by the metadata record of its prompt.
 
-    The parts hold "correct", "strict", "partial" (see `geneval_rules.GenEvalVerdict`), and one 0/1 column per
-    kind of check, "count", "color", "position", "exclude": all checks of that kind hold; NaN where the record
-    has none. `text` says what is wrong. A row without a readable record is invalid.
+    The parts hold "correct", "strict", "partial" (see `geneval_rules.GenEvalVerdict`), and one column per
+    kind of check, "count", "color", "position", "exclude": 1 if all its checks hold, else 0; NaN if there is
+    none. `text` says what is wrong. A row without a readable record is invalid.
     """
 
     name = "geneval"
@@ -84,15 +84,15 @@ class GenEval:
         Args:
             detector: folder or hub id of a detector or instance segmenter of transformers, or an object with
                 `detect` (`geneval_detectors.Detector`).
-            clip: what `load_clip` takes, for the colours.
+            clip: model for the colours, see `load_clip`.
             value: "correct" (GenEval), "strict" (exact counts), or "partial" (a share, as a softer reward).
-            device: where the models run.
+            device: device of the models.
             batch_size: images in one pass of the detector.
-            threshold: confidence that a box needs.
+            threshold: least confidence of a box.
             counting_threshold: the same for records with the tag "counting".
-            max_objects: boxes kept per class.
-            nms: IoU from which the less sure of two boxes of a class is dropped; 1 drops none.
-            position_threshold: of `relative_position`.
+            max_objects: most boxes per class.
+            nms: IoU from which the less confident of two boxes of a class is dropped; 1 drops none.
+            position_threshold: see `relative_position`.
         """
         if value not in VALUES:
             raise ValueError(f"geneval: value is {value!r}; allowed are {', '.join(VALUES)}.")
@@ -111,9 +111,9 @@ class GenEval:
 
     @cached_property
     def identity(self) -> Identity:
-        """What the scores depend on."""
-        place = Path(resolve_model(self.towers.source))
-        clip = fingerprint(place) if place.is_dir() else ""
+        """Everything that the scores depend on."""
+        folder = Path(resolve_model(self.towers.source))
+        clip = fingerprint(folder) if folder.is_dir() else ""
         weights = [getattr(self.detector, "fingerprint", ""), clip]
         return Identity(
             judge=self.name,
@@ -124,7 +124,7 @@ class GenEval:
         )
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Judge B images by B records in GenEval's layout; the prompts are not looked at."""
+        """Check B images against B records in GenEval's layout; prompts are ignored."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         rows: list[int] = []
@@ -132,60 +132,59 @@ class GenEval:
         records: list[Mapping[str, Any]] = []
         for row, image in request.images.readable():
             record = request.metadata[row]
-            reasons[row] = record_problem(record) or self._unknown(record or {})
+            reasons[row] = record_problem(record) or self._class_problem(record or {})
             if reasons[row] is None:
                 rows.append(row)
                 readable_images.append(image)
                 records.append(record or {})
-        verdicts = self._judge(readable_images, records) if rows else []
+        verdicts = self._check(readable_images, records) if rows else []
         for row, verdict in zip(rows, verdicts, strict=True):
             reasons[row] = verdict if isinstance(verdict, str) else None
         return self._scores(rows, verdicts, reasons)
 
-    def _unknown(self, record: Mapping[str, Any]) -> str | None:
-        """Why a class of the record cannot be detected."""
+    def _class_problem(self, record: Mapping[str, Any]) -> str | None:
+        """Reason why a class of the record cannot be detected, or None."""
         return next(filter(None, (self.detector.problem(kind) for kind in _kinds(record))), None)
 
-    def _judge(self, images: list[Tensor], records: list[Mapping[str, Any]]) -> list[GenEvalVerdict | str]:
-        """A verdict for each image, or the reason why there is none."""
-        found = self.detector.detect(images, [_kinds(record) for record in records])
+    def _check(self, images: list[Tensor], records: list[Mapping[str, Any]]) -> list[GenEvalVerdict | str]:
+        """Verdict for each image, or the reason why there is none."""
+        detections = self.detector.detect(images, [_kinds(record) for record in records])
         objects: list[dict[str, list[Detected]]] = []
         crops: list[Tensor] = []
-        places: list[tuple[int, str, int]] = []
-        for number, (image, record, boxes) in enumerate(zip(images, records, found, strict=True)):
-            kept = {kind: self._keep(part, record.get("tag")) for kind, part in boxes.items()}
+        crop_keys: list[tuple[int, str, int]] = []  # (image, class, object)
+        for number, (image, record, boxes) in enumerate(zip(images, records, detections, strict=True)):
+            indices = {kind: self._keep(part, record.get("tag")) for kind, part in boxes.items()}
             objects.append(
-                {kind: [_detected(boxes[kind], k) for k in numbers] for kind, numbers in kept.items()}
+                {kind: [_detected(boxes[kind], k) for k in numbers] for kind, numbers in indices.items()}
             )
             for kind, count in dict.fromkeys(colored_clauses(objects[-1], record)):
-                for at, k in enumerate(kept[kind][:count]):
+                for at, k in enumerate(indices[kind][:count]):
                     crops.append(crop_object(image, boxes[kind], k))
-                    places.append((number, kind, at))
+                    crop_keys.append((number, kind, at))
         problems: dict[int, str] = {}
-        for (number, kind, at), (color, problem) in zip(
-            places, self._colors(crops, [kind for _, kind, _ in places]), strict=True
-        ):
+        colors = self._colors(crops, [kind for _, kind, _ in crop_keys])
+        for (number, kind, at), (color, problem) in zip(crop_keys, colors, strict=True):
             objects[number][kind][at] = replace(objects[number][kind][at], color=color)
             if problem is not None:
                 problems[number] = f"the color of a {kind} cannot be read: {problem}"
         limit = self._limits["position_threshold"]
         return [
-            problems.get(number) or judge(mine, record, position_threshold=limit)
-            for number, (mine, record) in enumerate(zip(objects, records, strict=True))
+            problems.get(number) or judge(detected, record, position_threshold=limit)
+            for number, (detected, record) in enumerate(zip(objects, records, strict=True))
         ]
 
-    def _keep(self, found: Found, tag: Any) -> list[int]:
+    def _keep(self, boxes: Found, tag: Any) -> list[int]:
         limits = self._limits
         return keep_boxes(
-            found.boxes.tolist(),
-            found.scores.tolist(),
+            boxes.boxes.tolist(),
+            boxes.scores.tolist(),
             threshold=limits["counting_threshold" if tag == "counting" else "threshold"],
             max_objects=int(limits["max_objects"]),
             nms=limits["nms"],
         )
 
     def _colors(self, crops: list[Tensor], kinds: list[str]) -> list[tuple[str | None, str | None]]:
-        """(colour, None) of each crop, or (None, reason): the likeliest of `COLORS` by CLIP, zero-shot."""
+        """(colour, None) or (None, reason) of each crop: the likeliest of `COLORS` by zero-shot CLIP."""
         if not crops:
             return []
         classifiers = {kind: self._classifier(kind) for kind in dict.fromkeys(kinds)}
@@ -196,14 +195,12 @@ class GenEval:
         )
         answers: list[tuple[str | None, str | None]] = [(None, reason) for reason in reasons]
         for row, feature in zip(rows, features, strict=True):
-            answers[row] = (
-                COLORS[int((classifiers[kinds[row]] @ F.normalize(feature, dim=0)).argmax())],
-                None,
-            )
+            cosine = classifiers[kinds[row]] @ F.normalize(feature, dim=0)
+            answers[row] = (COLORS[int(cosine.argmax())], None)
         return answers
 
     def _classifier(self, kind: str) -> Tensor:
-        """[10, D] one text embedding per colour: the mean over the templates, normalised before and after."""
+        """Text embeddings [10, D] of the colours: means over the templates, normalised before and after."""
         texts = [template.format(color=color, kind=kind) for color in COLORS for template in TEMPLATES]
         features = F.normalize(self.towers.text_features(texts), dim=-1)
         return F.normalize(features.view(len(COLORS), len(TEMPLATES), -1).mean(1), dim=-1)
@@ -212,42 +209,39 @@ class GenEval:
         self, rows: list[int], verdicts: list[GenEvalVerdict | str], reasons: list[str | None]
     ) -> Scores:
         size = len(reasons)
-        judged = [(row, v) for row, v in zip(rows, verdicts, strict=True) if isinstance(v, GenEvalVerdict)]
-        at = [row for row, _ in judged]
+        valid = {row: v for row, v in zip(rows, verdicts, strict=True) if isinstance(v, GenEvalVerdict)}
         columns: dict[str, list[float]] = {
-            key: [float(getattr(verdict, key)) for _, verdict in judged] for key in VALUES
+            key: [float(getattr(verdict, key)) for verdict in valid.values()] for key in VALUES
         }
         for kind in ("count", "color", "position", "exclude"):
-            columns[kind] = [_all_of(verdict.checks, kind) for _, verdict in judged]
-        parts = {key: scatter(column, at, size) for key, column in columns.items()}
-        text = [""] * size
-        for row, verdict in judged:
-            text[row] = verdict.reason
+            columns[kind] = [_all_of(verdict.checks, kind) for verdict in valid.values()]
+        parts = {key: scatter(column, list(valid), size) for key, column in columns.items()}
+        text = [valid[row].reason if row in valid else "" for row in range(size)]
         return make_scores(parts[self.value], reasons, self.unit, parts=parts, text=text)
 
 
-def crop_object(image: Tensor, found: Found, number: int) -> Tensor:
-    """The box of an object [3, h, w], grey outside its mask where there is one, inside the image."""
-    if found.masks is not None:
-        image = torch.where(found.masks[number][None], image, GREY)
+def crop_object(image: Tensor, boxes: Found, number: int) -> Tensor:
+    """Crop an object [3, h, w] by its box, grey outside its mask if there is one."""
+    if boxes.masks is not None:
+        image = torch.where(boxes.masks[number][None], image, GREY)
     height, width = image.shape[1:]
-    x0, y0, x1, y1 = (round(value) for value in found.boxes[number].tolist())
+    x0, y0, x1, y1 = (round(value) for value in boxes.boxes[number].tolist())
     x0, y0 = min(max(x0, 0), width - 1), min(max(y0, 0), height - 1)
     return image[:, y0 : min(max(y1, y0 + 1), height), x0 : min(max(x1, x0 + 1), width)]
 
 
-def _detected(found: Found, number: int) -> Detected:
-    x0, y0, x1, y1 = found.boxes[number].tolist()
-    return Detected((x0, y0, x1, y1), float(found.scores[number]))
+def _detected(boxes: Found, number: int) -> Detected:
+    x0, y0, x1, y1 = boxes.boxes[number].tolist()
+    return Detected((x0, y0, x1, y1), float(boxes.scores[number]))
 
 
 def _kinds(record: Mapping[str, Any]) -> list[str]:
-    """The classes that a record names, each once."""
+    """List the classes that a record names, each once."""
     clauses = [*record.get("include", ()), *(record.get("exclude") or ())]
     return list(dict.fromkeys(clause["class"] for clause in clauses))
 
 
 def _all_of(checks: Mapping[str, bool], kind: str) -> float:
     """1 if all checks of a kind hold, 0 if one fails, NaN if there is none."""
-    own = [holds for name, holds in checks.items() if name.endswith(kind) or name.startswith(kind)]
-    return float(all(own)) if own else math.nan
+    results = [holds for name, holds in checks.items() if name.endswith(kind) or name.startswith(kind)]
+    return float(all(results)) if results else math.nan

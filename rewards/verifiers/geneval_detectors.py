@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Object detectors for GenEval through transformers: DETR-type, Mask2Former-type, and zero-shot ones.
+"""Object detectors for GenEval from transformers: DETR-type, Mask2Former-type, and zero-shot ones.
 
-GenEval's own detector is Mask2Former Swin-S of mmdet 2; its confidence thresholds were chosen for that one,
-and another detector may need its own.
+GenEval chose its confidence thresholds for Mask2Former Swin-S of mmdet 2; another detector may need others.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ ALIASES = {
     "tv": "tvmonitor",
     "tv remote": "remote",
 }
-"""GenEval's class names -> the names that some COCO checkpoints have for them."""
+"""GenEval's class names -> names of the same classes in some COCO checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -49,22 +48,22 @@ class Found:
 
 
 class Detector(Protocol):
-    """What GenEval asks a detector."""
+    """Interface of GenEval's detectors."""
 
     source: str
     """Folder or hub id, for the record."""
 
     def problem(self, kind: str) -> str | None:
-        """Why a class cannot be detected, or None."""
+        """Reason why a class cannot be detected, or None."""
         ...
 
     def detect(self, images: Sequence[Tensor], kinds: Sequence[Sequence[str]]) -> list[dict[str, Found]]:
-        """Boxes of the asked classes in each image [3, H, W], whatever the other images are."""
+        """Detect the given classes in each image [3, H, W], independently of the other images."""
         ...
 
 
 class TransformersDetector:
-    """A detector checkpoint of transformers; images of one size share a forward pass, so none is padded."""
+    """Detector of transformers; images of one size share a forward pass, so none is padded."""
 
     def __init__(
         self,
@@ -80,12 +79,12 @@ class TransformersDetector:
 
         Args:
             model: folder or hub id.
-            kind: "detection" (DETR, RT-DETR, YOLOS), "segmentation" (Mask2Former, MaskFormer: boxes are those
-                of the masks), "zero_shot" (OWL-ViT, OWLv2, Grounding DINO: one class at a time); None finds
-                it from the configuration.
-            device: where it runs.
+            kind: "detection" (DETR, RT-DETR, YOLOS), "segmentation" (Mask2Former, MaskFormer: boxes around
+                masks), "zero_shot" (OWL-ViT, OWLv2, Grounding DINO: one class at a time); None reads it from
+                the configuration.
+            device: device of the model.
             batch_size: images, or (image, class) pairs for a zero-shot model, in one pass.
-            min_score: boxes below are not reported; below all thresholds in use.
+            min_score: least confidence of reported boxes; below all thresholds in use.
             prompt: of a zero-shot model, with {} for the class.
         """
         if kind is not None and kind not in KINDS:
@@ -98,7 +97,7 @@ class TransformersDetector:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the weight files; "" where they are not in a folder."""
+        """Fingerprint of the weight files; "" where they are not in a folder."""
         return fingerprint(self.source) if Path(self.source).is_dir() else ""
 
     @cached_property
@@ -142,76 +141,73 @@ class TransformersDetector:
         return None
 
     def problem(self, kind: str) -> str | None:
-        """Why a class cannot be detected, or None."""
+        """Reason why a class cannot be detected, or None."""
         if self._parts[2] == "zero_shot" or self._label(kind) is not None:
             return None
-        known = ", ".join(list(self._parts[0].config.id2label.values())[:5])
-        return f"the detector does not know the class {kind!r}; it knows {known}, ..."
+        classes = ", ".join(list(self._parts[0].config.id2label.values())[:5])
+        return f"the detector does not know the class {kind!r}; it knows {classes}, ..."
 
     def detect(self, images: Sequence[Tensor], kinds: Sequence[Sequence[str]]) -> list[dict[str, Found]]:
-        """Boxes of the asked classes in each image [3, H, W] in [0, 1]."""
+        """Detect the given classes in each image [3, H, W] in [0, 1]."""
         results: list[dict[str, Found]] = [{} for _ in images]
-        tasks: list[tuple[int, str]]
-        if self._parts[2] == "zero_shot":
-            tasks = [(at, kind) for at, asked in enumerate(kinds) for kind in dict.fromkeys(asked)]
-        else:
-            tasks = [(at, "") for at in range(len(images))]
-        by_size: dict[tuple[int, int, str], list[tuple[int, str]]] = {}
-        for at, kind in tasks:
-            by_size.setdefault((images[at].shape[1], images[at].shape[2], kind), []).append((at, kind))
-        for same in by_size.values():
-            for start in range(0, len(same), self.batch_size):
-                chunk = same[start : start + self.batch_size]
-                answers = self._run([images[at] for at, _ in chunk], [kind for _, kind in chunk])
-                for (at, kind), (boxes, scores, labels, masks) in zip(chunk, answers, strict=True):
-                    for asked in [kind] if kind else dict.fromkeys(kinds[at]):
-                        own = (
-                            torch.ones_like(scores, dtype=torch.bool)
-                            if kind
-                            else labels == self._label(asked)
-                        )
-                        part = None if masks is None else masks[own]
-                        results[at][asked] = Found(boxes[own], scores[own], part)
+        # a zero-shot model is run once per class; "" stands for all classes
+        zero_shot = self._parts[2] == "zero_shot"
+        by_size: dict[tuple[int, int, str], list[int]] = {}
+        for index, (image, classes) in enumerate(zip(images, kinds, strict=True)):
+            for kind in dict.fromkeys(classes) if zero_shot else [""]:
+                by_size.setdefault((image.shape[1], image.shape[2], kind), []).append(index)
+        for (_, _, kind), indices in by_size.items():
+            for start in range(0, len(indices), self.batch_size):
+                chunk = indices[start : start + self.batch_size]
+                detections = self._run([images[index] for index in chunk], kind)
+                for index, (boxes, scores, labels, masks) in zip(chunk, detections, strict=True):
+                    for name in [kind] if zero_shot else dict.fromkeys(kinds[index]):
+                        chosen = labels == (0 if zero_shot else self._label(name))
+                        part = None if masks is None else masks[chosen]
+                        results[index][name] = Found(boxes[chosen], scores[chosen], part)
         return results
 
     @torch.no_grad()
     def _run(
-        self, images: list[Tensor], kinds: list[str]
+        self, images: list[Tensor], class_name: str
     ) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
         """(boxes [n, 4], scores [n], labels [n], masks [n, H, W] or None) of each image, on the CPU."""
         model, processor, kind = self._parts
         sizes = [(image.shape[1], image.shape[2]) for image in images]
         options: dict[str, Any] = {"images": [to_pil(image) for image in images], "return_tensors": "pt"}
         if kind == "zero_shot":
-            options["text"] = [[self.prompt.format(name)] for name in kinds]
+            options["text"] = [[self.prompt.format(class_name)]] * len(images)
             options["padding"] = True
         inputs = processor(**options).to(self._device)
         outputs = model(**inputs)
         if kind == "segmentation":
-            found = processor.post_process_instance_segmentation(
+            items = processor.post_process_instance_segmentation(
                 outputs, threshold=self.min_score, target_sizes=sizes, return_binary_maps=True
             )
-            return [_of_masks(item, size) for item, size in zip(found, sizes, strict=True)]
+            return [_mask_boxes(item, size) for item, size in zip(items, sizes, strict=True)]
         if kind == "zero_shot":
-            found = processor.post_process_grounded_object_detection(
+            items = processor.post_process_grounded_object_detection(
                 outputs, threshold=self.min_score, target_sizes=sizes
             )
-            parts = [(item["boxes"].cpu(), item["scores"].cpu()) for item in found]
-            return [(box, score, torch.zeros(len(score), dtype=torch.long), None) for box, score in parts]
-        found = processor.post_process_object_detection(outputs, threshold=self.min_score, target_sizes=sizes)
-        return [(item["boxes"].cpu(), item["scores"].cpu(), item["labels"].cpu(), None) for item in found]
+            for item in items:
+                item["labels"] = torch.zeros(len(item["scores"]), dtype=torch.long)
+        else:
+            items = processor.post_process_object_detection(
+                outputs, threshold=self.min_score, target_sizes=sizes
+            )
+        return [(item["boxes"].cpu(), item["scores"].cpu(), item["labels"].cpu(), None) for item in items]
 
 
-def _of_masks(item: dict[str, Any], size: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Boxes around instance masks, of one image."""
+def _mask_boxes(item: dict[str, Any], size: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Boxes around the instance masks of one image."""
     info = item["segments_info"]
     if not info:
         empty = torch.zeros(0)
         return torch.zeros(0, 4), empty, empty.long(), torch.zeros(0, *size, dtype=torch.bool)
     masks = item["segmentation"].cpu().bool()
-    # A mask of a few cells may vanish when it is drawn at the image's size.
-    seen = masks.flatten(1).any(1)
-    masks, info = masks[seen], [entry for entry, here in zip(info, seen.tolist(), strict=True) if here]
+    # A mask of a few cells may vanish when it is resized to the image.
+    nonempty = masks.flatten(1).any(1)
+    masks, info = masks[nonempty], [info[k] for k in nonempty.nonzero().flatten().tolist()]
     boxes = []
     for mask in masks:
         rows, columns = mask.any(1).nonzero().flatten(), mask.any(0).nonzero().flatten()
@@ -226,7 +222,7 @@ def _key(name: str) -> str:
 
 
 def _kind_of(config: Any) -> str:
-    """The kind that a configuration stands for."""
+    """Find the kind of detector from its configuration."""
     import transformers
 
     maps: dict[str, Any] = {

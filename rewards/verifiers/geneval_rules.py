@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 THRESHOLD = 0.3
-"""Confidence that a box needs."""
+"""Least confidence of a box."""
 COUNTING_THRESHOLD = 0.9
 """The same for records with the tag "counting"."""
 MAX_OBJECTS = 16
-"""Boxes kept per class."""
+"""Most boxes per class."""
 POSITION_THRESHOLD = 0.1
 """Share of both sizes by which the distance of two centres shrinks before their relation is read."""
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
@@ -28,21 +28,21 @@ Box = Sequence[float]
 
 @dataclass(frozen=True)
 class Detected:
-    """One box of one class."""
+    """Box of a detected object."""
 
     box: tuple[float, float, float, float]
     """x0, y0, x1, y1 in pixels, y downwards."""
     score: float
     color: str | None = None
-    """One of `COLORS`; None where nobody asked."""
+    """One of `COLORS`; None if not needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenEvalVerdict:
-    """What the rules say of one image."""
+    """Result of the rules for one image."""
 
     correct: bool
-    """GenEval's verdict: at least `count` boxes of each included class, the surest `count` of them right."""
+    """GenEval's verdict: at least `count` boxes of each included class, the most confident of them right."""
     strict: bool
     """The same with exactly `count` boxes of each included class."""
     partial: float
@@ -65,22 +65,18 @@ def _area(box: Box) -> float:
 
 
 def relative_position(a: Box, b: Box, *, threshold: float = POSITION_THRESHOLD) -> list[str]:
-    """Where box a stands relative to b; no relation for boxes too near one another.
+    """Relations of box a to b; none for boxes too close to each other.
 
-    o' = max(
-
-    o
-
-    − t (size_a + size_b), 0) sgn(o), (dx, dy) = o'/‖o‖, with o the offset of the centres and t the threshold;
-    "left of" for dx < −½, "right of" for dx > ½, "above" for dy < −½, "below" for dy > ½.
+    o' = max(|o| − t (size_a + size_b), 0) sgn(o), (dx, dy) = o'/‖o‖, with o the offset of the centres and t
+    the threshold; "left of" for dx < −½, "right of" for dx > ½, "above" for dy < −½, "below" for dy > ½.
     """
     offset = [(a[k] + a[k + 2] - b[k] - b[k + 2]) / 2 for k in (0, 1)]
-    reach = [threshold * (abs(a[k + 2] - a[k]) + abs(b[k + 2] - b[k])) for k in (0, 1)]
-    left = [max(abs(o) - r, 0.0) * (1 if o > 0 else -1) for o, r in zip(offset, reach, strict=True)]
-    if max(abs(part) for part in left) < 1e-3:
+    margin = [threshold * (abs(a[k + 2] - a[k]) + abs(b[k + 2] - b[k])) for k in (0, 1)]
+    shrunk = [max(abs(o) - m, 0.0) * (1 if o > 0 else -1) for o, m in zip(offset, margin, strict=True)]
+    if max(abs(part) for part in shrunk) < 1e-3:
         return []
     length = (offset[0] ** 2 + offset[1] ** 2) ** 0.5
-    dx, dy = (part / length for part in left)
+    dx, dy = (part / length for part in shrunk)
     holds = (dx < -0.5, dx > 0.5, dy < -0.5, dy > 0.5)
     return [relation for relation, true in zip(RELATIONS, holds, strict=True) if true]
 
@@ -93,20 +89,21 @@ def keep_boxes(
     max_objects: int = MAX_OBJECTS,
     nms: float = 1.0,
 ) -> list[int]:
-    """Numbers of the boxes of one class that count, surest first: confidence above the threshold,
-    `max_objects` at most, and then none that overlaps a surer one with IoU ≥ `nms`; 1, as published, drops
-    none.
+    """Indices of the boxes of one class that count, most confident first.
+
+    Boxes need a confidence above the threshold; of the first `max_objects` those are dropped that overlap an
+    earlier one with IoU ≥ `nms` (1, as published, drops none).
     """
     order = sorted((k for k in range(len(boxes)) if scores[k] > threshold), key=lambda k: -scores[k])
-    kept: list[int] = []
+    indices: list[int] = []
     for k in order[:max_objects]:
-        if nms >= 1 or all(box_iou(boxes[k], boxes[other]) < nms for other in kept):
-            kept.append(k)
-    return kept
+        if nms >= 1 or all(box_iou(boxes[k], boxes[earlier]) < nms for earlier in indices):
+            indices.append(k)
+    return indices
 
 
 def record_problem(record: Any) -> str | None:
-    """Why a record cannot be read, or None."""
+    """Reason why a record cannot be read, or None."""
     form = 'needed is GenEval\'s layout, include: [{"class": "cat", "count": 1}, ...]'
     if not isinstance(record, Mapping) or not isinstance(record.get("include"), list | tuple):
         return f"no metadata with 'include'; {form}"
@@ -144,7 +141,7 @@ def _clause_problem(clause: Any, number: int) -> str | None:
 
 
 def colored_clauses(objects: Mapping[str, Sequence[Any]], record: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """(class, number of boxes) whose colours `judge` will look at: enough boxes, and a colour asked for."""
+    """(class, number of boxes) of the clauses with a colour and enough boxes, whose colours `judge` reads."""
     return [
         (clause["class"], clause["count"])
         for clause in record["include"]
@@ -160,22 +157,18 @@ def judge(
 ) -> GenEvalVerdict:
     """Apply the rules to the boxes of one image.
 
-    Includes are joined by AND, excludes fail with any of them; colours and positions are read on the first
-    `count` boxes of a class; a position fails where its target clause has failed.
+    All includes must hold and no exclude may; colours and positions are read on the first `count` boxes of a
+    class; a position fails where its target clause failed. "partial" follows the soft score of flow_grpo's
+    reward server, with two deviations: it is never below 0, and a failed position earns 0 (there ½).
 
     Args:
-        objects: class -> boxes, surest first, with their colours where a clause asks for one.
+        objects: class -> boxes, most confident first, with colours where a clause needs them.
         record: a record without `record_problem`.
-        position_threshold: of `relative_position`.
-
-    Returns:
-        The verdict. "partial" follows the soft score of the reward server that flow_grpo uses, but for two
-        things: it cannot go below 0, and a failed position earns 0 (there it earns the mean of 0 and 1).
+        position_threshold: see `relative_position`.
     """
     outcome = _Outcome()
     for number, clause in enumerate(record["include"]):
-        found = list(objects.get(clause["class"], ()))
-        outcome.add(number, clause, found, position_threshold)
+        outcome.add(number, clause, list(objects.get(clause["class"], ())), position_threshold)
     for number, clause in enumerate(record.get("exclude") or []):
         present = len(objects.get(clause["class"], ()))
         outcome.check(f"exclude[{number}]", present < clause["count"])
@@ -191,7 +184,7 @@ def judge(
 
 
 class _Outcome:
-    """What the clauses have said so far."""
+    """Results of the clauses so far."""
 
     def __init__(self) -> None:
         self.checks: dict[str, bool] = {}
@@ -199,28 +192,28 @@ class _Outcome:
         self.reasons: list[str] = []
         self.strict = True
         self._matched: list[list[Detected] | None] = []
-        """Boxes that met each clause, None where it failed."""
+        """Boxes of each include clause that holds; None where it failed."""
         self._matched_strictly: list[bool] = []
 
     def check(self, name: str, holds: bool) -> None:
         self.checks[name] = holds
 
-    def add(self, number: int, clause: Mapping[str, Any], found: list[Detected], threshold: float) -> None:
-        """One include clause."""
+    def add(self, number: int, clause: Mapping[str, Any], boxes: list[Detected], threshold: float) -> None:
+        """Check an include clause."""
         name, kind, count = f"include[{number}]", clause["class"], clause["count"]
-        used = found[:count]
-        is_met, is_exact = len(used) == count, len(found) == count
+        used = boxes[:count]
+        is_met, is_exact = len(used) == count, len(boxes) == count
         self.check(f"{name}.count", is_met)
-        self.credit.append(_share(len(found), count))
+        self.credit.append(_share(len(boxes), count))
         if not is_met:
-            self.reasons.append(f"expected {kind}>={count}, found {len(found)}")
+            self.reasons.append(f"expected {kind}>={count}, found {len(boxes)}")
         if clause.get("color") is not None:
             right = sum(item.color == clause["color"] for item in used) if is_met else 0
             self.check(f"{name}.color", right >= count)
             self.credit.append(_share(right, count) if is_exact else 0.0)
             if is_met and right < count:
-                seen = ", ".join(str(item.color) for item in used)
-                self.reasons.append(f"expected {clause['color']} {kind}>={count}, found {seen}")
+                colors = ", ".join(str(item.color) for item in used)
+                self.reasons.append(f"expected {clause['color']} {kind}>={count}, found {colors}")
             is_met = is_met and right >= count
             is_exact = is_exact and is_met
         if clause.get("position") is not None:
@@ -235,24 +228,26 @@ class _Outcome:
     def _position(
         self, clause: Mapping[str, Any], used: list[Detected] | None, threshold: float
     ) -> tuple[bool, bool]:
-        """Whether each box stands so to each box of the target; and whether that target was met strictly."""
+        """(True if each box has the relation to each target box, True if the target holds strictly)."""
         relation, target = clause["position"]
-        others = self._matched[target]
+        target_boxes = self._matched[target]
         if used is None:
             return False, False
-        if others is None:
+        if target_boxes is None:
             self.reasons.append(f"no target for {clause['class']} to be {relation}")
             return False, False
-        for one in used:
-            for other in others:
-                true = relative_position(one.box, other.box, threshold=threshold)
-                if relation not in true:
-                    seen = " and ".join(true) or "no relation to"
-                    self.reasons.append(f"expected {clause['class']} {relation} target, found {seen} target")
+        for box in used:
+            for target_box in target_boxes:
+                relations = relative_position(box.box, target_box.box, threshold=threshold)
+                if relation not in relations:
+                    actual = " and ".join(relations) or "no relation to"
+                    self.reasons.append(
+                        f"expected {clause['class']} {relation} target, found {actual} target"
+                    )
                     return False, False
         return True, self._matched_strictly[target]
 
 
-def _share(found: int, count: int) -> float:
-    """1 − |count − found| / count, not below 0."""
-    return max(0.0, 1 - abs(count - found) / count)
+def _share(number: int, count: int) -> float:
+    """1 − |count − number| / count, at least 0."""
+    return max(0.0, 1 - abs(count - number) / count)

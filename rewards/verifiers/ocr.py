@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is the wanted text in the image? An OCR engine reads it, an edit distance compares."""
+"""OCR reward: edit distance between the text in an image and the wanted text."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from visalign.rewards.base.images import to_uint8
 from visalign.rewards.pairs.asking import distinct_images
 
 Engine = Callable[[np.ndarray], str]
-"""From an image, uint8 [H, W, 3] RGB, to all text that is read in it, in reading order."""
+"""Map from an image, uint8 [H, W, 3] RGB, to all text in it, in reading order."""
 INSTALL = 'python -m pip install "visalign[ocr]" (or: python -m pip install rapidocr onnxruntime)'
 
 RULES = ("window", "plain", "flow_grpo", "verl_omni")
 MAX_ORDERED = 4
-"""Up to so many wanted texts are matched in any order; more are matched in the order given."""
+"""Most wanted texts that are matched in any order; more are matched in the order given."""
 
 _QUOTED = re.compile(
     r'"([^"]*)"|“([^”]*)”|„([^“”]*)[“”]|«([^»]*)»|「([^」]*)」'
@@ -37,11 +37,11 @@ _QUOTED = re.compile(
 class OcrReward:
     """Edit-distance score of the text read in an image against the wanted text, in [0, 1].
 
-    The wanted text is the record's "text" (a string or several) or what stands in quotation marks in the
-    prompt. Without either, or without a character in it, the row is invalid. `text` holds what was read; the
-    parts hold "extra", the share of the read characters beyond the wanted number.
+    The wanted text is the record's "text" (a string or several), else the prompt's text in quotation marks.
+    Without any the row is invalid. `text` holds the recognised text; the part "extra" is the share of its
+    characters beyond the wanted number.
 
-    `text_score` has the rules. The default, "window", charges for every character too many.
+    `text_score` has the rules. The default, "window", charges for every extra character.
     """
 
     name = "ocr"
@@ -58,10 +58,9 @@ class OcrReward:
             engine: reads an image; RapidOCR (PP-OCR models inside the package, on onnxruntime) when None,
                 loaded at the first score.
             rule: of `text_score`: "window", "plain", "flow_grpo" or "verl_omni".
-            min_confidence: lines that RapidOCR is less sure of are left out; not used with your own engine.
+            min_confidence: least confidence of RapidOCR's lines; unused with your own engine.
         """
-        if rule not in RULES:
-            raise ValueError(f"ocr: rule is {rule!r}; allowed are {', '.join(RULES)}.")
+        _check_rule(rule)
         if not 0 <= min_confidence <= 1:
             raise ValueError(f"ocr: min_confidence is {min_confidence}; allowed are numbers in [0, 1].")
         if engine is not None and not callable(engine):
@@ -70,47 +69,46 @@ class OcrReward:
                 "to the text in it, or None for RapidOCR."
             )
         self.rule, self.min_confidence = rule, min_confidence
-        self._given = engine
+        self._user_engine = engine
 
     @cached_property
     def engine(self) -> Engine:
-        """What reads an image."""
-        return self._given or load_rapidocr(self.min_confidence)
+        """OCR engine; RapidOCR is loaded here."""
+        return self._user_engine or load_rapidocr(self.min_confidence)
 
     @cached_property
     def identity(self) -> Identity:
-        """What the scores depend on."""
-        model = (
-            getattr(self._given, "__qualname__", type(self._given).__name__) if self._given else _version()
-        )
+        """Everything that the scores depend on."""
+        engine = self._user_engine
+        model = getattr(engine, "__qualname__", type(engine).__name__) if engine else _version()
         options = {"rule": self.rule, "min_confidence": self.min_confidence}
         return Identity(judge=self.name, model=model, options=options)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Judge B readable_images; each distinct one is read once."""
+        """Score B images; each distinct one is read once."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         rows, readable_images, targets = [], [], []
         for row, image in request.images.readable():
-            found = wanted_texts(request.prompts[row], request.metadata[row])
-            if isinstance(found, str):
-                reasons[row] = found
+            target = wanted_texts(request.prompts[row], request.metadata[row])
+            if isinstance(target, str):
+                reasons[row] = target
                 continue
             rows.append(row)
             readable_images.append(image)
-            targets.append(found)
+            targets.append(target)
         first, index = distinct_images(readable_images, [0] * len(readable_images))
-        seen = [self._read(to_uint8(readable_images[i])) for i in first]
+        recognised = [self._read(to_uint8(readable_images[i])) for i in first]
         size = len(request)
         values, extra, text = [], [], [""] * size
         for row, number, target in zip(rows, index, targets, strict=True):
-            found = text_score(target, seen[number], rule=self.rule)
-            if found is None:
+            text[row] = recognised[number]
+            score = text_score(target, text[row], rule=self.rule)
+            if score is None:
                 reasons[row] = f"the wanted text holds no character that the rule {self.rule!r} compares"
-            values.append(math.nan if found is None else found)
-            wanted, got = (len(normal_text(part)) for part in ("".join(target), seen[number]))
-            extra.append(max(0, got - wanted) / max(got, 1))
-            text[row] = seen[number]
+            values.append(math.nan if score is None else score)
+            target_length, length = (len(normal_text(part)) for part in ("".join(target), text[row]))
+            extra.append(max(0, length - target_length) / max(length, 1))
         parts = {"extra": scatter(extra, rows, size)}
         return make_scores(scatter(values, rows, size), reasons, self.unit, parts=parts, text=text)
 
@@ -126,26 +124,22 @@ class OcrReward:
 
 
 def wanted_texts(prompt: str, record: Mapping[str, Any] | None) -> list[str] | str:
-    """The wanted texts, or the reason why there are none."""
-    given = (record or {}).get("text")
-    if given is None:
-        texts = quoted_texts(prompt)
-        where = "the quotation marks of the prompt"
+    """Return the wanted texts, or the reason why there are none."""
+    field = (record or {}).get("text")
+    if field is None:
+        texts, source = quoted_texts(prompt), "the quotation marks of the prompt"
         if not texts:
             return 'no wanted text: give metadata "text", or put it into quotation marks in the prompt'
     else:
-        texts = (
-            [given] if isinstance(given, str) else list(given) if isinstance(given, list | tuple) else [given]
-        )
-        where = 'metadata "text"'
+        texts, source = list(field) if isinstance(field, list | tuple) else [field], 'metadata "text"'
         if not all(isinstance(text, str) for text in texts):
-            return f'metadata "text" is {given!r}; needed is a string or a list of strings'
-    kept = [text for text in texts if normal_text(text)]
-    return kept or f"the wanted text is empty: {where} holds no character"
+            return f'metadata "text" is {field!r}; needed is a string or a list of strings'
+    texts = [text for text in texts if normal_text(text)]
+    return texts or f"the wanted text is empty: {source} holds no character"
 
 
 def load_rapidocr(min_confidence: float = 0.5) -> Engine:
-    """RapidOCR as an engine; its models come with the package, lines below `min_confidence` are left out."""
+    """Load RapidOCR as an engine; lines below `min_confidence` are left out."""
     try:
         import onnxruntime  # noqa: F401  # rapidocr finds out only at the first image
         from PIL import Image
@@ -173,14 +167,14 @@ def _version() -> str:
 
 
 def levenshtein(a: str, b: str) -> int:
-    """The fewest insertions, deletions and substitutions of one character that turn a into b."""
+    """Least number of insertions, deletions and substitutions of one character that turn a into b."""
     if len(a) < len(b):
         a, b = b, a
     return _distances(a, b, list(range(len(b) + 1)))[-1]
 
 
 def window_distance(target: str, text: str) -> int:
-    """The least `levenshtein` of the target to any stretch of the text, the empty one too.
+    """Least `levenshtein` of the target to any substring of the text, the empty one included.
 
     Sellers, Journal of Algorithms 1 (1980) 359.
     """
@@ -188,7 +182,7 @@ def window_distance(target: str, text: str) -> int:
 
 
 def _distances(a: str, b: str, row: list[int]) -> list[int]:
-    """Of a to each beginning of b; `row` are those of the empty text."""
+    """Distances of a to each prefix of b; `row` holds those of the empty text."""
     for i, left in enumerate(a, 1):
         current = [i]
         for j, right in enumerate(b, 1):
@@ -198,7 +192,7 @@ def _distances(a: str, b: str, row: list[int]) -> list[int]:
 
 
 def quoted_texts(prompt: str) -> list[str]:
-    """What stands in quotation marks, in order: "…", “…”, „…“, «…», 「…」, '…' and ‘…’ around whole words.
+    """Extract quoted texts in order: "…", “…”, „…“, «…», 「…」, '…' and ‘…’ around whole words.
 
     An apostrophe inside a word (it's) opens and closes nothing.
 
@@ -215,13 +209,12 @@ def normal_text(text: str) -> str:
 
 
 def text_score(target: str | Sequence[str], recognised: str, *, rule: str = "window") -> float | None:
-    """How well an image's text is the wanted one, in [0, 1].
+    """Similarity of recognised text s and wanted text t, in [0, 1].
 
-    - "window": (|t| − d) / max(|t|, |s|) on `normal_text`, d the least distance of t to a stretch of s. Text
-      beyond the wanted length lowers the score, wherever it stands and whatever it is, and characters that
-      are not in t never raise it: a perfect sign with as much other text again has ½. For several wanted
-      texts t is they joined in the order that fits best (up to `MAX_ORDERED`), because the order in which an
-      engine reads an image is not the prompt's.
+    - "window": (|t| − d) / max(|t|, |s|) on `normal_text`, d the least distance of t to a substring of s. Any
+      text beyond the wanted length lowers the score, and characters that are not in t never raise it: a
+      perfect sign with as much other text again scores ½. Several wanted texts are joined in the order that
+      fits best (up to `MAX_ORDERED`), because an engine's reading order is not the prompt's.
     - "plain": 1 − min(lev, |t|) / |t|, as "verl_omni" but without its substring rule.
     - "flow_grpo": lower case without blanks; 1 if t is a substring of s, else "plain". Flooding the image
       with text satisfies it.
@@ -229,37 +222,41 @@ def text_score(target: str | Sequence[str], recognised: str, *, rule: str = "win
 
     Args:
         target: wanted text, or several (which the last three rules join).
-        recognised: all that was read in the image.
+        recognised: all text in the image.
         rule: see above.
 
     Returns:
-        The score; None for a target without characters ("plain" and "verl_omni" then say whether nothing was
-        read, as the latter's code does).
+        The score; None for a target without characters. "plain" and "verl_omni" then give 1 if no text was
+        recognised, else 0, as verl-omni's code does.
 
     Levenshtein 1966; the two named rules are those of the released code of flow_grpo (arXiv 2505.05470) and
     verl-omni.
     """
-    if rule not in RULES:
-        raise ValueError(f"ocr: rule is {rule!r}; allowed are {', '.join(RULES)}.")
+    _check_rule(rule)
     texts = [target] if isinstance(target, str) else list(target)
     if rule == "window":
-        wanted, seen = [normal_text(text) for text in texts], normal_text(recognised)
-        if not any(wanted):
+        targets, text = [normal_text(part) for part in texts], normal_text(recognised)
+        length = sum(map(len, targets))
+        if not length:
             return None
-        orders = itertools.permutations(wanted) if len(wanted) <= MAX_ORDERED else [tuple(wanted)]
-        longest = max(sum(map(len, wanted)), len(seen))
-        length = sum(map(len, wanted))
-        return (length - min(window_distance("".join(order), seen) for order in orders)) / longest
-    return _published("".join(texts), recognised, rule)
+        orders = itertools.permutations(targets) if len(targets) <= MAX_ORDERED else [tuple(targets)]
+        distance = min(window_distance("".join(order), text) for order in orders)
+        return (length - distance) / max(length, len(text))
+    return _published_score("".join(texts), recognised, rule)
 
 
-def _published(target: str, recognised: str, rule: str) -> float | None:
+def _published_score(target: str, text: str, rule: str) -> float | None:
     if rule == "flow_grpo":
-        wanted, seen = (text.replace(" ", "").lower() for text in (target, recognised))
+        target, text = (part.replace(" ", "").lower() for part in (target, text))
     else:
-        wanted, seen = ("".join(text.split()).lower() for text in (target, recognised))
-    if not wanted:
-        return None if rule == "flow_grpo" else float(not seen)
-    if rule != "plain" and wanted in seen:
+        target, text = ("".join(part.split()).lower() for part in (target, text))
+    if not target:
+        return None if rule == "flow_grpo" else float(not text)
+    if rule != "plain" and target in text:
         return 1.0
-    return 1 - min(levenshtein(wanted, seen), len(wanted)) / len(wanted)
+    return 1 - min(levenshtein(target, text), len(target)) / len(target)
+
+
+def _check_rule(rule: str) -> None:
+    if rule not in RULES:
+        raise ValueError(f"ocr: rule is {rule!r}; allowed are {', '.join(RULES)}.")

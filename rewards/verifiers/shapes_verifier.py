@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shapes world's exact verifier as a reward: is everything in the image that the prompt asks for?"""
+"""Exact verifier of the shapes world as a reward."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ SIDE = 64
 class ShapesVerifier:
     """1 for a correct image and 0 otherwise, or the share of the prompt's checks that hold.
 
-    The metadata record of a prompt (GenEval's layout) says what to check; without one the prompt itself is
-    parsed.
+    The checks come from the metadata record (GenEval's layout), or from the prompt without one.
     """
 
     name = "shapes_verifier"
@@ -31,8 +30,8 @@ class ShapesVerifier:
         """Choose the value.
 
         Args:
-            mode: "correct" (0 or 1), "partial" (credit in [0, 1]), or "mixed", the mean of both: a
-                signal where nothing is right yet that pays most for the last check. Both are in the parts.
+            mode: "correct" (0 or 1), "partial" (credit in [0, 1]), or "mixed", the mean of both: a signal
+                before anything is correct, with the largest step for the last check. Parts hold both.
         """
         if mode not in ("correct", "partial", "mixed"):
             raise ValueError(
@@ -54,7 +53,7 @@ class ShapesVerifier:
         reasons = list(request.images.reasons)
         rows, readable_images, records = [], [], []
         for row, image in request.images.readable():
-            record, problem = _record(request.prompts[row], request.metadata[row])
+            record, problem = _read_record(request.prompts[row], request.metadata[row])
             height, width = image.shape[1:]
             if (height, width) != (SIDE, SIDE):
                 problem = f"the shapes verifier reads {SIDE}×{SIDE} images, this one has {width}×{height}"
@@ -76,10 +75,10 @@ class ShapesVerifier:
         return make_scores(value, reasons, self.unit, parts=parts, text=text)
 
 
-def _record(prompt: str, given: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], str | None]:
-    """The record to verify against, or the reason why there is none."""
-    if given is not None and "include" in given:
-        return given, _problem(given)
+def _read_record(prompt: str, record: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], str | None]:
+    """(record to verify against, reason why it cannot be used or None)."""
+    if record is not None and "include" in record:
+        return record, _problem(record)
     from visalign.data.shapes.prompts import parse_prompt
 
     try:
@@ -89,7 +88,7 @@ def _record(prompt: str, given: Mapping[str, Any] | None) -> tuple[Mapping[str, 
 
 
 def _problem(record: Mapping[str, Any]) -> str | None:
-    """Why a record cannot be verified, found by judging an empty image with it."""
+    """Reason why a record cannot be verified, or None; found by checking an empty image with it."""
     from visalign.data.shapes.verifier import judge
 
     form = "needed is GenEval's layout, include: [{class: circle, count: 1}, ...]"
