@@ -95,7 +95,7 @@ def test_a_sum_hands_the_groups_on(folder: Path) -> None:
 
 
 def test_refused(folder: Path, reference: Path, tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match=r"judges sets, not single images.*'group_id'"):
+    with pytest.raises(RewardError, match=r"scores sets, not single images.*'group_id'"):
         load_reward("vendi_gain", model=folder).score(make_images(2), ["a", "a"])
     with pytest.raises(ValueError, match=r"over is 'prompt'; allowed are 'group' and 'batch'"):
         load_reward("vendi_gain", over="prompt")
@@ -104,5 +104,5 @@ def test_refused(folder: Path, reference: Path, tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / f"{number}.png").write_bytes(b"no image")
     broken = load_reward("frechet_gain", reference=tmp_path, model=folder)
-    with pytest.raises(RewardError, match=r"0\.png: .*Take it out of the reference"):
+    with pytest.raises(RewardError, match=r"0\.png: .*Remove it from the reference"):
         broken.score(make_images(2), ["a", "a"], [{"group_id": 0}] * 2)

@@ -52,7 +52,7 @@ def test_round_trips():
         ),
         ("sigmoid(hp)", "hp", r"'sigmoid\(hp\)' is not affine: .*use IctHp\(mode='upstream'\)"),
         ("torchmetrics", "cosine", "loses all negative cosines"),
-        ("cosine", "rating", "measure different things.*From 'cosine' one can go to cosine, cosine × 100"),
+        ("cosine", "rating", "measure different things.*'cosine' can be converted to cosine, cosine × 100"),
         ("cosin", "cosine", "There is no scale 'cosin'; allowed are cosine, cosine × 100"),
         ("cosine", "logit", r"'logit' needs logit_scale.*given: None"),
     ],

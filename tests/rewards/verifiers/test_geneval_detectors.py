@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from visalign.rewards import RewardError, check_reward
 from visalign.rewards.verifiers.geneval import GenEval
-from visalign.rewards.verifiers.geneval_detectors import TransformersDetector, _of_masks
+from visalign.rewards.verifiers.geneval_detectors import TransformersDetector, _mask_boxes
 
 LIBRARY: Any = transformers
 """Its configurations take more than their signatures tell a type checker."""
@@ -198,8 +198,8 @@ def test_a_mask_that_vanished_is_no_object() -> None:
     masks = torch.zeros(2, 4, 6)
     masks[1, 1:3, 2:5] = 1
     info = [{"score": 0.9, "label_id": 0}, {"score": 0.8, "label_id": 1}]
-    boxes, scores, labels, kept = _of_masks({"segmentation": masks, "segments_info": info}, (4, 6))
+    boxes, scores, labels, kept = _mask_boxes({"segmentation": masks, "segments_info": info}, (4, 6))
     assert boxes.tolist() == [[2.0, 1.0, 5.0, 3.0]] and labels.tolist() == [1]
     assert scores.tolist() == pytest.approx([0.8]) and kept is not None and len(kept) == 1
-    none = _of_masks({"segmentation": masks[:1], "segments_info": info[:1]}, (4, 6))
+    none = _mask_boxes({"segmentation": masks[:1], "segments_info": info[:1]}, (4, 6))
     assert none[0].shape == (0, 4) and len(none[1]) == len(none[2]) == 0
