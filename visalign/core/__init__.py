@@ -119,8 +119,8 @@ MODULES = {
     "surrogates.value": "explained_variance soft_minimum value_clip_fraction",
     "surrogates.weighted": "binary_kl binary_tv cispo dppo gamma_weight reinforce vespo",
     "tokens.entropy": (
-        "adapt_entropy_coefficient covariance_statistics entrocraft_direction entrocraft_keep entropy_bonus "
-        "fit_entropy_curve gated_entropy_coefficient token_covariance"
+        "covariance_statistics entrocraft_direction entrocraft_keep entropy_bonus "
+        "fit_entropy_curve token_covariance"
     ),
     "tokens.entropy_terms": (
         "anchored_entropy_loss entropy_band_penalty nucleus_entropy nucleus_mask peak_entropy siren_keep "

@@ -12,13 +12,7 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
-from visalign.core.rewards.sets import (
-    frechet_distance,
-    frechet_gains,
-    set_gains,
-    vendi_gains,
-    vendi_score,
-)
+from visalign.core.rewards.sets import frechet_distance, frechet_gains, set_gains, vendi_gains, vendi_score
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

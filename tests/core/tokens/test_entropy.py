@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,11 @@ from torch import Tensor
 
 from visalign.core.surrogates.aggregation import aggregate, count_step
 from visalign.core.tokens.entropy import (
-    adapt_entropy_coefficient,
     covariance_statistics,
     entrocraft_direction,
     entrocraft_keep,
     entropy_bonus,
     fit_entropy_curve,
-    gated_entropy_coefficient,
     token_covariance,
 )
 
@@ -172,34 +169,6 @@ def test_bonus_raises_the_entropy() -> None:
     assert (gradient[weight == 0] == 0).all()
     tensor = entropy_bonus(torch.ones(2, dtype=torch.bfloat16), torch.tensor(0.5))
     assert tensor.dtype == torch.float32 and tensor.tolist() == [-0.5, -0.5]
-
-
-def test_adaptive_coefficient_by_hand() -> None:
-    def adapt(c: float, measured: float, **options: float) -> float:
-        return adapt_entropy_coefficient(c, measured, 0.2, **options).item()
-
-    assert adapt(0.0, 0.1) == 0.005
-    assert adapt(0.01, 0.3) == 0.005
-    assert adapt(0.01, 0.2) == 0.01
-    assert adapt(0.0, 0.3) == 0.0
-    assert adapt(0.0, 0.3, lowest=-1.0) == -0.005
-    assert adapt(0.1, 0.1, step=0.5, highest=0.2) == 0.2
-    assert math.isnan(adapt(0.1, NAN))
-    assert gated_entropy_coefficient(0.1, 0.1, 0.2).item() == 0.1
-    assert gated_entropy_coefficient(0.1, 0.2, 0.2).item() == 0.1
-    assert gated_entropy_coefficient(0.1, torch.tensor(0.3), 0.2) == 0
-    assert gated_entropy_coefficient(0.1, NAN, 0.2).isnan()
-
-
-def test_adaptive_coefficient_holds_a_target() -> None:
-    """Entropy that answers the coefficient with a lag settles within one step of the target."""
-    entropy, coefficient = torch.tensor(1.0), torch.tensor(0.0)
-    trace = []
-    for _ in range(400):
-        coefficient = adapt_entropy_coefficient(coefficient, entropy, 0.4, step=0.002)
-        entropy = entropy + 0.1 * (5 * coefficient - entropy)
-        trace.append(entropy.item())
-    assert np.mean(trace[-100:]) == pytest.approx(0.4, abs=0.02)
 
 
 @pytest.mark.parametrize(

@@ -94,12 +94,7 @@ def remax_advantages(reward: Tensor, baseline: Tensor, weight: Tensor | None = N
 
 
 def reinforce_pp_advantages(
-    reward: Tensor,
-    weight: Tensor | None = None,
-    *,
-    gamma: float = 1.0,
-    ddof: int = 1,
-    eps: float = 1e-8,
+    reward: Tensor, weight: Tensor | None = None, *, gamma: float = 1.0, ddof: int = 1, eps: float = 1e-8
 ) -> Tensor:
     """Whiten the returns over all decisions of the batch: A = (G − mean)/sqrt(var + eps).
 

@@ -94,12 +94,7 @@ def bundle_scores(reward: Tensor, bundle: Tensor, *, size: int = 5) -> tuple[Ten
 
 
 def riskpo_advantages(
-    score: Tensor,
-    q_down: Tensor | float,
-    q_up: Tensor | float,
-    *,
-    eps: float = 1e-6,
-    **options: Any,
+    score: Tensor, q_down: Tensor | float, q_up: Tensor | float, *, eps: float = 1e-6, **options: Any
 ) -> Tensor:
     """Divide `mixed_value_at_risk` of bundle scores [N] by the std (n − 1) of all scores passed in, plus eps.
 

@@ -80,12 +80,7 @@ def adaptive_kl_coefficient(
 
 
 def penalty_kl_coefficient(
-    beta: float | Tensor,
-    kl: float | Tensor,
-    *,
-    target: float,
-    tolerance: float = 1.5,
-    factor: float = 2.0,
+    beta: float | Tensor, kl: float | Tensor, *, target: float, tolerance: float = 1.5, factor: float = 2.0
 ) -> Tensor:
     """Halve or double the coefficient of PPO's KL penalty when the step was far from its target.
 

@@ -2,7 +2,7 @@
 """Entropy of a token policy: its drivers, its price in reward, and the rules that hold it.
 
 Measures: covariance of log-prob and advantage, which predicts the entropy change; the curve R = −a e^H + b.
-Controls: the entropy bonus and its adaptive coefficient; Entrocraft's band.
+Controls: the entropy bonus; Entrocraft's band.
 """
 
 from __future__ import annotations
@@ -118,38 +118,6 @@ def entropy_bonus(entropy: Tensor, coefficient: float | Tensor) -> Tensor:
     """
     value = float32(entropy)
     return -torch.as_tensor(coefficient, dtype=value.dtype).detach() * value
-
-
-def adapt_entropy_coefficient(
-    coefficient: float | Tensor,
-    measured: float | Tensor,
-    target: float | Tensor,
-    *,
-    step: float = 0.005,
-    lowest: float = 0.0,
-    highest: float = float("inf"),
-) -> Tensor:
-    """Move the coefficient of the entropy bonus towards a target: c' = clip(c + Δ sign(H* − H)); 0-dim.
-
-    `measured` H is the mean token entropy of the whole step, `target` H* 0.2 nats in the report, `step` Δ > 0
-    per optimizer step. The bounds are an addition. NaN when H is.
-
-    He et al., Skywork-OR1, arXiv 2505.22312 (adaptive entropy control).
-    """
-    old, error = _number(coefficient), _number(target) - _number(measured)
-    return (old + step * torch.where(error.isnan(), error, error.sign())).clamp(lowest, highest)
-
-
-def gated_entropy_coefficient(
-    coefficient: float | Tensor, measured: float | Tensor, target: float | Tensor
-) -> Tensor:
-    """Apply the coefficient only while the entropy is at or below its target: c·1[H ≤ H*]; NaN when H is.
-
-    He et al., Skywork-OR1, arXiv 2505.22312 (adaptive entropy control).
-    """
-    error = _number(target) - _number(measured)
-    gate = torch.where(error.isnan(), error, (error >= 0).double())
-    return _number(coefficient) * gate
 
 
 def entrocraft_direction(monitor: float | Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:

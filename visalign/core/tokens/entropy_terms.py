@@ -71,11 +71,7 @@ def peak_entropy(entropy: Tensor, weight: Tensor, keep: Tensor) -> Tensor:
 
 
 def anchored_entropy_loss(
-    entropy: Tensor,
-    measured: float | Tensor,
-    anchor: float | Tensor,
-    *,
-    coefficient: float = 0.005,
+    entropy: Tensor, measured: float | Tensor, anchor: float | Tensor, *, coefficient: float = 0.005
 ) -> Tensor:
     """Hold an aggregated entropy at its anchor: L = β (H_agg − H_anchor)², exact over micro-batches.
 
