@@ -89,6 +89,13 @@ _END = "the setup has ended"
 _LONGEST_VALUE = 1 << 20
 
 
+class _Numbers(ast.NodeTransformer):
+    """Replaces the names inf and nan, as repr writes them, by the numbers."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(float(node.id)) if node.id in ("inf", "nan") else node
+
+
 class CodeTests:
     """Share of the unit tests that the generated code passes, or 1 only where it passes all.
 
@@ -145,12 +152,15 @@ class CodeTests:
         """
         values: dict[str, Any] = asdict(limits) if isinstance(limits, SandboxLimits) else dict(limits or {})
         keys = [entry.name for entry in fields(SandboxLimits)]
-        positive = values.keys() <= {*keys} and all(value > 0 for value in values.values())
+        positive = values.keys() <= {*keys} and all(
+            isinstance(value, int | float) and 0 < value < 1e9 for value in values.values()
+        )
+        whole_workers = isinstance(workers, int) and workers >= 1
         rules = {
             f"credit is {credit!r}; allowed are 'all' and 'share'": credit in ("all", "share"),
-            f"workers is {workers!r}; allowed are whole numbers from 1": workers >= 1,
+            f"workers is {workers!r}; allowed are whole numbers from 1": whole_workers,
             f"tolerance is {tolerance!r}; allowed are numbers from 0 to below 1": 0 <= tolerance < 1,
-            f"limits are {values}; allowed are {', '.join(keys)}, each above 0": positive,
+            f"limits are {values}; allowed are {', '.join(keys)}, each above 0 and below 1e9": positive,
         }
         if broken := [message for message, holds in rules.items() if not holds]:
             raise ValueError(f"{name}: {broken[0]}.")
@@ -224,7 +234,8 @@ class CodeTests:
         try:
             if len(text) > _LONGEST_VALUE:
                 raise ValueError("too long to be read")
-            value, expected = ast.literal_eval(text), test["expected"]
+            value = ast.literal_eval(_Numbers().visit(ast.parse(text, mode="eval")))
+            expected = test["expected"]
             if "call" in test:
                 passed = is_close(as_json(value), as_json(expected), self._tolerance)
             else:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -94,7 +95,7 @@ def test_values_compare_as_python_in_asserts_and_as_json_in_calls():
         "import collections, dataclasses, fractions\n"
         "@dataclasses.dataclass\nclass S:\n    k: 'int' = 0\n    def f(self, k):\n"
         "        return [(1, 2), [1, 2], {1: 2.5}, {3}, None, b'a', 1j, True, collections.Counter('a'),\n"
-        "            fractions.Fraction(1, 2), 0.1 + 0.2][k]\n"
+        "            fractions.Fraction(1, 2), 0.1 + 0.2, float('inf')][k]\n"
     )
     expected = ["(1, 2)", "[1, 2]", "{1: 2.5}", "{3}", "None", "b'a'", "1j", "True", "{'a': 1}", "0.5"]
     tests = [f"assert S().f({k}) == {value}" for k, value in enumerate(expected)]
@@ -105,7 +106,7 @@ def test_values_compare_as_python_in_asserts_and_as_json_in_calls():
             code, ["assert S().f(0) == [1, 2]", "assert S().f(10) == 0.3"]
         )
     )
-    calls = [([0], [1, 2]), ([2], {"1": 2.5}), ([10], 0.3)]
+    calls = [([0], [1, 2]), ([2], {"1": 2.5}), ([10], 0.3), ([11], math.inf)]
     calls = [{"call": "S.f", "args": args, "expected": value} for args, value in calls]
     assert all(result.passed for result in CodeTests(limits=QUICK).run(code, calls))
     assert not CodeTests(limits=QUICK, tolerance=0).run(code, calls)[2].passed
@@ -284,6 +285,9 @@ def test_a_server_runs_the_code_instead():
         ({"tolerance": 1}, "tolerance is 1"),
         ({"limits": {"time": 1}}, r"limits are \{'time': 1\}; allowed are wall_seconds"),
         ({"limits": {"memory_mb": 0}}, "each above 0"),
+        ({"limits": {"wall_seconds": "ten"}}, "each above 0"),
+        ({"limits": {"wall_seconds": math.inf}}, "below 1e9"),
+        ({"workers": "4"}, "workers is '4'"),
     ],
 )
 def test_bad_options(options, message):
