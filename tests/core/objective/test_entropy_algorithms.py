@@ -18,6 +18,7 @@ from visalign.core.objective.algorithms import named_objective
 from visalign.core.objective.data import PolicyOutput, Trajectories
 from visalign.core.objective.entropy_stage import entropy_memory
 from visalign.core.objective.objective import Objective
+from visalign.core.objective.stages import SELECTIONS
 from visalign.core.rewards.entropy import (
     difficulty_entropy_reward,
     difficulty_of,
@@ -171,6 +172,8 @@ def test_epo_draws_a_completion_back_into_the_band_of_the_past() -> None:
     assert entropy_memory(row, t, [0.3, 2.0]) == [pytest.approx((0.3 * 2 + 1.2) / 3), 3.0]
     with pytest.raises(ValueError, match=r"low must be ≤ high; got 2\.0 and 1\.2 .*'epo'"):
         named_objective("epo", entropy_term_options={"low": 2.0})
+    with pytest.raises(ValueError, match=r"low_end must be ≤ high_end; got 0\.9 and 0\.7 .*'entrocraft'"):
+        SELECTIONS["entrocraft"].check("selection", "entrocraft", {"low_end": 0.9})
 
 
 def test_tea_is_the_golden_case() -> None:

@@ -114,6 +114,9 @@ class Stage:
             if problem := _problem(value, self.types[option], interval):
                 raise ValueError(f"{option} must be {problem}; got {value!r} ({label} {name!r}).")
         values = {**self.options, **options}
+        for bound in ("low", "high"):  # a bound without an end stays where it starts
+            if values.get(f"{bound}_end", 0) is None:
+                values[f"{bound}_end"] = values[bound]
         for low, high in PAIRS:
             if (
                 all(isinstance(values.get(k), int | float) for k in (low, high))
