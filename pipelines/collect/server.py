@@ -228,11 +228,11 @@ def read_answer(answer: dict[str, Any], model: type[BaseModel]) -> dict[str, Any
     values = {name: value for name, value in answer.items() if value not in (None, "", [], {})}
     if values == {"unseen": True}:
         return values
+    if isinstance(values.get("text"), str):  # a limit on the length can cut an emoji in two
+        values["text"] = values["text"].encode("utf-8", "replace").decode()
     _validate(values, model)
     if not values:
         raise HTTPException(422, "The answer is empty: nothing was set, marked or written.")
-    if "text" in values:
-        values["text"] = values["text"].encode("utf-8", "replace").decode()
     return values
 
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from pydantic import create_model
 
 from tests.support.browser import Browser, find_browser
 from tests.support.servers.rewards import serving
+from visalign.pipelines.collect.server import read_answer
 from visalign.pipelines.collect.store import Plan, VoteStore
 from visalign.pipelines.collect.tasks import QUALITY_WORDS, Form, Task
 
@@ -140,6 +142,11 @@ def test_invalid_votes_are_refused_by_name_and_nothing_is_stored(store, url, cha
     found = ada.post("/vote", json=sent | changes)
     assert found.status_code == status
     assert re.search(why, found.json()["error"]) and store.votes() == []
+
+
+def test_a_text_cut_inside_an_emoji_is_kept():
+    model = create_model("Answer", text=(str, ""))
+    assert read_answer({"text": "fine \ud83d"}, model) == {"text": "fine ?"}
 
 
 def test_another_s_vote_too_much_and_what_is_no_json(store, url):
