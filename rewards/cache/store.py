@@ -53,8 +53,9 @@ class ScoreCache:
         try:
             with closing(self._connect()) as connection, connection:
                 version = connection.execute("PRAGMA user_version").fetchone()[0]
-                connection.execute(_TABLE)
-                connection.execute(f"PRAGMA user_version = {max(version, VERSION)}")
+                if version <= VERSION:
+                    connection.execute(_TABLE)
+                    connection.execute(f"PRAGMA user_version = {VERSION}")
         except sqlite3.Error as error:
             raise OSError(
                 f"The cache '{self.path}' cannot be opened: {error}. Free or remove it, or give another "
