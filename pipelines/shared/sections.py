@@ -170,7 +170,7 @@ class ConvexDAConfig:
             except (OSError, ValueError, AttributeError, TypeError) as error:
                 raise UserError(
                     f"data.convex_da.synonyms: '{self.synonyms}' cannot be read ({error}). Give a JSON file "
-                    'such as {"image": ["image", "photo"]}.'
+                    'such as {"big": ["large", "huge"]}.'
                 ) from error
         for number, prompt in enumerate(prompts):
             if not isinstance(prompt, str):

@@ -343,8 +343,8 @@ WHY = {
     "swap": "A winner that depends on the order is none. Chance keeps one half.",
     "transitivity": "A over B, B over C and C over A: no score and no ranking fits such answers, and win "
     "rates depend on who else is in the group.",
-    "empty_among_real": "The win rate is what a model that paints nothing would be paid in a group of others."
-    "The win rate is what a model that paints nothing would be paid in a group of others.",
+    "empty_among_real": "The win rate is what a model that paints nothing would be paid in a group of "
+    "others.",
     "changed_among_real": "The win rate is what the change would be paid in a group of others.",
 }
 """Probe -> consequence of training on a reward that fails it."""
