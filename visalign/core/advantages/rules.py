@@ -45,17 +45,17 @@ def conditional_advantages(
     lowest, mean, _ = group_centre(reward, present, index, groups)
     value = torch.where(present, reward.detach().double() - lowest[index], 0.0)
     high = _high_half(metric, present, index, groups)
-    own, other = 2 * index + high, 2 * index + ~high
-    half = group_mean(value, present, own, 2 * groups)
+    own_half, other_half = 2 * index + high, 2 * index + ~high
+    half_mean = group_mean(value, present, own_half, 2 * groups)
 
     factor, unit = torch.full_like(value, alpha), torch.ones_like(value)
     a_own = torch.where(high == (side == "high"), factor, unit)
     a_other = torch.where(high == (side == "high"), unit, factor)
     # a_own R_i − a_other mean_other; the middle term puts back what α leaves of the group's lowest reward
-    between = a_own * value + (a_own - a_other) * lowest[index] - a_other * half[other]
-    result = mu * between + (1 - mu) * (value - half[own])
-    least, most = group_extremes(metric, present, index, groups)
-    result = torch.where((least < most)[index], result, value - mean[index])
+    between = a_own * value + (a_own - a_other) * lowest[index] - a_other * half_mean[other_half]
+    result = mu * between + (1 - mu) * (value - half_mean[own_half])
+    smallest, largest = group_extremes(metric, present, index, groups)
+    result = torch.where((smallest < largest)[index], result, value - mean[index])
     return torch.where(present, result, 0.0).to(float32_dtype(reward))
 
 

@@ -147,13 +147,13 @@ def turning_point_rewards(
     levels = torch.cat([float32(reward_ode).detach()[:, None], float32(reward_mid).detach()], 1)
     before, after = levels[:, :-1], levels[:, 1:]
     increment = after - before
-    whole = final - levels[:, :1]
-    sign = increment.sign() * whole.sign()
+    total_change = final - levels[:, :1]
+    sign = increment.sign() * total_change.sign()
     turn = increment.sign() * (final - after).sign() > 0
     crosses = (sign[:, :-1] < 0) & (sign[:, 1:] > 0)
     turn = turn & pad(crosses, (1, 0), value=True)
     if balanced:
-        turn = turn & _balance(turn, whole.expand_as(turn))
+        turn = turn & _balance(turn, total_change.expand_as(turn))
     bonus = torch.where(turn, eta * (final - before), 0.0)
     base = torch.where(turn, 0.0, increment) if replace else increment
     return TurningPoints(step_reward=base + bonus, increment=increment, sign=sign, turn=turn, bonus=bonus)
@@ -172,13 +172,13 @@ def branch_rewards(reward: Tensor, node: Tensor) -> Tensor:
     check_axes(reward=(reward, "B"), node=(node, "B T"))
     value = float32(reward).detach()[:, None].expand(node.shape)
     present = torch.isfinite(value)
-    # least + mean(R − least): the mean of equal rewards is exactly their value
+    # lowest + mean(R − lowest): the mean of equal rewards is exactly their value
     finite = torch.where(present, value, torch.inf)
-    least = torch.full_like(value, torch.inf).scatter_reduce(0, node, finite, "amin")
-    above = torch.where(present, value - least.gather(0, node), 0.0)
+    lowest = torch.full_like(value, torch.inf).scatter_reduce(0, node, finite, "amin")
+    above = torch.where(present, value - lowest.gather(0, node), 0.0)
     zero = torch.zeros_like(value)
     total, count = zero.scatter_add(0, node, above), zero.scatter_add(0, node, present.to(value.dtype))
-    return (least + total / count).gather(0, node)
+    return (lowest + total / count).gather(0, node)
 
 
 def next_present(inside: Tensor) -> Tensor:
@@ -188,11 +188,11 @@ def next_present(inside: Tensor) -> Tensor:
     return pad(position, (0, 1), value=length)[:, 1:].flip(1).cummin(1).values.flip(1)
 
 
-def _balance(turn: Tensor, whole: Tensor) -> Tensor:
+def _balance(turn: Tensor, total_change: Tensor) -> Tensor:
     """Select turns so that both signs are equally many."""
-    positive, negative = (turn & (whole > 0)).flatten(), (turn & (whole < 0)).flatten()
+    positive, negative = (turn & (total_change > 0)).flatten(), (turn & (total_change < 0)).flatten()
     fewer = torch.minimum(positive.sum(), negative.sum())
-    size = whole.abs().flatten()
+    size = total_change.abs().flatten()
 
     def largest(among: Tensor) -> Tensor:
         order = torch.where(among, size, -1.0).argsort(stable=True).flip(0)
