@@ -288,7 +288,7 @@ def test_what_is_long_was_looked_at_again() -> None:
 def test_folders_stay_small() -> None:
     files = Counter(path.parent for path in sources(tests=False) if path.name != "__init__.py")
     big = {_name(folder): count for folder, count in files.items() if count > MAX_FILES}
-    assert big == {}, "a room of this size holds more than one subject"
+    assert big == {}, "a folder of this size holds more than one subject"
 
 
 def test_every_folder_has_a_docstring() -> None:
@@ -305,8 +305,7 @@ def _folder_of(package: str) -> list[str]:
 
 
 def test_no_file_imports_the_face_above_it() -> None:
-    """With "no circles of rooms" in pyproject.toml, no circle of files either: what goes round through no
-    face goes round among siblings."""
+    """Together with the contract "no circles of folders" of pyproject.toml this excludes circles of files."""
     graph = grimp.build_graph("visalign", cache_dir=None)
     bad = [
         f"{module} imports {face}"

@@ -76,7 +76,7 @@ class StepEncoder:
         if any(part.get("type") != "text" for parts in contents for part in parts):
             raise UserError(
                 "A prompt shows images, and a process reward model reads text alone. Leave such records "
-                "out, or score whole completions with a reward that sees."
+                "out, or score whole completions with a reward that takes images."
             )
         if not getattr(self.tokenizer, "chat_template", None):
             raise UserError(
