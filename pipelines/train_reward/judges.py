@@ -149,8 +149,8 @@ class SeeingJudge(TrainedJudge):
 
     def answers(self, states: Tensor, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Logits of some words where an answer begins, and the logarithm of what they have of all words."""
-        logits = self.engine.head_logits(states, list(ids))
-        return logits, (logits.logsumexp(-1) - self.engine.log_total(states)).clamp(max=0.0)
+        logits = self.engine.network.head_logits(states, list(ids))
+        return logits, (logits.logsumexp(-1) - self.engine.network.log_total(states)).clamp(max=0.0)
 
     def write(
         self, folder: Path, questions: Sequence[Template], more: Mapping[str, Any] | None = None

@@ -194,14 +194,6 @@ class VisionLanguageEngine:
         """Hidden states [N, H] float32 of rows, with gradient where it is enabled; see `SeeingNetwork`."""
         return self.network.states(rows)
 
-    def head_logits(self, states: Tensor, ids: Sequence[int]) -> Tensor:
-        """Logits [N, K] of some tokens, differentiable; see `SeeingNetwork.head_logits`."""
-        return self.network.head_logits(states, ids)
-
-    def log_total(self, states: Tensor) -> Tensor:
-        """logsumexp [N] over the whole vocabulary, differentiable; see `SeeingNetwork.log_total`."""
-        return self.network.log_total(states)
-
     @torch.no_grad()
     def hidden(self, template: Template, queries: Sequence[Query], *, at: str | None = None) -> HiddenStates:
         """Hidden states of requests at their one special token `at`, or at the last position."""
@@ -220,8 +212,8 @@ class VisionLanguageEngine:
 
         def compute(rows: Sequence[TokenRow]) -> Tensor:
             states = self.states(rows)
-            logits = self.head_logits(states, ids)
-            return torch.cat((logits, self.log_total(states)[:, None]), 1) if left_over else logits
+            logits = self.network.head_logits(states, ids)
+            return torch.cat((logits, self.network.log_total(states)[:, None]), 1) if left_over else logits
 
         values = _fill_rows(rows, len(ids) + left_over, compute)
         return AnswerLogits(values[:, : len(ids)], values[:, -1] if left_over else None, reasons)

@@ -91,13 +91,13 @@ def test_a_negative_hp_does_not_turn_the_order_round_by_default(ict_folder, hp_f
 
         return score
 
-    found = {}
+    result = {}
     for mode in (None, "paper"):
         reward = IctHp(ict_folder, hp_folder) if mode is None else IctHp(ict_folder, hp_folder, mode=mode)
         monkeypatch.setattr(reward.ict, "score", given([0.8, 0.2, -0.3]))
         monkeypatch.setattr(reward.hp, "score", given([-2.0, -2.0, -2.0]))
-        found[mode] = reward.score(images, PROMPTS).value.argsort(descending=True).tolist()
-    assert found == {None: [0, 1, 2], "paper": [2, 1, 0]}
+        result[mode] = reward.score(images, PROMPTS).value.argsort(descending=True).tolist()
+    assert result == {None: [0, 1, 2], "paper": [2, 1, 0]}
 
 
 def test_a_bad_row_is_invalid_in_the_product(ict_folder, hp_folder, images):

@@ -65,11 +65,11 @@ def med_config() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    place = tmp_path_factory.mktemp("image reward")
-    torch.save(random_state(image_reward(**SIZES), 4), place / "ImageReward.pt")
-    (place / "med_config.json").write_text(json.dumps(med_config()))
-    bert_tokenizer().save_pretrained(str(place))
-    return place
+    folder_path = tmp_path_factory.mktemp("image reward")
+    torch.save(random_state(image_reward(**SIZES), 4), folder_path / "ImageReward.pt")
+    (folder_path / "med_config.json").write_text(json.dumps(med_config()))
+    bert_tokenizer().save_pretrained(str(folder_path))
+    return folder_path
 
 
 @pytest.fixture
@@ -119,17 +119,17 @@ def plain_blip(state: dict[str, Tensor], pixels: Tensor, tokens: Tensor, mask: T
         x = x + linear(f"{block}.attn.proj", attend(q, k, v, HEADS["vision"]))
         inner = F.gelu(linear(f"{block}.mlp.fc1", norm(f"{block}.norm2", x, 1e-6)))
         x = x + linear(f"{block}.mlp.fc2", inner)
-    seen = norm(f"{eye}.norm", x, 1e-6)
+    patches = norm(f"{eye}.norm", x, 1e-6)
 
     words, places = (state[f"{reader}.embeddings.{kind}_embeddings.weight"] for kind in ("word", "position"))
     y = norm(f"{reader}.embeddings.LayerNorm", words[tokens] + places[: tokens.shape[1]], 1e-12)
     for number in range(SIZES["text"][2]):
         layer = f"{reader}.encoder.layer.{number}"
         for kind in ("attention", "crossattention"):
-            source = y if kind == "attention" else seen
+            source = y if kind == "attention" else patches
             q, k, v = (
-                linear(f"{layer}.{kind}.self.{part}", given)
-                for part, given in (("query", y), ("key", source), ("value", source))
+                linear(f"{layer}.{kind}.self.{part}", source_tokens)
+                for part, source_tokens in (("query", y), ("key", source), ("value", source))
             )
             mixed = attend(q, k, v, HEADS["text"], mask if kind == "attention" else None)
             y = norm(
@@ -138,8 +138,8 @@ def plain_blip(state: dict[str, Tensor], pixels: Tensor, tokens: Tensor, mask: T
         inner = F.gelu(linear(f"{layer}.intermediate.dense", y))
         y = norm(f"{layer}.output.LayerNorm", linear(f"{layer}.output.dense", inner) + y, 1e-12)
     score = y[:, 0]
-    for place in (0, 2, 4, 6, 7):
-        score = linear(f"mlp.layers.{place}", score)
+    for layer_number in (0, 2, 4, 6, 7):
+        score = linear(f"mlp.layers.{layer_number}", score)
     return score[:, 0]
 
 

@@ -49,13 +49,13 @@ def stub(monkeypatch):
 
 def test_direction_references_and_refusals(stub) -> None:
     assert [Iqa(name).higher_is_better for name in ("musiq", "niqe", "psnr")] == [True, False, True]
-    found = Iqa("musiq").score(
+    result = Iqa("musiq").score(
         [torch.full((3, 8, 8), 0.5), torch.ones(3, 4, 4), torch.zeros(3, 8, 8)], ["a"] * 3
     )
-    assert found.valid.tolist() == [True, False, False] and found.value[0] == pytest.approx(0.5, abs=2e-3)
-    assert found.unit == "musiq of pyiqa" and found.reason is not None
-    assert found.reason[1] == "pyiqa's musiq refuses the image: too small"
-    assert found.reason[2] == "pyiqa's musiq gives nan"
+    assert result.valid.tolist() == [True, False, False] and result.value[0] == pytest.approx(0.5, abs=2e-3)
+    assert result.unit == "musiq of pyiqa" and result.reason is not None
+    assert result.reason[1] == "pyiqa's musiq refuses the image: too small"
+    assert result.reason[2] == "pyiqa's musiq gives nan"
     full = Iqa("psnr").score(torch.ones(2, 3, 8, 8), ["a", "a"], [{"source": torch.zeros(3, 8, 8)}, {}])
     listed = [{"source": [torch.zeros(3, 8, 8), torch.ones(3, 8, 8)]}, {"source": []}]
     first = Iqa("psnr").score(torch.ones(2, 3, 8, 8), ["a", "a"], listed)
@@ -94,10 +94,10 @@ def test_the_library_itself() -> None:
     ):
         torch.manual_seed(0)
         judge = Iqa(metric, device="cpu", **options)  # type: ignore[arg-type]  # options of many kinds
-        found = judge.score(image[None], ["a"], records)
+        result = judge.score(image[None], ["a"], records)
         of_others = (modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaModel.forward)
         assert {one.__module__ for one in of_others} == {modeling_llama.__name__}, metric
-        assert found.valid.all(), (metric, found.reason)
-        given = [image, records[0]["source"]]
-        wanted = judge.model(*(one[None] for one in given[: 1 + judge.has_reference]))
-        assert found.value[0] == pytest.approx(float(wanted.reshape(-1)[0]), rel=1e-4), metric
+        assert result.valid.all(), (metric, result.reason)
+        inputs = [image, records[0]["source"]]
+        expected = judge.model(*(one[None] for one in inputs[: 1 + judge.has_reference]))
+        assert result.value[0] == pytest.approx(float(expected.reshape(-1)[0]), rel=1e-4), metric

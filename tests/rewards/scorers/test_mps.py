@@ -41,12 +41,12 @@ def test_a_pickled_module_is_read_and_none_of_its_code_runs(tmp_path) -> None:
 
 def test_the_condition_counts_and_other_files_are_refused(tmp_path) -> None:
     judge, _ = mps(tmp_path)
-    found = judge.score([*images()[:2], "none.png"], [PROMPTS[0], " ", PROMPTS[0]])
-    assert found.valid.tolist() == [True, False, False]
+    result = judge.score([*images()[:2], "none.png"], [PROMPTS[0], " ", PROMPTS[0]])
+    assert result.valid.tolist() == [True, False, False]
     other = Mps(judge.file, condition="colour", threshold=0.9).score(images()[:1], PROMPTS[:1])
-    assert other.valid.all() and other.value[0] != found.value[0]
+    assert other.valid.all() and other.value[0] != result.value[0]
     alone = judge.score(images()[:1], PROMPTS[:1])
-    assert alone.value[0] == pytest.approx(float(found.value[0]), rel=1e-5), "neighbours do not matter"
+    assert alone.value[0] == pytest.approx(float(result.value[0]), rel=1e-5), "neighbours do not matter"
     clip = {k: v for k, v in read_module(judge.file).items() if k.startswith("model.")}
     torch.save(clip, tmp_path / "clip.pth")
     with pytest.raises(RewardError, match=r"clip\.pth holds no cross_model"):

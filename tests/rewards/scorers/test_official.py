@@ -18,11 +18,11 @@ def test_scores_are_the_official_ones(name, tmp_path):
     judge, official = JUDGES[name](tmp_path)
     frozen = torch.tensor(json.loads(FROZEN.read_text())[name], dtype=torch.float64)
     shown = clips() if name == "video_align" else images()
-    found = judge.score(shown, prompts_of(name), [{"source": SOURCE, "vqa_list": QUESTIONS}] * 4)
-    assert found.valid.all(), found.reason
+    result = judge.score(shown, prompts_of(name), [{"source": SOURCE, "vqa_list": QUESTIONS}] * 4)
+    assert result.valid.all(), result.reason
     with torch.no_grad():
         now = official().double()
     scale = frozen.abs().clamp(min=1.0)
     assert ((now - frozen).abs() / scale).max() <= TOLERANCE, "the recipe itself gives what was frozen"
-    assert ((found.value.double() - frozen).abs() / scale).max() <= TOLERANCE
+    assert ((result.value.double() - frozen).abs() / scale).max() <= TOLERANCE
     assert frozen.std() > 1e-3, "the images are told apart"

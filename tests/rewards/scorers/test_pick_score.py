@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.models.clip import save_tiny_transformers_clip, tiny_clip_state
-from visalign.rewards import RewardError, check_reward, load_reward
+from visalign.rewards import RewardError, check_reward
 from visalign.rewards.scorers.clip_score import ClipScore
 from visalign.rewards.scorers.pick_score import PickScore
 
@@ -62,14 +62,6 @@ def test_scales_that_are_not_affine_are_refused():
         PickScore("anywhere", scale="softmax")
 
 
-def test_the_difference_is_the_log_odds(folder, images):
-    """eq. 1 of the paper: P(left) = softmax over the two scores."""
-    reward = PickScore(folder)
-    left, right = (reward.score(images[[row]], PROMPTS[:1]).value for row in (0, 1))
-    both = torch.softmax(torch.cat([left, right]), 0)[0]
-    torch.testing.assert_close((left - right).sigmoid()[0], both)
-
-
 def test_gradient_path(folder, images):
     reward = PickScore(folder)
     samples = images.clone().requires_grad_()
@@ -93,8 +85,3 @@ def test_published_file_with_position_ids_loads_and_others_are_refused(tmp_path,
     torch.save({**state, "model.head": torch.zeros(1)}, folder / "pytorch_model.bin")
     with pytest.raises(RewardError, match=r"missing: vision_model.pre_layrnorm.bias; unexpected: model.head"):
         PickScore(folder).score(images, PROMPTS)
-
-
-def test_name_in_the_catalogue_loads_without_weights():
-    reward = load_reward("pick_score")
-    assert (reward.name, reward.higher_is_better) == ("pick_score", True)

@@ -92,9 +92,9 @@ def test_judges_give_a_deviation_where_the_table_says_so(name):
     judge: Any = load_judge(name, **options)
     images = torch.linspace(0.1, 0.9, 2 * 3 * 32 * 32).view(2, 3, 32, 32)
     prompts = ["a red circle"] * 2
-    told = (
+    scores = (
         judge.compare(images, images.flip(0), prompts)
         if name.endswith("pairs")
         else judge.score(images, prompts)
     )
-    assert (told.std is None) == (DEVIATIONS[name].kind == "none")
+    assert (scores.std is None) == (DEVIATIONS[name].kind == "none")

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -65,36 +63,6 @@ def test_weight_zero_only_records_and_prompts_reach_every_reward() -> None:
     scores = judge.score(["x", "yy"], [chat, "long"])
     assert scores.value.tolist() == [4, 8] and scores.parts["b"].tolist() == [1, 4]
     assert "b.weighted" not in scores.parts
-
-
-def test_normalisation_range_and_units() -> None:
-    rewards = {
-        "a": (fixed([1.0, 2, 3, 4], range=(0, 4)), 3.0),
-        "b": (of_text(len, unit="letters", range=(0, 2)), 1.0),
-    }
-    with pytest.raises(ValueError, match=r"weighted_text_sum would add different units: a in 'points', b in"):
-        WeightedTextSum(rewards)
-    assert WeightedTextSum(rewards, allow_mixed_units=True).unit == "mixed: points + letters"
-    fixed_scale = {"a": (2.0, 0.5), "b": (1.0, 1.0)}
-    judge = WeightedTextSum(rewards, normalise=fixed_scale)
-    assert judge.range == (-13, 13) and judge.unit == "reference standard deviations"
-    assert total(rewards, normalise=fixed_scale).value.tolist() == [-6, 0, 5, 13]
-    spread = math.sqrt(1.25)
-    scores = total({"a": rewards["a"]}, normalise="batch")
-    assert scores.value.tolist() == pytest.approx([3 * x / spread for x in (-1.5, -0.5, 0.5, 1.5)])
-
-
-@pytest.mark.parametrize(
-    ("rewards", "options", "message"),
-    [
-        ({}, {}, "A weighted sum of no rewards"),
-        ({"a": (fixed([1]), -1.0)}, {}, "weight of 'a' is -1.0; allowed are finite numbers of at least 0"),
-        ({"a": (fixed([1]), 1)}, {"normalise": "group"}, "normalise is 'group'; allowed are 'none', 'batch'"),
-    ],
-)
-def test_refused(rewards, options, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        WeightedTextSum(rewards, **options)
 
 
 class Answering:

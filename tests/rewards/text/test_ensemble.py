@@ -50,10 +50,10 @@ def test_mean_and_deviation_by_hand_and_a_member_that_fails_is_no_score() -> Non
 
 def test_members_by_name_with_options() -> None:
     options = {"name": "length", "max_length": 3}
-    made: Any = load_text_reward(
+    reward: Any = load_text_reward(
         "ensemble", members={"a": {**options, "cache": 1}, "b": {**options, "cache": 2}}
     )
-    assert made.members["a"].name == "length" and made.unit == made.members["b"].unit
+    assert reward.members["a"].name == "length" and reward.unit == reward.members["b"].unit
     by_name: Any = load_text_reward("ensemble", members=["exact_answer", "numeric_answer"])
     assert list(by_name.members) == ["exact_answer", "numeric_answer"]
 
@@ -111,13 +111,13 @@ def test_what_an_ensemble_must_have_together_it_passes_on() -> None:
 )
 def test_a_term_uses_the_deviation_and_a_certain_score_stays(term: dict[str, Any], expected: Any) -> None:
     total = text_sum(RewardsConfig(terms={"a": RewardTerm(**term)}), {"a": Doubtful()})
-    found = total.score(TEXTS, PROMPTS)
-    assert found.value.tolist() == pytest.approx(expected, nan_ok=True)
+    result = total.score(TEXTS, PROMPTS)
+    assert result.value.tolist() == pytest.approx(expected, nan_ok=True)
     if term:
         assert (
-            found.reason is not None and found.reason[2] == "a: the judge gave no standard deviation for it"
+            result.reason is not None and result.reason[2] == "a: the judge gave no standard deviation for it"
         )
-    assert found.parts["a.std"][:2].tolist() == [0, 2]
+    assert result.parts["a.std"][:2].tolist() == [0, 2]
     assert total.capabilities.advantage_weights == (
         {"a": 1.0} if term.get("uncertainty") == "advantage" else {}
     )

@@ -181,13 +181,13 @@ def test_a_comparison_that_never_ends_is_ended(installed: None, monkeypatch: pyt
 
 
 def test_comparisons_in_threads_and_after_the_process_was_killed(installed: None) -> None:
-    found: list[bool] = []
-    threads = [threading.Thread(target=lambda: found.append(right("a+b", "b+a"))) for _ in range(4)]
+    result: list[bool] = []
+    threads = [threading.Thread(target=lambda: result.append(right("a+b", "b+a"))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [True] * 4
+    assert result == [True] * 4
     process = symbolic._worker(os.getpid())._process
     assert process is not None
     process.kill()

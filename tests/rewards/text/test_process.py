@@ -71,7 +71,7 @@ def rollout(*texts: str, ids: list[list[int]] | None = None, **changes: Any) -> 
     for row, answer in enumerate(tokens):
         loss_mask[row, : len(answer)], completion[row, : len(answer)] = 1, torch.tensor(answer)
     stop: list[StopReason] = ["eos"] * size
-    held: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "prompt_ids": torch.full((size, 1), number_of("q")),
         "prompt_mask": torch.ones(size, 1),
         "completion_ids": completion,
@@ -84,7 +84,7 @@ def rollout(*texts: str, ids: list[list[int]] | None = None, **changes: Any) -> 
         "seed": list(range(size)),
         "sampling": Sampling(),
     }
-    return TextRollout(**{**held, **changes})
+    return TextRollout(**{**fields, **changes})
 
 
 # cutting texts
@@ -103,8 +103,8 @@ def test_a_text_is_cut_at_the_separator_and_blanks_are_no_steps() -> None:
 
 def test_every_token_belongs_to_a_step() -> None:
     """Separators go with the step before them, the end token with the last, leading blanks with the first."""
-    found = step_index(rollout("\na1\n\nb", "c"), TOKENIZER, StepReading())
-    assert found.tolist() == [[0, 0, 0, 0, 0, 1, 1], [0, 0, -1, -1, -1, -1, -1]]
+    steps = step_index(rollout("\na1\n\nb", "c"), TOKENIZER, StepReading())
+    assert steps.tolist() == [[0, 0, 0, 0, 0, 1, 1], [0, 0, -1, -1, -1, -1, -1]]
     blank = step_index(rollout("\n \n", "a\nb\nc"), TOKENIZER, StepReading())
     assert blank.tolist() == [[-1] * 6, [0, 0, 1, 1, 2, 2]]
     holes = rollout("a\nb")
@@ -126,8 +126,8 @@ def test_tokens_that_hold_an_end_and_a_beginning_or_half_a_letter() -> None:
     half = "é".encode()
     pieces = Pieces(b"a", b"\nb", b"c\n", half[:1], half[1:], b"x\ny\nz")
     batch = rollout("a\nbc\né", "ac\n", "x\ny\nz", ids=[[0, 1, 2, 3, 4], [0, 2], [5]])
-    found = step_index(batch, pieces, StepReading())
-    assert found.tolist() == [[0, 0, 1, 2, 2], [0, 0, -1, -1, -1], [0, -1, -1, -1, -1]]
+    steps = step_index(batch, pieces, StepReading())
+    assert steps.tolist() == [[0, 0, 1, 2, 2], [0, 0, -1, -1, -1], [0, -1, -1, -1, -1]]
 
 
 def test_a_tokenizer_that_reads_the_tokens_otherwise_is_refused() -> None:
@@ -203,27 +203,29 @@ def test_aggregates_by_hand() -> None:
 def test_a_transformers_classifier_at_the_separators() -> None:
     torch.manual_seed(0)
     model = Qwen3ForTokenClassification(tiny_config(num_labels=2)).eval()
-    made = ProcessRewardModel(model, tokenizer=TOKENIZER, batch_size=3)
-    judged = made.steps(["3+4=7\n7*2=14", "1", "2\n3\n4"], ["2?\n"] * 3)
+    reward = ProcessRewardModel(model, tokenizer=TOKENIZER, batch_size=3)
+    judged = reward.steps(["3+4=7\n7*2=14", "1", "2\n3\n4"], ["2?\n"] * 3)
     ids = torch.tensor([TOKENIZER("2?\n3+4=7\n7*2=14\n")["input_ids"]])
     with torch.no_grad():
         expected = model(ids).logits[0, [8, 15]].softmax(-1)[:, 1]
     assert torch.allclose(judged.prob[0], expected, atol=1e-6) and judged.prob[0].dtype == torch.float32
-    assert isinstance(made, TextReward)
+    assert isinstance(reward, TextReward)
     texts = ["3+4=7\n7*2=14", "1", "2\n3\n4", ""]
-    assert len(check_text_reward(made, completions=texts, tolerance=1e-5)) == 9
+    assert len(check_text_reward(reward, completions=texts, tolerance=1e-5)) == 9
 
 
 def test_contributions_add_up_to_the_outcome_that_is_expected() -> None:
     """A progress estimator: one label, whose values are rewards of steps as they are."""
-    made = ProcessRewardModel(CountingModel(labels=1), tokenizer=TOKENIZER)
-    assert made.range == (-math.inf, math.inf) and made.unit == "outcome" and isinstance(made, TextReward)
+    reward = ProcessRewardModel(CountingModel(labels=1), tokenizer=TOKENIZER)
+    assert (
+        reward.range == (-math.inf, math.inf) and reward.unit == "outcome" and isinstance(reward, TextReward)
+    )
     assert ProcessRewardModel.range == (0.0, 1.0)
-    scores = made.score(["aa\nb\na", " "], ["q"] * 2)
+    scores = reward.score(["aa\nb\na", " "], ["q"] * 2)
     assert scores.value[0].item() == 2 + 1 + 2 and scores.valid.tolist() == [True, False]
     assert set(scores.parts) == {"sum", "steps"} and scores.text is not None
     assert scores.text[0] == "2.000, 1.000, 2.000"
-    judged = made.score_rollout(rollout("aa\nb\na"))
+    judged = reward.score_rollout(rollout("aa\nb\na"))
     assert judged.tokens()[0].tolist() == [0, 0, 2, 0, 1, 0, 2]
     with pytest.raises(ValueError, match="aggregate is 'min'; allowed are sum of a model with 1 labels"):
         ProcessRewardModel(CountingModel(labels=1), tokenizer=TOKENIZER, aggregate="min")
@@ -255,44 +257,46 @@ def test_a_rollout_gets_rewards_on_the_last_tokens_of_its_steps() -> None:
     stop: list[StopReason] = ["eos", "eos", "prompt too long"]
     batch = rollout("a\nab", "b", "", stop_reason=stop)
     batch.loss_mask[2] = 0
-    made = judge().score_rollout(batch)
+    step_rewards = judge().score_rollout(batch)
     one, two, minus = sigmoid(1, 1, -1)
-    assert made.valid.tolist() == [True, True, False]
-    assert made.reason[2] == "it was not generated: the prompt is too long"
+    assert step_rewards.valid.tolist() == [True, True, False]
+    assert step_rewards.reason[2] == "it was not generated: the prompt is too long"
     by_hand = torch.tensor([[0, one, 0, 0, two], [0, minus, 0, 0, 0], [0, 0, 0, 0, 0]])
-    assert torch.allclose(made.tokens(), by_hand)
-    assert torch.allclose(made.tokens("every")[0], torch.tensor([one, one, two, two, two]))
-    assert torch.allclose(made.aggregate("min")[:2], torch.tensor([one, minus]))
-    batch.trajectories(made.aggregate(), process_reward=made.tokens(), valid=made.valid)
+    assert torch.allclose(step_rewards.tokens(), by_hand)
+    assert torch.allclose(step_rewards.tokens("every")[0], torch.tensor([one, one, two, two, two]))
+    assert torch.allclose(step_rewards.aggregate("min")[:2], torch.tensor([one, minus]))
+    batch.trajectories(
+        step_rewards.aggregate(), process_reward=step_rewards.tokens(), valid=step_rewards.valid
+    )
 
 
 def test_clip_and_delta_bound_what_the_steps_of_an_answer_can_earn() -> None:
     nan = math.nan
-    made = StepRewards(
+    step_rewards = StepRewards(
         reward=torch.tensor([[0.2, 0.9, 0.6, 0.8], [0.3, 0.7, nan, nan], [nan, nan, nan, nan]]),
         step=torch.tensor([[0, 0, 1, 2, 3], [0, 1, 1, -1, -1], [-1] * 5]),
         valid=torch.tensor([True, True, False]),
         reason=[None, None, "nothing"],
     )
-    delta = made.bounded(delta=True).tokens()
+    delta = step_rewards.bounded(delta=True).tokens()
     torch.testing.assert_close(delta[0], torch.tensor([0, -0.7, 0.3, 0.6, 0]))
     torch.testing.assert_close(delta[1:, :3], torch.tensor([[0.3, 0, 0], [0, 0, 0]]))
-    clipped = made.bounded(clip=0.5)
+    clipped = step_rewards.bounded(clip=0.5)
     assert_close = torch.testing.assert_close
     assert_close(
         clipped.reward, torch.tensor([[-0.3, 0, 0, 0], [-0.2, 0, nan, nan], [nan] * 4]), equal_nan=True
     )
-    both = made.bounded(clip=0.75, delta=True).tokens()
+    both = step_rewards.bounded(clip=0.75, delta=True).tokens()
     assert_close(both[0], torch.tensor([0, -0.55, 0.15, -0.15, 0]))
-    assert torch.equal(made.bounded().tokens(), made.tokens())
+    assert torch.equal(step_rewards.bounded().tokens(), step_rewards.tokens())
 
 
 def test_folders_and_the_catalogue(tmp_path) -> None:
     torch.manual_seed(0)
     Qwen3ForTokenClassification(tiny_config(num_labels=2)).save_pretrained(tmp_path / "prm")
     TOKENIZER.save_pretrained(tmp_path / "prm")
-    made = load_text_reward("process_reward", model=tmp_path / "prm", aggregate="product")
-    assert made.name == "process_reward" and made.score(["1\n2"], ["q"]).valid.all()
+    reward = load_text_reward("process_reward", model=tmp_path / "prm", aggregate="product")
+    assert reward.name == "process_reward" and reward.score(["1\n2"], ["q"]).valid.all()
     Qwen3ForCausalLM(tiny_config()).save_pretrained(tmp_path / "plain")
     TOKENIZER.save_pretrained(tmp_path / "plain")
     with pytest.raises(
@@ -343,12 +347,12 @@ def trained_and_not() -> tuple[CausalLMPolicy, TextRollout]:
 
 def test_the_log_ratio_of_the_models_themselves() -> None:
     """At temperature 1 over the whole vocabulary, though the rollout was sampled otherwise."""
-    policy, made = trained_and_not()
-    assert isinstance(made.kept, TokenSets)
-    scores = ImplicitProcessReward(policy, tokenizer=TOKENIZER, beta=0.5).score_rollout(made)
-    for row in range(len(made)):
-        answer = made.completion_ids[row, made.loss_mask[row] != 0]
-        prompt = made.prompt_ids[row, made.prompt_mask[row] != 0]
+    policy, batch = trained_and_not()
+    assert isinstance(batch.kept, TokenSets)
+    scores = ImplicitProcessReward(policy, tokenizer=TOKENIZER, beta=0.5).score_rollout(batch)
+    for row in range(len(batch)):
+        answer = batch.completion_ids[row, batch.loss_mask[row] != 0]
+        prompt = batch.prompt_ids[row, batch.prompt_mask[row] != 0]
         ids = torch.cat((prompt, answer))[None]
         with torch.no_grad():
             both = [
@@ -358,10 +362,10 @@ def test_the_log_ratio_of_the_models_themselves() -> None:
         expected = 0.5 * (both[0] - both[1])
         assert torch.allclose(scores.token[row, : len(answer)], expected, atol=1e-5)
         assert scores.total[row].item() == pytest.approx(expected.sum().item(), abs=1e-5)
-    given = ImplicitProcessReward(
+    with_reference = ImplicitProcessReward(
         policy, tokenizer=TOKENIZER, beta=0.5, reference=CausalLMPolicy(tiny_model(), TOKENIZER)
-    ).score_rollout(made)
-    assert torch.allclose(given.token, scores.token, atol=1e-5)
+    ).score_rollout(batch)
+    assert torch.allclose(with_reference.token, scores.token, atol=1e-5)
 
 
 def test_steps_sum_their_tokens_and_all_steps_the_answer() -> None:
@@ -406,8 +410,8 @@ class Certain:
 def test_an_answer_of_probability_zero_is_invalid_alone() -> None:
     policy: Any = Certain()
     other = CausalLMPolicy(tiny_model(), TOKENIZER)
-    made = ImplicitProcessReward(policy, tokenizer=TOKENIZER, reference=other)
-    scores = made.score_rollout(rollout("a\nb", "c"))
+    reward = ImplicitProcessReward(policy, tokenizer=TOKENIZER, reference=other)
+    scores = reward.score_rollout(rollout("a\nb", "c"))
     assert scores.valid.tolist() == scores.steps.valid.tolist() == [False, True]
     assert scores.reason == ["a log-prob is not finite", None] and scores.total[0].isnan()
     assert scores.steps.reward[0].isnan().all() and (scores.token[0] == 0).all()

@@ -20,12 +20,12 @@ def given(
     answers: dict[str, Any] = ANSWERS, **more: Any
 ) -> tuple[list[str], list[str], list[dict[str, Any]]]:
     """Completions of images in turn, not side by side, prompts, records."""
-    count = max(len(said) for said, _ in answers.values())
+    count = max(len(texts) for texts, _ in answers.values())
     rows = [
-        (f"<answer>{said[k]}</answer>", {"image": image, "mos": mos, "set": "s", **more})
+        (f"<answer>{texts[k]}</answer>", {"image": image, "mos": mos, "set": "s", **more})
         for k in range(count)
-        for image, (said, mos) in answers.items()
-        if k < len(said)
+        for image, (texts, mos) in answers.items()
+        if k < len(texts)
     ]
     return [text for text, _ in rows], ["?"] * len(rows), [record for _, record in rows]
 
@@ -33,9 +33,9 @@ def given(
 def test_fidelity_is_the_cores_over_all_images_that_are_judged_together():
     scores = RatingReward().score(*given())
     answers = torch.tensor([[5.0, 4, 5], [2, 3, math.nan], [3, 1, 2]], dtype=torch.float64)
-    wanted = fidelity_rewards(answers, torch.tensor([4.5, 2.0, 2.0]).double())
-    found = scores.value.view(3, 3).T.double()
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6, equal_nan=True)
+    expected = fidelity_rewards(answers, torch.tensor([4.5, 2.0, 2.0]).double())
+    result = scores.value.view(3, 3).T.double()
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
     assert scores.valid.sum() == 8 and scores.reason is not None and "no number" in str(scores.reason[7])
     assert scores.text is not None and scores.text[0] == "5" and float(scores.parts["rating"][1]) == 2
 
@@ -85,10 +85,14 @@ def test_a_verdict_is_right_or_wrong():
         scores.value.tolist()[:4] == [1.0, 1.0, -1.0, -1.0]
         and scores.valid.tolist() == [True] * 4 + [False] * 2
     )
-    said = load_text_reward("verdict").score(
+    scores_of_sentences = load_text_reward("verdict").score(
         ["<think>a</think> Image 2 is better", "Image 1 is better", "both are equal"], ["?"] * 3, labels[1:4]
     )
-    assert said.value.tolist() == [1.0, -1.0, -1.0] and said.text == ["the second", "the first", "a tie"]
+    assert scores_of_sentences.value.tolist() == [1.0, -1.0, -1.0] and scores_of_sentences.text == [
+        "the second",
+        "the first",
+        "a tie",
+    ]
     for words in (["yes"], ["yes", "yes"], "no"):
         with pytest.raises(ValueError, match=r"words is .*give two texts that differ"):
             load_text_reward("verdict", words=words)
@@ -113,8 +117,8 @@ def test_regression_asks_for_opinions_on_the_scale_of_the_answers():
     odd = [{"image": ["a"], "mos": 3.0}, *records[1:]]
     assert not RatingReward().score(texts, prompts, odd).valid[0]
     two = [{"image": "a", "mos": mos, "set": "s"} for mos in (1.0, 5.0, 3.0)]
-    found = RatingReward("binary").score(["<answer>1</answer>", *texts[1:]], prompts, two)
-    assert found.value.tolist()[0] == 1.0, "an image with another opinion is another image"
+    result = RatingReward("binary").score(["<answer>1</answer>", *texts[1:]], prompts, two)
+    assert result.value.tolist()[0] == 1.0, "an image with another opinion is another image"
 
 
 def test_boxed_scores_go_from_1_to_10():

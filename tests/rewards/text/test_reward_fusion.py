@@ -46,22 +46,22 @@ def fused(pool: Any, **options: Any) -> RewardFusion:
 def test_the_worked_case() -> None:
     table = Table()
     pool = [{"prompt": "near", "answer": 3}, "next", "far", "own", "near"]
-    made = RewardFusion(table, pool, embed=embed, threshold=0.89)
-    scores = made.score(["x"], ["own"])
+    reward = RewardFusion(table, pool, embed=embed, threshold=0.89)
+    scores = reward.score(["x"], ["own"])
     assert scores.value.item() == pytest.approx(0.491228, abs=1e-6)
     assert scores.parts["own"].item() == pytest.approx(0.2) and scores.parts["neighbours"].item() == 2
     assert table.asked == [[("x", "own", None)], [("x", "near", {"answer": 3}), ("x", "next", {})]]
     assert fused(["near", "next"], top=1).score(["x"], ["own"]).value.item() == pytest.approx(
         (0.2 + 0.95 * 0.6) / 1.95
     )
-    assert (made.unit, made.range, made.higher_is_better) == ("points", (0.0, 9.0), False)
-    assert made.name == "table_fused" and scores.text == ["own"]
+    assert (reward.unit, reward.range, reward.higher_is_better) == ("points", (0.0, 9.0), False)
+    assert reward.name == "table_fused" and scores.text == ["own"]
 
 
 def test_neighbours_that_fail_are_none_and_what_fails_itself_stays_failed() -> None:
     VECTORS["broken"] = VECTORS["near"]
-    made = fused(["broken", "next"])
-    scores = made.score(["x", "y"], ["own", "broken"])
+    reward = fused(["broken", "next"])
+    scores = reward.score(["x", "y"], ["own", "broken"])
     assert scores.value[0].item() == pytest.approx((0.2 + 0.9 * 0.7) / 1.9)
     assert scores.valid.tolist() == [True, False] and scores.reason == [None, "unknown"]
     assert scores.parts["neighbours"][0] == 1 and scores.value[1].isnan()
@@ -69,37 +69,37 @@ def test_neighbours_that_fail_are_none_and_what_fails_itself_stays_failed() -> N
 
 def test_without_neighbours_the_score_is_that_of_the_reward_to_the_bit() -> None:
     plain = load_text_reward("repetition")
-    made = load_text_reward(
+    reward = load_text_reward(
         "reward_fusion", reward="repetition", pool=["quite another question", "2 + 2 = ?"]
     )
     texts = ["a b a b a b", "x y z", "no no no no no no"]
-    own, other = (each.score(texts, ["2 + 2 = ?"] * 3) for each in (plain, made))
+    own, other = (each.score(texts, ["2 + 2 = ?"] * 3) for each in (plain, reward))
     assert torch.equal(own.value, other.value) and other.parts["neighbours"].tolist() == [0, 0, 0]
 
 
 def test_scores_do_not_depend_on_their_order_and_the_pool_stays() -> None:
-    made = fused(["near", "next", "far"])
+    reward = fused(["near", "next", "far"])
     prompts = ["own", "near", "next", "far", "own"]
-    first = made.score(list("vwxyz"), prompts).value
-    assert torch.equal(made.score(list("zyxwv"), prompts[::-1]).value.flip(0), first)
-    singly = [made.score([text], [prompt]).value for text, prompt in zip("vwxyz", prompts, strict=True)]
+    first = reward.score(list("vwxyz"), prompts).value
+    assert torch.equal(reward.score(list("zyxwv"), prompts[::-1]).value.flip(0), first)
+    singly = [reward.score([text], [prompt]).value for text, prompt in zip("vwxyz", prompts, strict=True)]
     assert torch.equal(torch.cat(singly), first)
-    assert [record["prompt"] for record in made.pool] == ["far", "next", "near"]
+    assert [record["prompt"] for record in reward.pool] == ["far", "next", "near"]
 
 
 def test_a_file_of_prompts_is_the_pool(tmp_path: Path) -> None:
     lines = ['{"prompt": "What is 2 + 2, please?", "answer": "5"}', '{"prompt": "Name a colour."}']
     (tmp_path / "pool.jsonl").write_text("\n".join(lines))
     options = {"reward": "exact_answer", "pool": str(tmp_path / "pool.jsonl"), "threshold": 0.6}
-    made = load_text_reward("reward_fusion", **options)
-    scores = made.score(["4"], ["What is 2 + 2?"], [{"answer": "4"}])
+    reward = load_text_reward("reward_fusion", **options)
+    scores = reward.score(["4"], ["What is 2 + 2?"], [{"answer": "4"}])
     assert 0.5 < scores.value.item() < 0.6, "right here, wrong under the neighbour's record"
 
 
 def test_a_prompt_is_no_neighbour_of_itself_when_its_file_lost_the_blanks_at_its_ends(tmp_path: Path) -> None:
     (tmp_path / "pool.jsonl").write_text(json.dumps({"prompt": "What is 2 + 2?\n", "answer": "5"}))
-    made = load_text_reward("reward_fusion", reward="exact_answer", pool=str(tmp_path / "pool.jsonl"))
-    scores = made.score(["4"], ["What is 2 + 2?\n"], [{"answer": "4"}])
+    reward = load_text_reward("reward_fusion", reward="exact_answer", pool=str(tmp_path / "pool.jsonl"))
+    scores = reward.score(["4"], ["What is 2 + 2?\n"], [{"answer": "4"}])
     assert scores.parts["neighbours"].item() == 0 and scores.value.item() == 1
 
 

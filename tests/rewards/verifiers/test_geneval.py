@@ -138,16 +138,16 @@ class Planted:
     def detect(self, images: Sequence[Tensor], kinds: Sequence[Sequence[str]]) -> list[dict[str, Found]]:
         self.asked = [list(part) for part in kinds]
         answers = []
-        for image, asked in zip(images, kinds, strict=True):
+        for image, classes in zip(images, kinds, strict=True):
             scene = self.scenes[round(float(image[0, 0, 0]) * 255)]
-            found = {}
-            for kind in asked:
+            detected = {}
+            for kind in classes:
                 boxes = scene.get(kind, [])
-                found[kind] = Found(
+                detected[kind] = Found(
                     torch.tensor([box for box, _ in boxes]).reshape(-1, 4),
                     torch.tensor([score for _, score in boxes]),
                 )
-            answers.append(found)
+            answers.append(detected)
         return answers
 
 
@@ -222,8 +222,8 @@ def test_crops_are_grey_outside_the_mask_and_stay_inside_the_image() -> None:
     image = torch.ones(3, 8, 8)
     mask = torch.zeros(1, 8, 8, dtype=torch.bool)
     mask[0, 2:4, 2:4] = True
-    found = Found(torch.tensor([[1.0, 1.0, 5.0, 5.0]]), torch.ones(1), mask)
-    crop = crop_object(image, found, 0)
+    masked = Found(torch.tensor([[1.0, 1.0, 5.0, 5.0]]), torch.ones(1), mask)
+    crop = crop_object(image, masked, 0)
     assert crop.shape == (3, 4, 4) and float(crop.sum()) == pytest.approx(3 * (4 + 12 * GREY))
     outside = Found(torch.tensor([[-3.0, 6.0, 40.0, 90.0], [7.9, 7.9, 7.9, 7.9]]), torch.ones(2))
     assert crop_object(image, outside, 0).shape == (3, 2, 8) and crop_object(image, outside, 1).numel() == 3

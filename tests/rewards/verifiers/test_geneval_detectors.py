@@ -135,10 +135,10 @@ IMAGES = [image.mul(255).round() / 255 for image in IMAGES]
 def test_detectors_of_transformers(save: Any, kind: str, tmp_path: Path) -> None:
     detector = TransformersDetector(save(tmp_path / "model"), min_score=0.001)
     asked = [["cat", "dog"], ["cat", "motorcycle"], ["dog", "cat"]]
-    found = detector.detect(IMAGES, asked)
-    assert detector._parts[2] == kind and [list(part) for part in found] == asked
+    detections = detector.detect(IMAGES, asked)
+    assert detector._parts[2] == kind and [list(part) for part in detections] == asked
     total = 0
-    for image, part in zip(IMAGES, found, strict=True):
+    for image, part in zip(IMAGES, detections, strict=True):
         for item in part.values():
             assert item.boxes.shape == (len(item.scores), 4)
             total += len(item.scores)
@@ -151,8 +151,8 @@ def test_detectors_of_transformers(save: Any, kind: str, tmp_path: Path) -> None
     assert total > 0
     alone = detector.detect(IMAGES[1:2], asked[1:2])[0]
     for name in asked[1]:
-        torch.testing.assert_close(alone[name].boxes, found[1][name].boxes, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(alone[name].scores, found[1][name].scores, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(alone[name].boxes, detections[1][name].boxes, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(alone[name].scores, detections[1][name].scores, rtol=1e-5, atol=1e-6)
     assert (detector.problem("zebra") is None) == (kind == "zero_shot") and detector.problem(
         "motorcycle"
     ) is None

@@ -36,8 +36,8 @@ def save_lora(place, folder, seed: int, base: str, *, settings: bool = True) -> 
     judge.model.save_pretrained(folder)
     name_base(folder, base)
     if settings:
-        given = {"templates": {f"own{seed}": TEMPLATE}, "base": base}
-        (folder / "judge.json").write_text(json.dumps(given))
+        inputs = {"templates": {f"own{seed}": TEMPLATE}, "base": base}
+        (folder / "judge.json").write_text(json.dumps(inputs))
     return states(judge)
 
 
@@ -49,30 +49,30 @@ def models(tmp_path):
 
 
 def test_a_lora_alone_is_read_with_its_base_from_wherever_both_went(models, tmp_path):
-    wanted = save_lora(models / "base", models / "lora", 1, "../base")
+    expected = save_lora(models / "base", models / "lora", 1, "../base")
     assert is_adapter(models / "lora") and not is_adapter(models / "base")
     shutil.move(models, tmp_path / "elsewhere")
     judge = VisionLanguageEngine.from_pretrained(tmp_path / "elsewhere" / "lora")
-    torch.testing.assert_close(states(judge), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(states(judge), expected, rtol=1e-4, atol=1e-5)
     assert judge.name == "lora" and set(judge.settings.templates) == {"own1"}
     plain = VisionLanguageEngine.from_pretrained(tmp_path / "elsewhere" / "base")
-    assert not torch.allclose(states(plain), wanted, rtol=1e-3)
+    assert not torch.allclose(states(plain), expected, rtol=1e-3)
     assert judge.weights.startswith(plain.weights + "+") and len(judge.weights) > len(plain.weights) + 1
 
 
 def test_pefts_own_folder_names_the_base_and_gets_its_settings(models):
-    wanted = save_lora(models / "base", models / "lora", 2, str(models / "base"), settings=False)
+    expected = save_lora(models / "base", models / "lora", 2, str(models / "base"), settings=False)
     judge = VisionLanguageEngine.from_pretrained(models / "lora")
-    torch.testing.assert_close(states(judge), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(states(judge), expected, rtol=1e-4, atol=1e-5)
     assert set(judge.settings.templates) == {"old"}
 
 
 def test_a_lora_on_a_lora_adds_both(models):
     first = save_lora(models / "base", models / "one", 3, "../base")
-    wanted = save_lora(models / "one", models / "two", 4, "../one")
+    expected = save_lora(models / "one", models / "two", 4, "../one")
     judge = VisionLanguageEngine.from_pretrained(models / "two")
-    torch.testing.assert_close(states(judge), wanted, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(first, wanted, rtol=1e-3) and judge.weights.count("+") == 2
+    torch.testing.assert_close(states(judge), expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(first, expected, rtol=1e-3) and judge.weights.count("+") == 2
     assert set(judge.settings.templates) == {"own4"}
 
 

@@ -22,21 +22,23 @@ def own_greedy(judge: Any, ask: Query, count: int) -> str:
     text = judge.processor.apply_chat_template(
         ONE.filled({"prompt": ask.prompt}), tokenize=False, add_generation_prompt=True
     )
-    given = judge.processor(
+    inputs = judge.processor(
         text=[text + ONE.answer_prefix],
         images=[(image * 255).round().to(torch.uint8) for image in ask.images],
         return_tensors="pt",
     )
-    found = judge.model.generate(**given, max_new_tokens=count, do_sample=False)
-    return judge.processor.tokenizer.decode(found[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
+    result = judge.model.generate(**inputs, max_new_tokens=count, do_sample=False)
+    return judge.processor.tokenizer.decode(
+        result[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_answers_are_the_librarys(kind) -> None:
     judge = tiny_judge(kind)
-    found = judge.generate(ONE, ASKS, temperature=0, max_new_tokens=12)
-    assert [len(texts) for texts in found.texts] == [1, 1, 1] and found.reasons == [None] * 3
-    for texts, ask in zip(found.texts, ASKS, strict=True):
+    result = judge.generate(ONE, ASKS, temperature=0, max_new_tokens=12)
+    assert [len(texts) for texts in result.texts] == [1, 1, 1] and result.reasons == [None] * 3
+    for texts, ask in zip(result.texts, ASKS, strict=True):
         assert texts[0] == own_greedy(judge, ask, 12)
 
 
@@ -83,8 +85,8 @@ def test_draws_invert_the_cumulative_distribution() -> None:
 
 def test_refused_requests_have_no_answers_and_options_are_checked() -> None:
     judge = tiny_judge()
-    found = judge.generate(ONE, [ASKS[0], Query(images=[noise(2, 500)], prompt="a")], max_new_tokens=2)
-    assert found.texts[1] == [] and found.finished[1] == [] and "200 times" in (found.reasons[1] or "")
+    result = judge.generate(ONE, [ASKS[0], Query(images=[noise(2, 500)], prompt="a")], max_new_tokens=2)
+    assert result.texts[1] == [] and result.finished[1] == [] and "200 times" in (result.reasons[1] or "")
     with pytest.raises(RewardError, match="answers is 0"):
         judge.generate(ONE, ASKS, answers=0)
     with pytest.raises(RewardError, match="temperature 0 gives the same answer 2 times"):
@@ -101,8 +103,8 @@ def test_an_answer_that_ends_says_so() -> None:
     judge = tiny_judge()
     with torch.no_grad():
         judge.model.generation_config.eos_token_id = list(range(40))
-    found = judge.generate(ONE, ASKS, answers=4, max_new_tokens=30)
-    assert any(ended for row in found.finished for ended in row)
+    result = judge.generate(ONE, ASKS, answers=4, max_new_tokens=30)
+    assert any(ended for row in result.finished for ended in row)
     short = judge.generate(ONE, ASKS, answers=4, max_new_tokens=1)
     assert all(len(text) <= 1 for row in short.texts for text in row)
     judge.model.generation_config.eos_token_id = judge.processor.tokenizer.eos_token = None

@@ -39,8 +39,8 @@ def test_a_folder_gives_the_same_as_its_parts(tmp_path, kind) -> None:
 
 def test_the_folders_settings_come_before_the_defaults(tmp_path) -> None:
     save_tiny_seeing_model(tmp_path)
-    given = {"templates": {"yes_no": {**OTHER, "yes": ["y"], "no": ["n"]}}, "positions": "1d", "more": 1}
-    (tmp_path / "judge.json").write_text(json.dumps(given))
+    inputs = {"templates": {"yes_no": {**OTHER, "yes": ["y"], "no": ["n"]}}, "positions": "1d", "more": 1}
+    (tmp_path / "judge.json").write_text(json.dumps(inputs))
     judge = VisionLanguageEngine.from_pretrained(tmp_path)
     assert judge.positions == "1d" and judge.settings.rest == {"more": 1}
     template = judge.template("yes_no", ONE)
@@ -66,12 +66,12 @@ def test_the_identity_names_all_that_moves_a_score(tmp_path) -> None:
 
 def test_half_precision_runs_and_stays_close(tmp_path) -> None:
     folder = save_tiny_seeing_model(tmp_path)
-    found = [
+    result = [
         VisionLanguageEngine.from_pretrained(folder, dtype=dtype).answer_logits(ONE, [ASK], [7, 9]).logits
         for dtype in (torch.float32, torch.bfloat16)
     ]
-    assert found[1].dtype == torch.float32
-    torch.testing.assert_close(*found, rtol=0.1, atol=0.1)
+    assert result[1].dtype == torch.float32
+    torch.testing.assert_close(*result, rtol=0.1, atol=0.1)
 
 
 def test_an_adapter_is_merged(tmp_path) -> None:
@@ -81,11 +81,11 @@ def test_an_adapter_is_merged(tmp_path) -> None:
     target = r".*language_model.*\.(q_proj|v_proj)"
     judge.model.add_adapter(LoraConfig(r=2, target_modules=target, init_lora_weights=False))
     judge.model.eval()
-    wanted = judge.hidden(ONE, [ASK]).states
+    expected = judge.hidden(ONE, [ASK]).states
     judge.model.save_pretrained(tmp_path / "adapter")
     again = VisionLanguageEngine.from_pretrained(base, adapter=tmp_path / "adapter")
-    torch.testing.assert_close(again.hidden(ONE, [ASK]).states, wanted, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(plain, wanted, rtol=1e-3)
+    torch.testing.assert_close(again.hidden(ONE, [ASK]).states, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(plain, expected, rtol=1e-3)
     assert not any("lora" in name for name, _ in again.model.named_parameters()) and "+" in again.weights
     with pytest.raises(FileNotFoundError, match=r"holds no adapter_config\.json"):
         VisionLanguageEngine.from_pretrained(base, adapter=tmp_path / "none")

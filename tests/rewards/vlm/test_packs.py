@@ -59,13 +59,13 @@ def test_marked_places_positions_and_segments() -> None:
     assert batch.positions is not None and batch.segments is not None
     for (place, at), number in zip(batch.ends.tolist(), batch.numbers, strict=True):
         own = torch.tensor([ROWS[number].ids])
-        wanted, _ = rotary_positions(own == IMAGE, torch.ones_like(own), [ROWS[number].images], MERGE)
+        expected, _ = rotary_positions(own == IMAGE, torch.ones_like(own), [ROWS[number].images], MERGE)
         assert int(batch.ids[place, at]) == ROWS[number].ids[-1]
         segment = int(batch.segments[place, at])
         seen = (batch.segments[place] == segment) | (batch.segments[place] == 0)
         seen &= torch.arange(len(seen)) <= at
         assert tuple(batch.ids[place, seen].tolist()) == ROWS[number].ids
-        assert torch.equal(batch.positions[:, place, seen], wanted[:, 0])
+        assert torch.equal(batch.positions[:, place, seen], expected[:, 0])
         mask = attention_mask(batch.segments, torch.float32)[place, 0, at]
         assert torch.equal(mask == 0, seen)
     assert batch.mask.sum() == sum(pack.length for pack in packs)

@@ -194,8 +194,8 @@ def test_adapters_in_the_tower_are_trained() -> None:
     judge.model.add_adapter(LoraConfig(r=2, target_modules=target, init_lora_weights=False))
     rows = [row for row in judge.encode(ONE, asks)[0] if row is not None]
     judge.states(rows).sum().backward()
-    found = {name for name, one in judge.model.named_parameters() if one.grad is not None}
-    assert found and all("lora" in name and "visual" in name for name in found)
+    result = {name for name, one in judge.model.named_parameters() if one.grad is not None}
+    assert result and all("lora" in name and "visual" in name for name in result)
 
 
 def test_words_are_one_token_each() -> None:

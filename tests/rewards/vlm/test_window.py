@@ -87,8 +87,8 @@ def test_pixels_with_a_gradient_are_those_without() -> None:
     generator = torch.Generator().manual_seed(0)
     images = torch.stack([left[0].float() / 255, torch.rand(3, 128, 128, generator=generator)])
     images.requires_grad_(True)
-    found = model_pixels(images, config)
-    assert torch.equal(found, torch.stack([model_levels(image, config) for image in images.detach()]) / 255)
-    found.sum().backward()
+    result = model_pixels(images, config)
+    assert torch.equal(result, torch.stack([model_levels(image, config) for image in images.detach()]) / 255)
+    result.sum().backward()
     assert images.grad is not None and (images.grad[0] != 0).any(0).nonzero().amin(0).tolist() == [10, 60]
     assert (images.grad[1] != 0).all(0).sum() > 16_000
