@@ -179,10 +179,10 @@ def _uniforms(seed: int, row: TokenRow, answer: int, count: int) -> Tensor:
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    tokens: set[int] = set()
+    tokens: set[Any] = set()
     for ids in (getattr(model.generation_config, "eos_token_id", None), tokenizer.eos_token_id):
         tokens |= set(ids) if isinstance(ids, list | tuple) else {ids}
-    tokens.discard(None)  # type: ignore[arg-type]
+    tokens.discard(None)
     if not tokens:
         raise RewardError("The model has no end-of-sequence token, so no answer would end by itself.")
     return frozenset(tokens)
