@@ -20,7 +20,7 @@ class LabelConfig:
     """Selection of the pairs to label, and the labeller."""
 
     prompts: Count = 75
-    """Training prompts that each round samples, drawn anew."""
+    """Training prompts that each round samples, drawn again each time."""
     images: Annotated[int, Field(ge=2)] = 4
     """Samples of each; the pairs among them are what may be labelled."""
     first: Count = 150

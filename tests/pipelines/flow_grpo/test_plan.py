@@ -272,7 +272,7 @@ def test_the_plan_of_several_processes_says_what_each_holds(folders, monkeypatch
     ],
 )
 def test_a_plan_refuses_what_the_divided_training_refuses(folders, changes, said):
-    with pytest.raises(UserError, match=f"sharding goes without {said}"):
+    with pytest.raises(UserError, match=f"sharding does not work with {said}"):
         configured(folders, "sd3", "run.sharding=true", *changes)
 
 
