@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images of every page for the site, of runs: python docs/images.py [--runs PLACE] [NAME ...]
 
-Needs Chromium on the path. A page that already lies in PLACE is shown as it is; the others are made there,
-the report by `visalign quickstart`. Images that are there are replaced.
+Needs Chromium on the path. A page that is already in PLACE is captured as it is; the others are created
+there, the report by `visalign quickstart`. Images that are there are replaced.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from visalign.pipelines.collect.tasks import Form, read_tasks
 
 FOLDER = Path(__file__).parent / "images"
 WIDTH, HEIGHT, SHOWN = 1180, 860, 1000
-"""Of the window, and how wide the image is, in pixels."""
+"""Width of the window and of the image, in pixels."""
 LOADED = (
     "Promise.all([...document.images].map(i => { i.loading = 'eager'; return i.decode() })).then(() => 0)"
 )
@@ -76,7 +76,7 @@ def visalign(*words: str) -> None:
 
 
 def capture(browser: Browser, page: Path, section: str, to: Path) -> None:
-    """A page from one of its sections on, as a small WebP."""
+    """Capture a page from one of its sections on, as a small WebP."""
     browser.open(page.resolve(strict=True), width=WIDTH, height=HEIGHT, dark=False)
     browser.value(LOADED)
     place = f"document.getElementById('{section}').getBoundingClientRect().top" if section else "0"
@@ -89,14 +89,14 @@ def capture(browser: Browser, page: Path, section: str, to: Path) -> None:
 
 
 def save(image: Image.Image, to: Path) -> None:
-    """A small WebP."""
+    """Write a small WebP."""
     to.parent.mkdir(exist_ok=True)
     shown = image.convert("RGB").resize((SHOWN, SHOWN * image.height // image.width))
     shown.save(to, quality=70, method=6)
 
 
 def voting(browser: Browser) -> None:
-    """The page of `visalign collect` with a vote half made, and votes of three who differ in care."""
+    """Build the page of `visalign collect` with a half-finished vote and the votes of three voters."""
     store = VoteStore.create(
         Path("votes.sqlite"),
         read_tasks(["shapes:pairs"], single=False),

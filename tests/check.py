@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one check came to."""
+    """Result of one check."""
 
     name: str
     state: str
@@ -32,22 +32,22 @@ class Outcome:
 
 
 def commands(*, fast: bool, tests: bool) -> dict[str, list[str]]:
-    """name -> command line; every tool is the one of the running Python's environment."""
+    """Return name -> command line; every tool is that of the running Python's environment."""
     python = [sys.executable, "-m"]
     scripts = str(Path(sys.executable).parent)
-    found = {
+    checks = {
         "format": [*python, "ruff", "format", "--check", "."],
         "lint": [*python, "ruff", "check", "."],
         "types": [*python, "pyright", "--pythonpath", sys.executable],
         "imports": [shutil.which("lint-imports", path=scripts) or "lint-imports", "--no-logo"],
     }
     if tests:
-        found["tests"] = [*python, "pytest", "-q", *(["-m", "not slow"] if fast else [])]
-    return found
+        checks["tests"] = [*python, "pytest", "-q", *(["-m", "not slow"] if fast else [])]
+    return checks
 
 
 def run(name: str, command: list[str]) -> Outcome:
-    """Run one check, its output going straight to the terminal."""
+    """Run one check, with its output on the terminal."""
     print(f"\n== {name}: {' '.join(command)}", flush=True)
     begun = time.perf_counter()
     environment = {**os.environ, "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}

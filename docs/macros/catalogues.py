@@ -35,7 +35,7 @@ OFFERS = ("score", "compare", "score_with_gradient")
 
 
 def judges() -> str:
-    """Every judge of images by name."""
+    """Build the table of judges of images."""
     units = importlib.import_module("visalign.rewards.scorers.units").JUDGE_UNITS
     rows = []
     for name, kind, options, file in entries("CATALOGUE"):
@@ -63,7 +63,7 @@ def judges() -> str:
 
 
 def families() -> str:
-    """Every family of diffusers pipelines that is a policy."""
+    """Build the table of diffusers pipeline families."""
     from visalign.adapters.pipeline.families import FAMILIES
 
     rows = []
@@ -78,7 +78,7 @@ def families() -> str:
 
 
 def text_rewards() -> str:
-    """Every reward for text by name."""
+    """Build the table of rewards for text."""
     rows = []
     for name, kind, options, _ in entries("TEXT_CATALOGUE"):
         given = ", ".join(f"{key}={value}" for key, value in options.items() if key != "name")

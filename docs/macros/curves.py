@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to expect of a configuration, drawn: runs that were made and kept, else what its header states.
+"""Figures of expected results: curves of kept runs, else the numbers in a configuration's header.
 
 Kept runs of several seeds are in `docs/curves/NAME.json`, made from their folders by
 
@@ -35,14 +35,14 @@ INTERVAL = re.compile(r"95 % interval \+?(?P<low>[\d.]+) to \+?(?P<high>[\d.]+)"
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """What one figure shows."""
+    """Content of one figure."""
 
     command: str
     measure: str
-    """What `before` and `after` are."""
+    """Quantity of `before` and `after`."""
     before: list[float]
     after: list[float]
-    """Of each run; of a header the number, then its seeds or the ends of its interval."""
+    """Value of each run; from a header the number, then its seeds or the ends of its interval."""
     metric: str = ""
     seeds: list[int] | None = None
     points: list[list[float]] | None = None
@@ -78,7 +78,7 @@ def keep(name: str, folders: list[Path]) -> Path:
 
 
 def curve_of(name: str) -> Curve:
-    """The kept runs of a configuration, else before and after as its header states them.
+    """Return the kept runs of a configuration, else before and after as its header states them.
 
     Raises:
         ValueError: no run is kept, and the header has no "MEASURE BEFORE -> AFTER".
@@ -101,7 +101,7 @@ def curve_of(name: str) -> Curve:
 
 
 def curves(*names: str) -> str:
-    """A figure for each configuration."""
+    """Draw a figure for each configuration."""
     return f'<div class="curves">{"".join(_figure(name, curve_of(name)) for name in names)}</div>'
 
 
@@ -141,7 +141,7 @@ def _figure(name: str, curve: Curve) -> str:
 
 
 def equal_cost() -> str:
-    """Algorithms at equal cost, drawn twice: held-out accuracy after training against what it cost.
+    """Draw algorithms at equal cost, twice: held-out accuracy after training against its cost.
 
     The numbers are those that `tests/benchmarks/images/image_algorithms.py --numbers` wrote.
     """
@@ -186,5 +186,5 @@ def _costs(found: dict[str, dict[str, list[float]]], key: str, name: str, unit: 
 
 
 def _command(name: str) -> str:
-    """The one that a configuration is run by; a header with several ends with it."""
+    """Return the command of a configuration, the last one of its header."""
     return header(name)["Command"].splitlines()[-1]

@@ -13,22 +13,22 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; cells are Markdown already."""
+    """Format a Markdown table; cells are Markdown already."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("\n", " ") for cell in line) + " |" for line in lines)
 
 
 def code(value: Any) -> str:
-    """A value as inline code that survives a table cell."""
+    """Format a value as inline code that survives a table cell."""
     return f"`{value}`".replace("|", "\\|")
 
 
 def prose(text: str) -> str:
-    """A docstring as the text of a table cell."""
+    """Format a docstring as the text of a table cell."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
 def first_sentence(found: Any) -> str:
-    """Of a docstring."""
+    """Return the first sentence of a docstring."""
     text = prose(inspect.getdoc(found) or "")
     return re.split(r"(?<=[.;])\s", text, maxsplit=1)[0].rstrip(";") if text else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of papers: the names that a row cites, with their files and the folders of their tests."""
+"""Table of papers: the names that a row cites, with their files and the folders of their tests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs log, the packaged configurations with what they promise, and curves of runs that were made."""
+"""Tables of logged metrics and of the packaged configurations with their expected results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def metrics(*patterns: str) -> str:
 
 
 def header(name: str) -> dict[str, str]:
-    """The header of a packaged configuration: "what", then Command, Hardware, Duration, Expected and others.
+    """Parse the header of a packaged configuration: "what", then Command, Hardware, Duration, Expected, ...
 
     Raises:
         ValueError: there is no configuration of that name.
@@ -49,7 +49,7 @@ def header(name: str) -> dict[str, str]:
 
 
 def configs(*pipelines: str) -> str:
-    """The packaged configurations of some pipelines, or all: what each is, how long, what to expect."""
+    """Build the table of packaged configurations, of some pipelines or all, with duration and result."""
     rows = []
     for name in list_configs():
         if not pipelines or read_config(name).get("pipeline") in pipelines:

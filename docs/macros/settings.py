@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of a job, from its dataclasses and the texts below their fields."""
+"""Keys of a job, from its dataclasses and the texts below their fields."""
 
 from __future__ import annotations
 

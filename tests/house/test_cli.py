@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: what it prints, what it refuses with which words, and that --help stays light."""
+"""The command line: output, messages of refusals, and a light --help."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def test_warnings_are_said_without_the_code_they_come_from(monkeypatch: pytest.M
 
 
 def _ours(source: str) -> BaseException:
-    """What running `source` raises in a module whose name is ours."""
+    """Return the error that `source` raises in a module with a name of the package."""
     module = types.ModuleType("visalign.made_up")
     try:
         exec(source, module.__dict__)

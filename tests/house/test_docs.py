@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written is true: docstring examples, code and commands of README, contributing and site, paper
+"""Documentation is checked: docstring examples, code and commands of README, contributing and site, paper
 table, config headers; and the site builds.
 
 A block below a line `<!-- not run -->` is not run; it shows as skipped in the summary.
@@ -69,13 +69,13 @@ def test_docstring_examples(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     module = importlib.import_module(name)
     monkeypatch.chdir(tmp_path)
     result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
-    assert result.attempted > 0, f"{name}: `>>>` stands outside its docstrings"
+    assert result.attempted > 0, f"{name}: `>>>` is outside its docstrings"
     assert result.failed == 0
 
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block of a page."""
+    """Fenced block of a page."""
 
     language: str
     code: str
@@ -89,7 +89,7 @@ class Block:
 
 
 def blocks_of(text: str, page: Path = README) -> list[Block]:
-    """The fenced blocks of a Markdown text, in order."""
+    """Return the fenced blocks of a Markdown text, in order."""
     found = []
     for match in BLOCK.finditer(text):
         line = text[: match.start("code")].count("\n") + 1
@@ -98,7 +98,7 @@ def blocks_of(text: str, page: Path = README) -> list[Block]:
 
 
 def commands_of(text: str) -> list[list[str]]:
-    """The `visalign` commands of a shell text, as argument lists, from the word after `visalign` on."""
+    """Return the `visalign` commands of a shell text as lists of the words after `visalign`."""
     found = []
     for line in text.replace("\\\n", " ").splitlines():
         for part in line.split("&&"):
@@ -117,7 +117,7 @@ PAGES = {
 CORE_TEXT = CORE_README.read_text(encoding="utf-8")
 BLOCKS = [block for page, text in PAGES.items() for block in blocks_of(text, page)]
 NAMESPACES: dict[Path, dict[str, object]] = defaultdict(lambda: {"__name__": "page"})
-"""The Python blocks of a page are one story: a later one may use what an earlier one made."""
+"""Shared namespace per page: a later Python block may use names of an earlier one."""
 
 
 def test_the_readme_holds_the_test_command_on_a_line_of_its_own() -> None:
@@ -154,7 +154,7 @@ _FOLDERS: dict[Path, Path] = {}
 
 
 def _folder_for(page: Path, factory: pytest.TempPathFactory) -> Path:
-    """The folder that a page's blocks share, as a reader's working directory."""
+    """Return the working directory that a page's blocks share."""
     if page not in _FOLDERS:
         _FOLDERS[page] = factory.mktemp(page.stem)
     return _FOLDERS[page]
@@ -228,7 +228,7 @@ def core_functions() -> dict[str, list[str]]:
 
 
 def quoted_names(text: str) -> set[str]:
-    """Every identifier that stands in backticks, the last part of dotted ones too."""
+    """Return every identifier in backticks, the last part of dotted ones too."""
     return {
         name for quoted in re.findall(r"`([^`\n]+)`", text) for name in re.findall(r"[A-Za-z_]\w*", quoted)
     }
@@ -312,7 +312,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
         assert [name for name in names if f".{name}" not in html] == [], face
 
 
-def test_a_macro_says_what_it_does_not_know(hooks: ModuleType) -> None:
+def test_macros_name_unknown_arguments(hooks: ModuleType) -> None:
     for text, message in (
         ("{{ tables }}", "no macro 'tables'"),
         ("{{ metrics reward_men }}", "no metric matches 'reward_men'"),
@@ -354,7 +354,7 @@ def test_kept_curves_are_of_packaged_configurations() -> None:
 
 
 @pytest.mark.parametrize("name", list_configs())
-def test_a_config_says_how_it_is_run_and_loads(name: str) -> None:
+def test_a_config_states_its_command_and_loads(name: str) -> None:
     header = config_header((config_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
     for word in HEADER_WORDS:
         assert any(re.match(rf"{word}\b.*:", line) for line in header), f"{name}: no line '# {word}: ...'"
@@ -367,7 +367,7 @@ def test_a_config_says_how_it_is_run_and_loads(name: str) -> None:
     assert load_job(name).config is not None
 
 
-def test_every_pipeline_offers_what_the_command_line_calls() -> None:
+def test_every_pipeline_has_the_functions_that_the_command_line_calls() -> None:
     for pipeline in PIPELINES.values():
         module_name, _, schema = pipeline.partition(":")
         module = importlib.import_module(module_name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The house keeps its shape: packages, links, one-way imports, sizes, names, a light `import visalign`."""
+"""Layout of the repository: packages, links, one-way imports, sizes, names, a light `import visalign`."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ OUTSIDE_THE_WHEEL = ("tests/", "docs/", "assets/build/")
 LOOK_AGAIN_LINES = 500
 LOOK_AGAIN_FUNCTION = 60
 LOOKED_AT = {
-    "visalign/training/text/rl.py:__init__": "a third is its arguments, and each part is made once",
-    "visalign/adapters/pipeline/policy.py:__init__": "half says what its arguments are; parts are made once",
-    "pipelines/cli/collect.py:collect": "an option a line, and what each of four uses calls",
+    "visalign/training/text/rl.py:__init__": "a third is its arguments, and each part is built once",
+    "visalign/adapters/pipeline/policy.py:__init__": "half describes its arguments; parts are built once",
+    "pipelines/cli/collect.py:collect": "an option a line, and the calls of four uses",
     "pipelines/cli/evaluate.py:evaluate": "an option a line, and one call",
     "pipelines/cli/sample.py:sample": "an option a line, and one call",
     "pipelines/cli/score.py:score": "an option a line, and one call",
-    "pipelines/serve_reward.py:serve_reward": "an option a line, what each means, and one order",
+    "pipelines/serve_reward.py:serve_reward": "an option a line with its meaning, and one order",
     "visalign/evaluation/heldout/images.py:evaluate": "one loop over the batches; half is its arguments",
     "rewards/combine/uncertainty.py:__init__": "most of it describes its arguments",
     "rewards/combine/weighted_sum.py:__init__": "most of it describes its arguments",
@@ -50,10 +50,10 @@ LOOKED_AT = {
     "visalign/data/sets/prompt_files.py:load_prompts": "one loop over lines; half describes arguments",
     "visalign/training/text/parts.py:check_parts": "one table of rules",
     "visalign/training/text/sampling_grid.py:sample_point": "one grid point from prompts to scores",
-    "visalign/flow/rollout.py:rollout": "one loop over the steps, and what its arguments are",
-    "visalign/flow/steering.py:steered_rollout": "one loop over the steps; half says what its arguments are",
+    "visalign/flow/rollout.py:rollout": "one loop over the steps, and its arguments",
+    "visalign/flow/steering.py:steered_rollout": "one loop over the steps; half describes its arguments",
 }
-"""A file or `file:function` above these -> why it is one subject all the same."""
+"""File or `file:function` above these limits -> the reason why it is one subject."""
 MAX_FILES = 20
 """Modules of one folder, its __init__ apart."""
 FORBIDDEN_NAMES = {"utils.py", "util.py", "common.py", "helpers.py", "misc.py"}
@@ -64,7 +64,7 @@ UNFINISHED = re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b")  # layout: the rule itse
 
 @cache
 def tracked() -> tuple[Path, ...]:
-    """Every file that git knows, or in an unpacked archive every file but build products; links left out."""
+    """List the files that git tracks, or in an unpacked archive all but build products; links left out."""
     if shutil.which("git") and (ROOT / ".git").exists():
         listed = subprocess.run(
             ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -84,13 +84,13 @@ def _via_link(path: Path) -> bool:
 
 
 def sources(*, tests: bool) -> list[Path]:
-    """The tracked Python files; without `tests` only the product's."""
+    """List the tracked Python files; without `tests` only the product's."""
     files = [path for path in tracked() if path.suffix == ".py"]
     return [path for path in files if tests or not _name(path).startswith(OUTSIDE_THE_WHEEL)]
 
 
 def texts() -> Iterator[tuple[Path, str]]:
-    """The tracked files that are text and written by hand."""
+    """Yield the tracked files that are text and written by hand."""
     for path in tracked():
         if (
             path.suffix in {".py", ".toml", ".md", ".yaml", ".yml", ".j2", ".sh", ".txt"}
@@ -277,7 +277,7 @@ def _long_ones() -> Iterator[tuple[str, int, int]]:
             yield f"{_name(path)}:{name}", lines, LOOK_AGAIN_FUNCTION
 
 
-def test_what_is_long_was_looked_at_again() -> None:
+def test_long_files_and_functions_are_listed_with_a_reason() -> None:
     long = {name: lines for name, lines, allowed in _long_ones() if lines > allowed}
     new = [f"{name}: {lines} lines" for name, lines in long.items() if name not in LOOKED_AT]
     assert new == [], (
@@ -306,7 +306,7 @@ def _folder_of(package: str) -> list[str]:
     return rest.split(".") if wing in {*WINGS, "assets", "configs"} else [first, *rest.split(".")]
 
 
-def test_no_file_imports_the_face_above_it() -> None:
+def test_no_file_imports_the_package_above_it() -> None:
     """Together with the contract "no circles of folders" of pyproject.toml this excludes circles of files."""
     graph = grimp.build_graph("visalign", cache_dir=None)
     bad = [
@@ -318,7 +318,7 @@ def test_no_file_imports_the_face_above_it() -> None:
     assert sorted(bad) == []
 
 
-def test_no_drawer_for_everything() -> None:
+def test_no_catch_all_file_names() -> None:
     assert [_name(path) for path in tracked() if path.name in FORBIDDEN_NAMES] == []
 
 
@@ -349,7 +349,7 @@ def test_no_path_of_a_machine() -> None:
     assert bad == []
 
 
-def test_every_python_file_opens_with_its_licence_and_says_what_it_is() -> None:
+def test_every_python_file_has_a_licence_line_and_a_docstring() -> None:
     bad = []
     for path in sources(tests=True):
         if not facts(path).text.startswith("# SPDX-License-Identifier: Apache-2.0\n"):
@@ -399,15 +399,15 @@ def test_import_visalign_is_light() -> None:
     assert best < 0.3
 
 
-def test_the_face_offers_names_that_exist() -> None:
+def test_the_package_exports_names_that_exist() -> None:
     face: Any = visalign
-    assert len(face.__all__) == 25, "the names that most programs need: what comes in puts another out"
+    assert len(face.__all__) == 25, "the names that most programs need: a new one replaces another"
     for name in face.__all__:
-        assert inspect.getdoc(getattr(face, name)), f"{name} says nothing of itself"
+        assert inspect.getdoc(getattr(face, name)), f"{name} has no docstring"
     with pytest.raises(AttributeError, match=r"no attribute 'load_rewards'.*load_reward"):
         face.load_rewards  # noqa: B018
 
 
-def test_the_version_stands_in_one_place() -> None:
+def test_the_version_is_stated_once() -> None:
     assert PROJECT["project"]["version"] == visalign.__version__
     assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")

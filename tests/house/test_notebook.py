@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The notebook of the site runs from top to bottom, and its page is what the evaluation found."""
+"""The notebook of the site runs from top to bottom, and its page shows the evaluation's results."""
 
 from __future__ import annotations
 

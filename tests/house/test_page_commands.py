@@ -60,18 +60,18 @@ COMMANDS = {
     for page in dict.fromkeys(b.page for b in BLOCKS if b.page == README or b.page.parent in FOLDERS)
 }
 ELSEWHERE = [words for block in STARTS for words in runnable(block) if "--output" not in words]
-"""What test_quick_starts.py runs, and leaves nothing that a later command of a page reads."""
+"""Commands that test_quick_starts.py runs, and whose results no later command of a page reads."""
 OF_IMAGES = ("data.size=40", "data.heldout_size=4")
 """Budget of a language model that is asked about images, in place of tasks."""
 
 
 def is_left(words: list[str]) -> bool:
-    """Whether `LEFT` says why a command is not run."""
+    """Return whether `LEFT` gives a reason not to run a command."""
     return any(part in " ".join(words) for part in LEFT)
 
 
 def to_run() -> dict[Path, list[list[str]]]:
-    """The commands of each page that run here; what a page before holds too, runs there."""
+    """Return the commands of each page; those that an earlier page holds too run there."""
     seen, found = list(ELSEWHERE), {}
     for page, commands in COMMANDS.items():
         found[page] = [words[1:] for words in commands if words[1:] not in seen and not is_left(words)]
@@ -86,7 +86,7 @@ def test_what_is_left_stands_on_a_page_and_the_rest_are_our_commands() -> None:
 
 
 def cut(words: list[str]) -> list[str]:
-    """The command on less."""
+    """Return the command with a smaller budget."""
     found = list(words)
     for option, value in SMALLER.items():
         if option in found:
@@ -107,7 +107,7 @@ def cut(words: list[str]) -> list[str]:
 
 
 def lay_out(commands: list[list[str]]) -> None:
-    """What the commands read and a reader has: images of the shapes world, and tables of them."""
+    """Create the inputs that a reader has: images of the shapes world, and tables of them."""
     rng = np.random.default_rng(0)
     records = heldout_prompts()
     write_lines("few.jsonl", records[::60])

@@ -55,17 +55,17 @@ BUDGETS = {
         "data.heldout: few.jsonl, evaluation.seeds: [0], evaluation.steps: 2}",
     ),
 }
-"""Pipeline -> what makes a run of it small."""
+"""Pipeline -> settings of a small run."""
 LENGTHS = {"run.iterations", "data.size", "rollout.samples"}
-"""Of these the budget counts, of the others what a page sets."""
+"""Settings of a page that the budget replaces; its other settings are kept."""
 OF_THE_READER = ("FOLDER", "NAME", "pairs.jsonl")
-"""Words in whose place a reader puts something that is not here; such commands are parsed in `test_docs`."""
+"""Placeholders of the reader's own files; such commands are only parsed, in `test_docs`."""
 
 STARTS = [block for block in BLOCKS if block.language == "bash" and block.page.parent == SITE / "trainers"]
 
 
 def runnable(block: Block) -> list[list[str]]:
-    """The training commands of a block that need nothing of the reader's."""
+    """Return the training commands of a block that need no file of the reader."""
     found = [words for words in commands_of(block.code) if words[0] in ("train", "train-reward")]
     return [w for w in found if not any(own in part for own in OF_THE_READER for part in w)]
 

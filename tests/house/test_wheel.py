@@ -14,7 +14,7 @@ from tests.house.test_docs import BLOCKS, README, ROOT
 
 
 def code_with(word: str, page: str) -> str:
-    """The Python block of a page that has the word."""
+    """Return the Python block of a page that has the word."""
     [found] = [b.code for b in BLOCKS if b.language == "python" and b.page.name == page and word in b.code]
     return found
 
@@ -29,7 +29,7 @@ def test_the_adapter_of_the_readme_is_trained_and_loaded(tmp_path: Path) -> None
     away.mkdir()
 
     def run(code: str) -> str:
-        """What a program prints that finds the wheel alone."""
+        """Return the output of a program that sees only the installed wheel."""
         places = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=away, env=places, capture_output=True, text=True, check=False
