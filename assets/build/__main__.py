@@ -101,14 +101,7 @@ STAGES: dict[str, Callable[[Path, Plan], Mapping[str, float]]] = {
 
 
 def build(output: Path, stages: list[str], plan: Plan | None = None) -> None:
-    """Run stages and print their measurements.
-
-    Args:
-        output: folder that gets `shapes-sd3`, `shapes-sd15`, `shapes-clip`, `tasks-qwen3`, `shapes-vlm` and
-            `shapes-heie`.
-        stages: names of STAGES; empty for all.
-        plan: lengths of the stages.
-    """
+    """Run stages and print their measurements."""
     output.mkdir(parents=True, exist_ok=True)
     for stage in stages or STAGES:
         started = time.monotonic()

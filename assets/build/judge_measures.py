@@ -52,14 +52,7 @@ def saved_accuracy(folder: Path, count: int) -> dict[str, float]:
 def answer_accuracy(
     engine: VisionLanguageEngine, *, images: int = 300, pairs: int = 300, seed: int = CHECK_SEED
 ) -> dict[str, float]:
-    """Held-out accuracy of yes/no by category, of pairs with a clear truth; error and order of ratings.
-
-    Args:
-        engine: the model.
-        images: undistorted images, each asked for its own prompt and for a neighbour that is not true.
-        pairs: clear pairs, each asked in both orders.
-        seed: of the draws.
-    """
+    """Held-out accuracy of yes/no by category, of pairs with a clear truth; error and order of ratings."""
     world, rng = ShapesPreferences(seed, split="heldout"), np.random.default_rng(seed)
     drawn = []
     for _ in range(images):

@@ -117,20 +117,9 @@ def encode(tokenizer: PreTrainedTokenizerFast, records: Sequence[Record]) -> lis
 
 
 def pack(examples: Sequence[tuple[Sequence[int], int]], row: int, pad: int) -> Packed:
-    """Put examples into rows, the longest first, each into the first row with room.
-
-    Args:
-        examples: (ids, length of the prompt).
-        row: L, tokens per row.
-        pad: fills what is left of a row.
-
-    Raises:
-        ValueError: an example is longer than a row.
-    """
+    """Put examples into rows, the longest first, each into the first row with room."""
     rows: list[tuple[list[int], list[int], list[int]]] = []
     for ids, prompt in sorted(examples, key=lambda example: -len(example[0])):
-        if len(ids) > row:
-            raise ValueError(f"an example of {len(ids)} tokens does not fit into rows of {row}.")
         place = next((r for r in rows if len(r[0]) + len(ids) <= row), None)
         if place is None:
             rows.append(place := ([], [], []))

@@ -108,14 +108,10 @@ def packaged(name: str) -> Path:
     return assets_folder() / name
 
 
-def to_tensor(images: np.ndarray) -> Tensor:
-    """uint8 [N, H, W, 3] -> float32 [N, 3, H, W] in [−1, 1]."""
-    return torch.from_numpy(images).permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
-
-
 def rendered(scenes: Sequence[Scene]) -> Tensor:
-    """Images [N, 3, 64, 64] float32 in [−1, 1]."""
-    return to_tensor(render_many(list(scenes)))
+    """Render scenes: images [N, 3, 64, 64] float32 in [−1, 1]."""
+    images = torch.from_numpy(render_many(list(scenes)))
+    return images.permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
 
 
 def train(
@@ -131,20 +127,7 @@ def train(
     report_every: int = 500,
     check: Callable[[Any], dict[str, float]] | None = None,
 ) -> Any:
-    """Train a module in place and give it the exponential moving average of its weights.
-
-    Args:
-        module: model to train.
-        optimizers: optimizers of its parameters.
-        loss_of: the loss of step n.
-        name: stage named in the progress lines.
-        steps: number of steps.
-        decay: decay of the average, with the usual warm-up.
-        warmup: steps over which the learning rate rises.
-        cooldown: share of the steps, at the end, over which it falls linearly to 0.
-        report_every: steps between two progress lines.
-        check: measurements of the module with averaged weights, printed with each progress line.
-    """
+    """Train a module in place and give it the exponential moving average of its weights."""
 
     def average(old: Any, now: Any, number: Any) -> None:
         torch._foreach_lerp_(old, now, 1.0 - min(decay, float((1 + number) / (10 + number))))

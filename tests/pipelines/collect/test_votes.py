@@ -207,7 +207,7 @@ def test_the_command(tmp_path):
     assert found.exit_code == 0 and "4 records" in found.output and (tmp_path / "r.html").is_file()
     for arguments, why in (
         ([file, str(table)], "exists. Leave the images out"),
-        ([file, "--single", "--export", "x.jsonl"], "What is asked, and of whom, stands in the file"),
+        ([file, "--single", "--export", "x.jsonl"], "The questions and voters of this file were fixed"),
         ([file, "--model"], "--model says how --export writes labels"),
         ([file, "--export", "x.txt"], ".jsonl"),
         ([str(tmp_path / "none.sqlite")], "There is no file of votes"),
