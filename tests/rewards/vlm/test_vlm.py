@@ -82,9 +82,9 @@ def test_the_sum_over_the_vocabulary_is_taken_in_parts(monkeypatch) -> None:
     rows = [row for row in judge.encode(ONE, asks_of_one())[0] if row is not None]
     with torch.no_grad():
         states = judge.states(rows)
-        whole = judge.log_total(states)
+        whole = judge.network.log_total(states)
         monkeypatch.setattr("visalign.rewards.vlm.network.STRIP", 10)
-        torch.testing.assert_close(judge.log_total(states), whole)
+        torch.testing.assert_close(judge.network.log_total(states), whole)
         torch.testing.assert_close(whole, judge.model.lm_head(states).logsumexp(-1))
 
 
@@ -165,13 +165,13 @@ def test_gradients_reach_the_language_part_and_the_tower_where_it_is_trained() -
         parameter.requires_grad_("language_model" in name)
     states = judge.states(rows)
     torch.testing.assert_close(states.detach(), judge.hidden(ONE, asks).states)
-    judge.head_logits(states, [5, 6]).sum().backward()
+    judge.network.head_logits(states, [5, 6]).sum().backward()
     weight = judge.model.model.language_model.layers[0].self_attn.q_proj.weight
     assert weight.grad is not None and weight.grad.abs().sum() > 0
     tower = judge.model.model.visual.blocks[0].attn.qkv.weight
     assert tower.grad is None
     judge.model.requires_grad_(True)
-    judge.log_total(judge.states(rows)).sum().backward()
+    judge.network.log_total(judge.states(rows)).sum().backward()
     assert tower.grad is not None and tower.grad.abs().sum() > 0
 
 
