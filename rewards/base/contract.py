@@ -40,6 +40,21 @@ def check_rules(name: str, rules: Mapping[str, bool]) -> None:
             raise ValueError(f"{name}: {message}.")
 
 
+def check_counts(name: str, **counts: int | None) -> None:
+    """Refuse options that are not whole numbers from 1, or None."""
+    for key, number in counts.items():
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise ValueError(f"{name}: {key} is {number!r}; allowed are whole numbers from 1.")
+
+
+def check_choices(name: str, **choices: tuple[Any, Iterable[Any]]) -> None:
+    """Refuse options, each given as (value, allowed values), whose value is not allowed."""
+    for key, (value, allowed) in choices.items():
+        names = tuple(allowed)
+        if value not in names:
+            raise ValueError(f"{name}: {key} is {value!r}; allowed are {', '.join(map(str, names))}.")
+
+
 def check_scales(name: str, scales: Mapping[str, tuple[float, float]], labels: Iterable[str]) -> None:
     """Check label -> (mean, std) of rewards that are brought to one scale."""
     labels = list(labels)

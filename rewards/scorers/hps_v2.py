@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.contract import RewardError, check_choices
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.clip.encoder import ClipEncoder, ClipParts
 from visalign.rewards.clip.loading import load_clip
@@ -62,13 +62,12 @@ class HpsV2(ClipJudge):
             precision: of the towers: "fp32", "bf16" or "fp16"; the cosine is always float32.
             **towers: options of `ClipJudge`.
         """
-        for key, value, allowed in (
-            ("version", version, tuple(FILES)),
-            ("resampling", resampling, RESAMPLING),
-            ("precision", precision, tuple(PRECISIONS)),
-        ):
-            if value not in allowed:
-                raise ValueError(f"hps_v2: {key} is {value!r}; allowed are {', '.join(allowed)}.")
+        check_choices(
+            self.name,
+            version=(version, FILES),
+            resampling=(resampling, RESAMPLING),
+            precision=(precision, PRECISIONS),
+        )
         self.version = version
         super().__init__(
             model,

@@ -21,7 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import RewardError, make_scores, prompt_problem, read_request, scatter
+from visalign.rewards.base.contract import (
+    RewardError,
+    check_counts,
+    make_scores,
+    prompt_problem,
+    read_request,
+    scatter,
+)
 from visalign.rewards.base.identity import Identity, fingerprint
 from visalign.rewards.clip.published_layouts import OPENAI_MEAN, OPENAI_STD
 from visalign.rewards.weights.affine_head import AffineHead, standardise
@@ -121,8 +128,7 @@ class ImageReward:
         """
         if max_tokens < 3:
             raise ValueError(f"image_reward: max_tokens is {max_tokens}; allowed are whole numbers from 3.")
-        if batch_size < 1:
-            raise ValueError(f"image_reward: batch_size is {batch_size}; allowed are whole numbers from 1.")
+        check_counts(self.name, batch_size=batch_size)
         dtype_of(precision, "image_reward: ")
         self.source = str(model)
         self.max_tokens = max_tokens

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visalign.rewards.base.contract import check_choices
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.clip.loading import TRANSFORMERS
 from visalign.rewards.clip.towers import ClipJudge
@@ -48,8 +49,7 @@ class PickScore(ClipJudge):
             **towers: options of `ClipJudge`.
         """
         allowed = [key for key, row in SCALES.items() if row.family == "cosine" and not row.refusal]
-        if scale not in allowed:
-            raise ValueError(f"pick_score: scale is {scale!r}; allowed are {', '.join(allowed)}.")
+        check_choices(self.name, scale=(scale, allowed))
         self.scale = scale
         self.unit = JUDGE_UNITS[self.name].unit if scale == "logit" else scale
         ends = {"cosine": (-1.0, 1.0), "cosine × 100": (-100.0, 100.0)}

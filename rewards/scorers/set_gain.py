@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from PIL import Image
@@ -20,6 +20,7 @@ from visalign.interfaces import Metadata, RewardCapabilities, Scores
 from visalign.rewards.base.contract import (
     GROUP_KEY,
     RewardError,
+    check_choices,
     group_labels,
     make_scores,
     read_request,
@@ -60,8 +61,7 @@ class VendiGain:
         device: str | torch.device = "cpu",
         **towers: Any,
     ) -> None:
-        if over not in ("group", "batch"):
-            raise ValueError(f"{self.name}: over is {over!r}; allowed are 'group' and 'batch'.")
+        check_choices(self.name, over=(over, get_args(Over)))
         check_options(self.name, ClipTowers, {"model": model, "device": device, **towers})
         self.towers = ClipTowers(model, device=device, **{"batch_size": 64, **towers})
         self.capabilities = RewardCapabilities(needs_group=True, needs_batch=over == "batch")

@@ -29,7 +29,7 @@ from visalign.rewards.base.callables import (
     read_signature,
     unjudged,
 )
-from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.contract import RewardError, check_choices
 from visalign.rewards.base.failure import Attempt
 
 from .contract import Prompt, TextRequest, TextVerdict, read_text_request, text_scores
@@ -40,7 +40,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 class TextFunctionReward:
-    """A plain function with the contract of a text reward around it."""
+    """Text reward that calls a plain function."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class TextFunctionReward:
         completions_as: str = "text",
         on_error: str = "raise",
     ) -> None:
-        """Look at the signature and decide how the function is called.
+        """Read the signature and decide how the function is called.
 
         Args:
             function: the user's function.
@@ -66,14 +66,14 @@ class TextFunctionReward:
             on_error: when the function raises, "raise" stops with its name; "mask" makes the samples of
                 that call invalid (one sample, or the batch of a function that takes lists).
         """
-        if completions_as not in ("text", "messages"):
-            raise ValueError(f"completions_as is {completions_as!r}; allowed are 'text' and 'messages'.")
-        if on_error not in ("raise", "mask"):
-            raise ValueError(f"on_error is {on_error!r}; allowed are 'raise' and 'mask'.")
         self.name = name or getattr(function, "__name__", type(function).__name__)
-        self.unit = unit
+        check_choices(
+            self.name,
+            completions_as=(completions_as, ("text", "messages")),
+            on_error=(on_error, ("raise", "mask")),
+        )
+        self.unit, self.higher_is_better = unit, higher_is_better
         self.range = (float(range[0]), float(range[1]))
-        self.higher_is_better = higher_is_better
         self._as_messages = completions_as == "messages"
         self._mask = on_error == "mask"
         self._function = function

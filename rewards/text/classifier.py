@@ -16,13 +16,6 @@ UNBOUNDED = 10**9
 """Tokenizers without a limit give a huge number as model_max_length."""
 
 
-def check_counts(name: str, **counts: int | None) -> None:
-    """Refuse options that are not whole numbers from 1."""
-    for key, number in counts.items():
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise ValueError(f"{name}: {key} is {number!r}; allowed are whole numbers from 1.")
-
-
 def load_classifier(
     name: str,
     model: str | Path | torch.nn.Module,

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.contract import RewardError, check_choices
 
 from .contract import TextRule, TextVerdict, shortened
 from .parsing import fenced_blocks
@@ -106,8 +106,7 @@ class JsonFormat(TextRule):
         """
         if schema is not None and schema_field is not None:
             raise ValueError(f"{name}: give schema or schema_field, not both.")
-        if where not in ("whole", "fence"):
-            raise ValueError(f"{name}: where is {where!r}; allowed are 'whole' and 'fence'.")
+        check_choices(name, where=(where, ("whole", "fence")))
         self.name = name
         self._field, self._where = schema_field, where
         if schema is not None or schema_field is not None:

@@ -11,6 +11,7 @@ import torch
 
 from visalign.core.rewards.terms import soft_overlong
 from visalign.interfaces import Metadata, Scores
+from visalign.rewards.base.contract import check_choices, check_counts
 
 from .contract import Prompt, TextRule, TextVerdict, read_text_request, text_scores
 
@@ -63,8 +64,7 @@ class LengthReward:
             cache: c of "soft_overlong", 1 … L.
             name: for messages and logs.
         """
-        if rule not in RULES:
-            raise ValueError(f"{name}: rule is {rule!r}; allowed are {', '.join(RULES)}.")
+        check_choices(name, rule=(rule, RULES))
         options = {"target": target, "target_field": target_field, "scale": scale}
         options |= {"max_length": max_length, "cache": cache}
         names = {key for key, value in options.items() if value is not None}
@@ -132,10 +132,8 @@ class RepetitionPenalty(TextRule):
             by: "words" (between white space, case-insensitive) or "characters".
             name: for messages and logs.
         """
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f"{name}: n is {n!r}; allowed are whole numbers from 1.")
-        if by not in ("words", "characters"):
-            raise ValueError(f"{name}: by is {by!r}; allowed are 'words' and 'characters'.")
+        check_counts(name, n=n)
+        check_choices(name, by=(by, ("words", "characters")))
         self.name = name
         self._n, self._by = n, by
 

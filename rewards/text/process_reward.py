@@ -25,12 +25,12 @@ from transformers import AutoModelForTokenClassification
 
 from visalign.core.advantages.process import aggregate_steps
 from visalign.interfaces import Metadata, Prompt, Scores
-from visalign.rewards.base.contract import RewardError, make_scores
+from visalign.rewards.base.contract import RewardError, check_choices, check_counts, make_scores
 from visalign.text.rollout import TextRollout
 from visalign.text.step_tokens import StepEncoder, StepTokens, step_logits
 from visalign.text.steps import Span, StepReading, StepRewards, step_index
 
-from .classifier import check_counts, load_classifier, load_tokenizer, longest_text, spelled_out
+from .classifier import load_classifier, load_tokenizer, longest_text, spelled_out
 from .contract import read_text_request
 
 Aggregate = Literal["min", "product", "mean", "last"]
@@ -112,8 +112,7 @@ class ProcessRewardModel:
             name: for messages and logs.
         """
         check_counts(name, batch_size=batch_size, max_length=max_length, min_steps=min_steps)
-        if right_label not in (0, 1):
-            raise ValueError(f"{name}: right_label is {right_label!r}; allowed are 0 and 1.")
+        check_choices(name, right_label=(right_label, (0, 1)))
         self.name, self.device, self.batch_size = name, torch.device(device), batch_size
         self.min_steps, self.right_label = min_steps, right_label
         self.reading = StepReading(separator=separator, marker=marker)

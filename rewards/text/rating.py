@@ -15,6 +15,7 @@ import torch
 
 from visalign.core.preference.fidelity import FLOOR, answer_statistics, fidelity_rewards
 from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores
+from visalign.rewards.base.contract import check_choices
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import FORMS, first_word
 from visalign.rewards.reading.verdicts import OPTIONS, verdict
@@ -62,10 +63,7 @@ class RatingReward:
             floor: γ of "fidelity", in squared rating steps.
             name: for messages and logs.
         """
-        if rule not in RULES:
-            raise ValueError(f"{name}: rule is {rule!r}; allowed are {', '.join(RULES)}.")
-        if reads not in FORMS:
-            raise ValueError(f"{name}: reads is {reads!r}; allowed are {', '.join(FORMS)}.")
+        check_choices(name, rule=(rule, RULES), reads=(reads, FORMS))
         if not 0 <= form < math.inf or not 0 < floor < math.inf:
             raise ValueError(f"{name}: form is {form} and floor {floor}; form is ≥ 0 and floor > 0.")
         self.name, self.rule, self.form, self.floor = name, rule, form, floor

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.contract import RewardError, check_counts
 
-from .classifier import check_counts, load_classifier, load_tokenizer, longest_text, spelled_out
+from .classifier import load_classifier, load_tokenizer, longest_text, spelled_out
 from .contract import Prompt, TextVerdict, read_text_request, text_scores
 
 

@@ -15,6 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 from visalign.data.text_tasks.tasks import TASKS, check_answer
+from visalign.rewards.base.contract import check_choices
 
 from .contract import TextRule, TextVerdict, after_marker, shortened
 from .parsing import EXTRACTORS, NORMALISERS, names_differ, parse_list, parse_number
@@ -79,15 +80,14 @@ class VerifiableAnswer(TextRule):
             ordered: True if the order of a list's items counts.
             name: for messages and logs.
         """
-        for key, value, allowed in (
-            ("extract", extract, (*EXTRACTORS, "pattern")),
-            ("compare", compare, COMPARISONS),
-            ("conflict", conflict, ("last", "refuse")),
-            ("normalise", normalise, tuple(NORMALISERS)),
-            ("percent", percent, ("hundredth", "ignore")),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name}: {key} is {value!r}; allowed are {', '.join(allowed)}.")
+        check_choices(
+            name,
+            extract=(extract, (*EXTRACTORS, "pattern")),
+            compare=(compare, COMPARISONS),
+            conflict=(conflict, ("last", "refuse")),
+            normalise=(normalise, NORMALISERS),
+            percent=(percent, ("hundredth", "ignore")),
+        )
         for key, tolerance in (("absolute", absolute), ("relative", relative)):
             if not (math.isfinite(tolerance) and tolerance >= 0):
                 raise ValueError(f"{name}: {key} is {tolerance}; allowed are finite numbers of at least 0.")

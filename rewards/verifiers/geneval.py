@@ -21,7 +21,7 @@ from torch import Tensor
 
 from visalign.data.assets import resolve_model
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import Request, make_scores, read_request, scatter
+from visalign.rewards.base.contract import Request, check_choices, make_scores, read_request, scatter
 from visalign.rewards.base.identity import Identity, fingerprint
 from visalign.rewards.base.images import ImageBatch
 from visalign.rewards.clip.towers import ClipTowers
@@ -94,8 +94,7 @@ class GenEval:
             nms: IoU from which the less confident of two boxes of a class is dropped; 1 drops none.
             position_threshold: see `relative_position`.
         """
-        if value not in VALUES:
-            raise ValueError(f"geneval: value is {value!r}; allowed are {', '.join(VALUES)}.")
+        check_choices(self.name, value=(value, VALUES))
         limits = {"threshold": threshold, "counting_threshold": counting_threshold, "nms": nms}
         for key, limit in limits.items():
             if not 0 <= limit <= 1:

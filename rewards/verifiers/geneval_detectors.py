@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.contract import RewardError, check_choices, check_counts
 from visalign.rewards.base.identity import fingerprint
 from visalign.rewards.base.images import to_pil
 from visalign.rewards.weights.checkpoint_files import quiet_loading
@@ -87,10 +87,8 @@ class TransformersDetector:
             min_score: least confidence of reported boxes; below all thresholds in use.
             prompt: of a zero-shot model, with {} for the class.
         """
-        if kind is not None and kind not in KINDS:
-            raise ValueError(f"geneval: kind is {kind!r}; allowed are {', '.join(KINDS)}, or None.")
-        if batch_size < 1:
-            raise ValueError(f"geneval: batch_size is {batch_size}; allowed are whole numbers from 1.")
+        check_choices("geneval", kind=(kind, (*KINDS, None)))
+        check_counts("geneval", batch_size=batch_size)
         self.source = str(model)
         self.batch_size, self.min_score, self.prompt = batch_size, min_score, prompt
         self._kind, self._device = kind, torch.device(device)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import RewardError, make_scores, read_request, scatter
+from visalign.rewards.base.contract import RewardError, check_choices, make_scores, read_request, scatter
 from visalign.rewards.base.failure import Naming
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import to_uint8
@@ -60,7 +60,7 @@ class OcrReward:
             rule: of `text_score`: "window", "plain", "flow_grpo" or "verl_omni".
             min_confidence: least confidence of RapidOCR's lines; unused with your own engine.
         """
-        _check_rule(rule)
+        check_choices(self.name, rule=(rule, RULES))
         if not 0 <= min_confidence <= 1:
             raise ValueError(f"ocr: min_confidence is {min_confidence}; allowed are numbers in [0, 1].")
         if engine is not None and not callable(engine):
@@ -232,7 +232,7 @@ def text_score(target: str | Sequence[str], recognised: str, *, rule: str = "win
     Levenshtein 1966; the two named rules are those of the released code of flow_grpo (arXiv 2505.05470) and
     verl-omni.
     """
-    _check_rule(rule)
+    check_choices("ocr", rule=(rule, RULES))
     texts = [target] if isinstance(target, str) else list(target)
     if rule == "window":
         targets, text = [normal_text(part) for part in texts], normal_text(recognised)
@@ -255,8 +255,3 @@ def _published_score(target: str, text: str, rule: str) -> float | None:
     if rule != "plain" and target in text:
         return 1.0
     return 1 - min(levenshtein(target, text), len(target)) / len(target)
-
-
-def _check_rule(rule: str) -> None:
-    if rule not in RULES:
-        raise ValueError(f"ocr: rule is {rule!r}; allowed are {', '.join(RULES)}.")

@@ -9,11 +9,17 @@ from typing import Any
 import torch
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import make_scores, read_request, scatter
+from visalign.rewards.base.contract import check_choices, make_scores, read_request, scatter
 from visalign.rewards.base.identity import Identity
 
 SIDE = 64
 """Height and width of the shapes world's images."""
+UNITS = {
+    "correct": "1 = correct",
+    "partial": "share of checks",
+    "mixed": "mean of 1 = correct and share of checks",
+}
+"""mode -> unit."""
 
 
 class ShapesVerifier:
@@ -33,17 +39,9 @@ class ShapesVerifier:
             mode: "correct" (0 or 1), "partial" (credit in [0, 1]), or "mixed", the mean of both: a signal
                 before anything is correct, with the largest step for the last check. Parts hold both.
         """
-        if mode not in ("correct", "partial", "mixed"):
-            raise ValueError(
-                f"shapes_verifier: mode is {mode!r}; allowed are 'correct', 'partial' and 'mixed'."
-            )
-        self.mode = mode
+        check_choices(self.name, mode=(mode, UNITS))
+        self.mode, self.unit = mode, UNITS[mode]
         self.identity = Identity(judge=self.name, model="rules of GenEval", options={"mode": mode})
-        self.unit = {
-            "correct": "1 = correct",
-            "partial": "share of checks",
-            "mixed": "mean of 1 = correct and share of checks",
-        }[mode]
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Verify 64×64 images; other sizes, and prompts from outside the shapes world, are invalid."""

@@ -99,7 +99,7 @@ def test_a_record_that_cannot_be_read_costs_its_own_sample_only(record, reason):
 
 
 def test_verifier_mode_refused():
-    with pytest.raises(ValueError, match="mode is 'strict'; allowed are 'correct', 'partial' and 'mixed'"):
+    with pytest.raises(ValueError, match="mode is 'strict'; allowed are correct, partial, mixed"):
         load_reward("shapes_verifier", mode="strict")
 
 

@@ -97,7 +97,7 @@ def test_a_sum_hands_the_groups_on(folder: Path) -> None:
 def test_refused(folder: Path, reference: Path, tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=r"scores sets, not single images.*'group_id'"):
         load_reward("vendi_gain", model=folder).score(make_images(2), ["a", "a"])
-    with pytest.raises(ValueError, match=r"over is 'prompt'; allowed are 'group' and 'batch'"):
+    with pytest.raises(ValueError, match=r"over is 'prompt'; allowed are group, batch"):
         load_reward("vendi_gain", over="prompt")
     with pytest.raises(RewardError, match=r"reference='.*' holds 0 images"):
         load_reward("frechet_gain", reference=tmp_path)

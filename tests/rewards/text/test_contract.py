@@ -201,7 +201,7 @@ class AsyncObject:
 def test_functions_that_cannot_be_called(function, error, message):
     with pytest.raises(error, match=message):
         TextFunctionReward(function)
-    with pytest.raises(ValueError, match="on_error is 'zero'; allowed are 'raise' and 'mask'"):
+    with pytest.raises(ValueError, match="on_error is 'zero'; allowed are raise, mask"):
         TextFunctionReward(len, on_error="zero")
 
 

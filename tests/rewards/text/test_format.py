@@ -90,7 +90,7 @@ def test_json_is_strict():
         fence, ["Here:\n```json\n{}\n```", "{}", "```json\n{}\n```\n```\n{}\n```", "```json\n{}"]
     ) == [1, 0, 0, 0]
     assert values(fence, ["```json\n" * 20_000]) == [0]
-    with pytest.raises(ValueError, match="where is 'tail'; allowed are 'whole' and 'fence'"):
+    with pytest.raises(ValueError, match="where is 'tail'; allowed are whole, fence"):
         JsonFormat(where="tail")
     with pytest.raises(ValueError, match="give schema or schema_field, not both"):
         JsonFormat(schema={}, schema_field="s")
@@ -209,5 +209,5 @@ def test_repetition_counts_ngrams():
     assert values(RepetitionPenalty(), ["la " * 1000])[0] < -0.99
     with pytest.raises(ValueError, match="n is 0; allowed are whole numbers from 1"):
         RepetitionPenalty(0)
-    with pytest.raises(ValueError, match="by is 'tokens'; allowed are 'words' and 'characters'"):
+    with pytest.raises(ValueError, match="by is 'tokens'; allowed are words, characters"):
         RepetitionPenalty(by="tokens")

@@ -314,7 +314,7 @@ def test_models_and_options_that_cannot_serve() -> None:
         step_logits(CountingModel(labels=0), [StepTokens(ids=[5, 6], ends=[1])])
     for options, message in (
         ({"aggregate": "sum"}, "aggregate is 'sum'; allowed are min, product, mean, last of a model with 2"),
-        ({"right_label": 2}, "right_label is 2; allowed are 0 and 1"),
+        ({"right_label": 2}, "right_label is 2; allowed are 0, 1"),
         ({"min_steps": 0}, "min_steps is 0; allowed are whole numbers from 1"),
         ({"precision": "int8"}, "precision is 'int8'; allowed are fp32, bf16, fp16"),
         ({"tokenizer": None}, "a module has no tokenizer; give tokenizer="),
