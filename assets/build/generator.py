@@ -47,8 +47,7 @@ CATEGORY_WEIGHTS = {
 DROP_CAPTION = 0.1
 """Share of empty captions, for guidance."""
 
-SEEDS = (0, 1)
-"""Of the images that the card is measured on."""
+SEEDS = (0, 1)  # of the measured images
 
 MAX_TOKENS = 12
 """Begin, at most eight words, end, and room for two unknown pieces."""
