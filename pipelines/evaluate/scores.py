@@ -118,6 +118,8 @@ def _ask(
 ) -> list[tuple[Logged, ...]]:
     """Answer every request; equal ones are asked once, and those in the log are not asked again."""
     options = options or ScoringOptions()
+    if options.batch_size < 1:
+        raise UserError(f"batch_size is {options.batch_size}; it must be at least 1 request.")
     log = ScoreLog(options.log, {reward.name: reward_identity(reward)}, Logged)
     alarm = FailureAlarm(reward.name, options.max_failure_rate, min_samples=50)
     keys = [tuple(request.key for request in row) for row in rows]

@@ -84,6 +84,8 @@ def score_rows(
     Returns:
         N·M rows, image by image.
     """
+    if batch_size < 1:
+        raise UserError(f"batch_size is {batch_size}; it must be at least 1 image.")
     rows = []
     for start in range(0, len(table), batch_size):
         batch = table[start : start + batch_size]

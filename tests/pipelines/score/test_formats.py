@@ -164,3 +164,9 @@ def test_a_run_that_samples_texts_lists_what_it_wrote(tmp_path: Path) -> None:
         str(tmp_path / "dataset.jsonl"),
         str(tmp_path / "summary.json"),
     ]
+
+
+@pytest.mark.parametrize("batch_size", [0, -1])
+def test_a_batch_without_images_is_refused(batch_size: int) -> None:
+    with pytest.raises(UserError, match="batch_size is .*at least 1 image"):
+        score_rows([], {}, batch_size=batch_size)

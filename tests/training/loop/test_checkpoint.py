@@ -124,7 +124,7 @@ def test_another_format_is_refused(tmp_path):
     folder = _save(tmp_path, 1)
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
-    with pytest.raises(CheckpointError, match="format 99; this version reads format 1"):
+    with pytest.raises(CheckpointError, match="format 99; this version reads format 2"):
         verify(folder)
 
 

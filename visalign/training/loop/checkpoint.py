@@ -28,7 +28,7 @@ from visalign.errors import UserError
 
 from .sharding import incomplete, local_shard, read_shards, write_shards
 
-FORMAT = 1
+FORMAT = 2
 _PREFIX = "step_"
 _TEMPORARY = ".writing_"
 _SHARDS = "sharded"
