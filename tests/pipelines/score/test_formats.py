@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from visalign.data.sets.columns import Columns
 from visalign.data.sets.records import PreferenceSet
 from visalign.data.sets.sources import from_dataframe, shapes_pairs, to_dataframe
+from visalign.errors import UserError
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.cli.show import result_files
 from visalign.pipelines.score.image_rows import image_rows
@@ -168,5 +169,5 @@ def test_a_run_that_samples_texts_lists_what_it_wrote(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("batch_size", [0, -1])
 def test_a_batch_without_images_is_refused(batch_size: int) -> None:
-    with pytest.raises(UserError, match="batch_size is .*at least 1 image"):
+    with pytest.raises(UserError, match=r"batch_size is .*at least 1 image"):
         score_rows([], {}, batch_size=batch_size)
