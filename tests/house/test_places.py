@@ -108,7 +108,10 @@ def test_a_folder_that_may_not_be_written_is_refused(here: Path) -> None:
     ("arguments", "message"),
     [
         (("probe-reward", "sharpness", "--seed", "99999999999999999999"), "4294967295"),
-        (("train", "text_sft", "optimizer.micro_batch=99999999999999999999", "-o", "x"), "below 2^63"),
+        (
+            ("train", "text_sft", "optimizer.micro_batch=99999999999999999999", "-o", "x"),
+            "less than or equal to 4294967295",
+        ),
         (("train", "shapes_hp", "seed=99999999999999999999", "-o", "x"), "less than or equal to 4294967295"),
     ],
     ids=["seed", "micro_batch", "configuration"],
