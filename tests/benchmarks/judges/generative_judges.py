@@ -37,8 +37,8 @@ from visalign.data.shapes.preferences import KINDS, ShapesPair, ShapesPreference
 from visalign.rewards import load_judge
 from visalign.training.loop.metrics import read_metrics
 
-WHY = "Is image 2 better than image 1 for {prompt}? Answer, then say why."
-BETTER = "Is image 2 better than image 1 for {prompt}?"
+WHY = "Is picture 2 better than picture 1 for {prompt}? Answer, then say why."
+BETTER = "Is picture 2 better than picture 1 for {prompt}?"
 JUDGES: dict[str, tuple[str, dict[str, Any]]] = {
     "head, Bradley-Terry": ("hpsv3", {}),
     "P(yes), one image": ("reward_dance", {}),

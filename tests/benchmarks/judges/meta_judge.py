@@ -40,7 +40,7 @@ from visalign.rewards.chat.deepseek_grm import DeepSeekGRM
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.vlm.requests import Query
 
-MODEL, QUESTION = "shapes-vlm", "Does the image show {prompt}? Answer, then say why."
+MODEL, QUESTION = "shapes-vlm", "Does the picture show {prompt}? Answer, then say why."
 WORLD: dict[str, Any] = {"kinds": ("alignment", "mixed"), "surroundings": 0.7}
 SAMPLES, TOKENS = 4, 40
 """Votes of each image that the meta judge learns from; tokens of one at most."""

@@ -166,7 +166,7 @@ def test_the_plan_says_what_will_be_asked():
 @pytest.mark.slow
 def test_what_a_judge_wrote_rightly_teaches_it(tmp_path):
     """Rejective fine-tuning: ratings near the opinion, sampled with and without a hint, then learnt."""
-    asked = ["data.question=Rate the quality of the image from 1 to 5.", "run.device=cpu"]
+    asked = ["data.question=Rate the quality of the picture from 1 to 5.", "run.device=cpu"]
     rating = "{rating: {options: {rule: regression, form: 0.1}}}"
     sampled = sample.run(
         load_config(
