@@ -163,8 +163,8 @@ def _unknown_key(location: _Location, root: Any, where: str) -> ConfigError:
 def _union(hint: Any) -> tuple[str, dict[Any, Any]]:
     """(the field that tells apart, what it says -> dataclass) of an annotated union of dataclasses; of others
     ("", {})."""
-    found = (getattr(part, "discriminator", None) for part in getattr(hint, "__metadata__", ()))
-    key = str(next(filter(None, found), ""))
+    discriminators = (getattr(part, "discriminator", None) for part in getattr(hint, "__metadata__", ()))
+    key = str(next(filter(None, discriminators), ""))
     parts = typing.get_args(hint.__origin__) if key else ()
     return key, {name: part for part in parts for name in typing.get_args(typing.get_type_hints(part)[key])}
 

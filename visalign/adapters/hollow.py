@@ -133,7 +133,7 @@ def traced_network(network: Any, *parts: nn.Module) -> Iterator[Trace]:
             part.forward = _as_autocast_has_it(part, part_forward)
         with (
             FlopCounterMode(display=False) as counter,
-            stored(weights) as held,
+            stored(weights) as stored_bytes,
             _checkpoints(network, weights, trace),
         ):
             yield trace
@@ -143,7 +143,7 @@ def traced_network(network: Any, *parts: nn.Module) -> Iterator[Trace]:
             part.forward = part_forward
         for hook in hooks:
             hook.remove()
-    trace.flops["network"], trace.held = counter.get_total_flops(), sum(held.values())
+    trace.flops["network"], trace.held = counter.get_total_flops(), sum(stored_bytes.values())
 
 
 def _is_small(folder: Path) -> bool:
@@ -253,9 +253,9 @@ def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
         with FlopCounterMode(display=False) as counter:
             if torch.is_grad_enabled() and not encodes:
                 weights.update(p.untyped_storage()._cdata for p in part.parameters())
-                with stored(weights) as held, _checkpoints(part, weights, trace):
+                with stored(weights) as stored_bytes, _checkpoints(part, weights, trace):
                     out = call(*args, **kwargs)
-                trace.held = sum(held.values())
+                trace.held = sum(stored_bytes.values())
             else:
                 with torch.no_grad():
                     out = call(*args, **kwargs)
@@ -364,9 +364,9 @@ def _checkpoints(part: Any, weights: set[int], trace: Trace) -> Iterator[None]:
 
     def block(call: Callable[..., Any], *args: Any) -> Any:
         inputs = [a for a in args if isinstance(a, Tensor)]
-        with stored(weights) as held:
+        with stored(weights) as stored_bytes:
             out = call(*args)
-        trace.largest_block = max(trace.largest_block, sum(held.values()))
+        trace.largest_block = max(trace.largest_block, sum(stored_bytes.values()))
         return (
             _Kept.apply(out, *inputs)
             if isinstance(out, Tensor)

@@ -38,9 +38,9 @@ def check_axes(**tensors: tuple[Tensor | None, str]) -> None:
             sizes.setdefault(letter, size) != size for letter, size in zip(letters, shape, strict=True)
         ):
             between = " and " if len(shapes) == 2 else ", "
-            wanted = between.join(f"{name} [{axes.replace(' ', ', ')}]" for name, (_, axes) in shapes.items())
+            needed = between.join(f"{name} [{axes.replace(' ', ', ')}]" for name, (_, axes) in shapes.items())
             got = ("shape " if len(shapes) == 1 else "") + between.join(str(s) for s, _ in shapes.values())
-            raise ValueError(f"{wanted.replace(' [', ' must be [', 1)}; got {got}.")
+            raise ValueError(f"{needed.replace(' [', ' must be [', 1)}; got {got}.")
 
 
 def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:

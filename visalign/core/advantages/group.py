@@ -78,8 +78,8 @@ def group_advantages(
         all_rows = torch.zeros_like(index)
         deviation = centre(values, mask, all_rows, 1)[1]
         result = divide(result, spread(deviation, mask, all_rows, 1, ddof) + eps)
-    alone = values if singleton == "raw" else torch.zeros_like(values)
-    result = torch.where(mask, torch.where(count == 1, alone, result), 0.0)
+    singleton_advantage = values if singleton == "raw" else torch.zeros_like(values)
+    result = torch.where(mask, torch.where(count == 1, singleton_advantage, result), 0.0)
     return result.reshape(reward.shape).to(float32_dtype(reward))
 
 

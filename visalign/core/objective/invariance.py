@@ -150,7 +150,7 @@ def _measure(objective: Any, parts: Parts) -> tuple[float, Gradients]:
         values = {k: v for k, v in vars(policy).items() if v is not None and k != "ptx_weight"}
         leaves = {k: v.detach().clone().requires_grad_() for k, v in values.items()}
         share = objective.loss(rows, replace(policy, **leaves)).total
-        found = torch.autograd.grad(share, list(leaves.values()), allow_unused=True, materialize_grads=True)
-        gradients.append(dict(zip(leaves, found, strict=True)))
+        grads = torch.autograd.grad(share, list(leaves.values()), allow_unused=True, materialize_grads=True)
+        gradients.append(dict(zip(leaves, grads, strict=True)))
         total += float(share.detach())
     return total, {k: torch.cat([part[k] for part in gradients]) for k in gradients[0]}

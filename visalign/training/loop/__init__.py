@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every run stands on: the loop, checkpoints, counters, EMA, metrics, progress, prompt sampling,
+"""Parts of every run: the loop, checkpoints, counters, EMA, metrics, progress, prompt sampling,
 judging.
 
 It needs torch and accelerate; no algorithm and no kind of sample comes in.

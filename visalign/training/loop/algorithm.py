@@ -72,7 +72,7 @@ class Context:
 
 
 class Algorithm(Protocol):
-    """One kind of training. The inherited methods are the simple case: one learning rate, float32, one update
+    """Kind of training. The inherited methods are the simple case: one learning rate, float32, one update
     for each entry of the experience, no ratio, no state."""
 
     accelerator: Accelerator
