@@ -85,6 +85,8 @@ for number, test in enumerate(task["tests"]):
     except BaseException as error:
         report(test=number, error=f"raised {type(error).__name__}: {error}"[:300])
 """
+_OUT_OF_TIME = (None, 137)
+"""Exit codes of programs that ran out of wall-clock time, or that the limit of CPU time killed (128 + 9)."""
 _END = "the setup has ended"
 _LONGEST_VALUE = 1 << 20
 
@@ -221,7 +223,8 @@ class CodeTests:
             with suppress(ValueError, RecursionError):  # the last line may be cut
                 if line.startswith(nonce) and isinstance(record := json.loads(line[len(nonce) :]), dict):
                     records.setdefault(str(record.get("test", next(iter(record), ""))), record)
-        ended = "the time was over" if run.exit_code is None else f"the program ended ({run.exit_code})"
+        out_of_time = run.exit_code in _OUT_OF_TIME
+        ended = "the time was over" if out_of_time else f"the program ended ({run.exit_code})"
         missing = {"error": f"{ended} before its result"}
         if load_error := records.get("load_error"):
             missing = {"error": f"the code {load_error['load_error']}"}
@@ -246,7 +249,7 @@ class CodeTests:
 
     def _run_program(self, source: str, test: Mapping[str, str]) -> TestResult:
         run, expected = self._execute(source, test["stdin"]), test["stdout"]
-        if run.exit_code is None:
+        if run.exit_code in _OUT_OF_TIME:
             return TestResult(False, "the time was over")
         if run.exit_code:
             last = run.stderr.strip().rpartition("\n")[2]

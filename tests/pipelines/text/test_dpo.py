@@ -60,7 +60,7 @@ def test_judged_completions_are_learnt_and_held_out_ones_measured(loss, inputs, 
     assert rows[-1]["loss"] < rows[0]["loss"] and rows[-1]["rewards/margins"] > 1
     assert rows[-1]["heldout/rewards/accuracies"] > 0.5 and "heldout/loss" in rows[0]
     assert (tmp_path / "run" / "model" / "config.json").is_file()
-    assert "Held-out pairs the right way round" in (tmp_path / "run" / "report.html").read_text()
+    assert "Held-out pairs ranked correctly" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_records_of_a_prompt_stay_on_one_side():

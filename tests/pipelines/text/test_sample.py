@@ -206,7 +206,7 @@ def test_nothing_accepted_is_an_error_that_writes_no_dataset(inputs, tmp_path):
 
 
 def test_too_many_failed_judgements_stop_the_run(inputs, tmp_path):
-    with pytest.raises(RewardFailure, match=r"could not judge .*at most 1% may fail.*a z in it"):
+    with pytest.raises(RewardFailure, match=r"could not score .*at most 1% may fail.*a z in it"):
         run(_config(inputs, "rollout.max_failure_rate=0.01"), tmp_path / "out")
     assert not (tmp_path / "out" / "dataset.jsonl").exists()
     assert not list((tmp_path / "out").glob("points/*"))

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_positive
 from visalign.core.rewards.steps import implicit_prm_loss
 from visalign.errors import UserError
 from visalign.text.log_ratio import model_log_prob, reference_log_prob
@@ -59,6 +60,7 @@ def train_implicit_process_reward(
         UserError: labels that do not fit, or none at all.
         ValueError: β is not positive and finite, or a loss is not finite.
     """
+    check_positive(beta=beta)
     labels = torch.as_tensor(label, dtype=torch.float32).cpu()
     if labels.shape != (len(rollout),):
         raise UserError(
