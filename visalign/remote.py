@@ -225,8 +225,8 @@ class ServerConnection:
             except _RetryableError as failure:
                 attempts += 1
                 outage_start = self._note_outage(outage_start, failure)
-                in_outage = outage_start is not None and self._has_answered
-                patient = in_outage and time.monotonic() - outage_start < self.patience
+                waited = 0.0 if outage_start is None else time.monotonic() - outage_start
+                patient = outage_start is not None and self._has_answered and waited < self.patience
                 failures += not patient
                 if not patient and self.retries < (failures if outage_start is None else attempts):
                     raise ServerError(

@@ -28,7 +28,7 @@ from visalign.flow.rollout import predict_clean
 from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
 from visalign.pipelines.flow_grpo.inputs import prepare
 from visalign.pipelines.flow_grpo.parts import build_policy
-from visalign.training.diffusion.images import Images, ImageSource
+from visalign.training.diffusion.images import ImageSource, ScoredImages
 from visalign.training.loop.runtime import PhaseClock
 
 TREES = 3
@@ -51,7 +51,7 @@ def source_of(changes: list[str]) -> tuple[ImageSource, list[int]]:
     return source, config.rollout.stochastic
 
 
-def others_mean(made: Images) -> Tensor:
+def others_mean(made: ScoredImages) -> Tensor:
     """[B] R̄ without the image itself."""
     centred = group_advantages(made.value, made.group, scale="none", baseline="leave_one_out")
     return made.value - centred

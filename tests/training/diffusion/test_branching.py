@@ -22,7 +22,7 @@ from visalign.training.diffusion.settings import check_processes, check_sampling
 GRID = {"group_size": 8, "sde_steps": [0, 1, 2]}
 TREE = {**GRID, "branch": BranchSettings(at=[0, 2], children=2)}
 """Two trees of four in a group: 2, 4, 4 and 8 paths before the four steps."""
-BRANCHES = {"credit": "branches"}
+BRANCHES: dict[str, Any] = {"credit": "branches"}
 
 
 def _collected(trainer: Any) -> tuple[Any, list[Any]]:

@@ -178,19 +178,17 @@ class DemonstrationBatches:
         """Batch 0, 1, 2, ... as a rollout."""
         return self.rows([self._at(i) for i in range(number * self.size, (number + 1) * self.size)])
 
-    def rows(self, indices: Sequence[int]) -> TextRollout:
+    def rows(self, index: Sequence[int]) -> TextRollout:
         """Some records as a rollout, whose groups are their places: their completions in the first field,
         after them those in the next."""
-        chosen = [self._records[index] for index in indices]
+        chosen = [self._records[row] for row in index]
         rollout = demonstration_rollout(
             self._policy,
             [record["prompt"] for record in chosen] * len(self._fields),
             [record[field] for field in self._fields for record in chosen],
-            answers=[
-                _spans(index, self._records[index], field) for field in self._fields for index in indices
-            ],
+            answers=[_spans(row, self._records[row], field) for field in self._fields for row in index],
         )
-        return replace(rollout, group=list(indices) * len(self._fields))
+        return replace(rollout, group=list(index) * len(self._fields))
 
     def _at(self, visit: int) -> int:
         epoch, index = divmod(visit, len(self._records))
