@@ -57,8 +57,7 @@ def train_implicit_process_reward(
         Loss and accuracy of each epoch: a completion counts as right where q > 0.
 
     Raises:
-        UserError: labels that do not fit, or none at all.
-        ValueError: β is not positive and finite, or a loss is not finite.
+        UserError, ValueError: Labels that do not fit, or none; a bad β, a loss that is not finite.
     """
     check_positive(beta=beta)
     labels = torch.as_tensor(label, dtype=torch.float32).cpu()
