@@ -119,7 +119,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(tmp_path, monkeypatch):
     trainer = toy_trainer(tmp_path, run={"iterations": 6})
     monkeypatch.setattr(trainer.progress, "note", said.append)
     assert trainer.resume() and trainer.counters.iteration == 2
-    assert "step_000004 is damaged: ema.safetensors is cut short (100 bytes" in said[0]
+    assert "step_000004 is damaged: ema.safetensors has 100 bytes instead of" in said[0]
     assert "Resumed from" in said[1] and "after iteration 2" in said[1]
     older = checkpoint.step_folder(tmp_path / "checkpoints", 2) / "state.json"
     older.unlink()

@@ -70,12 +70,6 @@ def test_the_fused_step_is_the_plain_one_and_resumes_to_the_bit(tmp_path):
     assert whole == parts
 
 
-def test_weights_that_have_no_fused_step_are_refused():
-    elsewhere = [("w", torch.nn.Parameter(torch.zeros(2, device="meta")))]
-    with pytest.raises(UserError, match=r"optimizer\.fused is .*on meta\. .*Set optimizer\.fused=false"):
-        TrainedWeights(elsewhere, OptimizerSettings(fused=True))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_run_with_low_weights_resumes_to_the_bit(dtype, tmp_path):
     def trainer(folder: str, iterations: int) -> Any:
@@ -125,16 +119,6 @@ def test_the_scale_of_the_loss_leaves_the_gradient_as_it_is(tmp_path):
     assert ends[0] == pytest.approx(ends[1], rel=1e-5)
 
 
-def test_epsilon_that_swallows_the_steps_is_seen(tmp_path):
-    said: list[str] = []
-    for eps in (1e-15, 1.0):
-        trainer = toy_trainer(tmp_path, optimizer={"eps": eps}, run={"iterations": 1})
-        trainer.progress.note = said.append  # type: ignore[method-assign]
-        record = trainer.iterate()
-        assert (record["adam_resolution"] < 10) == (eps == 1.0)
-    assert len(said) == 1 and "ε of AdamW takes a visible part" in said[0] and "optimizer.eps (1)" in said[0]
-
-
 def test_a_run_without_an_update_says_so(tmp_path):
     class Flat(Brightness):
         def score(self, images, prompts, metadata=None):
@@ -167,9 +151,3 @@ def test_accelerates_own_precision_is_refused_and_not_taken_from_the_environment
         cast(Any, ToyPolicy()), Brightness(), [{"prompt": "dark"}] * 48, rollout=RolloutSettings()
     )
     assert made.accelerator.mixed_precision == "no"
-
-
-def test_the_average_follows_the_updates_as_flow_grpo_counts_them(tmp_path):
-    """Decay .90 at the tenth average of every eighth update, (1 + 80)/(10 + 80)."""
-    trainer = toy_trainer(tmp_path, optimizer={"ema_decay": 0.95, "ema_every": 8})
-    assert trainer.ema.decay_at(80) == pytest.approx(0.9)

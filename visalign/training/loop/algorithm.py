@@ -107,9 +107,8 @@ class Algorithm(Protocol):
     def backward(self, experience: Any, step: Any, run: Context) -> Mapping[str, float]:
         """Add the gradient of an update's loss, times `counters.loss_scale`, in any micro-batches.
 
-        Returns:
-            Sums over all processes, the same names for each update; with a ratio "largest" (max |log r|) and
-            "decisions" among them. The trainer adds "grad_norm", before clipping.
+        Returns sums over all processes, the same names for each update; with a ratio "largest" (max |log r|)
+        and "decisions" among them. The trainer adds "grad_norm", before clipping.
         """
         ...
 
@@ -124,8 +123,8 @@ class Algorithm(Protocol):
         """Undo an iteration's changes of the model other than weights, also after a failure."""
 
     def finish(self, run: Context) -> None:
-        """End an iteration, which the counters already include: share the weights with others that need
-        them, and store in `counters.own` and `tensors` what a resume needs."""
+        """End an iteration, which the counters already include, and store in `counters.own` and `tensors`
+        what a resume needs."""
 
     def unsharded(self) -> AbstractContextManager[Any]:
         """Hold the whole of a divided model in each process inside the block."""

@@ -16,33 +16,20 @@ BEST = "best"
 """File stem of the best weights in a checkpoint, and their entry in `Counters.own`."""
 
 
-def check_best_by(by: str | None, evaluated: Mapping[str, Any]) -> None:
-    """Refuse a metric that is not among those of an evaluation.
+def update_best(by: str, evaluated: Mapping[str, Any], iteration: int, own: dict[str, Any]) -> bool:
+    """Return True where an evaluation is better than all before it, and record it in `own` (`Counters.own`).
+
+    The highest value wins, with a "-" before the metric's name the lowest; of equals the first, NaN never.
 
     Raises:
-        UserError: lists them.
-    """
-    if by is None or by.removeprefix("-") in evaluated:
-        return
-    name = by.removeprefix("-")
-    raise UserError(
-        f"run.best_by is {by!r}, which no evaluation during training has. {suggestion(name, evaluated)}They "
-        f"have {', '.join(evaluated) or 'nothing, as nothing is held out'}; with a '-' in front the lowest "
-        f"is the best."
-    )
-
-
-def update_best(by: str, evaluated: Mapping[str, Any], iteration: int, own: dict[str, Any]) -> bool:
-    """Return True where an evaluation is better than all before it, and record it in `own`.
-
-    Args:
-        by: name of a metric, the highest wins; with a "-" in front the lowest. NaN never wins, of equals the
-            first.
-        evaluated: its metrics.
-        iteration: of the evaluation.
-        own: state of the run, in checkpoints.
+        UserError: the evaluation has no such metric.
     """
     name, sign = by.removeprefix("-"), -1.0 if by.startswith("-") else 1.0
+    if name not in evaluated:
+        raise UserError(
+            f"run.best_by is {by!r}, which no evaluation during training has. {suggestion(name, evaluated)}"
+            f"They have {', '.join(evaluated) or 'nothing'}; with a '-' in front the lowest is the best."
+        )
     value = float(evaluated[name])
     if math.isnan(value) or (BEST in own and not sign * value > sign * own[BEST]["value"]):
         return False
@@ -57,15 +44,11 @@ def best_summary(own: Mapping[str, Any]) -> dict[str, Any]:
 
 def best_checkpoint_note(by: str | None, own: Mapping[str, Any]) -> list[str]:
     """Describe which weights are the result, where `run.best_by` selects them."""
-    if BEST in own:
-        best = own[BEST]
+    if best := own.get(BEST):
         return [
             f"The result has the weights of iteration {best['iteration']}, selected by run.best_by: "
             f"{best['by']} was {best['value']:.4g} there."
         ]
     if by is None:
         return []
-    return [
-        f"Warning: no evaluation during training had a number for run.best_by, {by}: keeping the last "
-        f"weights."
-    ]
+    return [f"Warning: no evaluation had a number for run.best_by, {by}: keeping the last weights."]

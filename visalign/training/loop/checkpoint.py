@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,12 @@ from visalign.errors import UserError
 from .sharding import incomplete, local_shard, read_shards, write_shards
 
 FORMAT = 2
-_PREFIX = "step_"
 _TEMPORARY = ".writing_"
 _SHARDS = "sharded"
+_HINT = " Delete this folder and resume: the newest whole checkpoint before it will be used."
+
+Tensors = Mapping[str, Mapping[str, Tensor]]
+"""File stem -> tensor name -> tensor."""
 
 
 class CheckpointError(UserError):
@@ -43,21 +46,25 @@ class Checkpoint:
     """Content of a checkpoint."""
 
     step: int
-    tensors: Mapping[str, Mapping[str, Tensor]]
-    """File stem -> tensor name -> tensor on CPU."""
+    tensors: Tensors
     state: Mapping[str, Any]
     """Counters, JSON values."""
 
 
 def step_folder(root: Path, step: int) -> Path:
     """Return the folder of the checkpoint of `step`."""
-    return root / f"{_PREFIX}{step:06d}"
+    return root / f"step_{step:06d}"
+
+
+def folders(root: Path) -> list[Path]:
+    """List the checkpoint folders under `root`, oldest first."""
+    return sorted(path for path in root.glob("step_*") if path.is_dir())
 
 
 def save(
     root: Path,
     step: int,
-    tensors: Mapping[str, Mapping[str, Tensor]],
+    tensors: Tensors,
     state: Mapping[str, Any],
     config: Mapping[str, Any],
     *,
@@ -70,13 +77,10 @@ def save(
     Args:
         root: folder of the run's checkpoints; created when missing.
         step: iterations finished.
-        tensors: file stem -> tensor name -> tensor.
+        tensors: of the run; on any device.
         state: JSON values.
         config: the run's configuration, JSON values; a resume with another one is refused.
         keep: checkpoints to keep, at least 1.
-
-    Returns:
-        The new folder.
 
     Raises:
         CheckpointError: writing failed, for example because the disk is full. What was written is removed;
@@ -84,15 +88,14 @@ def save(
             not share `root`.
         OSError: the checkpoint is written, but an old one could not be deleted.
     """
-    temporary = root / f"{_TEMPORARY}{step:06d}"
-    folder = step_folder(root, step)
+    temporary, folder = root / f"{_TEMPORARY}{step:06d}", step_folder(root, step)
     divided = _divided(tensors)
     several = bool(divided)
     try:
         _in_first_process(several, _create_folder, temporary)
         if several:
             write_shards(temporary / _SHARDS, divided)
-        _in_first_process(several, _complete, temporary, folder, step, tensors, state, config)
+        _in_first_process(several, _complete, temporary, folder, tensors, state, config)
     except (OSError, SafetensorError, CheckpointError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if several:
@@ -132,14 +135,9 @@ def _create_folder(temporary: Path) -> None:
 
 
 def _complete(
-    temporary: Path,
-    folder: Path,
-    step: int,
-    tensors: Mapping[str, Mapping[str, Tensor]],
-    state: Mapping[str, Any],
-    config: Mapping[str, Any],
+    temporary: Path, folder: Path, tensors: Tensors, state: Mapping[str, Any], config: Mapping[str, Any]
 ) -> None:
-    """Write what the processes did not write of their parts, and rename the folder."""
+    """Write all but the shards, sync, list the files in the manifest, and rename the folder."""
     lacking = incomplete(temporary / _SHARDS, _divided(tensors))
     if lacking:
         raise CheckpointError(
@@ -152,21 +150,10 @@ def _complete(
         copies = {name: t.detach().cpu().contiguous().clone() for name, t in undivided.items()}
         save_file(copies, temporary / f"{stem}.safetensors")
     _write_json(temporary / "state.json", state)
-    _finish(temporary, folder, step, config)
-
-
-def _divided(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Select the tensors that are divided among processes: "stem/name" -> tensor."""
-    named = ((f"{stem}/{name}", value) for stem, group in tensors.items() for name, value in group.items())
-    return {name: value for name, value in named if isinstance(value, DTensor)}
-
-
-def _finish(temporary: Path, folder: Path, step: int, config: Mapping[str, Any]) -> None:
-    """Sync the files, list them in the manifest, and rename the folder: from then on it is a checkpoint."""
     written = sorted(path for path in temporary.rglob("*") if path.is_file())
     manifest = {
         "format": FORMAT,
-        "step": step,
+        "step": int(folder.name.removeprefix("step_")),
         "config": config,
         "config_sha256": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
         "files": {path.relative_to(temporary).as_posix(): _sync_and_describe(path) for path in written},
@@ -175,31 +162,19 @@ def _finish(temporary: Path, folder: Path, step: int, config: Mapping[str, Any])
     _sync_and_describe(temporary / "manifest.json")
     if folder.exists():
         shutil.rmtree(folder)
-    os.rename(temporary, folder)
+    os.rename(temporary, folder)  # from here on it is a checkpoint
     _sync_folder(folder.parent)
+
+
+def _divided(tensors: Tensors) -> dict[str, Tensor]:
+    """Select the tensors that are divided among processes: "stem/name" -> tensor."""
+    named = ((f"{stem}/{name}", value) for stem, group in tensors.items() for name, value in group.items())
+    return {name: value for name, value in named if isinstance(value, DTensor)}
 
 
 def not_finite(weights: Mapping[str, Tensor]) -> list[str]:
     """List the weights that are not finite, of this process's share."""
     return [name for name, value in weights.items() if not bool(local_shard(value).isfinite().all())]
-
-
-def check_finite(names: Sequence[str], iteration: int) -> None:
-    """Refuse to save weights that are not finite.
-
-    Args:
-        names: of these, `not_finite` of all processes.
-        iteration: the last one.
-
-    Raises:
-        CheckpointError: names the first.
-    """
-    if names:
-        raise CheckpointError(
-            f"after iteration {iteration} the weight {names[0]} is not finite: the run has diverged, and no "
-            "checkpoint of it is kept. Continue from the last whole one with a lower optimizer.lr, or "
-            "compute in bfloat16 or float32 where the model is in float16."
-        )
 
 
 def _prune(root: Path, newest: Path, keep: int) -> None:
@@ -217,58 +192,45 @@ def _prune(root: Path, newest: Path, keep: int) -> None:
 def _has_all_bytes(folder: Path) -> bool:
     """Return True where all files have their sizes; `verify` also reads them for their hashes."""
     try:
-        listed = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["files"]
-        return all((folder / name).stat().st_size == entry["bytes"] for name, entry in listed.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        files = _read_manifest(folder)["files"]
+        return all((folder / name).stat().st_size == entry["bytes"] for name, entry in files.items())
+    except (OSError, CheckpointError):
         return False
 
 
-def folders(root: Path) -> list[Path]:
-    """List the checkpoint folders under `root`, oldest first."""
-    return sorted(path for path in root.glob(_PREFIX + "*") if path.is_dir())
-
-
-def verify(folder: Path) -> dict[str, Any]:
-    """Check the size and hash of every file of a checkpoint.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        CheckpointError: a file is missing, cut short or changed; the message names it.
-    """
-    path = folder / "manifest.json"
+def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        listed = manifest["files"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        if manifest["format"] == FORMAT:
+            return manifest
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{folder} is no whole checkpoint: manifest.json cannot be read ({error}).{_HINT}"
         ) from error
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{folder} has checkpoint format {manifest.get('format')}; this version reads format {FORMAT}. "
-            f"Resume with the version of visalign that wrote it."
-        )
-    for name, expected in listed:
-        file = folder / name
+    raise CheckpointError(
+        f"{folder} has checkpoint format {manifest['format']}; this version reads format {FORMAT}. "
+        "Resume with the version of visalign that wrote it."
+    )
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Check the size and hash of every file of a checkpoint; return the manifest.
+
+    Raises:
+        CheckpointError: names the file that is missing, cut short or changed.
+    """
+    manifest = _read_manifest(folder)
+    for name, expected in manifest["files"].items():
+        file, problem = folder / name, ""
         if not file.is_file():
-            raise CheckpointError(f"{folder} is damaged: {name} is missing.{_HINT}")
-        size = file.stat().st_size
-        if size != expected["bytes"]:
-            word = "cut short" if size < expected["bytes"] else "too long"
-            raise CheckpointError(
-                f"{folder} is damaged: {name} is {word} ({size} bytes, the manifest has "
-                f"{expected['bytes']}).{_HINT}"
-            )
-        if _file_sha256(file) != expected["sha256"]:
-            raise CheckpointError(
-                f"{folder} is damaged: the content of {name} has changed (SHA-256 differs).{_HINT}"
-            )
+            problem = "is missing"
+        elif (size := file.stat().st_size) != expected["bytes"]:
+            problem = f"has {size} bytes instead of {expected['bytes']}"
+        elif _file_sha256(file) != expected["sha256"]:
+            problem = "has changed (SHA-256 differs)"
+        if problem:
+            raise CheckpointError(f"{folder} is damaged: {name} {problem}.{_HINT}")
     return manifest
-
-
-_HINT = " Delete this folder and resume: the newest whole checkpoint before it will be used."
 
 
 def load(
@@ -306,8 +268,7 @@ def load(
 
 
 def newest_intact(root: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest whole checkpoint under `root` (None if there is none), and why newer ones were passed
-    over."""
+    """Find the newest whole checkpoint (None if there is none), and why newer ones were passed over."""
     passed = []
     for folder in reversed(folders(root)):
         try:
@@ -325,7 +286,7 @@ def check_same_config(
     """Refuse to continue a run under another configuration.
 
     Raises:
-        CheckpointError: listing each key with its saved and its present value.
+        CheckpointError: lists each key with its saved and its present value.
     """
     before, after = flatten(json.loads(json.dumps(saved))), flatten(json.loads(json.dumps(now)))
     missing = "(absent)"
@@ -343,11 +304,10 @@ def check_same_config(
 
 def _write_failure(folder: Path, error: Exception) -> str:
     full = getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error).lower()
-    cause = "the disk is full" if full else str(error)
     return (
-        f"could not write checkpoint {folder}: {cause}. The half-written files were removed and earlier "
-        "checkpoints are untouched. Free some space (or lower run.keep_checkpoints) and run the same "
-        "command with --resume."
+        f"could not write checkpoint {folder}: {'the disk is full' if full else error}. The half-written "
+        "files were removed and earlier checkpoints are untouched. Free some space (or lower "
+        "run.keep_checkpoints) and run the same command with --resume."
     )
 
 

@@ -13,18 +13,13 @@ from .sharding import distribute_like
 
 
 class EMA:
-    """Average ē ← d·ē + (1 − d)·θ after every `every`-th optimizer update, in float32.
+    """Average ē ← d·ē + (1 − d)·θ after every `every`-th optimizer update, in float32; d is `decay` in [0,
+    1).
 
     With `warmup` the decay after n updates is min(d, (1 + n) / (10 + n)), as in TensorFlow's
     ExponentialMovingAverage(num_updates) and in Flow-GRPO's code, so that the starting point does not
     dominate short runs. With decay 0 and every 1 the average is the parameters themselves: nothing is stored
     or copied.
-
-    Args:
-        parameters: names and parameters, in a fixed order.
-        decay: d in [0, 1).
-        every: updates between two averages, at least 1.
-        warmup: see above.
     """
 
     def __init__(
@@ -56,8 +51,8 @@ class EMA:
 
     @contextmanager
     def applied(self, state: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-        """Set the parameters to the average, or to an earlier `state` of it, inside the block; afterwards
-        their own values again, bit for bit."""
+        """Set the parameters to the average, or an earlier `state` of it, inside the block; undone bit for
+        bit."""
         if self._is_identity and state is None:
             yield
             return
@@ -80,16 +75,6 @@ class EMA:
         return dict(self._average)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Load a state of the same names.
-
-        Raises:
-            ValueError: names that differ.
-        """
-        names = {name for name, _ in self._parameters}
-        if state.keys() != names:
-            raise ValueError(
-                f"EMA state and parameters differ in the names {sorted(state.keys() ^ names)[:5]}; it is "
-                "another model's state."
-            )
+        """Load a state of the same names."""
         for name, average in self._average.items():
             average.copy_(distribute_like(state[name], average))

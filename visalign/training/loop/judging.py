@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Score samples with a reward, now or in a thread while others are sampled; count failures, compute
-metrics."""
+"""Score samples with a reward, now or in a thread while others are sampled; compute the scores' metrics."""
 
 from __future__ import annotations
 
@@ -29,13 +28,7 @@ class RewardFailure(UserError):
 
 
 def score_samples(reward: Any, samples: Any, records: Records, *, what: str = "images") -> Scores:
-    """Score samples against their prompts.
-
-    Args:
-        reward: for such samples.
-        samples: images [b, 3, H, W], or b completions.
-        records: b prompt records.
-        what: the samples' name in messages.
+    """Score images [b, 3, H, W] or b completions (`what`, in messages) against their prompt records.
 
     Raises:
         RewardFailure: the reward returned something other than one score per sample.
@@ -52,24 +45,16 @@ def score_samples(reward: Any, samples: Any, records: Records, *, what: str = "i
 
 
 class RewardScorer:
-    """Scores chunks of an iteration in the order in which they are submitted.
-
-    Args:
-        reward: see `score_samples`.
-        what: see `score_samples`.
-        threaded: score in a thread, while the caller continues.
-    """
+    """Scores chunks of an iteration in the order in which they are submitted, with `threaded` in a thread."""
 
     def __init__(self, reward: Any, *, what: str, threaded: bool) -> None:
         self.reward, self._what = with_capabilities(reward), what
         self._thread = None
-        if threaded:  # a new thread starts on the first GPU, whichever this process works on
-            set_device = (
-                partial(torch.cuda.set_device, torch.cuda.current_device())
-                if torch.cuda.is_available()
-                else None
-            )
-            self._thread = ThreadPoolExecutor(1, "reward", set_device)
+        if threaded:
+            device = torch.cuda.current_device() if torch.cuda.is_available() else None
+            # a new thread starts on the first GPU, whichever this process works on
+            initializer = None if device is None else partial(torch.cuda.set_device, device)
+            self._thread = ThreadPoolExecutor(1, "reward", initializer)
 
     def submit(self, samples: Any, records: Records) -> Callable[[], Scores]:
         """Submit a chunk; the returned function waits for its scores, and raises what the reward raised."""
@@ -79,19 +64,15 @@ class RewardScorer:
         return lambda: scores
 
     def wait(self) -> None:
-        """Wait until nothing is being scored, so that others, such as an evaluation, may use the reward."""
+        """Wait until nothing is being scored, so that an evaluation may use the reward."""
         if self._thread is not None:
             self._thread.submit(int).result()
 
     def chunks(self, group: Sequence[Any], count: int, *, whole_groups: bool = False) -> list[Tensor]:
-        """Cut row indices [b] into at most `count` chunks.
+        """Cut row indices [b] of groups (equal neighbouring labels) into at most `count` chunks.
 
-        Rewards that compare within a group get whole groups; rewards that compare the batch get one chunk.
-
-        Args:
-            group: [b] labels, those of a group next to each other.
-            count: wanted.
-            whole_groups: cut no group.
+        Rewards that compare within a group get whole groups, as with `whole_groups`; rewards that compare the
+        batch get one chunk.
         """
         capabilities = self.reward.capabilities
         if capabilities.needs_batch:
@@ -162,16 +143,16 @@ class RolloutPrefetcher(Generic[Rollout]):
 
 
 def check_failures(scores: Scores, valid: Tensor, limit: float, name: str) -> None:
-    """Stop a run whose reward fails.
+    """Stop a run whose reward fails on more than `limit` of all processes' samples, or on all of them.
 
     Args:
-        scores: of this process.
+        scores: of this process, whose reasons the message counts.
         valid: bool [B] of all processes.
         limit: largest share that may fail.
         name: of the reward.
 
     Raises:
-        RewardFailure: more failed, or all did; the message counts the most common reasons.
+        RewardFailure: too many failed.
     """
     failed = int((~valid).sum())
     if failed <= limit * len(valid) and failed < len(valid):
@@ -192,10 +173,7 @@ def reward_weights(reward: Any) -> dict[str, float]:
 
 
 def reward_columns(reward: Any, scores: Scores) -> Tensor:
-    """Return [B, M] float64 scores of the terms of a sum on the CPU, for advantages that normalize each term.
-
-    Higher is better in each.
-    """
+    """Return [B, M] float64 scores of the terms of a sum on the CPU, higher is better in each."""
     weights = reward_weights(reward)
     if f"{next(iter(weights))}.weighted" not in scores.parts:
         return scores.value.double().cpu()[:, None]
@@ -206,15 +184,8 @@ def reward_columns(reward: Any, scores: Scores) -> Tensor:
 def score_metrics(
     reward: Any, value: Tensor, valid: Tensor, group: Tensor, parts: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """Compute metrics of an iteration's scores: the reward, its parts, and rewards that are only recorded.
-
-    Args:
-        reward: that `value` is of; its `capabilities.recorded_terms` are recorded.
-        value: [B] float64, what is optimized.
-        valid: bool [B].
-        group: [B] integer labels.
-        parts: name -> [B] float64.
-    """
+    """Compute metrics of the optimized reward `value` [B], its parts, and the rewards that are only
+    recorded."""
     metrics = reward_metrics(value, valid, group)
     metrics |= {f"reward_part/{name}": float(part.nanmean()) for name, part in parts.items()}
     for label, sign in reward.capabilities.recorded_terms.items():
@@ -227,13 +198,7 @@ def score_metrics(
 
 
 def reward_metrics(value: Tensor, valid: Tensor, group: Tensor) -> dict[str, float]:
-    """Compute mean and spreads of the reward over the valid samples.
-
-    Args:
-        value: [B].
-        valid: bool [B].
-        group: [B] integer labels.
-    """
+    """Compute mean and spreads of the reward [B] over the valid samples of the groups."""
     scored = value[valid]
     index, groups = group_index(group[valid], len(scored))
     count = group_sum(torch.ones(len(scored), 1, dtype=torch.float64), index, groups)[:, 0]
@@ -248,18 +213,11 @@ def reward_metrics(value: Tensor, valid: Tensor, group: Tensor) -> dict[str, flo
 
 
 def rank_agreement(first: Tensor, second: Tensor, group: Tensor) -> float:
-    """Average Kendall's τ-b within groups over the groups in which both rewards vary.
+    """Average Kendall's τ-b within groups over the groups in which both rewards vary; NaN without one.
 
     τ_b = Σ_{i<j} s_ij t_ij / √(Σ s_ij² Σ t_ij²), s and t the signs of a pair's differences (Kendall 1945). A
-    tie counts for neither side, so that a reward of 0 and 1 reaches 1 only against another of its kind.
-
-    Args:
-        first: [B], NaN where it is missing.
-        second: [B].
-        group: [B] integer labels.
-
-    Returns:
-        −1 to 1; NaN where no group has two samples that both rewards tell apart.
+    tie counts for neither side, so that a reward of 0 and 1 reaches 1 only against another of its kind. A
+    sample with a NaN is left out.
     """
     agreements = []
     for label in group.unique():

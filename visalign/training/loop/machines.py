@@ -27,7 +27,6 @@ def watch_machines(accelerator: Accelerator) -> None:
     Every process holds an idle connection to the first one. TCP's keepalive probes it, and the kernel of a
     machine answers whatever its processes do: a reward that takes hours, or holds the interpreter's lock, is
     not lost, nor is a stopped process. A process that ends is noticed by collectives (`report_lost_process`).
-
     All processes call it. Linux only; on a single machine it does nothing.
     """
     rank, world = accelerator.process_index, accelerator.num_processes

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from visalign.config import flatten
 from visalign.errors import UserError
+
+from .runtime import PhaseClock, is_out_of_memory
 
 BOUNDS = {
     "rollout": ("while sampling", ("rollout.batch_size", "model.generate_batch")),
@@ -28,35 +31,38 @@ class OutOfMemory(UserError):
     """Too much went through the network together."""
 
 
+@contextmanager
 def explain_out_of_memory(
-    error: Exception, phase: str | None, config: Mapping[str, Any], free: Collection[str]
-) -> OutOfMemory | None:
-    """Describe what to set after memory ran out; None where no setting of the configuration bounds it.
+    clock: PhaseClock, config: Mapping[str, Any], free: Collection[str]
+) -> Iterator[None]:
+    """Raise `OutOfMemory` with the setting that bounds the memory which ran out in the block, if one does.
 
     Args:
-        error: of torch.
-        phase: in which memory ran out.
+        clock: names the phase in which memory ran out.
         config: of the run, as JSON values.
         free: dotted keys of it that may differ on resume.
     """
-    when, keys = BOUNDS.get(phase or "", ("", ()))
-    values = flatten(config)
-    key = next((key for key in keys if key in values), None)
-    if key is None:
-        return None
-    request = _REQUEST.search(str(error))
-    size = f" ({request[0]})" if request else ""
-    return OutOfMemory(f"Out of memory {when}{size}. {_advice(key, values[key], key in free)}")
+    clock.out_of_memory = None
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        when, keys = BOUNDS.get(clock.out_of_memory or "", ("", ()))
+        values = flatten(config)
+        key = next((key for key in keys if key in values), None)
+        if key is None or not is_out_of_memory(error):
+            raise
+        request = _REQUEST.search(str(error))
+        size = f" ({request[0]})" if request else ""
+        advice = _advice(key, values[key], key in free)
+        raise OutOfMemory(f"Out of memory {when}{size}. {advice}") from error
 
 
 def _advice(key: str, value: int | None, is_free: bool) -> str:
     if value == 1:
-        smaller = (
-            "smaller images (model.image_size, rollout.image_sizes)"
-            if key == "model.decode_batch"
-            else "train a LoRA"
+        return (
+            f"{key} is 1 already. Take model.dtype=bfloat16, train a LoRA, take smaller images "
+            "(model.image_size, rollout.image_sizes), or a larger device."
         )
-        return f"{key} is {value} already. Take model.dtype=bfloat16, {smaller}, or take a larger device."
     if is_free:
         harmless = "It bounds memory only: samples and updates stay the same. "
         again = "and --resume: it continues from the last checkpoint, or starts where there is none."

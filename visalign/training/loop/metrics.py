@@ -119,11 +119,7 @@ METRICS: dict[str, str] = {
 
 
 def check_keys(record: Mapping[str, Any]) -> None:
-    """Refuse keys that the table does not list.
-
-    Raises:
-        KeyError: an unlisted key.
-    """
+    """Refuse keys that the table does not list."""
     for key in record:
         family = key.split("/", 1)[0] + "/*" if "/" in key else key
         if family not in METRICS:
@@ -134,14 +130,8 @@ def check_keys(record: Mapping[str, Any]) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the records of a metrics file; a half-written last line of a killed run is ignored.
-
-    Raises:
-        ValueError: a line before the last is not JSON.
-    """
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    """Read the records of a metrics file; a half-written last line of a killed run is ignored."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     records = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -155,12 +145,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class MetricsFile:
-    """Appends one JSON line per iteration.
+    """Appends one JSON line per iteration, after removing lines of iterations later than `after`.
 
-    Args:
-        path: of the file; created when missing.
-        after: lines of later iterations are removed, so that a resumed run leaves the same file as an
-            uninterrupted one. 0 starts over.
+    So a resumed run leaves the same file as an uninterrupted one; 0 starts over.
     """
 
     def __init__(self, path: Path, *, after: int = 0) -> None:
@@ -172,11 +159,7 @@ class MetricsFile:
         os.replace(temporary, path)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a record; values that are not finite become null.
-
-        Raises:
-            KeyError: a key that `METRICS` does not list.
-        """
+        """Append a record; values that are not finite become null."""
         check_keys(record)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(_line(record))

@@ -79,14 +79,8 @@ class MonitorSettings:
     limits."""
 
     def check(self, measured: Mapping[str, tuple[bool, str]]) -> None:
-        """Refuse to stop by a metric that is never measured.
-
-        Args:
-            measured: limit -> (True where it is measured, what to set where it is not).
-
-        Raises:
-            UserError: a limit of `stop` that could not be crossed.
-        """
+        """Refuse to stop by a metric that is never measured: limit -> (is measured, what to set where it is
+        not)."""
         for name, (is_measured, remedy) in measured.items():
             limit = getattr(self.stop, name)
             if limit is not None and not is_measured:
@@ -96,23 +90,14 @@ class MonitorSettings:
 
 
 class Monitor:
-    """Follows a run's records; its state is in the counters, so that a resumed run continues with it.
-
-    Args:
-        settings: None follows nothing.
-        progress: prints the warnings.
-    """
+    """Follows a run's records; its state is in the counters, so that a resumed run continues with it."""
 
     def __init__(self, settings: MonitorSettings | None, progress: TrainingProgress) -> None:
         self.settings, self.progress = settings, progress
 
     def follow(self, record: Mapping[str, Any], own: dict[str, Any]) -> dict[str, float]:
-        """Compute trends up to an iteration, as metrics; warn of a crossed limit, once.
-
-        Args:
-            record: of the iteration.
-            own: `Counters.own`, with the state.
-        """
+        """Compute trends up to an iteration, as metrics; warn of a crossed limit, once. `own` is
+        `Counters.own`."""
         if self.settings is None:
             return {}
         state = own.setdefault(KEY, {"first": {}, "latest": {}, "now": {}, "said": {}})
@@ -195,13 +180,7 @@ def _trends(
 def crossed_limits(
     values: Mapping[str, float], limits: MonitorLimits, rule: str
 ) -> Iterator[tuple[str, str]]:
-    """Yield (metric, "KEY is VALUE, below monitor.RULE.LIMIT (NUMBER).") of metrics beyond a limit.
-
-    Args:
-        values: metric -> latest value.
-        limits: of these metrics.
-        rule: "warn" or "stop".
-    """
+    """Yield (metric, "KEY is VALUE, below monitor.RULE.LIMIT (NUMBER).") of the values beyond a limit."""
     for key, value in values.items():
         name = key.partition("/")[0]
         limit = getattr(limits, name)

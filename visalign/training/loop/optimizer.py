@@ -12,7 +12,6 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from visalign.errors import UserError
 from visalign.settings import Count, Natural, NonNegative, Positive, Share, settings
 
 from .checkpoint import Checkpoint, CheckpointError
@@ -92,11 +91,7 @@ class TrainedWeights:
 
     At a learning rate of 3e-4 a bfloat16 weight (8 bits) would round most of AdamW's steps away. AdamW
     therefore moves a float32 master of each weight stored in fewer bits; the weight is the rounded master.
-
-    Args:
-        named: names and parameters, in a fixed order.
-        settings: of AdamW.
-        rates: prefix of a parameter name -> factor of the learning rate.
+    `rates` maps prefixes of parameter names to factors of the learning rate.
     """
 
     def __init__(
@@ -104,21 +99,13 @@ class TrainedWeights:
     ) -> None:
         self.named = list(named)
         self.masters = [(name, _master(parameter)) for name, parameter in self.named]
-        self._low = [
-            (parameter, master)
-            for (_, parameter), (_, master) in zip(self.named, self.masters, strict=True)
-            if parameter is not master
-        ]
+        pairs = zip(self.named, self.masters, strict=True)
+        self._low = [(p, master) for (_, p), (_, master) in pairs if p is not master]
         groups: dict[float, list[nn.Parameter]] = {}
         for name, master in self.masters:
             rate = next((factor for prefix, factor in (rates or {}).items() if name.startswith(prefix)), 1.0)
             groups.setdefault(rate, []).append(master)
-        unsupported = {master.device.type for _, master in self.masters} - {"cpu", "cuda"}
-        if settings.fused and unsupported:
-            raise UserError(
-                f"optimizer.fused is true, and trained weights are on {', '.join(sorted(unsupported))}. The "
-                "fused kernel runs on CPU and CUDA. Set optimizer.fused=false."
-            )
+
         self.optimizer = torch.optim.AdamW(
             [{"params": members, "rate": rate} for rate, members in groups.items()],
             lr=settings.lr,
@@ -166,9 +153,9 @@ class TrainedWeights:
 
     @torch.no_grad()
     def resolution(self) -> float:
-        """Compute the median of √v̂ / ε over numbers that had a gradient; NaN without one.
+        """Compute the median of √v̂ / ε over about 100,000 numbers that had a gradient; NaN without one.
 
-        Near 1 and below, ε swallows the steps. About 100,000 evenly spaced numbers are looked at.
+        Near 1 and below, ε swallows the steps.
         """
         total = sum(master.numel() for _, master in self.masters)
         stride, samples = max(1, total // 100_000), []
@@ -195,11 +182,7 @@ class TrainedWeights:
 
     @torch.no_grad()
     def restore(self, loaded: Checkpoint) -> None:
-        """Restore weights and moments from a checkpoint.
-
-        Raises:
-            CheckpointError: the checkpoint has other parameters than the model.
-        """
+        """Restore weights and moments from a checkpoint; refuse those of another model."""
         weights, moments = loaded.tensors["trainable"], loaded.tensors["optimizer"]
         saved = {name: tuple(value.shape) for name, value in weights.items()}
         current = {name: tuple(master.shape) for name, master in self.masters}

@@ -56,11 +56,7 @@ def get_accelerator(accelerator: Accelerator | None, trained: Any) -> Accelerato
 
 
 def check_engine(kinds: Iterable[str]) -> None:
-    """Refuse an engine of accelerate that would divide the model beside the trainer's own FSDP2.
-
-    Args:
-        kinds: of `accelerate.DistributedType`.
-    """
+    """Refuse an engine of accelerate that would divide the model beside the trainer's own FSDP2."""
     for kind in kinds:
         if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
             raise UserError(
@@ -89,14 +85,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 
 def one_process(what: str) -> None:
-    """Refuse several processes for what they cannot share.
-
-    Args:
-        what: start of the message, before "in one process".
-
-    Raises:
-        UserError: several were started, as WORLD_SIZE says.
-    """
+    """Refuse several processes, as WORLD_SIZE says; `what` begins the message, before "in one process"."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started > 1:
         raise UserError(
@@ -109,13 +98,9 @@ def share_gradients(module: nn.Module, accelerator: Accelerator, *, may_skip: bo
     """Wrap a trained module in DDP, so that its gradients are shared by all processes.
 
     Each process starts from the first one's weights. A backward outside `no_sync_unless_last` leaves the mean
-    over processes of the gradients since the last one; each update has exactly one on every process.
-    The policy's own modules are unchanged. In one process the module itself is returned.
-
-    Args:
-        module: with all trained parameters.
-        accelerator: of the processes.
-        may_skip: a forward may leave out trained parameters; DDP then searches for them each time.
+    over processes of the gradients since the last one; each update has exactly one on every process. The
+    policy's own modules are unchanged. In one process the module itself is returned. With `may_skip` a
+    forward may leave out trained parameters; DDP then searches for them each time.
     """
     if accelerator.num_processes == 1:
         return module
@@ -159,11 +144,7 @@ class Shares:
 
     @classmethod
     def even(cls, count: int, accelerator: Accelerator) -> Shares:
-        """Assign consecutive slices of B = `count` samples, whose sizes differ by one at most.
-
-        Raises:
-            UserError: more processes than samples.
-        """
+        """Assign consecutive slices of B = `count` samples, whose sizes differ by one at most."""
         world = accelerator.num_processes
         slices = [process_slice(count, rank, world) for rank in range(world)]
         return cls(accelerator, [torch.arange(part.start, part.stop) for part in slices])
@@ -172,10 +153,10 @@ class Shares:
     def of_groups(
         cls, count: int, size: int, accelerator: Accelerator, *, whole_groups: bool = False
     ) -> Shares:
-        """Assign a part of each group of `size` samples to each process.
+        """Assign a part of each group of `size` samples to each process, so that all have equally many with
+        signal.
 
-        All processes then have equally many samples with signal, which whole groups have or lack. `even`
-        where a group cannot be divided evenly; `whole_groups` divides none.
+        `even` where a group cannot be divided evenly; `whole_groups` divides none.
         """
         world = accelerator.num_processes
         if whole_groups:
@@ -223,10 +204,7 @@ class Shares:
         return gathered
 
     def table(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gather columns, name -> [b], to name -> [B] float64 of all processes.
-
-        NaN where another process lacks a column: a reward may have more parts for some samples.
-        """
+        """Gather columns, name -> [b], to name -> [B] float64; NaN where another process lacks a column."""
         names = list(columns)
         if len(self.indices) > 1:
             names = list(dict.fromkeys(name for other in gather_object([names]) for name in other))

@@ -61,10 +61,9 @@ class TrainingProgress:
 
     Args:
         total: iterations of the run.
-        max_seconds: training stops after this time even if iterations are left; None for no such limit.
+        max_seconds: training stops after this time even if iterations are left.
         console: where to write; None for the standard output.
         enabled: False shows nothing (all processes but the first).
-        every: iterations between two lines when the output is no terminal.
         rows: iterations kept in the live table.
         columns: as `POLICY_COLUMNS`.
     """
@@ -76,12 +75,11 @@ class TrainingProgress:
         max_seconds: float | None = None,
         console: Console | None = None,
         enabled: bool = True,
-        every: int = 1,
         rows: int = 8,
         columns: Sequence[tuple[str, str, str]] = POLICY_COLUMNS,
     ) -> None:
         self.console, self._columns = console or Console(), columns
-        self.enabled, self.every, self.rows = enabled, every, rows
+        self.enabled, self.rows = enabled, rows
         self._total, self._done, self._start = total, 0, 0
         self._seconds, self._seconds_left = 0.0, math.inf if max_seconds is None else max_seconds
         self._recent: list[dict[str, Any]] = []
@@ -133,7 +131,7 @@ class TrainingProgress:
         self._bar.update(self._task, completed=self._done, left=f"{clock_text(self.seconds_left())} left")
         if self._live is not None:
             self._live.update(self._view())
-        elif self.enabled and (self._done % self.every == 0 or self._done == self._total):
+        elif self.enabled:
             fresh = {k: v for k, v in self._last.items() if k in values or not k.startswith("heldout/")}
             cells = ", ".join(f"{title} {text}" for title, text in self._cells(fresh) if text)
             left = clock_text(self.seconds_left())

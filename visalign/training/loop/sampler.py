@@ -32,35 +32,17 @@ class Batch:
 
 
 def check_batch_algebra(prompts_per_iteration: int, group_size: int, world_size: int = 1) -> None:
-    """Refuse batch sizes that cannot work, naming the nearest that do.
-
-    Args:
-        prompts_per_iteration: P.
-        group_size: G.
-        world_size: number of processes.
-
-    Raises:
-        UserError: P < 1, G < 2 (a group of one has no group advantage), or P·G below the world size.
-    """
+    """Refuse G < 2 (a group of one has no group advantage), and P·G below the number of processes."""
     if group_size < 2:
         raise UserError(
             f"group_size is {group_size}; a group is compared with itself, so it needs at least 2 samples. "
             f"Set rollout.group_size to 2 or more (Flow-GRPO uses 24)."
         )
-    if prompts_per_iteration < 1:
-        raise UserError(
-            f"prompts_per_iteration is {prompts_per_iteration}; it must be at least 1. "
-            f"Set rollout.prompts_per_iteration to 1 or more."
-        )
     process_slice(prompts_per_iteration * group_size, 0, world_size)
 
 
 def check_whole_groups(prompts_per_iteration: int, world: int) -> None:
-    """Refuse processes that would split a group, whose samples could then not be compared.
-
-    Raises:
-        UserError: the groups cannot be divided among the processes.
-    """
+    """Refuse processes that would split a group, whose samples could then not be compared."""
     if prompts_per_iteration % world:
         raise UserError(
             f"rollout.prompts_per_iteration is {prompts_per_iteration} and there are {world} processes: some "
@@ -72,26 +54,13 @@ def check_whole_groups(prompts_per_iteration: int, world: int) -> None:
 class PromptSampler:
     """P prompts with G samples each per iteration.
 
-    Each epoch visits the prompts in a random order, none twice. Nothing is stored between calls, so a loader
-    may prefetch, skip or repeat iterations, and a resumed run sees the same prompts. The ranks' batches are
-    consecutive slices of the iteration's P·G samples, and may end inside a group: their union does not depend
-    on the world size.
+    Each epoch visits the prompts in a random order, none twice. Nothing is stored between calls, so a resumed
+    run sees the same prompts. The ranks' batches are consecutive slices of the iteration's P·G samples, and
+    may end inside a group: their union does not depend on the world size.
 
-    With `strata` the groups take the labels of `cycle` in turn, and each stratum has its own epochs: a
-    category of ten prompts gets as many groups as one of a thousand, or more where `cycle` names it more
-    often.
-
-    Args:
-        num_prompts: size of the prompt set.
-        prompts_per_iteration: P.
-        group_size: G.
-        seed: of the run.
-        strata: one label per prompt (for example its tag), or None to treat all prompts alike.
-        cycle: the labels in the order in which groups take them, repeats allowed; by default each once,
-            sorted.
-
-    Raises:
-        UserError: an empty prompt set, labels that do not fit, or sizes that `check_batch_algebra` refuses.
+    With `strata`, one label per prompt, the groups take the labels of `cycle` in turn, and each stratum has
+    its own epochs: a category of ten prompts gets as many groups as one of a thousand, or more where `cycle`
+    names it more often.
     """
 
     def __init__(
@@ -104,18 +73,9 @@ class PromptSampler:
         strata: Sequence[str] | None = None,
         cycle: Sequence[str] | None = None,
     ) -> None:
-        if num_prompts < 1:
-            raise UserError(f"num_prompts is {num_prompts}; training needs at least one prompt.")
         check_batch_algebra(prompts_per_iteration, group_size)
-        self.num_prompts = num_prompts
-        self.prompts_per_iteration = prompts_per_iteration
-        self.group_size = group_size
-        self.seed = seed
+        self.prompts_per_iteration, self.group_size, self.seed = prompts_per_iteration, group_size, seed
         labels = [""] * num_prompts if strata is None else list(strata)
-        if len(labels) != num_prompts:
-            raise UserError(
-                f"strata has {len(labels)} labels for {num_prompts} prompts; give one per prompt."
-            )
         self._members = {label: np.flatnonzero(np.array(labels) == label) for label in sorted(set(labels))}
         self._cycle = list(cycle) if cycle else list(self._members)
         if unknown := sorted(set(self._cycle) - set(self._members)):
@@ -125,11 +85,7 @@ class PromptSampler:
             )
 
     def batch(self, iteration: int, rank: int = 0, world: int = 1) -> Batch:
-        """Return the samples of process `rank` of `world` in iteration 0, 1, 2, ...
-
-        Raises:
-            UserError: more processes than samples.
-        """
+        """Return the samples of process `rank` of `world` in iteration 0, 1, 2, ..."""
         groups = iteration * self.prompts_per_iteration + np.arange(self.prompts_per_iteration)
         orders: dict[tuple[str, int], np.ndarray] = {}
         prompts = np.array([self._prompt(int(group), orders) for group in groups], dtype=np.int64)

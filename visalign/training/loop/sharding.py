@@ -24,11 +24,7 @@ from visalign.errors import UserError
 
 
 def check_several(processes: int) -> None:
-    """Refuse to divide a model among one process.
-
-    Raises:
-        UserError: one was started.
-    """
+    """Refuse to divide a model among one process."""
     if processes == 1:
         raise UserError(
             "sharding divides a model among processes, and one was started. Start several with torchrun or "
@@ -41,12 +37,7 @@ def shard(network: nn.Module, accelerator: Accelerator, undivided: Collection[nn
 
     Blocks are the modules of the classes that diffusers (`_repeated_blocks`) or transformers
     (`_no_split_modules`) name. All processes get the first one's weights and buffers. The parameters are new
-    objects afterwards: look them up again.
-
-    Args:
-        network: on the accelerator's device; forwards with gradient go through it.
-        accelerator: of the processes.
-        undivided: frozen parameters that stay whole in each process, which may use them any number of times.
+    objects afterwards: look them up again. `undivided` are frozen ones that stay whole in each process.
 
     Raises:
         UserError: one process, quantised weights, a single number that is trained, or an older torch.
@@ -83,11 +74,10 @@ def shard(network: nn.Module, accelerator: Accelerator, undivided: Collection[nn
 
 
 class ModuleOfFunction(nn.Module):
-    """A function of a network as a module's forward, around which FSDP2 gathers the weights.
+    """A function of a network, anything -> name -> tensor, as a module around which FSDP2 gathers the
+    weights.
 
-    Args:
-        network: with all the weights that the function uses, each of them in every call.
-        function: anything -> name -> tensor, with gradient.
+    `network` has all the weights that the function uses, each of them in every call.
     """
 
     def __init__(self, network: nn.Module, function: Callable[..., Mapping[str, Tensor]]) -> None:
@@ -97,13 +87,11 @@ class ModuleOfFunction(nn.Module):
     def forward(self, *arguments: Any) -> dict[str, Tensor]:
         """Return copies of the function's outputs: FSDP2 warns of views."""
         outputs = self._function(*arguments)
-        live = [name for name, value in outputs.items() if value.requires_grad]
-        copies = (
-            dict(zip(live, _JointBackward.apply(*(outputs[name] for name in live)), strict=True))
-            if live
-            else {}
-        )
-        return {name: copies[name] if name in copies else value.clone() for name, value in outputs.items()}
+        copies = {name: value.clone() for name, value in outputs.items() if not value.requires_grad}
+        live = [name for name in outputs if name not in copies]
+        if live:
+            copies |= zip(live, _JointBackward.apply(*(outputs[name] for name in live)), strict=True)
+        return copies
 
 
 class _JointBackward(torch.autograd.Function):
@@ -143,8 +131,7 @@ def unsharded(network: nn.Module) -> Iterator[None]:
 def unsharded_state(network: nn.Module) -> Iterator[None]:
     """Replace the network's parameters by whole tensors inside the block, so that one process may save them.
 
-    No forward inside. All processes enter; each holds the whole model once. A network that is not sharded is
-    unchanged.
+    No forward inside. All processes enter; each holds the whole model once.
     """
     divided = [
         (module, name, parameter)
@@ -175,12 +162,9 @@ def local_shard(value: Tensor) -> Tensor:
 
 
 def write_shards(folder: Path, divided: Mapping[str, Tensor]) -> None:
-    """Write each process's shards of divided tensors; all processes call it.
+    """Write each process's shards of the divided tensors "stem/name"; all processes call it.
 
-    Args:
-        folder: its parent exists before any process calls.
-        divided: "stem/name" -> tensor; each process writes one file per stem, one after the other, since each
-            is in memory twice while it is written.
+    Each process writes one file per stem, one after the other: each is in memory twice while it is written.
 
     Raises:
         OSError: a process could not write its part; raised in all of them.
@@ -199,10 +183,7 @@ def write_shards(folder: Path, divided: Mapping[str, Tensor]) -> None:
 
 
 def incomplete(folder: Path, divided: Mapping[str, Tensor]) -> list[str]:
-    """List tensors of `write_shards` with shards missing from the folder.
-
-    Other processes wrote these to another disk, in a folder of the same name.
-    """
+    """List tensors of `write_shards` with shards missing, because other processes wrote to another disk."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     if not divided:
@@ -218,10 +199,8 @@ def incomplete(folder: Path, divided: Mapping[str, Tensor]) -> list[str]:
 def read_shards(folder: Path, divided: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Read the output of `write_shards` in any number of processes.
 
-    Args:
-        folder: given there.
-        divided: parameters by name; a tensor "stem/parameter" or "stem/parameter.moment" of the parameter's
-            shape is divided as it is. The rest is whole, on the CPU.
+    A tensor "stem/parameter" or "stem/parameter.moment" of the shape of a parameter in `divided` is divided
+    as it is. The rest is whole, on the CPU.
     """
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
@@ -242,12 +221,8 @@ def read_shards(folder: Path, divided: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def distribute_like(value: Tensor, other: Tensor) -> Tensor:
-    """Move a tensor to the other's device and divide it as the other is.
-
-    Args:
-        value: equal on all processes, or divided already.
-        other: tensor to copy the layout from.
-    """
+    """Move a tensor, equal on all processes or divided already, to the other's device and divide it as the
+    other is."""
     value = value.to(other.device)
     if not isinstance(other, DTensor) or isinstance(value, DTensor):
         return value

@@ -34,7 +34,8 @@ from visalign.signals import InterruptFlag
 
 from . import checkpoint
 from .algorithm import Algorithm, Context, Counters
-from .best import BEST, best_checkpoint_note, check_best_by, update_best
+from .best import BEST, best_checkpoint_note, update_best
+from .checkpoint import CheckpointError
 from .ema import EMA
 from .memory import explain_out_of_memory
 from .metrics import MetricsFile
@@ -42,7 +43,7 @@ from .monitor import Monitor, MonitorSettings
 from .optimizer import AdamWSettings, OptimizerSettings, TrainedWeights
 from .processes import check_accelerator, report_lost_process
 from .progress import TrainingProgress
-from .runtime import PhaseClock, is_out_of_memory
+from .runtime import PhaseClock
 
 Evaluate = Callable[[int], Mapping[str, float]]
 """Iterations finished -> name -> number."""
@@ -53,10 +54,6 @@ LEAST_LOSS_SCALE = 2.0
 """Smallest loss scale; overflows at it have another cause."""
 SCALE_AGAIN_AFTER = 2000
 """Updates in a row without an overflow after which the loss scale doubles, as in torch's GradScaler."""
-LOW_RESOLUTION = 10.0
-"""Median of √v̂/ε below which ε takes a visible part of AdamW's steps."""
-
-
 A = TypeVar("A", bound=Algorithm)
 
 
@@ -74,11 +71,10 @@ class RunSettings:
     evaluate_every: Natural = 0
     """Iterations between two evaluations; 0 for none."""
     max_seconds: Annotated[float, Field(gt=0)] | None = None
-    """Stop at the end of the iteration in which the run's training time reaches this; the number of
-    iterations then depends on the machine."""
+    """Training time after which the run stops, at the end of an iteration."""
     best_by: str | None = None
-    """Metric of the evaluations during training that selects the weights of the result (`Trainer.result`):
-    the highest, or with a "-" in front the lowest; None: the last weights."""
+    """Metric of the evaluations that selects the weights of the result: the highest, or with a "-" in front
+    the lowest; None: the last weights."""
     monitor: MonitorSettings | None = None
     """Limits that warn and stop while the policy changes; None: no monitor."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -104,14 +100,9 @@ class Trainer(Generic[A]):
     Args:
         algorithm: model and data.
         run: length, checkpoints, evaluation.
-        optimizer: AdamW's settings; None takes Flow-GRPO's published numbers.
-        evaluate: called by all processes with the iterations finished while the averaged weights are in
-            place; its numbers are logged as `heldout/...`.
+        optimizer: None takes Flow-GRPO's published numbers.
+        evaluate: called by all processes under the averaged weights; its numbers are logged as `heldout/...`.
         progress: prints the records.
-
-    Raises:
-        UserError: nothing is trainable, accelerate is set to divide gradients or to another precision, or
-            `best_by` has no evaluations to go by.
     """
 
     def __init__(
@@ -139,26 +130,24 @@ class Trainer(Generic[A]):
                 "The model has no trainable parameter. Train its head, its adapters, or all of it."
             )
         self.weights = TrainedWeights(named, settings, rates=algorithm.rates(settings.lr))
-        every = settings.ema_every if settings.ema_decay else 1
         self.ema = EMA(
-            self.weights.masters, decay=settings.ema_decay, every=every, warmup=settings.ema_warmup
+            self.weights.masters,
+            decay=settings.ema_decay,
+            every=settings.ema_every if settings.ema_decay else 1,
+            warmup=settings.ema_warmup,
         )
         self.progress = progress or TrainingProgress(run.iterations, enabled=False)
         self.monitor = Monitor(run.monitor, self.progress)
+        self.clock = PhaseClock()
         needs_scale = algorithm.compute_dtype() == torch.float16
         counters = Counters(loss_scale=FIRST_LOSS_SCALE if needs_scale else 1.0)
-        self.context = Context(counters=counters, optimizer=settings, clock=PhaseClock())
-        self._ratio_checked = self._resolution_warned = False
+        self.context = Context(counters=counters, optimizer=settings, clock=self.clock)
+        self._ratio_checked = False
 
     @property
     def counters(self) -> Counters:
         """Progress of the run."""
         return self.context.counters
-
-    @property
-    def clock(self) -> PhaseClock:
-        """Seconds by phase of the current iteration."""
-        return self.context.clock
 
     def train(self) -> TrainResult:
         """Run to the last iteration, the budget, a monitor's limit, Ctrl-C or SIGTERM; save the last state.
@@ -197,27 +186,22 @@ class Trainer(Generic[A]):
                 self.accelerator.log(record, step=counters.iteration)
                 self.progress.update(record)
                 stopped = self._why_stop(interrupt)
-                due = counters.iteration % self.run.checkpoint_every == 0
-                if stopped != "finished" or due:
+                if stopped != "finished" or counters.iteration % self.run.checkpoint_every == 0:
                     with self.clock.phase("checkpoint"):
                         self.save()
                     saved = counters.iteration
             if saved != counters.iteration:
                 self.save()
         if stopped != "interrupted":
-            self._print_notes()
+            if counters.iteration and counters.updates == counters.skipped:
+                why = "Every gradient was infinite or NaN." if counters.skipped else "No sample had a signal."
+                self.progress.note(
+                    f"Warning: {counters.iteration} iterations made no update: the weights are as at the "
+                    f"start. {why}"
+                )
+            for note in best_checkpoint_note(self.run.best_by, counters.own):
+                self.progress.note(note)
         return TrainResult(counters=counters, stopped=stopped, signal=interrupt.by)
-
-    def _print_notes(self) -> None:
-        """Print a warning where no weight moved, and which weights are the result."""
-        counters = self.counters
-        if counters.iteration and counters.updates == counters.skipped:
-            self.progress.note(
-                f"Warning: {counters.iteration} iterations made no update: the weights are as at the start. "
-                + ("Every gradient was infinite or NaN." if counters.skipped else "No sample had a signal.")
-            )
-        for note in best_checkpoint_note(self.run.best_by, counters.own):
-            self.progress.note(note)
 
     def iterate(self) -> dict[str, Any]:
         """Run one iteration (collect, prepare, update, record) and return its record."""
@@ -240,6 +224,8 @@ class Trainer(Generic[A]):
         counters.samples += samples
         counters.tokens += collected.tokens
         algorithm.finish(self.context)
+        passes = self._sum(algorithm.forward_equivalents() - passes)
+        counters.forward_equivalents += passes
         record: dict[str, Any] = {
             "iteration": counters.iteration,
             "samples": counters.samples,
@@ -248,36 +234,39 @@ class Trainer(Generic[A]):
             "updates_skipped": counters.skipped,
             **collected.metrics,
             **updated,
-            **self._count_passes(algorithm.forward_equivalents() - passes, samples),
+            **({"forward_equivalents_per_image": passes / samples} if passes and samples else {}),
         }
-        evaluated = self._evaluate()
-        if evaluated is not None:
-            record |= evaluated
-            self._keep_best(evaluated)
+        every = self.run.evaluate_every
+        if self.evaluate is not None and every and counters.iteration % every == 0:
+            record |= self._evaluate(self.evaluate)
         return {**record, **self.monitor.follow(record, counters.own), **self._times(samples)}
 
     def _update(self, experience: Any) -> tuple[dict[str, float], list[dict[str, float]]]:
         """Run the optimizer updates of an iteration; return their metrics, and the sums of each."""
         sums: list[dict[str, float]] = []
+        counters, settings, bound = self.counters, self.context.optimizer, self.algorithm.ratio_bound
         lr = math.nan
-        steps = self.algorithm.prepare(experience, self.context)
-        for step in steps:
-            lr = self.context.optimizer.lr_at(self.counters.updates)
+        for step in self.algorithm.prepare(experience, self.context):
+            lr = settings.lr_at(counters.updates)
             self.weights.begin(lr)
             update = self.algorithm.backward(experience, step, self.context)
-            self.weights.gather_gradients(self.counters.loss_scale)
-            norm = self.weights.clip(self.context.optimizer.max_grad_norm)
+            self.weights.gather_gradients(counters.loss_scale)
+            norm = self.weights.clip(settings.max_grad_norm)
             sums.append({**update, "grad_norm": norm})
-            self._check_ratio(update)
+            # the weights of this process's first update are those of the rollout, so r must be 1
+            if bound is not None and not self._ratio_checked and update["decisions"]:
+                check_log_ratio(torch.tensor([update["largest"]]), bound=bound)
+                self._ratio_checked = True
             self._step(math.isfinite(norm))
         self.weights.clear()
         record = dict(self.algorithm.record(experience, sums))
         if sums:
             norms = [update["grad_norm"] for update in sums if math.isfinite(update["grad_norm"])]
             record |= {"grad_norm": float(np.mean(norms)) if norms else math.nan, "lr": lr}
-            record |= self._resolution()
-            if self.counters.loss_scale != 1:
-                record["loss_scale"] = self.counters.loss_scale
+            resolution = self.weights.resolution()
+            record |= {} if math.isnan(resolution) else {"adam_resolution": resolution}
+            if counters.loss_scale != 1:
+                record["loss_scale"] = counters.loss_scale
         return record, sums
 
     def _step(self, finite: bool) -> None:
@@ -297,91 +286,30 @@ class Trainer(Generic[A]):
             elif counters.since_overflow % SCALE_AGAIN_AFTER == 0:
                 counters.loss_scale *= 2
 
-    def _check_ratio(self, sums: Mapping[str, float]) -> None:
-        """Check that r is 1 at this process's first update, when the weights are those of the rollout."""
-        bound = self.algorithm.ratio_bound
-        if bound is not None and not self._ratio_checked and sums["decisions"]:
-            check_log_ratio(torch.tensor([sums["largest"]]), bound=bound)
-            self._ratio_checked = True
-
-    def _resolution(self) -> dict[str, float]:
-        resolution = self.weights.resolution()
-        if resolution < LOW_RESOLUTION and not self._resolution_warned:
-            self._resolution_warned = True
-            self.progress.note(
-                f"Warning: the median of √v/ε is {resolution:.2g}: ε of AdamW takes a visible part of its "
-                f"steps. Lower optimizer.eps ({self.context.optimizer.eps:g}), for example to 1e-15."
-            )
-        return {} if math.isnan(resolution) else {"adam_resolution": resolution}
-
-    def _count_passes(self, passes: int, samples: int) -> dict[str, float]:
-        local = torch.tensor([passes], device=self.accelerator.device)
-        total = int(self.accelerator.reduce(local, "sum"))  # type: ignore[arg-type]
-        self.counters.forward_equivalents += total
-        return {"forward_equivalents_per_image": total / samples} if total and samples else {}
-
-    def _evaluate(self) -> dict[str, float] | None:
-        """Evaluate the averaged weights; None where the iteration just finished is not due for it."""
-        every, iteration = self.run.evaluate_every, self.counters.iteration
-        if self.evaluate is None or not every or iteration % every:
-            return None
-        metrics: Mapping[str, float] = {}
+    def _evaluate(self, evaluate: Evaluate) -> dict[str, float]:
+        """Evaluate the averaged weights; keep them where the evaluation is the best so far."""
+        counters, by = self.counters, self.run.best_by
         with self.clock.phase("evaluation"):
             self.algorithm.wait_for_rewards()
             with self.averaged(), self.algorithm.unsharded():
-                metrics = self.evaluate(iteration)
-        return {f"heldout/{name}": value for name, value in metrics.items()}
+                metrics = evaluate(counters.iteration)
+        evaluated = {f"heldout/{name}": value for name, value in metrics.items()}
+        if by is not None:
+            # the first process decides, as it alone has all numbers of an evaluation
+            is_first = self.accelerator.is_main_process
+            if self._sum(is_first and update_best(by, evaluated, counters.iteration, counters.own)):
+                average = self.ema.state().items()
+                self.context.tensors[BEST] = {name: value.detach().clone() for name, value in average}
+        return evaluated
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Time an evaluation before or after the training; each process holds the whole model inside.
-
-        Raises:
-            OutOfMemory: as in `train`.
-        """
+        """Time an evaluation before or after the training; each process holds the whole model inside."""
         with self._explain_memory(), self.clock.phase("evaluation"), self.algorithm.unsharded():
             yield
 
-    @contextmanager
-    def _explain_memory(self) -> Iterator[None]:
-        """Raise `OutOfMemory` with the setting to change where memory runs out in the block."""
-        self.clock.out_of_memory = None
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            config, free = self.run.config, self.run.free_keys
-            explained = explain_out_of_memory(error, self.clock.out_of_memory, config, free)
-            if explained is None:
-                raise
-            raise explained from error
-
-    def _keep_best(self, evaluated: Mapping[str, Any]) -> None:
-        """Keep the averaged weights where this evaluation is the best so far.
-
-        The first process decides, as it alone has all numbers of an evaluation.
-        """
-        by, counters = self.run.best_by, self.counters
-        if by is None:
-            return
-        is_best = False
-        if self.accelerator.is_main_process:
-            check_best_by(by, evaluated)
-            is_best = update_best(by, evaluated, counters.iteration, counters.own)
-        if self._any_process(is_best):
-            average = self.ema.state().items()
-            self.context.tensors[BEST] = {name: value.detach().clone() for name, value in average}
-
-    def _forget_other_best(self) -> None:
-        """Drop the best weights of a checkpoint that another metric selected."""
-        own, by = self.counters.own, self.run.best_by
-        if BEST in own and own[BEST]["by"] != by:
-            self.progress.note(
-                f"run.best_by was {own[BEST]['by']} and is {'null' if by is None else by}: the weights of "
-                f"iteration {own[BEST]['iteration']} are not kept."
-            )
-            del own[BEST], self.context.tensors[BEST]
+    def _explain_memory(self) -> AbstractContextManager[None]:
+        return explain_out_of_memory(self.clock, self.run.config, self.run.free_keys)
 
     def _times(self, samples: int) -> dict[str, float]:
         """Return the seconds of the iteration, total and by phase; add them to the counters."""
@@ -395,23 +323,22 @@ class Trainer(Generic[A]):
 
     def _why_stop(self, interrupt: InterruptFlag) -> str:
         """Agree among all processes why to stop; "finished" means continue."""
-        if self._any_process(interrupt.raised):
-            return "interrupted"
-        if self._any_process(self.monitor.stops(self.counters.own)):
-            return "monitor"
         budget = self.run.max_seconds
+        if self._sum(interrupt.raised):
+            return "interrupted"
+        if self._sum(self.monitor.stops(self.counters.own)):
+            return "monitor"
         is_over = budget is not None and self.counters.seconds >= budget
-        return "max_seconds" if self._any_process(is_over) else "finished"
+        return "max_seconds" if self._sum(is_over) else "finished"
 
-    def _any_process(self, value: bool) -> bool:
-        """Return True in all processes where it is True in any: they stop at the same iteration."""
-        local = torch.tensor([int(value)], device=self.accelerator.device)
-        return bool(self.accelerator.reduce(local, "sum").any())  # type: ignore[union-attr]
+    def _sum(self, value: int) -> int:
+        """Sum over the processes, which so decide alike; all of them call it."""
+        local = torch.tensor([value], dtype=torch.int64, device=self.accelerator.device)
+        return int(self.accelerator.reduce(local, "sum"))  # type: ignore[arg-type]
 
     @contextmanager
     def averaged(self, state: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-        """Set the model to the averaged weights, or those of `state`, inside the block; afterwards its own
-        again, bit for bit."""
+        """Set the model to the averaged weights, or those of `state`, inside the block; exactly undone."""
         try:
             with self.ema.applied(state):
                 self.weights.round()
@@ -420,29 +347,27 @@ class Trainer(Generic[A]):
             self.weights.round()
 
     def result(self) -> AbstractContextManager[None]:
-        """Set the model to the run's result inside the block: the averaged weights, with `best_by` those of
-        the best evaluation."""
+        """Set the model to the run's result inside the block: the averaged weights, or those `best_by`
+        selected."""
         return self.averaged(self.context.tensors.get(BEST))
 
     def save(self) -> None:
-        """Write a checkpoint of the current state: the main process, or each process its part of divided
-        tensors.
+        """Write a checkpoint: the main process, or each process its part of divided tensors.
 
         Raises:
             CheckpointError: it could not be written, or the weights are not finite; earlier ones are kept.
         """
+        iteration = self.counters.iteration
         tensors = {**self.context.tensors, **self.weights.tensors(), "ema": self.ema.state()}
-        not_finite = gather_object(checkpoint.not_finite(tensors["trainable"]))
-        checkpoint.check_finite(not_finite, self.counters.iteration)
-        if self.accelerator.is_main_process or self._divided():
-            checkpoint.save(
-                self.run.folder / "checkpoints",
-                self.counters.iteration,
-                tensors,
-                asdict(self.counters),
-                self.run.config,
-                keep=self.run.keep_checkpoints,
+        if names := gather_object(checkpoint.not_finite(tensors["trainable"])):
+            raise CheckpointError(
+                f"after iteration {iteration} the weight {names[0]} is not finite: the run has diverged, and "
+                "no checkpoint of it is kept. Continue from the last whole one with a lower optimizer.lr, or "
+                "compute in bfloat16 or float32 where the model is in float16."
             )
+        if self.accelerator.is_main_process or self._divided():
+            root, state = self.run.folder / "checkpoints", asdict(self.counters)
+            checkpoint.save(root, iteration, tensors, state, self.run.config, keep=self.run.keep_checkpoints)
         self.accelerator.wait_for_everyone()
 
     def _divided(self) -> dict[str, Tensor]:
@@ -450,21 +375,18 @@ class Trainer(Generic[A]):
         return {name: master for name, master in self.weights.masters if isinstance(master, DTensor)}
 
     def resume(self) -> bool:
-        """Load the newest whole checkpoint; print which, and why a newer one was passed over.
-
-        Returns:
-            True where there was one; otherwise the run starts at iteration 0.
+        """Load the newest whole checkpoint and print which; return False where there is none yet.
 
         Raises:
             CheckpointError: every checkpoint is damaged, or it belongs to another configuration or model.
         """
-        root = self.run.folder / "checkpoints"
+        root, by = self.run.folder / "checkpoints", self.run.best_by
         folder, passed = checkpoint.newest_intact(root)
         for reason in passed:
             self.progress.note(f"Passing over a checkpoint: {reason}")
         if folder is None:
             if passed:
-                raise checkpoint.CheckpointError(
+                raise CheckpointError(
                     f"none of the {len(passed)} checkpoints in {root} is whole: {passed[0]} Start a new run "
                     f"in another output folder, or delete {root} and resume to train this one from the start."
                 )
@@ -473,11 +395,17 @@ class Trainer(Generic[A]):
         loaded = checkpoint.load(folder, self.run.config, free=self.run.free_keys, divided=self._divided())
         self.weights.restore(loaded)
         self.ema.load(loaded.tensors["ema"])
-        self.context.counters = Counters(**loaded.state)
+        counters = self.context.counters = Counters(**loaded.state)
         stems = loaded.tensors.keys() - {*self.weights.tensors(), "ema"}
         self.context.tensors = {stem: loaded.tensors[stem] for stem in stems}
-        self._forget_other_best()
+        if BEST in counters.own and counters.own[BEST]["by"] != by:  # another metric selected these weights
+            best = counters.own.pop(BEST)
+            del self.context.tensors[BEST]
+            self.progress.note(
+                f"run.best_by was {best['by']} and is {'null' if by is None else by}: the weights of "
+                f"iteration {best['iteration']} are not kept."
+            )
         self.algorithm.restore(self.context)
-        self.progress.go_on(self.counters.iteration, self.counters.seconds)
+        self.progress.go_on(counters.iteration, counters.seconds)
         self.progress.note(f"Resumed from {folder} after iteration {loaded.step}.")
         return True
