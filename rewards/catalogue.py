@@ -70,10 +70,7 @@ _ANSWERS = "visalign.rewards.text.verifiable:VerifiableAnswer"
 
 TEXT_CATALOGUE: dict[str, Entry] = {
     "exact_answer": (_ANSWERS, {"compare": "exact", "name": "exact_answer"}),
-    "numeric_answer": (
-        _ANSWERS,
-        {"compare": "number", "extract": "last_number", "name": "numeric_answer"},
-    ),
+    "numeric_answer": (_ANSWERS, {"compare": "number", "extract": "last_number", "name": "numeric_answer"}),
     "boxed_answer": (
         _ANSWERS,
         {"compare": "math", "extract": "boxed", "normalise": "latex", "name": "boxed_answer"},
@@ -114,12 +111,7 @@ def summary(name: str, entry: Entry) -> str:
 
 
 def load_reward(name: str, *, run_device: str | None = None, **options: Any) -> PointwiseReward:
-    """Load a reward that scores one image at a time, by name or dotted path.
-
-    Arguments, and errors besides the one below, are those of `load_judge`.
-
-    Raises:
-        RewardError: it only compares images.
+    """Load a reward that scores one image at a time; arguments and errors are those of `load_judge`.
 
     Example:
         >>> load_reward("jpeg_size", quality=90).unit
@@ -143,17 +135,12 @@ def load_judge(
         name: a name of the catalogue; `package.module:Name`; or `path/to/file.py:Name`. The latter two may
             name a class or an object with the reward contract (`visalign.interfaces.PointwiseReward`), or a
             function in one of the forms of `visalign.rewards.base.callables`.
-        run_device: where the run computes, such as "cuda:0". A judge with a network of its own (one that
-            takes `device`) runs there unless its options say otherwise; for all others it means nothing.
+        run_device: where a judge that takes `device` runs unless its options say otherwise, such as "cuda:0".
             None leaves each at its default, the CPU.
         **options: arguments of the class; for a function those of `FunctionReward` (unit, range, ...).
 
-    Returns:
-        An object with the reward contract, or one that compares (`visalign.interfaces.PairwiseReward`).
-
     Raises:
-        RewardError: unknown name, module or attribute; wrong options, `device` among them for a judge that
-            runs no network; or the object is no reward.
+        RewardError: unknown name, module or attribute; wrong options; or the object is no reward.
     """
     if name not in CATALOGUE and ":" not in name:
         raise _unknown("reward", name, CATALOGUE)
@@ -166,15 +153,8 @@ def load_judge(
 def load_text_reward(name: str, *, run_device: str | None = None, **options: Any) -> TextReward:
     """Load a reward for text by name or dotted path.
 
-    Args:
-        name: a name of `TEXT_CATALOGUE`; `package.module:Name`; or `path/to/file.py:Name`. The latter two may
-            name a class or an object with the contract (`visalign.interfaces.TextReward`), or a
-            function in one of the forms of `visalign.rewards.text.callables`.
-        run_device: as in `load_judge`.
-        **options: arguments of the class; for a function those of `TextFunctionReward` (unit, range, ...).
-
-    Raises:
-        RewardError: as in `load_judge`, or what was found judges images.
+    As `load_judge`, with the names of `TEXT_CATALOGUE`, the contract `visalign.interfaces.TextReward`, and
+    functions in the forms of `visalign.rewards.text.callables` (options: those of `TextFunctionReward`).
 
     Example:
         >>> load_text_reward("boxed_answer", conflict="refuse").unit
@@ -187,10 +167,7 @@ def load_text_reward(name: str, *, run_device: str | None = None, **options: Any
     if any(not hasattr(reward, key) for key in _DECLARED):
         raise _incomplete(name, reward, "text reward", "TextReward")
     if next(iter(inspect.signature(reward.score).parameters), "") == "images":
-        raise RewardError(
-            f"{name!r} judges images: its score() takes them first. Name a reward for text "
-            f"({', '.join(TEXT_CATALOGUE)}), or load it with visalign.rewards.load_reward."
-        )
+        raise RewardError(f"{name!r} judges images: its score() takes them first. Load it with load_reward.")
     return with_capabilities(reward)
 
 

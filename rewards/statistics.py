@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visalign.interfaces import Metadata, RewardCapabilities, Scores
-from visalign.rewards.base.contract import make_scores, read_request
+from visalign.rewards.base.contract import check_choices, make_scores, read_request
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import to_pil
 
@@ -69,9 +69,9 @@ def edge_density(image: Tensor) -> Tensor:
 
 
 def laplacian_variance(image: Tensor) -> Tensor:
-    """Var(∇²Y) of the luma Y on the 0-255 scale, with the 4-neighbour Laplacian, borders left out: population
-    variance in squared 8-bit levels, scalar float64, of an image [3, H, W] in [0, 1] with sides of at
-    least 3.
+    """Var(∇²Y) of the luma Y on 0-255 with the 4-neighbour Laplacian, borders left out: scalar float64.
+
+    The population variance in squared 8-bit levels; H and W are at least 3.
 
     Source: Pech-Pacheco et al., "Diatom autofocusing in brightfield microscopy", ICPR 2000 (LAPV).
     """
@@ -98,21 +98,16 @@ class ImageStatistic:
     Args:
         statistic: its name.
         prefer: "larger" or "smaller" is better; the value is the statistic either way.
-
-    Raises:
-        ValueError: unknown statistic or direction.
     """
 
     capabilities = RewardCapabilities(needs_prompt=False)
-
     name: str
     unit: str
     range: tuple[float, float]
     higher_is_better = True
 
     def __init__(self, statistic: str, prefer: str = "larger") -> None:
-        if statistic not in STATISTICS:
-            raise ValueError(f"statistic is {statistic!r}; allowed are {', '.join(STATISTICS)}.")
+        check_choices("image statistic", statistic=(statistic, STATISTICS))
         self.name = statistic
         self.measure, self.unit, self.range = STATISTICS[statistic]
         self.higher_is_better = _direction(statistic, prefer)
@@ -126,13 +121,10 @@ class ImageStatistic:
         for row, image in request.images.readable():
             try:
                 values[row] = float(self.measure(image))
-            except _Unmeasurable as error:
-                reasons[row] = str(error)
+            except (OSError, ValueError) as error:  # an image too small, or too large for the JPEG encoder
+                height, width = image.shape[1:]
+                reasons[row] = f"{self.name} cannot measure an image of {width}×{height} pixels: {error}"
         return make_scores(values, reasons, self.unit)
-
-
-class _Unmeasurable(ValueError):
-    """Why an image has no such number."""
 
 
 class Sharpness(ImageStatistic):
@@ -152,21 +144,21 @@ class Sharpness(ImageStatistic):
 
     @staticmethod
     def measure(image: Tensor) -> Tensor:
-        """`laplacian_variance` of an image that is large enough."""
-        height, width = image.shape[1:]
-        if min(height, width) < 3:
-            raise _Unmeasurable(
-                f"sharpness needs an image of at least 3×3 pixels, this one has {width}×{height}"
-            )
+        """Compute `laplacian_variance` of an image that is large enough."""
+        if min(image.shape[1:]) < 3:
+            raise ValueError("sides of at least 3 are needed")
         return laplacian_variance(image)
 
 
 class JpegSize(ImageStatistic):
     """Size of the JPEG file of an image in kilobytes of 1000 bytes, a cheap stand-in for its detail.
 
-    The value is always the size; `prefer` says which direction is better. flow_grpo's
-    `jpeg_incompressibility` is this value at quality 95; its `jpeg_compressibility` is the negative. The byte
-    count depends on the JPEG library that PIL was built with, so compare numbers of one machine only.
+    flow_grpo's `jpeg_incompressibility` is this value at quality 95; its `jpeg_compressibility` the negative.
+    The byte count depends on the JPEG library that PIL was built with: compare numbers of one machine only.
+
+    Args:
+        quality: JPEG quality, 1 to 95 (above 95 PIL switches quantization off in parts).
+        prefer: "larger" rewards detail, "smaller" simplicity; the value is the size either way.
     """
 
     name = "jpeg_size"
@@ -174,16 +166,7 @@ class JpegSize(ImageStatistic):
     range = (0.0, float("inf"))
 
     def __init__(self, quality: int = 95, prefer: str = "larger") -> None:
-        """Choose the encoder's quality and the direction.
-
-        Args:
-            quality: JPEG quality, 1 to 95 (above 95 PIL switches quantization off in parts).
-            prefer: "larger" rewards detail, "smaller" rewards simplicity.
-
-        Raises:
-            ValueError: quality or prefer is none of the allowed.
-        """
-        if isinstance(quality, bool) or not isinstance(quality, int) or not 1 <= quality <= 95:
+        if not 1 <= quality <= 95:
             raise ValueError(f"jpeg_size: quality is {quality!r}; allowed are whole numbers from 1 to 95.")
         self.quality = quality
         self.higher_is_better = _direction(self.name, prefer)
@@ -193,22 +176,14 @@ class JpegSize(ImageStatistic):
     def measure(self, image: Tensor) -> float:
         """Kilobytes of the encoded image."""
         buffer = io.BytesIO()
-        try:
-            to_pil(image).save(buffer, format="JPEG", quality=self.quality)
-        except (OSError, ValueError) as error:
-            height, width = image.shape[1:]
-            raise _Unmeasurable(
-                f"JPEG cannot hold it, {width}×{height} pixels (sides up to 65500): {error}"
-            ) from error
+        to_pil(image).save(buffer, format="JPEG", quality=self.quality)
         return buffer.tell() / 1000
 
 
 def _direction(name: str, prefer: str) -> bool:
-    if prefer not in ("larger", "smaller"):
-        raise ValueError(f"{name}: prefer is {prefer!r}; allowed are 'larger' and 'smaller'.")
+    check_choices(name, prefer=(prefer, ("larger", "smaller")))
     return prefer == "larger"
 
 
 def _luma(image: Tensor) -> Tensor:
-    weights = torch.tensor(LUMA, dtype=torch.float64, device=image.device)
-    return torch.einsum("c,chw->hw", weights, image.double())
+    return torch.einsum("c,chw->hw", image.new_tensor(LUMA, dtype=torch.float64), image.double())

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from visalign.interfaces import Metadata, Scores
 
-from .contract import Request, RewardError, make_scores, read_request, scatter
+from .contract import Request, RewardError, check_choices, make_scores, read_request, scatter
 from .failure import Naming
 from .images import to_pil, to_uint8
 
@@ -36,14 +36,14 @@ Parameters = Mapping[str, inspect.Parameter]
 
 
 def read_signature(name: str, function: Callable[..., Any], *, forms: str, wrapped: str) -> Parameters:
-    """The parameters of a user's function; TypeError where it is none, a coroutine function, or unreadable.
-    `forms` are the calls that are allowed and `wrapped` how a coroutine is wrapped, for the messages.
+    """Read the parameters of a user's function.
+
+    For messages, `forms` are the calls that are allowed and `wrapped` how a coroutine is wrapped.
     """
     if not callable(function):
         raise TypeError(f"Reward {name!r} is a {type(function).__name__}, not a function. Allowed: {forms}.")
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004  # the method of an object, not whether there is one
-    ):
+    method = getattr(function, "__call__", None)  # noqa: B004  # an object may have a coroutine as its call
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method):
         raise TypeError(f"Reward {name!r} is a coroutine function; wrap it: {wrapped}.")
     try:
         return inspect.signature(function).parameters
@@ -56,8 +56,9 @@ def read_signature(name: str, function: Callable[..., Any], *, forms: str, wrapp
 def pick_arguments(
     name: str, parameters: Parameters, offered: dict[str, Any], arguments: Sequence[str]
 ) -> dict[str, Any]:
-    """Select the offered values that the signature asks for; all of them with `**kwargs`. Names that are not
-    in `arguments` are columns of the metadata.
+    """Select the offered values that the signature asks for; all of them with `**kwargs`.
+
+    Names that are not in `arguments` are columns of the metadata.
     """
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return offered
@@ -87,7 +88,7 @@ def read_numbers(name: str, answer: Any, size: int, *, noun: str, position: str)
         if answer.ndim != 1:
             raise RewardError(
                 f"Reward {name!r} returned the shape {list(answer.shape)}; needed is [{size}], one number "
-                f"per {noun}{': squeeze the last axis' if tuple(answer.shape) == (size, 1) else ''}."
+                f"per {noun}."
             )
         answer = answer.tolist()
     if isinstance(answer, str) or not isinstance(answer, Sequence):
@@ -116,7 +117,7 @@ def read_number(name: str, item: Any, position: str) -> float:
 
 
 def unjudged(name: str, number: float, range: tuple[float, float]) -> str | None:
-    """Why a number is no score, None for a score; one outside the range is the function's error."""
+    """Return why a number is no score, None for a score; one outside the range is the function's error."""
     if not math.isfinite(number):
         return f"{name} returned {'None or NaN' if math.isnan(number) else number} for it"
     if not range[0] <= number <= range[1]:
@@ -130,11 +131,22 @@ def unjudged(name: str, number: float, range: tuple[float, float]) -> str | None
 _IMAGE_NAMES = ("images", "completions")
 _KNOWN = (*_IMAGE_NAMES, "prompts", "metadata")
 _CALL_FORMS = "fn(images, prompts, metadata), fn(prompts, completions, **kwargs), or those names in any order"
-_FORMS = ("tensor", "pil", "uint8")
+_WRAPPED = "lambda images, ...: asyncio.run(...)"
 
 
 class FunctionReward:
-    """A plain function with the contract of a reward around it."""
+    """Reward that calls a plain function.
+
+    Args:
+        function: the user's function, or a flow_grpo factory of one.
+        name: for messages and logs; the function's own name when None.
+        unit: unit of the numbers.
+        range: smallest and largest possible number; one outside is an error of the function.
+        higher_is_better: the direction.
+        images_as: "tensor" ([B, 3, H, W] float32 in [0, 1]; a list of [3, H, W] when sizes differ), "pil"
+            (list of RGB images) or "uint8" (list of [H, W, 3] arrays).
+        device: for a factory that asks for `device`.
+    """
 
     def __init__(
         self,
@@ -147,63 +159,56 @@ class FunctionReward:
         images_as: str = "tensor",
         device: str = "cpu",
     ) -> None:
-        """Look at the signature and decide how the function is called.
-
-        Args:
-            function: the user's function, or a flow_grpo factory of one.
-            name: for messages and logs; the function's own name when None.
-            unit: unit of the numbers.
-            range: smallest and largest possible number; one outside is an error of the function.
-            higher_is_better: the direction.
-            images_as: "tensor" ([B, 3, H, W] float32 in [0, 1]; a list of [3, H, W] when sizes differ),
-                "pil" (list of RGB images) or "uint8" (list of [H, W, 3] arrays).
-            device: handed to a factory that asks for `device`.
-
-        Raises:
-            TypeError: not a function, a coroutine function, or without a readable signature.
-            ValueError: `images_as` is unknown, or the parameters cannot be matched.
-        """
-        if images_as not in _FORMS:
-            raise ValueError(f"images_as is {images_as!r}; allowed are {', '.join(_FORMS)}.")
         self.name = name or getattr(function, "__name__", type(function).__name__)
+        check_choices(self.name, images_as=(images_as, ("tensor", "pil", "uint8")))
         self.unit = unit
         self.range = range
         self.higher_is_better = higher_is_better
         self._images_as = images_as
-        self._function, self._parameters = self._unwrapped(function, device)
-        self._positional = _is_positional(self.name, self._parameters)
+        parameters = read_signature(self.name, function, forms=_CALL_FORMS, wrapped=_WRAPPED)
+        if not set(parameters) - {"device"}:  # a factory
+            with Naming(self.name):
+                function = function(**({"device": device} if parameters else {}))
+            parameters = read_signature(self.name, function, forms=_CALL_FORMS, wrapped=_WRAPPED)
+        self._function, self._parameters = function, parameters
+        self._positional = _is_positional(self.name, parameters)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Call the function on the readable images; rows that it answers with None or NaN are invalid."""
         request = read_request(self.name, images, prompts, metadata)
-        readable = request.images.readable()
-        rows = [row for row, _ in readable]
+        rows = [row for row, _ in request.images.readable()]
         reasons = list(request.images.reasons)
-        if not rows:
-            return make_scores(scatter([], rows, len(request)), reasons, self.unit)
-        answer = self._call(request, rows, [image for _, image in readable])
-        columns = _columns(self.name, answer, len(rows))
-        value = columns.pop("value")
+        answer = self._call(request, rows) if rows else []
+        if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
+            answer = answer[0]  # flow_grpo's (scores, info)
+        columns: Mapping[str, Any] = answer if isinstance(answer, Mapping) else {"avg": answer}
+        main = "avg" if "avg" in columns else next(iter(columns), "")
+        if main != "avg" and len(columns) != 1:
+            raise RewardError(
+                f"Reward {self.name!r} returned a mapping with the keys {', '.join(map(str, columns))}; it "
+                'cannot be told which is the reward. Add the key "avg", as flow_grpo does.'
+            )
+        numbers = {
+            str(key): read_numbers(self.name, column, len(rows), noun="image", position="at position")
+            for key, column in columns.items()
+        }
+        value = numbers.pop(str(main))
         for row, number in zip(rows, value, strict=True):
             reasons[row] = unjudged(self.name, number, self.range)
-        parts = {key: scatter(part, rows, len(request)) for key, part in columns.items()}
+        parts = {key: scatter(part, rows, len(request)) for key, part in numbers.items()}
         return make_scores(scatter(value, rows, len(request)), reasons, self.unit, parts=parts)
 
-    def _call(self, request: Request, rows: list[int], images: list[Tensor]) -> Any:
-        """The function's raw answer for the readable rows; it gets copies, never the caller's own data."""
+    def _call(self, request: Request, rows: list[int]) -> Any:
+        """Call the function with copies of the readable rows, never with the caller's own data."""
+        images = self._convert([image for _, image in request.images.readable()])
         prompts = [request.prompts[row] for row in rows]
-        records = [
-            None if record is None else dict(record) for record in (request.metadata[row] for row in rows)
-        ]
-        converted = self._convert(images)
+        records = [None if (record := request.metadata[row]) is None else dict(record) for row in rows]
         if self._positional:
             with Naming(self.name):
-                return self._function(converted, prompts, records)
+                return self._function(images, prompts, records)
         keys = dict.fromkeys(key for record in records if record for key in record)
-        offered: dict[str, Any] = {
-            key: [record.get(key) if record else None for record in records] for key in keys
-        }
-        offered |= {"images": converted, "completions": converted, "prompts": prompts, "metadata": records}
+        offered: dict[str, Any] = {key: [(record or {}).get(key) for record in records] for key in keys}
+        offered |= {"images": images, "completions": images, "prompts": prompts, "metadata": records}
         arguments = pick_arguments(self.name, self._parameters, offered, _KNOWN)
         with Naming(self.name):
             return self._function(**arguments)
@@ -216,53 +221,17 @@ class FunctionReward:
         same = len({image.shape for image in images}) == 1
         return torch.stack(images) if same else [image.clone() for image in images]
 
-    def _unwrapped(self, function: Callable[..., Any], device: str) -> tuple[Callable[..., Any], Parameters]:
-        """The function with its parameters, or what a factory makes."""
-        reading: Any = {"forms": _CALL_FORMS, "wrapped": "lambda images, ...: asyncio.run(...)"}
-        parameters = read_signature(self.name, function, **reading)
-        if set(parameters) - {"device"}:
-            return function, parameters
-        with Naming(self.name):
-            product = function(**({"device": device} if parameters else {}))
-        if not callable(product):
-            raise TypeError(
-                f"Reward {self.name!r} takes no images and returned a {type(product).__name__}, not a "
-                f"function. Allowed: {_CALL_FORMS}, or a factory that returns such a function."
-            )
-        return product, read_signature(self.name, product, **reading)
-
 
 def _is_positional(name: str, signature: Parameters) -> bool:
-    """True for flow_grpo's order under other names; refuses signatures that give no image to the function."""
+    """Return True for flow_grpo's order under other names; refuse signatures without an image."""
     parameters = signature.values()
     names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
     if any(p.kind is p.VAR_KEYWORD for p in parameters) or names & set(_IMAGE_NAMES):
         return False
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(plain) == 3 and len(plain) == len(list(parameters)) and not names & set(_KNOWN):
+    if len(plain) == len(parameters) == 3 and not names & set(_KNOWN):
         return True
     raise ValueError(
         f"Reward {name!r} has the parameters ({', '.join(p.name for p in parameters)}) and it cannot be told "
         f"which are the images. Allowed: {_CALL_FORMS}; rename them."
     )
-
-
-def _columns(name: str, answer: Any, size: int) -> dict[str, list[float]]:
-    """The answer as columns of floats, NaN where None; the reward itself under "value"."""
-    if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
-        answer = answer[0]
-    if not isinstance(answer, Mapping):
-        return {"value": _read(name, answer, size)}
-    main = "avg" if "avg" in answer else next(iter(answer)) if len(answer) == 1 else None
-    if main is None:
-        raise RewardError(
-            f"Reward {name!r} returned a mapping with the keys {', '.join(map(str, answer)) or '(none)'}; it "
-            'cannot be told which is the reward. Add the key "avg", as flow_grpo does.'
-        )
-    parts = {str(key): _read(name, column, size) for key, column in answer.items() if key != main}
-    return {**parts, "value": _read(name, answer[main], size)}
-
-
-def _read(name: str, answer: Any, size: int) -> list[float]:
-    """Numbers of the readable images; a position counts these alone."""
-    return read_numbers(name, answer, size, noun="image", position="at position")

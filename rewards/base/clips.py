@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from PIL import Image
 from torch import Tensor
 
 from .images import animation_length, load_animation, load_images, pixels_of
@@ -21,23 +20,17 @@ from .memory import max_pixels
 
 
 def listed_clips(name: str, images: Any) -> list[Any]:
-    """Clips one by one, of a sequence, or an array [B, F, ...] or [B, ...]; `name` is the judge's.
-
-    Raises:
-        TypeError: no sequence of clips or images.
-        ValueError: an array of another number of axes.
-    """
-    if isinstance(images, Image.Image | str | bytes) or not isinstance(
-        images, Sequence | Tensor | np.ndarray
-    ):
-        raise TypeError(
-            f"{name}: images is a {type(images).__name__}; give a list of clips, each a list of images or "
-            "an array [F, H, W, 3]."
-        )
-    if isinstance(images, Tensor | np.ndarray) and images.ndim not in (4, 5):
+    """List the clips of a sequence, or of an array [B, F, ...] or [B, ...]; `name` is the judge's."""
+    is_array = isinstance(images, Tensor | np.ndarray)
+    if is_array and images.ndim not in (4, 5):
         raise ValueError(
             f"{name}: images has shape {tuple(images.shape)}; give clips [B, F, 3, H, W] or images "
             "[B, 3, H, W]."
+        )
+    if not is_array and (not isinstance(images, Sequence) or isinstance(images, str | bytes)):
+        raise TypeError(
+            f"{name}: images is a {type(images).__name__}; give a list of clips, each a list of images or "
+            "an array [F, H, W, 3]."
         )
     return list(images)
 
@@ -45,23 +38,21 @@ def listed_clips(name: str, images: Any) -> list[Any]:
 def read_clip(
     where: str, clip: Any, choose: Callable[[int], Sequence[int] | str]
 ) -> tuple[list[Tensor], str | None]:
-    """The frames of a clip that are judged, [3, H, W] float32 in [0, 1] each; or none of them, and why.
+    """Read the frames of a clip that are judged, [3, H, W] float32 in [0, 1] each; or none of them, and why.
 
-    The frames of files that are judged, and all of an animation, may together have as many pixels as a single
-    image.
+    The files that are judged, and all frames of an animation, may together have as many pixels as one image.
 
     Args:
         where: which clip it is, for messages.
         clip: in any form.
         choose: from the number of its frames to the numbers of those that are judged, rising from 0; or why
             a clip of so many frames cannot be judged.
-
-    Raises:
-        ValueError: a clip of no frames or of mixed sizes.
     """
-    frames, length = _frames_of(where, clip), animation_length(clip)
-    is_animated, length = length > 1, max(length, len(frames))
-    chosen = choose(length)
+    frames, length = _frames_of(clip), animation_length(clip)
+    if len(frames) == 0:
+        raise ValueError(f"{where} is a clip of 0 frames; give at least one image.")
+    is_animated = length > 1
+    chosen = choose(max(length, len(frames)))
     if isinstance(chosen, str):
         return [], chosen
     if is_animated:
@@ -69,34 +60,27 @@ def read_clip(
     elif isinstance(frames, Tensor | np.ndarray):
         batch = load_images(frames[chosen])
     else:
-        picked = [frames[at] for at in chosen]
+        picked = [frames[number] for number in chosen]
         files = [frame for frame in picked if isinstance(frame, str | os.PathLike)]
         if len(files) > 1 and sum(map(pixels_of, files)) > max_pixels():
             return [], (
-                f"the {len(files)} frames that would be judged have more than {max_pixels()} pixels "
-                "together; judge fewer, shrink them, or raise the environment variable "
-                "VISALIGN_MAX_PIXELS if you have the memory"
+                f"the {len(files)} frames to be judged have more than {max_pixels()} pixels together; judge "
+                "fewer, shrink them, or raise the environment variable VISALIGN_MAX_PIXELS"
             )
         batch = load_images(picked)
-    for at, reason in zip(chosen, batch.reasons, strict=True):
+    for number, reason in zip(chosen, batch.reasons, strict=True):
         if reason is not None:
-            return [], reason if is_animated else f"frame {at}: {reason}"
-    read = [image for _, image in batch.readable()]
-    sizes = sorted({tuple(image.shape[1:]) for image in read})
+            return [], reason if is_animated else f"frame {number}: {reason}"
+    images = [image for _, image in batch.readable()]
+    sizes = sorted({tuple(image.shape[1:]) for image in images})
     if len(sizes) > 1:
         listed = ", ".join(f"{height}×{width}" for height, width in sizes)
         raise ValueError(f"{where} has frames of the sizes {listed}; the frames of a clip have one size.")
-    return read, None
+    return images, None
 
 
-def _frames_of(where: str, clip: Any) -> Any:
-    """A clip's frames as `load_images` takes them."""
+def _frames_of(clip: Any) -> Any:
+    """Return a clip's frames as `load_images` takes them."""
     if isinstance(clip, Tensor | np.ndarray):
-        frames = clip[None] if clip.ndim == 3 else clip
-    elif isinstance(clip, Sequence) and not isinstance(clip, str | bytes):
-        frames = clip
-    else:
-        frames = [clip]
-    if len(frames) == 0:
-        raise ValueError(f"{where} is a clip of 0 frames; give at least one image.")
-    return frames
+        return clip[None] if clip.ndim == 3 else clip
+    return clip if isinstance(clip, Sequence) and not isinstance(clip, str | bytes) else [clip]

@@ -41,7 +41,7 @@ def check_rules(name: str, rules: Mapping[str, bool]) -> None:
 
 
 def check_counts(name: str, **counts: int | None) -> None:
-    """Refuse options that are not whole numbers from 1, or None."""
+    """Refuse options that are neither whole numbers from 1 nor None."""
     for key, number in counts.items():
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise ValueError(f"{name}: {key} is {number!r}; allowed are whole numbers from 1.")
@@ -56,10 +56,12 @@ def check_choices(name: str, **choices: tuple[Any, Iterable[Any]]) -> None:
 
 
 def check_scales(name: str, scales: Mapping[str, tuple[float, float]], labels: Iterable[str]) -> None:
-    """Check label -> (mean, std) of rewards that are brought to one scale."""
+    """Check label -> (mean, std) of rewards that are brought to one scale: one for each of `labels`."""
     labels = list(labels)
     if missing := [label for label in labels if label not in scales]:
         raise ValueError(f"{name} has no (mean, std) for {', '.join(missing)}; give one for each reward.")
+    if unknown := [label for label in scales if label not in labels]:
+        raise ValueError(f"{name} has a (mean, std) for {', '.join(unknown)}; allowed: {', '.join(labels)}.")
     for label, (mean, std) in scales.items():
         if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
             raise ValueError(
@@ -76,16 +78,12 @@ def check_answer(label: str, answer: Any, size: int, noun: str) -> Scores:
             "visalign.interfaces.Scores, or be a plain function that returns numbers. "
             f"visalign.rewards.{check}(reward) finds the fault."
         )
-    if len(answer) != size:
-        raise RewardError(
-            f"Reward {label!r} returned {len(answer)} scores for {size} {noun}s; it must return one each."
-        )
-    for name, part in answer.parts.items():
-        if not isinstance(part, Tensor) or part.shape != (size,):
-            shape = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
+    columns = {"value": answer.value, "valid": answer.valid, **answer.parts}
+    for name, column in columns.items():
+        if not isinstance(column, Tensor) or column.shape != (size,):
+            form = list(column.shape) if isinstance(column, Tensor) else type(column).__name__
             raise RewardError(
-                f"Reward {label!r} returned the part {name!r} as {shape} for {size} {noun}s; it must be a "
-                f"tensor of shape ({size},)."
+                f"Reward {label!r} returned {name!r} as {form} for {size} {noun}s, not a tensor [{size}]."
             )
     if answer.valid.dtype != torch.bool:
         raise RewardError(f"Reward {label!r} returned valid as {answer.valid.dtype}; it must be torch.bool.")
@@ -105,20 +103,13 @@ class Request:
 
 
 def read_request(name: str, images: Any, prompts: Sequence[str], metadata: Metadata | None) -> Request:
-    """Check what a reward was asked to judge.
+    """Check what a reward was asked to judge: TypeError or ValueError where it fits no reward.
 
     Args:
         name: the reward's name, for messages.
         images: B images in any form that `load_images` takes.
         prompts: B strings.
         metadata: B mappings or None each, or None for all.
-
-    Returns:
-        The request with equal lengths.
-
-    Raises:
-        TypeError: prompts or metadata are not sequences of the right type.
-        ValueError: the lengths differ, or `load_images` refuses the images.
     """
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         raise TypeError(
@@ -140,7 +131,7 @@ def read_request(name: str, images: Any, prompts: Sequence[str], metadata: Metad
 def read_pairs(
     name: str, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None
 ) -> tuple[Request, Tensor]:
-    """B pairs of images of B prompts as one request of 2B images, and their numbers [B, 2] in it."""
+    """Read B pairs of images of B prompts as one request of 2B images, and their numbers [B, 2] in it."""
     first, second = read_request(name, left, prompts, metadata), load_images(right)
     if len(second) != len(first):
         raise ValueError(f"{name}: {len(first)} left and {len(second)} right images; give pairs.")
@@ -150,10 +141,7 @@ def read_pairs(
 
 
 def prompt_problem(prompt: str) -> str | None:
-    """Why a reward that looks at the prompt masks a row; None for a text with a visible character: blanks,
-    line ends, control and format characters (a zero-width space) are none, and half of a surrogate pair is
-    no text.
-    """
+    """Return why a reward that looks at the prompt masks a row; None for a text with a visible character."""
     if any("\ud800" <= sign <= "\udfff" for sign in prompt):
         return "the prompt is no text in Unicode: it holds half of a surrogate pair"
     if any(unicodedata.category(sign) not in _INVISIBLE for sign in prompt):
@@ -177,21 +165,15 @@ def read_metadata(
             f"{name}: {len(metadata)} metadata records for {size} {noun}s; give one each, or None."
         )
     for index, record in enumerate(metadata):
-        if record is not None and not isinstance(record, Mapping):
+        if not isinstance(record, Mapping | None):
             raise TypeError(
-                f"{name}: metadata[{index}] is a {type(record).__name__}, needed is a mapping or None. "
-                "Columns of a dataset become records by [dict(zip(columns, row)) for row in zip(*values)]."
+                f"{name}: metadata[{index}] is a {type(record).__name__}, needed is a mapping or None."
             )
     return list(metadata)
 
 
 def group_labels(name: str, request: Request, key: str = GROUP_KEY) -> list[Hashable]:
-    """The group of each row: that of its record, or where no record has one its prompt with the image that
-    it edits.
-
-    Raises:
-        ValueError: some records have no group, or a group has two prompts.
-    """
+    """Return the group of each row: its record's, or if no record has one its prompt and source image."""
     has_key = [record is not None and key in record for record in request.metadata]
     if key == GROUP_KEY and not any(has_key):
         samples = zip(request.prompts, request.metadata, strict=True)
@@ -215,17 +197,14 @@ def group_labels(name: str, request: Request, key: str = GROUP_KEY) -> list[Hash
 def without_group(
     metadata: Sequence[Mapping[str, Any] | None], key: str = GROUP_KEY
 ) -> list[Mapping[str, Any] | None]:
-    """Records without their group's name, which is no property of the prompt."""
+    """Drop the group's name from records, as it is no property of the prompt."""
     return [
-        {field: value for field, value in record.items() if field != key}
-        if record and key in record
-        else record
-        for record in metadata
+        record and {field: value for field, value in record.items() if field != key} for record in metadata
     ]
 
 
 def scatter(values: Sequence[float] | Tensor, rows: Sequence[int], size: int) -> Tensor:
-    """A [size] float32 tensor with `values` at `rows` and NaN elsewhere."""
+    """Make a [size] float32 tensor with `values` at `rows` and NaN elsewhere."""
     full = torch.full((size,), torch.nan)
     if len(rows):
         full[torch.tensor(rows)] = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
@@ -241,16 +220,7 @@ def make_scores(
     parts: Mapping[str, Tensor] | None = None,
     text: Sequence[str] | None = None,
 ) -> Scores:
-    """Scores whose invalid rows (those with a reason) are NaN in the value, its deviation and every part.
-
-    Args:
-        value: [B] float32; what stands in invalid rows is ignored.
-        reasons: why a row is invalid, None for the valid.
-        unit: unit of `value`.
-        std: [B] float32 standard deviation.
-        parts: name -> [B] float32.
-        text: explanation per sample.
-    """
+    """Make scores [B] whose invalid rows (those with a reason) are NaN in value, std and every part."""
     valid = torch.tensor([reason is None for reason in reasons], dtype=torch.bool)
     nan = torch.tensor(torch.nan)
     return Scores(
@@ -265,7 +235,7 @@ def make_scores(
 
 
 def columns_of(answer: Scores | Preferences) -> dict[str, Tensor]:
-    """The numbers of an answer by name, but for "valid"."""
+    """Name the numeric columns of an answer, "valid" left out."""
     columns = {"std": answer.std, **{f"part.{name}": part for name, part in answer.parts.items()}}
     if isinstance(answer, Scores):
         columns["main"] = answer.value
@@ -281,7 +251,7 @@ def answer_of(
     text: Sequence[str] | None,
     reason: Sequence[str | None] | None,
 ) -> Scores | Preferences:
-    """The reverse of `columns_of`: scores where there is a unit, else preferences."""
+    """Reverse `columns_of`: scores where there is a unit, else preferences."""
     parts = {name.removeprefix("part."): part for name, part in columns.items() if name.startswith("part.")}
     shared: dict[str, Any] = {"valid": valid, "parts": parts, "text": text, "reason": reason}
     shared["std"] = columns.get("std")

@@ -7,7 +7,6 @@ Single failures are masked rows; a judge that fails too often stops the run.
 from __future__ import annotations
 
 from collections import Counter, deque
-from types import TracebackType
 
 from visalign.errors import UserError, describe_error
 from visalign.interfaces import Scores
@@ -33,12 +32,9 @@ class Naming:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __enter__(self) -> None:
-        return None
+    def __enter__(self) -> None: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, Exception | SystemExit) and not isinstance(error, RewardError | UserError):
             raise RewardError(
                 f"Reward {self.name!r} raised {describe_error(error)}. For a sample that cannot be judged "
@@ -46,41 +42,19 @@ class Naming:
             ) from error
 
 
-class Attempt:
-    """Keeps the exception of a probed call, sys.exit included, so that the report can name it."""
-
-    error: Exception | SystemExit | None = None
-
-    def __enter__(self) -> Attempt:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> bool:
-        if isinstance(error, Exception | SystemExit):
-            self.error = error
-        return self.error is not None
-
-
 class FailureAlarm:
-    """Watches the share of failures among the last answers.
+    """Stops a run whose judge fails too often.
 
     Args:
         name: of what fails, for the message.
-        limit: largest share of failures, 0 to 1; 1 never stops.
-        window: number of last answers.
+        limit: largest share of failures among the last `window` answers, 0 to 1; 1 never stops.
+        window: number of answers that are looked back at.
         min_samples: answers before it may stop.
-
-    Raises:
-        RewardError: a number out of range.
     """
 
     def __init__(self, name: str, limit: float, *, window: int = 200, min_samples: int = 8) -> None:
-        if not 0 <= limit <= 1 or not 1 <= min_samples <= window:
-            raise RewardError(
-                f"{name}: max_failure_rate is {limit}, min_samples {min_samples}, window {window}; allowed "
-                "are a share of 0 to 1, and 1 ≤ min_samples ≤ window."
-            )
+        if not 0 <= limit <= 1:
+            raise RewardError(f"{name}: max_failure_rate is {limit}; allowed is a share of 0 to 1.")
         self.name, self.limit, self.min_samples = name, limit, min_samples
         self._last: deque[str | None] = deque(maxlen=window)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
-_WHOLE = 64 << 20
+_FULL_BYTES = 64 << 20
 """Bytes up to which a file is read whole."""
 _BLOCK, _BLOCKS = 1 << 16, 512
 """Of a larger file, so many blocks evenly spread."""
@@ -28,8 +28,7 @@ class Identity:
     weights: str = ""
     """Fingerprint of the weight files (`fingerprint`), or "" where there are none or they are remote."""
     revision: str = ""
-    """Commit of the hub's repository, or "" where the weights came another way; says what the weights' own
-    fingerprint says, so it is no part of the digest."""
+    """Commit of the hub's repository, or ""; no part of the digest, since the fingerprint says the same."""
     template: str | None = None
     """The prompt template as text, if the judge has one."""
     preprocessing: Mapping[str, Any] = field(default_factory=dict)
@@ -38,11 +37,6 @@ class Identity:
     """Of the tower; heads and scores are float32 always."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Everything else that moves a score: position ids, mode, number of answers, seed."""
-
-    @property
-    def template_hash(self) -> str | None:
-        """First 12 hex digits of the template's SHA-256, or None without a template."""
-        return None if self.template is None else hashlib.sha256(self.template.encode()).hexdigest()[:12]
 
     @property
     def digest(self) -> str:
@@ -64,12 +58,10 @@ class Identity:
 
 
 def fingerprint(folder: str | Path) -> str:
-    """A short hash of the weight files of a folder, read in a fraction of a second whatever their size.
+    """Hash name, size and content of a folder's weight files to 32 hex digits; "" if there are none.
 
-    Returns:
-        32 hex digits over name, size and content of each weight file; "" if there are none. Of a file above
-        64 MiB only 512 blocks of 64 KiB are read, the first and the last among them: a change that lies
-        between two blocks is not seen.
+    Of a file above 64 MiB only 512 blocks of 64 KiB are read, the first and the last among them: a change
+    that lies between two blocks is not seen.
     """
     path = Path(folder)
     files = (
@@ -82,7 +74,7 @@ def fingerprint(folder: str | Path) -> str:
         size = file.stat().st_size
         digest.update(f"{file.relative_to(path) if path.is_dir() else file.name}:{size}:".encode())
         with file.open("rb") as content:
-            if size <= _WHOLE:
+            if size <= _FULL_BYTES:
                 digest.update(content.read())
                 continue
             for block in range(_BLOCKS):

@@ -10,22 +10,16 @@ from pathlib import Path
 from visalign.errors import UserError
 
 BYTES_PER_PIXEL = 128
-"""Of peak memory that a judge of unknown appetite is thought to need: an image as three float64 channels is
-24 of them."""
-_MOST_PIXELS = 1 << 25
+"""Peak memory assumed of a judge; an image as three float64 channels alone takes 24."""
+_LARGEST = 1 << 25
 _VARIABLE = "VISALIGN_MAX_PIXELS"
 
 
 def max_pixels() -> int:
-    """Pixels that a single image may have to be decoded: a quarter of the machine's memory at
-    `BYTES_PER_PIXEL`, at most 2^25; or what VISALIGN_MAX_PIXELS says.
-
-    Raises:
-        UserError: the variable is no number of at least 1.
-    """
+    """Largest size of an image: VISALIGN_MAX_PIXELS, or a quarter of the memory and at most 2^25 pixels."""
     value = os.environ.get(_VARIABLE, "")
     if not value:
-        return min(_MOST_PIXELS, machine_memory() // 4 // BYTES_PER_PIXEL)
+        return min(_LARGEST, machine_memory() // 4 // BYTES_PER_PIXEL)
     if not (value.isascii() and value.isdigit() and int(value)):
         raise UserError(f"{_VARIABLE} is {value!r}; it is a number of pixels, at least 1. Set or unset it.")
     return int(value)

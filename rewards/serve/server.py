@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from visalign.errors import CaughtError
 from visalign.interfaces import Preferences, Scores
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.base.failure import Attempt
 
 from .limits import ByteBudget, QueueFull, RequestLimits
 from .wire import (
@@ -200,7 +200,7 @@ class Batcher:
         request = concatenate_requests([item.request for item in batch])
         self.counts.batches += 1
         self.counts.largest = max(self.counts.largest, len(request))
-        with Attempt() as asking:  # whatever is raised is the requests', and must not end this task
+        with CaughtError() as asking:  # whatever is raised is the requests', and must not end this task
             loop = asyncio.get_running_loop()
             answer = await loop.run_in_executor(None, self._judge.ask, request, self.timeout)
             start = 0

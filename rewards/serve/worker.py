@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
+from visalign.errors import CaughtError
 from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences, Scores, with_capabilities
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.base.failure import Attempt
 
 from .wire import (
     JudgeRequest,
@@ -231,7 +231,7 @@ def _serve(link: Connection, name: str, options: dict[str, Any], threads: int | 
         torch.set_num_threads(threads)
     judge: Any = None
     reply: Any = None
-    with Attempt() as loading:
+    with CaughtError() as loading:
         judge = load_judge(name, **options)
         reply = judge_card(judge)
     if loading.error is not None:
@@ -240,7 +240,7 @@ def _serve(link: Connection, name: str, options: dict[str, Any], threads: int | 
         link.send(reply)
         while loading.error is None:
             messages = [bytearray(link.recv_bytes()) for _ in range(link.recv())]
-            with Attempt() as judging:  # one bad request must not end the process
+            with CaughtError() as judging:  # one bad request must not end the process
                 request = concatenate_requests([unpack_request(message) for message in messages])
                 reply = pack_answer(answer_request(judge, request))
             if judging.error is not None:
@@ -290,7 +290,7 @@ def answer_request(judge: Any, request: JudgeRequest) -> Scores | Preferences:
             "scores single images and does not compare pairs" if is_pair else "only compares pairs of images"
         )
         raise JudgeRefused(f"{judge.name!r} {able}.")
-    with Attempt() as judging:
+    with CaughtError() as judging:
         sides = [_readable(side) for side in (request.images, request.right) if side is not None]
         return (judge.compare if is_pair else judge.score)(*sides, request.prompts, request.metadata)
     kind = JudgeRefused if isinstance(judging.error, ValueError | TypeError) else JudgeFailed

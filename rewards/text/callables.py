@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from visalign.errors import describe_error
+from visalign.errors import CaughtError, describe_error
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.callables import (
     Parameters,
@@ -30,7 +30,6 @@ from visalign.rewards.base.callables import (
     unjudged,
 )
 from visalign.rewards.base.contract import RewardError, check_choices
-from visalign.rewards.base.failure import Attempt
 
 from .contract import Prompt, TextRequest, TextVerdict, read_text_request, text_scores
 
@@ -99,7 +98,7 @@ class TextFunctionReward:
         completions = [self._convert(completion) for completion in request.completions]
         offered = columns | {"prompts": list(request.prompts), "completions": completions}
         arguments = pick_arguments(self.name, self._parameters, offered, ("prompts", "completions"))
-        with Attempt() as attempt:
+        with CaughtError() as attempt:
             answer = self._function(**arguments)
         if attempt.error is not None:
             return [self._failed(attempt.error)] * size
@@ -114,7 +113,7 @@ class TextFunctionReward:
             record = request.metadata[row] or {}
             offered = {key: record.get(key) for key in keys}
             offered |= {"prompt": request.prompts[row], "completion": self._convert(completion)}
-            with Attempt() as attempt:
+            with CaughtError() as attempt:
                 if only is not None and self._parameters[only].kind in _POSITIONAL:
                     answer = self._function(offered["completion"])
                 else:

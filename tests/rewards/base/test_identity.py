@@ -16,7 +16,7 @@ ONE = Identity(
 def test_equal_records_have_equal_digests():
     same = replace(ONE, preprocessing={"mean": (0.5,), "size": [64, 64]})
     assert same.digest == ONE.digest and ONE.differences(same) == []
-    assert len(ONE.digest) == 64 and ONE.template_hash == "d5b481211960"
+    assert len(ONE.digest) == 64
 
 
 def test_every_field_counts():
@@ -32,7 +32,6 @@ def test_every_field_counts():
     for name, value in changes.items():
         other = replace(ONE, **{name: value})
         assert other.digest != ONE.digest and ONE.differences(other) == [name]
-    assert replace(ONE, template=None).template_hash is None
 
 
 def test_fingerprint_follows_names_sizes_and_ends(tmp_path: Path):

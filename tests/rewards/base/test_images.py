@@ -138,7 +138,6 @@ def test_reasons_of_bad_files(tmp_path: Path):
     assert "URLs are not read" in reason("https://example.org/a.png")
     (tmp_path / "text.jpg").write_text("not an image")
     assert "cannot be decoded (UnidentifiedImageError" in reason(tmp_path / "text.jpg")
-    assert "it is a folder, not a regular file" in reason(tmp_path)
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     for kind in ("png", "jpg", "webp"):
         whole = tmp_path / f"whole.{kind}"
@@ -173,9 +172,8 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path):
     (tmp_path / "folder.png").mkdir()
     with socket.socket(socket.AF_UNIX) as line:
         line.bind(str(tmp_path / "socket.png"))
-        for name, kind in (("fifo", "FIFO"), ("socket", "socket"), ("folder", "folder")):
-            assert f"it is a {kind}, not a regular file" in reason(tmp_path / f"{name}.png")
-    assert "it is a device, not a regular file" in reason("/dev/zero")
+        for file in (tmp_path / "fifo.png", tmp_path / "socket.png", tmp_path / "folder.png", "/dev/zero"):
+            assert "it is not a regular file" in reason(file)
     assert [pixels_of(tmp_path / "fifo.png"), pixels_of(torch.zeros(3, 4, 5))] == [0, 20]
 
 
@@ -218,7 +216,7 @@ def test_nan_costs_its_row_only():
         (
             torch.rand(2, 8, 8, 3),
             ValueError,
-            r"channels first with 3 channels. Use images.permute\(0, 3, 1, 2\)",
+            "channels first with 3 channels. Use images.permute",
         ),
         (torch.rand(2, 1, 8, 8), ValueError, "channels first with 3 channels"),
         (torch.zeros(2, 4, 8, 8, dtype=torch.uint8), ValueError, "no dimension of 3 channels"),
@@ -232,16 +230,8 @@ def test_nan_costs_its_row_only():
         ("a.png", TypeError, "images is a str"),
         (None, TypeError, "images is a NoneType"),
         ([Image.new("RGB", (2, 2)), 7], TypeError, r"images\[1\] is a int"),
-        (
-            [torch.rand(1, 3, 4, 4)],
-            ValueError,
-            r"images\[0\] has shape \(1, 3, 4, 4\); an element of a list is one",
-        ),
-        (
-            [torch.rand(4, 4, 3)],
-            ValueError,
-            r"images\[0\] has shape \(4, 4, 3\); float images are channels first",
-        ),
+        ([torch.rand(1, 3, 4, 4)], ValueError, r"images\[0\] has shape \(1, 3, 4, 4\); an element of a list"),
+        ([torch.rand(4, 4, 3)], ValueError, r"images\[0\] of shape \(4, 4, 3\) .* channels first with 3"),
     ],
 )
 def test_refused(items, error, message):

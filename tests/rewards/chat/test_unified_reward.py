@@ -121,7 +121,7 @@ def test_the_contract(name):
         found = judge.score(PIXELS, ["a", "b", "c"])
     assert judge.name == name and found.valid.all()
     identity = judge.identity  # type: ignore[attr-defined]  # judges have one beside the protocol
-    assert identity.judge == name and identity.model == "tiny" and len(identity.template_hash) == 12
+    assert identity.judge == name and identity.model == "tiny"
 
 
 def test_identity_changes_with_everything_that_changes_a_score():

@@ -134,15 +134,6 @@ def test_refused(rewards, options, message):
         WeightedSum(rewards, **options)
 
 
-def test_part_of_the_wrong_length():
-    class Short(JpegSize):
-        def score(self, images, prompts, metadata=None):
-            return super().score(images[:-1], prompts[:-1])
-
-    with pytest.raises(RewardError, match="returned 3 scores for 4 images"):
-        total({"short": (Short(), 1.0)})
-
-
 class Answering(JpegSize):
     """Returns what it is told to."""
 
@@ -168,9 +159,9 @@ def answer(value, **fields) -> Scores:
     [
         (KeyError("gpu lost"), r"Reward 'mine' raised KeyError: 'gpu lost'.* For a sample"),
         ([1.0] * 4, r"Reward 'mine' returned a list; it must return a visalign\.interfaces\.Scores"),
-        (answer([1.0] * 3), "Reward 'mine' returned 3 scores for 4 images"),
-        (answer([1.0] * 4, parts={"x": torch.ones(3)}), r"the part 'x' as \(3,\) for 4 images"),
-        (answer([1.0] * 4, parts={"x": [1.0] * 4}), r"the part 'x' as list for 4 images"),
+        (answer([1.0] * 3), r"Reward 'mine' returned 'value' as \[3\] for 4 images"),
+        (answer([1.0] * 4, parts={"x": torch.ones(3)}), r"'x' as \[3\] for 4 images"),
+        (answer([1.0] * 4, parts={"x": [1.0] * 4}), r"'x' as list for 4 images"),
         (answer([1.0] * 4, valid=torch.ones(4)), r"'mine' returned valid as torch\.float32"),
         (RewardError("my own words"), "^my own words$"),
     ],

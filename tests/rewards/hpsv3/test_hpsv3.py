@@ -62,7 +62,7 @@ def test_positions_move_the_score_and_are_part_of_the_identity(shared) -> None:
     assert plain.identity.options["positions"] == "1d" and axes.identity.differences(plain.identity) == [
         "options"
     ]
-    assert plain.identity.template_hash == TEMPLATE.digest
+    assert plain.identity.template == TEMPLATE.text
     other = tiny_hpsv3()
     assert HPSv3(other).identity == plain.identity
     with torch.no_grad():

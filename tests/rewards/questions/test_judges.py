@@ -117,14 +117,14 @@ def test_jpeg_size_is_the_file_size():
 def test_an_image_that_jpeg_cannot_hold_is_invalid_alone():
     scores = JpegSize().score([torch.zeros(3, 1, 70_000), torch.zeros(3, 8, 8)], ["p"] * 2)
     assert scores.valid.tolist() == [False, True] and scores.value[1] > 0
-    assert "JPEG cannot hold it, 70000×1 pixels" in str(failure_reasons(scores)[0])
+    assert "jpeg_size cannot measure an image of 70000×1 pixels: " in str(failure_reasons(scores)[0])
 
 
 def test_jpeg_size_direction_and_refusals():
     assert JpegSize().higher_is_better and not JpegSize(prefer="smaller").higher_is_better
     with pytest.raises(ValueError, match="quality is 96; allowed are whole numbers from 1 to 95"):
         JpegSize(quality=96)
-    with pytest.raises(ValueError, match="prefer is 'less'; allowed are 'larger' and 'smaller'"):
+    with pytest.raises(ValueError, match="prefer is 'less'; allowed are larger, smaller"):
         JpegSize(prefer="less")
 
 
@@ -151,7 +151,9 @@ def test_sharpness_reaches_its_declared_maximum_and_falls_with_blur():
 def test_sharpness_of_a_single_pixel_is_invalid():
     scores = Sharpness().score([Image.new("RGB", (1, 1)), NOISE], ["p", "p"])
     assert scores.valid.tolist() == [False, True]
-    assert failure_reasons(scores)[0] == "sharpness needs an image of at least 3×3 pixels, this one has 1×1"
+    assert failure_reasons(scores)[0] == (
+        "sharpness cannot measure an image of 1×1 pixels: sides of at least 3 are needed"
+    )
 
 
 # the request

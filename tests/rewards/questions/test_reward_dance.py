@@ -141,7 +141,7 @@ def test_the_folder_and_the_argument_replace_the_question():
     other = RewardDance(engine, template=ASK)
     assert other.template is ASK
     assert judge.identity.digest != other.identity.digest
-    assert judge.identity.template_hash != other.identity.template_hash
+    assert judge.identity.template != other.identity.template
 
 
 def test_reasons_are_written_behind_the_decision_and_change_no_score():

@@ -298,7 +298,7 @@ def test_what_cannot_be_sent_is_refused_as_at_home():
         for images, prompts, message in (
             (LEVELS, ["a"], "4 images and 1 prompts"),
             (LEVELS[:1], "a", "prompts is a str"),
-            (np.zeros((1, 3, 5, 3), dtype=np.uint8), ["a"], "which may be"),
+            (np.zeros((1, 3, 5, 3), dtype=np.uint8), ["a"], "may be .B, 3, H, W. or"),
             (LEVELS[:1, :, :0], ["a"], "images without pixels"),
         ):
             with pytest.raises((ValueError, TypeError), match=message):

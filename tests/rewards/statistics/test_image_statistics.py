@@ -67,7 +67,7 @@ def test_contract(name):
     assert len(check_reward(reward)) == 11 and reward.higher_is_better
     assert not load_reward(name, prefer="smaller").higher_is_better
     assert getattr(reward, "identity").judge == name  # noqa: B009  # no part of the protocol
-    with pytest.raises(ValueError, match=f"{name}: prefer is 'more'; allowed are 'larger' and 'smaller'"):
+    with pytest.raises(ValueError, match=f"{name}: prefer is 'more'; allowed are larger, smaller"):
         load_reward(name, prefer="more")
 
 

@@ -91,7 +91,7 @@ def answer(value) -> Scores:
             [1.0] * 4,
             r"returned a list; it must return .*visalign\.rewards\.check_text_reward\(reward\) finds",
         ),
-        (answer([1.0] * 3), "Reward 'mine' returned 3 scores for 4 completions; it must return one each"),
+        (answer([1.0] * 3), r"Reward 'mine' returned 'value' as \[3\] for 4 completions"),
         (RewardError("my own words"), "^my own words$"),
     ],
 )

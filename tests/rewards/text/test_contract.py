@@ -147,7 +147,7 @@ def test_one_completion_at_a_time():
         (["1", 2], r"returned '1' \(str\) for completion 0; needed is a number, or None"),
         (
             torch.ones(2, 1),
-            r"returned the shape \[2, 1\]; needed is \[2\], one number per completion: squeeze",
+            r"returned the shape \[2, 1\]; needed is \[2\], one number per completion",
         ),
         ([1.0, 7.0], r"returned 7, outside its declared range \(0.0, 1.0\)"),
     ],

@@ -54,9 +54,7 @@ def test_the_folders_settings_come_before_the_defaults(tmp_path) -> None:
 def test_the_identity_names_all_that_moves_a_score(tmp_path) -> None:
     judge = VisionLanguageEngine.from_pretrained(save_tiny_seeing_model(tmp_path))
     first = Identity(judge="x", **judge.identity_fields(ONE))
-    assert (
-        first.preprocessing["patch"] == 4 and first.dtype == "float32" and first.template_hash == ONE.digest
-    )
+    assert first.preprocessing["patch"] == 4 and first.dtype == "float32" and first.template == ONE.text
     plain = VisionLanguageEngine.from_pretrained(
         tmp_path, positions="1d", dtype=torch.bfloat16, max_pixels=640
     )
