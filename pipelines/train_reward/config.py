@@ -184,7 +184,7 @@ class RewardDataConfig:
     """Our name of a column -> that of the files, such as mos: score; the command line has --map mos=score."""
     coding: str | None = None
     """Meaning of the labels of files: share, margin, or words such as 1=left,2=right,0=tie (--labels); null:
-    what is plain by itself."""
+    left, right, tie, A, B, or shares."""
     size: Count | None = 20000
     """Examples of data.train at most; for generated ones, how many. null: all of a file."""
     heldout_size: Count | None = 1000

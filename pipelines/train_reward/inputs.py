@@ -13,9 +13,14 @@ import torch
 
 from visalign.core.preference.off_policy import off_policy_pair_weights
 from visalign.core.surrogates.off_policy import effective_sample_size
-from visalign.data.sets.checks import check_preferences, check_quality, summed_votes, without_duplicates
+from visalign.data.sets.checks import (
+    check_preferences,
+    check_quality,
+    refuse_shared_images,
+    summed_votes,
+    without_duplicates,
+)
 from visalign.data.sets.columns import Columns
-from visalign.data.sets.leaks import refuse_shared_images
 from visalign.data.sets.prompt_files import load_demonstrations
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import GENERATED, load_source
@@ -73,7 +78,7 @@ def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
             )
         both = {"data.heldout": heldout, "data.train": train}
         sets = {name: [ref for row in side.rows for ref in row.images] for name, side in both.items()}
-        notes += refuse_shared_images(sets, what="of data.heldout are also in data.train")
+        refuse_shared_images(sets, what="of data.heldout are also in data.train")
     if data.convex_da is not None:
         variants = data.convex_da.variants([row.prompt for row in train.rows], config.seed)
         train = with_prompts(train, variants)

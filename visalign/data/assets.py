@@ -39,9 +39,4 @@ def resolve_model(name_or_path: str | Path) -> Path | str:
         return Path(name_or_path)
     if str(name_or_path) not in PACKAGED:
         return str(name_or_path)
-    folder = assets_folder() / str(name_or_path)
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"The packaged model {str(name_or_path)!r} is missing from assets/. Install visalign again."
-        )
-    return folder
+    return assets_folder() / str(name_or_path)

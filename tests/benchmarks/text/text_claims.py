@@ -43,8 +43,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from visalign.adapters.causal_lm.demonstrations import demonstration_rollout
 from visalign.config import load_config
 from visalign.core import fit_entropy_curve, ratio_level
+from visalign.data.text_tasks.kinds import MANY_ANSWERS
 from visalign.data.text_tasks.tasks import (
-    MANY_ANSWERS,
     TASKS,
     canonical_answer,
     check_answer,

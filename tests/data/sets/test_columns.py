@@ -11,7 +11,7 @@ import pytest
 
 from visalign.data.sets.columns import Columns, parse_map
 from visalign.data.sets.records import PreferenceSet, QualitySet
-from visalign.data.sets.sources import join_scores, load_preferences, load_quality, load_source
+from visalign.data.sets.sources import join_scores, load_preferences, load_source
 from visalign.data.sets.tables import read_rows
 from visalign.errors import UserError
 
@@ -25,58 +25,26 @@ def pairs_of(folder: Path, said: list[Any], **columns: Any) -> list[float]:
     return [pair.label for pair in found.pairs]
 
 
-def test_words_for_sides(tmp_path: Path) -> None:
-    words = ["A", "b", "First", "draw", "R", "image_left"]
-    assert pairs_of(tmp_path, words) == [1, 0, 1, 0.5, 0, 1]
-
-
-@pytest.mark.parametrize(
-    ("labels", "sides", "said"),
-    [
-        ([1, 2, 2], [1, 0, 0], "1, 2 and are read as 1 = left, 2 = right"),
-        (["1", "2"], [1, 0], "2 = right"),
-        ([0, 1, -1], [0.5, 1, 0], "0 = tie, -1 = right"),
-        ([1.0, -1.0], [1, 0], "-1 = right"),
-    ],
-)
-def test_numbers_that_are_plain_from_the_column_are_read_and_said(
-    tmp_path: Path, labels: list[Any], sides: list[float], said: str
-) -> None:
-    with pytest.warns(UserWarning, match=said):
-        assert pairs_of(tmp_path, labels) == sides
-
-
 def test_numbers_that_are_not_plain_ask_for_their_meaning(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"Row 3 .* got 2\. Say what the labels mean: --labels margin"):
+    with pytest.raises(UserError, match=r"Row 3 .* label is 2; .* --labels margin"):
         pairs_of(tmp_path, [0, 1, 2])
+    assert pairs_of(tmp_path, ["A", "b", "Left", "tie"]) == [1, 0, 1, 0.5]
     assert pairs_of(tmp_path, [0, 1, 2], labels="0=left,1=right,2=tie") == [1, 0, 0.5]
     assert pairs_of(tmp_path, [0.3, -7, 0], labels="margin") == [1, 0, 0.5]
     assert pairs_of(tmp_path, [0, 1, 0.3]) == [0, 1, 0.3]
-    with pytest.raises(UserError, match=r"the label 3 has no side; --labels names 1, 2"):
+    with pytest.raises(UserError, match=r"the label is 3; --labels names 1, 2"):
         pairs_of(tmp_path, [1, 3], labels="1=left,2=right")
     with pytest.raises(UserError, match="is '1=up'; write share or margin, or words"):
         pairs_of(tmp_path, [1], labels="1=up")
 
 
-def test_columns_with_other_names_margins_and_shares_of_votes(tmp_path: Path) -> None:
-    lines = ["id;text;one;two;margin", "7;a cat;1.png;2.png;0,5", "8;a dog;3.png;4.png;-2"]
-    (tmp_path / "a.csv").write_text("\n".join(lines).replace("0,5", "0.5"))
+def test_columns_with_other_names(tmp_path: Path) -> None:
+    lines = ["id;text;one;two;label", "7;a cat;1.png;2.png;1", "8;a dog;3.png;4.png;0"]
+    (tmp_path / "a.csv").write_text("\n".join(lines))
     names = parse_map(["prompt=text", "image_left=one", "image_right=two"])
     found = load_source(str(tmp_path / "a.csv"), columns=Columns(names=names))
     assert isinstance(found, PreferenceSet) and [p.label for p in found.pairs] == [1, 0]
     assert found.pairs[0].prompt == "a cat" and found.pairs[0].image_left == str(tmp_path / "1.png")
-    row = {
-        "prompt": 3,
-        "image_left": 1,
-        "image_right": 2,
-        "votes_left": 0.6,
-        "votes_right": 0.2,
-        "votes_tie": 0.2,
-    }
-    (tmp_path / "b.jsonl").write_text(json.dumps(row))
-    (pair,) = load_preferences(tmp_path / "b.jsonl").pairs
-    assert pair.label == pytest.approx(0.7) and pair.votes is None
-    assert (pair.prompt, Path(pair.image_left).name) == ("3", "1")
 
 
 def test_a_wrong_map_is_said(tmp_path: Path) -> None:
@@ -91,23 +59,6 @@ def test_a_wrong_map_is_said(tmp_path: Path) -> None:
         parse_map(["mos"])
     with pytest.raises(UserError, match="has a layout of its own"):
         load_source("shapes:pairs", columns=Columns(names={"mos": "x"}))
-
-
-@pytest.mark.parametrize(
-    "whole",
-    [
-        {"x": {"image": "a", "mos": 1}, "y": {"image": "b", "mos": 2}},
-        {"image": {"0": "a", "1": "b"}, "mos": {"0": 1, "1": 2}},
-        {"image": ["a", "b"], "mos": [1, 2]},
-        {"info": "about", "annotations": [{"image": "a", "mos": 1}, {"image": "b", "mos": 2}]},
-    ],
-)
-def test_an_object_of_json_is_read_in_each_of_its_usual_shapes(tmp_path: Path, whole: Any) -> None:
-    (tmp_path / "a.json").write_text(json.dumps(whole))
-    assert [(Path(r.image).name, r.mos) for r in load_quality(tmp_path / "a.json").records] == [
-        ("a", 1),
-        ("b", 2),
-    ]
 
 
 @pytest.mark.parametrize("sign", [";", "\t", "|"])

@@ -109,7 +109,7 @@ def test_bad_rows_by_their_message(load, row, message, tmp_path):
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(UserError, match="There is no file"):
+    with pytest.raises(UserError, match="There is no table"):
         load_pairs(tmp_path / "no.jsonl")
     with pytest.raises(UserError, match="holds no row"):
         load_pairs(_file(tmp_path))

@@ -79,10 +79,10 @@ def test_a_json_list_is_read_entry_by_entry(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
     assert [entry for _, entry in read_rows(tmp_path / "a.json")] == rows
     (tmp_path / "a.json").write_text(json.dumps(rows)[:-40])
-    with pytest.raises(UserError, match=r"Entry 30 .* cut short"):
+    with pytest.raises(UserError, match=r"Row 30 .* cut short"):
         list(read_rows(tmp_path / "a.json"))
     (tmp_path / "a.json").write_text('{"a": 1}')
-    with pytest.raises(UserError, match=r"is one object, and neither records by key"):
+    with pytest.raises(UserError, match=r"is no list; needed is a list of objects"):
         list(read_rows(tmp_path / "a.json"))
 
 
@@ -93,14 +93,12 @@ def test_a_json_list_is_read_entry_by_entry(tmp_path: Path, monkeypatch: pytest.
             [{"prompt": "a", "left": "l.png"}],
             "lacks the columns 'image_left', 'image_right'.*Found: prompt, left",
         ),
-        ([row(label="middle")], "Row 1 of .*'middle' is neither left, right, tie nor a number"),
-        ([row(label=2)], "Row 1 .* 0 to 1 .*got 2"),
-        ([row(), row(label="left", votes=[1, 8])], r"Row 2 .*label 1 contradicts the votes \(1, 8, 0\)"),
+        ([row(), row(label="middle")], "Row 2 of .*label is 'middle'; needed is left, right, tie"),
         ([row(votes=[1, 2, 3, 4])], "whole counts"),
-        ([row(votes=[0, 0])], "at least one of them positive"),
+        ([row(votes=[0, 0])], "not all 0"),
         ([row(prompt="")], "'prompt' is ''"),
         ([{k: v for k, v in row().items() if k != "label"}], "neither 'label' nor votes"),
-        ([], "holds no pair"),
+        ([], "holds no row"),
     ],
 )
 def test_unusable_rows_are_named(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
@@ -121,18 +119,15 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "set.jsonl").write_bytes(b'{"prompt": "\xff"}')
     with pytest.raises(UserError, match=r"not UTF-8"):
         load_preferences(tmp_path / "set.jsonl")
-    with pytest.raises(UserError, match=r"There is no file"):
+    with pytest.raises(UserError, match=r"There is no table"):
         load_preferences(tmp_path / "none.jsonl")
-    (tmp_path / "set.txt").write_text("x")
-    with pytest.raises(UserError, match=r"not a table format"):
-        load_preferences(tmp_path / "set.txt")
 
 
 def test_splits(tmp_path: Path) -> None:
     rows = [row(split="train"), row(split="test", prompt="a dog")]
     path = write(tmp_path / "set.jsonl", rows)
     assert [pair.prompt for pair in load_preferences(path, split="test").pairs] == ["a dog"]
-    with pytest.raises(UserError, match=r"no pair of the split 'dev'. Splits in it: test, train"):
+    with pytest.raises(UserError, match=r"no row of the split 'dev'. Splits: test, train"):
         load_preferences(path, split="dev")
 
 
@@ -202,9 +197,6 @@ def test_rows_without_a_name_are_votes_and_tallies_repeat() -> None:
     assert len(again) == 1 and summed_votes(again) == (again, [])
     alone, none = summed_votes(pairs_of(BASE, BASE | {"prompt": "a dog", "annotator": "ann"}))
     assert [pair.votes for pair in alone.pairs] == [None, (1, 0, 0)] and not none
-    scores = ({"extra": {"j_left": "1", "note": "x"}}, {"extra": {"j_left": 2.0, "note": "y"}})
-    _, found = summed_votes(pairs_of(*(BASE | extra for extra in scores)))
-    assert found[1].message == "j_left differ between rows of one pair; the first row's are used."
 
 
 def test_tables_of_votes_are_read_and_written(tmp_path: Path) -> None:
@@ -248,9 +240,8 @@ def test_quality_sets(tmp_path: Path) -> None:
     lower = load_quality(write(tmp_path / "q.jsonl", [entry | {"higher_is_better": False} for entry in good]))
     assert not lower.higher_is_better
     for rows, message in (
-        ([good[0], good[0] | {"image": "b.png"}], "All 2 scores of 'q' equal 1"),
+        ([good[0], good[0] | {"image": "b.png"}], "The 2 images of 'q' have one score"),
         ([good[0], good[1], good[0] | {"mos": 2}], "'.*a.png' has the score 1 in row 1 and 2 in row 3"),
-        ([good[0]], "holds 1 image; a correlation needs"),
         (
             [entry | {"reference": "I1", "split": s} for entry, s in zip(good, "ab", strict=True)],
             "more than one split",
@@ -275,10 +266,9 @@ def test_images_inside_parquet_files(tmp_path: Path) -> None:
     assert [np.asarray(resolve_image(parquet_reference(path, "jpg", k)))[0, 0, 0] for k in range(5)] == list(
         range(5)
     )
-    with pytest.raises(UserError, match=r"has 5 rows and the columns jpg; the reference asks for row 9"):
-        resolve_image(parquet_reference(path, "jpg", 9))
-    with pytest.raises(UserError, match=r"is broken"):
-        resolve_image("parquet://x")
+    for broken in (parquet_reference(path, "jpg", 9), parquet_reference(path, "png", 1), "parquet://x"):
+        with pytest.raises(UserError, match=r"leads to no image"):
+            resolve_image(broken)
 
 
 def test_generated_sets_and_unknown_sources(tmp_path: Path) -> None:
@@ -288,5 +278,5 @@ def test_generated_sets_and_unknown_sources(tmp_path: Path) -> None:
     assert load_source("shapes:pairs", limit=20) == pairs
     with pytest.raises(UserError, match=r"shapes:pairs, shapes:quality, or LAYOUT:FOLDER"):
         load_source("hpdv9:there")
-    with pytest.raises(UserError, match=r"is a folder; say whose layout"):
+    with pytest.raises(UserError, match=r"There is no set '/"):
         load_source(str(tmp_path))

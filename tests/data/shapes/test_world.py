@@ -81,7 +81,7 @@ def test_parsing_a_prompt_gives_its_record_back() -> None:
     "prompt", ["", "a cat", "a red", "two red circle", "five circles", "a circle a square"]
 )
 def test_a_foreign_prompt_is_refused_with_examples(prompt: str) -> None:
-    with pytest.raises(ValueError, match=r"not a prompt of the shapes world\. Write for example"):
+    with pytest.raises(ValueError, match=r"not a prompt of the shapes world, such as"):
         prompts.parse_prompt(prompt)
 
 
@@ -118,13 +118,6 @@ def test_style_adds_detail_and_distortion_takes_quality_away() -> None:
             for s in (0.2, 0.5, 1.0)
         ]
         assert 0 < change[0] < change[1] < change[2], kind
-
-
-def test_unknown_styles_and_distortions_are_refused() -> None:
-    with pytest.raises(ValueError, match="Unknown style 'cubist'; styles are"):
-        scenes.sample_scene(BY_CATEGORY["colors"][0], np.random.default_rng(0), style="cubist")
-    with pytest.raises(ValueError, match=r"severity in \[0, 1\]; got 'blur', 1.5"):
-        scenes.Distortion(kind="blur", severity=1.5)
 
 
 @pytest.mark.parametrize(("kind", "floor"), [("none", 0.999), ("blur", 0.99), ("noise", 0.99)])
@@ -237,8 +230,6 @@ def test_images_in_both_formats_are_judged_alike_and_others_refused() -> None:
         ValueError, match=r"takes float \[B, 3, 64, 64\].*got torch.float32 \(12, 3, 32, 32\)"
     ):
         verifier.verify(floats[..., ::2, ::2], records)
-    with pytest.raises(ValueError, match="12 images but 11 prompt records"):
-        verifier.verify(images, records[:-1])
 
 
 def test_rendering_is_fast() -> None:

@@ -227,7 +227,7 @@ def test_pairs_of_edits_are_learnt_from_with_what_they_edit(tmp_path, monkeypatc
             r"row 2 of 'edits': the source 'absent\.png' .*no such file",
         ),
         ({"metadata": "shot on film"}, r"row 2 of 'edits' has no 'source', .* or leave data\.pairs out"),
-        ({"source": ["a.png", "b.png"]}, r"row 2 of 'edits': .* and the model edits one image"),
+        ({"source": ["a.png", "b.png"]}, r"row 2 of 'edits': .* since the model edits one image"),
     ],
 )
 def test_a_pair_without_a_source_that_can_be_read_is_named(tmp_path, changes, message):

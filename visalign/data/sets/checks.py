@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a preference or quality set before anything is trained or measured on it."""
+"""Checks of preference and quality sets before anything is trained or measured on them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+import os
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from visalign.errors import UserError
 
-from .image_references import missing_files
-from .leaks import SECONDS, refuse_shared_images
+from .image_references import PARQUET, missing_files
 from .records import PreferencePair, PreferenceSet, QualitySet
 from .tables import listed
+
+Item = tuple[str, str]
+"""(reference of an image, name of its set)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +39,8 @@ def check_preferences(
         judge_sees_sides: Whether the judge sees both images at once and so may prefer a side.
 
     Returns:
-        Repeated pairs, pairs judged differently in different rows, images compared with themselves, all
-        winners on one side, ties; and that not all images of several splits could be compared in time.
+        Winners all on one side, repeated rows, rows that contradict an earlier one, images compared with
+        themselves, ties.
     """
     images = [(image, pair.split) for pair in pairs.pairs for image in (pair.image_left, pair.image_right)]
     _refuse_missing([image for image, _ in images], files)
@@ -52,9 +56,9 @@ def check_preferences(
             f"All {len(pairs)} pairs of '{pairs.name}' are ties: there is nothing to agree with. Check which "
             "column holds the label (left, right, tie, or the share for the left image)."
         )
-    findings = [*_one_side(pairs, judge_sees_sides), *_repeats(pairs)]
-    findings += _shared_images(pairs.name, images, files)
+    _refuse_images_in_splits(pairs.name, images)
     itself = [pairs.row(i) for i, pair in enumerate(pairs.pairs) if pair.image_left == pair.image_right]
+    findings = [*_one_side(pairs, judge_sees_sides), *_repeats(pairs)]
     findings += _rows_finding("same_image", itself, "compare an image with itself")
     if tied:
         findings.append(Finding(kind="ties", count=tied, message=f"{tied} of {len(pairs)} labels are ties."))
@@ -62,20 +66,19 @@ def check_preferences(
 
 
 def check_quality(records: QualitySet, *, files: bool = True) -> list[Finding]:
-    """Check a quality set: report repeated images, and that not all images could be compared in time."""
+    """Refuse a quality set on which no correlation is defined or that leaks; report repeated images."""
     _refuse_missing([record.image for record in records.records], files)
-    if len(records) < 2:
-        raise UserError(f"'{records.name}' holds {len(records)} image; a correlation needs at least 2.")
-    if len({record.mos for record in records.records}) == 1:
+    if len({record.mos for record in records.records}) < 2:
         raise UserError(
-            f"All {len(records)} scores of '{records.name}' equal {records.records[0].mos:g}: no "
-            "correlation is defined. Check which column holds the mean opinion score."
+            f"The {len(records)} images of '{records.name}' have one score; a correlation needs two. "
+            "Check which column holds the mean opinion score."
         )
     _refuse_leaks(
         ((record.origin, record.split) for record in records.records),
         f"images or references of '{records.name}'",
         "Put all images of a reference into one split, or read one split alone (--split).",
     )
+    _refuse_images_in_splits(records.name, [(record.image, record.split) for record in records.records])
     repeated, scores = [], {}
     for index, record in enumerate(records.records):
         row = records.row(index)
@@ -87,8 +90,36 @@ def check_quality(records: QualitySet, *, files: bool = True) -> list[Finding]:
             )
         if first_row != row:
             repeated.append(row)
-    findings = _shared_images(records.name, [(r.image, r.split) for r in records.records], files)
-    return findings + _rows_finding("duplicates", repeated, "repeat an image")
+    return _rows_finding("duplicates", repeated, "repeat an image")
+
+
+def shared_images(sets: Mapping[str, Iterable[str]]) -> list[tuple[Item, Item]]:
+    """Find images that are in more than one set: one file under several names, or files of equal bytes.
+
+    Images in a Parquet file are compared by their place in it; one that was saved again is another.
+    """
+    items = [
+        (reference, name) for name, references in sets.items() for reference in dict.fromkeys(references)
+    ]
+    states = {reference: _file_state(reference) for reference, _ in items}
+    if groups := _across_sets([(states[reference][0], (reference, name)) for reference, name in items]):
+        return groups
+    sizes = [(states[item[0]][1], item) for item in items if states[item[0]][1] is not None]
+    shared_sizes = {states[item[0]][1] for pair in _across_sets(sizes) for item in pair}
+    hashed = [(_digest(item[0]), item) for size, item in sizes if size in shared_sizes]
+    return _across_sets(hashed)
+
+
+def refuse_shared_images(sets: Mapping[str, Iterable[str]], *, what: str) -> None:
+    """Refuse sets that share an image; `what` says which, e.g. "of data.heldout are also in data.train"."""
+    if shared := shared_images(sets):
+        names = [
+            f"'{one}' ({name}) is '{other}' ({other_name})" for (one, name), (other, other_name) in shared
+        ]
+        raise UserError(
+            f"{len(names)} images {what}: {listed(names)}. Training and test would share them. Take each out "
+            "of one of them."
+        )
 
 
 def without_duplicates(pairs: PreferenceSet) -> PreferenceSet:
@@ -109,23 +140,21 @@ def without_duplicates(pairs: PreferenceSet) -> PreferenceSet:
 def summed_votes(pairs: PreferenceSet) -> tuple[PreferenceSet, list[Finding]]:
     """Sum the rows of a pair's annotators to votes, one record per pair in the place of its first row.
 
-    The label is the share of the votes. Other columns keep the first row's value; scores that differ between
-    the rows of a pair are reported.
+    The label is the share of the votes. Other columns keep the first row's value.
 
     Returns:
-        The set, and reports on the sums.
+        The set, and a report on the sums.
     """
     groups: dict[tuple[str | None, ...], list[int]] = {}
     for index, pair in enumerate(pairs.pairs):
         groups.setdefault((*_statement(pair)[:3], pair.split), []).append(index)
-    summed, unequal = [], set()
+    summed = []
     for indices in groups.values():
         first = pairs.pairs[indices[0]]
         rows = [pairs.pairs[index] for index in indices]
         rows = [row if row.image_left == first.image_left else row.swapped() for row in rows]
         is_vote = len(rows) > 1 or (first.annotator is not None and not first.ballots)
         summed.append(_sum_votes(rows) if is_vote else first)
-        unequal |= {name for row in rows[1:] for name in row.extra if _differs(row, first, name)}
     findings = []
     if len(summed) < len(pairs):
         annotators = {pair.annotator for pair in pairs.pairs} - {None}
@@ -134,19 +163,7 @@ def summed_votes(pairs: PreferenceSet) -> tuple[PreferenceSet, list[Finding]]:
         note = f" {unnamed} rows name no annotator and count as one vote each." if unnamed else ""
         message = f"{len(pairs)} rows{by} are votes on {len(summed)} pairs; those of a pair are summed.{note}"
         findings.append(Finding(kind="votes", count=len(summed), message=message))
-    if unequal:
-        message = f"{listed(sorted(unequal))} differ between rows of one pair; the first row's are used."
-        findings.append(Finding(kind="columns", count=len(unequal), message=message))
     return _subset(pairs, [indices[0] for indices in groups.values()], summed), findings
-
-
-def leaks(items: Iterable[tuple[str, str | None]]) -> dict[str, list[str]]:
-    """Find keys in more than one split, with their splits, from (key, split or None) of each row."""
-    splits: dict[str, set[str]] = {}
-    for key, split in items:
-        if split is not None:
-            splits.setdefault(key, set()).add(split)
-    return {key: sorted(names) for key, names in splits.items() if len(names) > 1}
 
 
 def _subset(pairs: PreferenceSet, indices: list[int], subset: list[PreferencePair]) -> PreferenceSet:
@@ -167,13 +184,6 @@ def _sum_votes(rows: list[PreferencePair]) -> PreferencePair:
     )
 
 
-def _differs(row: PreferencePair, first: PreferencePair, name: str) -> bool:
-    try:
-        return abs(float(row.extra[name]) - float(first.extra[name])) > 1e-9
-    except (KeyError, TypeError, ValueError):  # only numbers are compared
-        return False
-
-
 def _repeat_key(pair: PreferencePair) -> tuple[object, ...] | None:
     """Key that a repeat shares with the earlier row; None for a label without an annotator."""
     if pair.annotator is None and pair.votes is None:
@@ -190,20 +200,49 @@ def _statement(pair: PreferencePair) -> tuple[str, str, str, float]:
 
 
 def _refuse_leaks(items: Iterable[tuple[str, str | None]], what: str, remedy: str) -> None:
-    if shared := leaks(items):
-        names = listed([f"'{key}' ({' and '.join(splits)})" for key, splits in shared.items()])
-        raise UserError(f"{len(shared)} {what} are in more than one split: {names}. {remedy}")
+    """Refuse keys in more than one split, from (key, split or None) of each row."""
+    splits: dict[str, set[str]] = {}
+    for key, split in items:
+        if split is not None:
+            splits.setdefault(key, set()).add(split)
+    if shared := [
+        f"'{key}' ({' and '.join(sorted(names))})" for key, names in splits.items() if len(names) > 1
+    ]:
+        raise UserError(f"{len(shared)} {what} are in more than one split: {listed(shared)}. {remedy}")
 
 
-def _shared_images(name: str, items: Iterable[tuple[str, str | None]], files: bool) -> list[Finding]:
-    """Refuse an image in more than one split: by its file, and by its content where files are opened."""
+def _refuse_images_in_splits(name: str, items: Iterable[tuple[str, str | None]]) -> None:
     splits: dict[str, list[str]] = {}
     for reference, split in items:
         if split is not None:
             splits.setdefault(split, []).append(reference)
-    what = f"of '{name}' are in more than one split"
-    notes = refuse_shared_images(splits, what=what, seconds=SECONDS if files else 0)
-    return [Finding(kind="images", count=1, message=note) for note in notes if files]
+    refuse_shared_images(splits, what=f"of '{name}' are in more than one split")
+
+
+def _file_state(reference: str) -> tuple[Hashable, int | None]:
+    """(identity of the image's file and its place in it, bytes of a file that holds this image alone)."""
+    path, *position = [reference]
+    if reference.startswith(PARQUET):
+        path, *position = reference.removeprefix(PARQUET).rsplit("#", 2)
+    try:
+        stat = os.stat(path)
+    except OSError:  # a URL, an image of the shapes world, or a set of scores without its images
+        return reference, None
+    return (stat.st_dev, stat.st_ino, *position), None if position else stat.st_size
+
+
+def _digest(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "blake2b").digest()
+
+
+def _across_sets(keyed: Iterable[tuple[Hashable, Item]]) -> list[tuple[Item, Item]]:
+    """Find, for each key in several sets, its first item and the first of another set."""
+    groups: dict[Hashable, list[Item]] = {}
+    for key, item in keyed:
+        groups.setdefault(key, []).append(item)
+    others = [(group[0], [item for item in group if item[1] != group[0][1]]) for group in groups.values()]
+    return [(first, rest[0]) for first, rest in others if rest]
 
 
 def _refuse_missing(references: list[str], files: bool) -> None:
@@ -237,9 +276,8 @@ def _repeats(pairs: PreferenceSet) -> list[Finding]:
     for index, pair in enumerate(pairs.pairs):
         *statement, label = _statement(pair)
         key = _repeat_key(pair)
-        if key is not None and key in keys:
-            duplicates.append(pairs.row(index))
-        elif key is not None:
+        if key is not None:
+            duplicates += [pairs.row(index)] * (key in keys)
             keys.add(key)
         earlier = labels.setdefault((*statement, pair.annotator), set())
         if any((float(label) - 0.5) * (other - 0.5) < 0 for other in earlier):

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of users' tables as records: renamed columns, words and codes for labels, votes, margins."""
+"""Rows of users' tables as records: renamed columns, words for labels, votes."""
 
 from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -17,21 +16,12 @@ from .records import PreferencePair, QualityRecord
 from .tables import Row
 
 SIDES = {"left": 1.0, "right": 0.0, "tie": 0.5}
-"""Words for a label."""
+"""Word for a label -> share for the left image."""
 CODINGS = ("share", "margin")
 """Numeric label columns: the share for the left image, 0 to 1; or a number whose sign names the winner."""
-MORE_SIDES = {
-    **SIDES,
-    **{"a": 1.0, "b": 0.0, "first": 1.0, "second": 0.0, "image_left": 1.0, "image_right": 0.0},
-    **{"l": 1.0, "r": 0.0, "draw": 0.5, "equal": 0.5, "same": 0.5, "neither": 0.5, "both": 0.5, "none": 0.5},
-}
+WORDS = {**SIDES, "a": 1.0, "b": 0.0}
 """Words that need no coding."""
-NUMBER_CODES = ({"1": 1.0, "2": 0.0}, {"1": 1.0, "0": 0.5, "-1": 0.0})
-"""Codes recognised from a whole column of numbers that are not all shares; a warning reports the reading."""
 IMAGES = ("image", "image_left", "image_right")
-
-Coding = Mapping[str, float] | str | None
-"""Word -> share for the left image, one of `CODINGS`, or None for words and shares."""
 
 _VOTES = ("votes_left", "votes_right", "votes_tie")
 _PAIR_COLUMNS = ("prompt", "image_left", "image_right", "label", "votes", "ballots", *_VOTES)
@@ -46,7 +36,7 @@ class Columns:
     names: Mapping[str, str] = field(default_factory=dict)
     """Our name -> the table's."""
     labels: str | None = None
-    """One of `CODINGS`, or words with their sides, "1=left,2=right,0=tie"; None recognises common codes."""
+    """One of `CODINGS`, or words with their sides, "1=left,2=right,0=tie"; None reads `WORDS` and shares."""
     has_images: bool = True
     """False where scores are read from columns and no image is opened: rows may then name none."""
 
@@ -54,6 +44,21 @@ class Columns:
         """List the needed columns that a renamed row lacks."""
         optional = () if self.has_images else (*IMAGES, "prompt")
         return [name for name in needed if name not in row and name not in optional]
+
+    def coding(self) -> Mapping[str, float] | str | None:
+        """Parse `labels`: one of `CODINGS`, word -> share for the left image, or None."""
+        if self.labels is None or self.labels in CODINGS:
+            return self.labels
+        shares = {}
+        for item in self.labels.split(","):
+            word, _, side = item.partition("=")
+            if side.strip().lower() not in SIDES:
+                raise UserError(
+                    f"--labels is {self.labels!r}; write {' or '.join(CODINGS)}, or words with their sides "
+                    f"({', '.join(SIDES)}), such as 1=left,2=right,0=tie."
+                )
+            shares[_word(word)] = SIDES[side.strip().lower()]
+        return shares
 
 
 def parse_map(items: Sequence[str]) -> dict[str, str]:
@@ -64,11 +69,9 @@ def parse_map(items: Sequence[str]) -> dict[str, str]:
     """
     names: dict[str, str] = {}
     for item in items:
-        ours, sign, theirs = item.partition("=")
-        if not sign or not ours or not theirs:
-            raise UserError(f"--map is {item!r}; write OURS=THEIRS, e.g. --map mos=score.")
-        if ours in names:
-            raise UserError(f"--map names {ours!r} twice: {names[ours]!r} and {theirs!r}. Name it once.")
+        ours, _, theirs = item.partition("=")
+        if not ours or not theirs or ours in names:
+            raise UserError(f"--map is {item!r}; write OURS=THEIRS, each column once, e.g. --map mos=score.")
         names[ours] = theirs
     return names
 
@@ -85,36 +88,6 @@ def rename_columns(path: Any, row: Row, names: Mapping[str, str]) -> Row:
     return unnamed | {ours: row[theirs] for ours, theirs in names.items() if theirs in row}
 
 
-def label_coding(rows: Sequence[tuple[int, Row]], columns: Columns, path: Any) -> Coding:
-    """Find out what the labels of a whole column mean, where single labels do not show it."""
-    if columns.labels in CODINGS:
-        return columns.labels
-    if columns.labels is not None:
-        return _parse_coding(columns.labels)
-    labels = {number: _word(row["label"]) for number, row in rows if "label" in row}
-    words = set(labels.values())
-    for codes in NUMBER_CODES:
-        if len(words) > 1 and words <= set(codes) and words & {"2", "-1"}:
-            sides = {value: name for name, value in SIDES.items()}
-            reading = ", ".join(f"{word} = {sides[share]}" for word, share in codes.items())
-            warnings.warn(
-                f"The labels of '{path}' are {', '.join(sorted(words))} and are read as {reading}. Use "
-                "--labels if they mean something else.",
-                stacklevel=2,
-            )
-            return codes
-    if not all(_is_number(word) for word in words):
-        return None
-    for number, row in rows:
-        if number in labels and not 0 <= float(labels[number]) <= 1:
-            raise UserError(
-                f"Row {number} of '{path}': a label is the share in favour of the left image, 0 to 1 (or "
-                f"left, right, tie); got {row['label']}. Say what the labels mean: --labels margin (above 0 "
-                "for left), or each with its side, --labels 0=left,1=right,2=tie."
-            )
-    return None
-
-
 def fill_images(number: int, row: Row) -> Row:
     """Name the images of a row by its number, where no image is opened and the table names none."""
     if "mos" in row:
@@ -123,24 +96,20 @@ def fill_images(number: int, row: Row) -> Row:
     return {"prompt": prompt} | {f"image_{s}": f"row {number}, {s}" for s in ("left", "right")} | row
 
 
-def read_pair(row: Row, coding: Coding = None, folder: Path | None = None) -> PreferencePair:
-    """Read one pair from the columns that `load_preferences` names; numbers may be strings, as CSV has them.
+def read_pair(
+    row: Row, coding: Mapping[str, float] | str | None = None, folder: Path | None = None
+) -> PreferencePair:
+    """Read a pair from the columns that `load_preferences` names; numbers may be strings, as CSV has them.
 
     Relative image paths start at the folder; None leaves them as they are.
     """
-    votes, share = _read_votes(row)
-    label = share
+    votes = _read_votes(row)
     if "label" in row:
         label = _read_label(row["label"], coding)
-    elif share is None and "margin" in row:
-        label = _sign(row["margin"])
-    if label is None:
+    elif votes is not None:
+        label = (votes[0] + votes[2] / 2) / sum(votes)
+    else:
         raise UserError(f"neither 'label' nor votes ({', '.join(_VOTES)}) in it. Found: {', '.join(row)}.")
-    if votes is not None and share is not None and (label - 0.5) * (share - 0.5) < 0:
-        raise UserError(
-            f"the label {label:g} contradicts the votes {votes} (left, right, tie), whose share for the left "
-            f"image is {share:.3g}."
-        )
     return PreferencePair(
         prompt=_read_text(row, "prompt"),
         image_left=_image_path(row, "image_left", folder),
@@ -153,11 +122,14 @@ def read_pair(row: Row, coding: Coding = None, folder: Path | None = None) -> Pr
 
 
 def read_quality(row: Row, folder: Path | None = None) -> QualityRecord:
-    """Read one scored image from the columns that `load_quality` names, as `read_pair` reads a pair."""
+    """Read a scored image from the columns that `load_quality` names, as `read_pair` reads a pair."""
+    std = _read_number(row, "std") if row.get("std") is not None else None
+    if std is not None and std < 0:
+        raise UserError(f"'std' is {std:g}, needed is a number of at least 0.")
     return QualityRecord(
         image=_image_path(row, "image", folder),
         mos=_read_number(row, "mos"),
-        std=None if row.get("std") is None else _read_number(row, "std"),
+        std=std,
         prompt=str(row.get("prompt", "")),
         **_other_fields(QualityRecord, row, _QUALITY_COLUMNS),
     )
@@ -166,19 +138,6 @@ def read_quality(row: Row, folder: Path | None = None) -> QualityRecord:
 def parse_bool(value: Any) -> bool | None:
     """Read a truth value as files write it: true, false, 1, 0; None for anything else."""
     return {"true": True, "1": True, "false": False, "0": False}.get(str(value).strip().lower())
-
-
-def _parse_coding(text: str) -> dict[str, float]:
-    shares = {}
-    for item in text.split(","):
-        word, sign, side = item.partition("=")
-        if not sign or side.strip().lower() not in SIDES:
-            raise UserError(
-                f"--labels is {text!r}; write {' or '.join(CODINGS)}, or words with their sides "
-                f"({', '.join(SIDES)}), such as 1=left,2=right,0=tie."
-            )
-        shares[_word(word)] = SIDES[side.strip().lower()]
-    return shares
 
 
 def _word(value: Any) -> str:
@@ -194,54 +153,43 @@ def _is_number(text: Any) -> bool:
         return False
 
 
-def _read_label(value: Any, coding: Coding) -> float:
-    if coding == "margin":
-        return _sign(value)
-    shares = coding if isinstance(coding, Mapping) else MORE_SIDES
-    if (word := _word(value)) in shares:
-        return shares[word]
+def _read_label(value: Any, coding: Mapping[str, float] | str | None) -> float:
+    words = coding if isinstance(coding, Mapping) else WORDS
+    number = float(value) if _is_number(value) and not isinstance(coding, Mapping) else math.nan
+    if coding == "margin" and not math.isnan(number):
+        return 0.5 if number == 0 else float(number > 0)
+    if coding != "margin" and (word := _word(value)) in words:
+        return words[word]
+    if 0 <= number <= 1:
+        return number
     if isinstance(coding, Mapping):
-        raise UserError(f"the label {value!r} has no side; --labels names {', '.join(coding)}.")
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise UserError(
-            f"the label {value!r} is neither {', '.join(SIDES)} nor a number 0 to 1 (the share for the left "
-            "image)."
-        ) from None
+        allowed = f"--labels names {', '.join(coding)}"
+    elif coding == "margin":
+        allowed = "--labels margin needs a number, above 0 for the left image"
+    else:
+        allowed = (
+            f"needed is {', '.join(SIDES)}, or the share for the left image, 0 to 1. Say what others mean: "
+            "--labels margin (above 0 for left), or each with its side, --labels 1=left,2=right,0=tie"
+        )
+    raise UserError(f"the label is {value!r}; {allowed}.")
 
 
-def _sign(value: Any) -> float:
-    try:
-        margin = float(value)
-    except (TypeError, ValueError):
-        margin = math.nan
-    if math.isnan(margin):
-        raise UserError(f"the margin is {value!r}, needed is a number: above 0 for the left image.")
-    return 0.5 if margin == 0 else float(margin > 0)
-
-
-def _read_votes(row: Row) -> tuple[tuple[int, int, int] | None, float | None]:
-    """Read (counts, share for the left image); shares or weights of votes give no counts."""
+def _read_votes(row: Row) -> tuple[int, int, int] | None:
     votes: Any = row.get("votes")
-    if in_columns := votes is None and ("votes_left" in row or "votes_right" in row):
+    if votes is None and ("votes_left" in row or "votes_right" in row):
         votes = [row.get(name, 0) for name in _VOTES]
     if votes is None:
-        return None, None
+        return None
     try:
-        numbers = [float(count) for count in (json.loads(votes) if isinstance(votes, str) else votes)]
-        left, right, tie = numbers if len(numbers) == 3 else (*numbers, 0.0)
-        total = left + right + tie
-        share = (left + tie / 2) / total if total > 0 else 0.5
-        if all(count.is_integer() for count in numbers):
-            return (int(left), int(right), int(tie)), share
-        if not in_columns or min(numbers) < 0 or not total < math.inf:
-            raise ValueError
-    except (TypeError, ValueError):
-        raise UserError(
-            f"votes must be whole counts [left, right] or [left, right, tie]; got {votes!r}."
-        ) from None
-    return None, share
+        counts = [float(count) for count in (json.loads(votes) if isinstance(votes, str) else votes)]
+        left, right, tie = (int(count) for count in (counts if len(counts) == 3 else (*counts, 0.0)))
+        if min(counts) >= 0 < sum(counts) and sum(counts) == left + right + tie:
+            return left, right, tie
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise UserError(
+        f"votes must be whole counts [left, right] or [left, right, tie], not all 0; got {votes!r}."
+    )
 
 
 def _read_ballots(value: Any) -> tuple[tuple[str, float], ...]:
@@ -259,16 +207,15 @@ def _read_ballots(value: Any) -> tuple[tuple[str, float], ...]:
 def _with_generators(row: Row) -> Row:
     """Take model_left and model_right as generators, unless they are numbers: scores of a reward "model"."""
     names = {f"model_{side}": f"generator_{side}" for side in ("left", "right")}
-    models = [row[name] for name in names if row.get(name) is not None]
-    if set(names.values()) & set(row) or all(_is_number(model) for model in models):
+    if any(ours in row for ours in names.values()) or all(_is_number(row.get(name, 0)) for name in names):
         return row
     return {names.get(name, name): value for name, value in row.items()}
 
 
-def _other_fields(record: type, row: Row, read: Collection[str]) -> dict[str, Any]:
+def _other_fields(record: type, row: Row, columns: Collection[str]) -> dict[str, Any]:
     """Read the remaining fields of a record as texts, and all unknown columns as `extra`."""
-    texts = [field.name for field in fields(record) if field.name not in (*read, "extra")]
-    extra = {name: value for name, value in row.items() if name not in (*read, *texts)}
+    texts = [field.name for field in fields(record) if field.name not in (*columns, "extra")]
+    extra = {name: value for name, value in row.items() if name not in (*columns, *texts)}
     return {"extra": extra, **{name: str(row[name]) for name in texts if row.get(name) is not None}}
 
 

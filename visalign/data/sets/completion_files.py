@@ -48,15 +48,12 @@ def load_pairs(path: str | Path, *, unusable: str = "refuse") -> JudgedCompletio
             ("drop").
     """
     rows = _read(path, PAIR, "pairs")
-    if is_scored := PAIR[0] not in rows[0][1]:
-        pairs = _best_and_worst(rows)
-        ties = len({_key(row) for _, row in rows}) - len(pairs)
-    else:
-        pairs, ties = rows, 0
+    is_scored = PAIR[0] not in rows[0][1]
+    pairs = _best_and_worst(rows) if is_scored else rows
     # equal completions with different rewards are the reward's noise
     completions = _drop_faults(path, pairs, drop=unusable == "drop" or is_scored)
     if is_scored:
-        completions.left_out["ties"] = ties
+        completions.left_out["ties"] = len({_key(row) for _, row in rows}) - len(pairs)
     if not completions.records:
         reasons = ", ".join(f"{count} {why}" for why, count in completions.left_out.items()) or "none"
         raise UserError(f"'{path}' gives no pair of completions of which one is better: left out {reasons}.")
@@ -125,25 +122,23 @@ def _read(path: str | Path, preferred: Sequence[str], purpose: str) -> list[Numb
 
 
 def _completion(where: str, name: str, value: Any) -> str:
-    """Read a completion, a text or a conversation of one message."""
+    """Read a text or a conversation of one message; earlier messages belong to the prompt."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
         value = value[0].get("content")
     if not isinstance(value, str):
         raise UserError(
-            f"{where}: {name} is neither a text nor a list of one message; got {str(value)[:80]}. Earlier "
-            "messages of a conversation belong to its prompt."
+            f"{where}: {name} is neither a text nor a list of one message; got {str(value)[:80]}."
         )
     return value
 
 
 def _reward(where: str, value: Any) -> float:
     try:
-        reward = float(value)
+        if not math.isnan(reward := float(value)):
+            return reward
     except (TypeError, ValueError):
-        reward = math.nan
-    if math.isnan(reward):
-        raise UserError(f"{where}: reward {value!r} is no number. Leave the completion out.")
-    return reward
+        pass
+    raise UserError(f"{where}: reward {value!r} is no number. Leave the completion out.")
 
 
 def _key(row: Record) -> str:

@@ -26,20 +26,21 @@ def parquet_reference(path: str | Path, column: str, row: int) -> str:
 
 
 def shapes_reference(split: str, seed: int, kind: str, number: int, side: str = "") -> str:
-    """Build the reference of an image of `ShapesPreferences(seed, split=split)`.
-
-    The kind is "pair", with the side "left" or "right", or "quality".
-    """
+    """Build the reference of an image of `ShapesPreferences(seed, split=split)`; kind "pair" or "quality"."""
     return f"{SHAPES}{split}/{seed}/{kind}/{number}/{side}".rstrip("/")
 
 
 def resolve_image(reference: str) -> Any:
     """Turn a reference into an input of a reward: a path (not opened), a PIL image or uint8 [H, W, 3]."""
-    if reference.startswith(PARQUET):
-        return _from_parquet(reference)
-    if reference.startswith(SHAPES):
-        return _from_shapes(reference)
-    return reference
+    if not reference.startswith((PARQUET, SHAPES)):
+        return reference
+    try:
+        return _from_parquet(reference) if reference.startswith(PARQUET) else _from_shapes(reference)
+    except (IndexError, KeyError, ValueError) as error:  # pyarrow.ArrowInvalid is a ValueError
+        raise UserError(
+            f"The reference '{reference}' leads to no image ({error}); needed is {PARQUET}FILE#COLUMN#ROW, "
+            f"{SHAPES}SPLIT/SEED/pair/NUMBER/left|right or {SHAPES}SPLIT/SEED/quality/NUMBER."
+        ) from error
 
 
 def missing_files(references: list[str]) -> list[str]:
@@ -61,24 +62,14 @@ def open_bytes(content: bytes, name: str) -> Image.Image:
 
 
 def _from_parquet(reference: str) -> Image.Image:
-    try:
-        path, column, row = reference.removeprefix(PARQUET).rsplit("#", 2)
-        number = int(row)
-    except ValueError:
-        raise UserError(
-            f"The reference '{reference}' is broken; needed is {PARQUET}FILE#COLUMN#ROW."
-        ) from None
-    file, starts = _open_parquet(path)
-    if column not in file.schema_arrow.names or not 0 <= number < starts[-1]:
-        raise UserError(
-            f"'{path}' has {starts[-1]} rows and the columns {', '.join(file.schema_arrow.names)}; the "
-            f"reference asks for row {number} of '{column}'."
-        )
+    path, column, row = reference.removeprefix(PARQUET).rsplit("#", 2)
+    number = int(row)
+    _, starts = _open_parquet(path)
     group = bisect_right(starts, number) - 1
     value = _row_group(path, column, group)[number - starts[group]].as_py()
     content = value.get("bytes") if isinstance(value, dict) else value
     if not isinstance(content, bytes):
-        raise UserError(f"Row {number} of '{column}' in '{path}' holds no image.")
+        raise ValueError(f"the column holds {type(content).__name__}")
     return open_bytes(content, reference)
 
 
@@ -110,14 +101,8 @@ def _shapes(split: str, seed: int) -> Any:
 def _from_shapes(reference: str) -> Any:
     from visalign.data.shapes.render import render
 
-    try:
-        split, seed, kind, number, *side = reference.removeprefix(SHAPES).split("/")
-        source = _shapes(split, int(seed))
-        if kind == "quality":
-            return render(source.quality(int(number)).scene)
-        return source.pair(int(number)).images()[("left", "right").index(side[0])]
-    except (IndexError, ValueError) as error:
-        raise UserError(
-            f"The reference '{reference}' is broken; needed is {SHAPES}SPLIT/SEED/pair/NUMBER/left|right or "
-            f"{SHAPES}SPLIT/SEED/quality/NUMBER."
-        ) from error
+    split, seed, kind, number, *side = reference.removeprefix(SHAPES).split("/")
+    source = _shapes(split, int(seed))
+    if kind == "quality":
+        return render(source.quality(int(number)).scene)
+    return source.pair(int(number)).images()[("left", "right").index(side[0])]

@@ -18,7 +18,7 @@ from PIL import Image
 from visalign.data.shapes.prompts import heldout_prompts, train_prompts
 from visalign.errors import UserError
 
-from .tables import check_characters, listed
+from .tables import parse_json
 
 Record = dict[str, Any]
 
@@ -38,8 +38,7 @@ Edits = Literal["none", "optional", "needed"]
 def record_key(record: str | Mapping[str, Any]) -> tuple[str, ...]:
     """Identify a prompt: (prompt,), or (prompt, source) of a record with images to edit, a line each.
 
-    An image in memory counts by its content; a word that is no path of an image, such as the name of a
-    dataset, does not count.
+    An image in memory counts by its content; a word that is no path does not count.
 
     >>> record_key({"prompt": "make it blue", "source": "cup.png"})
     ('make it blue', 'cup.png')
@@ -50,10 +49,8 @@ def record_key(record: str | Mapping[str, Any]) -> tuple[str, ...]:
     """
     if isinstance(record, str):
         return (record,)
-    prompt, names = (
-        str(record["prompt"]),
-        [_image_name(image) for image in listed_sources(record.get("source"))],
-    )
+    prompt = str(record["prompt"])
+    names = [_image_name(image) for image in listed_sources(record.get("source"))]
     return (prompt, "\n".join(names)) if any(names) else (prompt,)
 
 
@@ -65,10 +62,9 @@ def listed_sources(source: Any) -> list[Any]:
 
 
 def source_of(columns: Mapping[str, Any]) -> Any:
-    """Find the image that a row's images are edits of: its "source", else that of its "metadata".
+    """Find the image, or list of images, that a row's images are edits of: its "source", else its metadata's.
 
-    The source is a path or a list of paths, the metadata an object or JSON text; None where neither names an
-    image.
+    Lists and the metadata may be JSON text; None where neither names an image.
 
     >>> source_of({"source": "coco", "metadata": '{"source": "cup.png"}'})
     'cup.png'
@@ -102,9 +98,9 @@ def _image_name(source: Any) -> str:
 
 
 def load_prompts(source: str | Path, *, edits: Edits = "none", several: bool = True) -> list[Record]:
-    """Load the prompt records of an embedded set or of a file.
+    """Load the prompt records of an embedded set or of a file, in its order.
 
-    Blank lines are skipped and repeated prompts kept once; a warning names the lines of both.
+    Blank lines are skipped and repeated prompts kept once; a warning counts both.
 
     Args:
         source: "shapes:train", "shapes:heldout", or the path of a `.txt` or `.jsonl` file in UTF-8. A JSON
@@ -112,32 +108,22 @@ def load_prompts(source: str | Path, *, edits: Edits = "none", several: bool = T
         edits: Whether a record's "source" is an image to edit, a path relative to the working directory: then
             each is decoded once, and records of one prompt may differ in it.
         several: Whether a source may be a list of such files.
-
-    Returns:
-        At least one record, in the order of the file.
-
-    Raises:
-        UserError: No such set or file, another kind of file, no prompt in it, a line that is no record, or
-            one prompt with two different records; a source that is missing or cannot be read.
     """
     if str(source) in EMBEDDED:
         if edits == "needed":
             raise UserError(f"{source} has no images, and the model edits one. {_SOURCES}")
         return EMBEDDED[str(source)]()
     path, name = Path(source), f"prompt file {source}"
-    if not path.is_file():
+    if path.suffix not in (".txt", ".jsonl") or not path.is_file():
         raise UserError(
-            f"no prompt set {str(source)!r}: it is no file, and the embedded sets are {', '.join(EMBEDDED)}."
-        )
-    if path.suffix not in (".txt", ".jsonl"):
-        raise UserError(
-            f"{name} ends in {path.suffix!r}; use .txt (one prompt per line) or .jsonl (one record per line)."
+            f"no prompt set {str(source)!r}: it is no .txt file (a prompt per line) or .jsonl file (a record "
+            f"per line), and the embedded sets are {', '.join(EMBEDDED)}."
         )
     records: dict[tuple[str, ...], tuple[int, Record]] = {}
-    blank, repeated = [], []
-    for number, line in enumerate(lines := _read_lines(path, name), start=1):
+    blank, repeated = 0, 0
+    for number, line in enumerate(_read_lines(path, name), start=1):
         if not line.strip():
-            blank.append(number)
+            blank += 1
             continue
         record = {"prompt": line} if path.suffix == ".txt" else _prompt_record(f"{name} line {number}", line)
         record["prompt"] = record["prompt"].strip()
@@ -148,16 +134,11 @@ def load_prompts(source: str | Path, *, edits: Edits = "none", several: bool = T
                 f"{name}: lines {first} and {number} give the prompt {record['prompt']!r} two different "
                 "records; keep the right one."
             )
-        if first != number:
-            repeated.append(number)
+        repeated += first != number
     if not records:
-        content = "empty" if not lines else "nothing but blank lines"
-        raise UserError(f"{name} is {content}; it needs at least one prompt, one per line.")
-    for numbers, why in ((blank, "which are blank"), (repeated, "which repeat earlier prompts")):
-        if numbers:
-            warnings.warn(
-                f"{name}: skipped {len(numbers)} line(s) ({listed(numbers, limit=10)}), {why}.", stacklevel=2
-            )
+        raise UserError(f"{name} holds no prompt; it needs at least one, one per line.")
+    if blank or repeated:
+        warnings.warn(f"{name}: skipped {blank} blank lines and {repeated} repeated prompts.", stacklevel=2)
     if edits != "none":
         numbered = [(f"{name} line {number}", record) for number, record in records.values()]
         check_sources(numbered, needed=edits == "needed", several=several, remedy=_SOURCES)
@@ -176,16 +157,14 @@ def check_sources(records: Iterable[tuple[str, Record]], *, needed: bool, severa
     images: dict[str, str] = {}  # path -> where it is named
     for where, record in records:
         source = record.get("source")
-        if source is None and needed:
+        if source is None and not needed:
+            continue
+        if source is None:
             raise UserError(f"{where} has no 'source', the image that the model edits. {remedy}")
         paths = listed_sources(source)
-        if source is not None and not (paths and all(isinstance(path, str) for path in paths)):
-            raise UserError(f"{where}: the source is {source!r:.80}; give the path of an image.")
-        if len(paths) > 1 and not several:
-            raise UserError(
-                f"{where}: the source is {source!r:.80}, and the model edits one image. Give one path, or "
-                "use a model that takes several (FLUX.2, Qwen-Image-Edit-2509)."
-            )
+        if not paths or not all(isinstance(path, str) for path in paths) or (len(paths) > 1 and not several):
+            allowed = "or a list of them" if several else "one, since the model edits one image"
+            raise UserError(f"{where}: the source is {source!r:.80}; give the path of an image, {allowed}.")
         for path in paths:
             images.setdefault(path, where)
     with ThreadPoolExecutor() as pool:
@@ -220,24 +199,15 @@ def load_demonstrations(path: str | Path, field: str | None = None) -> list[Reco
         path: A file in UTF-8. A prompt is a text, or a conversation: a list of messages with "role" and
             "content".
         field: Field of the completion; None is "completion", or "solution" where a record has no completion.
-
-    Returns:
-        At least one record, in the order of the file.
-
-    Raises:
-        UserError: No such file, another kind of file, a line that is no record, a record without prompt or
-            completion, or no record at all; the message names the line.
     """
     path, name = Path(path), f"file of demonstrations '{path}'"
-    if not path.is_file():
-        raise UserError(f"there is no {name}; give the path of a .jsonl file.")
-    if path.suffix != ".jsonl":
-        raise UserError(f"{name} ends in {path.suffix!r}; use .jsonl, a prompt and its completion per line.")
+    if path.suffix != ".jsonl" or not path.is_file():
+        raise UserError(f"there is no {name}; give a .jsonl file, a prompt and its completion per line.")
     records = []
     for number, line in enumerate(_read_lines(path, name), start=1):
         if line.strip():
             where = f"'{path}' line {number}"
-            record = _parse_json(line, where)
+            record = parse_json(line, where)
             if not isinstance(record, dict) or not is_prompt(record.get("prompt")):
                 raise UserError(
                     f'{where} needs a JSON object with a "prompt" that is text or a list of messages, such '
@@ -245,10 +215,7 @@ def load_demonstrations(path: str | Path, field: str | None = None) -> list[Reco
                 )
             records.append(with_completion(record, where, field))
     if not records:
-        raise UserError(
-            f"{name} has no record; it needs at least one line such as {EXAMPLE}. "
-            "Where it was made by selecting samples, none was accepted."
-        )
+        raise UserError(f"{name} has no record; it needs at least one line such as {EXAMPLE}.")
     return records
 
 
@@ -302,17 +269,8 @@ def _read_lines(path: Path, name: str) -> list[str]:
     return lines if lines[-1] else lines[:-1]
 
 
-def _parse_json(line: str, where: str) -> Any:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where} is not JSON: {error}.") from error
-    check_characters(where, line, value)
-    return value
-
-
 def _prompt_record(where: str, line: str) -> Record:
-    record = _parse_json(line, where)
+    record = parse_json(line, where)
     prompt = record.get("prompt") if isinstance(record, dict) else None
     if not isinstance(prompt, str) or not prompt.strip():
         raise UserError(

@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-from visalign.errors import UserError
 
 from .tables import Row
 
@@ -22,7 +19,7 @@ class PreferencePair:
 
     prompt: str
     image_left: str
-    """A path, or any reference that `visalign.data.sets.image_references.resolve_image` reads."""
+    """A path, or a reference that `resolve_image` reads."""
     image_right: str
     label: float
     """Share of the votes for the left image: 1 left, 0 right, 0.5 a tie."""
@@ -45,17 +42,6 @@ class PreferencePair:
     """Group of the pairs of one prompt; None groups by the prompt itself."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """All other columns: scores of rewards, GenEval's metadata."""
-
-    def __post_init__(self) -> None:
-        if self.votes is not None and (min(self.votes) < 0 or sum(self.votes) == 0):
-            raise UserError(
-                f"Votes are counts (left, right, tie), at least one of them positive; got {self.votes}."
-            )
-        if not 0.0 <= self.label <= 1.0:  # also refuses NaN
-            raise UserError(
-                f"A label is the share in favour of the left image, 0 to 1 (or left, right, tie); got "
-                f"{self.label}."
-            )
 
     @property
     def group(self) -> str:
@@ -83,10 +69,9 @@ class PreferencePair:
     def to_row(self) -> Row:
         """Convert to an object of a JSONL file, None left out; `load_preferences` reads it back equal."""
         row = _to_row(self)
-        if self.votes is not None:
-            row["votes"] = list(self.votes)
-        row["ballots"] = [list(ballot) for ballot in self.ballots]
-        return row if self.ballots else {k: v for k, v in row.items() if k != "ballots"}
+        ballots = [list(ballot) for ballot in row.pop("ballots")]
+        lists = {"ballots": ballots, "votes": self.votes and list(self.votes)}
+        return row | {name: value for name, value in lists.items() if value}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +92,6 @@ class QualityRecord:
     reference: str | None = None
     """The undistorted image behind this one: images that share it belong into one split."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.mos):
-            raise UserError(f"mos must be a finite number; got {self.mos}.")
-        if self.std is not None and not 0 <= self.std < math.inf:
-            raise UserError(f"std must be a finite number, at least 0; got {self.std}.")
 
     @property
     def origin(self) -> str:

@@ -7,18 +7,18 @@ import json
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.errors import UserError, suggestion
 
-from .columns import Columns, fill_images, label_coding, parse_bool, read_pair, read_quality, rename_columns
+from .columns import Columns, fill_images, parse_bool, read_pair, read_quality, rename_columns
 from .image_references import shapes_reference
 from .layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS, load_layout, load_quality_layout
 from .records import PreferencePair, PreferenceSet, QualityRecord, QualitySet
-from .tables import Row, listed, read_rows, require_columns
+from .tables import Row, listed, read_rows, require_columns, select_split
 
 GENERATED = ("shapes:pairs", "shapes:quality")
 SHAPES_PAIRS = 400
@@ -44,29 +44,20 @@ def load_source(
     """
     layout, colon, path = source.partition(":")
     layouts = (*PAIR_LAYOUTS, *QUALITY_LAYOUTS)
-    if (
-        columns is not None
-        and (columns.names or columns.labels)
-        and (source in GENERATED or layout in layouts)
-    ):
+    has_layout = source in GENERATED or (bool(colon) and layout in layouts)
+    if has_layout and columns is not None and (columns.names or columns.labels):
         raise UserError(f"--map and --labels are for tables, and '{source}' has a layout of its own.")
     if source in GENERATED:
         generate = shapes_pairs if source == GENERATED[0] else shapes_quality
         return generate(SHAPES_PAIRS if limit is None else limit, split=split or "heldout")
-    if layout in PAIR_LAYOUTS and colon:
+    if has_layout and layout in PAIR_LAYOUTS:
         return load_layout(layout, path, split=split or "test", limit=limit)
-    if layout in QUALITY_LAYOUTS and colon:
+    if has_layout:
         return load_quality_layout(layout, path, split=split, limit=limit)
-    if not Path(source).exists():
+    if not Path(source).is_file():
         raise UserError(
-            f"There is no set '{source}': it is no file. "
-            f"{suggestion(layout, (*layouts, *GENERATED))}Allowed: a file, {', '.join(GENERATED)}, or "
-            f"LAYOUT:FOLDER with LAYOUT one of {', '.join(layouts)}."
-        )
-    if Path(source).is_dir():
-        raise UserError(
-            f"'{source}' is a folder; say whose layout it has, as LAYOUT:{source} with LAYOUT one of "
-            f"{', '.join(layouts)}."
+            f"There is no set '{source}'. {suggestion(layout, (*layouts, *GENERATED))}Allowed: a file, "
+            f"{', '.join(GENERATED)}, or LAYOUT:FOLDER with LAYOUT one of {', '.join(layouts)}."
         )
     return _read_file(source, None, split, limit, columns)
 
@@ -74,20 +65,15 @@ def load_source(
 def load_preferences(
     path: str | Path, *, split: str | None = None, limit: int | None = None, columns: Columns | None = None
 ) -> PreferenceSet:
-    """Read a preference set from a JSONL, JSON, CSV, TSV or Parquet file: one split or all, at most `limit`
-    pairs.
+    """Read a preference set from a JSONL, JSON, CSV, TSV or Parquet file, at most `limit` pairs of a split.
 
-    Columns: `prompt`, `image_left`, `image_right`, and the preference: `label` (left, right, tie; A, B; 1 and
-    2; 1, 0 and -1; or the share for the left image, 0 to 1), `margin` (above 0 for the left image), or
-    `votes` [left, right, tie], or `votes_left`, `votes_right` (counts, or shares of the votes) and
-    perhaps `votes_tie`. Optional: `annotator` (a row per annotator: `visalign.data.sets.checks.summed_votes`
-    makes one record of a pair's rows), `generator_left` and `generator_right` (or `model_left`,
-    `model_right`), `resolution`, `category`, `split`, `prompt_id`. All others are kept in `extra`. Relative
-    image paths are taken from the file's folder. `visalign.data.sets.checks` reports what is odd.
-
-    Raises:
-        UserError: Missing file or columns, a row that cannot be read (named by its number), a label that
-            contradicts the votes of its row, no such split, or no pair.
+    Columns: `prompt`, `image_left`, `image_right`, and the preference: `label` (left, right, tie; A, B; or
+    the share for the left image, 0 to 1; others as `Columns.labels` says), or counts of votes, `votes` [left,
+    right, tie] or `votes_left`, `votes_right` and perhaps `votes_tie`; next to votes the label wins.
+    Optional: `annotator` (a row per annotator: `visalign.data.sets.checks.summed_votes` makes one record of a
+    pair's rows), `generator_left` and `generator_right` (or `model_left`, `model_right`), `resolution`,
+    `category`, `split`, `prompt_id`. All others are kept in `extra`. Relative image paths are taken from the
+    file's folder.
     """
     pairs = _read_file(path, "pairs", split, limit, columns)
     assert isinstance(pairs, PreferenceSet)
@@ -113,11 +99,7 @@ def from_dataframe(
 ) -> PreferenceSet | QualitySet:
     """Read a set from a pandas data frame, or any with `to_dict("records")`, as a file with these columns.
 
-    Args:
-        frame: Columns as `load_preferences` or `load_quality` reads them.
-        name: Name of the set.
-        folder: Folder where relative paths of images start.
-        columns: How the columns are read, where they have other names or labels.
+    Relative paths of images start at the folder.
     """
     rows = (
         {str(key): value for key, cell in row.items() if (value := _plain(cell)) is not None}
@@ -175,31 +157,22 @@ def _read_set(
 ) -> PreferenceSet | QualitySet:
     """Read numbered rows with our column names; the columns tell the kind None."""
     number, first = next(rows, (0, {}))
-    purpose = "a preference set" if kind else "a preference set (a quality set: image, mos)"
+    purpose = "a quality set" if kind == "quality" else "a preference set"
     if kind is None:
         is_pair = "image_left" in first or "image_right" in first
         kind = "quality" if not is_pair and ("mos" in first or "image" in first) else "pairs"
-    record_name, purpose = ("pair", purpose) if kind == "pairs" else ("image", "a quality set")
-    if not number:
-        raise UserError(f"'{path}' holds no {record_name}.")
-    if columns.missing(first, _NEEDED[kind]) or len(first) == 1:
+        purpose = "a quality set" if kind == "quality" else "a preference set (a quality set: image, mos)"
+    if number and (columns.missing(first, _NEEDED[kind]) or len(first) == 1):
         require_columns(path, first, _NEEDED[kind], purpose=purpose)
-    all_rows, splits = chain([(number, first)], rows), set()
-    matching = (
-        item for item in all_rows if splits.add(item[1].get("split")) or split in (None, item[1].get("split"))
-    )
-    selected = list(islice(matching, limit))
-    if not selected:
-        names = ", ".join(sorted(str(name) for name in splits if name is not None)) or "none at all"
-        raise UserError(f"'{path}' holds no {record_name} of the split '{split}'. Splits in it: {names}.")
-    folder = path.parent if columns.has_images else None
-    coding = label_coding(selected, columns, path) if kind == "pairs" else None
+    all_rows = chain([(number, first)] if number else [], rows)
+    selected = select_split(f"'{path}'", all_rows, split, limit)
+    folder, coding = path.parent if columns.has_images else None, columns.coding()
     pairs: list[PreferencePair] = []
     records: list[QualityRecord] = []
     directions: dict[bool, int] = {}  # higher_is_better -> its first row
     for number, row in selected:
+        filled = row if columns.has_images else fill_images(number, row)
         try:
-            filled = row if columns.has_images else fill_images(number, row)
             if kind == "pairs":
                 pairs.append(read_pair(filled, coding, folder))
             else:
@@ -231,9 +204,6 @@ def join_scores(source: PreferenceSet | QualitySet, path: str | Path) -> Prefere
     The table names images in `image`, and scores in columns of their own; or it is what `visalign score`
     writes (image, reward, value). Images match by path, or by file name where that is unique. Pairs
     get NAME_left and NAME_right, images NAME; no existing column is replaced.
-
-    Raises:
-        UserError: No column `image`, no score, or no image of the set in it.
     """
     scores, full_paths = _scores_by_image(Path(path))
     by_name: dict[str, list[str]] = {}
@@ -259,8 +229,7 @@ def join_scores(source: PreferenceSet | QualitySet, path: str | Path) -> Prefere
     if not matched:
         raise UserError(
             f"None of the images of '{source.name}' is in '{path}', which names "
-            f"{listed(list(full_paths), limit=2)}. Images are matched by path, or by file name where that is "
-            "unique."
+            f"{listed(list(full_paths), limit=2)}. Images match by path, or by a file name that is unique."
         )
     if matched < len(source):
         warnings.warn(
@@ -276,13 +245,9 @@ def _scores_by_image(path: Path) -> tuple[dict[str, Row], dict[str, str]]:
     """Read (full path of an image -> its scores, path as the table writes it -> full path)."""
     scores: dict[str, Row] = {}
     full_paths: dict[str, str] = {}
-    for number, row in read_rows(path):
-        image = row.get("image")
-        if not isinstance(image, str):
-            raise UserError(
-                f"Row {number} of '{path}' names no image: a table of scores has the column 'image'. "
-                f"Found: {', '.join(row)}."
-            )
+    for _, row in read_rows(path):
+        require_columns(path, row, ("image",), purpose="a table of scores")
+        image = str(row["image"])
         full_paths[image] = str((path.parent / image).resolve())
         columns = scores.setdefault(full_paths[image], {})
         if "reward" in row and ("value" in row or "reason" in row):
@@ -297,8 +262,8 @@ def _scores_by_image(path: Path) -> tuple[dict[str, Row], dict[str, str]]:
 def shapes_pairs(count: int, *, seed: int = 0, split: str = "heldout") -> PreferenceSet:
     """Generate voted pairs of the shapes world ("train" or "heldout"); images are drawn when they are opened.
 
-    The generators are the styles in which the scenes are drawn; `extra` has the true utilities, the kind of
-    difference, GenEval's record for verifiers, and a teacher's reason.
+    The generators are drawing styles; `extra` has the true utilities, the kind of difference, GenEval's
+    record, and a teacher's reason.
     """
     source = ShapesPreferences(seed, split=split)
     pairs = []

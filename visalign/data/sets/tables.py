@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of JSONL, JSON, CSV, TSV and Parquet tables: one row after another with its number in the file."""
+"""Readers of JSONL, JSON, CSV, TSV and Parquet tables: row after row with its number in the file."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +23,47 @@ SEPARATORS = (",", ";", "\t", "|")
 """Separators tried when the first line of a .csv or .tsv file does not contain its own."""
 _BETWEEN_ENTRIES = re.compile(r"[\s,]*")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_COLUMNS = {"prompt", "image", "image_left", "image_right", "mos", "label"}
-"""Keys of a JSON object that are columns, never names of records."""
 
 
-def read_rows(
-    path: str | Path, *, columns: Sequence[str] | None = None, ending: str | None = None
-) -> NumberedRows:
+def read_rows(path: str | Path, *, columns: Sequence[str] | None = None) -> NumberedRows:
     """Read the rows of a table lazily, so that a file larger than the memory can be read.
 
     Args:
         path: A `.jsonl`, `.json` (a list of objects), `.csv`, `.tsv` or `.parquet` file, text in UTF-8.
         columns: Columns to read of a Parquet file; None reads all. Other files ignore it.
-        ending: Format of the file where its own ending says something else.
 
     Returns:
         (number, row) pairs. The number is the line in a text file (CSV: the row's last line), and the 1-based
         row elsewhere. Values of CSV are strings; empty ones are left out.
     """
     path = Path(path)
-    if not path.is_file():
-        raise UserError(f"There is no file '{path}'. Give a file that ends in {', '.join(READERS)}.")
-    reader = READERS.get(ending or path.suffix.lower())
-    if reader is None:
+    reader = READERS.get(path.suffix.lower())
+    if reader is None or not path.is_file():
         raise UserError(
-            f"'{path}' ends in '{path.suffix}', which is not a table format. Allowed: {', '.join(READERS)}."
+            f"There is no table '{path}'. Give an existing file that ends in {', '.join(READERS)}."
         )
     try:
         yield from reader(path, columns)
     except UnicodeDecodeError as error:
         raise UserError(f"'{path}' is not UTF-8 text ({error.reason}); save it as UTF-8.") from error
+
+
+def select_split(
+    source: str, rows: Iterable[tuple[int, Row]], split: str | None, limit: int | None
+) -> list[tuple[int, Row]]:
+    """Collect at most `limit` rows of a split (None: of all); `source` starts the messages."""
+    splits: set[str] = set()
+    matching = (
+        item
+        for item in rows
+        if splits.add(str(item[1].get("split"))) or split is None or item[1].get("split") == split
+    )
+    selected = list(islice(matching, limit))
+    if not selected and splits:
+        raise UserError(f"{source} holds no row of the split '{split}'. Splits: {', '.join(sorted(splits))}.")
+    if not selected:
+        raise UserError(f"{source} holds no row.")
+    return selected
 
 
 def require_columns(path: str | Path, row: Row, needed: Iterable[str], *, purpose: str) -> None:
@@ -68,21 +80,22 @@ def require_columns(path: str | Path, row: Row, needed: Iterable[str], *, purpos
     )
 
 
-def check_characters(where: str, line: str, value: Any) -> None:
-    """Refuse a lone surrogate, such as "\\ud83d" where an emoji was cut: no tokenizer reads it.
+def parse_json(text: str, where: str) -> Any:
+    """Parse JSON text; `where` starts the messages.
 
-    Args:
-        where: Start of the message.
-        line: JSON text, the only place where a surrogate can be written.
-        value: The decoded line.
+    A lone surrogate, such as "\\ud83d" where an emoji was cut, is refused: no tokenizer reads it.
     """
-    if not _SURROGATE.search(line):
-        return
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        value = json.loads(text)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        message = f"{error.msg} at column {error.colno}"
+        raise UserError(f"{where} is not JSON ({message}). Fix or remove it.") from error
     except UnicodeEncodeError as error:
         surrogate = error.object[error.start].encode("ascii", "backslashreplace").decode()
         raise UserError(f"{where} has half a character ({surrogate}). Fix or remove it.") from error
+    return value
 
 
 def listed(items: Sequence[Any], *, limit: int = 5) -> str:
@@ -95,40 +108,28 @@ def listed(items: Sequence[Any], *, limit: int = 5) -> str:
     return f"{text} and {len(items) - limit} more" if len(items) > limit else text
 
 
-def _require_object(path: Path, number: int, row: Any, kind: str) -> Row:
+def _require_object(path: Path, number: int, row: Any) -> Row:
     if not isinstance(row, dict):
-        raise UserError(f"{kind} {number} of '{path}' is a {type(row).__name__}, needed is an object.")
+        raise UserError(f"Row {number} of '{path}' is a {type(row).__name__}, needed is an object.")
     return row
 
 
 def _read_jsonl(path: Path, _: Sequence[str] | None) -> NumberedRows:
     with path.open(encoding="utf-8-sig", newline="\n") as file:
         for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(
-                    f"Line {number} of '{path}' is not JSON ({error.msg} at column {error.colno}). Fix or "
-                    "remove it."
-                ) from error
-            check_characters(f"Line {number} of '{path}'", line, row)
-            yield number, _require_object(path, number, row, "Line")
+            if line.strip():
+                yield number, _require_object(path, number, parse_json(line, f"Line {number} of '{path}'"))
 
 
 def _read_json(path: Path, _: Sequence[str] | None) -> NumberedRows:
-    """Decode the entries of one list from a buffer, since annotation files of gigabytes are common."""
+    """Decode the entries of a list from a buffer, since annotation files of gigabytes are common."""
     decoder = json.JSONDecoder()
     with path.open(encoding="utf-8-sig") as file:
         text, position, number = file.read(_BLOCK).lstrip(), 1, 0
-        if text.startswith("{"):
-            yield from _read_object(path, text + file.read())
-            return
         if not text.startswith("["):
             raise UserError(
-                f"'{path}' starts neither with a list nor with an object. Needed is a list of objects; a "
-                "file with one object per line must end in .jsonl."
+                f"'{path}' is no list; needed is a list of objects. A file with one object per line must "
+                "end in .jsonl."
             )
         while True:
             separator = _BETWEEN_ENTRIES.match(text, position)
@@ -141,48 +142,12 @@ def _read_json(path: Path, _: Sequence[str] | None) -> NumberedRows:
                 more = file.read(max(_BLOCK, len(text) - start))
                 if not more:
                     raise UserError(
-                        f"Entry {number + 1} of '{path}' is not JSON ({error.msg}), or the file is cut short."
+                        f"Row {number + 1} of '{path}' is not JSON ({error.msg}), or the file is cut short."
                     ) from error
                 text, position = text[start:] + more, 0
                 continue
             number += 1
-            yield number, _require_object(path, number, row, "Entry")
-
-
-def _read_object(path: Path, text: str) -> NumberedRows:
-    """Read one JSON object as a table.
-
-    It holds columns (lists, or dicts as `pandas.DataFrame.to_json` writes them), records by their key, which
-    becomes the column `key`, or a single list of records under some name.
-    """
-    try:
-        table = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"'{path}' is not JSON ({error.msg} in line {error.lineno}). A file with one object per line "
-            "must end in .jsonl."
-        ) from error
-    columns = {name: list(c.values()) if isinstance(c, dict) else c for name, c in table.items()}
-    lists = [column for column in columns.values() if isinstance(column, list)]
-    record_lists = [column for column in table.values() if isinstance(column, list) and _all_objects(column)]
-    if len(record_lists) == 1:
-        rows: list[Any] = record_lists[0]
-    elif _all_objects(list(table.values())) and not _COLUMNS & set(table):
-        rows = [{"key": key} | record for key, record in table.items()]
-    elif len(lists) == len(table) and len({len(column) for column in lists}) == 1:
-        rows = [dict(zip(columns, values, strict=True)) for values in zip(*lists, strict=True)]
-    else:
-        raise UserError(
-            f"'{path}' is one object, and neither records by key, nor columns of one length, nor a list of "
-            f"records under a name. It has {listed(list(table))}."
-        )
-    for number, row in enumerate(rows, 1):
-        record = _require_object(path, number, row, "Entry")
-        yield number, {name: value for name, value in record.items() if value is not None}
-
-
-def _all_objects(values: Sequence[Any]) -> bool:
-    return bool(values) and all(isinstance(value, dict) for value in values)
+            yield number, _require_object(path, number, row)
 
 
 def _read_delimited(path: Path, _: Sequence[str] | None, *, delimiter: str) -> NumberedRows:
@@ -194,11 +159,9 @@ def _read_delimited(path: Path, _: Sequence[str] | None, *, delimiter: str) -> N
             delimiter = present[0]
         lines = csv.reader(file, delimiter=delimiter, strict=True)
         try:
-            names = next(lines, None)
-            if not names:
-                raise UserError(f"'{path}' is empty; its first line must name the columns.")
-            if repeated := sorted({name for name in names if names.count(name) > 1}):
-                raise UserError(f"'{path}' names the column '{repeated[0]}' twice in its first line.")
+            names = next(lines, [])
+            if not names or len(set(names)) < len(names):
+                raise UserError(f"The first line of '{path}' must name the columns, each once.")
             for values in filter(None, lines):
                 if len(values) != len(names):
                     raise UserError(

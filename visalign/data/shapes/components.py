@@ -21,13 +21,10 @@ class Components:
     area: np.ndarray
     """[N], pixels."""
     top: np.ndarray
-    """[N], first row of the bounding box ..."""
+    """[N], first row of the bounding box; `bottom` is the row after its last."""
     bottom: np.ndarray
-    """... and the row after its last."""
     left: np.ndarray
-    """[N], first column ..."""
     right: np.ndarray
-    """... and the column after its last."""
     name: np.ndarray
     """[N], value of its pixels in `owner`."""
     owner: np.ndarray
@@ -35,6 +32,10 @@ class Components:
 
     def __len__(self) -> int:
         return len(self.image)
+
+    def centres(self) -> np.ndarray:
+        """Compute the centres (x, y) of the bounding boxes, [N, 2]."""
+        return np.stack([self.left + self.right, self.top + self.bottom], 1) / 2.0
 
     def masks(self, side: int) -> np.ndarray:
         """Sample each component's box at `side` × `side` nearest pixels: [N, side·side] float32, 0 or 1."""

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Detector of the shapes in an image of the shapes world: color by chroma and hue, shape by overlap.
 
-Grounds are neutral and dark (grey 30-91, chroma ≤ 16, texture ±18), colors are saturated or bright; so a
-pixel is an object's when its chroma or its darkest channel stands out. A smoothed label map, connected
-components per color, and the overlap of each with a bank of ideal shapes, put through the same steps, give
-the detections.
+Grounds are neutral and dark (grey 30-91, chroma ≤ 16, texture ±18), colors saturated or bright: a pixel is an
+object's when its chroma or darkest channel stands out. Connected components of the smoothed label map are
+compared with a bank of ideal shapes that went through the same steps.
 """
 
 from __future__ import annotations
@@ -35,17 +34,12 @@ MIN_OVERLAP = 0.72
 MAX_MISFIT = 0.35
 """Relative error of height plus width against the best ideal shape, above which the shape is UNKNOWN."""
 
-_CHROMA_SHARE = 0.42
-"""A pixel belongs to a color from this share of its full chroma on: about half-covered edge pixels."""
-
-_WHITE_FLOOR = 138.0
-"""Darkest channel of a white pixel: half-way between the lightest ground and shaded white."""
-
-_TEMPLATE = 24
-"""Side of the grid on which masks are compared."""
-
-_AT_ONCE = 32
-"""Images per pass, so few that intermediate results stay in the processor's cache."""
+_CHROMA_SHARE = 0.42  # least share of a color's full chroma: about half-covered edge pixels
+_WHITE_FLOOR = (
+    138.0  # darkest channel of a white pixel: half-way between the lightest ground and shaded white
+)
+_TEMPLATE = 24  # side of the grid on which masks are compared
+_AT_ONCE = 32  # images per pass, so few that intermediate results stay in the processor's cache
 
 _HUED = tuple(name for name in COLORS if name != "white")
 
@@ -181,13 +175,7 @@ def _bank() -> _Bank:
         height=(components.bottom - components.top).astype(np.float32),
         width=(components.right - components.left).astype(np.float32),
         radius=np.array(lines)[shape],
-        offset=np.stack(
-            [
-                centre - (components.left + components.right) / 2,
-                centre - (components.top + components.bottom) / 2,
-            ],
-            1,
-        ),
+        offset=centre[:, None] - components.centres(),
     )
 
 
@@ -208,8 +196,7 @@ def _objects(labels: np.ndarray) -> list[list[Detection]]:
         components.image,
         np.where(plausible, bank.shape[best], len(SHAPES)),
         components.label - 1,
-        (components.left + components.right) / 2.0 + bank.offset[best, 0],
-        (components.top + components.bottom) / 2.0 + bank.offset[best, 1],
+        *(components.centres() + bank.offset[best]).T,
         slope * np.sqrt(components.area) + intercept,
         overlap,
     ]

@@ -18,6 +18,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from visalign.errors import UserError
+
 from .neighbours import Neighbours
 from .prompts import CATEGORIES, Record, heldout_prompts, train_prompts
 from .render import render
@@ -113,7 +115,7 @@ class ShapesPreferences:
         seed: Random seed.
         split: "train" or "heldout", whose prompts have no combination in common.
         annotators: Votes per pair.
-        kinds: Differences of the pairs, each equally often; any of KINDS.
+        kinds: Differences of the pairs, any of KINDS, each equally often.
         surroundings: Share in [0, 1] of images on other grounds, with specks or on a canvas (`surround`);
             images of a pair have the same ground and canvas, or each its own. All else is as at 0.
     """
@@ -127,13 +129,8 @@ class ShapesPreferences:
         kinds: Sequence[str] = KINDS,
         surroundings: float = 0.0,
     ) -> None:
-        if split not in SPLITS or not kinds or not set(kinds) <= set(KINDS):
-            raise ValueError(
-                f"split is {split!r} and kinds are {list(kinds)}; allowed are one of {SPLITS} and "
-                f"any of {KINDS}."
-            )
-        if annotators < 1:
-            raise ValueError(f"annotators is {annotators}; a pair needs at least one vote.")
+        if split not in SPLITS:
+            raise UserError(f"The shapes world has no split {split!r}; allowed: {', '.join(SPLITS)}.")
         records = train_prompts() if split == "train" else heldout_prompts()
         self._groups = [[r for r in records if r["tag"] == name] for name in CATEGORIES]
         self._neighbours = Neighbours(records)
@@ -167,9 +164,8 @@ class ShapesPreferences:
         """Generate rated image `number`."""
         rng = np.random.default_rng([*self._seed, 1, number])
         scene = degraded(sample_scene(self.record(rng), rng), rng)
-        ratings = rng.normal(1.0 + 4.0 * scene.quality, 2 * annotator_noise(scene), self._annotators).clip(
-            1, 5
-        )
+        ratings = rng.normal(1.0 + 4.0 * scene.quality, 2 * annotator_noise(scene), self._annotators)
+        ratings = ratings.clip(1, 5)
         std = float(ratings.std(ddof=1)) if len(ratings) > 1 else 0.0
         (scene,) = self.surrounded([scene], number)
         return ShapesQuality(scene=scene, mos=float(ratings.mean()), std=std)
@@ -195,18 +191,15 @@ class ShapesPreferences:
     def _scenes(self, record: Record, kind: str, rng: np.random.Generator) -> tuple[Scene, Scene]:
         if kind == "alignment":
             style = str(rng.choice(STYLES))
-            return sample_scene(record, rng, style=style), sample_scene(
-                self.near(record, rng), rng, style=style
-            )
+            first = sample_scene(record, rng, style=style)
+            return first, sample_scene(self.near(record, rng), rng, style=style)
         if kind == "quality":
             scene = sample_scene(record, rng)
             return scene, degraded(scene, rng)
         if kind == "richness":
             poor, rich = sorted(rng.choice(len(STYLES), size=2, replace=False))
-            return (
-                sample_scene(record, rng, style=STYLES[rich]),
-                sample_scene(record, rng, style=STYLES[poor]),
-            )
+            first = sample_scene(record, rng, style=STYLES[rich])
+            return first, sample_scene(record, rng, style=STYLES[poor])
         first, second = (
             sample_scene(record if rng.random() < 0.5 else self.near(record, rng), rng) for _ in range(2)
         )

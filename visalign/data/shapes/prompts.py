@@ -165,8 +165,9 @@ def heldout_prompts() -> list[Record]:
     return chosen
 
 
-_NOUN = rf"(?:an?\s+)?(?:({'|'.join(SIZES)})\s+)?(?:({'|'.join(COLORS)})\s+)?({'|'.join(SHAPES)})"
-_COUNTED = rf"({'|'.join(COUNT_WORDS.values())})\s+(?:({'|'.join(COLORS)})\s+)?(\w+)"
+_COLOR, _PLURALS = "|".join(COLORS), "|".join(map(_plural, SHAPES))
+_NOUN = rf"(?:an?\s+)?(?:({'|'.join(SIZES)})\s+)?(?:({_COLOR})\s+)?({'|'.join(SHAPES)})"
+_COUNTED = rf"({'|'.join(COUNT_WORDS.values())})\s+(?:({_COLOR})\s+)?({_PLURALS})"
 
 
 def parse_prompt(prompt: str) -> Record:
@@ -187,12 +188,10 @@ def parse_prompt(prompt: str) -> Record:
     if match := re.fullmatch(_COUNTED, text):
         word, color, plural = match.groups()
         count = next(number for number, name in COUNT_WORDS.items() if name == word)
-        for shape in SHAPES:
-            if plural == _plural(shape):
-                return _count((None, color, shape), count) | {"prompt": prompt}
+        shape = next(shape for shape in SHAPES if plural == _plural(shape))
+        return _count((None, color, shape), count) | {"prompt": prompt}
     raise ValueError(
-        f"{prompt!r} is not a prompt of the shapes world. Write for example 'a small red circle', "
-        f"'two red squares', 'a circle and a cross', 'a blue square left of a green triangle'. "
-        f"Colors: {', '.join(COLORS)}; shapes: {', '.join(SHAPES)}; "
-        f"sizes: {', '.join(SIZES)}; counts: two, three, four."
+        f"{prompt!r} is not a prompt of the shapes world, such as 'a small red circle', 'two red squares', "
+        f"'a circle and a cross', 'a blue square left of a green triangle'. Colors: {', '.join(COLORS)}; "
+        f"shapes: {', '.join(SHAPES)}; sizes: {', '.join(SIZES)}; counts: two, three, four."
     )

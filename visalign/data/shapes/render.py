@@ -37,12 +37,8 @@ def inside_distance(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float) -
     if shape == "triangle":
         # Apex (0, −r), base from (−r, r) to (r, r): slanted sides have normal (2, −1)/√5.
         return np.minimum(radius - dy, (radius + dy - 2.0 * np.abs(dx)) / np.sqrt(5.0))
-    if shape == "cross":
-        arm, ax, ay = CROSS_ARM * radius, np.abs(dx), np.abs(dy)
-        upright = np.minimum(arm - ax, radius - ay)
-        level = np.minimum(radius - ax, arm - ay)
-        return np.maximum(upright, level)
-    raise ValueError(f"Unknown shape {shape!r}.")
+    arm, ax, ay = CROSS_ARM * radius, np.abs(dx), np.abs(dy)  # a cross: an upright and a level bar
+    return np.maximum(np.minimum(arm - ax, radius - ay), np.minimum(radius - ax, arm - ay))
 
 
 def render(scene: Scene) -> np.ndarray:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import numpy as np
 
@@ -57,13 +58,6 @@ class Distortion:
     kind: str = "none"
     severity: float = 0.0
     """0 is none, 1 the worst."""
-
-    def __post_init__(self) -> None:
-        if self.kind not in DISTORTIONS or not 0.0 <= self.severity <= 1.0:
-            raise ValueError(
-                f"A distortion is one of {DISTORTIONS} with a severity in [0, 1]; "
-                f"got {self.kind!r}, {self.severity}."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,26 +137,19 @@ def sample_scene(
     style: str | None = None,
     style_weights: Sequence[float] | None = None,
 ) -> Scene:
-    """Draw a scene that satisfies a prompt record.
+    """Draw a scene that satisfies a prompt record; colors and sizes that it leaves open are drawn.
 
-    Args:
-        record: The prompt's record; colors and sizes that it leaves open are drawn.
-        rng: Source of every draw; the same state gives the same scene.
-        style: Name from STYLES, or None to draw one.
-        style_weights: Probabilities of STYLES when drawn; uniform by default.
+    A style of None is drawn with the probabilities `style_weights` of STYLES, uniform by default.
     """
     if style is None:
         style = str(rng.choice(STYLES, p=style_weights))
-    elif style not in STYLES:
-        raise ValueError(f"Unknown style {style!r}; styles are {STYLES}.")
     entries = [entry for entry in record["include"] for _ in range(entry["count"])]
     shared = {id(entry): str(rng.choice(COLORS)) for entry in record["include"]}
     colors = [entry.get("color") or shared[id(entry)] for entry in entries]
-    while True:
+    centres = None
+    while centres is None:
         radii = [_radius(entry, len(entries), rng) for entry in entries]
         centres = _place(record, radii, rng)
-        if centres is not None:
-            break
     objects = tuple(
         SceneObject(shape=entry["class"], color=color, x=x, y=y, radius=radius)
         for entry, color, radius, (x, y) in zip(entries, colors, radii, centres, strict=True)
@@ -199,12 +186,8 @@ def _place(record: Record, radii: list[float], rng: np.random.Generator) -> list
 
 
 def _separate(centres: list[tuple[float, float]], radii: list[float]) -> bool:
-    for i, (xi, yi) in enumerate(centres):
-        for j in range(i):
-            reach = radii[i] + radii[j] + _GAP
-            if abs(xi - centres[j][0]) < reach and abs(yi - centres[j][1]) < reach:
-                return False
-    return True
+    objects = combinations(zip(centres, radii, strict=True), 2)
+    return not any(max(abs(x - u), abs(y - v)) < r + s + _GAP for ((x, y), r), ((u, v), s) in objects)
 
 
 def _clear(centres: list[tuple[float, float]], relation: str | None) -> bool:

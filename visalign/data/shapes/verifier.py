@@ -43,12 +43,7 @@ def scene_detections(scene: Scene) -> list[Detection]:
 
 def verify(images: Tensor | np.ndarray, metadata: Sequence[Mapping[str, Any]]) -> list[Verdict]:
     """Verify images, [B, 3, 64, 64] float in [0, 1] or uint8 [B, 64, 64, 3], against B prompt records."""
-    if len(images) != len(metadata):
-        raise ValueError(
-            f"{len(images)} images but {len(metadata)} prompt records; give one record an image."
-        )
-    detections = detect(images)
-    return [judge(detections, record) for detections, record in zip(detections, metadata, strict=True)]
+    return [judge(detections, record) for detections, record in zip(detect(images), metadata, strict=True)]
 
 
 def verify_scene(scene: Scene, record: Mapping[str, Any]) -> Verdict:

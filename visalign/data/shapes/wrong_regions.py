@@ -8,7 +8,7 @@ object no pixel is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -37,24 +37,12 @@ def find_wrong_objects(scene: Scene, record: Record) -> list[bool]:
 
 def wrong_pixels(scene: Scene, record: Record) -> np.ndarray:
     """Draw the objects that are to blame, [64, 64] float32 in [0, 1] with graded edges."""
-    return _pixels_of(item for item, is_wrong in _with_blame(scene, record) if is_wrong)
-
-
-def right_pixels(scene: Scene, record: Record) -> np.ndarray:
-    """Draw the objects that are not to blame, [64, 64] float32 in [0, 1] with graded edges."""
-    return _pixels_of(item for item, is_wrong in _with_blame(scene, record) if not is_wrong)
-
-
-def _with_blame(scene: Scene, record: Record) -> Iterator[tuple[SceneObject, bool]]:
-    return zip(scene.objects, find_wrong_objects(scene, record), strict=True)
-
-
-def _pixels_of(objects: Iterable[SceneObject]) -> np.ndarray:
     grid = np.arange(SIZE, dtype=np.float32) + 0.5
     covered = np.zeros((SIZE, SIZE), dtype=np.float32)
-    for item in objects:
-        distance = inside_distance(item.shape, grid[None] - item.x, grid[:, None] - item.y, item.radius)
-        covered = np.maximum(covered, np.clip(distance + 0.5, 0.0, 1.0))
+    for item, is_wrong in zip(scene.objects, find_wrong_objects(scene, record), strict=True):
+        if is_wrong:
+            distance = inside_distance(item.shape, grid[None] - item.x, grid[:, None] - item.y, item.radius)
+            covered = np.maximum(covered, np.clip(distance + 0.5, 0.0, 1.0))
     return covered.astype(np.float32)
 
 

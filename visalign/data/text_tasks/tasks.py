@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text tasks for a very small language model: arithmetic and lists, with an exact checker.
 
-A solution is a short visible working and the answer in `\\boxed{…}`. The box, not "Answer: …", because it is
-closed on both sides: what is inside is the answer whatever follows, an unfinished completion is recognised
-as such, and it is the form that verifiers of mathematical answers read, so rewards written for large models
-work on these tasks unchanged.
+A solution is a short visible working and the answer in `\\boxed{…}`, the form that verifiers of mathematical
+answers read. The box is closed on both sides, so that an unfinished completion is recognised as such.
 
 A record is `{"task", "level", "prompt", "answer", "solution", "problem"}`, all plain JSON. Kinds with several
 right answers (`MANY_ANSWERS`) have one of them as "answer"; `check_answer` takes every right one and
@@ -23,22 +21,8 @@ import numpy as np
 
 from visalign.errors import UserError, suggestion
 
-from .kinds import KINDS, LEVELS, MANY_ANSWERS, Kind
+from .kinds import KINDS, LEVELS
 from .workings import Problem, listed
-
-__all__ = [
-    "HELDOUT_SHARE",
-    "MANY_ANSWERS",
-    "TASKS",
-    "canonical_answer",
-    "check_answer",
-    "heldout_tasks",
-    "is_heldout",
-    "make_record",
-    "problem_key",
-    "task_record",
-    "text_tasks",
-]
 
 Record = dict[str, Any]
 Split = Literal["train", "heldout"]
@@ -100,8 +84,6 @@ def task_record(
 ) -> Record:
     """Make record `number` of an endless feed, a function of its arguments alone; the kinds take turns."""
     _check(split, tasks, levels)
-    if number < 0 or seed < 0:
-        raise UserError(f"number is {number} and seed is {seed}; both must be 0 or more.")
     rng = np.random.default_rng([seed, number])
     task = tasks[number % len(tasks)]
     for _ in range(_PATIENCE):
@@ -182,7 +164,9 @@ def canonical_answer(completion: str, record: Mapping[str, Any]) -> str | None:
 
 def _judge(completion: str, record: Mapping[str, Any]) -> tuple[str | None, str]:
     """Return (the canonical answer or None, reason)."""
-    kind = _kind_of(record)
+    if missing := {"task", "problem", "answer"} - set(record):
+        raise UserError(f"the record lacks {', '.join(sorted(missing))}; a record of a text task is needed.")
+    kind = KINDS[record["task"]]
     content, reason = _boxed(completion)
     if content is None:
         return None, reason
@@ -220,25 +204,17 @@ def _boxed(completion: str) -> tuple[str | None, str]:
     return (inside.strip(), "") if closed else (None, "the \\boxed{ is not closed")
 
 
-def _kind_of(record: Mapping[str, Any]) -> Kind:
-    if missing := [name for name in ("task", "problem", "answer") if name not in record]:
-        raise UserError(
-            f"the record has no {missing[0]!r}; a record of visalign.data.text_tasks.tasks is wanted, with "
-            f"'task', 'problem' and 'answer'."
-        )
-    _check("train", [record["task"]], LEVELS)
-    return KINDS[record["task"]]
-
-
 def _check(split: str, tasks: Sequence[str], levels: Sequence[int]) -> None:
-    if split not in ("train", "heldout"):
-        raise UserError(f"split is {split!r}; it must be 'train' or 'heldout'.")
-    if isinstance(tasks, str) or not tasks:
-        raise UserError(f"tasks is {tasks!r}; give a list of at least one of {', '.join(TASKS)}.")
-    for task in tasks:
-        if task not in KINDS:
-            raise UserError(
-                f"There is no task {task!r}. {suggestion(str(task), TASKS)}Tasks: {', '.join(TASKS)}."
-            )
-    if not levels or not set(levels) <= set(LEVELS):
-        raise UserError(f"levels is {list(levels)}; give at least one of {', '.join(map(str, LEVELS))}.")
+    unknown = next((task for task in tasks if task not in KINDS), "")
+    if (
+        split not in ("train", "heldout")
+        or not tasks
+        or unknown
+        or not levels
+        or not set(levels) <= set(LEVELS)
+    ):
+        raise UserError(
+            f"split is {split!r}, tasks is {list(tasks)}, levels is {list(levels)}. "
+            f"{suggestion(unknown, TASKS)}Allowed: train or heldout; some of {', '.join(TASKS)}; some of "
+            f"{', '.join(map(str, LEVELS))}."
+        )
