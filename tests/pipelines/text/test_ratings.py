@@ -84,7 +84,7 @@ def test_files_of_rated_images_are_asked_about(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("data.train=nowhere.jsonl", "data.train: There is no set 'nowhere.jsonl'\. Allowed: a file"),
+        ("data.train=nowhere.jsonl", "data.train: There is no set 'nowhere.jsonl'. Allowed: a file"),
         ("data.heldout=nowhere.jsonl", "data.heldout: There is no set 'nowhere.jsonl'"),
     ],
 )
