@@ -49,7 +49,7 @@ def build(dtype):
 def parts(model):
     tokenizer = open_clip.get_tokenizer(NAME)
     return ClipParts(
-        encoder=ClipEncoder(model).eval(), preprocess=PRE, tokenizer=tokenizer, end=49407, place=None
+        encoder=ClipEncoder(model).eval(), preprocess=PRE, tokenizer=tokenizer, end=49407, folder=None
     )
 
 
