@@ -75,11 +75,7 @@ def _types(command: list[str], environment: dict[str, str], begun: float) -> Out
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the checks and print a summary.
-
-    Returns:
-        0 when all passed; what is not available counts as failed with --strict only.
-    """
+    """Run the checks and print a summary."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--fast", action="store_true", help="leave out the tests marked slow")

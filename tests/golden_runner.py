@@ -119,11 +119,7 @@ def _load(path: Path) -> ModuleType:
 
 
 def read_file(path: Path) -> tuple[str, list[Case]] | None:
-    """The family and cases of one file, or None when the file is JSON of another format.
-
-    Raises:
-        ValueError: not JSON, a part is missing, or an array file is missing or damaged.
-    """
+    """The family and cases of one file, or None when the file is JSON of another format."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_bare_constant)
     except OSError as error:

@@ -40,13 +40,7 @@ def objectives() -> dict[str, Objective]:
 
 
 def step(seed: int = 0, *, move: float = 0.3, rewards: int = 0) -> tuple[Trajectories, PolicyOutput]:
-    """Eight samples of at most six decisions, one of them empty, one without a reward, with holes.
-
-    Args:
-        seed: of all numbers.
-        move: how far the policy has moved from the rollout, nats.
-        rewards: M of reward [B, M]; 0 for [B].
-    """
+    """Eight samples of at most six decisions, one of them empty, one without a reward, with holes."""
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:

@@ -50,11 +50,7 @@ main()
 
 
 def run(checkout: Path, options: argparse.Namespace, folder: Path) -> tuple[list[float], list[float]]:
-    """Seconds and forward-equivalents per image of the iterations but the first.
-
-    Raises:
-        RuntimeError: The run failed; with the end of what it said.
-    """
+    """Seconds and forward-equivalents per image of the iterations but the first."""
     heldout = folder / "heldout.jsonl"
     heldout.write_text(json.dumps(HELDOUT))
     output = Path(tempfile.mkdtemp(dir=folder)) / "run"

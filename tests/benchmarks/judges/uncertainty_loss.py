@@ -78,13 +78,7 @@ SPECK_NOISE, ANNOTATORS = 0.15, 9
 
 @torch.no_grad()
 def features_of(engine: VisionLanguageEngine, pairs: Examples, chunk: int = 50) -> tuple[Tensor, RewardBatch]:
-    """[2 N, D] hidden states (left images, then right ones), and the labels of the N pairs.
-
-    Args:
-        engine: frozen.
-        pairs: the set.
-        chunk: pairs at a time.
-    """
+    """[2 N, D] hidden states (left images, then right ones), and the labels of the N pairs."""
     shows, rating = engine.template("yes_no", YES_NO), engine.template("rating", RATING)
     style = engine.template("checklist", YES_NO)
     sides: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -108,13 +102,7 @@ def features_of(engine: VisionLanguageEngine, pairs: Examples, chunk: int = 50) 
 
 
 def kept_features(engine: VisionLanguageEngine, pairs: Examples, file: Path | None) -> FeaturePairs:
-    """Features and labels of pairs, from a file that an earlier call left where there is one.
-
-    Args:
-        engine: frozen.
-        pairs: the set.
-        file: where they are kept; None keeps nothing.
-    """
+    """Features and labels of pairs, from a file that an earlier call left where there is one."""
     if file is None or not file.is_file():
         features, labels = features_of(engine, pairs)
         assert labels.label is not None and labels.votes is not None and labels.clear is not None
@@ -177,13 +165,7 @@ class ClutteredPairs:
 
 @torch.no_grad()
 def judged_by(place: str, pairs: Examples, chunk: int = 100) -> HeldoutPairs:
-    """What a trained judge of HPSv3's kind says of pairs.
-
-    Args:
-        place: its folder or packaged name.
-        pairs: the set.
-        chunk: pairs at a time.
-    """
+    """What a trained judge of HPSv3's kind says of pairs."""
     judge, parts = HPSv3(place, feature_bytes=1 << 20), []
     for start in range(0, len(pairs), chunk):
         part = [pairs[n] for n in range(start, min(start + chunk, len(pairs)))]

@@ -62,14 +62,7 @@ def make(folder: Path, count: int, size: int) -> list[Path]:
 def timed(
     commands: Sequence[Sequence[str]], count: int, judged: Callable[[], int], *, kill: bool = False
 ) -> tuple[float, float]:
-    """(seconds of commands that start together, rows a second from the first tenth on).
-
-    Args:
-        commands: Arguments of `visalign score`.
-        count: Rows in all.
-        judged: How many rows are judged by now.
-        kill: End a worker when half of them are.
-    """
+    """(seconds of commands that start together, rows a second from the first tenth on)."""
     begun = time.perf_counter()
     running = [subprocess.Popen([sys.executable, "-m", "visalign", "score", *c]) for c in commands]
     seen = [(0.0, 0)]

@@ -47,11 +47,7 @@ main()
 
 
 def run(job: str, processes: int, iterations: int, folder: Path, more: Sequence[str]) -> tuple[float, float]:
-    """Median (wall, CPU) seconds of the iterations but the first.
-
-    Raises:
-        RuntimeError: the run failed; with the end of what it said.
-    """
+    """Median (wall, CPU) seconds of the iterations but the first."""
     script, output = folder / "train.py", Path(tempfile.mkdtemp(dir=folder)) / "run"
     script.write_text(TRAIN)
     start = [sys.executable]

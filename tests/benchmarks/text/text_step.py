@@ -97,11 +97,7 @@ def ask(process: subprocess.Popen[str], *, go: bool) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace, model: Path) -> dict[str, Rows]:
-    """The rows of each side's steps after the first ones.
-
-    Raises:
-        SystemExit: the two sides read other prompts.
-    """
+    """The rows of each side's steps after the first ones."""
     rows: dict[str, list[dict[str, float]]] = {}
     running, ready = {}, {}
     with ExitStack() as stack:
@@ -215,11 +211,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure both sides, print the table.
-
-    Returns:
-        0 when ours is no slower, per step and per token, and takes less memory; or when TRL is missing.
-    """
+    """Measure both sides, print the table."""
     options = parse(arguments)
     if options.side:
         from text_step_sides import serve

@@ -261,12 +261,7 @@ SIDES: dict[str, Callable[[argparse.Namespace, Meter, Path], None]] = {"visalign
 
 
 def serve(options: argparse.Namespace, channel: TextIO) -> None:
-    """Be one side until no more lines come.
-
-    Args:
-        options: of `text_step.py`, with `side` and the folder `model`.
-        channel: where answers go.
-    """
+    """Be one side until no more lines come."""
     torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

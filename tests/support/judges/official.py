@@ -372,10 +372,6 @@ def hpsv3(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
 def video_align(folder: Path, *, saved: str = "whole") -> tuple[Any, Callable[[], Tensor]]:
     """The released forward on transformers' and peft's own classes: two frames a second, resized by
     torchvision, a video's tokens, plain positions, the head at three tokens, the sum in deviations.
-
-    Args:
-        folder: is filled.
-        saved: "whole", as published, or "apart": the LoRA alone, and what was trained beside it.
     """
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import load_file, save_file

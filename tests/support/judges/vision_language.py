@@ -175,14 +175,7 @@ class _Words:
 
 
 class ScriptedEngine:
-    """An engine whose next-word probabilities and answers are functions of the request.
-
-    Args:
-        probability: (template, ask) -> word -> probability; the rest is any other word. None refuses.
-        answers: (template, ask) -> texts, for `generate`.
-        words: that are one token each.
-        templates: of the model's folder.
-    """
+    """An engine whose next-word probabilities and answers are functions of the request."""
 
     def __init__(
         self,

@@ -24,12 +24,7 @@ GRID = [1.0, 0.7, 0.2]
 
 
 def tiny_flux3(*, upsampler: bool = False, **changes: Any) -> Any:
-    """FLUX.3 as its repository has it.
-
-    Args:
-        upsampler: with the language model that writes prompts out.
-        **changes: of the transformer.
-    """
+    """FLUX.3 as its repository has it."""
     transformer = diffusers.Flux3Transformer2DModel(
         **{
             "in_channels": 16,
@@ -64,11 +59,7 @@ def tiny_flux3(*, upsampler: bool = False, **changes: Any) -> Any:
 
 
 def tiny_qwen_image_21(*, turbo: bool = False) -> Any:
-    """Qwen-Image 2.1, whose images have an alpha channel.
-
-    Args:
-        turbo: the distilled one, with a grid of its own.
-    """
+    """Qwen-Image 2.1, whose images have an alpha channel."""
     parts = qwen_image_21_parts(turbo=turbo)
     pipe = _pipeline("QwenImage21TurboAutoBlocks" if turbo else "QwenImage21AutoBlocks", **parts)
     if turbo:
@@ -77,11 +68,7 @@ def tiny_qwen_image_21(*, turbo: bool = False) -> Any:
 
 
 def qwen_image_21_parts(*, turbo: bool) -> dict[str, Any]:
-    """What the classic pipeline is made of, too.
-
-    Args:
-        turbo: of the distilled one.
-    """
+    """What the classic pipeline is made of, too."""
     transformer = diffusers.QwenImage21Transformer2DModel(
         in_channels=8,
         out_channels=8,
@@ -121,15 +108,7 @@ def save_modular(pipe: Any, folder: Path) -> Path:
 def own_modular_run(
     pipe: Any, prompts: list[str], latents: torch.Tensor, guidance: float, **call: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(packed latents, images) of a pipeline's own run, prompt by prompt; alpha stands over white.
-
-    Args:
-        pipe: as diffusers made it.
-        prompts: texts.
-        latents: packed, one per prompt.
-        guidance: the guider's scale, where it has one.
-        **call: arguments of the pipeline's call.
-    """
+    """(packed latents, images) of a pipeline's own run, prompt by prompt; alpha stands over white."""
     if pipe.components.get("prompt_upsampler") is None:
         pipe._blocks.sub_blocks.pop("prompt_upsampler", None)
     if "guider" in pipe.components:

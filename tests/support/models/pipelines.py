@@ -30,11 +30,7 @@ Made = tuple[Any, dict[str, tuple[int, ...]], dict[str, Any]]
 
 
 def tiny_pipeline(name: str) -> tuple[Any, dict[str, Any]]:
-    """A pipeline of the family and the options that its policy needs.
-
-    Args:
-        name: of the family.
-    """
+    """A pipeline of the family and the options that its policy needs."""
     torch.manual_seed(0)
     pipe, shapes, options = TINY[name]()
     pipe.set_progress_bar_config(disable=True)
@@ -64,12 +60,7 @@ def tiny_pipeline(name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def tiny_folder(name: str, folder: Path) -> Path:
-    """A whole pipeline with text encoders as `save_pretrained` writes it.
-
-    Args:
-        name: sd15, sdxl, flux, flux_kontext, pixart or wan.
-        folder: where it goes.
-    """
+    """A whole pipeline with text encoders as `save_pretrained` writes it."""
     torch.manual_seed(0)
     bare, _, _ = TINY[name]()
     for part in FAMILIES[name].present(bare.config):
@@ -92,12 +83,7 @@ def tiny_folder(name: str, folder: Path) -> Path:
 
 
 def tiny_prompts(name: str, prompts: list[str]) -> list[Any]:
-    """Prompts, or records with an image where the family edits one.
-
-    Args:
-        name: of the family.
-        prompts: texts.
-    """
+    """Prompts, or records with an image where the family edits one."""
     if FAMILIES[name].source != "needed":
         return list(prompts)
     images = {prompt: random_rows(3, 16, 8, text=prompt).sigmoid() for prompt in prompts}

@@ -75,15 +75,7 @@ def tiny_t5(vocabulary: int, *, null: bool = False) -> T5EncoderModel:
 def tiny_sd3_pipeline(
     *, sd35: bool = False, t5: bool | Literal["null"] = False, shift: float = 3.0, seed: int = 0
 ) -> StableDiffusion3Pipeline:
-    """A random pipeline: 64×64 images, latents [8, 8, 8], two transformer layers.
-
-    Args:
-        sd35: with SD3.5's second attention in the first layer and its query/key norm.
-        t5: with a T5 encoder (behind CLIP's tokenizer), or with one whose tokens are all zero; otherwise the
-            third text encoder is None, which diffusers wants to be told again at each `from_pretrained`.
-        shift: of the scheduler.
-        seed: of the weights; the global generator is left as it was.
-    """
+    """A random pipeline: 64×64 images, latents [8, 8, 8], two transformer layers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = tiny_tokenizer()

@@ -93,13 +93,7 @@ def tiny_processor(template: str | None = TEMPLATE, **sizes: Any) -> Qwen2VLProc
 
 
 def tiny_seeing_model(kind: str = "qwen2_vl", seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A model with random weights.
-
-    Args:
-        kind: one of `KINDS`.
-        seed: of the weights.
-        **changes: of the language part's settings.
-    """
+    """A model with random weights."""
     language = {**_LANGUAGE, **changes}
     tower: dict[str, Any]
     with torch.random.fork_rng(devices=[]):

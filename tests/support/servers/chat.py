@@ -23,13 +23,7 @@ Body = dict[str, Any]
 def chat(
     text: str | None, *, finish: str | None = "stop", logprobs: Mapping[str, float] | None = None
 ) -> Body:
-    """A chat.completion object with one choice.
-
-    Args:
-        text: the message's content.
-        finish: finish_reason.
-        logprobs: of the first token's alternatives.
-    """
+    """A chat.completion object with one choice."""
     choice: Body = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
     if logprobs is not None:
         top = [{"token": token, "logprob": value, "bytes": None} for token, value in logprobs.items()]
@@ -67,12 +61,7 @@ def words(body: Body) -> str:
 
 
 class ChatStub:
-    """What the server says, and what it was asked.
-
-    Args:
-        answer: from a request's body to an object, a raw string, a (status, text, headers), or one of
-            "!hang", "!close", "!reset", "!drip".
-    """
+    """What the server says, and what it was asked."""
 
     def __init__(self, answer: Callable[[Body], Any]) -> None:
         self.answer = answer
@@ -151,11 +140,7 @@ class _Threads(ThreadingHTTPServer):
 
 @contextmanager
 def serving(answer: Callable[[Body], Any]) -> Iterator[ChatStub]:
-    """Serve while the context lasts.
-
-    Args:
-        answer: see `ChatStub`.
-    """
+    """Serve while the context lasts."""
     stub = ChatStub(answer)
     with _Threads(("127.0.0.1", 0), _handler(stub)) as http:
         stub.url = f"http://127.0.0.1:{http.server_address[1]}/v1"

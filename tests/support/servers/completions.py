@@ -20,12 +20,7 @@ Reply = dict[str, Any]
 
 
 class TinyServer:
-    """What the server serves, how it misbehaves, and what it was asked.
-
-    Args:
-        policy: draws the completions; with LoRA its adapters can be changed at run time.
-        mode: what its log-probs are of, vLLM's --logprobs-mode.
-    """
+    """What the server serves, how it misbehaves, and what it was asked."""
 
     def __init__(self, policy: CausalLMPolicy, *, mode: str = "raw_logprobs") -> None:
         self.policy, self.mode = policy, mode
@@ -205,12 +200,7 @@ class _Threads(ThreadingHTTPServer):
 
 @contextmanager
 def serving(policy: CausalLMPolicy, **options: Any) -> Iterator[TinyServer]:
-    """Serve a policy while the context lasts.
-
-    Args:
-        policy: draws the completions.
-        **options: of `TinyServer`.
-    """
+    """Serve a policy while the context lasts."""
     server, ready = TinyServer(policy, **options), threading.Event()
 
     def serve() -> None:

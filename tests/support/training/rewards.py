@@ -15,12 +15,7 @@ from visalign.training.reward.batch import RewardBatch
 
 
 class ToyJudge(nn.Module):
-    """value = v(x), log_std = s(x), both small networks, with dropout that is on while training.
-
-    Args:
-        seed: of the weights.
-        dropout: of the inner layer.
-    """
+    """value = v(x), log_std = s(x), both small networks, with dropout that is on while training."""
 
     def __init__(self, seed: int = 0, dropout: float = 0.1) -> None:
         super().__init__()
@@ -37,14 +32,7 @@ class ToyJudge(nn.Module):
 
 
 class ToyPairs:
-    """Points with utility 2·x₀; a vote sees it with a noise that grows with x₁ (0.1 to 2.1).
-
-    Args:
-        size: pairs per batch.
-        seed: of everything.
-        micro: pairs per micro-batch.
-        votes: per pair; 0 for labels that are the truth.
-    """
+    """Points with utility 2·x₀; a vote sees it with a noise that grows with x₁ (0.1 to 2.1)."""
 
     def __init__(self, size: int = 64, seed: int = 0, micro: int = 64, votes: int = 9) -> None:
         self.size, self.seed, self.micro, self.votes = size, seed, micro, votes
