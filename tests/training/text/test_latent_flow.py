@@ -73,19 +73,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path) -> None:
     assert not torch.equal(weights_of(plain), weights_of(whole))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"depths": [0.5, 1.5]}, r"latent_flow.depths.1 is 1.5. Input should be less than or equal to 1"),
-        ({"depths": []}, "latent_flow.depths is "),
-        ({"time": 1.0}, "latent_flow.time is 1.0. Input should be less than 1"),
-    ],
-)
-def test_settings_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        LatentFlowSettings(**changes)
-
-
 def test_what_is_missing_is_named(tmp_path) -> None:
     with pytest.raises(UserError, match=r"rlfr adds rewards of single tokens.*Set latent_flow=\{\}"):
         toy_text_trainer(tmp_path, "rlfr", process=None)

@@ -14,7 +14,6 @@ from visalign.training.text.sampling_grid import (
     Completions,
     GridPoint,
     grid_points,
-    join_completions,
     with_hint,
 )
 from visalign.training.text.sampling_statistics import failure_reasons, selectable_completions, statistics
@@ -102,11 +101,9 @@ def test_a_grid_is_every_combination():
     [
         (([], [1.0], [0]), r"temperatures is \[\]; give at least one number"),
         (([1.0, 1.0], [1.0], [0]), r"temperatures is \[1.0, 1.0\].*each number once"),
-        (([0.0], [1.0], [0]), "temperatures holds 0, which draws nothing"),
-        (([-1.0], [1.0], [0]), "temperature is -1.0; it must be finite and at least 0"),
+        (([0.0], [1.0], [0]), r"temperatures is \[0\.0\] .*give temperatures above 0"),
         (([1.0], [0.0], [0]), "top_p is 0.0; it must be above 0"),
-        (([1.0], [1.0], [-1]), r"seeds is \[-1\]; seeds are whole numbers from 0 up"),
-        (([1.0], [1.0], []), r"seeds is \[\]"),
+        (([1.0], [1.0], [-1]), r"seeds \[-1\]; .*seeds from 0 up"),
     ],
 )
 def test_grids_that_cannot_be(lists, message):
@@ -191,22 +188,8 @@ def test_statistics_by_hand():
     assert failure_reasons(completions) == {"judge died": 1}
 
 
-def test_cut_completions_count_as_accepted_where_they_are_wanted():
-    completions = _completions()
-    free = selectable_completions(completions, truncated=True)
-    found = statistics(completions, free, threshold=0.5)
-    assert found["accepted"] == 4 and found["prompts_accepted"] == 1.0
-
-
 def test_statistics_of_nothing_are_unknown():
     completions = _completions().rows([5])
     found = statistics(completions, selectable_completions(completions, truncated=True), threshold=1.0)
     assert math.isnan(found["acceptance_rate"]) and math.isnan(found["pass_at_k"][1])
     assert found["failed"] == 1 and math.isnan(found["best_of_n"][1]["reward"])
-
-
-def test_joined_completions_are_the_parts():
-    completions = _completions()
-    joined = join_completions([completions.rows([4, 5]), completions.rows([0])])
-    assert list(joined.text) == ["d", "e", "a"] and list(joined.prompt) == [1, 1, 0] and len(joined) == 3
-    assert joined.truncated.tolist() == [False] * 3 and joined.scored.tolist() == [True, False, True]

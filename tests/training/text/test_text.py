@@ -228,15 +228,6 @@ def test_whoever_writes_is_told_of_the_weights_after_a_resume(tmp_path):
     assert trainer.resume() and told == [2]
 
 
-def test_a_reward_of_the_wrong_length_is_refused(tmp_path):
-    class Short(Letters):
-        def score(self, completions, prompts, metadata=()):
-            return super().score(completions[:1], prompts[:1], (metadata or ())[:1])
-
-    with pytest.raises(RewardFailure, match="returned 1 scores for 24 completions"):
-        toy_text_trainer(tmp_path, reward=Short()).iterate()
-
-
 @pytest.mark.parametrize(
     ("algorithm", "dynamic"), [("ppo", None), ("siren", None), ("riskpo", None), ("dapo", {"max_rounds": 3})]
 )
@@ -259,7 +250,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(algorithm, dynamic, tmp_path):
     if dynamic:
         one, other = whole.algorithm.groups, second.algorithm.groups
         assert one is not None and other is not None
-        assert one.total == other.total and one.total.rounds >= 4
+        assert one.round == other.round >= 4
 
 
 def test_riskpos_bundles_have_one_sample_of_each_prompt() -> None:
@@ -421,15 +412,6 @@ def test_a_server_writes_the_completions_and_follows_the_weights(tmp_path):
                 trainer.iterate()
 
 
-def test_an_engine_that_is_far_off_stops_the_run(tmp_path):
-    policy = toy_policy()
-    trainer = toy_text_trainer(
-        tmp_path, policy=policy, generator=OtherEngine(policy, 0.7), rollout={"recompute": True}
-    )
-    with pytest.raises(UserError, match=r"are 0\.7 nats per token away from the policy's, allowed 0\.5"):
-        trainer.iterate()
-
-
 def test_another_engine_needs_recomputed_log_probs(tmp_path):
     policy = toy_policy()
     with pytest.raises(UserError, match=r"Another engine writes the completions.*rollout\.recompute=true"):
@@ -476,7 +458,7 @@ def test_objective_settings_are_refused_by_name(settings, message):
     ("settings", "message"),
     [
         ({"truncated": "drop"}, "rollout.truncated is 'drop'. Input should be 'keep' or 'mask'"),
-        ({"temperature": 0.0}, "temperature is 0, which draws nothing"),
+        ({"temperature": 0.0}, r"rollout\.temperature is 0\.0\. Input should be greater than 0"),
     ],
 )
 def test_rollout_settings_are_refused_by_name(settings, message):
@@ -513,11 +495,7 @@ def test_dynamic_settings_are_refused_at_once(settings, message):
         DynamicSettings(**settings)
 
 
-def test_a_row_of_steps_needs_a_tokenizer_and_a_separator(tmp_path):
-    policy = toy_policy()
-    policy.tokenizer = None
-    with pytest.raises(UserError, match=r"algorithm=empg looks at the steps .* has none\. Give it"):
-        toy_text_trainer(tmp_path, "empg", policy=policy)
+def test_a_row_of_steps_needs_a_separator(tmp_path):
     with pytest.raises(UserError, match=r"rollout\.separator is ''. "):
         toy_text_trainer(tmp_path, "empg", rollout={"separator": ""})
 

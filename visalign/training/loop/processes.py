@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from visalign.errors import UserError
 
+T = TypeVar("T")
 LOST = re.compile("closed by peer|reset by peer|broken pipe|remote process exited|socket.*timeout", re.I)
 """Errors of gloo, NCCL and their store in a collective that another process has left."""
 
@@ -118,6 +119,13 @@ def no_sync_unless_last(
 ) -> AbstractContextManager[Any]:
     """Keep gradients local in forward and backward of a micro-batch, unless it is the update's `last`."""
     return nullcontext() if last else accelerator.no_sync(module)
+
+
+def synced_last(batches: Sequence[T], module: nn.Module, accelerator: Accelerator) -> Iterator[T]:
+    """Yield an update's micro-batches, whose gradients stay local in the loop's body until the last one."""
+    for number, batch in enumerate(batches):
+        with no_sync_unless_last(module, accelerator, last=number == len(batches) - 1):
+            yield batch
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], accelerator: Accelerator) -> None:

@@ -27,11 +27,7 @@ def check_answers(objective: Objective, records: Sequence[Mapping[str, Any]]) ->
 
 
 def reference_answer(record: Mapping[str, Any]) -> str:
-    """Return the answer whose likelihood is the reward.
-
-    Raises:
-        UserError: the record has none.
-    """
+    """Return the answer whose likelihood is the reward."""
     answer = record.get("answer")
     if not isinstance(answer, str) or not answer:
         raise UserError(
@@ -48,23 +44,11 @@ def answer_likelihood(
     prefix: str,
     kind: Likelihood,
 ) -> Tensor:
-    """Compute `likelihood_reward` of each record's answer after the completion, by the present weights.
+    """Compute `likelihood_reward` [B] of each record's answer after the completion, by the present weights.
 
     The policy reads the prompt, the completion up to the first `prefix`, and `prefix`; the completion is
-    tokenized again. The answer's tokens are scored at temperature 1, over the whole vocabulary.
-
-    Args:
-        parts: the policy, with its tokenizer.
-        rollout: B completions.
-        records: group label -> record with the text "answer".
-        prefix: text before the answer.
-        kind: see `likelihood_reward`.
-
-    Returns:
-        [B] float32; NaN where prompt, completion and answer are longer than the context.
-
-    Raises:
-        UserError: a record without an answer.
+    tokenized again. The answer's tokens are scored at temperature 1, over the whole vocabulary. NaN where
+    prompt, completion and answer are longer than the context.
 
     Likelihood-based reward designs, arXiv 2602.03979.
     """
@@ -77,8 +61,10 @@ def answer_likelihood(
         answers.append(_ids(parts, reference_answer(records[label])))
     limit = getattr(parts.policy, "context_length", None)
     fits = [limit is None or len(c) + len(a) <= limit for c, a in zip(contexts, answers, strict=True)]
-    contexts = [ids if fit else ids[:1] for ids, fit in zip(contexts, fits, strict=True)]
-    answers = [ids if fit else ids[:1] for ids, fit in zip(answers, fits, strict=True)]
+    contexts, answers = (
+        [ids if fit else ids[:1] for ids, fit in zip(column, fits, strict=True)]
+        for column in (contexts, answers)
+    )
     scored = _with_tokens(rollout, contexts, answers)
     reward = likelihood_reward(parts.policy.log_probs(scored).log_prob.cpu(), scored.loss_mask, kind=kind)
     return torch.where(torch.tensor(fits), reward, torch.nan)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from visalign.core import Objective, Trajectories, relative_uncertainty_weight
+from visalign.core import Trajectories, relative_uncertainty_weight
 from visalign.interfaces import Scores
 from visalign.seeds import sample_seed
 from visalign.text import TextRollout, ToolTrace, join_rollouts
@@ -31,16 +31,10 @@ from .completion_statistics import distinct_pairs, repetition
 from .dynamic_groups import DynamicGroups
 from .parts import Records, TextParts
 from .self_imitation import Replay
-from .settings import TextRolloutSettings
 from .trajectories import build_trajectories, bundle_index, engine_gap
 
-TOOL_METRICS = {
-    "tool_calls": "tools/calls",
-    "tool_cut": "tools/cut",
-    "tool_failed": "tools/failed",
-    "branched": "tools/branched",
-}
-"""Column of `ToolTrace` counts -> metric, its mean."""
+TOOLS = "tools/"
+"""Prefix of the columns of `ToolTrace` counts, whose means are logged."""
 GROUP_COUNTS = ("rounds", "generated", "kept", "dropped_right", "dropped_wrong", "dropped_flat", "surplus")
 """Counts of `DynamicGroups` that are logged."""
 
@@ -106,10 +100,10 @@ class _Round(_Scored):
 
 
 def sample_completions(
-    parts: TextParts, sampler: PromptSampler, number: int, settings: TextRolloutSettings, clock: PhaseClock
+    parts: TextParts, sampler: PromptSampler, number: int, clock: PhaseClock
 ) -> PendingRound:
     """Sample this process's share of P prompts with G completions each, and send each chunk to the reward."""
-    batch = sampler.batch(number)
+    batch, settings = sampler.batch(number), parts.rollout
     shares = Shares.of_groups(len(batch), settings.group_size, parts.accelerator, whole_groups=parts.branches)
     group = batch.group_id[shares.own].tolist()
     rollouts, all_records, scores = [], [], []
@@ -146,28 +140,21 @@ def collect(
     sample_round: Callable[[int], PendingRound],
     groups: DynamicGroups | None,
     iteration: int,
-    settings: TextRolloutSettings,
-    objective: Objective,
     clock: PhaseClock,
 ) -> Collected:
     """Collect the completions of an iteration; `sample_round` samples a round by its number.
 
     Returns:
         The experience, None where dynamic sampling found no group with signal; and counts of all samples,
-        dropped groups included.
-
-    Raises:
-        RewardFailure: the reward returned no valid scores, or failed too often.
-        UserError: the generator's log-probs are too far from the policy's.
-        BudgetSpent: dynamic sampling with when_spent "stop".
+            dropped groups included.
     """
     rounds: list[_Round] = []
     if groups is None:
-        rounds.append(_score(parts, sample_round(iteration), settings, objective, clock))
+        rounds.append(_score(parts, sample_round(iteration), clock))
         selected: _Scored | None = rounds[0]
     else:
         while groups.wants_more:
-            scored = _score(parts, sample_round(groups.round), settings, objective, clock)
+            scored = _score(parts, sample_round(groups.round), clock)
             groups.feed(scored.group, scored.columns["value"].float(), scored.valid, payload=scored)
             rounds.append(scored)
         selected = _select(groups)
@@ -179,21 +166,16 @@ def collect(
     experience = None
     if selected is not None:
         records = {g: record for r in rounds for g, record in zip(r.rollout.group, r.records, strict=True)}
-        experience = _experience(parts, selected, records, iteration, settings, objective, clock)
+        experience = _experience(parts, selected, records, iteration, clock)
         if experience.trajectories.rollout_log_prob is not None:
-            metrics["engine_gap"] = engine_gap(experience.trajectories, settings.allowed_gap)
-            # the policy's entropy: another engine may not report any
-            metrics["entropy"] = _mean_entropy(experience.trajectories)
+            metrics["engine_gap"] = engine_gap(experience.trajectories, parts.rollout.allowed_gap)
+            if (entropy := experience.trajectories.entropy) is not None:  # another engine may report none
+                weight = experience.trajectories.weight
+                metrics["entropy"] = float((entropy * weight).sum() / weight.sum().clamp(min=1))
     return Collected(experience=experience, samples=samples, tokens=tokens, metrics=metrics)
 
 
-def _score(
-    parts: TextParts,
-    pending: PendingRound,
-    settings: TextRolloutSettings,
-    objective: Objective,
-    clock: PhaseClock,
-) -> _Round:
+def _score(parts: TextParts, pending: PendingRound, clock: PhaseClock) -> _Round:
     """Wait for the scores of a round and exchange them among the processes."""
     rollout, shares = pending.rollout, pending.shares
     with clock.phase("reward"):
@@ -216,10 +198,10 @@ def _score(
         }
     )
     valid, skipped = columns.pop("valid") != 0, columns.pop("skipped") != 0
-    check_failures(scores, valid | skipped, settings.max_failure_rate, parts.reward.name)
+    check_failures(scores, valid | skipped, parts.rollout.max_failure_rate, parts.reward.name)
     width = int(columns.pop("width").max())
     reward = columns["value"].float()
-    if objective.advantage in MATRIX_ADVANTAGES:
+    if parts.objective.advantage in MATRIX_ADVANTAGES:
         reward = shares.gather_all(reward_columns(parts.reward, scores).float())
     if parts.accelerator.num_processes > 1:
         rollout = join_rollouts([rollout], length=width)
@@ -237,12 +219,13 @@ def _score(
 
 def tool_columns(traces: Sequence[ToolTrace]) -> dict[str, Tensor]:
     """Tabulate tool calls, name -> [B]."""
-    return {
-        "tool_calls": torch.tensor([float(trace.calls) for trace in traces]),
-        "tool_cut": torch.tensor([float(trace.cut) for trace in traces]),
-        "tool_failed": torch.tensor([float(trace.failed is not None) for trace in traces]),
-        "branched": torch.tensor([float(trace.shared > 0) for trace in traces]),
+    counts = {
+        "calls": [trace.calls for trace in traces],
+        "cut": [trace.cut for trace in traces],
+        "failed": [trace.failed is not None for trace in traces],
+        "branched": [trace.shared > 0 for trace in traces],
     }
+    return {TOOLS + name: torch.tensor(values).double() for name, values in counts.items()}
 
 
 def _select(groups: DynamicGroups) -> _Scored | None:
@@ -272,24 +255,15 @@ def _experience(
     selected: _Scored,
     records: Mapping[Any, Mapping[str, Any]],
     iteration: int,
-    settings: TextRolloutSettings,
-    objective: Objective,
     clock: PhaseClock,
 ) -> TextExperience:
     """Compute the inputs of the objective for the selected samples."""
-    shares, rollout = selected.shares, selected.rollout
+    shares, rollout, objective = selected.shares, selected.rollout, parts.objective
+    reward, valid = selected.reward[shares.own], selected.valid[shares.own]
     with clock.phase("replay"), torch.no_grad():
-        if settings.routing_replay:
+        if parts.rollout.routing_replay:
             rollout = cast("Any", parts.policy).with_routes(rollout)
-        local = build_trajectories(
-            parts,
-            rollout,
-            selected.reward[shares.own],
-            selected.valid[shares.own],
-            settings,
-            objective,
-            records,
-        )
+        local = build_trajectories(parts, rollout, reward, valid, records)
         features = None if parts.log_partition is None else parts.log_partition.features(rollout)
     t = replace(_gather(local, selected), iteration=iteration)
     if strengths := parts.reward.capabilities.advantage_weights:
@@ -325,17 +299,10 @@ def _gather(local: Trajectories, selected: _Scored) -> Trajectories:
     """Gather [b, T] of this process into [B, T] of all."""
     if selected.shares.accelerator.num_processes == 1:
         return local
-    gathered: dict[str, Any] = {"group": selected.group}
-    for name in [f.name for f in fields(local) if f.name != "group"]:
-        if isinstance(value := getattr(local, name), Tensor):
-            gathered[name] = selected.shares.gather_all(value)
-    return replace(local, **gathered)
-
-
-def _mean_entropy(t: Trajectories) -> float:
-    return (
-        math.nan if t.entropy is None else float((t.entropy * t.weight).sum() / t.weight.sum().clamp(min=1))
-    )
+    tensors = {name: value for name, value in vars(local).items() if isinstance(value, Tensor)}
+    tensors.pop("group", None)
+    gathered: dict[str, Any] = {n: selected.shares.gather_all(value) for n, value in tensors.items()}
+    return replace(local, group=selected.group, **gathered)
 
 
 def _metrics(reward: Any, rounds: Sequence[_Round]) -> dict[str, float]:
@@ -351,7 +318,7 @@ def _metrics(reward: Any, rounds: Sequence[_Round]) -> dict[str, float]:
     group = torch.tensor([label for scored in rounds for label in scored.group])
     parts = {name.removeprefix("part/"): part for name, part in columns.items() if name.startswith("part/")}
     return {
-        **{TOOL_METRICS[name]: float(columns[name].mean()) for name in columns if name in TOOL_METRICS},
+        **{name: float(column.mean()) for name, column in columns.items() if name.startswith(TOOLS)},
         **score_metrics(reward, columns["value"], valid, group, parts),
         "diversity": fmean(distinct_pairs(scored.tokens, torch.tensor(scored.group)) for scored in rounds),
         "repetition": float(torch.cat([repetition(scored.tokens) for scored in rounds]).nanmean()),

@@ -9,10 +9,8 @@ from torch.nn.functional import pad
 
 
 def repetition(tokens: Tensor) -> Tensor:
-    """Compute the share [B] of a completion's 4-grams that occurred before; NaN below four tokens.
-
-    Args:
-        tokens: [B, T] int64, −1 where there is none.
+    """Compute the share [B] of a completion's 4-grams (tokens [B, T], −1 for none) that occurred before; NaN
+    below four tokens.
 
     seq-rep-4 of Welleck et al., arXiv 1908.04319, section 6.
     """
@@ -20,16 +18,9 @@ def repetition(tokens: Tensor) -> Tensor:
 
 
 def distinct_pairs(tokens: Tensor, group: Tensor) -> float:
-    """Compute distinct bigrams over all bigrams of a group's completions, mean over groups.
+    """Compute distinct bigrams over all bigrams of a group's completions, mean over groups; NaN without any.
 
-    Args:
-        tokens: [B, T] int64, −1 where there is none.
-        group: [B] integer labels.
-
-    Returns:
-        0 to 1; NaN where no completion has two tokens. It falls with length, too.
-
-    distinct-2 of Li et al., arXiv 1510.03055, section 5.
+    distinct-2 of Li et al., arXiv 1510.03055, section 5. It falls with length, too.
     """
     pairs = _pair_ids(tokens, 1)
     shares = [_distinct(pairs[group == label].reshape(1, -1)) for label in group.unique()]

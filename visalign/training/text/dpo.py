@@ -5,22 +5,18 @@ The reference is the policy before training: its log-probs of all completions ar
 first update, and no copy of it is kept. Batches, processes and resuming are those of supervised fine-tuning
 (`.sft`); the loss of an update is the mean over its whole batch, whatever the micro-batch. Each pair may have
 a label of its own that moves once per visit; checkpoints hold the labels.
-
-    pairs = DemonstrationBatches(policy, records, size=32, seed=0, field=("chosen", "rejected"))
-    Trainer(DPO(policy, pairs, settings=DPOSettings(row="ipo")), run=run).train()
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
 
 import torch
 from accelerate import Accelerator
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from visalign.core.preference.direct import (
     DIRECT,
@@ -33,12 +29,12 @@ from visalign.core.preference.direct import (
 from visalign.errors import UserError
 from visalign.settings import Finite, NonNegative, Positive, Share, check_rules, settings
 from visalign.text import TextPolicy, TextRollout
-from visalign.training.loop.algorithm import Algorithm, Collected, Context
-from visalign.training.loop.processes import get_accelerator, no_sync_unless_last
-from visalign.training.loop.sharding import pad_batches, unsharded
+from visalign.training.loop.algorithm import Collected, Context
+from visalign.training.loop.processes import get_accelerator, synced_last
+from visalign.training.loop.sharding import pad_batches
 
 from .parts import CompletionPairs
-from .replay import TextReplay, distribute
+from .replay import TextAlgorithm, TextReplay, distribute
 
 MEANS = ("loss", "chosen", "rejected", "right", "logps_chosen", "logps_rejected", "label")
 """Quantities summed over a batch; chosen and rejected completions of votes have counts of their own."""
@@ -52,9 +48,8 @@ RECORDS_AT_ONCE = 256
 class DPOSettings:
     """Loss of direct preference optimisation."""
 
-    row: str = "sigmoid"
-    """An entry of `visalign.core.DIRECT`: sigmoid (DPO), robust, hinge, ipo, sigmoid_norm, simpo, power,
-    kto."""
+    row: Literal["sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "simpo", "power", "kto"] = "sigmoid"
+    """An entry of `visalign.core.DIRECT`; sigmoid is DPO."""
     beta: Positive | None = None
     """β, how near the policy stays to its reference; null: the loss's own (0.1, sigmoid_norm 5, simpo and
     power 2)."""
@@ -85,58 +80,25 @@ class DPOSettings:
         """Fields of the two completions in a record."""
         return ("completion", "mismatched") if self.votes else ("chosen", "rejected")
 
-    def pair_loss(self, *inputs: Tensor, label: Tensor | None = None) -> Tensor:
-        """Compute `direct_preference_loss` of log-probs, reference log-probs and lengths."""
-        options: dict[str, Any] = {"row": self.row, "beta": self.beta, "gamma": self.gamma, "eta": self.eta}
-        eps = self.label_smoothing if label is None else 0.0
-        return direct_preference_loss(*inputs, **options, eps=eps, label=label)
 
-    def vote_loss(self, log_prob: Tensor, ref: Tensor, good: Tensor, point: Tensor) -> Tensor:
-        """Compute `kto_loss`."""
-        return kto_loss(
-            log_prob,
-            ref,
-            good,
-            point,
-            beta=self.beta,
-            desirable_weight=self.desirable_weight,
-            undesirable_weight=self.undesirable_weight,
-        )
-
-
-def _rows(feature: str) -> str:
-    return ", ".join(name for name, row in DIRECT.items() if getattr(row, feature))
+def _unread_option(s: DPOSettings) -> str:
+    """Name an option that was set although the loss does not read it."""
+    row = DIRECT[s.row]
+    read = {
+        "gamma": not s.votes,
+        "eta": s.row == "power",
+        "label_smoothing": row.smooths and not s.votes,
+        "label_rate": row.labels,
+        "desirable_weight": s.votes,
+        "undesirable_weight": s.votes,
+    }
+    defaults = {item.name: item.default for item in fields(DPOSettings)}
+    changed = (name for name, is_read in read.items() if not is_read and getattr(s, name) != defaults[name])
+    return next(changed, "")
 
 
 DPO_RULES = (
-    (
-        lambda s: s.row not in DIRECT and ", ".join(DIRECT),
-        "loss.row is {s.row!r}; it must be one of {v}.",
-    ),
-    (
-        lambda s: s.votes and (s.gamma is not None or s.label_smoothing or s.eta),
-        "loss.row=kto learns from single votes; gamma, label_smoothing and eta belong to pairs. Leave them "
-        "out, or use another loss.",
-    ),
-    (
-        lambda s: s.eta and s.row != "power",
-        "loss.eta is {s.eta}, and loss.row={s.row} has no η. Leave it out, or use power.",
-    ),
-    (
-        lambda s: s.label_smoothing and not DIRECT[s.row].smooths and _rows("smooths"),
-        "loss.label_smoothing is {s.label_smoothing}, and loss.row={s.row} has no place for wrong labels. "
-        "Set it to 0, or use {v}.",
-    ),
-    (
-        lambda s: s.label_rate and not DIRECT[s.row].labels and _rows("labels"),
-        "loss.label_rate is {s.label_rate}, and loss.row={s.row} has no labels that could move. Set it to 0, "
-        "or use {v}.",
-    ),
-    (
-        lambda s: not s.votes and (s.desirable_weight, s.undesirable_weight) != (1.0, 1.0),
-        "loss.row={s.row} learns from pairs; desirable_weight and undesirable_weight belong to kto. Leave "
-        "them out.",
-    ),
+    (_unread_option, "loss.{v} is set, and loss.row={s.row} does not read it. Leave it out."),
     (
         lambda s: s.row == "robust" and not s.label_smoothing,
         "loss.row=robust without label_smoothing is sigmoid. Give the share of wrong labels, for example "
@@ -161,22 +123,19 @@ class PreferenceData:
         return self.ref[index], None if self.good is None else self.good[index]
 
 
-class DPO(Algorithm):
+class DPO(TextAlgorithm):
     """Training of a text policy on preferences; an `Algorithm` for `Trainer`.
 
     Args:
         policy: on its device, with the weights of the reference.
-        completions: the stream of batches (`visalign.adapters.DemonstrationBatches` with two fields: chosen
-            and rejected; for votes completion and mismatched, see `with_mismatched`); each update takes one.
+        completions: the stream of batches (`visalign.adapters.DemonstrationBatches` with the two
+            `settings.fields`; for votes see `with_mismatched`); each update takes one.
         settings: the loss.
         good: N votes of the completions' records, for kto.
         heldout: completions of records that are only evaluated.
         heldout_good: their votes.
         accelerator: processes, which share each batch, and trackers. None creates one on the policy's device.
         sharding: divide the model, its gradients and AdamW's moments among the processes (FSDP2).
-
-    Raises:
-        UserError: a model that cannot be divided, or missing votes.
     """
 
     def __init__(
@@ -216,18 +175,6 @@ class DPO(Algorithm):
             completions, ref, None if good is None else torch.tensor(good, dtype=torch.bool)
         )
 
-    def unsharded(self) -> AbstractContextManager[Any]:
-        """Give each process the whole model within the context."""
-        return unsharded(self.module)
-
-    def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return the policy's trained parameters."""
-        return self.policy.trainable_parameters()
-
-    def compute_dtype(self) -> torch.dtype:
-        """Return the dtype of the policy's matrix products."""
-        return getattr(self.policy, "compute_dtype", torch.float32)
-
     def collect(self, run: Context) -> Collected:
         """Read the next batches of the stream."""
         first, count = run.counters.updates, run.optimizer.updates_per_iteration
@@ -241,78 +188,73 @@ class DPO(Algorithm):
     def backward(self, experience: Any, step: TextRollout, run: Context) -> dict[str, float]:
         """Add the gradient of the mean loss of a batch."""
         ref, good = self.data.select(step)
-        count, world = len(ref), self.accelerator.num_processes
+        count, accelerator = len(ref), self.accelerator
         length = step.loss_mask.sum(1).view(2, -1).sum(0)
         longest_first = torch.argsort(length, stable=True, descending=True)
-        local = longest_first[self.accelerator.process_index :: world].split(run.micro_batch)
-        micro_batches = pad_batches(local, self.module, self.accelerator)
+        local = longest_first[accelerator.process_index :: accelerator.num_processes].split(run.micro_batch)
+        micro_batches = pad_batches(local, self.module, accelerator)
         point = None if good is None else self._reference_point(step, ref, micro_batches)
         index = torch.tensor(step.group[:count])
         labels = None if self.labels is None else self.labels[index]
         sums, leads = torch.zeros(2, len(MEANS), dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
-        for number, rows in enumerate(micro_batches):
-            is_last = number == len(micro_batches) - 1
-            with no_sync_unless_last(self.module, self.accelerator, last=is_last):
-                completions = rows if good is not None else torch.cat([rows, rows + count])
-                log_prob = self.module(step, completions).log_prob.sum(1)
-                votes, label = (None if values is None else values[rows] for values in (good, labels))
-                loss, parts, leads[rows] = self._loss(
-                    step, completions, log_prob, ref[rows], votes, point, label
-                )
-                self.accelerator.backward(loss.sum() / count * (run.counters.loss_scale * world))
+        scale = run.counters.loss_scale * accelerator.num_processes
+        for rows in synced_last(micro_batches, self.module, accelerator):
+            completions = rows if good is not None else torch.cat([rows, rows + count])
+            log_prob = self.module(step, completions).log_prob.sum(1)
+            length = step.loss_mask[completions].sum(1)
+            votes, label = (None if values is None else values[rows] for values in (good, labels))
+            loss, parts, leads[rows] = self._loss(log_prob, length, ref[rows], votes, point, label)
+            accelerator.backward(loss.sum() / count * scale)
             sums += parts
         means = _means(self._sum(sums))
-        self._move_labels(index.tolist(), leads)
+        if self.labels is not None:  # each lead is computed in one process, and 0 in the others
+            for i, lead in zip(
+                index.tolist(), self._sum(leads).split(1), strict=True
+            ):  # a pair may occur twice
+                rate = self.settings.label_rate
+                self.labels[i : i + 1] = dynamic_labels(self.labels[i : i + 1], lead, rate=rate)
         means["tokens"], means["samples"] = float(step.loss_mask.sum()), float(len(step))
-        if point is not None:
-            means["kl"] = float(point)
-        return means
+        return means if point is None else {**means, "kl": float(point)}
 
     def _sum(self, values: Tensor) -> Tensor:
         """Sum over the processes."""
         total: Any = self.accelerator.reduce(values.to(self.accelerator.device), "sum")
         return total.cpu()
 
-    def _move_labels(self, index: Sequence[int], leads: Tensor) -> None:
-        """Move the labels of visited pairs; each lead is known in one process, and 0 in the others."""
-        if self.labels is None:
-            return
-        for i, lead in zip(index, self._sum(leads).split(1), strict=True):  # a pair may occur twice
-            self.labels[i : i + 1] = dynamic_labels(
-                self.labels[i : i + 1], lead, rate=self.settings.label_rate
-            )
-
     def _loss(
         self,
-        rollout: TextRollout,
-        rows: Tensor,
         log_prob: Tensor,
+        length: Tensor,
         ref: Tensor,
         good: Tensor | None,
         point: Tensor | None,
         label: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute (loss [n], sums and counts [2, len(MEANS)], lead [n] of pairs) of n records, whose
-        completions `rows` have these summed log-probs."""
-        settings, default = self.settings, DIRECT[self.settings.row]
-        form: dict[str, Any] = {"row": settings.row, "beta": settings.beta}
-        length, ref = rollout.loss_mask[rows].sum(1).to(log_prob.device), ref.to(log_prob.device)
+        """Compute (loss [n], sums and counts [2, len(MEANS)], lead [n] of pairs) of n records.
+
+        Log-probs and lengths are those of their completions: [n] of votes, or [2n] of pairs, chosen ones
+        first.
+        """
+        s, default = self.settings, DIRECT[self.settings.row]
+        form: dict[str, Any] = {"row": s.row, "beta": s.beta}
+        length, ref = length.to(log_prob.device), ref.to(log_prob.device)
         if good is not None and point is not None:
-            good = good.to(log_prob.device)
-            loss = settings.vote_loss(log_prob, ref[:, 0], good, point)
+            good, lead = good.to(log_prob.device), torch.zeros(len(good))
+            weights = {"desirable_weight": s.desirable_weight, "undesirable_weight": s.undesirable_weight}
+            loss = kto_loss(log_prob, ref[:, 0], good, point, beta=s.beta, **weights)
             reward = implicit_reward(log_prob, ref[:, 0], **form)
             chosen_reward, rejected_reward = reward[good], reward[~good]
             chosen, rejected = log_prob[good], log_prob[~good]
-            right = (reward > (settings.beta or default.beta) * point) == good
-            lead = torch.zeros(len(good))
+            right = (reward > (s.beta or default.beta) * point) == good
         else:
             (chosen, rejected), lengths = log_prob.chunk(2), length.chunk(2)
-            loss = settings.pair_loss(chosen, rejected, *ref.T, *lengths, label=label)
+            eps = s.label_smoothing if label is None else 0.0
+            options = {"gamma": s.gamma, "eta": s.eta, "eps": eps, "label": label}
+            loss = direct_preference_loss(chosen, rejected, *ref.T, *lengths, **form, **options)
             chosen_reward = implicit_reward(chosen, ref[:, 0], lengths[0], **form)
             rejected_reward = implicit_reward(rejected, ref[:, 1], lengths[1], **form)
             right = chosen_reward > rejected_reward
-            gamma = default.gamma if settings.gamma is None else settings.gamma
-            lead = chosen_reward - rejected_reward - gamma
+            lead = chosen_reward - rejected_reward - (default.gamma if s.gamma is None else s.gamma)
         labels = torch.zeros(0) if label is None else label
         columns = (loss, chosen_reward, rejected_reward, right, chosen, rejected, labels)  # as MEANS
         sums = torch.stack([column.detach().double().sum().cpu() for column in columns])
@@ -326,8 +268,8 @@ class DPO(Algorithm):
         for rows in micro_batches:
             log_prob = self.module(step, rows + count).log_prob.sum(1).cpu()
             log_ratio += (log_prob - ref[rows, 1]).double().sum()
-        total: Any = self.accelerator.reduce(log_ratio.to(self.accelerator.device), "sum")
-        return kto_reference_point(total[None] / count, torch.zeros_like(total)[None])
+        mean = self._sum(log_ratio)[None] / count
+        return kto_reference_point(mean, torch.zeros_like(mean)).to(self.accelerator.device)
 
     def record(self, experience: Any, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Return losses and rewards of the batches; for votes, a batch without one of a kind is left out."""
@@ -358,8 +300,9 @@ class DPO(Algorithm):
         rollout = self.heldout.completions.rows(range(len(log_prob)))
         ref, good = self.heldout.select(rollout)
         point = None if good is None else kto_reference_point(log_prob[:, 1], ref[:, 1])
-        rows = torch.arange(len(log_prob) if good is not None else 2 * len(log_prob))
-        _, sums, _ = self._loss(rollout, rows, log_prob.T.flatten()[: len(rows)], ref, good, point)
+        rows = slice(None if good is None else len(log_prob))  # of votes without the mismatched completions
+        length = rollout.loss_mask.sum(1)[rows]
+        _, sums, _ = self._loss(log_prob.T.flatten()[rows], length, ref, good, point)
         return _named(_means(sums))
 
 
@@ -390,10 +333,7 @@ def _means(sums: Tensor) -> dict[str, float]:
 def shared_log_probs(policy: TextPolicy, completions: CompletionPairs, accelerator: Accelerator) -> Tensor:
     """Compute summed log-probs [N, 2] of both completions of N records under the present weights.
 
-    Args:
-        policy: each process has its whole weights.
-        completions: the records.
-        accelerator: processes, each of which computes its share; all call it.
+    Each process has the whole weights and computes its share; all call it.
     """
     log_probs = torch.zeros(len(completions), 2)
     local = range(accelerator.process_index, len(completions), accelerator.num_processes)

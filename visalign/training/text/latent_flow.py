@@ -33,6 +33,13 @@ from .trajectories import hidden_states_of
 
 KEY = "latent_flow"
 """File stem of the networks in a checkpoint."""
+DEPTHS = (0.25, 0.5, 0.75)
+"""Shares of the layers behind which states are taken; the paper's, as the constants below."""
+TIME = 0.8
+"""Time at which a state is compared with the flow."""
+KEEP, TOP, SCALE = 0.6, 15, 0.01
+"""Share of a completion's range of deviations below which a token is not penalised, most tokens of a
+completion that are, and the penalty of the most deviant one in units of the advantage."""
 
 
 @dataclass
@@ -50,18 +57,7 @@ class TokenRewards:
 
 
 class LatentFlow:
-    """`ProcessReward` that learns from the run's right completions.
-
-    Args:
-        policy: with `hidden_states`.
-        reference: model whose states are used.
-        settings: of networks and rewards.
-        seed: seed of weights and noise.
-        accelerator: processes that learn together.
-
-    Raises:
-        UserError: a policy without hidden states.
-    """
+    """`ProcessReward` that learns from the run's right completions, on the reference's hidden states."""
 
     def __init__(
         self,
@@ -77,30 +73,24 @@ class LatentFlow:
         size: Any = getattr(policy, "hidden_size", None)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(sample_seed(seed, KEY))
-            nets = [_network(size, settings.width) for _ in settings.depths]
+            nets = [_network(size, settings.width) for _ in DEPTHS]
         self._nets = nn.ModuleList(nets).to(policy.device)
         self._optimizer = torch.optim.AdamW(self._nets.parameters(), lr=settings.lr, weight_decay=0.0)
         self._iterations, self._metrics = 0, dict[str, float]()
 
     def score_rollout(self, rollout: TextRollout) -> TokenRewards:
         """Compute rewards ≤ 0 of the tokens; zeros during the warm-up."""
-        s, deviation = self.settings, torch.zeros_like(rollout.loss_mask)
-        if self._iterations >= s.warmup:
+        deviation = torch.zeros_like(rollout.loss_mask)
+        if self._iterations >= self.settings.warmup:
             for sample, states in self._states(rollout):
-                deviation[sample, rollout.loss_mask[sample] != 0] = self._deviation(
-                    states, rollout.seed[sample]
-                )
-        reward = flow_rewards(deviation, rollout.loss_mask, keep=s.keep, top=s.top, scale=s.scale)
+                tokens = rollout.loss_mask[sample] != 0
+                deviation[sample, tokens] = self._deviation(states, rollout.seed[sample])
+        reward = flow_rewards(deviation, rollout.loss_mask, keep=KEEP, top=TOP, scale=SCALE)
         return TokenRewards(reward, torch.ones(len(rollout), dtype=torch.bool))
 
     def learn(self, rollout: TextRollout, right: Tensor, iteration: int) -> None:
-        """Take steps of flow matching on the states of right completions; all processes call it.
-
-        Args:
-            rollout: this process's b samples.
-            right: [b] bool.
-            iteration: decides the draws.
-        """
+        """Take steps of flow matching on the states of completions that are `right` [b]; all processes call
+        it."""
         accelerator = self._accelerator
         states = [states for _, states in self._states(rollout.rows(right.nonzero()[:, 0]))]
         if not self._sum(float(sum(map(len, states)))):
@@ -141,13 +131,13 @@ class LatentFlow:
         if not len(rollout):
             return
         with self._reference.applied():
-            for sample, states in self._hidden(rollout, depths=self.settings.depths):
+            for sample, states in self._hidden(rollout, depths=DEPTHS):
                 yield sample, layer_norm(states, states.shape[-1:])
 
     @torch.no_grad()
     def _deviation(self, states: Tensor, seed: int) -> Tensor:
         """Compute the mean deviation [T] over the depths of states [T, L, H]."""
-        generator, t = torch.Generator().manual_seed(sample_seed(seed, KEY)), self.settings.time
+        generator, t = torch.Generator().manual_seed(sample_seed(seed, KEY)), TIME
         noise = torch.randn(states.shape, generator=generator).to(states.device)
         deviations = []
         for depth, net in enumerate(self._nets):

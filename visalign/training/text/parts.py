@@ -119,12 +119,20 @@ class TextParts:
     scorer: RewardScorer
     records: Records
     """Prompt records, each with "prompt"; handed to the reward as metadata."""
+    rollout: TextRolloutSettings
+    objective: Objective
+    """Before the coefficients that move (PPO-KL, SAFE)."""
     value_model: ValueFunction | None
     log_partition: LogPartition | None
     process: ProcessReward | None
     demonstrations: Demonstrations | None
     seed: int
     accelerator: Accelerator
+
+    @property
+    def recomputes(self) -> bool:
+        """True if the old log-probs are the policy's own instead of the sampler's."""
+        return self.rollout.recompute or self.objective.importance_sampling is not None
 
     @property
     def branches(self) -> bool:
@@ -154,14 +162,10 @@ PER_DECISION = ("gae", "remax", "reinforce_pp", "group_returns")
 """Advantages that take rewards of single tokens."""
 
 
-def check_sizes(parts: TextParts, prompts: int, group_size: int) -> None:
-    """Refuse sample counts that the processes cannot share.
-
-    Raises:
-        UserError: with numbers that work.
-    """
-    world = parts.accelerator.num_processes
-    check_batch_algebra(prompts, group_size, world)
+def check_sizes(parts: TextParts) -> None:
+    """Refuse sample counts that the processes cannot share."""
+    world, prompts = parts.accelerator.num_processes, parts.rollout.prompts_per_iteration
+    check_batch_algebra(prompts, parts.rollout.group_size, world)
     if parts.branches and prompts < world:
         raise UserError(
             f"rollout.prompts_per_iteration is {prompts} for {world} processes, and with rollout.tool.branch "
@@ -169,22 +173,18 @@ def check_sizes(parts: TextParts, prompts: int, group_size: int) -> None:
         )
 
 
-def check_parts(parts: TextParts, objective: Objective, *, name: str, rollout: TextRolloutSettings) -> None:
-    """Refuse an algorithm that lacks a part, or parts that do not suit it.
-
-    Raises:
-        UserError: with what is missing.
-    """
-    policy, needs = parts.policy, ADVANTAGES[objective.advantage].needs
+def check_parts(parts: TextParts, *, name: str) -> None:
+    """Refuse the algorithm `name` if it lacks a part, or parts that do not suit it."""
+    policy, objective, rollout = parts.policy, parts.objective, parts.rollout
+    needs = ADVANTAGES[objective.advantage].needs
     value_model, value_head = parts.value_model, getattr(policy, "value_head", None)
-    has_value = value_model is not None or value_head is not None
     head = value_head if value_model is None else getattr(value_model, "head", None)
     critics = getattr(getattr(head, "linear", None), "out_features", 1)
-    recomputes = rollout.recompute or objective.importance_sampling is not None
+
     algorithm = f"objective.algorithm={name}"
     rules = (
         (
-            objective.advantage == "gae" and not has_value,
+            objective.advantage == "gae" and value_model is None and value_head is None,
             f"{algorithm} needs a value function: give the policy a value head, or a value model "
             "(model.value in a configuration).",
         ),
@@ -195,17 +195,12 @@ def check_parts(parts: TextParts, objective: Objective, *, name: str, rollout: T
         ),
         (
             critics > 1 and objective.value_clip is not None,
-            f"{algorithm} holds values near the rollout's (value_clip {objective.value_clip}), which are one "
-            f"number for {critics} critics. Set objective.changes={{value_clip: null}}, or use 'safe'.",
+            f"{algorithm} clips the value (value_clip {objective.value_clip}), which is one number for "
+            f"{critics} critics. Set objective.changes={{value_clip: null}}, or use 'safe'.",
         ),
         (
             objective.surrogate == "flow_balance" and parts.log_partition is None,
             f"{algorithm} needs a log-partition head, and none was given.",
-        ),
-        (
-            bool({"step", "likelihood"} & {*needs}) and parts.tokenizer is None,
-            f"{algorithm} looks at the steps of completions, or an answer after them, by the policy's "
-            "tokenizer, and this policy has none. Give it the attribute `tokenizer`, or use 'grpo'.",
         ),
         (
             parts.process is None and "process_reward" in needs,
@@ -216,8 +211,8 @@ def check_parts(parts: TextParts, objective: Objective, *, name: str, rollout: T
             parts.process is not None and objective.advantage not in PER_DECISION,
             f"{algorithm} has one advantage per completion (advantage {objective.advantage}), so rewards of "
             "single steps (process, latent_flow) have no place in it. Use an advantage of "
-            f"{', '.join(PER_DECISION)} (the last is the algorithm rlfr), or the process reward model as a "
-            "reward of the whole completion (process_reward in rewards.terms).",
+            f"{', '.join(PER_DECISION)} (the last is the algorithm rlfr), or process_reward in "
+            "rewards.terms.",
         ),
         (
             bool(objective.ptx) and parts.demonstrations is None,
@@ -230,12 +225,7 @@ def check_parts(parts: TextParts, objective: Objective, *, name: str, rollout: T
             "one of the two out.",
         ),
         (
-            rollout.routing_replay and not hasattr(policy, "with_routes"),
-            f"rollout.routing_replay asks the policy where its tokens go, and {type(policy).__name__} has no "
-            "method with_routes. Give it one as CausalLMPolicy has, or leave routing_replay out.",
-        ),
-        (
-            parts.engine is not policy and not recomputes,
+            parts.engine is not policy and not parts.recomputes,
             "Another engine writes the completions, so its log-probs are not the policy's. Set "
             "rollout.recompute=true, and importance_sampling in objective.changes for what is left between "
             "the two.",

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,10 +14,31 @@ from torch import Tensor, nn
 from visalign.core import PolicyOutput
 from visalign.errors import UserError
 from visalign.text import Sampling, TextPolicy, TextRollout
+from visalign.training.loop.algorithm import Algorithm
 from visalign.training.loop.processes import share_gradients
-from visalign.training.loop.sharding import is_divided, shard
+from visalign.training.loop.sharding import is_divided, shard, unsharded
 
 from .parts import LogPartition, ValueFunction
+
+
+class TextAlgorithm(Algorithm):
+    """Base of the trainings of a text policy: its parameters, precision and division among processes."""
+
+    policy: TextPolicy
+    module: nn.Module
+    """`TextReplay` of the policy as the processes share it."""
+
+    def unsharded(self) -> AbstractContextManager[Any]:
+        """Give each process the whole model within the context."""
+        return unsharded(self.module)
+
+    def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """Return the policy's trained parameters."""
+        return self.policy.trainable_parameters()
+
+    def compute_dtype(self) -> torch.dtype:
+        """Return the dtype of the policy's matrix products."""
+        return getattr(self.policy, "compute_dtype", torch.float32)
 
 
 class TextReplay(nn.Module):
@@ -63,14 +85,9 @@ class TextReplay(nn.Module):
         demonstrations: TextRollout | None = None,
         demonstration_rows: Tensor | None = None,
     ) -> PolicyOutput:
-        """Compute the outputs of b completions; for none, zeros that depend on the trained parameters.
+        """Compute the outputs of b completions `rows`; for none, zeros that depend on the trained parameters.
 
-        Args:
-            rollout: B completions.
-            rows: [b] indices of completions.
-            features: [b, H] of the prompts, for log Z.
-            demonstrations: text of PPO-ptx.
-            demonstration_rows: indices of demonstrations.
+        `features` [b, H] of the prompts are for log Z, `demonstrations` for PPO-ptx.
         """
         out = self._policy.log_probs(rollout, rows, statistic=self._nucleus)
         log_prob = out.log_prob
@@ -112,11 +129,7 @@ def _one_token() -> TextRollout:
 
 
 def distribute(replay: TextReplay, accelerator: Accelerator, sharding: bool) -> nn.Module:
-    """Share the module among the processes (`share_gradients`), or divide it (`shard`).
-
-    Raises:
-        UserError: a forward may leave out weights that other processes wait for, or as `shard`.
-    """
+    """Share the module among the processes (`share_gradients`), or divide it (`shard`)."""
     if not sharding:
         return share_gradients(replay, accelerator, may_skip=replay.may_skip)
     if replay.may_skip:

@@ -15,7 +15,6 @@ Deliberate deviations from common trainers:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -39,11 +38,11 @@ from visalign.core.objective.stages import ADVANTAGES, sample_reward
 from visalign.errors import UserError
 from visalign.interfaces import TextReward
 from visalign.text import TextPolicy, TextRollout
-from visalign.training.loop.algorithm import Algorithm, Collected, Context
+from visalign.training.loop.algorithm import Collected, Context
 from visalign.training.loop.judging import RewardScorer, RolloutPrefetcher, as_higher_is_better
-from visalign.training.loop.processes import get_accelerator, no_sync_unless_last
+from visalign.training.loop.processes import get_accelerator, synced_last
 from visalign.training.loop.sampler import PromptSampler
-from visalign.training.loop.sharding import pad_batches, unsharded
+from visalign.training.loop.sharding import pad_batches
 from visalign.training.policy.balance import RewardBalance
 from visalign.training.policy.reference import GatedKL, Reference
 from visalign.training.policy.update import PolicyStep, backward, prepare_steps, update_metrics
@@ -62,7 +61,7 @@ from .parts import (
     check_parts,
     check_sizes,
 )
-from .replay import TextReplay, distribute
+from .replay import TextAlgorithm, TextReplay, distribute
 from .self_imitation import KEY as IMITATION_KEY
 from .self_imitation import Replay, SelfImitation
 from .settings import (
@@ -81,15 +80,13 @@ HEADS = ("value_head.", "value_model.", "log_partition.")
 
 @dataclass(frozen=True)
 class UpdateExtras:
-    """Samples of an update besides the iteration's completions."""
+    """Samples of an update besides the iteration's completions, of PPO-ptx and of self-imitation."""
 
     demonstrations: TextRollout | None
-    """PPO-ptx's."""
     replay: Replay | None
-    """Self-imitation's."""
 
 
-class TextRL(Algorithm):
+class TextRL(TextAlgorithm):
     """Reinforcement learning of a text policy; an `Algorithm` for `Trainer`.
 
     Args:
@@ -107,14 +104,10 @@ class TextRL(Algorithm):
         value_model: separate value network, for PPO; None where the policy has a value head.
         log_partition: log Z of FlowRL.
         process: process reward of a completion's steps, added to that of the completion.
-        demonstrations: demonstrations for PPO-ptx.
-        strata: label per record, see `PromptSampler`.
+        demonstrations: of PPO-ptx.
         after_update: called by all processes with the iterations finished after the update, for a server
             that loads the weights.
         sharding: divide the model, its gradients and AdamW's moments among the processes (FSDP2).
-
-    Raises:
-        UserError: settings that do not fit each other, or an algorithm that lacks a part.
     """
 
     def __init__(
@@ -135,19 +128,16 @@ class TextRL(Algorithm):
         log_partition: LogPartition | None = None,
         process: ProcessReward | None = None,
         demonstrations: Demonstrations | None = None,
-        strata: Sequence[str] | None = None,
         after_update: Callable[[int], None] | None = None,
         sharding: bool = False,
     ) -> None:
         self.accelerator = get_accelerator(accelerator, policy)
         self.rollout = rollout or TextRolloutSettings()
         self.settings = objective or TextObjectiveSettings()
-        self._base_objective = self.settings.build(length=self.rollout.max_new_tokens)
-        is_dynamic = dynamic is not None and dynamic.enabled
-        check_staleness(self.rollout, self.settings, is_dynamic)
-        self._prefetcher: RolloutPrefetcher[PendingRound] = RolloutPrefetcher(
-            self._sample, self.rollout.staleness
-        )
+        base = self.settings.build(length=self.rollout.max_new_tokens)
+        self.policy = policy
+        check_staleness(self.rollout, self.settings, dynamic is not None and dynamic.enabled)
+        self._prefetcher = RolloutPrefetcher[PendingRound](self._sample, self.rollout.staleness)
         reward, reference = as_higher_is_better(reward), Reference(policy, self.settings)
         self.flow: LatentFlow | None = None
         if latent_flow is not None:
@@ -161,6 +151,8 @@ class TextRL(Algorithm):
             reward=reward,
             scorer=RewardScorer(reward, what="completions", threaded=self.rollout.scores_in_thread),
             records=records,
+            rollout=self.rollout,
+            objective=base,
             value_model=value_model,
             log_partition=log_partition,
             process=process if self.flow is None else self.flow,
@@ -168,15 +160,20 @@ class TextRL(Algorithm):
             seed=seed,
             accelerator=self.accelerator,
         )
-        check_parts(self.parts, self._base_objective, name=self.settings.algorithm, rollout=self.rollout)
+        check_parts(self.parts, name=self.settings.algorithm)
         size = self.rollout.prompts_per_iteration, self.rollout.group_size
-        check_sizes(self.parts, *size)
-        self.sampler = PromptSampler(len(records), *size, seed, strata=strata)
-        self.groups = DynamicGroups(size[0], dynamic) if is_dynamic and dynamic is not None else None
+        check_sizes(self.parts)
+        self.sampler = PromptSampler(len(records), *size, seed)
+        self.groups = DynamicGroups(size[0], dynamic) if dynamic is not None and dynamic.enabled else None
         self.imitation: SelfImitation | None = None
         if self_imitation is not None:
-            self._check_imitation()
-            self.imitation = SelfImitation(self_imitation, self._base_objective, self.rollout, seed)
+            if self.parts.objective.value or self.parts.objective.surrogate == "flow_balance":
+                raise UserError(
+                    "self_imitation replays completions of algorithms that compare groups, and "
+                    f"objective.algorithm={self.settings.algorithm} has a value function, or log Z of the "
+                    "prompt. Use 'grpo' or 'dapo', or set self_imitation=null."
+                )
+            self.imitation = SelfImitation(self_imitation, self.parts.objective, self.rollout, seed)
         every = self.settings.balance_every
         self.balance = None if every is None else RewardBalance(reward, every)
         self.after_update = after_update
@@ -184,8 +181,8 @@ class TextRL(Algorithm):
             self._check_sharding()
         replay = TextReplay(
             policy,
-            value=bool(self._base_objective.value),
-            nucleus=nucleus_of(self._base_objective),
+            value=bool(self.parts.objective.value),
+            nucleus=nucleus_of(self.parts.objective),
             value_model=value_model,
             log_partition=log_partition,
         )
@@ -197,11 +194,7 @@ class TextRL(Algorithm):
         self._had_updates, self._entropies = False, list[float]()
 
     def _check_sharding(self) -> None:
-        """Refuse to divide a model that another part reads whole.
-
-        Raises:
-            UserError: names the part.
-        """
+        """Refuse to divide a model that another part reads whole."""
         parts, settings = self.parts, self.settings
         conflicts = {
             "a value model": parts.value_model is not None,
@@ -213,31 +206,12 @@ class TextRL(Algorithm):
             "latent_flow": self.flow is not None,
             "objective.reset_reference_every": settings.reset_reference_every is not None,
             "objective.reset_reference_above": settings.reset_reference_above is not None,
-            "a reference (objective.changes.kl) without LoRA": needs_reference(self._base_objective)
+            "a reference (objective.changes.kl) without LoRA": needs_reference(self.parts.objective)
             and getattr(parts.policy, "lora", None) is None,
         }
         for name, is_used in conflicts.items():
             if is_used:
                 raise UserError(f"sharding goes without {name}. Leave one of the two out.")
-
-    def _check_imitation(self) -> None:
-        """Refuse objectives that need more than a stored completion has.
-
-        Raises:
-            UserError: names the algorithm.
-        """
-        objective = self._base_objective
-        if objective.value or objective.surrogate == "flow_balance":
-            lacks = "a value function" if objective.value else "log Z of the prompt"
-            raise UserError(
-                f"self_imitation replays completions of algorithms that compare groups, and "
-                f"objective.algorithm={self.settings.algorithm} has {lacks}. Use 'grpo' or 'dapo', or set "
-                "self_imitation=null."
-            )
-
-    def unsharded(self) -> AbstractContextManager[Any]:
-        """Give each process the whole model within the context."""
-        return unsharded(self.module)
 
     def rates(self, lr: float) -> Mapping[str, float]:
         """Return factors of the learning rate `lr` for the heads."""
@@ -247,7 +221,7 @@ class TextRL(Algorithm):
     @property
     def objective(self) -> Objective:
         """The objective with the present coefficient of PPO-KL or of SAFE's gated KL."""
-        base = self._base_objective
+        base = self.parts.objective
         if self.gate is not None:
             return self.gate.applied(base)
         if self.settings.target_kl is None or self._kl_penalty is None:
@@ -257,16 +231,12 @@ class TextRL(Algorithm):
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """Return parameters of the policy, a value network and a log-partition head."""
         parts = self.parts
-        named = list(parts.policy.trainable_parameters())
+        named = list(self.policy.trainable_parameters())
         if parts.value_model is not None:
             named += [(f"value_model.{n}", p) for n, p in parts.value_model.named_parameters()]
         if parts.log_partition is not None:
             named += [(f"log_partition.{n}", p) for n, p in parts.log_partition.head.named_parameters()]
         return named
-
-    def compute_dtype(self) -> torch.dtype:
-        """Return the dtype of the policy's matrix products."""
-        return getattr(self.parts.policy, "compute_dtype", torch.float32)
 
     def collect(self, run: Context) -> Collected:
         """Sample and score completions and, with dynamic sampling, select groups."""
@@ -274,28 +244,19 @@ class TextRL(Algorithm):
         def sample_round(number: int) -> PendingRound:
             return self._sample(number, run) if self.groups is not None else self._prefetcher.next(run)
 
-        iteration = run.counters.iteration
         with self.unsharded():
-            collected = collect(
-                self.parts,
-                sample_round,
-                self.groups,
-                iteration,
-                self.rollout,
-                self._base_objective,
-                run.clock,
-            )
+            collected = collect(self.parts, sample_round, self.groups, run.counters.iteration, run.clock)
         self._had_updates = collected.experience is not None
         if collected.experience is not None:
             self._update_memory(collected.experience, run)
         return collected
 
     def _sample(self, number: int, run: Context) -> PendingRound:
-        return sample_completions(self.parts, self.sampler, number, self.rollout, run.clock)
+        return sample_completions(self.parts, self.sampler, number, run.clock)
 
     def _update_memory(self, experience: TextExperience, run: Context) -> None:
         """Add what the objective remembers of earlier iterations, and remember this one."""
-        objective, t, memory = self._base_objective, experience.trajectories, run.counters.own
+        objective, t, memory = self.parts.objective, experience.trajectories, run.counters.own
         if remembers(objective) is not None:
             before = self._entropies
             self._entropies = entropy_memory(objective, t, before)
@@ -314,7 +275,7 @@ class TextRL(Algorithm):
     def prepare(self, experience: TextExperience, run: Context) -> list[PolicyStep]:
         """Compute advantages, selections, denominators and the split into updates of whole groups."""
         t = experience.trajectories
-        if "metric" in ADVANTAGES[self._base_objective.advantage].needs:
+        if "metric" in ADVANTAGES[self.parts.objective.advantage].needs:
             t = experience.trajectories = replace(t, metric=self._canon_metric(t))
         if self.imitation is not None:
             updates, epochs = run.optimizer.updates_per_iteration, self.settings.epochs
@@ -408,27 +369,25 @@ class TextRL(Algorithm):
             world, rank = accelerator.num_processes, accelerator.process_index
             chunks = torch.arange(len(demonstrations)).tensor_split(world)[rank].chunk(len(batches))
             shares = [*chunks, *[None] * (len(batches) - len(chunks))]
-        for number, (batch, share) in enumerate(zip(batches, shares, strict=True)):
-            with no_sync_unless_last(self.module, accelerator, last=number == len(batches) - 1):
-                sample = local[batch]
-                output = self.module(
-                    experience.rollout,
-                    sample,
-                    features=None if experience.features is None else experience.features[sample],
-                    demonstrations=None if share is None else demonstrations,
-                    demonstration_rows=share,
-                )
-                yield prepared.rows(batch).to(output.log_prob.device), output
+        pairs = list(zip(batches, shares, strict=True))
+        for batch, share in synced_last(pairs, self.module, accelerator):
+            sample = local[batch]
+            output = self.module(
+                experience.rollout,
+                sample,
+                features=None if experience.features is None else experience.features[sample],
+                demonstrations=None if share is None else demonstrations,
+                demonstration_rows=share,
+            )
+            yield prepared.rows(batch).to(output.log_prob.device), output
 
     def _replay_micro_batches(self, replay: Replay, size: int) -> Iterator[tuple[Prepared, PolicyOutput]]:
         """Yield this process's share of stored completions."""
         accelerator = self.accelerator
         rows = torch.arange(len(replay.rollout))[accelerator.process_index :: accelerator.num_processes]
-        batches = rows.split(size)
-        for number, batch in enumerate(batches):
-            with no_sync_unless_last(self.module, accelerator, last=number == len(batches) - 1):
-                output = self.module(replay.rollout, batch)
-                yield replay.prepared.rows(batch).to(output.log_prob.device), output
+        for batch in synced_last(rows.split(size), self.module, accelerator):
+            output = self.module(replay.rollout, batch)
+            yield replay.prepared.rows(batch).to(output.log_prob.device), output
 
     def record(self, experience: TextExperience, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Return metrics of the updates, and adapt the coefficients of PPO-KL and SAFE."""
@@ -465,7 +424,7 @@ class TextRL(Algorithm):
         own = run.counters.own
         self.parts.reference.finish(run, self._last_kl)
         if self.groups is not None:
-            own["groups"] = self.groups.state_dict()
+            own["rounds"] = self.groups.round
         if self._kl_penalty is not None:
             own["penalty"] = self._kl_penalty
         if self.gate is not None:
@@ -486,8 +445,8 @@ class TextRL(Algorithm):
         self._entropies = own.get("entropies", [])
         if self.gate is not None and "kl_gate" in own:
             self.gate.load(own["kl_gate"])
-        if self.groups is not None and "groups" in own:
-            self.groups.load_state_dict(own["groups"])
+        if self.groups is not None:
+            self.groups.round = own.get("rounds", 0)
         for key, part in self._stateful():
             if key in run.tensors:
                 part.load(run.tensors[key])

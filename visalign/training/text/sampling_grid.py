@@ -80,27 +80,16 @@ class Completions:
 def grid_points(
     temperatures: Sequence[float], top_p: Sequence[float], seeds: Sequence[int]
 ) -> list[GridPoint]:
-    """Combine temperatures, nuclei and seeds, the seeds of one distribution next to each other.
-
-    Args:
-        temperatures: τ, above 0.
-        top_p: nuclei, in (0, 1].
-        seeds: integers from 0 up.
-
-    Raises:
-        UserError: an empty list, one with repeats, or a number out of range.
-    """
+    """Combine temperatures above 0, nuclei in (0, 1] and seeds, the seeds of one distribution side by
+    side."""
     for name, values in (("temperatures", temperatures), ("top_p", top_p), ("seeds", seeds)):
         if not values or len(set(values)) != len(values):
             raise UserError(f"{name} is {list(values)}; give at least one number, and each number once.")
-    if min(seeds) < 0:
-        raise UserError(f"seeds is {list(seeds)}; seeds are whole numbers from 0 up.")
-    for temperature in temperatures:
-        if Sampling(temperature=temperature).greedy:
-            raise UserError(
-                "temperatures holds 0, which draws nothing: all completions to a prompt would be the same. "
-                "Give temperatures above 0."
-            )
+    if min(seeds) < 0 or any(Sampling(temperature=t).greedy for t in temperatures):
+        raise UserError(
+            f"temperatures is {list(temperatures)} and seeds {list(seeds)}; give temperatures above 0 (0 "
+            "draws nothing) and seeds from 0 up."
+        )
     for nucleus in top_p:
         Sampling(top_p=nucleus)  # refuses numbers out of range
     return [GridPoint(temperature=t, top_p=p, seed=s) for t in temperatures for p in top_p for s in seeds]
@@ -133,14 +122,11 @@ def sample_point(
         stopping: conditions that end a completion.
         seed: seed of the run.
         prompts_per_call: prompts that are completed and scored together; memory only.
-        prompts: prompts completed in place of the records' own, one for each; the reward gets the records.
+        prompts: prompts completed in place of the records' own, one for each.
         after_call: called with the number of prompts done so far.
 
     Returns:
         P·n completions, those of a prompt next to each other.
-
-    Raises:
-        RewardFailure: the reward returned something other than one score per completion.
     """
     prompts = [record["prompt"] for record in records] if prompts is None else prompts
     draw = (seed, "grid", repr(float(point.temperature)), repr(float(point.top_p)), point.seed)
@@ -161,12 +147,11 @@ def sample_point(
         scores = without_failed(scores, rollout)
         value = scores.value.detach().float().cpu()
         valid = scores.valid.cpu() & value.isfinite() & rollout.generated
-        reasons: list[str | None] = []
-        for ok, stop, why in zip(
-            valid.tolist(), rollout.stop_reason, scores.reason or [None] * len(metadata), strict=True
-        ):
-            too_long = stop if stop == "prompt too long" else None
-            reasons.append(None if ok else too_long or why or "value not finite")
+        reasons: list[str | None] = [None] * len(metadata)
+        for i in (~valid).nonzero()[:, 0].tolist():
+            is_too_long = rollout.stop_reason[i] == "prompt too long"
+            given = scores.reason[i] if scores.reason else None
+            reasons[i] = "prompt too long" if is_too_long else given or "value not finite"
         parts.append(
             Completions(
                 prompt=[i for i in index for _ in range(samples)],
@@ -191,11 +176,7 @@ def prompt_key(prompt: Prompt) -> str:
 
 
 def with_hint(record: Mapping[str, Any], hint: str) -> Prompt:
-    """Append a hint, whose {field} are replaced by the record's fields, to the record's prompt.
-
-    Raises:
-        UserError: the record lacks a field.
-    """
+    """Append a hint, whose {field} are replaced by the record's fields, to the record's prompt."""
     names = set(re.findall(r"\{(\w+)\}", hint))
     if missing := sorted(names - record.keys()):
         raise UserError(

@@ -23,23 +23,14 @@ def failure_reasons(completions: Completions) -> dict[str, int]:
 
 
 def statistics(completions: Completions, selectable: Tensor, *, threshold: float) -> dict[str, Any]:
-    """Compute shares, pass@k, best-of-n and diversity of completions; NaN where nothing is known.
+    """Compute shares, pass@k, best-of-n and diversity of completions of whole prompts; NaN where nothing is
+    known.
 
-    A completion is accepted if it is selectable and its reward is at least the threshold; pass@k is the
+    A completion is accepted if it is selectable [B] and its reward is at least the threshold; pass@k is the
     probability that k completions to a prompt hold an accepted one. Failed rewards count neither way: pass@k
-    and best-of-n are means over the prompts with enough scored completions, exact over all subsets of them.
-
-    Args:
-        completions: B completions of whole prompts.
-        selectable: bool [B]; see `selectable_completions`.
-        threshold: smallest reward that is accepted.
-
-    Returns:
-        Counts (completions, judged, failed, truncated, accepted), acceptance_rate (of the scored ones),
-        prompts_accepted (share of prompts with an accepted completion), reward_mean and reward_std,
-        length_mean in tokens, distinct_completions and distinct_accepted per prompt, pass_at_k {k: share} and
-        best_of_n {n: {reward, kl_bound}} for k, n = 1, 2, 4, ... and all completions of a prompt. The bound
-        in nats is to the distribution that was sampled, so it holds only for completions of one distribution.
+    and best-of-n are means over the prompts with enough scored completions, exact over all subsets of them,
+    for k, n = 1, 2, 4, ... and all completions of a prompt. The KL bound in nats is to the distribution that
+    was sampled, so it holds only for completions of one distribution.
     """
     by_prompt: dict[int, list[int]] = {}
     for index, prompt in enumerate(completions.prompt):

@@ -32,17 +32,8 @@ def worth_learning(
 ) -> Tensor:
     """Apply the rules of rejective fine-tuning that precede rewards (SPCT, arXiv 2504.02495, section 3.2).
 
-    Completions with a hint stay where no completion without one reaches the threshold. With `skip_solved`,
-    prompts go whose scored completions without a hint all reach it.
-
-    Args:
-        completions: of whole prompts, with and without hints.
-        selectable: bool [B]; only selectable completions replace hinted ones.
-        threshold: reward from which a completion is right.
-        skip_solved: leave out solved prompts.
-
-    Returns:
-        bool [B].
+    Completions with a hint stay where no selectable [B] one without it reaches the threshold. With
+    `skip_solved`, prompts go whose scored completions without a hint all reach it.
     """
     hinted = torch.tensor([point.hinted for point in completions.point])
     plain, right = completions.scored & ~hinted, completions.reward >= threshold
@@ -61,17 +52,8 @@ def worth_learning(
 def best_of_group(
     reward: Tensor, group: Sequence[Hashable], *, seed: int, valid: Tensor | None = None
 ) -> list[int]:
-    """Select the completion of the highest reward in each group; ties are broken at random.
-
-    Args:
-        reward: [B], higher is better; non-finite ones cannot be chosen.
-        group: B labels of the prompts.
-        seed: seed of the ties.
-        valid: bool [B], False for completions that may not be chosen.
-
-    Returns:
-        One index for each group with a valid completion, ascending.
-    """
+    """Select the completion of the highest finite reward in each group, ascending; ties are broken at
+    random."""
     chosen = []
     for label, index in _groups(group, _present(reward, valid)):
         highest = max(float(reward[i]) for i in index)
@@ -90,23 +72,12 @@ def accepted_completions(
     seed: int,
     valid: Tensor | None = None,
 ) -> list[int]:
-    """Rejection sampling: select completions of at least a reward, a limited number of each group.
+    """Rejection sampling: select completions of at least a reward, at most `per_group` of each group,
+    ascending.
 
-    Where more are good enough than wanted, chance decides and not the reward: the selection is a sample of
-    the policy's own good completions. Distinct completions go before repeats (texts that differ in blanks
-    alone are the same).
-
-    Args:
-        reward: [B], higher is better; non-finite ones are rejected.
-        group: B labels of the prompts.
-        text: B completions.
-        threshold: smallest reward that is accepted.
-        per_group: most completions of one group, at least 1; None for no limit.
-        seed: seed of the choice.
-        valid: bool [B], False for completions that may not be chosen.
-
-    Returns:
-        Indices, ascending; none where no completion is good enough.
+    Where more are good enough, chance decides and not the reward: the selection is a sample of the policy's
+    own good completions. Distinct completions go before repeats (texts that differ in blanks alone are the
+    same).
     """
     chosen: list[int] = []
     for label, index in _groups(group, _present(reward, valid) & (reward >= threshold).cpu()):

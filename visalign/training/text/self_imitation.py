@@ -22,7 +22,6 @@ from visalign.core.advantages.rules import replay_advantages, replay_weight
 from visalign.core.groups.group_statistics import group_mean
 from visalign.core.groups.labels import group_index
 from visalign.core.objective.stages import sample_reward
-from visalign.errors import UserError
 from visalign.seeds import sample_seed
 from visalign.text import Sampling, TextRollout, TokenSets
 from visalign.training.loop.algorithm import Context
@@ -32,6 +31,8 @@ from .settings import SelfImitationSettings, TextRolloutSettings
 
 KEY = "self_imitation"
 """File stem of the buffer in a checkpoint."""
+HISTORY = 10240
+"""Groups whose mean rewards are stored, the newest; as SPEAR's scripts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,36 +75,26 @@ class SelfImitation:
 
     L = c(s) · clipped surrogate of π/π_old under Ã = R − median of the means, over completions with Ã > 0.
 
-    Args:
-        settings: sizes and pace.
-        objective: the run's objective, whose aggregation the loss takes.
-        rollout: settings of the rollout.
-        seed: seed of the run.
-
-    Raises:
-        UserError: the buffer could get larger than allowed.
-
     SPEAR, arXiv 2509.22601.
     """
 
     def __init__(
         self, settings: SelfImitationSettings, objective: Objective, rollout: TextRolloutSettings, seed: int
     ) -> None:
-        self._settings, self._rollout, self._seed = settings, rollout, seed
+        self._settings, self._sampling, self._seed = settings, rollout.sampling, seed
         self.objective = settings.build(objective)
         self._buffer: deque[StoredCompletion] = deque(maxlen=settings.capacity)
-        self._means: deque[float] = deque(maxlen=settings.history)
+        self._means: deque[float] = deque(maxlen=HISTORY)
         self._metrics: dict[str, float] = {}
-        self._check_size(0)
 
     def draw(self, t: Trajectories, run: Context, updates: int, epochs: int) -> list[Replay | None]:
-        """Draw what each update of an iteration replays; None for nothing.
+        """Draw what each update of an iteration replays; None for nothing. All epochs replay the same.
 
         Args:
             t: the iteration's own samples of all processes, whose mean rewards count already.
             run: state of the run.
             updates: updates of an epoch.
-            epochs: epochs, which replay the same.
+            epochs: epochs of an iteration.
         """
         iteration, settings = run.counters.iteration, self._settings
         self._means.extend(_group_means(t))
@@ -119,10 +110,8 @@ class SelfImitation:
         index = keep.nonzero()[:, 0]
         generator = torch.Generator().manual_seed(sample_seed(self._seed, KEY, iteration))
         index = index[torch.randperm(len(index), generator=generator)[: settings.batch or len(t.weight)]]
-        self._metrics |= {
-            "replay/baseline": float(rewards[0] - advantage[0]),
-            "replay/samples": len(index),
-        }
+        baseline = float(rewards[0] - advantage[0])
+        self._metrics |= {"replay/baseline": baseline, "replay/samples": len(index)}
         parts = [part.sort().values for part in index.tensor_split(updates)]
         return [self._replay(part, advantage, weight, generator) for part in parts] * epochs
 
@@ -141,7 +130,7 @@ class SelfImitation:
             loss_weight=torch.full_like(weights, weight),
             uniform=torch.rand(weights.shape, generator=generator),
         )
-        return Replay(rollout=_rollout(stored, self._rollout.sampling), prepared=self.objective.prepare(t))
+        return Replay(rollout=_rollout(stored, self._sampling), prepared=self.objective.prepare(t))
 
     def keep(
         self, rollout: TextRollout, index: Tensor, t: Trajectories, steps: Sequence[PolicyStep], run: Context
@@ -154,14 +143,7 @@ class SelfImitation:
             t: trajectories of all B.
             steps: the iteration's updates.
             run: state of the run.
-
-        Raises:
-            UserError: images in the prompts, or the buffer could get larger than allowed.
         """
-        if rollout.images is not None:
-            raise UserError(
-                "self_imitation stores tokens, and these prompts have images. Set self_imitation=null."
-            )
         positive = torch.zeros(len(t.weight), dtype=torch.bool)
         for step in steps:
             prepared = step.prepared
@@ -173,21 +155,7 @@ class SelfImitation:
             for row, sample in enumerate(index.tolist())
             if positive[sample]
         ]
-        for _, stored in sorted(gather_object(local), key=lambda pair: pair[0]):
-            self._check_size(stored.prompt.nbytes + stored.kept.nbytes + stored.kept_count.nbytes)
-            self._buffer.append(stored)
-
-    def _check_size(self, more: int) -> None:
-        """Refuse a buffer that could grow too large; `more` are bytes of a prompt and of its token sets."""
-        tokens, settings = self._rollout.max_new_tokens, self._settings
-        needed = settings.capacity * (12 * tokens + more) / 1e6
-        if needed > settings.max_megabytes:
-            raise UserError(
-                f"self_imitation.capacity is {settings.capacity} completions of at most {tokens} tokens "
-                f"(rollout.max_new_tokens), which with their prompts may take {needed:.3g} MB, and "
-                f"self_imitation.max_megabytes allows {settings.max_megabytes:g}. Lower the capacity, or "
-                "allow more: each process and each checkpoint holds them."
-            )
+        self._buffer.extend(stored for _, stored in sorted(gather_object(local), key=lambda pair: pair[0]))
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the iteration's replay."""

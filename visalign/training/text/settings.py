@@ -48,14 +48,8 @@ class ToolSettings(ToolFormat):
         self.build()
 
     def build(self) -> ToolUse:
-        """Load the tool.
-
-        Raises:
-            UserError: there is no such function.
-        """
+        """Load the tool."""
         tool: Any = calculator if self.use == "calculator" else import_by_path(self.use, what="tool")
-        if not callable(tool):
-            raise UserError(f"rollout.tool.use is {self.use!r}, which names no function.")
         tool_format = {f.name: getattr(self, f.name) for f in fields(ToolFormat)}
         return ToolUse(tool=cast("Tool", tool), name=self.use, **tool_format)
 
@@ -64,7 +58,7 @@ class ToolSettings(ToolFormat):
 class GenerationSettings:
     """Generation of held-out completions."""
 
-    temperature: NonNegative = 1.0
+    temperature: Positive = 1.0
     """τ of the sampled completions; the greedy ones need none."""
     top_p: PositiveShare = 1.0
     """Nucleus; 1: all."""
@@ -89,14 +83,7 @@ class GenerationSettings:
 
 
 NO_BRANCHES = "tool.branch belongs to the groups that a policy is trained on. Set it to null here."
-GENERATION_RULES = (
-    (lambda s: s.tool and s.tool.branch, f"generation.{NO_BRANCHES}"),
-    (
-        lambda s: s.temperature == 0,
-        "generation.temperature is 0; greedy completions are measured besides the sampled ones. Give a "
-        "temperature above 0, for example 1.",
-    ),
-)
+GENERATION_RULES = ((lambda s: s.tool and s.tool.branch, f"generation.{NO_BRANCHES}"),)
 
 
 @settings("rollout")
@@ -107,7 +94,7 @@ class TextRolloutSettings(GenerationSettings):
     """P, groups per iteration."""
     group_size: Count = 8
     """G, completions per prompt."""
-    temperature: NonNegative = 1.0
+    temperature: Positive = 1.0
     """τ of sampling; the ratio is that of the distribution that was sampled."""
     top_k: Natural = 0
     """Number of tokens that may be drawn; 0: all."""
@@ -160,11 +147,6 @@ class TextRolloutSettings(GenerationSettings):
 
 ROLLOUT_RULES = (
     (
-        lambda s: s.temperature == 0,
-        "rollout.temperature is 0, which draws nothing: there is no probability to learn from. Give a "
-        "temperature above 0, for example 1.",
-    ),
-    (
         lambda s: s.tool and s.tool.branch and (s.tool.branch.initial or 0) > s.group_size,
         "rollout.tool.branch.initial is {s.tool.branch.initial}, and rollout.group_size {s.group_size}: a "
         "group has no more completions. Lower the first, or raise the second.",
@@ -179,14 +161,11 @@ class DynamicSettings:
     enabled: bool = False
     """Replace groups without signal by new ones."""
     max_rounds: Count = 4
-    """Most rounds of P prompts for one iteration."""
-    rule: Literal["spread", "accuracy", "both"] = "spread"
-    """Condition for signal: spread (rewards differ), accuracy (0 < share of right samples < 1) or both."""
+    """Most rounds of P prompts for one iteration; then it trains on the groups there are."""
+    rule: Literal["spread", "accuracy"] = "spread"
+    """Condition for signal: spread (rewards differ) or accuracy (0 < share of right samples < 1)."""
     right_at: float | None = None
     """Reward from which a completion is right; for the rule accuracy and the counts."""
-    when_spent: Literal["take", "fill", "stop"] = "take"
-    """Action when the rounds are used up: take (train on the groups there are, or skip the update), fill
-    (add groups without signal) or stop."""
 
     def __post_init__(self) -> None:
         check_rules(self, DYNAMIC_RULES)
@@ -210,23 +189,15 @@ class SelfImitationSettings:
     """Completions stored, the newest."""
     max_age: Count = 10
     """Iterations after which a completion is dropped."""
-    history: Count = 10240
-    """Groups whose mean rewards are stored, the newest."""
     batch: Count | None = None
     """Completions replayed in an iteration, drawn at random; null: as many as it has of its own."""
     weight: NonNegative = 1.0
     """c₀ of the loss's factor c(s) = c₀ (1 − cos(π min(s, T)/T))/2, s iterations."""
     warmup: Count = 200
     """T."""
-    eps_low: Positive = 0.2
-    """Clip range of the replay's ratio below 1."""
-    eps_high: Positive = 0.28
-    """Clip range of the replay's ratio above 1."""
     cov_share: Annotated[float, Field(ge=0, lt=1)] = 0.02
     """Share of the tokens, of those with a covariance of log-prob and advantage of 1 to 40, that leave the
     replay's loss (Clip-Cov); 0: none."""
-    max_megabytes: Positive = 256.0
-    """Largest size of the buffer if all completions are as long as allowed; beyond it the run is refused."""
 
     def build(self, objective: Objective) -> Objective:
         """Return the replay's objective, aggregated as the run's."""
@@ -234,7 +205,7 @@ class SelfImitationSettings:
         return Objective(
             source="SPEAR, arXiv 2509.22601; constants of its scripts",
             advantage="given",
-            surrogate_options={"eps_low": self.eps_low, "eps_high": self.eps_high},
+            surrogate_options={"eps_low": 0.2, "eps_high": 0.28},
             selection="clip_cov" if self.cov_share else None,
             selection_options=selection if self.cov_share else {},
             aggregation=objective.aggregation,
@@ -246,17 +217,13 @@ class SelfImitationSettings:
 @settings("latent_flow")
 class LatentFlowSettings:
     """Flow over the hidden states of right completions: tokens that deviate from it are penalised (RLFR,
-    arXiv 2510.10201). For advantage group_returns (the algorithm rlfr), and those with returns of their own,
-    as reinforce_pp. Depths, time, keep, top and scale are the paper's."""
+    arXiv 2510.10201). For the algorithm rlfr (advantage group_returns), and those with returns of their own,
+    as reinforce_pp."""
 
     right_at: float = 1.0
     """Reward from which a completion is right."""
     warmup: Natural = 10
     """Iterations of learning before the first penalty."""
-    depths: Annotated[list[PositiveShare], Field(min_length=1)] = field(
-        default_factory=lambda: [0.25, 0.5, 0.75]
-    )
-    """Shares of the layers behind which states are taken."""
     width: Count = 256
     """Width of its networks."""
     lr: Positive = 1e-3
@@ -265,14 +232,6 @@ class LatentFlowSettings:
     """AdamW steps in an iteration."""
     batch: Count = 2048
     """Tokens of a step."""
-    time: Annotated[float, Field(gt=0, lt=1)] = 0.8
-    """Time at which a state is compared with the flow."""
-    keep: Annotated[float, Field(ge=0, lt=1)] = 0.6
-    """Share of a completion's range of deviations below which a token is not penalised."""
-    top: Count = 15
-    """Most tokens of a completion that are penalised."""
-    scale: Positive = 0.01
-    """Penalty of the most deviant token, in units of the advantage."""
 
 
 @settings("objective")
@@ -323,11 +282,7 @@ OBJECTIVE_RULES = (
 
 
 def check_staleness(rollout: TextRolloutSettings, objective: TextObjectiveSettings, dynamic: bool) -> None:
-    """Refuse stale completions where nothing corrects for them, or their number is not known in advance.
-
-    Raises:
-        UserError: with what to set instead.
-    """
+    """Refuse stale completions where nothing corrects for them, or their number is not known in advance."""
     if not rollout.staleness:
         return
     check_stale(objective.build(length=1), objective.algorithm)

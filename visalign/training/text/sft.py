@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervised fine-tuning on demonstrations: a cold start before reinforcement learning.
 
-The loss of an optimizer step is the mean of −log π over the completions' tokens of its whole batch. Prompt
-tokens have no loss, every completion token counts alike, and the denominator is that of the batch, so a
+The loss of an optimizer step is the mean of −log π over the completions' tokens of its whole batch, so that a
 micro-batch size changes memory and nothing else. (Loops that average the means of micro-batches weight the
 tokens of short completions more.) Update n learns batch n of the stream, so a resumed run equals an
-uninterrupted one; nothing here is drawn at random.
+uninterrupted one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,26 +20,23 @@ from torch import nn
 from visalign.core import aggregate, count_step
 from visalign.errors import UserError
 from visalign.text import TextPolicy, TextRollout
-from visalign.training.loop.algorithm import Algorithm, Collected, Context
-from visalign.training.loop.processes import get_accelerator, no_sync_unless_last
-from visalign.training.loop.sharding import pad_batches, unsharded
+from visalign.training.loop.algorithm import Collected, Context
+from visalign.training.loop.processes import get_accelerator, synced_last
+from visalign.training.loop.sharding import pad_batches
 
 from .parts import Demonstrations
-from .replay import TextReplay, distribute
+from .replay import TextAlgorithm, TextReplay, distribute
 
 
-class SFT(Algorithm):
+class SFT(TextAlgorithm):
     """Training of a text policy on demonstrations; an `Algorithm` for `Trainer`.
 
     Args:
         policy: on its device.
-        demonstrations: the stream of batches (`visalign.adapters.DemonstrationBatches`); each update takes
-            one of its own.
+        demonstrations: the stream of batches (`visalign.adapters.DemonstrationBatches`); each update
+            takes one of its own.
         accelerator: processes, which share each batch, and trackers. None creates one on the policy's device.
         sharding: divide the model, its gradients and AdamW's moments among the processes (FSDP2).
-
-    Raises:
-        UserError: a model that cannot be divided.
     """
 
     def __init__(
@@ -55,18 +50,6 @@ class SFT(Algorithm):
         self.accelerator = get_accelerator(accelerator, policy)
         self.policy, self.demonstrations = policy, demonstrations
         self.module = distribute(TextReplay(policy), self.accelerator, sharding)
-
-    def unsharded(self) -> AbstractContextManager[Any]:
-        """Give each process the whole model within the context."""
-        return unsharded(self.module)
-
-    def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return the policy's trained parameters."""
-        return self.policy.trainable_parameters()
-
-    def compute_dtype(self) -> torch.dtype:
-        """Return the dtype of the policy's matrix products."""
-        return getattr(self.policy, "compute_dtype", torch.float32)
 
     def collect(self, run: Context) -> Collected:
         """Read the next batches of the stream."""
@@ -103,21 +86,8 @@ def backward_nll(
     micro_batch: int,
     scale: float = 1.0,
 ) -> float:
-    """Add the gradient of L = −Σ w log π / Σ w over a batch of demonstrations to the parameters.
-
-    Args:
-        module: `TextReplay` of the policy whose parameters get the gradient, as the processes share it.
-        batch: B demonstrations; w is their loss mask [B, T].
-        accelerator: processes, each of which takes a part of the batch.
-        micro_batch: demonstrations that go through the network together; memory only.
-        scale: factor of the gradient.
-
-    Returns:
-        L in nats per token.
-
-    Raises:
-        UserError: a batch without a token to learn.
-    """
+    """Add the gradient of L = −Σ w log π / Σ w over a batch of demonstrations, w their loss mask [B, T];
+    return L."""
     live = (batch.loss_mask != 0).any(1).nonzero()[:, 0]
     if not len(live):
         raise UserError(
@@ -128,12 +98,10 @@ def backward_nll(
     longest_first = live[torch.argsort((batch.loss_mask[live] != 0).sum(1), stable=True, descending=True)]
     world, total = accelerator.num_processes, torch.zeros((), dtype=torch.float64, device=accelerator.device)
     local = longest_first[accelerator.process_index :: world].split(micro_batch)
-    micro_batches = pad_batches(local, module, accelerator)
-    for number, rows in enumerate(micro_batches):
-        with no_sync_unless_last(module, accelerator, last=number == len(micro_batches) - 1):
-            log_prob = module(batch, rows).log_prob
-            mask = batch.loss_mask[rows].to(log_prob.device)
-            share = aggregate(-log_prob, mask, "token_mean", counts.to(log_prob.device))
-            accelerator.backward(share * (scale * world))  # DDP averages over the processes
+    for rows in synced_last(pad_batches(local, module, accelerator), module, accelerator):
+        log_prob = module(batch, rows).log_prob
+        mask = batch.loss_mask[rows].to(log_prob.device)
+        share = aggregate(-log_prob, mask, "token_mean", counts.to(log_prob.device))
+        accelerator.backward(share * (scale * world))  # DDP averages over the processes
         total += share.detach()
     return float(torch.as_tensor(accelerator.reduce(total, "sum")))

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert a scored rollout for the objective core: outputs of policy, reference and value function before the
-update, and what single algorithms need of the records."""
+"""Convert a scored rollout for the objective core, with what single algorithms need of policy and records."""
 
 from __future__ import annotations
 
@@ -27,7 +26,6 @@ from visalign.training.policy.settings import needs_reference
 
 from .answers import answer_likelihood
 from .parts import CompletionGenerator, TextParts
-from .settings import TextRolloutSettings
 
 GroupRecords = Mapping[Hashable, Mapping[str, Any]]
 """group label -> prompt record."""
@@ -38,32 +36,25 @@ def build_trajectories(
     rollout: TextRollout,
     reward: Tensor,
     valid: Tensor,
-    settings: TextRolloutSettings,
-    objective: Objective,
     records: GroupRecords,
 ) -> Trajectories:
     """Convert this process's rollout, with every input that the objective needs of single samples.
 
     Args:
-        parts: policy, reference, heads.
+        parts: policy, reference, heads, settings.
         rollout: B completions.
         reward: [B], or [B, M] of a sum's terms.
         valid: [B] bool, False where the reward failed.
-        settings: settings of the rollout.
-        objective: says what is needed.
         records: prompt records, for PAR, ReMax and likelihoods.
-
-    Raises:
-        RewardFailure: the completions of ReMax or PAR got another number of scores.
     """
-    policy, needs = parts.policy, ADVANTAGES[objective.advantage].needs
+    policy, settings, objective = parts.policy, parts.rollout, parts.objective
+    needs = ADVANTAGES[objective.advantage].needs
     columns: dict[str, Any] = {}
     if needs_reference(objective):
         with parts.reference.applied():  # which routes tokens by its own router
             columns["ref_log_prob"] = policy.log_probs(replace(rollout, routes=None)).log_prob.cpu()
-    recompute = settings.recompute or objective.importance_sampling is not None
-    columns |= _policy_columns(parts, rollout, objective, recompute)
-    columns |= _record_columns(parts, rollout, records, settings, objective)
+    columns |= _policy_columns(parts, rollout)
+    columns |= _record_columns(parts, rollout, records)
     if parts.process is not None:
         columns["process_reward"] = torch.zeros_like(rollout.loss_mask)
         if len(rollout):  # a process may hold no sample that is trained on
@@ -86,10 +77,9 @@ def build_trajectories(
     return rollout.trajectories(reward, valid=valid, **columns)
 
 
-def _policy_columns(
-    parts: TextParts, rollout: TextRollout, objective: Objective, recompute: bool
-) -> dict[str, Tensor]:
+def _policy_columns(parts: TextParts, rollout: TextRollout) -> dict[str, Tensor]:
     """Outputs of policy and value function before the update, where the objective needs them."""
+    objective, recompute = parts.objective, parts.recomputes
     columns, has_value = dict[str, Tensor](), bool(objective.value) or objective.advantage == "gae"
     if recompute or (has_value and parts.value_model is None):
         output = parts.policy.log_probs(rollout)
@@ -105,23 +95,16 @@ def _policy_columns(
     return columns
 
 
-def _record_columns(
-    parts: TextParts,
-    rollout: TextRollout,
-    records: GroupRecords,
-    settings: TextRolloutSettings,
-    objective: Objective,
-) -> dict[str, Tensor]:
+def _record_columns(parts: TextParts, rollout: TextRollout, records: GroupRecords) -> dict[str, Tensor]:
     """Rewards of other completions, ranks of hidden states, or the likelihood of the answer, by advantage."""
-    options = objective.advantage_options
+    settings, objective, options = parts.rollout, parts.objective, parts.objective.advantage_options
     if objective.advantage == "remax":
         greedy = Sampling(temperature=0.0)
-        rewards = _prompt_rewards(parts, rollout, records, settings, parts.generator, greedy, 1)
-        return {"greedy_reward": rewards[:, 0]}
+        return {"greedy_reward": _prompt_rewards(parts, rollout, records, parts.generator, greedy, 1)[:, 0]}
     if objective.advantage == "par":
         count, generator, sampling = options.get("references", 1), parts.policy_generator, settings.sampling
         with parts.reference.applied():
-            rewards = _prompt_rewards(parts, rollout, records, settings, generator, sampling, count)
+            rewards = _prompt_rewards(parts, rollout, records, generator, sampling, count)
         return {"reference_reward": rewards}
     if objective.advantage == "rank_bonus":
         rank = torch.zeros(len(rollout), 3).double()
@@ -138,7 +121,6 @@ def _prompt_rewards(
     parts: TextParts,
     rollout: TextRollout,
     records: GroupRecords,
-    settings: TextRolloutSettings,
     generator: CompletionGenerator,
     sampling: Sampling,
     count: int,
@@ -153,7 +135,7 @@ def _prompt_rewards(
         seeds=[sample_seed(parts.seed, "beside", str(label), i) for label in labels for i in range(count)],
         num_generations=count,
         sampling=sampling,
-        stopping=settings.stopping(),
+        stopping=parts.rollout.stopping(),
         group=labels,
     )
     metadata = [records[label] for label in labels for _ in range(count)]
@@ -163,11 +145,7 @@ def _prompt_rewards(
 
 
 def hidden_states_of(policy: TextPolicy, user: str) -> Callable[..., Iterator[tuple[int, Tensor]]]:
-    """Return the policy's method `hidden_states`, see `CausalLMPolicy`.
-
-    Raises:
-        UserError: it has none; the message names the `user`.
-    """
+    """Return the policy's method `hidden_states`, see `CausalLMPolicy`, or refuse a policy without it."""
     method = getattr(policy, "hidden_states", None)
     if method is None:
         raise UserError(
@@ -178,14 +156,9 @@ def hidden_states_of(policy: TextPolicy, user: str) -> Callable[..., Iterator[tu
 
 
 def bundle_index(group: Sequence[int], size: int) -> Tensor:
-    """Number RiskPO's bundles: the j-th samples of `size` prompts are one.
+    """Number RiskPO's bundles [B]: the j-th samples of `size` prompts are one.
 
-    Args:
-        group: B labels.
-        size: prompts in a bundle; N prompts make max(1, N // size) bundles for each j, as even as possible.
-
-    Returns:
-        [B] int64.
+    N prompts make max(1, N // size) bundles for each j, as even as possible.
     """
     prompt = {label: n for n, label in enumerate(dict.fromkeys(group))}
     bundles, seen, index = max(1, len(prompt) // size), dict.fromkeys(group, 0), []
@@ -212,11 +185,7 @@ def nucleus_of(objective: Objective) -> Callable[[Tensor], Tensor] | None:
 
 
 def engine_gap(trajectories: Trajectories, allowed: float) -> float:
-    """Compute the mean |log π_old − log μ| per token, in nats, between the policy and another engine.
-
-    Raises:
-        UserError: more than allowed.
-    """
+    """Compute the mean |log π_old − log μ| per token, in nats, between the policy and another engine."""
     written, present = trajectories.rollout_log_prob, trajectories.weight != 0
     if written is None or not bool(present.any()):
         return 0.0
