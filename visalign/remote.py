@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-import os
 import random
 import ssl
 import time
 import warnings
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 
@@ -25,12 +24,6 @@ MAX_BACKOFF = 60.0
 """Longest wait before a retry, in seconds, whatever the server's Retry-After says."""
 UNAVAILABLE = (None, 502, 503, 504)
 """Statuses of an unavailable server: no or a broken connection (None), or a proxy's word."""
-HINTS = {
-    401: "Give api_key the key that the server was started with.",
-    403: "Give api_key the key that the server was started with.",
-    404: "Check base_url (the API is at …/v1) and the name of the model.",
-}
-"""Advice by HTTP status."""
 
 T = TypeVar("T")
 
@@ -71,7 +64,7 @@ class ServerConnection:
             without using up a retry.
 
     Raises:
-        UserError: Invalid address, key or number.
+        UserError: Invalid address or key.
     """
 
     def __init__(
@@ -87,39 +80,24 @@ class ServerConnection:
         deadline: float | None = None,
         patience: float = 0.0,
     ) -> None:
-        for name, value, least in (
-            ("timeout", timeout, 0.001),
-            ("retries", retries, 0),
-            ("backoff", backoff, 0),
-            ("jitter", jitter, 0),
-            ("deadline", timeout if deadline is None else deadline, 0.001),
-            ("patience", patience, 0),
-        ):
-            if not value >= least:
-                raise UserError(f"{name} is {value}; it must be at least {least}.")
-        if jitter > 1:
-            raise UserError(f"jitter is {jitter}; it is a share of a pause, 0 to 1.")
-        self._address = _check_address(base_url)
+        self._address = _api_address(base_url)
         self.base_url = base_url
         self.timeout, self.retries, self.backoff = timeout, retries, backoff
         self.jitter, self.seed, self.deadline, self.patience = jitter, seed, deadline, patience
         self.outages, self._has_answered, self._warned = 0, False, False
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
-            if not (api_key.isascii() and api_key.isprintable()):
+            if not (api_key.isascii() and api_key.isprintable()):  # httpx would print it in its error
                 raise UserError(
-                    "api_key contains characters that no HTTP header can carry, such as a line break. Give "
-                    "the key alone."
+                    "api_key contains characters that no HTTP header can carry. Give the key alone."
                 )
             self._headers["Authorization"] = f"Bearer {api_key}"
         # the system's certificates, as other clients use them
-        self._tls = ssl.create_default_context() if base_url.startswith("https") else False
+        self._tls = ssl.create_default_context() if self._address.scheme == "https" else False
 
     def url(self, path: str) -> str:
         """Return the full address of `path`; one with a leading slash is relative to the server's root."""
-        if path.startswith("/"):
-            return str(httpx.URL(self._address).copy_with(raw_path=path.encode()))
-        return f"{self._address}/{path}"
+        return str(self._address.join(path))
 
     def get(self, path: str) -> Mapping[str, Any]:
         """Return the JSON object at `path`; raises `ServerError` once the retries are spent."""
@@ -147,7 +125,7 @@ class ServerConnection:
         bodies: Sequence[Mapping[str, Any]],
         *,
         parallel: int,
-        on_done: Callable[[Mapping[str, Any] | ServerError], object] | None = None,
+        on_done: Callable[[Mapping[str, Any] | ServerError], object] = lambda _: None,
     ) -> list[Mapping[str, Any] | ServerError]:
         """Post several objects in parallel; a failed request does not affect the others.
 
@@ -162,10 +140,10 @@ class ServerConnection:
             JSON object or error of each request, in the order of `bodies`.
         """
 
-        async def ask_all(client: httpx.AsyncClient) -> list[Mapping[str, Any] | ServerError]:
+        async def post_bodies(client: httpx.AsyncClient) -> list[Mapping[str, Any] | ServerError]:
             slots = asyncio.Semaphore(max(1, parallel))
 
-            async def ask(index: int) -> Mapping[str, Any] | ServerError:
+            async def post_body(index: int) -> Mapping[str, Any] | ServerError:
                 try:
                     async with slots:
                         payload = json.dumps(bodies[index]).encode()
@@ -175,19 +153,17 @@ class ServerConnection:
                 except ServerError as error:
                     return error
 
-            tasks = [asyncio.create_task(ask(index)) for index in range(len(bodies))]
+            tasks = [asyncio.create_task(post_body(index)) for index in range(len(bodies))]
             try:
                 for finished in asyncio.as_completed(tasks):
-                    answer = await finished
-                    if on_done is not None:
-                        on_done(answer)
+                    on_done(await finished)
                 return [task.result() for task in tasks]
             finally:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-        return self._run(ask_all)
+        return self._run(post_bodies)
 
     def _run(self, work: Callable[[httpx.AsyncClient], Coroutine[Any, Any, T]]) -> T:
         """Run in an event loop of its own thread, since the caller may already be inside one."""
@@ -217,142 +193,102 @@ class ServerConnection:
     async def _send(
         self, client: httpx.AsyncClient, method: str, path: str, payload: bytes | None = None, index: int = 0
     ) -> bytes:
+        """Send until there is an answer, and return its body; request `index` has a jitter of its own."""
         draw = random.Random(self.seed * 1_000_003 + index)
-        pause, attempts, failures, outage_start = self.backoff, 0, 0, None
-        while True:
+        pause, failures, outage_start = self.backoff, 0, None
+        for attempt in itertools.count(1):
             try:
                 return await self._attempt(client, method, path, payload)
             except _RetryableError as failure:
-                attempts += 1
-                outage_start = self._note_outage(outage_start, failure)
-                waited = 0.0 if outage_start is None else time.monotonic() - outage_start
-                patient = outage_start is not None and self._has_answered and waited < self.patience
-                failures += not patient
-                if not patient and self.retries < (failures if outage_start is None else attempts):
+                waiting = False
+                if failure.status in UNAVAILABLE:
+                    self.outages += 1
+                    outage_start = outage_start or time.monotonic()
+                    waiting = self._has_answered and time.monotonic() - outage_start < self.patience
+                if waiting and not self._warned:
+                    self._warned = True
+                    limit = f"Waiting for at most {self.patience:g} s (patience)."
+                    warnings.warn(f"{self.base_url} is unavailable: {failure}. {limit}", stacklevel=2)
+                failures += not waiting
+                if failures > self.retries:
                     raise ServerError(
-                        f"{method} {self.url(path)} failed {attempts} times, the last time with: {failure}. "
+                        f"{method} {self.url(path)} failed {attempt} times, the last time with: {failure}. "
                         f"Check that the server runs, its log, and base_url ({self.base_url}).",
                         status=failure.status,
                     ) from failure
                 jittered = pause * (1 - self.jitter * draw.random())
                 await asyncio.sleep(min(jittered if failure.pause is None else failure.pause, MAX_BACKOFF))
                 pause *= 2
-
-    def _note_outage(self, start: float | None, failure: _RetryableError) -> float | None:
-        """Return when this request first found the server unavailable (monotonic seconds), or None."""
-        if failure.status not in UNAVAILABLE:
-            return None
-        self.outages += 1
-        if self.patience and self._has_answered and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{self.base_url} is unavailable: {failure}. Waiting for at most {self.patience:g} s "
-                "(patience).",
-                stacklevel=2,
-            )
-        return time.monotonic() if start is None else start
+        raise AssertionError("unreachable")
 
     async def _attempt(
         self, client: httpx.AsyncClient, method: str, path: str, payload: bytes | None
     ) -> bytes:
         """Send once and return the body of a successful answer."""
+        request = f"{method} {self.url(path)}"
         try:
             async with asyncio.timeout(self.deadline):
                 response = await client.request(method, self.url(path), content=payload)
         except TimeoutError as error:
             raise ServerError(
-                f"{method} {self.url(path)} had not answered in full after {self.deadline:g} s (deadline). "
-                "Answers that take longer need a larger deadline, or fewer tokens."
+                f"{request} had not answered in full after {self.deadline:g} s. Raise deadline, or lower "
+                "max_new_tokens."
             ) from error
         except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
             raise ServerError(
-                f"{method} {self.url(path)} was silent for {self.timeout:g} s (timeout). Answers that take "
-                "longer need a larger timeout or a smaller max_new_tokens; many at once, a smaller parallel."
+                f"{request} was silent for {self.timeout:g} s. Raise timeout, or lower max_new_tokens or "
+                "parallel."
             ) from error
         except httpx.TransportError as error:
-            causes = list(_causes(error))
-            if any(isinstance(cause, ssl.SSLError) for cause in causes):
-                raise ServerError(
-                    f"{self.url(path)} could not be reached over TLS: {causes[-1]}. Check https or http in "
-                    "base_url and the server's certificate."
-                ) from error
             refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            cause: BaseException = error
+            while inner := cause.__cause__ or cause.__context__:  # httpx's own text names no reason
+                cause = inner
             problem = "no connection" if refused else "the connection broke off"
-            raise _RetryableError(f"{problem} ({_describe(causes[-1])})") from error
+            raise _RetryableError(f"{problem} ({type(cause).__name__}: {cause})") from error
         status = response.status_code
         if status not in UNAVAILABLE:
             self._has_answered, self._warned = True, False
         if response.is_success:
             return response.content
-        message = f"{status} {response.reason_phrase}: {_error_text(response.content)}"
+        message = f"{status} {response.reason_phrase}: {_shorten(response.text)}"
         if status == 429 or status >= 500:
             after = response.headers.get("Retry-After", "").strip()  # its other form, a date, is ignored
             raise _RetryableError(message, status=status, pause=float(after) if after.isdigit() else None)
-        hint = HINTS.get(status, "")
         raise ServerError(
-            f"{method} {self.url(path)} answered {message}{' ' if hint else ''}{hint}", status=status
+            f"{request} answered {message}. Check base_url (…/v1), model, api_key and the server's log.",
+            status=status,
         )
 
     def _parse_object(self, raw: bytes, path: str) -> Mapping[str, Any]:
         try:
             value = json.loads(raw)
-        except ValueError as error:
-            raise ServerError(
-                f"{self.url(path)} did not answer with JSON ({error}): {_shorten(raw)}. Check that "
-                f"base_url ({self.base_url}) is the API of an OpenAI-compatible server."
-            ) from error
+        except ValueError:
+            value = None
         if isinstance(value, dict):
             return value
-        raise ServerError(f"{self.url(path)} did not answer with a JSON object: {_shorten(raw)}.")
-
-
-def _check_address(base_url: str) -> str:
-    """Return the base URL without a trailing slash."""
-    invalid = (
-        f"base_url is {base_url!r}; it must be the http or https address of a server's API, e.g. "
-        '"http://localhost:8000/v1".'
-    )
-    parts = urlsplit(base_url if isinstance(base_url, str) else "")
-    try:
-        _ = parts.port
-    except ValueError as error:
-        raise UserError(f"{invalid} ({error}.)") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(invalid)
-    if parts.query or parts.fragment or parts.username is not None:
-        raise UserError(
-            f"base_url for {parts.hostname} contains a user name, or something after ? or #. Leave these "
-            "out; a key goes into api_key."
+        raise ServerError(
+            f"{self.url(path)} did not answer with a JSON object: "
+            f"{_shorten(raw.decode('utf-8', 'replace'))}. Check that base_url ({self.base_url}) is the API "
+            "of an OpenAI-compatible server."
         )
-    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}"
 
 
-def _error_text(raw: bytes) -> str:
-    """Extract the message of an error answer from the fields in which servers put it."""
+def _api_address(base_url: str) -> httpx.URL:
+    """Return the URL of the API, with a trailing slash."""
     try:
-        value = json.loads(raw)
-    except ValueError:
-        return _shorten(raw)
-    error = value.get("error", value) if isinstance(value, dict) else value
-    if isinstance(error, dict):
-        error = next((error[key] for key in ("message", "detail") if error.get(key)), error)
-    return _shorten((error if isinstance(error, str) else json.dumps(error)).encode())
+        url = httpx.URL(base_url)
+    except (httpx.InvalidURL, TypeError):
+        url = httpx.URL()
+    if url.scheme not in ("http", "https") or not url.host or url.userinfo or url.query or url.fragment:
+        raise UserError(  # the address may hold a password or a key
+            f"base_url {url.scheme}://{url.host} must be the http or https address of a server's API, such "
+            "as "
+            '"http://localhost:8000/v1", without a user name, ? or #. A key goes into api_key.'
+        )
+    return url.copy_with(path=(url.path.rstrip("/") or "/v1") + "/")
 
 
-def _shorten(raw: bytes) -> str:
-    text = raw.decode("utf-8", "replace").strip()
+def _shorten(text: str) -> str:
+    text = text.strip()
     return text[:400] + " …" * (len(text) > 400) if text else "(nothing)"
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes, down to the operating system's."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _describe(error: BaseException) -> str:
-    text = str(error)
-    if isinstance(error, OSError) and error.errno and not isinstance(error, ssl.SSLError):
-        text = f"[Errno {error.errno}] {os.strerror(error.errno)}"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

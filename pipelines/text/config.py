@@ -22,7 +22,7 @@ from visalign.pipelines.shared.sections import (
 )
 from visalign.precision import Autocast
 from visalign.schema import STRICT
-from visalign.settings import Count, Natural, Positive, check_rules
+from visalign.settings import Count, Natural, NonNegative, Positive, check_rules
 from visalign.training.loop.monitor import MonitorSettings
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.sampler import check_batch_algebra
@@ -202,7 +202,7 @@ class ServerConfig:
     """URL, for example http://localhost:8000/v1."""
     model: str
     """Name of the model on the server."""
-    logprobs_mode: str = "raw_logprobs"
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     """The server's own setting; processed_logprobs is needed for any temperature but 1, top-k and top-p."""
     max_logprobs: Count = 20
     """The server's own setting."""
@@ -210,9 +210,9 @@ class ServerConfig:
     """Environment variable with the key, which must not stand in a file."""
     parallel: Count = 64
     """Requests at a time."""
-    timeout: float = 600.0
+    timeout: Positive = 600.0
     """Seconds for one completion."""
-    patience: float = 600.0
+    patience: NonNegative = 600.0
     """Seconds for which a server that has answered once may be away while it restarts."""
     sync_every: Count = 1
     """Iterations between two loads of the adapters into the server; above 1 is off-policy on purpose."""

@@ -416,13 +416,12 @@ def build_server(config: TextConfig, policy: CausalLMPolicy) -> Any:
             f"server.api_key_env is {server.api_key_env}, and there is no such environment variable. Set it "
             "to the server's key, or leave api_key_env null."
         )
-    mode: Any = server.logprobs_mode
-    return ServerGenerator.for_policy(
+    return ServerGenerator(
         policy,
         server.base_url,
         server.model,
         api_key=key,
-        logprobs_mode=mode,
+        logprobs_mode=server.logprobs_mode,
         max_logprobs=server.max_logprobs,
         parallel=server.parallel,
         timeout=server.timeout,

@@ -23,6 +23,4 @@ from .sd3.policy import SD3Policy as SD3Policy
 from .sd3.text import SD3Condition as SD3Condition
 from .server.generator import ServerError as ServerError
 from .server.generator import ServerGenerator as ServerGenerator
-from .server.rollout import Rescored as Rescored
-from .server.rollout import rescored as rescored
 from .steering import SteeringCallback as SteeringCallback

@@ -20,7 +20,6 @@ from transformers import (
 
 from tests.support.models.language import (
     save_tiny_language_model,
-    tiny_config,
     tiny_model,
     tiny_tokenizer,
 )
@@ -216,12 +215,9 @@ def test_lora_starts_at_the_model_and_depends_on_its_seed_alone() -> None:
 def test_lora_places_are_checked() -> None:
     some = policy(lora=text_lora(target_modules=("q_proj", "v_proj")))
     assert len(some.trainable_parameters()) == 2 * 2 * 2
-    with pytest.raises(
-        UserError, match=r"targets \['attn.to_q'\] name no linear layer of this Qwen3.*q_proj"
-    ):
-        policy(lora=text_lora(target_modules=("attn.to_q",)))
-    with pytest.raises(UserError, match=r"\['lm_head'\] name no linear layer .* output head takes none"):
-        policy(lora=text_lora(target_modules=("lm_head",)))
+    for name in ("attn.to_q", "lm_head"):
+        with pytest.raises(UserError, match=rf"targets \['{name}'\] name no linear layer of Qwen3.*q_proj"):
+            policy(lora=text_lora(target_modules=(name,)))
     with pytest.raises(UserError, match=r"already has the adapters .*merge_and_unload"):
         policy(some.model, lora=LORA)
 
@@ -304,15 +300,14 @@ def sliding() -> nn.Module:
     ("build", "head"),
     [(gemma, (1.0, 2.0)), (granite, (1 / 3, None)), (gpt2, (1.0, None)), (sliding, (1.0, None)), (odd, None)],
 )
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0.7), NUCLEUS])
-def test_other_architectures(build, head, sampling) -> None:
+def test_other_architectures(build, head) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = build()
     given = policy(model)
     found = given._network.head
     assert (found and (found.scale, found.soft_cap)) == head
-    rollout = rollout_of(given, sampling)
+    rollout = rollout_of(given)
     output = given.log_probs(rollout)
     torch.testing.assert_close(output.log_prob, rollout.log_prob, rtol=0, atol=1e-4)
     torch.testing.assert_close(output.entropy, rollout.entropy, rtol=0, atol=1e-4)
@@ -343,8 +338,6 @@ def test_a_truncated_rollout_without_its_sets_is_refused() -> None:
     with pytest.raises(UserError, match="does not hold the token sets that could be drawn"):
         given.log_probs(rollout)
     given.log_probs(rollout, distribution="full")
-    with pytest.raises(UserError, match='distribution is \'all\'; it must be "sampled" or "full"'):
-        given.log_probs(rollout, distribution="all")  # type: ignore[arg-type]
 
 
 def test_what_is_no_language_model_is_refused(tmp_path) -> None:
@@ -361,23 +354,6 @@ def test_what_is_no_language_model_is_refused(tmp_path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "clip_vision_model"}', encoding="utf-8")
     with pytest.raises(UserError, match="is a clip_vision_model, which is no causal language model"):
         CausalLMPolicy.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"generate_batch": 0}, "generate_batch is 0; it must be at least 1"),
-        ({"max_prompt_tokens": 0}, "max_prompt_tokens is 0; it must be at least 1"),
-        ({"long_prompts": "cut"}, 'long_prompts is \'cut\'; it must be "refuse" or "mask"'),
-    ],
-)
-def test_bad_options_are_refused(options, message) -> None:
-    with pytest.raises(UserError, match=message):
-        policy(**options)
-
-
-def test_the_tiny_configuration_is_a_qwen3() -> None:
-    assert tiny_config().model_type == "qwen3"
 
 
 def test_without_a_reference_no_copy_is_kept_and_asking_for_it_is_refused():

@@ -42,8 +42,6 @@ def test_without_an_end_token_the_completion_is_open():
 @pytest.mark.parametrize(
     ("prompts", "completions", "end", "message"),
     [
-        ([], [], True, "0 prompts and 0 completions"),
-        (["g"], ["a", "b"], True, "1 prompts and 2 completions"),
         (["g"], [""], False, "Completion 0 has no tokens"),
         (["g"], ["a" * 70], True, r"have 1 \+ 71 tokens, and the model reads 64 at most"),
     ],
@@ -98,28 +96,25 @@ def test_of_pairs_and_votes_too_what_a_tool_wrote_is_not_learnt():
 
 @pytest.mark.parametrize(
     "spans",
-    [[[0, 9]], [[3, 2]], [[2, 4], [3, 5]], [4, 6], "4-6", [[1]], 3, [["a", 2]], [["1", "2"]], [[0.5, 2]]],
+    [[[0, 9]], [[3, 2]], [[2, 4], [3, 5]], [4, 6], [["1", "2"]]],
 )
 def test_spans_that_are_none_of_the_completion_are_refused(spans):
     record = {"prompt": "g", "completion": "1+2=3. a", "tool_answers": spans}
-    said = r"Record 0 has tool_answers .*; it must be a list of \[begin, end\], .* \(it has 8\)"
-    with pytest.raises(UserError, match=said):
+    message = r"Record 0 has tool_answers .*; it must be a list of \[begin, end\], .* \(it has 8\)"
+    with pytest.raises(UserError, match=message):
         DemonstrationBatches(toy_policy(), [record], size=1, seed=0)
-    with pytest.raises(UserError, match=said):
-        demonstration_lengths(toy_policy(), [record])
 
 
 @pytest.mark.parametrize(
-    ("records", "size", "message"),
+    ("records", "message"),
     [
-        ([], 1, "0 records in batches of 1"),
-        (DEMONSTRATIONS, 0, "in batches of 0"),
-        ([{"prompt": "g", "text": "a"}], 1, "no text in the field 'completion': its fields are prompt, text"),
+        ([], "There are no records"),
+        ([{"prompt": "g", "text": "a"}], "no text in the field 'completion': its fields are prompt, text"),
     ],
 )
-def test_records_without_completions_are_refused(records, size, message):
+def test_records_without_completions_are_refused(records, message):
     with pytest.raises(UserError, match=message):
-        DemonstrationBatches(toy_policy(), records, size=size, seed=0)
+        DemonstrationBatches(toy_policy(), records, size=1, seed=0)
 
 
 def test_the_features_of_log_z_are_the_mean_hidden_state_of_the_prompt():

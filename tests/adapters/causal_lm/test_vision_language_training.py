@@ -59,20 +59,6 @@ def test_gradients_are_those_of_the_models_logits(kind, checkpointing) -> None:
     assert len(tower) > 10 and max(float(gradient.abs().max()) for gradient in tower) > 1e-3
 
 
-@pytest.mark.parametrize("lora", [None, LORA])
-@torch.no_grad()
-def test_the_reference_is_the_model_before_training(lora) -> None:
-    given = policy(lora=lora)
-    rollout = sampled(given)
-    before = given.log_probs(rollout).log_prob
-    perturb(given)
-    after = given.log_probs(rollout).log_prob
-    assert (after - before).abs().max() > 0.01
-    with given.reference():
-        assert torch.equal(given.log_probs(rollout).log_prob, before)
-    assert torch.equal(given.log_probs(rollout).log_prob, after)
-
-
 @pytest.mark.parametrize("targets", [("all-linear",), ("gate_proj", "q_proj")])
 def test_lora_is_put_into_the_language_part_alone(targets) -> None:
     # Qwen2.5-VL's vision tower has layers of the same names
@@ -84,9 +70,7 @@ def test_lora_is_put_into_the_language_part_alone(targets) -> None:
     given.log_probs(rollout).log_prob.sum().backward()
     moved = [p for _, p in given.model.named_parameters() if p.grad is not None]
     assert len(moved) == len(names)
-    with pytest.raises(
-        UserError, match=r"\['qkv'\] name no linear layer of the language part of this Qwen2_5"
-    ):
+    with pytest.raises(UserError, match=r"\['qkv'\] name no linear layer of Qwen2_5"):
         policy("qwen2_5_vl", lora=text_lora(target_modules=("qkv",)))
 
 

@@ -18,8 +18,7 @@ from visalign.adapters.causal_lm.lora import text_lora
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.adapters.server.completions import Completion, CompletionRequest, find_end
 from visalign.adapters.server.generator import ServerGenerator
-from visalign.adapters.server.requests import check_processed
-from visalign.adapters.server.rollout import rescored
+from visalign.adapters.server.logprobs import check_processed
 from visalign.core import PolicyOutput, named_objective
 from visalign.errors import UserError
 from visalign.remote import ServerError
@@ -65,7 +64,14 @@ def server(running) -> TinyServer:
 
 
 def generator(policy, server, **options: Any) -> ServerGenerator:
-    return ServerGenerator.for_policy(policy, server.url, "tiny", **{"backoff": 0.01, **options})
+    return ServerGenerator(policy, server.url, "tiny", **{"backoff": 0.01, **options})
+
+
+@torch.no_grad()
+def gap(rollout: TextRollout, policy: CausalLMPolicy) -> float:
+    """Largest |log π − log μ| of a rollout's tokens."""
+    gaps = (policy.log_probs(rollout).log_prob - rollout.log_prob) * rollout.loss_mask
+    return float(gaps.abs().max())
 
 
 def drawn(source, sampling=RAW[0], stopping=EVERY, prompts=PROMPTS, **options: Any) -> TextRollout:
@@ -131,25 +137,25 @@ def test_labels_and_own_end_tokens(policy, server) -> None:
     assert set(none.stop_reason) == {"length"} and none.loss_mask.sum() == 27
 
 
-def test_the_server_says_its_context(policy, server) -> None:
+def test_the_server_says_its_context(server) -> None:
     server.max_model_len = 20
-    prompt = "abcdefghijkl"
-    found = drawn(
-        generator(policy, server), prompts=[prompt], stopping=StoppingCriteria(max_new_tokens=30, eos_ids=())
-    )
+    policy, prompt = tiny_policy(), "abcdefghijkl"
+    stopping = StoppingCriteria(max_new_tokens=30, eos_ids=())
+    found = drawn(generator(policy, server), prompts=[prompt], stopping=stopping)
     assert found.loss_mask.sum(1).tolist() == [8, 8, 8] and server.completions[0]["max_tokens"] == 8
-    with pytest.raises(UserError, match=r"Prompt 1 has 20 tokens, and at most 19 are allowed .* is 20"):
-        drawn(generator(policy, server), prompts=["a", "b" * 20])
+    source = generator(policy, server)
+    for prompts in (["a", "b" * 20], ["b" * 20]):
+        with pytest.raises(UserError, match=r"has 20 tokens, and at most 19 are allowed .* is 20"):
+            drawn(source, prompts=prompts)
+    policy.max_prompt_tokens = 5
     with pytest.raises(UserError, match=r"Prompt 0 has 12 tokens, and at most 5 are allowed"):
-        drawn(generator(policy, server, max_prompt_tokens=5), prompts=[prompt])
-    server.max_model_len = None
-    assert drawn(generator(policy, server, context_length=None), prompts=["b" * 20]).generated.all()
-    assert sum(path == "/v1/models" for path, _ in server.asked) == 4, "asked once per generator"
+        drawn(source, prompts=[prompt])
+    assert sum(path == "/v1/models" for path, _ in server.asked) == 2, "asked once per generator"
 
 
-def test_prompts_that_are_too_long_are_masked_where_the_run_should_go_on(policy, server) -> None:
+def test_prompts_that_are_too_long_are_masked_where_the_run_should_go_on(server) -> None:
     server.max_model_len = 20
-    masked = generator(policy, server, long_prompts="mask")
+    masked = generator(tiny_policy(long_prompts="mask"), server)
     found = drawn(masked, prompts=["a", "b" * 20, "c"])
     assert found.stop_reason[3:6] == ["prompt too long"] * 3 and found.text[3:6] == [""] * 3
     assert found.generated.tolist() == [True] * 3 + [False] * 3 + [True] * 3
@@ -158,9 +164,8 @@ def test_prompts_that_are_too_long_are_masked_where_the_run_should_go_on(policy,
     nothing = drawn(masked, prompts=["b" * 20], num_generations=1)
     assert not nothing.generated.any() and len(server.asked) == asked
     together = join_rollouts([found, nothing])
-    step = rescored(together, policy)
-    trajectories = step.rollout.trajectories(torch.ones(10), old_log_prob=step.output.log_prob)
-    assert trajectories.valid is not None and trajectories.valid.sum() == 6
+    valid = together.trajectories(torch.ones(10)).valid
+    assert valid is not None and valid.sum() == 6
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.8), Sampling(top_k=6, top_p=0.9)])
@@ -172,35 +177,18 @@ def test_training_on_a_server_of_older_weights_is_corrected(policy, server, samp
     with torch.no_grad():
         for weight in newer.module.parameters():
             weight.add_(0.01 * torch.randn_like(weight))
-    step = rescored(found, newer)
-    assert 1e-3 < step.mean_gap < step.largest_gap and torch.isfinite(step.rollout.entropy).all()
-    old = step.output.log_prob
-    torch.testing.assert_close(step.rollout.log_prob, found.log_prob, rtol=0, atol=0)
-    gaps = (old - found.log_prob)[found.loss_mask > 0].abs()
-    assert step.mean_gap == pytest.approx(float(gaps.mean()), rel=1e-5)
-    assert step.largest_gap == pytest.approx(float(gaps.max()), rel=1e-5)
-    reward = torch.randn(len(found))
+        old = newer.log_probs(found).log_prob
+    assert gap(found, newer) > 1e-3
     truncate = {"mode": "truncate", "level": "token", "high": 2.0}
     objective = named_objective("grpo", kl=0.0, importance_sampling=truncate)
-    prepared = objective.prepare(step.rollout.trajectories(reward, old_log_prob=old))
+    prepared = objective.prepare(found.trajectories(torch.randn(len(found)), old_log_prob=old))
     assert prepared.importance_weight is not None
     ratio = (old - found.log_prob).exp().clamp(max=2.0) * (found.loss_mask != 0)
     torch.testing.assert_close(prepared.importance_weight.float(), ratio, rtol=1e-5, atol=1e-6)
-    output = newer.log_probs(step.rollout)
-    objective.loss(prepared, PolicyOutput(log_prob=output.log_prob)).total.backward()
+    objective.loss(prepared, PolicyOutput(log_prob=newer.log_probs(found).log_prob)).total.backward()
     gradients = [p.grad for _, p in newer.trainable_parameters() if p.grad is not None]
     assert gradients and all(torch.isfinite(g).all() for g in gradients)
     assert any(float(g.abs().max()) > 0 for g in gradients)
-
-
-def test_a_gap_that_precision_does_not_explain_is_an_error(policy, server) -> None:
-    found = drawn(generator(policy, server))
-    assert rescored(found, policy).largest_gap < 1e-4
-    other = CausalLMPolicy(tiny_model(seed=1), tiny_tokenizer())
-    message = r"differ by [\d.]+ nats from the policy's on average; 0\.5 is .* other weights \(call sync"
-    with pytest.raises(ServerError, match=message):
-        rescored(found, other)
-    assert rescored(found, other, allowed_gap=None).mean_gap > 0.5
 
 
 @pytest.mark.parametrize(
@@ -208,7 +196,6 @@ def test_a_gap_that_precision_does_not_explain_is_an_error(policy, server) -> No
     [
         ("raw_logprobs", Sampling(temperature=0.7), r"temperature=0\.7.*Start vLLM .*processed_logprobs"),
         ("raw_logprobs", Sampling(top_k=5), r"top_k=5.* draws from another distribution"),
-        ("raw_logprobs", Sampling(top_p=0.9), r"top_p=0\.9.* correction would be wrong"),
         ("processed_logprobs", Sampling(top_p=0.9), r"top_p=0\.9 without top_k leaves .*=20\); the ratio"),
         ("processed_logprobs", Sampling(top_k=21), r"top_k=21 leaves more tokens .*raise vLLM's --max-logp"),
         ("processed_logprobs", Sampling(temperature=0.005), r"is 0\.005; vLLM samples with 0\.01 instead"),
@@ -240,8 +227,7 @@ def test_a_probe_that_cannot_tell_is_asked_again(policy, server) -> None:
     server.alter = lambda reply: changed(reply, top_logprobs=[{"token_id:5": -1.0, "token_id:6": -1.05}])
     assert not check_processed(connection, "tiny", [5])
     server.alter = lambda reply: changed(reply, top_logprobs=None)
-    with pytest.raises(ServerError, match=r"the probe's answer has no choices\[0\]\.logprobs\.top_logprobs"):
-        check_processed(connection, "tiny", [5])
+    assert not check_processed(connection, "tiny", [5])
 
 
 def changed(reply: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -254,23 +240,20 @@ def changed(reply: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 BAD = [
-    ({"token_ids": None, "tokens": ["a", "b"]}, r"has text but no token ids\. .*from 0\.10\.2 on, SGLang"),
-    ({"token_ids": lambda ids: ids[:-1]}, r"token_ids \(2 tokens\) and logprobs\.tokens \(3\) disagree"),
-    ({"token_ids": [5, -1, 5], "tokens": None}, r"token_ids is \[5, -1, 5\]; it must be a list"),
-    ({"token_ids": [5, 64, 5], "tokens": None}, r"sampled token 64, but the policy has 64 tokens"),
-    ({"token_ids": [], "tokens": []}, r"has 0 tokens; 1 to 3 were requested"),
-    ({"token_ids": [5] * 4, "tokens": None}, r"has 4 tokens; 1 to 3"),
-    ({"token_logprobs": lambda p: p[:-1]}, r"there are 2 token_logprobs for 3 tokens"),
-    ({"token_logprobs": None}, r"there are no token_logprobs for 3 tokens"),
-    ({"token_logprobs": [-1.0, None, -1.0]}, r"log-prob of token 1 is missing \(None\)"),
-    ({"token_logprobs": [-1.0, -1.0, math.nan]}, r"log-prob of token 2 is NaN"),
-    ({"token_logprobs": [3.5, -1.0, -1.0]}, r"token 0 is 3\.5, above 0\. The server gives logits"),
-    ({"token_logprobs": [-1.0, -9999.0, -1.0]}, r"token 1 was sampled, but its log-prob is -9999"),
-    ({"logprobs": None}, r"the answer has no logprobs.*--max-logprobs of at least 1"),
-    ({"finish_reason": "abort"}, r"finish_reason is 'abort'; only \"stop\" and \"length\""),
-    ({"finish_reason": None}, r"finish_reason is None"),
-    ({"finish_reason": "stop"}, r"the server stopped, but its 3 tokens end with \d+, .*name them in eos_ids"),
-    ({"prompt_token_ids": lambda ids: [0, *ids]}, r"another prompt than it was sent: 2 tokens instead of 1"),
+    ({"token_ids": None}, r"choices\.0\.token_ids is None\. .*from 0\.10\.2 on"),
+    ({"token_ids": [5, -1, 5]}, r"choices\.0\.token_ids\.1 is -1\."),
+    ({"token_ids": [5, 64, 5]}, r"sampled token 64, but the policy has 64"),
+    ({"token_ids": []}, r"has 0 tokens; 1 to 3 were requested"),
+    ({"token_ids": [5] * 4}, r"has 4 tokens; 1 to 3"),
+    ({"token_logprobs": lambda p: p[:-1]}, r"there are 2 token_logprobs and 0 top_logprobs for 3 tokens"),
+    ({"token_logprobs": [-1.0, None, -1.0]}, r"token_logprobs\.1 is None"),
+    ({"token_logprobs": [-1.0, -1.0, math.nan]}, r"token_logprobs\.2 is nan"),
+    ({"token_logprobs": [3.5, -1.0, -1.0]}, r"token_logprobs\.0 is 3\.5.*--logprobs-mode processed_logprobs"),
+    ({"token_logprobs": [-1.0, -9999.0, -1.0]}, r"token_logprobs\.1 is -9999"),
+    ({"logprobs": None}, r"logprobs is None.*--max-logprobs of at least 1"),
+    ({"finish_reason": "abort"}, r"finish_reason is 'abort'"),
+    ({"finish_reason": "stop"}, r"the server stopped, but its 3 tokens end with \d+, .*\.eos_ids"),
+    ({"prompt_token_ids": lambda ids: [0, *ids]}, r"another prompt than it was sent"),
 ]
 
 
@@ -285,9 +268,8 @@ def test_a_completion_that_cannot_be_trusted_is_refused(policy, server, fields, 
 @pytest.mark.parametrize(
     ("top", "message"),
     [
-        (None, r"top_logprobs does not list .* 3 tokens, which top_k and top_p need"),
-        ([{"a": -0.1}] * 3, r"token 0 has 'a': -0\.1; with top_k tokens must be named by id"),
-        ([{"token_id:5": None}] * 3, r"has 'token_id:5': None"),
+        (None, r"there are 3 token_logprobs and 0 top_logprobs for 3 tokens"),
+        ([{"a": -0.1}] * 3, r"top_logprobs of token 0 must name tokens by id, .*'a'"),
         ([{"token_id:5": 0.0}] * 3, r"the 1 tokens listed at token 0 have a total probability of 1\.0000"),
         (
             [{f"token_id:{k}": math.log(1 / 20) for k in range(19)}] * 3,
@@ -331,16 +313,20 @@ def test_the_tokens_that_could_be_drawn_must_be_known(policy, server, top, messa
     ],
 )
 def test_a_completion_ends_where_stop_says_whatever_came_after(ids, finish, expected) -> None:
-    request = CompletionRequest(url="u", sample=0, prompt=[5], limit=9, top_logprobs=1)
-    completion = Completion(ids=ids, log_prob=[-1.0] * len(ids), finish=finish, sets=[])
-    found = find_end(
-        completion,
-        request,
+    stopping = StoppingCriteria(strings=("bc",))
+    request = CompletionRequest(
+        url="u",
+        model="m",
+        sample=0,
+        prompt=[5],
+        limit=9,
+        sampling=RAW[0],
+        stopping=stopping,
         ends=(1,),
-        strings=("bc",),
-        decode=lambda ids: "".join(" <   abcde"[i] for i in ids),
+        seed=0,
     )
-    assert found == expected
+    completion = Completion(ids=ids, log_prob=[-1.0] * len(ids), finish=finish, sets=[])
+    assert find_end(completion, request, lambda ids: "".join(" <   abcde"[i] for i in ids)) == expected
 
 
 def test_what_a_server_draws_after_the_end_is_cut_off(policy, server) -> None:
@@ -361,9 +347,8 @@ def test_what_a_server_draws_after_the_end_is_cut_off(policy, server) -> None:
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        ({"choices": []}, r"the answer has 0 choices; one was requested"),
-        ({"object": "error"}, r"the answer has no list of choices"),
-        ("<html>", r"did not answer with JSON \(Expecting value.*: <html>\. Check that base_url"),
+        ({"choices": []}, r"the answer's choices is \[\]"),
+        ("<html>", r"did not answer with a JSON object: <html>\. Check that base_url"),
         ([], r"did not answer with a JSON object: \[\]"),
     ],
 )
@@ -379,12 +364,10 @@ COMPLAINT = '{"error": {"message": "max_tokens is too large", "code": 400}}'
 @pytest.mark.parametrize(
     ("status", "text", "message"),
     [
-        (400, COMPLAINT, r"completions answered 400 Bad Request: max_tokens is too large$"),
-        (422, '{"detail": [{"loc": "top_k"}]}', r'answered 422 .*: \[\{"loc": "top_k"\}\]'),
-        (403, "no", r"answered 403 Forbidden: no Give api_key the key"),
-        (404, '{"detail": "Not Found"}', r"answered 404 Not Found: Not Found Check base_url"),
+        (400, COMPLAINT, r"completions answered 400 Bad Request: .*max_tokens is too large"),
+        (404, '{"detail": "Not Found"}', r"answered 404 Not Found: .*Not Found.*Check base_url"),
         (302, "", r"answered 302 Found: \(nothing\)"),
-        (400, "x" * 900, r": x{400} …$"),
+        (400, "x" * 900, r": x{400} …\. Check"),
     ],
 )
 def test_a_refusal_is_final_and_says_what_the_server_said(policy, server, status, text, message) -> None:
@@ -425,9 +408,7 @@ def test_a_silent_server_is_not_asked_again(policy, server) -> None:
     drawn(generator(policy, server), prompts=["a"], num_generations=1)
     server.asked.clear()
     server.silence = 1.0
-    with pytest.raises(
-        ServerError, match=r"completions was silent for 0\.3 s \(timeout\)\. Answers that take"
-    ):
+    with pytest.raises(ServerError, match=r"completions was silent for 0\.3 s\. Raise timeout"):
         drawn(source, prompts=["a"], num_generations=1)
     assert len(server.completions) == 1
 
@@ -436,16 +417,8 @@ def test_a_server_that_is_not_there(policy) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    source = ServerGenerator(url, "tiny", policy.tokenizer, retries=1, backoff=0.01)
-    with pytest.raises(
-        ServerError, match=rf"GET {url}/v1/models failed 2 times, .*no connection \(.*refused"
-    ):
-        drawn(source)
-
-
-def test_tls_where_there_is_none(policy, server) -> None:
-    source = ServerGenerator(server.url.replace("http", "https"), "tiny", policy.tokenizer)
-    with pytest.raises(ServerError, match=r"models could not be reached over TLS: .*Check https or http"):
+    source = ServerGenerator(policy, url, "tiny", retries=1, backoff=0.01)
+    with pytest.raises(ServerError, match=rf"GET {url}/v1/models failed 2 times, .*no connection \(Conn"):
         drawn(source)
 
 
@@ -466,49 +439,29 @@ def test_one_failure_gives_up_the_others(policy, server) -> None:
 def test_the_key_is_sent_and_never_shown(policy, server) -> None:
     server.key = "sk-secret"
     drawn(generator(policy, server, api_key="sk-secret"), prompts=["a"], num_generations=1)
-    with pytest.raises(ServerError, match=r"answered 401 .*Unauthorized Give api_key the key that") as caught:
+    with pytest.raises(ServerError, match=r"answered 401 .*Unauthorized.* api_key") as caught:
         drawn(generator(policy, server, api_key="sk-other"))
     assert "sk-other" not in str(caught.value)
-    with pytest.raises(UserError, match=r"api_key contains characters .* such as a line break") as caught:
+    with pytest.raises(UserError, match=r"api_key contains characters that no") as caught:
         generator(policy, server, api_key="sk-other\n")
     assert "sk-other" not in str(caught.value)
 
 
 def test_a_model_that_is_not_served(policy, server) -> None:
-    source = ServerGenerator(server.url, "tinny", policy.tokenizer)
+    source = ServerGenerator(policy, server.url, "tinny")
     with pytest.raises(ServerError, match=r"models lists 'tiny' and not 'tinny'\. Did you mean 'tiny'\?"):
         drawn(source)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"base_url": "localhost:8000"},
-            r"base_url is 'localhost:8000'; it must be the http or https address",
-        ),
-        ({"base_url": "http://"}, r"base_url is 'http://'"),
-        ({"base_url": "http://h:99999"}, r"base_url is 'http://h:99999'.*\(Port out of range"),
-        ({"base_url": "http://me:pw@h/v1"}, r"^base_url for h contains a user name.* a key goes into"),
-        ({"base_url": "http://h/v1?key=1"}, r"^base_url for h .* after \? or #\."),
-        ({"logprobs_mode": "raw_logits"}, r"logprobs_mode is 'raw_logits'; .* give no log-probs"),
-        ({"timeout": 0}, r"timeout is 0; it must be at least 0\.001"),
-        ({"retries": -1}, r"retries is -1; it must be at least 0"),
-        ({"backoff": -1.0}, r"backoff is -1\.0"),
-        ({"parallel": 0}, r"parallel is 0; it must be a whole number of at least 1"),
-        ({"max_logprobs": 2.5}, r"max_logprobs is 2\.5"),
-        ({"long_prompts": "cut"}, r"long_prompts is 'cut'; it must be"),
-        ({"max_prompt_tokens": 0}, r"max_prompt_tokens is 0"),
-    ],
-)
-def test_arguments_out_of_range(policy, options, message) -> None:
-    given = {"base_url": "http://h", "model": "tiny", "tokenizer": policy.tokenizer, **options}
-    with pytest.raises(UserError, match=message):
-        ServerGenerator(**given)
+@pytest.mark.parametrize("url", ["localhost:8000", "http://", "http://me:pw@h/v1", "http://h/v1?key=1"])
+def test_what_is_no_address_is_refused_and_hides_its_password(policy, url) -> None:
+    with pytest.raises(UserError, match=r"^base_url .* must be the http or https address") as caught:
+        ServerGenerator(policy, url, "tiny")
+    assert "pw" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("given", "url"),
+    ("base", "url"),
     [
         ("http://h", "http://h/v1/completions"),
         ("http://h:8000/v1/", "http://h:8000/v1/completions"),
@@ -516,28 +469,15 @@ def test_arguments_out_of_range(policy, options, message) -> None:
         ("http://[::1]:8000", "http://[::1]:8000/v1/completions"),
     ],
 )
-def test_addresses(policy, given, url) -> None:
-    assert ServerGenerator(given, "tiny", policy.tokenizer)._connection.url("completions") == url
+def test_addresses(policy, base, url) -> None:
+    assert ServerGenerator(policy, base, "tiny")._connection.url("completions") == url
 
 
 def test_calls_that_do_not_fit(policy, server) -> None:
-    source = generator(policy, server)
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"images": [[]] * 4}, "reads no images"),
-        ({"seeds": [1]}, r"seeds has 1 entries for 4 prompts × 3 generations"),
-        ({"prompts": []}, r"prompts is \[\]"),
-        ({"group": ["x"]}, "group has 1 labels for 4 prompts"),
-    ]
-    for options, message in wrong:
-        with pytest.raises(UserError, match=message):
-            drawn(source, **options)
-    bare = ServerGenerator(server.url, "tiny", tiny_tokenizer(eos=False))
-    with pytest.raises(
-        UserError, match=r"no end-of-sequence token.* Give eos_ids, or StoppingCriteria\(eos_ids=\(\)\)"
-    ):
-        drawn(bare)
-    drawn(ServerGenerator(server.url, "tiny", tiny_tokenizer(eos=False), eos_ids=[1]), prompts=["a"])
-    assert server.completions[0]["stop_token_ids"] == [1]
+    with pytest.raises(UserError, match="reads no images"):
+        drawn(generator(policy, server), images=[[]] * 4)
+    with pytest.raises(UserError, match=r"seeds has 1 entries for 4 prompts × 3 generations"):
+        drawn(generator(policy, server), seeds=[1])
 
 
 def moved(amount: float, tmp_path) -> CausalLMPolicy:
@@ -555,19 +495,17 @@ def test_an_adapter_is_loaded_under_a_name_of_its_own(tmp_path) -> None:
     first, second = moved(0.1, tmp_path / "one"), moved(0.2, tmp_path / "two")
     with serving(tiny_policy(lora=text_lora(rank=2))) as server:
         source = generator(first, server)
-        assert rescored(drawn(source), first, allowed_gap=None).mean_gap > 0.02, "not there yet"
+        assert gap(drawn(source), first) > 0.02, "not there yet"
         name = source.sync(tmp_path / "one")
         assert name == source.model and name.startswith("visalign-") and list(server.adapters) == [name]
         found = drawn(source)
         assert {body["model"] for body in server.completions[-12:]} == {name}
-        torch.testing.assert_close(
-            found.log_prob, first.log_probs(found).log_prob.detach(), rtol=0, atol=1e-4
-        )
+        assert gap(found, first) < 1e-4
         asked = len(server.asked)
         assert source.sync(tmp_path / "one") == name and len(server.asked) == asked, "the same bytes"
         other = source.sync(tmp_path / "two")
         assert other != name and list(server.adapters) == [other], "the one before is unloaded"
-        assert rescored(drawn(source), second).largest_gap < 1e-4
+        assert gap(drawn(source), second) < 1e-4
         # a run that was resumed finds what it loaded before
         assert generator(second, server).sync(tmp_path / "two") == other
         server.adapters.clear()
@@ -582,19 +520,19 @@ def test_a_whole_model_is_read_anew_from_the_folder_of_the_server(tmp_path) -> N
             weight.mul_(1.1)
     with serving(tiny_policy()) as server:
         source = generator(policy, server)
-        with pytest.raises(UserError, match=r"contains no weights \(\*\.safetensors\)"):
-            source.reload(tmp_path)
         policy.save(tmp_path)
         with pytest.raises(ServerError, match=r"404 .*VLLM_SERVER_DEV_MODE=1"):
             source.reload(tmp_path)
-        assert rescored(drawn(source), policy, allowed_gap=None).mean_gap > 0.01, "not there yet"
+        assert gap(drawn(source), policy) > 0.01, "not there yet"
         server.folder = tmp_path
         server.failures = [(503, "starting again", {}), (0, "", {})]
         source.reload(tmp_path)
         assert [path for path, _ in server.asked[-2:]] == ["/collective_rpc", "/reset_prefix_cache"]
-        assert rescored(drawn(source), policy).largest_gap < 1e-4
+        assert gap(drawn(source), policy) < 1e-4
         server.failures = [(400, COMPLAINT, {})]
-        with pytest.raises(ServerError, match="400 Bad Request: max_tokens is too large vLLM reloads whole"):
+        with pytest.raises(
+            ServerError, match=r"400 Bad Request: .*max_tokens is too large.* vLLM reloads whole"
+        ):
             source.reload(tmp_path)
 
 
@@ -604,14 +542,10 @@ def test_an_adapter_that_is_not_taken(policy, server, tmp_path) -> None:
         source.sync(tmp_path)
     moved(0.1, tmp_path / "one")
     with pytest.raises(
-        ServerError, match=r"404 Not Found: No adapter found for elsewhere .*can read elsewhere"
+        ServerError, match=r"404 Not Found: .*No adapter found for elsewhere.*can read elsewhere"
     ):
         source.sync(tmp_path / "one", server_folder="elsewhere")
     server.takes_adapters = False
     with pytest.raises(ServerError, match=r"404 .*--enable-lora.*VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"):
-        source.sync(tmp_path / "one")
-    server.takes_adapters = True
-    server.failures = [(400, COMPLAINT, {})]
-    with pytest.raises(ServerError, match=r"400 Bad Request: max_tokens is too large vLLM accepts adapters"):
         source.sync(tmp_path / "one")
     assert source.model == "tiny"

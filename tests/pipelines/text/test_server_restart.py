@@ -63,7 +63,7 @@ def run(folder: Path, whole: bool, dies: Dies) -> tuple[list[str], list[dict[str
         if whole:
             server.folder, server.start = served, lambda: drawing.load(folder / "start")
         server.dies = dies(server)
-        generator = ServerGenerator.for_policy(trained, server.url, "tiny", backoff=0.05, patience=100.0)
+        generator = ServerGenerator(trained, server.url, "tiny", backoff=0.05, patience=100.0)
         given = ServerConfig(base_url=server.url, model="tiny", model_folder=str(served) if whole else None)
         config = cast(Any, SimpleNamespace(server=given))
         trainer = toy_text_trainer(
@@ -131,7 +131,7 @@ def test_an_adapter_that_stays_unknown_ends_the_call(tmp_path: Path) -> None:
     trained = policy(False)
     trained.save(tmp_path)
     with serving(policy(False)) as server:
-        source = ServerGenerator.for_policy(trained, server.url, "tiny")
+        source = ServerGenerator(trained, server.url, "tiny")
         source.sync(tmp_path)
         server.dies = lambda path, count: path == ASKED and server.start() is not None
         with pytest.raises(ServerError, match=r"404 .*The model `visalign-\w+` does not exist"):

@@ -387,7 +387,7 @@ def test_a_server_writes_the_completions_and_follows_the_weights(tmp_path):
 
     policy = built()
     with serving(built()) as server:
-        generator = ServerGenerator.for_policy(policy, server.url, "tiny")
+        generator = ServerGenerator(policy, server.url, "tiny")
 
         def sync(_iteration):
             policy.save(tmp_path / "adapter")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,102 +17,134 @@ from visalign.text import (
     Sampling,
     StoppingCriteria,
     StopReason,
+    StopStrings,
     TextRollout,
     TokenSets,
+    check_seeds,
+    draw_seeds,
     sample_uniforms,
 )
-from visalign.vision.images import PatchedImage
 
-from .generation import Completions, Ending, generate_completions
+from .generation import Completion, Ending, generate_completions
 from .network import CausalNetwork
-from .prompts import EncodedPrompt, left_pad
+from .prompts import EncodedPrompt, EncodedPrompts, left_pad
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptBatch:
-    """P prompts that are to be completed G times each."""
+    """P prompts that are to be completed G times each; B = P·G samples, those of a prompt side by side."""
 
     prompts: Sequence[Prompt]
-    ids: Sequence[Sequence[int]]
-    """P lists of tokens."""
+    encoded: EncodedPrompts
     group: Sequence[Hashable]
     """P labels."""
     generations: int
     """G."""
     seeds: Sequence[int]
-    """P·G."""
-    encoded_images: Sequence[Sequence[PatchedImage]] | None = None
-    """P lists; None without images."""
-    images: Sequence[Sequence[Any]] | None = None
-    """The images as they were given."""
-    after: Sequence[Sequence[int]] | None = None
-    """P·G lists of tokens that the completions begin with."""
+    """B."""
+    after: Sequence[Sequence[int]] | None
+    """B lists of tokens that the completions begin with."""
+    context: int | None
+    """Largest number of tokens of prompt and completion together."""
+    longest: int | None
+    """Largest number of tokens of a prompt that is completed."""
+
+    @classmethod
+    def build(
+        cls,
+        prompts: Sequence[Prompt],
+        encoded: EncodedPrompts,
+        *,
+        seeds: int | Sequence[int],
+        num_generations: int,
+        group: Sequence[Hashable] | None,
+        after: Sequence[Sequence[int]] | None,
+        context: int | None,
+        max_prompt_tokens: int | None,
+        long_prompts: str,
+    ) -> PromptBatch:
+        """Check that the arguments of `generate` fit together, and the lengths of the prompts."""
+        count = len(prompts) * num_generations
+        given = len(seeds) if isinstance(seeds, Sequence) else count
+        for broken, message in (
+            (
+                isinstance(prompts, str) or not prompts,
+                f"prompts is {prompts!r}; give a list of at least one prompt, [text, …].",
+            ),
+            (num_generations < 1, f"num_generations is {num_generations}; it must be at least 1."),
+            (
+                given != count,
+                f"seeds has {given} entries for {len(prompts)} prompts × {num_generations} generations. Give "
+                "one per sample, or one integer for the call.",
+            ),
+            (
+                group is not None and len(group) != len(prompts),
+                f"group has {len(group or ())} labels for {len(prompts)} prompts; give one per prompt.",
+            ),
+            (
+                after is not None and len(after) != count,
+                f"after has {len(after or ())} lists of tokens for {count} samples; give one per sample.",
+            ),
+        ):
+            if broken:
+                raise UserError(message)
+        limits = (max_prompt_tokens, None if context is None else context - 1)
+        longest = min((limit for limit in limits if limit is not None), default=None)
+        if longest is not None and long_prompts == "refuse":
+            _check_lengths(encoded, longest, context)
+        return cls(
+            prompts=prompts,
+            encoded=encoded,
+            group=list(range(len(prompts))) if group is None else list(group),
+            generations=num_generations,
+            seeds=draw_seeds(seeds, count) if isinstance(seeds, int) else check_seeds(seeds),
+            after=after,
+            context=context,
+            longest=longest,
+        )
+
+    @property
+    def prompt_index(self) -> list[int]:
+        """Prompt of each of the B samples."""
+        return [prompt for prompt in range(len(self.prompts)) for _ in range(self.generations)]
 
     def begun(self, sample: int) -> list[int]:
         """Return the tokens that a completion starts with."""
         return [] if self.after is None else list(self.after[sample])
 
-    def encoded(self) -> list[EncodedPrompt]:
-        """P prompts as the network reads them."""
-        image_lists = [()] * len(self.ids) if self.encoded_images is None else self.encoded_images
-        return [EncodedPrompt(tuple(ids), tuple(row)) for ids, row in zip(self.ids, image_lists, strict=True)]
+    def prompt_of(self, sample: int) -> EncodedPrompt:
+        """Return a sample's prompt with the tokens that its completion starts with."""
+        return self.encoded.prompt(sample // self.generations, self.begun(sample))
+
+    def fits(self, prompt: int) -> bool:
+        """Return False for a prompt that is too long to be completed."""
+        return self.longest is None or len(self.encoded.ids[prompt]) <= self.longest
+
+    def rooms(self, max_new_tokens: int) -> dict[int, int]:
+        """Return sample -> tokens that may be drawn, of the samples to be completed."""
+        rooms = {}
+        for sample, prompt in enumerate(self.prompt_index):
+            room, used = max_new_tokens, len(self.encoded.ids[prompt])
+            if self.context is not None:
+                room = min(room, self.context - used)
+            room -= len(self.begun(sample))
+            if room > 0 and self.fits(prompt):
+                rooms[sample] = room
+        return rooms
 
 
-def check_counts(
-    prompts: Sequence[Prompt],
-    generations: int,
-    seeds: int | Sequence[int],
-    group: Sequence[Hashable] | None,
-    after: Sequence[Sequence[int]] | None = None,
-) -> int:
-    """B = P·G, after a look at what must fit together."""
-    if isinstance(prompts, str) or not prompts:
-        raise UserError(f"prompts is {prompts!r}; give a list of at least one prompt, [text, …].")
-    if generations < 1:
-        raise UserError(f"num_generations is {generations}; it must be at least 1.")
-    count = len(prompts) * generations
-    if not isinstance(seeds, int) and len(seeds) != count:
-        raise UserError(
-            f"seeds has {len(seeds)} entries for {len(prompts)} prompts × {generations} generations, "
-            f"{count} samples. Give one per sample, or one integer for the call."
-        )
-    if group is not None and len(group) != len(prompts):
-        raise UserError(f"group has {len(group)} labels for {len(prompts)} prompts; give one per prompt.")
-    if after is not None and len(after) != count:
-        raise UserError(f"after has {len(after)} lists of tokens for {count} samples; give one per sample.")
-    return count
-
-
-def check_lengths(
-    ids: Sequence[Sequence[int]],
-    longest: int | None,
-    context: int | None,
-    encoded_images: Sequence[Sequence[PatchedImage]] | None = None,
-) -> None:
-    """Refuse prompts of more than `longest` tokens, naming the first one; the model's context and the
-    images are for the message.
-    """
-    long = [index for index, tokens in enumerate(ids) if longest is not None and len(tokens) > longest]
+def _check_lengths(encoded: EncodedPrompts, longest: int, context: int | None) -> None:
+    """Refuse prompts of more than `longest` tokens, naming the first one."""
+    long = [index for index, tokens in enumerate(encoded.ids) if len(tokens) > longest]
     if long:
-        image_tokens = [] if encoded_images is None else [image.tokens for image in encoded_images[long[0]]]
-        of_them = f" ({sum(image_tokens)} of them for its {len(image_tokens)} images)" if image_tokens else ""
-        smaller = ", show smaller images" if image_tokens else ""
+        patched = [] if encoded.encoded_images is None else encoded.encoded_images[long[0]]
+        share = f" ({sum(image.tokens for image in patched)} of them for its images)" if patched else ""
         raise UserError(
-            f"Prompt {long[0]} has {len(ids[long[0]])} tokens{of_them}, and at most {longest} are allowed "
-            f"(the model's context is {context}); {len(long)} of {len(ids)} prompts are too long. Shorten or "
-            f'drop them{smaller}, or set long_prompts="mask" to mask their samples.'
+            f"Prompt {long[0]} has {len(encoded.ids[long[0]])} tokens{share}, and at most {longest} are "
+            f"allowed (the model's context is {context}); {len(long)} of {len(encoded.ids)} prompts are too "
+            "long. "
+            'Shorten or drop them, or set long_prompts="mask" to mask their samples.'
         )
-
-
-@dataclass
-class _Collected:
-    """Completions of all B samples; those that were not generated stay as they begin."""
-
-    ids: list[list[int]]
-    reason: list[StopReason]
-    numbers: dict[str, list[Tensor]]
-    """Name -> B tensors of the completions' lengths."""
-    kept: list[list[Tensor]]
 
 
 def generate_rollout(
@@ -124,116 +156,86 @@ def generate_rollout(
     stopping: StoppingCriteria,
     ends: Sequence[int],
     pad: int,
-    context: int | None,
-    longest_prompt: int | None,
     chunk: int,
 ) -> TextRollout:
-    """Complete the prompts, `chunk` samples at a time. `context` bounds the tokens of prompt and completion
-    together; a prompt above `longest_prompt` is not completed; `pad` is an id that fills gaps.
-    """
-    source = [prompt for prompt in range(len(batch.ids)) for _ in range(batch.generations)]
-    fits = [longest_prompt is None or len(ids) <= longest_prompt for ids in batch.ids]
-    encoded = batch.encoded()
-    count, max_new_tokens = len(source), stopping.max_new_tokens
-    begun = [batch.begun(sample) for sample in range(count)]
-    rooms = [
-        min(max_new_tokens, max_new_tokens if context is None else context - len(encoded[prompt].ids))
-        - len(begun[sample])
-        for sample, prompt in enumerate(source)
-    ]
-    todo = [sample for sample, prompt in enumerate(source) if fits[prompt] and rooms[sample] > 0]
-    collected = _Collected(
-        ids=[[] for _ in range(count)],
-        reason=["length" if fits[prompt] else "prompt too long" for prompt in source],
-        numbers={name: [torch.zeros(0)] * count for name in ("log_prob", "full_log_prob", "entropy")},
-        kept=[[] for _ in range(count)],
-    )
+    """Complete the prompts, `chunk` samples at a time; `pad` is an id that fills gaps."""
+    rooms = batch.rooms(stopping.max_new_tokens)
+    strings = StopStrings(stopping.strings, lambda ids: decode(tokenizer, ids, special=True))
+    todo, completions = list(rooms), dict[int, Completion]()
     for start in range(0, len(todo), chunk):
         samples = todo[start : start + chunk]
-        prompts = [encoded[source[sample]].and_then(begun[sample]) for sample in samples]
         limit = [rooms[sample] for sample in samples]
-        completions = generate_completions(
+        begun = [len(batch.begun(sample)) for sample in samples]
+        generated = generate_completions(
             network,
-            prompts,
-            _uniforms([(batch.seeds[sample], len(begun[sample])) for sample in samples], max(limit)),
+            [batch.prompt_of(sample) for sample in samples],
+            _uniforms([batch.seeds[sample] for sample in samples], begun, max(limit)),
             sampling=sampling,
-            ending=Ending(
-                eos_ids=frozenset(ends),
-                limit=limit,
-                strings=stopping.strings,
-                decode=lambda ids: _decode(tokenizer, ids, special=True),
-            ),
+            ending=Ending(eos_ids=frozenset(ends), limit=limit, strings=strings),
             pad_id=pad,
         )
-        _collect(collected, completions, samples)
-    return _rollout(collected, batch, source, tokenizer, sampling, pad, fits)
+        completions |= zip(samples, generated, strict=True)
+    return assemble_rollout(batch, completions, tokenizer, sampling, pad)
 
 
-def _uniforms(rows: Sequence[tuple[int, int]], length: int) -> Tensor:
-    """[b, length] numbers that decide the tokens behind the first ones: b pairs (seed, how many)."""
-    longest = max(begun for _, begun in rows)
-    drawn = sample_uniforms([seed for seed, _ in rows], longest + length)
-    return drawn.gather(1, torch.tensor([begun for _, begun in rows])[:, None] + torch.arange(length))
+def _uniforms(seeds: Sequence[int], begun: Sequence[int], length: int) -> Tensor:
+    """Return [b, length] numbers that decide the tokens behind the `begun` first ones."""
+    drawn = sample_uniforms(seeds, max(begun) + length)
+    return drawn.gather(1, torch.tensor(begun)[:, None] + torch.arange(length))
 
 
-def _collect(collected: _Collected, completions: Completions, samples: Sequence[int]) -> None:
-    """Put the completions of one batch in their places, cut to their lengths."""
-    numbers = {name: getattr(completions, name).cpu() for name in collected.numbers}
-    for row, sample in enumerate(samples):
-        length = len(completions.ids[row])
-        collected.ids[sample], collected.reason[sample] = completions.ids[row], completions.reason[row]
-        collected.kept[sample] = completions.kept[row][:length]
-        for name, values in numbers.items():
-            collected.numbers[name][sample] = values[row, :length]
-
-
-def _rollout(
-    collected: _Collected,
+def assemble_rollout(
     batch: PromptBatch,
-    source: Sequence[int],
+    completions: Mapping[int, Completion],
     tokenizer: PreTrainedTokenizerBase,
     sampling: Sampling,
     pad: int,
-    fits: Sequence[bool],
 ) -> TextRollout:
-    # A prompt that is too long keeps its first token alone: nothing is ever computed from it.
-    prompt_ids, prompt_mask = left_pad(
-        [ids if fit else ids[:1] for ids, fit in zip(batch.ids, fits, strict=True)], pad
-    )
+    """Put completions, by sample, together; samples without one stay as they begin."""
+    source = batch.prompt_index
+    fits = [batch.fits(prompt) for prompt in range(len(batch.prompts))]
+    # only the first token of an overlong prompt is kept: nothing is computed from it
+    ids = [tokens if fit else tokens[:1] for tokens, fit in zip(batch.encoded.ids, fits, strict=True)]
+    prompt_ids, prompt_mask = left_pad(ids, pad)
     begun = [batch.begun(sample) for sample in range(len(source))]
-    completions_ids = [first + ids for first, ids in zip(begun, collected.ids, strict=True)]
-    length = max(1, *map(len, completions_ids))
-    completion = torch.full((len(source), length), pad, dtype=torch.int64)
+    completion_ids = [
+        first + (completions[n].ids if n in completions else []) for n, first in enumerate(begun)
+    ]
+    length = max(1, *map(len, completion_ids))
+    padded = torch.full((len(source), length), pad, dtype=torch.int64)
+    numbers = {name: torch.zeros(len(source), length) for name in ("log_prob", "full_log_prob", "entropy")}
     loss_mask = torch.zeros(len(source), length)
-    numbers = {name: torch.zeros(len(source), length) for name in collected.numbers}
-    for sample, ids in enumerate(completions_ids):
-        drawn = slice(len(begun[sample]), len(ids))
-        completion[sample, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
-        loss_mask[sample, drawn] = 1
-        for name, values in numbers.items():
-            values[sample, drawn] = collected.numbers[name][sample]
-    nothing = torch.zeros(0, dtype=torch.int32)
-    token_sets = [[nothing] * len(first) + sets for first, sets in zip(begun, collected.kept, strict=True)]
+    reasons: list[StopReason] = ["length" if fits[prompt] else "prompt too long" for prompt in source]
+    token_sets: list[list[Tensor]] = [[] for _ in source]
+    for sample, tokens in enumerate(completion_ids):
+        padded[sample, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        if (completion := completions.get(sample)) is not None:
+            drawn = slice(len(begun[sample]), len(tokens))
+            loss_mask[sample, drawn], reasons[sample] = 1, completion.reason
+            for name, values in numbers.items():
+                values[sample, drawn] = getattr(completion, name)
+            token_sets[sample] = [torch.zeros(0, dtype=torch.int32)] * drawn.start + completion.kept
+    images = batch.encoded.images
     return TextRollout(
         prompt_ids=prompt_ids[source],
         prompt_mask=prompt_mask[source].float(),
-        completion_ids=completion,
+        completion_ids=padded,
         loss_mask=loss_mask,
         log_prob=numbers["log_prob"],
         full_log_prob=numbers["full_log_prob"],
         entropy=numbers["entropy"],
-        text=[_decode(tokenizer, ids, special=False) for ids in completions_ids],
-        stop_reason=collected.reason,
+        text=[decode(tokenizer, tokens, special=False) for tokens in completion_ids],
+        stop_reason=reasons,
         group=[batch.group[prompt] for prompt in source],
         prompt=[batch.prompts[prompt] for prompt in source],
         seed=list(batch.seeds),
         sampling=sampling,
         kept=TokenSets.from_lists(token_sets, length) if sampling.truncates else None,
-        images=None if batch.images is None else [batch.images[prompt] for prompt in source],
+        images=None if images is None else [images[prompt] for prompt in source],
     )
 
 
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int], *, special: bool) -> str:
-    """Text of a completion, blanks as they are."""
+def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int], *, special: bool) -> str:
+    """Decode ids without cleaning up spaces; `special` keeps special tokens."""
     text: Any = tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
     return text

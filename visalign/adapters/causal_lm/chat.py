@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,12 +12,9 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from visalign.errors import UserError, suggestion
 from visalign.text import Prompt
 
-# Slots of a template ({{ … }}, {% … %}) tell its text from a name.
-_JINJA = re.compile(r"\{[{%]")
-
 
 def image_parts(prompt: Prompt) -> list[Mapping[str, Any]]:
-    """The parts {"type": "image", …} of a conversation, in order; none of a text."""
+    """Return the parts {"type": "image", …} of a conversation, in order; none of a text."""
     messages = () if isinstance(prompt, str) else prompt
     contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
     parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
@@ -50,12 +46,11 @@ class PromptEncoder:
         system: str | None = None,
     ) -> None:
         loaded: Any = tokenizer
-        tokenizer_alone: Any = loaded.tokenizer if isinstance(loaded, ProcessorMixin) else loaded
-        self.tokenizer: PreTrainedTokenizerBase = tokenizer_alone
-        self.plain_as_chat = plain_as_chat
-        self.system = system
+        text_tokenizer: Any = loaded.tokenizer if isinstance(loaded, ProcessorMixin) else loaded
+        self.tokenizer: PreTrainedTokenizerBase = text_tokenizer
+        self.plain_as_chat, self.system = plain_as_chat, system
         self._options = dict(template_options or {})
-        self._template = _find_template(loaded.chat_template or tokenizer_alone.chat_template, chat_template)
+        self._template = _find_template(loaded.chat_template or text_tokenizer.chat_template, chat_template)
         if self._template is None and (plain_as_chat or system is not None):
             raise UserError(
                 "plain_as_chat and system need a chat template, and this tokenizer has none (a base model). "
@@ -63,13 +58,10 @@ class PromptEncoder:
             )
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Token ids of each prompt, ready for the model to continue.
+        """Return the token ids of each prompt, ready for the model to continue.
 
         A conversation that ends with a message of the assistant is continued; after any other the header of
         the assistant's turn is added. The template writes special tokens itself, so none is added to it.
-
-        Returns:
-            P lists, none empty.
 
         Raises:
             UserError: naming the prompt and what is wrong with it.
@@ -80,18 +72,14 @@ class PromptEncoder:
         if isinstance(prompt, str) and not self.plain_as_chat:
             ids = self.tokenizer(prompt)["input_ids"]
         else:
-            text = self.render(prompt, index)
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = self.tokenizer(self.render(prompt, index), add_special_tokens=False)["input_ids"]
         if not ids:
-            raise UserError(
-                f"Prompt {index} ({prompt!r}) has no tokens, and a model needs at least one to start from. "
-                "Give a text that is not empty."
-            )
+            raise UserError(f"Prompt {index} ({prompt!r}) has no tokens. Give a text that is not empty.")
         return list(ids)
 
     def render(self, prompt: Prompt, index: int = 0) -> str:
-        """The text that the chat template makes of a conversation, or of a text that becomes the message of a
-        user; `place` of the prompt among those given is for messages.
+        """Return the text that the chat template makes of a conversation, or of a text as the message of a
+        user; `index` is for messages.
         """
         messages = _messages(prompt, index)
         if self._template is None:
@@ -121,39 +109,31 @@ class PromptEncoder:
 
 
 def _find_template(templates: Any, requested: str | None) -> str | None:
-    """The Jinja text that is meant; None where there is none and none was asked for."""
-    by_name: dict[str, str] = (
-        dict(templates) if isinstance(templates, dict) else {"default": templates} if templates else {}
-    )
-    if requested is None:
-        if by_name and "default" not in by_name:
-            raise UserError(
-                f"The tokenizer has the chat templates {', '.join(sorted(by_name))} and none is its default. "
-                "Name one of them as chat_template."
-            )
-        return by_name.get("default")
-    if requested in by_name:
-        return by_name[requested]
-    if _JINJA.search(requested):
+    """Return the Jinja text of the template; None where there is none and none was requested."""
+    by_name = dict(templates) if isinstance(templates, dict) else {"default": templates} if templates else {}
+    if requested is not None and "{" in requested:  # Jinja text
         return requested
-    available = f"has the chat templates {', '.join(sorted(by_name))}" if by_name else "has no chat template"
-    raise UserError(
-        f"chat_template {requested!r} is neither a template of this tokenizer, which {available}, nor Jinja "
-        f"text. {suggestion(requested, by_name)}Give one of these names or a "
-        "template's text (with {{ … }})."
-    )
+    if requested is None and not by_name:
+        return None
+    name = requested or "default"
+    if name not in by_name:
+        raise UserError(
+            f"The tokenizer has no chat template {name!r}. {suggestion(name, by_name)}Give chat_template one "
+            f"of its names ({', '.join(sorted(by_name)) or 'it has none'}) or Jinja text with {{{{ … }}}}."
+        )
+    return by_name[name]
 
 
 def _messages(prompt: Prompt, index: int) -> list[dict[str, Any]]:
-    """The messages of a conversation, checked."""
+    """Return the messages of a conversation, checked."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     messages = [dict(m) if isinstance(m, Mapping) else m for m in prompt]
     bad = [m for m in messages if not isinstance(m, dict) or not {"role", "content"} <= set(m)]
     if bad or not messages:
-        example = repr(bad[0]) if bad else "no message"
         raise UserError(
-            f"Prompt {index} holds {example}; a conversation is a list of at least one message of the form "
-            '{"role": "user", "content": "…"}. A plain prompt is a string.'
+            f"Prompt {index} holds {bad[0] if bad else 'no message'!r}; a conversation is a list of messages "
+            "of "
+            'the form {"role": "user", "content": "…"}. A plain prompt is a string.'
         )
     return messages

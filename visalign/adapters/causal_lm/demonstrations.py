@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Demonstrations (prompts with completions): as a rollout, in batches, and how long they are for a model.
 
-Supervised fine-tuning, PPO-ptx and direct preference optimisation learn from them.
+Supervised fine-tuning, PPO-ptx and direct preference optimisation learn from them. A completion that ran
+tools has the spans of characters that they wrote beside it (`tool_answers_field`); those are read and not
+learnt.
 """
 
 from __future__ import annotations
@@ -23,9 +25,12 @@ from visalign.text import Prompt, Sampling, StoppingCriteria, StopReason, TextRo
 
 from .loading import end_tokens, pad_id
 from .policy import CausalLMPolicy
+from .prompts import left_pad
 
 Spans = Sequence[Sequence[int]]
 """Beginnings and ends of characters, one behind the other."""
+Record = Mapping[str, Any]
+"""Prompt and completions of one demonstration."""
 
 
 def demonstration_rollout(
@@ -36,65 +41,65 @@ def demonstration_rollout(
     end: bool = True,
     answers: Sequence[Spans] | None = None,
 ) -> TextRollout:
-    """Given completions in the form of a rollout, so that `policy.log_probs` scores them.
+    """Put given completions in the form of a rollout, so that `policy.log_probs` scores them.
 
     Args:
         policy: whose tokenizer and prompt encoding are used.
         prompts: B texts or conversations.
         completions: B texts, tokenised apart from the prompt, without special tokens.
         end: put the model's end token after each completion.
-        answers: B lists of what characters of a completion a tool wrote, which are read and not learnt: loss
-            mask 0.
+        answers: B lists of the spans of a completion that a tool wrote: loss mask 0.
 
     Returns:
         B samples, loss mask 1 on the completions' other tokens; log-probs and entropies are 0, nothing was
         drawn.
 
     Raises:
-        UserError: no completions, counts that differ, a completion without tokens, or one that is too long
-            for the model.
+        UserError: a completion without tokens, or one that is too long for the model.
     """
-    if not prompts or len(prompts) != len(completions):
-        raise UserError(
-            f"{len(prompts)} prompts and {len(completions)} completions; give one completion per prompt, at "
-            "least one."
-        )
     ends = end_tokens(policy.model, policy.tokenizer, StoppingCriteria())
-    encoded = policy.encode(prompts)
-    before = [list(ids) for ids in encoded.ids]
+    encoded, pad = policy.encode(prompts), pad_id(policy.tokenizer, ends)
     spans = [()] * len(completions) if answers is None else answers
-    parts = [
-        _tokens(policy, text, spans_of_text) for text, spans_of_text in zip(completions, spans, strict=True)
-    ]
-    after = [[*ids, ends[0]] if end else ids for ids, _ in parts]
-    learnt = [[*mask, 1.0] if end else mask for _, mask in parts]
-    for row, (first, second) in enumerate(zip(before, after, strict=True)):
-        _check_sizes(policy, row, len(first), len(second))
-    size, width = max(map(len, after)), max(map(len, before))
-    pad = pad_id(policy.tokenizer, ends)
-    blank = torch.zeros(len(after), size)
-    reasons: list[StopReason] = ["eos" if end else "length" for _ in after]
+    completion_ids, masks = [], []
+    for row, text in enumerate(completions):
+        ids, mask = _tokens(policy, text, spans[row])
+        ids, mask = ([*ids, ends[0]], [*mask, 1.0]) if end else (ids, mask)
+        used, room = len(encoded.ids[row]), policy.context_length
+        if not ids:
+            raise UserError(f"Completion {row} has no tokens; give a text that is not empty, or let it end.")
+        if room is not None and used + len(ids) > room:
+            raise UserError(
+                f"Prompt and completion {row} have {used} + {len(ids)} tokens, and the model reads {room} at "
+                "most. Leave the record out or shorten it."
+            )
+        completion_ids.append(ids)
+        masks.append(mask)
+    prompt_ids, prompt_mask = left_pad(encoded.ids, pad)
+    count, length = len(completions), max(map(len, completion_ids))
+    blank = torch.zeros(count, length)
+    reasons: list[StopReason] = ["eos" if end else "length"] * count
     return TextRollout(
-        prompt_ids=torch.tensor([[pad] * (width - len(ids)) + ids for ids in before]),
-        prompt_mask=torch.tensor([[0.0] * (width - len(ids)) + [1.0] * len(ids) for ids in before]),
-        completion_ids=torch.tensor([ids + [pad] * (size - len(ids)) for ids in after]),
-        loss_mask=torch.tensor([mask + [0.0] * (size - len(mask)) for mask in learnt]),
+        prompt_ids=prompt_ids,
+        prompt_mask=prompt_mask.float(),
+        completion_ids=torch.tensor([ids + [pad] * (length - len(ids)) for ids in completion_ids]),
+        loss_mask=torch.tensor([mask + [0.0] * (length - len(mask)) for mask in masks]),
         log_prob=blank,
         full_log_prob=blank,
         entropy=blank,
         text=list(completions),
         stop_reason=reasons,
-        group=list(range(len(after))),
+        group=list(range(count)),
         prompt=list(prompts),
-        seed=[0] * len(after),
+        seed=[0] * count,
         sampling=Sampling(),
         images=None if encoded.images is None else [list(images) for images in encoded.images],
     )
 
 
 def _tokens(policy: CausalLMPolicy, text: str, answers: Spans) -> tuple[list[int], list[float]]:
-    """Tokens of a completion and their loss mask; what a tool wrote is tokenized by itself, as it is put into
-    completions."""
+    """Return the tokens of a completion and their loss mask; what a tool wrote is tokenized by itself, as it
+    is put into completions.
+    """
     ids, mask = list[int](), list[float]()
     edges = [0, *(edge for span in answers for edge in span), len(text)]
     for number, (begin, stop) in enumerate(itertools.pairwise(edges)):
@@ -104,11 +109,10 @@ def _tokens(policy: CausalLMPolicy, text: str, answers: Spans) -> tuple[list[int
     return ids, mask
 
 
-def _spans(index: int, record: Mapping[str, Any], field: str) -> Spans:
+def _spans(index: int, record: Record, field: str) -> Spans:
     """Return the spans of a completion that a tool wrote; null in tables means none."""
     name, size = tool_answers_field(field), len(record[field])
-    spans = record.get(name)
-    if spans is None:
+    if (spans := record.get(name)) is None:
         return ()
     edges: list[Any] = [None]
     with suppress(TypeError, ValueError):
@@ -121,17 +125,6 @@ def _spans(index: int, record: Mapping[str, Any], field: str) -> Spans:
     return spans
 
 
-def _check_sizes(policy: CausalLMPolicy, index: int, prompt: int, completion: int) -> None:
-    if not completion:
-        raise UserError(f"Completion {index} has no tokens; give a text that is not empty, or let it end.")
-    room = policy.context_length
-    if room is not None and prompt + completion > room:
-        raise UserError(
-            f"Prompt and completion {index} have {prompt} + {completion} tokens, and the model reads {room} "
-            "at most. Leave the record out or shorten it."
-        )
-
-
 class DemonstrationBatches:
     """Batches of demonstrations: number n is the same in every run of a seed.
 
@@ -140,25 +133,24 @@ class DemonstrationBatches:
         records: each with "prompt" and the completion, or several.
         size: records per batch; each epoch visits every record once, in a new order.
         seed: of the order.
-        field: of the completion in a record, or of several completions. What a record says that a tool wrote
-            of them (`tool_answers_field`) is read and not learnt.
+        field: of the completion in a record, or of several completions.
 
     Raises:
-        UserError: no records, one without a completion or with other spans than of it, or a size below 1.
+        UserError: no records, or one without a completion or with other spans than of it.
     """
 
     def __init__(
         self,
         policy: CausalLMPolicy,
-        records: Sequence[Mapping[str, Any]],
+        records: Sequence[Record],
         *,
         size: int,
         seed: int,
         field: str | Sequence[str] = "completion",
     ) -> None:
         fields = (field,) if isinstance(field, str) else tuple(field)
-        if not records or size < 1:
-            raise UserError(f"{len(records)} records in batches of {size}; both must be at least 1.")
+        if not records:
+            raise UserError("There are no records to learn from. Give at least one.")
         for index, record in enumerate(records):
             if missing := [name for name in fields if not isinstance(record.get(name), str)]:
                 raise UserError(
@@ -179,8 +171,9 @@ class DemonstrationBatches:
         return self.rows([self._at(i) for i in range(number * self.size, (number + 1) * self.size)])
 
     def rows(self, index: Sequence[int]) -> TextRollout:
-        """Some records as a rollout, whose groups are their places: their completions in the first field,
-        after them those in the next."""
+        """Some records as a rollout, grouped by record: their completions in the first field, after them
+        those in the next.
+        """
         chosen = [self._records[row] for row in index]
         rollout = demonstration_rollout(
             self._policy,
@@ -199,64 +192,49 @@ class DemonstrationBatches:
 
 
 def demonstration_lengths(
-    policy: CausalLMPolicy, records: Sequence[Mapping[str, Any]], field: str = "completion"
+    policy: CausalLMPolicy, records: Sequence[Record], field: str = "completion"
 ) -> list[int]:
-    """Tokens of prompt and completion of each record together, the end token included."""
-    spans = [_spans(index, record, field) for index, record in enumerate(records)]
+    """Count the tokens of prompt and completion of each record together, the end token included."""
     prompts = policy.encode([record["prompt"] for record in records]).ids
-    texts = [record[field] for record in records]
-    completions = [
-        _tokens(policy, text, tool_spans)[0] for text, tool_spans in zip(texts, spans, strict=True)
+    return [
+        len(prompts[index]) + len(_tokens(policy, record[field], _spans(index, record, field))[0]) + 1
+        for index, record in enumerate(records)
     ]
-    return [len(before) + len(after) + 1 for before, after in zip(prompts, completions, strict=True)]
 
 
 def fitting_demonstrations(
-    policy: CausalLMPolicy,
-    records: Sequence[Mapping[str, Any]],
-    *,
-    too_long: str = "refuse",
-    field: str = "completion",
-) -> list[Mapping[str, Any]]:
-    """The records that the model can read whole, in the given order; none is ever cut. One that does not fit
-    is an error, or with `too_long="drop"` left out; none that fits always is one.
+    policy: CausalLMPolicy, records: Sequence[Record], *, too_long: str = "refuse", field: str = "completion"
+) -> list[Record]:
+    """Return the records that the model can read whole, in their order; none is ever cut. One that does not
+    fit is an error, or with `too_long="drop"` left out.
     """
     lengths, room = demonstration_lengths(policy, records, field), policy.context_length
     if room is None:
         return list(records)
-    long = [index for index, length in enumerate(lengths) if length > room]
-    if long and too_long == "refuse":
-        raise UserError(
-            f"{len(long)} of {len(records)} records are longer than the {room} tokens that the model reads: "
-            f"record {long[0]} has {lengths[long[0]]} in prompt and {field} (the first record is 0). "
-            "Leave them out or shorten them; data.too_long=drop leaves them out."
-        )
     fitting = [record for record, length in zip(records, lengths, strict=True) if length <= room]
-    if not fitting:
+    if not fitting or (too_long == "refuse" and len(fitting) < len(records)):
+        first = next(index for index, length in enumerate(lengths) if length > room)
         raise UserError(
-            f"None of the {len(records)} records fits the {room} tokens that the model reads; the shortest "
-            f"has {min(lengths)} in prompt and {field}. Shorten them, or take a model of a longer context."
+            f"{len(records) - len(fitting)} of {len(records)} records are longer than the {room} tokens that "
+            f"the model reads: record {first} has {lengths[first]} in prompt and {field} (the first record "
+            "is 0). Leave them out or shorten them; data.too_long=drop leaves them out where others fit."
         )
     return fitting
 
 
 def with_mismatched(
-    policy: CausalLMPolicy, records: Sequence[Mapping[str, Any]], field: str = "mismatched"
+    policy: CausalLMPolicy, records: Sequence[Record], field: str = "mismatched"
 ) -> list[dict[str, Any]]:
-    """Each record with the completion of another prompt as `field`: that of the next record which the model
-    can read behind this one's prompt, the first after the last.
-
-    Raises:
-        UserError: a record without such another.
+    """Give each record the completion of another prompt as `field`: that of the next record which the model
+    can read behind this one's prompt, the first after the last; raises `UserError` if there is none.
     """
     keys = [json.dumps(record["prompt"], sort_keys=True) for record in records]
     mismatched, count, room = [dict(record) for record in records], len(records), policy.context_length
     unmatched = list(range(count))
     for step in range(1, count):
         for index in unmatched:
-            mismatched[index] = with_answer(
-                mismatched[index], field, records[(index + step) % count], "completion"
-            )
+            other = records[(index + step) % count]
+            mismatched[index] = with_answer(mismatched[index], field, other, "completion")
         lengths = demonstration_lengths(policy, [mismatched[index] for index in unmatched], field)
         unmatched = [
             index

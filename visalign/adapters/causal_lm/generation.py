@@ -8,8 +8,8 @@ neighbours through float rounding alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,23 +38,29 @@ class Ending:
     eos_ids: frozenset[int]
     limit: Sequence[int]
     """[b] tokens of each completion at most."""
-    strings: Sequence[str] = ()
-    decode: Callable[[list[int]], str] | None = None
-    """Ids to text, for stop strings."""
+    strings: StopStrings
+
+    def reason(self, row: int, ids: Sequence[int]) -> StopReason | None:
+        """Return why completion `row` ends with its newest token, or None if it goes on."""
+        if ids[-1] in self.eos_ids:
+            return "eos"
+        if self.strings.found(ids):
+            return "stop string"
+        return "length" if len(ids) >= self.limit[row] else None
 
 
 @dataclass
-class Completions:
-    """Completions of b samples, filled while they are generated."""
+class Completion:
+    """Completion of n tokens, on the CPU."""
 
+    ids: list[int]
+    reason: StopReason
     log_prob: Tensor
-    """[b, T] float32; as long as the completion it holds, the rest is to be ignored."""
+    """[n] float32."""
     full_log_prob: Tensor
     entropy: Tensor
-    ids: list[list[int]]
-    reason: list[StopReason]
-    kept: list[list[Tensor]] = field(default_factory=list)
-    """Per sample and token the ids that could be drawn; empty lists without truncation."""
+    kept: list[Tensor]
+    """Per token the ids that could be drawn; empty without truncation."""
 
 
 @torch.no_grad()
@@ -66,55 +72,59 @@ def generate_completions(
     sampling: Sampling,
     ending: Ending,
     pad_id: int,
-) -> Completions:
+) -> list[Completion]:
     """Draw one completion per prompt, in their order; equal prompts share their first pass. `uniform` [b, T]
     float64 in [0, 1) decides the tokens; `pad_id` is any id of the vocabulary, masked wherever it stands.
     """
     device, count, longest = network.model.device, len(prompts), max(ending.limit)
-    completions = _empty(count, longest, device)
-    strings = StopStrings(ending.strings, ending.decode or (lambda ids: ""))
+    numbers = torch.zeros(3, count, longest, device=device)  # log_prob, full_log_prob, entropy
+    ids: list[list[int]] = [[] for _ in prompts]
+    kept: list[list[Tensor]] = [[] for _ in prompts]
+    reasons: list[StopReason] = ["length"] * count
     uniform = uniform.to(device)
     logits, cache, mask = _first_pass(network, prompts, longest, pad_id)
     width = mask.shape[1] - longest
     rows = torch.arange(count, device=device)
     growing = torch.ones(count, dtype=torch.bool, device=device)
     for step in range(longest):
-        token = _draw(completions, logits, rows, uniform[rows, step], sampling, step)
-        _take(completions, rows, token, growing, ending, strings)
+        token, numbers[:, rows, step], sets = _draw(logits, uniform[rows, step], sampling)
+        live = zip(rows.tolist(), token.tolist(), growing.tolist(), strict=True)
+        for index, (row, drawn, still_growing) in enumerate(live):
+            if still_growing:
+                ids[row].append(drawn)
+                if sets:
+                    kept[row].append(sets[index])
+                if (reason := ending.reason(row, ids[row])) is not None:
+                    reasons[row], growing[index] = reason, False
         if step + 1 == longest or not bool(growing.any()):
             break
         if int(growing.sum()) < COMPACT_BELOW * len(rows):
-            still = growing.nonzero()[:, 0]
-            cache.reorder(still)
-            rows, mask, token, growing = rows[still], mask[still], token[still], growing[still]
+            remaining = growing.nonzero()[:, 0]
+            cache.reorder(remaining)
+            rows, mask, token, growing = (
+                rows[remaining],
+                mask[remaining],
+                token[remaining],
+                growing[remaining],
+            )
         # masked tokens of ended completions do not move their position, so none walks past the context's end
         mask[:, width + step] = growing
         features, cache = network.features(
             token[:, None], mask[:, : width + step + 1], cache=cache, caching=True
         )
         logits = network.logits(features[:, -1])
-    return completions
-
-
-def _empty(count: int, longest: int, device: torch.device) -> Completions:
-    blank = torch.zeros(count, longest, dtype=torch.float32, device=device)
-    return Completions(
-        log_prob=blank,
-        full_log_prob=blank.clone(),
-        entropy=blank.clone(),
-        ids=[[] for _ in range(count)],
-        reason=["length"] * count,
-        kept=[[] for _ in range(count)],
-    )
+    columns = numbers.cpu()
+    return [
+        Completion(ids[row], reasons[row], *columns[:, row, : len(ids[row])], kept[row])
+        for row in range(count)
+    ]
 
 
 def _first_pass(
     network: CausalNetwork, prompts: Sequence[EncodedPrompt], longest: int, pad_id: int
 ) -> tuple[Tensor, PromptCache, Tensor]:
     """Logits after each prompt, the cache of the prompts, and a mask with room for the completions."""
-    row_of: dict[EncodedPrompt, int] = {}
-    for prompt in prompts:
-        row_of.setdefault(prompt, len(row_of))
+    row_of = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
     padded = left_pad([prompt.ids for prompt in row_of], pad_id)
     ids, mask = (block.to(network.model.device) for block in padded)
     encoded_images = [prompt.encoded_images for prompt in row_of]
@@ -126,45 +136,17 @@ def _first_pass(
     return network.logits(features[:, -1])[index], cache, torch.cat((mask[index], room), 1)
 
 
-def _draw(
-    completions: Completions, logits: Tensor, rows: Tensor, uniform: Tensor, sampling: Sampling, step: int
-) -> Tensor:
-    """Draw the tokens [n] of one step and write down their log-probs."""
+def _draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+    """Draw the tokens [n] of one step; with their log-prob, full log-prob and entropy [3, n], and token
+    sets."""
     log_full = log_distribution(logits, sampling.scale)
     token_sets = kept_tokens(log_full, sampling)
     log_p = log_full if token_sets is None else log_distribution(log_full, kept=token_sets)
     token = log_p.argmax(-1) if sampling.greedy else draw_tokens(log_p, uniform)
     chosen = chosen_log_prob(log_p, token)
-    completions.log_prob[rows, step] = chosen.log_prob.float()
-    completions.entropy[rows, step] = chosen.entropy.float()
-    completions.full_log_prob[rows, step] = log_full.gather(-1, token[:, None])[:, 0].float()
-    if token_sets is not None:
-        sets = token_sets.nonzero()[:, 1].to(torch.int32).cpu().split(token_sets.sum(1).tolist())
-        for row, ids in zip(rows.tolist(), sets, strict=True):
-            completions.kept[row].append(ids)
-    return token
-
-
-def _take(
-    completions: Completions,
-    rows: Tensor,
-    token: Tensor,
-    growing: Tensor,
-    ending: Ending,
-    strings: StopStrings,
-) -> None:
-    """Append the tokens to the completions that still grow, and mark those that end with them."""
-    for index, (row, drawn, open_) in enumerate(
-        zip(rows.tolist(), token.tolist(), growing.tolist(), strict=True)
-    ):
-        if not open_:
-            continue
-        ids = completions.ids[row]
-        ids.append(drawn)
-        if drawn in ending.eos_ids:
-            completions.reason[row] = "eos"
-        elif strings.found(ids):
-            completions.reason[row] = "stop string"
-        elif len(ids) < ending.limit[row]:
-            continue
-        growing[index] = False
+    full = log_full.gather(-1, token[:, None])[:, 0]
+    numbers = torch.stack([part.float() for part in (chosen.log_prob, full, chosen.entropy)])
+    if token_sets is None:
+        return token, numbers, ()
+    sets = token_sets.nonzero()[:, 1].to(torch.int32).cpu().split(token_sets.sum(1).tolist())
+    return token, numbers, sets

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images of models of the Qwen-VL family: cut and remembered, put among a prompt's tokens, and seen.
+"""Images of models of the Qwen-VL family: cut and cached, put among a prompt's tokens, and seen.
 
 The template marks each image by one image token, which becomes as many as it takes.
 
@@ -15,7 +15,7 @@ Sources: M-RoPE, Qwen2-VL, arXiv 2409.12191, section 2.1; DeepStack, arXiv 2406.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -34,11 +34,11 @@ from visalign.vision.positions import rotary_positions
 
 from .chat import PromptEncoder, image_parts
 from .loading import VISION_LANGUAGE
-from .network import Seen
+from .network import ImageInputs
 from .prompts import EncodedPrompts, Encoder, TextPrompts
 
 MEMORY = 1 << 28
-"""Bytes of patches that are remembered: images are met again at each update of a rollout."""
+"""Bytes of patches that are cached: images are met again at each update of a rollout."""
 
 
 class ImageProcessor:
@@ -46,20 +46,23 @@ class ImageProcessor:
 
     def __init__(self, image_processor: Any) -> None:
         self._processor = image_processor
-        self._known: OrderedDict[str, PatchedImage] = OrderedDict()
+        self._cache: OrderedDict[str, PatchedImage] = OrderedDict()
         self._bytes = 0
 
     def __call__(self, image: Any, where: str) -> PatchedImage:
         """Read an image: PIL image, uint8 tensor [3, H, W], float tensor [3, H, W] in [0, 1], or a reference
-        as `visalign.data.sets.image_references.resolve_image` takes it, such as a path; `where` says which
-        one it is, for messages.
+        as `visalign.data.sets.image_references.resolve_image` takes it, such as a path; `where` is its name
+        in messages.
         """
-        pixels = read_pixels(_opened(image, where), where)
+        pixels = read_pixels(_open(image, where), where)
         digest = pixel_digest(pixels)
-        if digest not in self._known:
-            self._remember(self._cut(pixels, digest, where))
-        self._known.move_to_end(digest)
-        return self._known[digest]
+        if digest not in self._cache:
+            self._cache[digest] = patched = self._cut(pixels, digest, where)
+            self._bytes += patched.patches.nbytes
+            while self._bytes > MEMORY and len(self._cache) > 1:
+                self._bytes -= self._cache.popitem(last=False)[1].patches.nbytes
+        self._cache.move_to_end(digest)
+        return self._cache[digest]
 
     def _cut(self, pixels: Tensor, digest: str, where: str) -> PatchedImage:
         try:
@@ -77,19 +80,10 @@ class ImageProcessor:
             patches=cut["pixel_values"].float(),
         )
 
-    def _remember(self, image: PatchedImage) -> None:
-        self._known[image.digest] = image
-        self._bytes += image.patches.nbytes
-        while self._bytes > MEMORY and len(self._known) > 1:
-            _, oldest = self._known.popitem(last=False)
-            self._bytes -= oldest.patches.nbytes
 
-
-def _opened(image: Any, where: str) -> Any:
-    """The image that a text names; anything else itself."""
-    if not isinstance(image, str):
-        return image
-    resolved = resolve_image(image)
+def _open(image: Any, where: str) -> Any:
+    """Return the image that a text names; anything else itself."""
+    resolved = resolve_image(image) if isinstance(image, str) else image
     if isinstance(resolved, np.ndarray):
         return Image.fromarray(resolved)
     if not isinstance(resolved, str):
@@ -99,29 +93,23 @@ def _opened(image: Any, where: str) -> Any:
             return opened.copy()
     except (OSError, Image.DecompressionBombError) as error:
         raise UserError(
-            f"{where}, '{resolved}', cannot be read: {error}. Repair it or take it out."
+            f"{where}, '{resolved}', cannot be read: {error}. Repair it or leave it out."
         ) from error
 
 
 class ImagePrompts:
-    """Prompts of a model that sees; `image_token` is the id that stands for images."""
+    """Prompts of a model that reads images; `image_token` is the id that stands for images."""
 
     def __init__(self, prompts: PromptEncoder, processor: ProcessorMixin, image_token: int) -> None:
-        images = getattr(processor, "image_processor", None)
-        if not hasattr(images, "merge_size"):
-            raise UserError(
-                f"The {type(processor).__name__} has no image processor that cuts images into merged "
-                "patches, so the policy cannot see. Load the model's own with AutoProcessor.from_pretrained."
-            )
         self._prompts, self._image_token = prompts, image_token
-        self._images = ImageProcessor(images)
+        self._images = ImageProcessor(processor.image_processor)  # type: ignore[attr-defined]
 
     def encode(self, prompts: Sequence[Prompt], images: Sequence[Sequence[Any]] | None) -> EncodedPrompts:
-        """Tokens and images.
+        """Encode prompts and images.
 
         An image stands in its part of a conversation, {"type": "image", "image": image}; or the part is
         {"type": "image"} and takes the next one of the prompt's list. Plain text marks images by the
-        model's own image token. Prompts without images may stand among the others.
+        model's own image token. Prompts without images may stand between.
 
         Args:
             prompts: P texts or conversations.
@@ -130,12 +118,12 @@ class ImagePrompts:
         Raises:
             UserError: naming the prompt: an image too many or too few, or one that cannot be read.
         """
-        if images is not None and (isinstance(images, str) or len(images) != len(prompts)):
+        lists = [()] * len(prompts) if images is None else images
+        if isinstance(images, str) or len(lists) != len(prompts):
             raise UserError(
-                f"images has {len(images)} entries for {len(prompts)} prompts; give one list of images per "
+                f"images has {len(lists)} entries for {len(prompts)} prompts; give one list of images per "
                 "prompt, [] where it has none."
             )
-        lists: Iterable[Sequence[Any]] = [()] * len(prompts) if images is None else images
         prompts = [_without_empty_keys(prompt) for prompt in prompts]
         image_lists = [_assign(*pair, index) for index, pair in enumerate(zip(prompts, lists, strict=True))]
         ids = self._prompts.encode(prompts)
@@ -143,28 +131,22 @@ class ImagePrompts:
             self._check_marks(tokens, images_of_prompt, index)
         if not any(image_lists):
             return EncodedPrompts(ids)
-        encoded_images = [
-            self._read(images_of_prompt, f"prompt {index}")
-            for index, images_of_prompt in enumerate(image_lists)
-        ]
-        expanded = [self._expand(*pair) for pair in zip(ids, encoded_images, strict=True)]
-        return EncodedPrompts(expanded, encoded_images, image_lists)
+        encoded = [self._read(row, f"prompt {index}") for index, row in enumerate(image_lists)]
+        return EncodedPrompts(
+            [self._expand(*pair) for pair in zip(ids, encoded, strict=True)], encoded, image_lists
+        )
 
     def encoded_images(
         self, images: Sequence[Sequence[Any]], ids: Sequence[Sequence[int]], samples: Sequence[int]
     ) -> list[list[PatchedImage]]:
         """See `Encoder`."""
-        patched = [
-            self._read(images_of_sample, f"sample {n}")
-            for n, images_of_sample in zip(samples, images, strict=True)
-        ]
-        for sample, encoded_images, tokens in zip(samples, patched, ids, strict=True):
-            expected, marks = sum(p.tokens for p in encoded_images), list(tokens).count(self._image_token)
-            if expected != marks:
+        patched = [self._read(row, f"sample {n}") for n, row in zip(samples, images, strict=True)]
+        for sample, row, tokens in zip(samples, patched, ids, strict=True):
+            expected, marks = sum(image.tokens for image in row), list(tokens).count(self._image_token)
+            if expected != marks:  # features would go to other tokens
                 raise UserError(
-                    f"The prompt of sample {sample} has {marks} image tokens, and its {len(encoded_images)} "
-                    f"images take {expected}. Score a rollout with the processor that it was made with, and "
-                    "leave its images as they were."
+                    f"The prompt of sample {sample} has {marks} image tokens, and its images take {expected}."
+                    " Score a rollout with its own images and processor."
                 )
         return patched
 
@@ -183,7 +165,7 @@ class ImagePrompts:
                 f'conversation each is a part {{"type": "image"}}, for which the chat template must write '
                 f"{token}; no text may hold that token."
             )
-        if any(first == two == self._image_token for first, two in pairwise(ids)):
+        if any(first == second == self._image_token for first, second in pairwise(ids)):
             raise UserError(
                 f"Prompt {index} shows two images with nothing between them, so that the model could not "
                 "tell where the second begins. Its own chat template writes marks around each."
@@ -197,34 +179,31 @@ def encoder_of(model: PreTrainedModel, prompts: PromptEncoder, processor: Proces
     """Create the encoder of a model's prompts, which reads images too if given its processor."""
     if processor is not None:
         return ImagePrompts(prompts, processor, model.config.image_token_id)
-    name, mend = type(model).__name__, "Leave images out."
+    name, instead = type(model).__name__, "Leave images out."
     if model.config.model_type in VISION_LANGUAGE:
-        mend = "Build it with the model's processor in place of the tokenizer, or leave images out."
-    return TextPrompts(prompts, name, mend)
+        instead = "Build it with the model's processor in place of the tokenizer, or leave images out."
+    return TextPrompts(prompts, name, instead)
 
 
 def _without_empty_keys(prompt: Prompt) -> Prompt:
-    """Datasets give every part all keys, None where it has none; templates take the key for an image."""
+    """Drop keys with None: datasets give every part all keys, and templates take the key for an image."""
+
+    def cleaned(part: Any) -> Any:
+        is_part = isinstance(part, Mapping)
+        return {key: value for key, value in part.items() if value is not None} if is_part else part
+
     if isinstance(prompt, str):
         return prompt
-    cleaned = []
-    for message in prompt:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if isinstance(content, list | tuple):
-            parts = [
-                {key: value for key, value in part.items() if value is not None}
-                if isinstance(part, Mapping)
-                else part
-                for part in content
-            ]
-            cleaned.append({**message, "content": parts})
-        else:
-            cleaned.append(message)
-    return cleaned
+    return [
+        {**message, "content": [cleaned(part) for part in message["content"]]}
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple)
+        else message
+        for message in prompt
+    ]
 
 
 def _assign(prompt: Prompt, images: Sequence[Any], index: int) -> list[Any]:
-    """The images of a prompt in the order of its parts."""
+    """Return the images of a prompt in the order of its parts."""
     if not isinstance(images, list | tuple):
         raise UserError(
             f"images[{index}] is a {type(images).__name__}; give a list of images per prompt, [image]."
@@ -234,61 +213,49 @@ def _assign(prompt: Prompt, images: Sequence[Any], index: int) -> list[Any]:
     parts = image_parts(prompt)
     open_parts = sum("image" not in part for part in parts)
     if open_parts != len(images):
-        filled = len(parts) - open_parts
         raise UserError(
-            f"Prompt {index} has {open_parts} image parts without an image"
-            f"{f' (and {filled} with one)' if filled else ''}, and images[{index}] holds {len(images)}. Give "
-            'one part {"type": "image"} per image, and the images in their order.'
+            f"Prompt {index} has {open_parts} image parts without an image, and images[{index}] holds "
+            f'{len(images)}. Give one part {{"type": "image"}} per image, and the images in their order.'
         )
     left = iter(images)
     return [part["image"] if "image" in part else next(left) for part in parts]
 
 
 class QwenSight:
-    """The vision part of a model, and where its images stand among the tokens.
-
-    Raises:
-        UserError: for a model of another family.
-    """
+    """The vision part of a model, and where its images stand among the tokens."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         kind = getattr(model.config, "model_type", "")
         if kind not in VISION_LANGUAGE:
             raise UserError(
-                f"A processor was given for a {type(model).__name__} (model type {kind!r}), and this policy "
-                f"does not know how that sees. It knows {', '.join(VISION_LANGUAGE)}; for text alone give "
-                "the tokenizer."
+                f"A processor was given for a {type(model).__name__} (model type {kind!r}). Images are read "
+                f"by {', '.join(VISION_LANGUAGE)}; for text only give the tokenizer."
             )
         self._trunk: Any = model.base_model
         self.language: nn.Module = self._trunk.language_model
         self._image_token: int = model.config.image_token_id
         self._merge: int = model.config.vision_config.spatial_merge_size
 
-    def see(self, ids: Tensor, mask: Tensor, encoded_images: Sequence[Sequence[PatchedImage]]) -> Seen:
+    def see(self, ids: Tensor, mask: Tensor, encoded_images: Sequence[Sequence[PatchedImage]]) -> ImageInputs:
         """Compute the language model's input embeddings for ids [b, S], and the rows' position offsets; each
         distinct image passes the tower once, with gradient where the model has one.
-
-        The first image tokens of a row belong to its images; those that a completion draws are text.
         """
         patched = [image for row in encoded_images for image in row]
-        token_mask = self._places(ids, mask, encoded_images)
-        different = list(dict.fromkeys(patched))
-        features = dict(zip(different, tower_features(self._trunk, different), strict=True))
+        token_mask = self._image_positions(ids, mask, encoded_images)
+        distinct = list(dict.fromkeys(patched))
+        features = dict(zip(distinct, tower_features(self._trunk, distinct), strict=True))
         embeds = self._trunk.get_input_embeddings()(ids)
         inputs = insert_features(embeds, token_mask, [features[image] for image in patched])
         positions, offset = rotary_positions(token_mask.cpu(), mask.cpu(), encoded_images, self._merge)
         inputs["position_ids"] = positions.to(ids.device)
-        return Seen(inputs, offset.to(ids.device))
+        return ImageInputs(inputs, offset.to(ids.device))
 
-    def _places(self, ids: Tensor, mask: Tensor, encoded_images: Sequence[Sequence[PatchedImage]]) -> Tensor:
-        """bool [b, S], True for the tokens that stand for images."""
+    def _image_positions(
+        self, ids: Tensor, mask: Tensor, encoded_images: Sequence[Sequence[PatchedImage]]
+    ) -> Tensor:
+        """bool [b, S], True for the tokens that stand for images: the first image tokens of a row; those that
+        a completion draws are text.
+        """
         image_tokens = torch.tensor([sum(p.tokens for p in row) for row in encoded_images], device=ids.device)
         marks = (ids == self._image_token) & (mask != 0)
-        positions = marks & (marks.cumsum(1) <= image_tokens[:, None])
-        if not torch.equal(positions.sum(1), image_tokens):
-            row = int((positions.sum(1) != image_tokens).nonzero()[0])
-            raise ValueError(
-                f"Row {row} holds {int(positions[row].sum())} image tokens, and its images take "
-                f"{int(image_tokens[row])}. Encode prompt and images with one processor."
-            )
-        return positions
+        return marks & (marks.cumsum(1) <= image_tokens[:, None])

@@ -37,60 +37,40 @@ class LogPartitionHead(nn.Module):
 
 
 class PromptLogPartition:
-    """log Z of the prompts of a rollout: features of the policy, detached, and a head that trains.
+    """log Z of the prompts of a rollout: features of the policy, and a `head` [b, H] -> [b] that trains.
 
     The features are taken without gradient: the residual of trajectory balance must not move the policy by
-    way of log Z.
-
-    Args:
-        policy: whose hidden states of the last layer are averaged over the prompt.
-        seed: of the head's weights.
+    way of log Z. They are the last layer's hidden states, averaged over the prompt.
     """
 
     def __init__(self, policy: CausalLMPolicy, *, seed: int = 0) -> None:
         self._policy = policy
-        size = policy.hidden_size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self._head = LogPartitionHead(size).to(policy.device)
-
-    @property
-    def head(self) -> nn.Module:
-        """[b, H] -> [b]."""
-        return self._head
+            self.head: nn.Module = LogPartitionHead(policy.hidden_size).to(policy.device)
 
     @torch.no_grad()
     def features(self, rollout: TextRollout) -> Tensor:
-        """Mean hidden state of each sample's prompt.
-
-        Returns:
-            [B, H] float32, without gradient.
-
-        Raises:
-            UserError: prompts with images.
-        """
+        """Return the mean hidden state [B, H] float32 of each sample's prompt; raises for prompts with
+        images."""
         if rollout.images is not None:
             raise UserError(
-                "log Z reads the prompt's text alone, and this rollout has images in its prompts. Use "
-                "another algorithm than FlowRL for them."
+                "log Z reads the prompt's text only, and this rollout has images in its prompts. Use another "
+                "algorithm than FlowRL for them."
             )
         if not len(rollout):
             return torch.zeros(0, self._policy.hidden_size)
         rows = torch.cat([rollout.prompt_mask.long(), rollout.prompt_ids], 1)
         unique, inverse = torch.unique(rows, dim=0, return_inverse=True)
-        width = rollout.prompt_ids.shape[1]
-        device = self._policy.device
-        mask, ids = unique[:, :width].to(device), unique[:, width:].to(device)
-        parts = []
-        for part_ids, weight in zip(ids.split(64), mask.split(64), strict=True):
-            hidden = self._last_hidden(part_ids, weight)
-            share = weight.float() / weight.sum(1, keepdim=True).clamp(min=1)
-            parts.append((hidden.float() * share[:, :, None]).sum(1))
-        return torch.cat(parts)[inverse.to(device)]
-
-    def _last_hidden(self, ids: Tensor, mask: Tensor) -> Tensor:
+        mask, ids = unique.to(self._policy.device).chunk(2, 1)
         model: Any = self._policy.model
         trunk = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        out = trunk(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
-        return out.last_hidden_state
+        parts = []
+        for part_ids, part_mask in zip(ids.split(64), mask.split(64), strict=True):
+            positions = (part_mask.cumsum(1) - 1).clamp(min=0)
+            hidden = trunk(
+                input_ids=part_ids, attention_mask=part_mask, position_ids=positions, use_cache=False
+            ).last_hidden_state
+            share = part_mask.float() / part_mask.sum(1, keepdim=True).clamp(min=1)
+            parts.append((hidden.float() * share[:, :, None]).sum(1))
+        return torch.cat(parts)[inverse.to(self._policy.device)]

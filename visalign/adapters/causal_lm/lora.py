@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on a transformers language model: add, switch off, save as peft does, load.
+"""LoRA on a transformers language model: add, save as peft does, load.
 
 Source: LoRA, arXiv 2106.09685.
 """
@@ -39,15 +39,8 @@ def text_lora(
     dropout: float = 0.0,
     seed: int = 0,
 ) -> LoraSettings:
-    """`LoraSettings` with the defaults of a language model: all linear layers, rank 16, α 32,
-    peft's own start.
-
-    Args:
-        rank: r, the inner width.
-        alpha: α; the adapter's output is scaled by α / r.
-        target_modules: ends of the names of linear layers, or "all-linear".
-        dropout: of the adapter's input; the policy never switches it on, since the ratio would move.
-        seed: of the random A.
+    """`LoraSettings` with the defaults of a language model: all linear layers, rank 16, α 32, and peft's own
+    start. The policy never switches dropout on, since the ratio would move.
     """
     return LoraSettings(
         rank=rank, alpha=alpha, target_modules=target_modules, dropout=dropout, init="kaiming", seed=seed
@@ -57,8 +50,8 @@ def text_lora(
 def add_text_lora(
     model: PreTrainedModel, settings: LoraSettings, language: nn.Module | None = None
 ) -> list[LoraLayer]:
-    """Freeze the model and put trainable float32 adapters into it, or into its part `language`, in place; the
-    layers that carry them come back.
+    """Freeze the model and put trainable float32 adapters into it, or into its part `language`, in place;
+    return the layers that carry them.
     """
     check_bare(model, "peft: PeftModel.from_pretrained(...).merge_and_unload()")
     targets = _targets(model, settings.target_modules or (ALL_LINEAR,), language)
@@ -66,14 +59,13 @@ def add_text_lora(
 
 
 def load_text_lora(model: PreTrainedModel, folder: Path) -> None:
-    """Read adapters (`adapter_model.safetensors` with its config) that `model.save_pretrained` or peft wrote
-    into the ones of the same rank, alpha and places that the model has.
+    """Read adapters that `model.save_pretrained` or peft wrote into the model's, of the same rank, alpha and
+    places.
     """
     path = Path(folder) / WEIGHT_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no {WEIGHT_FILE}. Give a folder that policy.save() wrote.")
-    prefix = "base_model.model."
-    state = {name.removeprefix(prefix): weight for name, weight in load_file(path).items()}
+    state = {name.removeprefix("base_model.model."): weight for name, weight in load_file(path).items()}
     current = get_peft_model_state_dict(model, adapter_name=ADAPTER)
     saved: Any = LoraConfig.from_pretrained(str(folder))
     check_same_kind(folder, state, current, saved.lora_alpha, adapter_config(model).lora_alpha)
@@ -81,7 +73,7 @@ def load_text_lora(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _targets(model: PreTrainedModel, suffixes: tuple[str, ...], language: nn.Module | None) -> list[str]:
-    """Names for peft; each wanted one must be a linear layer."""
+    """Return peft's target names; each must be a linear layer."""
     head = model.get_output_embeddings()
     within = set((language or model).modules())
     linear = [
@@ -90,14 +82,12 @@ def _targets(model: PreTrainedModel, suffixes: tuple[str, ...], language: nn.Mod
     if ALL_LINEAR in suffixes and linear:
         return linear
     matches = {t: [n for n in linear if n == t or n.endswith("." + t)] for t in suffixes}
-    unknown = [t for t, names in matches.items() if not names]
-    if unknown:
+    if unknown := [t for t, names in matches.items() if not names]:
         ends = sorted({name.rsplit(".", 1)[-1] for name in linear})
-        available = ", ".join(ends) if ends else "none, since it has no torch.nn.Linear layers"
-        part = "" if language is None else "the language part of "
         raise UserError(
-            f"The LoRA targets {unknown} name no linear layer of {part}this {type(model).__name__} (the "
-            f'output head takes none). Allowed are "{ALL_LINEAR}" or ends of layer names: {available}.'
+            f"The LoRA targets {unknown} name no linear layer of {type(model).__name__} (or of its language "
+            f'part, where it reads images). Allowed are "{ALL_LINEAR}" or ends of layer names: '
+            f"{', '.join(ends) or 'none, since it has no torch.nn.Linear layers'}."
         )
     # ends of names would also fit layers of the vision part
     return list(suffixes) if language is None else [name for names in matches.values() for name in names]

@@ -57,10 +57,10 @@ class LinearHead:
 
     def log_prob_entropy(self, hidden: Tensor, target: Tensor, temperature: float) -> LogProbEntropy:
         """Log-prob and entropy over the full vocabulary without the logits; [N] of hidden states [N, H]."""
-        # s·Wh/τ = Wh/(τ/s); under a cap the scale has to stand inside, on the hidden state.
+        # s·Wh/τ = Wh/(τ/s); under a cap the scale has to stand inside, on the hidden state
         inside = self.soft_cap is not None and self.scale != 1
         bias = self.layer.bias
-        if self.scale != 1 and bias is not None and inside:
+        if bias is not None and inside:
             bias = bias * self.scale
         return fused_log_prob_entropy(
             hidden * self.scale if inside else hidden,
@@ -73,7 +73,7 @@ class LinearHead:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ImageInputs:
     """Prompts with their images, as the language part of a model takes them."""
 
     inputs: dict[str, Any]
@@ -83,13 +83,13 @@ class Seen:
 
 
 class Sight(Protocol):
-    """The part of a model that sees."""
+    """The vision part of a model."""
 
     language: nn.Module
-    """The part that reads what was seen, and text alone: the trunk."""
+    """The part that reads image features and text: the trunk."""
 
-    def see(self, ids: Tensor, mask: Tensor, encoded_images: Sequence[Sequence[PatchedImage]]) -> Seen:
-        """Tokens [b, S] from the beginning, with a mask of them and b lists of images."""
+    def see(self, ids: Tensor, mask: Tensor, encoded_images: Sequence[Sequence[PatchedImage]]) -> ImageInputs:
+        """Read tokens [b, S] from the beginning, with a mask of them and b lists of images."""
         ...
 
 
@@ -98,9 +98,9 @@ class PromptCache:
     """Keys and values of the tokens so far, which samples share and leave."""
 
     keys: Any
-    """Of transformers."""
+    """Cache of transformers."""
     offset: Tensor | None = None
-    """See `Seen`; None where positions count tokens."""
+    """See `ImageInputs`; None where positions count tokens."""
 
     def reorder(self, index: Tensor) -> None:
         """Keep the rows `index` [n], in place; repeats allowed."""
@@ -117,15 +117,8 @@ class PromptCache:
 
 
 class CausalNetwork:
-    """Forward passes of a causal model; `features` are last hidden states, or logits where `head` is None.
-
-    Args:
-        model: a transformers causal language model, on its device.
-        autocast: run the trunk under autocast in this dtype.
-        sight: of a model that reads images.
-
-    Raises:
-        UserError: a model that sees and whose head is no linear layer.
+    """Forward passes of a causal model on its device; `features` are last hidden states, or logits where
+    `head` is None. The trunk runs under autocast in that dtype; `sight` reads images.
     """
 
     def __init__(
@@ -139,7 +132,7 @@ class CausalNetwork:
         if sight is not None and self.head is None:
             raise UserError(
                 f"The language part of this {type(model).__name__} and its output head do not give the "
-                "model's own logits, so it cannot be used with images. Give the tokenizer alone for text."
+                "model's own logits, so it cannot be used with images. Give only the tokenizer, for text."
             )
 
     @property
@@ -157,9 +150,9 @@ class CausalNetwork:
         cache: PromptCache | None = None,
         caching: bool = False,
     ) -> tuple[Tensor, PromptCache]:
-        """([b, S, H] hidden states or [b, S, V] logits, the cache, empty without `caching`) of tokens [b, S]
-        after those in the cache. The mask [b, past + S] is 0 for padding anywhere; `images` are b lists,
-        where the tokens are the first ones and some rows have images.
+        """Return ([b, S, H] hidden states or [b, S, V] logits, the cache, empty without `caching`) of tokens
+        [b, S] after those in the cache. The mask [b, past + S] is 0 for padding anywhere; `encoded_images`
+        are b lists, for the first tokens.
         """
         out, offset = self._forward(ids, mask, encoded_images, cache, use_cache=caching)
         features = out.logits.float() if self.head is None else out.last_hidden_state
@@ -191,19 +184,14 @@ class CausalNetwork:
         offset = None
         if cache is not None:
             inputs["past_key_values"], offset = cache.keys, cache.offset
-        context = torch.autocast(ids.device.type, self.autocast) if self.autocast else nullcontext()
-        with context:
-            if (
-                self._sight is not None
-                and encoded_images is not None
-                and any(len(row) for row in encoded_images)
-            ):
+        with torch.autocast(ids.device.type, self.autocast) if self.autocast else nullcontext():
+            if self._sight is not None and encoded_images is not None and any(map(len, encoded_images)):
                 embedded = self._sight.see(ids, mask, encoded_images)
                 inputs, offset = {**inputs, **embedded.inputs}, embedded.offset
             else:
                 inputs["input_ids"] = ids
                 if self._takes_positions:
-                    # Positions count real tokens, so padding on the left moves nothing.
+                    # positions count real tokens, so padding on the left moves nothing
                     count = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
                     inputs["position_ids"] = count if offset is None else count + offset
             return (self.model if self.head is None else self._trunk)(**inputs), offset
@@ -220,17 +208,19 @@ class CausalNetwork:
         config = self.model.config.get_text_config()
         ids = torch.arange(min(8, self.vocabulary), device=self.model.device)[None]
         mask = torch.ones_like(ids)
+        # 16-bit models round their own logits to 8 or 11 bits
+        allowed = 1e-4 if layer.weight.dtype == torch.float32 and not self.autocast else 2e-2
         with torch.no_grad():
             expected, _ = self.features(ids, mask)
+            size = expected.abs().max().item()
             for scale in _scales(config):
                 head = LinearHead(layer, scale, getattr(config, "final_logit_softcapping", None))
                 self.head = head
                 logits = head.logits(self.features(ids, mask)[0])
                 self.head = None
-                # 16-bit models round their own logits to 8 or 11 bits
-                allowed = 1e-4 if layer.weight.dtype == torch.float32 and not self.autocast else 2e-2
-                if logits.shape == expected.shape and _close(logits, expected, allowed):
-                    return head
+                if logits.shape == expected.shape and math.isfinite(size):
+                    if (logits - expected).abs().max().item() <= allowed * max(size, 1e-3):
+                        return head
         return None
 
 
@@ -242,15 +232,8 @@ def _scales(config: Any) -> list[float]:
     return [float(factor)] if isinstance(factor, int | float) and factor > 0 else [1.0]
 
 
-def _close(actual: Tensor, expected: Tensor, allowed: float) -> bool:
-    size = expected.abs().max().item()
-    return math.isfinite(size) and (actual - expected).abs().max().item() <= allowed * max(size, 1e-3)
-
-
 def enable_recomputation(model: PreTrainedModel) -> None:
-    """Prepare a model for `recomputed_layers`; transformers refuses architectures without gradient
-    checkpointing.
-    """
+    """Prepare a model for `recomputed_layers`."""
     # the name changed within transformers 5
     enable: Any = (
         getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

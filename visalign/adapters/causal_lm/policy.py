@@ -18,29 +18,12 @@ from visalign.adapters.lora import LoraSettings
 from visalign.adapters.weights import TrainedWeights
 from visalign.atomic import umask_permissions
 from visalign.errors import UserError
-from visalign.text import (
-    Distribution,
-    Prompt,
-    Sampling,
-    StoppingCriteria,
-    TextRollout,
-    TokenOutput,
-    check_seeds,
-    draw_seeds,
-)
+from visalign.text import Distribution, Prompt, Sampling, StoppingCriteria, TextRollout, TokenOutput
 
-from .batches import PromptBatch, check_counts, check_lengths, generate_rollout
+from .batches import PromptBatch, generate_rollout
 from .chat import PromptEncoder
 from .images import QwenSight, encoder_of
-from .loading import (
-    check_causal_lm,
-    check_options,
-    context_length,
-    end_tokens,
-    load_causal_lm,
-    longest_prompt,
-    pad_id,
-)
+from .loading import check_causal_lm, context_length, end_tokens, load_causal_lm, pad_id
 from .lora import add_text_lora, load_text_lora
 from .network import CausalNetwork, enable_recomputation, recomputed_layers
 from .prompts import EncodedPrompts
@@ -49,7 +32,7 @@ from .routing import ExpertRouting
 from .value_head import ValueHead
 
 JUDGE_WORDS = "judge.json"
-"""What a model that is a judge is asked with; it goes with the model."""
+"""File with the questions of a model that is a judge; it goes with the model."""
 
 
 class CausalLMPolicy:
@@ -60,7 +43,24 @@ class CausalLMPolicy:
     them. Without, all of it is trained, and the reference is a copy of it (one more model in memory).
 
     A vision-language model (Qwen2-VL, Qwen2.5-VL, Qwen3-VL) reads images in its prompts when it is given
-    with its processor; LoRA is then put into its language part alone.
+    with its processor; LoRA is then put into its language part only. The model is changed in place.
+
+    Args:
+        model: on its device, in its dtype.
+        tokenizer: of the model; a pad token is not needed. Or the processor of a model that reads images.
+        lora: adapters to add and train (`text_lora()`); None trains the whole model.
+        prompts: how prompts become tokens; by default the tokenizer's (or processor's) own chat template
+            for conversations and plain tokenization for texts.
+        value_head: a head on this model's hidden states; a separate network is a `ValueModel`.
+        max_prompt_tokens: longest prompt; None is what the model's context leaves for one token more.
+        long_prompts: a longer prompt is an error ("refuse"), or gives masked samples with the stop reason
+            "prompt too long" ("mask").
+        autocast: run the model under autocast in this dtype; log-probs stay float32.
+        gradient_checkpointing: compute activations again in the backward pass, for memory.
+        reference: keep a copy of the weights for `reference()` in full fine-tuning; False saves that memory
+            where no KL is needed.
+        generate_batch: completions that grow together; memory and speed only.
+        score_batch: samples per forward pass where no gradient is needed.
     """
 
     def __init__(
@@ -79,39 +79,15 @@ class CausalLMPolicy:
         generate_batch: int = 64,
         score_batch: int = 16,
     ) -> None:
-        """Take over a model; it is changed in place.
-
-        Args:
-            model: on its device, in its dtype.
-            tokenizer: of the model; a pad token is not needed. Or the processor of a model that sees.
-            lora: adapters to add and train (`text_lora()`); None trains the whole model.
-            prompts: how prompts become tokens; by default the tokenizer's (or processor's) own chat template
-                for conversations and plain tokenization for texts.
-            value_head: a head on this model's hidden states; a separate network is a `ValueModel`.
-            max_prompt_tokens: longest prompt; None is what the model's context leaves for one token more.
-            long_prompts: a longer prompt is an error ("refuse"), or gives masked samples with the stop
-                reason "prompt too long" ("mask").
-            autocast: run the model under autocast in this dtype; log-probs stay float32.
-            gradient_checkpointing: compute activations again in the backward pass, for memory.
-            reference: keep a copy of the weights for `reference()` in full fine-tuning; False saves that
-                memory where no KL is asked for.
-            generate_batch: completions that grow together; memory and speed only.
-            score_batch: samples per forward pass where no gradient is wanted.
-
-        Raises:
-            UserError: if model and tokenizer do not fit, or an argument is out of range.
-        """
         self.processor = tokenizer if isinstance(tokenizer, ProcessorMixin) else None
-        tokenizer_alone: Any = tokenizer if self.processor is None else getattr(tokenizer, "tokenizer", None)
-        check_causal_lm(model, tokenizer_alone)
-        check_options(generate_batch, score_batch, max_prompt_tokens, long_prompts)
-        self.model, self.tokenizer, self.lora = model.eval(), tokenizer_alone, lora
+        text_tokenizer: Any = tokenizer if self.processor is None else getattr(tokenizer, "tokenizer", None)
+        check_causal_lm(model, text_tokenizer)
+        self.model, self.tokenizer, self.lora = model.eval(), text_tokenizer, lora
         sight = None if self.processor is None else QwenSight(model)
         self.prompts = prompts or PromptEncoder(tokenizer)
         self._encoder = encoder_of(model, self.prompts, self.processor)
         self.long_prompts, self.generate_batch, self.score_batch = long_prompts, generate_batch, score_batch
-        self.context_length = context_length(model)
-        self.max_prompt_tokens = longest_prompt(self.context_length, max_prompt_tokens)
+        self.context_length, self.max_prompt_tokens = context_length(model), max_prompt_tokens
         adapters = None if lora is None else add_text_lora(model, lora, getattr(sight, "language", None))
         if lora is None:
             model.requires_grad_(True)
@@ -119,7 +95,11 @@ class CausalLMPolicy:
         if gradient_checkpointing:
             enable_recomputation(model)
         self._network = CausalNetwork(model, autocast=autocast, sight=sight)
-        _check_value_head(value_head, self._network)
+        if value_head is not None and self._network.head is None:
+            raise UserError(
+                f"The output head of {type(model).__name__} is no linear layer, so its hidden states cannot "
+                "be shared with a value head. Use a separate ValueModel."
+            )
         self.value_head = None if value_head is None else value_head.to(model.device)
         self._trained = TrainedWeights(model, adapters, reference=reference)
         self._routing: ExpertRouting | None = None
@@ -137,14 +117,14 @@ class CausalLMPolicy:
 
         Args:
             folder_or_id: a folder as `save_pretrained` writes it, or `owner/name`.
-            dtype: of the frozen weights (and of all weights in full fine-tuning); adapters are float32
-                always.
-            device: where it goes.
+            dtype: of the frozen weights (and of all weights in full fine-tuning); adapters are always
+                float32.
+            device: of the model.
             **options: of the constructor: lora, prompts, value_head, max_prompt_tokens, ...
 
         Raises:
             FileNotFoundError: if the folder or a part of it is missing.
-            UserError: if it is another kind of model, or an option is out of range.
+            UserError: if it is another kind of model.
         """
         model, tokenizer = load_causal_lm(folder_or_id, dtype=dtype)
         moved: Any = model
@@ -169,7 +149,7 @@ class CausalLMPolicy:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """In which the network's products run."""
+        """Dtype of the network's products."""
         return self._network.autocast or self.model.dtype
 
     def encode(self, prompts: Sequence[Prompt]) -> EncodedPrompts:
@@ -191,13 +171,13 @@ class CausalLMPolicy:
         """Complete P prompts G times each; B = P·G samples, the samples of a prompt next to each other.
 
         A sample's tokens follow from its prompt and its seed; neighbours and batch sizes change them through
-        float rounding alone. Where the context ends first, it ends there with the reason "length".
+        float rounding only. Where the context ends first, it ends there with the reason "length".
 
         Args:
             prompts: P texts or conversations; the parts {"type": "image"} of a conversation stand for
                 images, and may hold them as "image".
-            seeds: one for the call (`draw_seeds` makes those of the samples), or B of them.
-            num_generations: G, at least 1.
+            seeds: one for the call (`draw_seeds` derives those of the samples), or B of them.
+            num_generations: G.
             sampling: how tokens are drawn; by default from the model itself.
             stopping: what ends a completion.
             group: P labels of the prompts; by default 0 to P-1.
@@ -206,22 +186,19 @@ class CausalLMPolicy:
 
         Raises:
             UserError: no prompts, counts that do not fit, a prompt that cannot be encoded or is too long,
-                images for a policy that reads text alone or that cannot be read, or no end token.
-            ValueError: logits that are NaN.
+                images for a policy that reads only text or that cannot be read, or no end token.
         """
-        count = check_counts(prompts, num_generations, seeds, group, after)
-        stopping, encoded = stopping or StoppingCriteria(), self._encoder.encode(prompts, images)
-        if self.long_prompts == "refuse":
-            check_lengths(encoded.ids, self.max_prompt_tokens, self.context_length, encoded.encoded_images)
-        batch = PromptBatch(
-            prompts=prompts,
-            ids=encoded.ids,
-            group=list(range(len(prompts))) if group is None else list(group),
-            generations=num_generations,
-            seeds=draw_seeds(seeds, count) if isinstance(seeds, int) else check_seeds(seeds),
-            encoded_images=encoded.encoded_images,
-            images=encoded.images,
+        stopping = stopping or StoppingCriteria()
+        batch = PromptBatch.build(
+            prompts,
+            self._encoder.encode(prompts, images),
+            seeds=seeds,
+            num_generations=num_generations,
+            group=group,
             after=after,
+            context=self.context_length,
+            max_prompt_tokens=self.max_prompt_tokens,
+            long_prompts=self.long_prompts,
         )
         ends = end_tokens(self.model, self.tokenizer, stopping)
         return generate_rollout(
@@ -232,8 +209,6 @@ class CausalLMPolicy:
             stopping=stopping,
             ends=ends,
             pad=pad_id(self.tokenizer, ends),
-            context=self.context_length,
-            longest_prompt=self.max_prompt_tokens,
             chunk=self.generate_batch,
         )
 
@@ -257,20 +232,20 @@ class CausalLMPolicy:
                 model together; without, `score_batch` at a time, sorted by length.
             distribution: whose log-probs.
             statistic: of that distribution, [n, V] log-probs, −∞ outside it, to [n]. A quantile of the
-                vocabulary needs all logits of a token at once, so they are made, in pieces that are forgotten
-                and made again for the gradient.
+                vocabulary needs all logits of a token at once; they are computed in pieces, again for the
+                gradient.
 
         Returns:
             [b, T] each, float32, 0 where the loss mask is 0; differentiable unless gradients are off.
 
         Raises:
-            UserError: for another distribution, or a truncated rollout that did not keep its token sets.
+            UserError: a truncated rollout that did not keep its token sets.
         """
         sampling = scored_sampling(rollout, distribution)
         chosen = torch.arange(len(rollout))[slice(None) if rows is None else rows]
         grad = torch.is_grad_enabled()
-        if rollout.routes is not None and self._routing is None:
-            self._routing = ExpertRouting(self.model)
+        if rollout.routes is not None:
+            self.check_routes()
         with recomputed_layers(self.model, self._checkpointing and grad):
             return token_output(
                 self._network,
@@ -285,25 +260,17 @@ class CausalLMPolicy:
                 recomputed=self._checkpointing and grad,
             )
 
-    def check_routes(self) -> None:
-        """Refuse a model whose tokens go to no experts.
-
-        Raises:
-            UserError: names what it lacks.
-        """
+    def check_routes(self) -> ExpertRouting:
+        """Return the routing of a mixture's experts; raises `UserError` for a model without experts."""
         self._routing = self._routing or ExpertRouting(self.model)
+        return self._routing
 
     @torch.no_grad()
     def with_routes(self, rollout: TextRollout) -> TextRollout:
-        """The rollout with the experts of a mixture that its tokens go to now; `log_probs` of it sends them
-        there again, whatever the router has learnt since (routing replay, GSPO, arXiv 2507.18071, section
-        5.3).
-
-        Raises:
-            UserError: the model has no experts, or chooses them by something else than a top-k over all.
+        """Record the experts that a rollout's tokens go to now; `log_probs` of the result sends them there
+        again, whatever the router has learnt since (routing replay, GSPO, arXiv 2507.18071, section 5.3).
         """
-        self._routing = self._routing or ExpertRouting(self.model)
-        context = self._network, rollout, self._routing, self._encoder
+        context = self._network, rollout, self.check_routes(), self._encoder
         return replace(rollout, routes=expert_routes(*context, self.score_batch))
 
     @torch.no_grad()
@@ -348,11 +315,8 @@ class CausalLMPolicy:
         umask_permissions(Path(folder))
 
     def load(self, folder: Path) -> None:
-        """Read into this policy what `save` of an equally built one wrote; the reference stays what it was.
-
-        Args:
-            folder: as given to `save`; FileNotFoundError or UserError if it is of another kind.
-        """
+        """Read into this policy what `save` of an equally built one wrote; the reference stays what it
+        was."""
         if self.lora is not None:
             load_text_lora(self.model, folder)
         else:
@@ -360,11 +324,3 @@ class CausalLMPolicy:
             self.model.load_state_dict(saved.state_dict())
         if self.value_head is not None:
             self.value_head.load(Path(folder))
-
-
-def _check_value_head(value_head: ValueHead | None, network: CausalNetwork) -> None:
-    if value_head is not None and network.head is None:
-        raise UserError(
-            f"The output head of {type(network.model).__name__} is no linear layer, so its hidden states "
-            "cannot be shared with a value head. Use a separate ValueModel."
-        )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -22,18 +22,14 @@ class EncodedPrompt:
     """Encoded prompt; equal prompts are encoded once."""
 
     ids: tuple[int, ...]
-    """The tokens, with as many image tokens as the images take."""
+    """Tokens, with as many image tokens as the images take."""
     encoded_images: tuple[PatchedImage, ...] = ()
     """In the order of their tokens."""
-
-    def and_then(self, ids: Sequence[int]) -> EncodedPrompt:
-        """The same with more tokens behind it."""
-        return replace(self, ids=(*self.ids, *ids)) if ids else self
 
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """P prompts."""
+    """P encoded prompts."""
 
     ids: Sequence[Sequence[int]]
     """P lists of tokens."""
@@ -42,49 +38,49 @@ class EncodedPrompts:
     images: Sequence[Sequence[Any]] | None = None
     """The images as they were given."""
 
+    def prompt(self, index: int, more: Sequence[int] = ()) -> EncodedPrompt:
+        """Return one prompt, with more tokens behind it."""
+        images = () if self.encoded_images is None else tuple(self.encoded_images[index])
+        return EncodedPrompt((*self.ids[index], *more), images)
+
 
 class Encoder(Protocol):
     """Turns prompts into what a network reads."""
 
     def encode(self, prompts: Sequence[Prompt], images: Sequence[Sequence[Any]] | None) -> EncodedPrompts:
-        """Tokens and images of P prompts with P lists of images, or none."""
+        """Encode P prompts with P lists of images, or none."""
         ...
 
     def encoded_images(
         self, images: Sequence[Sequence[Any]], ids: Sequence[Sequence[int]], samples: Sequence[int]
     ) -> list[list[PatchedImage]]:
-        """Images of b prompts that were encoded before, by their lists (`EncodedPrompts.images`) and
-        tokens; `samples` are their numbers, for messages.
+        """Encode the images (`EncodedPrompts.images`) of b prompts whose tokens are known; `samples` are
+        their numbers, for messages.
         """
         ...
 
 
 class TextPrompts:
-    """Prompts of a model that reads text alone; `mend` says what to do instead of giving images."""
+    """Prompts of a model that reads text alone; `instead` says what to do instead of giving images."""
 
-    def __init__(self, prompts: PromptEncoder, name: str, mend: str) -> None:
-        self._prompts, self._name, self._mend = prompts, name, mend
+    def __init__(self, prompts: PromptEncoder, name: str, instead: str) -> None:
+        self._prompts, self._name, self._instead = prompts, name, instead
 
     def encode(self, prompts: Sequence[Prompt], images: Sequence[Sequence[Any]] | None) -> EncodedPrompts:
         """See `Encoder`."""
         if images is not None or any(image_parts(prompt) for prompt in prompts):
-            raise self._refusal()
+            raise UserError(f"{self._name} is used as a text policy and reads no images. {self._instead}")
         return EncodedPrompts(self._prompts.encode(prompts))
 
     def encoded_images(
         self, images: Sequence[Sequence[Any]], ids: Sequence[Sequence[int]], samples: Sequence[int]
     ) -> list[list[PatchedImage]]:
         """See `Encoder`."""
-        if any(len(row) for row in images):
-            raise self._refusal()
         return [[] for _ in images]
-
-    def _refusal(self) -> UserError:
-        return UserError(f"{self._name} is used as a text policy and reads no images. {self._mend}")
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Prompts of different length as one block: ids [b, L] int64, filled up on the left, and their mask."""
+    """Stack prompts of different lengths: ids [b, L] int64, filled up on the left, and their mask."""
     width = max(len(ids) for ids in prompts)
     ids = torch.full((len(prompts), width), pad_id, dtype=torch.int64)
     mask = torch.zeros_like(ids)

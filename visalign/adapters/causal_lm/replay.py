@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from visalign.core.tokens.fused_head import LogProbEntropy
 from visalign.errors import UserError
 from visalign.text import Sampling, TextRollout, TokenOutput, TokenSets
 from visalign.text.distribution import chosen_log_prob, log_distribution
@@ -22,24 +21,24 @@ from .prompts import Encoder
 from .routing import ExpertRouting
 
 LOGIT_NUMBERS = 1 << 24
-"""Logits alive at a time where top-k, top-p or a statistic need them: 64 MB of float32, made again in the
+"""Logits in memory at a time where top-k, top-p or a statistic need them: 64 MB of float32, recomputed in the
 backward."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Prompts and completions of b samples as one block without left padding, and where its tokens belong."""
+    """Prompts and completions of b samples as one block without left padding, and the n tokens to score."""
 
     ids: Tensor
     """[b, S] prompt, completion, padding on the right."""
     mask: Tensor
     """[b, S] int64."""
     row: Tensor
-    """[n] sample of each present token, row by row."""
+    """[n] sample of each token, row by row."""
     column: Tensor
-    """[n] its place t in the completion."""
+    """[n] its position t in the completion."""
     before: Tensor
-    """[n] its predecessor's place in the block: the state there predicts it."""
+    """[n] its predecessor's position in the block: the state there predicts it."""
     target: Tensor
     """[n] its id."""
 
@@ -71,11 +70,9 @@ def pack(rollout: TextRollout, rows: Tensor) -> Packed:
 
 
 def scored_sampling(rollout: TextRollout, distribution: str) -> Sampling:
-    """The distribution ("sampled" or "full") that log-probs are wanted of; a truncated rollout must have kept
-    its token sets.
+    """Return the distribution ("sampled" or "full") of the log-probs; a truncated rollout must have kept its
+    token sets.
     """
-    if distribution not in ("sampled", "full"):
-        raise UserError(f'distribution is {distribution!r}; it must be "sampled" or "full".')
     if distribution == "full":
         return Sampling(temperature=rollout.sampling.scale)
     if rollout.sampling.truncates and rollout.kept is None:
@@ -100,10 +97,11 @@ def token_output(
     routing: ExpertRouting | None = None,
     recomputed: bool = False,
 ) -> TokenOutput:
-    """Log-prob, entropy, value and statistic [b, T] float32 of the tokens of some samples, 0 where the loss
-    mask is 0; masked samples cost nothing. `value` maps [n, H] last hidden states to [n], `statistic` [n, V]
-    log-probs; `batch` samples go through the model at a time, sorted by length, None takes all together.
-    `routing` sends tokens where the rollout's routes say; `recomputed`, see there.
+    """Compute log-prob, entropy, value and statistic [b, T] float32 of the tokens of some samples, 0 where
+    the loss mask is 0; masked samples cost nothing. `value` maps [n, H] last hidden states to [n],
+    `statistic` [n, V] log-probs; `batch` samples go through the model at a time, sorted by length, None takes
+    all together. `routing` sends tokens where the rollout's routes say (`recomputed`: see
+    `ExpertRouting.replayed`).
     """
     device = network.model.device
     mask = rollout.loss_mask[chosen] != 0
@@ -120,23 +118,12 @@ def token_output(
         if len(part) == 0:
             break
         packed = pack(rollout, chosen[part])
-        token_sets = (
-            rollout.kept.rows(chosen[part]) if rollout.kept is not None and sampling.truncates else None
-        )
+        token_sets = rollout.kept.rows(chosen[part]) if rollout.kept and sampling.truncates else None
         encoded_images = _images(encoder, rollout, chosen[part])
         routes = None if rollout.routes is None else rollout.routes[chosen[part], : packed.ids.shape[1]]
         with nullcontext() if routing is None else routing.replayed(routes, recomputed=recomputed):
-            terms = replay(
-                network,
-                packed,
-                encoded_images,
-                sampling=sampling,
-                token_sets=token_sets,
-                value=value,
-                statistic=statistic,
-            )
+            columns = _replay(network, packed, encoded_images, sampling, token_sets, value, statistic)
         target = part[packed.row].to(device), packed.column.to(device)
-        columns = (terms.chosen.log_prob, terms.chosen.entropy, terms.value, terms.statistic)
         outputs = [
             blank if new is None else blank.index_put(target, new.float())
             for blank, new in zip(outputs, columns, strict=True)
@@ -194,41 +181,27 @@ def _images(encoder: Encoder, rollout: TextRollout, rows: Tensor) -> list[list[P
     return encoder.encoded_images([rollout.images[sample] for sample in samples], ids, samples)
 
 
-@dataclass(frozen=True)
-class TokenTerms:
-    """Terms of n tokens, in the order of `Packed.row`."""
-
-    chosen: LogProbEntropy
-    """[n] each."""
-    value: Tensor | None
-    """[n]."""
-    statistic: Tensor | None = None
-    """[n]."""
-
-
-def replay(
+def _replay(
     network: CausalNetwork,
     packed: Packed,
-    encoded_images: Sequence[Sequence[PatchedImage]] | None = None,
-    *,
+    encoded_images: Sequence[Sequence[PatchedImage]] | None,
     sampling: Sampling,
-    token_sets: TokenSets | None = None,
-    value: Callable[[Tensor], Tensor] | None = None,
-    statistic: Callable[[Tensor], Tensor] | None = None,
-) -> TokenTerms:
-    """Log-prob and entropy of the n packed tokens, differentiable. `token_sets` belong to the packed samples
-    where `sampling` truncates; `value` maps [n, H] last hidden states to [n], `statistic` [n, V] log-probs.
-    """
+    token_sets: TokenSets | None,
+    value: Callable[[Tensor], Tensor] | None,
+    statistic: Callable[[Tensor], Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return log-prob, entropy, value and statistic [n] of the packed tokens, differentiable."""
     device = network.model.device
     features, _ = network.features(
         packed.ids.to(device), packed.mask.to(device), encoded_images=encoded_images
     )
     states = features[packed.row.to(device), packed.before.to(device)]
-    target = packed.target.to(device)
     values = None if value is None else value(states)
     if statistic is None and not sampling.truncates and network.head is not None:
-        return TokenTerms(network.head.log_prob_entropy(states, target, sampling.scale), values)
-    return _through_logits(network, states, packed, sampling, token_sets, statistic, values)
+        terms = network.head.log_prob_entropy(states, packed.target.to(device), sampling.scale)
+        return terms.log_prob, terms.entropy, values, None
+    log_prob, entropy, *more = _through_logits(network, states, packed, sampling, token_sets, statistic)
+    return log_prob, entropy, values, more[0] if more else None
 
 
 def _through_logits(
@@ -238,9 +211,8 @@ def _through_logits(
     sampling: Sampling,
     token_sets: TokenSets | None,
     statistic: Callable[[Tensor], Tensor] | None,
-    values: Tensor | None,
-) -> TokenTerms:
-    """In pieces whose logits are forgotten and made again for the gradient."""
+) -> list[Tensor]:
+    """Return log-prob, entropy and statistic, in pieces whose logits are recomputed for the gradient."""
     chunk = max(1, LOGIT_NUMBERS // network.vocabulary)
 
     def piece(state: Tensor, chosen: Tensor, allowed: Tensor | None) -> tuple[Tensor, ...]:
@@ -252,13 +224,11 @@ def _through_logits(
     for start in range(0, len(states), chunk):
         part, allowed = slice(start, start + chunk), None
         if token_sets is not None:
-            allowed = token_sets.mask(packed.row[part], packed.column[part], network.vocabulary).to(
-                states.device
-            )
+            allowed = token_sets.mask(packed.row[part], packed.column[part], network.vocabulary)
+            allowed = allowed.to(states.device)
         inputs = states[part], packed.target[part].to(states.device), allowed
         if torch.is_grad_enabled():
             parts.append(checkpoint(piece, *inputs, use_reentrant=False, preserve_rng_state=False))
         else:
             parts.append(piece(*inputs))
-    log_prob, entropy, *more = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
-    return TokenTerms(LogProbEntropy(log_prob, entropy), values, more[0] if more else None)
+    return [torch.cat(pieces) for pieces in zip(*parts, strict=True)]

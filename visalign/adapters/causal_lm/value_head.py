@@ -32,7 +32,7 @@ class ValueHead(nn.Module):
 
     Args:
         hidden_size: H.
-        trunk_gradient: whether the value loss moves the network below; False trains the head alone.
+        trunk_gradient: whether the value loss moves the network below; False trains only the head.
         critics: C; several start near 0, each elsewhere, for they would stay alike.
     """
 
@@ -61,28 +61,18 @@ class ValueHead(nn.Module):
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote."""
-        path = Path(folder) / FILE
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{folder} holds no {FILE}. Give a folder that a value head was saved to."
-            )
-        state = load_file(path)
-        there, expected = state["linear.weight"].shape, self.linear.weight.shape
-        if there != expected:
+        state = load_file(Path(folder) / FILE)
+        if (saved := state["linear.weight"].shape) != (expected := self.linear.weight.shape):
             raise UserError(
-                f"The value head in {folder} has {there[0]} critics that read hidden states of {there[1]} "
-                f"numbers, this one {expected[0]} that read {expected[1]}. Load it with the model it was "
-                "trained on."
+                f"The value head in {folder} has {saved[0]} critics and hidden size {saved[1]}, this one "
+                f"{expected[0]} and {expected[1]}. Load it with the model it was trained on."
             )
         self.load_state_dict(state)
 
 
 class ValueModel(nn.Module):
-    """A separate network for V: a transformer without a language head, and a `ValueHead`; all of it trains.
-
-    Args:
-        trunk: a transformers model that gives hidden states, e.g. `AutoModel.from_pretrained(folder)`.
-        critics: see `ValueHead`.
+    """A separate network for V: a transformer without a language head (`AutoModel`), and a `ValueHead`; all
+    of it trains.
     """
 
     def __init__(self, trunk: PreTrainedModel, *, critics: int = 1) -> None:
@@ -113,7 +103,7 @@ class ValueModel(nn.Module):
         """
         if rollout.images is not None:
             raise UserError(
-                "A separate ValueModel reads text alone, and this rollout has images. Give the policy a "
+                "A separate ValueModel reads only text, and this rollout has images. Give the policy a "
                 "ValueHead, which reads its hidden states."
             )
         chosen = torch.arange(len(rollout))[slice(None) if rows is None else rows]

@@ -2,8 +2,8 @@
 """Sample completions on vLLM or another OpenAI-compatible server, for off-policy training.
 
 The server is the rollout policy μ: `rollout.log_prob` holds its log-probs, the policy under training computes
-its own (`rescored`), and their ratio corrects for different kernels, precision and weights. That is valid
-only if the server's log-probs belong to the distribution it samples from:
+its own, and their ratio corrects for different kernels, precision and weights. That is valid only if the
+server's log-probs belong to the distribution it samples from:
 
 - By default vLLM gives log-probs of the raw logits (`--logprobs-mode raw_logprobs`). They are right only at
   temperature 1 without top_k and top_p, and a log-prob cannot be rescaled afterwards. Otherwise the server
@@ -18,24 +18,24 @@ Unknown numbers are NaN: the entropy, or with top_k `full_log_prob`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+import torch
 
-from visalign.adapters.causal_lm.batches import PromptBatch, check_counts, check_lengths
-from visalign.adapters.causal_lm.chat import PromptEncoder
-from visalign.adapters.causal_lm.loading import check_options, end_tokens
+from visalign.adapters.causal_lm.batches import PromptBatch, assemble_rollout, decode
+from visalign.adapters.causal_lm.generation import Completion as SampledCompletion
+from visalign.adapters.causal_lm.loading import end_tokens, pad_id
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.errors import UserError, suggestion
 from visalign.remote import ServerConnection, ServerError
 from visalign.seeds import sample_seed
-from visalign.text import Prompt, Sampling, StoppingCriteria, TextRollout, check_seeds, draw_seeds
+from visalign.text import Prompt, Sampling, StoppingCriteria, TextRollout
 
-from .completions import Completion, CompletionRequest, read_completion
-from .requests import LogprobsMode, check_processed, check_sampling, needs_processed, request_body
-from .rollout import server_rollout
+from .completions import CompletionRequest, find_end, read_completion
+from .logprobs import LogprobsMode, check_processed, check_sampling, needs_processed
 from .weights import adapter_name, load_adapter, reload_weights, served_models, unload_adapter
 
 
@@ -43,29 +43,16 @@ class ServerGenerator:
     """Generate completions on a server, with the signature of `TextPolicy.generate`.
 
     Args:
+        policy: Policy under training, whose prompts, end tokens and limits hold.
         base_url: As for OpenAI clients, "http://host:8000/v1".
         model: Name of the policy's model on the server (vLLM: --served-model-name).
-        tokenizer: Tokenizer of the model.
         api_key: Bearer token.
-        prompts: Encoder of prompts; by default that of `CausalLMPolicy`.
         logprobs_mode: Meaning of the server's log-probs, as it was started.
         max_logprobs: Log-probs per token that the server lists at most (vLLM: --max-logprobs). Leave some
             room above top_k, since tokens that tie with the k-th can be sampled too.
-        eos_ids: End tokens; by default the tokenizer's. `StoppingCriteria.eos_ids` takes precedence.
-        vocabulary: Number of the policy's token ids, beyond which an id is an error. None skips the check.
-        context_length: Tokens of prompt and completion together; by default the server's.
-        max_prompt_tokens: Longest prompt; None leaves room for one token in the context.
-        long_prompts: "refuse" raises for a longer prompt; "mask" gives masked samples with the stop reason
-            "prompt too long".
         parallel: Requests in flight, one per sample.
-        timeout: Seconds that the server may be silent.
-        retries: Attempts after the first, for connection errors, 429 and 5xx.
-        backoff: Seconds before the second attempt, doubled each time.
-        patience: Seconds for which a server that has answered once may be unavailable while it restarts; it
-            is then given its weights again.
-
-    Raises:
-        UserError: Argument out of range.
+        **connection: timeout, retries, backoff and patience of `ServerConnection`. A server that restarts
+            within the patience is given its weights again.
     """
 
     weights_folder: str | None = None
@@ -73,71 +60,23 @@ class ServerGenerator:
 
     def __init__(
         self,
+        policy: CausalLMPolicy,
         base_url: str,
         model: str,
-        tokenizer: PreTrainedTokenizerBase,
         *,
         api_key: str | None = None,
-        prompts: PromptEncoder | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         max_logprobs: int = 20,
-        eos_ids: Sequence[int] | None = None,
-        vocabulary: int | None = None,
-        context_length: int | None = None,
-        max_prompt_tokens: int | None = None,
-        long_prompts: Literal["refuse", "mask"] = "refuse",
         parallel: int = 64,
-        timeout: float = 600.0,
-        retries: int = 4,
-        backoff: float = 1.0,
-        patience: float = 0.0,
+        **connection: float,
     ) -> None:
-        check_options(1, 1, max_prompt_tokens, long_prompts)
-        for name, size in (("max_logprobs", max_logprobs), ("parallel", parallel)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise UserError(f"{name} is {size!r}; it must be a whole number of at least 1.")
-        if logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
-            raise UserError(
-                f'logprobs_mode is {logprobs_mode!r}; it must be "raw_logprobs" (vLLM\'s default) or '
-                '"processed_logprobs", as the server was started. Its other modes give no log-probs.'
-            )
-        self._connection = ServerConnection(
-            base_url, api_key=api_key, timeout=timeout, retries=retries, backoff=backoff, patience=patience
-        )
+        options: Any = connection
+        self._connection = ServerConnection(base_url, api_key=api_key, **options)
+        self._policy, self.tokenizer = policy, policy.tokenizer
         self.base_model = self.model = model
-        self.tokenizer = tokenizer
-        self.prompts = prompts or PromptEncoder(tokenizer)
         self.logprobs_mode: LogprobsMode = logprobs_mode
         self.max_logprobs, self.parallel = max_logprobs, parallel
-        self.eos_ids = None if eos_ids is None else tuple(eos_ids)
-        self.vocabulary = vocabulary
-        self.max_prompt_tokens, self.long_prompts = max_prompt_tokens, long_prompts
-        self._context, self._asked_context, self._probed = context_length, False, False
-
-    @classmethod
-    def for_policy(cls, policy: CausalLMPolicy, base_url: str, model: str, **options: Any) -> ServerGenerator:
-        """Create a generator with the policy's tokenizer, end tokens and limits.
-
-        Args:
-            policy: Policy under training.
-            base_url: Address of the server.
-            model: Name of the model on the server.
-            **options: Other arguments of the constructor.
-
-        Raises:
-            UserError: Option out of range, or no end token.
-        """
-        embedding: Any = policy.model.get_input_embeddings()
-        defaults: dict[str, Any] = {
-            "prompts": policy.prompts,
-            "vocabulary": embedding.weight.shape[0],
-            "context_length": policy.context_length,
-            "max_prompt_tokens": policy.max_prompt_tokens,
-            "long_prompts": policy.long_prompts,
-        }
-        if "eos_ids" not in options:
-            defaults["eos_ids"] = end_tokens(policy.model, policy.tokenizer, StoppingCriteria())
-        return cls(base_url, model, policy.tokenizer, **{**defaults, **options})
+        self._context, self._asked_context, self._probed = policy.context_length, False, False
 
     def generate(
         self,
@@ -156,36 +95,32 @@ class ServerGenerator:
         Each sample is a request with its own seed; whether a seed repeats its completion is up to the server.
 
         Returns:
-            Rollout of B samples. NaN: `entropy` without top_k, `full_log_prob` with it; `rescored` gives the
-            policy's entropy.
+            Rollout of B samples. NaN: `entropy` without top_k, `full_log_prob` with it; the policy's
+            `log_probs` gives its own entropy.
 
         Raises:
-            UserError: Mismatched counts, a prompt that cannot be encoded or is too long, no end token, or
-                sampling whose log-probs this server does not give.
+            UserError: See `CausalLMPolicy.generate`; sampling whose log-probs this server does not give.
             ServerError: Failure of the server, with the URL.
         """
-        if images is not None:
-            raise UserError("Generation by a server sends token ids and reads no images. Leave images out.")
-        sampling, stopping = sampling or Sampling(), stopping or StoppingCriteria()
-        count = check_counts(prompts, num_generations, seeds, group, after)
+        policy, sampling, stopping = self._policy, sampling or Sampling(), stopping or StoppingCriteria()
         check_sampling(sampling, self.logprobs_mode, self.max_logprobs)
-        ends, ids = self._ends(stopping), self.prompts.encode(prompts)
-        context = self._context_length()
-        longest = _smallest(self.max_prompt_tokens, None if context is None else context - 1)
-        if self.long_prompts == "refuse":
-            check_lengths(ids, longest, context)
-        batch = PromptBatch(
-            prompts=prompts,
-            ids=ids,
-            group=list(range(len(prompts))) if group is None else list(group),
-            generations=num_generations,
-            seeds=draw_seeds(seeds, count) if isinstance(seeds, int) else check_seeds(seeds),
+        encoded = policy.encode(prompts)
+        if images is not None or encoded.images is not None:
+            raise UserError("Generation by a server sends token ids and reads no images. Leave images out.")
+        batch = PromptBatch.build(
+            prompts,
+            encoded,
+            seeds=seeds,
+            num_generations=num_generations,
+            group=group,
             after=after,
+            context=self._context_length(),
+            max_prompt_tokens=policy.max_prompt_tokens,
+            long_prompts=policy.long_prompts,
         )
-        completed = self._complete(batch, sampling, stopping, ends, longest, context)
-        return server_rollout(
-            completed, batch, self.tokenizer, sampling=sampling, stopping=stopping, ends=ends, longest=longest
-        )
+        ends = end_tokens(policy.model, policy.tokenizer, stopping)
+        completions = self._complete(batch, sampling, stopping, ends)
+        return assemble_rollout(batch, completions, self.tokenizer, sampling, pad_id(self.tokenizer, ends))
 
     def sync(self, folder: str | Path, *, server_folder: str | None = None) -> str:
         """Let a vLLM server load the LoRA adapter that `policy.save(folder)` wrote, and generate with it.
@@ -218,71 +153,60 @@ class ServerGenerator:
         """Let a vLLM server reload the whole model from the folder that it was started on.
 
         Raises:
-            UserError: No weights in the folder.
             ServerError: The server refused; says how it must be started.
         """
-        if not any(Path(folder).glob("*.safetensors")):
-            raise UserError(
-                f"{folder} contains no weights (*.safetensors). Save the model there and start the server on "
-                "it."
-            )
         self.weights_folder = str(folder)
         reload_weights(self._connection)
 
     def _complete(
-        self,
-        batch: PromptBatch,
-        sampling: Sampling,
-        stopping: StoppingCriteria,
-        ends: Sequence[int],
-        longest: int | None,
-        context: int | None,
-    ) -> dict[int, tuple[CompletionRequest, Completion]]:
-        """Return request and completion by sample, for every sample whose prompt is not too long."""
-        requests = []
-        for sample in range(len(batch.seeds)):
-            ids = batch.ids[sample // batch.generations]
-            begun = batch.begun(sample)
-            room = stopping.max_new_tokens if context is None else context - len(ids)
-            room = min(stopping.max_new_tokens, room) - len(begun)
-            if (longest is not None and len(ids) > longest) or room < 1:
-                continue
-            requests.append(
-                CompletionRequest(
-                    url=self._connection.url("completions"),
-                    sample=sample,
-                    prompt=[*ids, *begun],
-                    limit=room,
-                    top_logprobs=self.max_logprobs if sampling.truncates else 1,
-                    top_k=sampling.top_k if sampling.truncates else 0,
-                    vocabulary=self.vocabulary,
-                )
-            )
-        bodies = [
-            request_body(
-                request,
+        self, batch: PromptBatch, sampling: Sampling, stopping: StoppingCriteria, ends: Sequence[int]
+    ) -> dict[int, SampledCompletion]:
+        """Return the completion of every sample that has room for one."""
+        requests = [
+            CompletionRequest(
+                url=self._connection.url("completions"),
                 model=self.model,
+                sample=sample,
+                prompt=batch.prompt_of(sample).ids,
+                limit=room,
                 sampling=sampling,
                 stopping=stopping,
                 ends=ends,
-                seed=_completion_seed(batch, request.sample),
+                seed=_completion_seed(batch, sample),
+                top_logprobs=self.max_logprobs if sampling.truncates else 1,
+                vocabulary=self._policy.model.get_input_embeddings().weight.shape[0],  # type: ignore[union-attr]
             )
-            for request in requests
+            for sample, room in batch.rooms(stopping.max_new_tokens).items()
         ]
-        probe = requests[0].prompt if requests and needs_processed(sampling) else None
-        replies = zip(requests, self._post(bodies, probe), strict=True)
-        return {request.sample: (request, read_completion(reply, request)) for request, reply in replies}
+        answers = self._post(requests)
+        return {
+            request.sample: self._read(request, answer)
+            for request, answer in zip(requests, answers, strict=True)
+        }
 
-    def _post(
-        self, bodies: Sequence[Mapping[str, Any]], probe: Sequence[int] | None
-    ) -> list[Mapping[str, Any]]:
+    def _read(self, request: CompletionRequest, answer: Mapping[str, Any]) -> SampledCompletion:
+        """Read one answer and cut it at its end."""
+        completion = read_completion(answer, request)
+        n, reason = find_end(completion, request, lambda ids: decode(self.tokenizer, ids, special=True))
+        log_prob, unknown = torch.tensor(completion.log_prob[:n]), torch.full((n,), math.nan)
+        truncates = request.sampling.truncates
+        return SampledCompletion(
+            ids=completion.ids[:n],
+            reason=reason,
+            log_prob=log_prob,
+            full_log_prob=unknown if truncates else log_prob,
+            entropy=torch.tensor(completion.entropy()[:n]) if truncates else unknown,
+            kept=[torch.tensor(list(token_set)) for token_set in completion.sets[:n]],
+        )
+
+    def _post(self, requests: Sequence[CompletionRequest]) -> list[Mapping[str, Any]]:
         """Post all requests; a server that restarted meanwhile gets the weights and all requests again.
 
         A restarted server answers 404 for its adapter; with a whole model only the outage shows.
         """
         outages, is_whole = self._connection.outages, self.model == self.base_model
         try:
-            answers = self._post_once(bodies, probe)
+            answers = self._post_once(requests)
             if self.weights_folder is None or not is_whole or self._connection.outages == outages:
                 return answers
         except ServerError as error:
@@ -292,28 +216,13 @@ class ServerGenerator:
             reload_weights(self._connection)
         else:
             load_adapter(self._connection, self.model, str(self.weights_folder))
-        return self._post_once(bodies, probe)
+        return self._post_once(requests)
 
-    def _post_once(
-        self, bodies: Sequence[Mapping[str, Any]], probe: Sequence[int] | None
-    ) -> list[Mapping[str, Any]]:
-        if probe is not None and not self._probed:
-            self._probed = check_processed(self._connection, self.model, probe)
+    def _post_once(self, requests: Sequence[CompletionRequest]) -> list[Mapping[str, Any]]:
+        if requests and needs_processed(requests[0].sampling) and not self._probed:
+            self._probed = check_processed(self._connection, self.model, list(requests[0].prompt))
+        bodies = [request.body() for request in requests]
         return self._connection.post_all("completions", bodies, parallel=self.parallel)
-
-    def _ends(self, stopping: StoppingCriteria) -> tuple[int, ...]:
-        """Return the ids that end a completion."""
-        if stopping.eos_ids is not None:
-            return stopping.eos_ids
-        if self.eos_ids is not None:
-            return self.eos_ids
-        eos: Any = self.tokenizer.eos_token_id
-        if eos is None:
-            raise UserError(
-                "The tokenizer has no end-of-sequence token, so no completion would end by itself. Give "
-                "eos_ids, or StoppingCriteria(eos_ids=()) to end by stop strings and length only."
-            )
-        return (eos,)
 
     def _context_length(self) -> int | None:
         """Return the context length, asking the server once; raises if it does not serve the model."""
@@ -326,8 +235,8 @@ class ServerGenerator:
                 )
             card = cards.get(self.base_model, {})
             parent = cards.get(str(card.get("parent")), {})
-            limit = card.get("max_model_len") or parent.get("max_model_len")
-            self._context = _smallest(self._context, limit if isinstance(limit, int) else None)
+            limits = (self._context, card.get("max_model_len"), parent.get("max_model_len"))
+            self._context = min((limit for limit in limits if isinstance(limit, int)), default=None)
             self._asked_context = True
         return self._context
 
@@ -336,7 +245,3 @@ def _completion_seed(batch: PromptBatch, sample: int) -> int:
     """Derive the seed of a continuation, so that it does not repeat the draws of its beginning."""
     begun, seed = len(batch.begun(sample)), batch.seeds[sample]
     return sample_seed(seed, begun) if begun else seed
-
-
-def _smallest(*limits: int | None) -> int | None:
-    return min((limit for limit in limits if limit is not None), default=None)

@@ -14,20 +14,7 @@ from visalign.atomic import umask_permissions
 from visalign.errors import UserError
 from visalign.remote import ServerConnection, ServerError
 
-_CONFIG = "adapter_config.json"
-_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-
-
-def adapter_files(folder: Path) -> tuple[Path, Path]:
-    """Return the config and weights files of a LoRA adapter as peft's `save_pretrained` writes them."""
-    weights = [folder / name for name in _WEIGHTS if (folder / name).is_file()]
-    if not (folder / _CONFIG).is_file() or not weights:
-        raise UserError(
-            f"{folder} contains no LoRA adapter ({_CONFIG} and {' or '.join(_WEIGHTS)}). Give the folder "
-            "that policy.save wrote for a policy with lora=text_lora(). Save a whole model into the folder "
-            "that the server was started on, and call `reload`."
-        )
-    return folder / _CONFIG, weights[0]
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def adapter_name(folder: Path) -> str:
@@ -37,8 +24,13 @@ def adapter_name(folder: Path) -> str:
     (vllm-project/vllm, issues 30931 and 42125). A resumed run finds its adapter again.
     """
     digest = hashlib.sha256()
-    for file in adapter_files(folder):
-        with file.open("rb") as stream:
+    for name in _ADAPTER_FILES:
+        if not (folder / name).is_file():
+            raise UserError(
+                f"{folder} contains no LoRA adapter ({' and '.join(_ADAPTER_FILES)}). Give the folder that "
+                "policy.save wrote for a policy with lora=text_lora(); `reload` sends whole models."
+            )
+        with (folder / name).open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     return f"visalign-{digest.hexdigest()[:16]}"
 
@@ -66,14 +58,11 @@ def replace_weights(folder: Path) -> Iterator[Path]:
 
 
 def load_adapter(connection: ServerConnection, name: str, server_folder: str) -> None:
-    """Let the server load an adapter from `server_folder`, a path as the server sees it.
-
-    An adapter already loaded under this name has the same bytes and stays.
-    """
+    """Let the server load an adapter from `server_folder`, a path as the server sees it."""
     try:
         connection.post("load_lora_adapter", {"lora_name": name, "lora_path": server_folder})
     except ServerError as error:
-        if error.status == 400 and name in served_models(connection):
+        if error.status == 400 and name in served_models(connection):  # the same bytes, loaded before
             return
         raise ServerError(
             f"{error} vLLM accepts adapters at run time if it was started with --enable-lora, a "
@@ -93,11 +82,7 @@ def unload_adapter(connection: ServerConnection, name: str) -> None:
 
 
 def reload_weights(connection: ServerConnection) -> None:
-    """Let the server read its folder again and drop its prefix cache, by vLLM's development-mode calls.
-
-    Raises:
-        ServerError: The server lacks these calls or could not read the folder; says how to start it.
-    """
+    """Let the server read its folder again and drop its prefix cache, by vLLM's development-mode calls."""
     try:
         connection.post("/collective_rpc", {"method": "reload_weights"})
         connection.post("/reset_prefix_cache", {})
@@ -113,10 +98,9 @@ def reload_weights(connection: ServerConnection) -> None:
 def served_models(connection: ServerConnection) -> dict[str, dict[str, object]]:
     """Return the entries of /v1/models by name; empty for a server without that endpoint."""
     try:
-        listed = connection.get("models").get("data")
+        cards = connection.get("models").get("data")
     except ServerError as error:
         if error.status in (404, 405):
             return {}
         raise
-    cards = listed if isinstance(listed, list) else []
-    return {card["id"]: card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)}
+    return {card["id"]: card for card in cards or [] if isinstance(card, dict) and "id" in card}
